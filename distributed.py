@@ -1,0 +1,383 @@
+"""The helper every script here shares: start processes, know one's rank and device, wrap, sample, reduce.
+
+    import distributed as dist
+
+    def main_worker(local_rank, world_size):
+        dist.init_process_group()
+        model = dist.prepare_ddp_model(model.to(dist.get_device()))
+        ...
+        loss = dist.reduce(loss.detach())      # the average over all processes, on every process
+        dist.cleanup()
+
+    if __name__ == "__main__":
+        dist.launch(main_worker)
+
+`python script.py` starts one process per visible GPU (`CUDA_VISIBLE_DEVICES=2,3 python script.py` two); under torchrun
+the same file takes the processes it is given. In a single process every function is the identity or does nothing, so
+a script needs no `if`.
+"""
+
+import argparse
+import gc
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import wait
+
+import torch
+import torch.distributed as torch_dist
+
+# Imported before there is a process group: DDP imports it lazily, and its functions would then keep the group as a
+# default argument. gloo's threads would outlive destroy_process_group, and one that drops the last all-reduce while
+# the interpreter shuts down aborts the process, so that torchrun calls a finished job failed (1 in 20).
+import torch.distributed.nn.functional
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data.distributed import DistributedSampler
+
+# ---- start processes ----------------------------------------------------------------------------------------------
+
+
+def launch(worker_fn, *args, nprocs=None):
+    """Run `worker_fn(local_rank, world_size, *args)` in every process of the job and wait until all are done.
+
+    Under torchrun, or any launcher that sets RANK and WORLD_SIZE, this process is one of them and `nprocs` is ignored.
+    Otherwise `nprocs` processes are started on this machine: by default one per visible GPU. A single one is this
+    process itself. `worker_fn` and `args` are pickled. Keep the model inside `worker_fn`, so that it goes with it.
+
+    Raises torch.multiprocessing.ProcessRaisedException with the traceback of the first worker that raised,
+    ProcessExitedException with rank and cause if one was killed or left through `os._exit`, and SystemExit with the
+    message of a worker that called `sys.exit(message)`. The other workers are ended first.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        nprocs = 1
+    elif nprocs is None:
+        nprocs = max(1, torch.cuda.device_count())
+    if nprocs < 1:
+        raise ValueError(f"nprocs must be at least 1, got {nprocs}")
+    if nprocs > 1:
+        return _start_processes(worker_fn, args, nprocs)
+    worker_fn(get_local_rank(), get_world_size(), *args)
+    cleanup()
+    gc.collect()  # a model in a reference cycle would keep the process group, and gloo's threads with it
+
+
+def _start_processes(worker_fn, args, nprocs):
+    # Forked from a server that has imported torch once, workers start in milliseconds, however many. A process's first
+    # optimizer imports torch._dynamo, another second. Libraries only: nothing before the fork may touch CUDA.
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        preload = ["torch", "torch._dynamo", "torch.distributed.nn.functional"]
+        context.set_forkserver_preload(preload + (["torchvision"] if "torchvision" in sys.modules else []))
+    # The rendezvous store lives here, on a port of loopback that is ours from the start: no other job can take it, and
+    # nothing listens to the network. The workers join as clients, as they join torchrun's store.
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = torch_dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    environment = {
+        **{f"{library}_SOCKET_IFNAME": loopback for library in ("GLOO", "NCCL", "TP")},
+        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // nprocs)),
+        **os.environ,
+        "WORLD_SIZE": str(nprocs),
+        "LOCAL_WORLD_SIZE": str(nprocs),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    processes, reports = [], []
+    try:
+        for rank in range(nprocs):
+            reader, writer = context.Pipe(duplex=False)
+            rank_environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            worker_args = (worker_fn, rank, nprocs, args, rank_environment, os.getcwd(), writer)
+            process = context.Process(target=_worker, args=worker_args, name=f"rank {rank}")
+            process.start()
+            writer.close()
+            processes.append(process)
+            reports.append(reader)
+        _wait_for_workers(processes, reports)
+    finally:
+        for process in processes:
+            _kill(process)
+        del store
+
+
+def _worker(worker_fn, rank, world_size, args, environment, directory, report):
+    """Run in a started process: `worker_fn` with the caller's environment, and a report of what it raised."""
+    if os.name == "posix":
+        os.setsid()  # one group for the worker and its own children, which are ended together
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    # A fork server's children inherit the directory and the environment of the moment when the server was started.
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
+    try:
+        worker_fn(rank, world_size, *args)
+        cleanup()
+    except BaseException as error:
+        message = error.code if isinstance(error, SystemExit) else None
+        if isinstance(error, SystemExit) and not isinstance(message, str):
+            raise
+        # The order of reports tells the cause from its consequences: peers fail only when this process's sockets close.
+        report.send((time.monotonic(), message, traceback.format_exc()[-30_000:]))
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def _end_with_launcher():
+    """Wait, in a daemon thread of a worker, for the launcher to end for whatever reason, then end the worker."""
+    multiprocessing.parent_process().join()
+    if os.name == "posix":
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _wait_for_workers(processes, reports):
+    """Return when every worker has ended well; raise the cause as soon as one has not."""
+    while not any(process.exitcode for process in processes):
+        running = [process.sentinel for process in processes if process.exitcode is None]
+        if not running:
+            return
+        wait(running)
+    received = {}
+    for rank, report in enumerate(reports):
+        try:
+            if report.poll():
+                received[rank] = report.recv()
+        except EOFError:
+            pass  # closed without a report: it ended well, or it was killed
+    killed = [rank for rank, process in enumerate(processes) if process.exitcode and rank not in received]
+    if killed:
+        rank, code = killed[0], processes[killed[0]].exitcode
+        name = signal.Signals(-code).name if code < 0 else None
+        cause = f"was killed by {name}" if name else f"exited with status {code}"
+        raise ProcessExitedException(f"rank {rank} {cause}", rank, processes[rank].pid, code, name)
+    rank = min(received, key=lambda rank: received[rank][0])
+    _, message, text = received[rank]
+    if message is not None:
+        raise SystemExit(message)
+    raise ProcessRaisedException(f"rank {rank} raised:\n\n{text}", rank, processes[rank].pid)
+
+
+def _kill(process):
+    if process.is_alive():
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except (AttributeError, ProcessLookupError):  # Windows, or not yet the leader of its group
+            process.kill()
+    process.join()
+
+
+# ---- who am I -----------------------------------------------------------------------------------------------------
+
+
+def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
+    """Bind this process to its device and join the job's process group: nccl for GPUs, gloo for CPU.
+
+    `rank` and `world_size` are needed only without a launcher: RANK and WORLD_SIZE of the environment win, so that
+    a local rank given here is right on several machines too. `timeout` is a datetime.timedelta after which a collective
+    fails; None is torch's default. Does nothing when a group exists, or in a single process without a launcher.
+    """
+    if is_dist_avail_and_initialized():
+        return
+    device = get_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rank, world_size = get_rank(), get_world_size()
+    if world_size is None or (world_size == 1 and "MASTER_ADDR" not in os.environ):
+        return
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    device_id = device if backend == "nccl" else None
+    torch_dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=world_size, device_id=device_id)
+
+
+def cleanup():
+    """Destroy the process group, if there is one.
+
+    Not while an exception is on its way up (in a `finally`): the group then ends with the process, since closing it
+    first would make the other ranks fail before this one has reported the cause.
+    """
+    if is_dist_avail_and_initialized() and sys.exc_info()[0] is None:
+        torch_dist.destroy_process_group()
+
+
+def is_dist_avail_and_initialized():
+    """Is there a process group?"""
+    return torch_dist.is_available() and torch_dist.is_initialized()
+
+
+def get_rank():
+    """This process's number in the whole job, 0 <= rank < world_size. It decides who prints and writes files."""
+    return torch_dist.get_rank() if is_dist_avail_and_initialized() else int(os.environ.get("RANK", 0))
+
+
+def get_local_rank():
+    """This process's number on its machine. It decides which GPU is used."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def get_world_size():
+    """The number of processes in the job."""
+    return torch_dist.get_world_size() if is_dist_avail_and_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+
+def is_primary():
+    """Is this rank 0? Call no collective under it: the other ranks would wait for ever."""
+    return get_rank() == 0
+
+
+def get_device():
+    """This process's device: GPU number `local_rank` of the visible ones, or the CPU where there is none.
+
+    Raises SystemExit with one line if the machine has fewer GPUs than processes.
+    """
+    count = torch.cuda.device_count()
+    if count and get_local_rank() >= count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise SystemExit(
+            f"local rank {get_local_rank()} has no GPU: {count} visible (CUDA_VISIBLE_DEVICES: {visible}), "
+            f"so start at most {count} processes on this machine"
+        )
+    return torch.device("cuda", get_local_rank()) if count else torch.device("cpu")
+
+
+def print_primary(*args, **kwargs):
+    """`print` on rank 0 only."""
+    if is_primary():
+        print(*args, **kwargs)
+
+
+# ---- data and model -----------------------------------------------------------------------------------------------
+
+
+def data_sampler(dataset, distributed, shuffle, pad=True, seed=0):
+    """A DistributedSampler that gives each rank its share of `dataset`, or None when not `distributed`.
+
+    With `pad` all ranks get equally many samples, some of them twice if the length does not divide evenly: training
+    needs it, since every step is a collective. With `pad=False` every sample is seen exactly once over all ranks, as
+    a metric needs. Call `sampler.set_epoch(epoch)` before each epoch: the order depends on seed and epoch alone.
+    """
+    if not distributed:
+        return None
+    rank, world_size = get_rank(), get_world_size()
+    sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed)
+    if not pad:
+        sampler.total_size = len(dataset)
+        sampler.num_samples = len(range(rank, len(dataset), world_size))
+    return sampler
+
+
+def prepare_ddp_model(model, device_ids=None, **kwargs):
+    """`model`, already on its device, wrapped in DistributedDataParallel; `model` itself at world size 1.
+
+    `device_ids` is ignored on the CPU; `kwargs` go to DistributedDataParallel. Gradients are views of the buckets that
+    are reduced, which saves one copy of them in memory and in time.
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
+    """
+    if get_world_size() == 1:
+        return model
+    if next(model.parameters()).device.type == "cpu":
+        device_ids = None
+    return DistributedDataParallel(model, device_ids=device_ids, **{"gradient_as_bucket_view": True, **kwargs})
+
+
+def sync_params(params):
+    """Overwrite every tensor of `params` on every rank with rank 0's."""
+    if get_world_size() > 1:
+        for param in params:
+            torch_dist.broadcast(param.detach(), src=0)
+
+
+# ---- metrics ------------------------------------------------------------------------------------------------------
+
+_REDUCE_OPS = {"avg": "SUM", "sum": "SUM", "min": "MIN", "max": "MAX"}  # gloo has no average
+
+
+def reduce(tensor, op="avg"):
+    """`all_reduce` with the average as default: what a loss needs."""
+    return all_reduce(tensor, op)
+
+
+def all_reduce(tensor, op="sum"):
+    """A new tensor of the same shape and type: "sum", "avg", "min" or "max" of `tensor` over all ranks, on every rank.
+
+    For metrics: no gradient flows through it. 16-bit floats are summed in float32. Raises ValueError for another `op`
+    and for the average of integers, which would be rounded: sum them and divide, or convert them first.
+    """
+    if op not in _REDUCE_OPS:
+        raise ValueError(f"op must be one of {', '.join(_REDUCE_OPS)}, got {op!r}")
+    if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"the average of {tensor.dtype} would be rounded: use op='sum' or tensor.float()")
+    dtype = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
+    result = tensor.detach().to(dtype, copy=True).contiguous()
+    if get_world_size() > 1:
+        torch_dist.all_reduce(result, getattr(torch_dist.ReduceOp, _REDUCE_OPS[op]))
+        if op == "avg":
+            result /= get_world_size()
+    return result.to(tensor.dtype)
+
+
+def gather(tensor):
+    """Every rank's `tensor`, as a list in rank order, on every rank. First dimensions may differ, also be 0."""
+    tensor = tensor.detach().contiguous()
+    if get_world_size() == 1:
+        return [tensor.clone()]
+    rows = tensor if tensor.dim() else tensor[None]
+    length = torch.tensor(len(rows), device=tensor.device)
+    lengths = [torch.empty_like(length) for _ in range(get_world_size())]
+    torch_dist.all_gather(lengths, length)
+    lengths = torch.stack(lengths).tolist()
+    padded = rows.new_zeros(max(lengths), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in lengths]
+    if padded.numel():
+        torch_dist.all_gather(gathered, padded)
+    return [part[:length] if tensor.dim() else part[0] for part, length in zip(gathered, lengths, strict=True)]
+
+
+def barrier():
+    """Wait until every rank is here."""
+    if get_world_size() > 1:
+        torch_dist.barrier()
+
+
+# ---- command line -------------------------------------------------------------------------------------------------
+
+
+def at_least(minimum):
+    """An argparse `type`: a whole number of at least `minimum`."""
+
+    def parse(text):
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+        return value
+
+    return parse
+
+
+def positive(text):
+    """An argparse `type`: a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
+    return value
