@@ -1,3 +1,6 @@
+import argparse
+import contextlib
+import io
 import re
 import sys
 from pathlib import Path
@@ -6,6 +9,10 @@ import pytest
 import seed_snippet
 import torch
 from conftest import ROOT, finish, start, torchrun
+from torch.utils.data.distributed import DistributedSampler
+
+import distributed as dist
+import min_DDP
 
 SNIPPET = Path(seed_snippet.__file__)
 ITERATION = re.compile(r"Finish iteration \d+ - acc: (\d\.\d{4}) \((\d+)/(\d+)\) - loss: \d+\.\d{4}")
@@ -48,6 +55,25 @@ def test_the_same_file_under_torchrun():
     check_output(stdout, epochs=5, iterations=4, global_batch=64)
 
 
+def train_and_record(local_rank, world_size, folder):
+    epochs = []
+    set_epoch = DistributedSampler.set_epoch
+    DistributedSampler.set_epoch = lambda self, epoch: (epochs.append(epoch), set_epoch(self, epoch))
+    args = argparse.Namespace(epochs=2, batch_size=16, n_classes=4, data_size=250, hidden_dim=8, lr=0.01, seed=0)
+    stdout = io.StringIO()
+    with contextlib.redirect_stdout(stdout):
+        min_DDP.main_worker(local_rank, world_size, args)
+    torch.save((epochs, stdout.getvalue()), f"{folder}/{local_rank}.pt")
+
+
+def test_epochs_differ_and_the_accuracy_counts_no_sample_twice(tmp_path):
+    dist.launch(train_and_record, str(tmp_path), nprocs=4)  # 250 samples on 4 ranks: two would be padded
+    epochs, stdout = torch.load(tmp_path / "0.pt", weights_only=True)
+    assert epochs == [0, 1]
+    assert re.search(r"Finished: accuracy \d\.\d{4} \(\d+/250\)\n$", stdout)
+    assert torch.load(tmp_path / "3.pt", weights_only=True) == ([0, 1], ""), "only the primary rank prints"
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -73,8 +99,6 @@ def test_more_processes_than_visible_gpus(main_of, monkeypatch):
 
 
 def test_help_shows_defaults(monkeypatch, capsys):
-    import min_DDP
-
     monkeypatch.setattr(sys, "argv", ["min_DDP.py", "--help"])
     with pytest.raises(SystemExit, match="0"):
         min_DDP.parse_args()
@@ -84,8 +108,6 @@ def test_help_shows_defaults(monkeypatch, capsys):
 
 
 def test_the_data_are_the_same_on_every_rank_and_in_every_run():
-    import min_DDP
-
     first, again = min_DDP.DummyDataset(50, 4, seed=1), min_DDP.DummyDataset(50, 4, seed=1)
     torch.manual_seed(7)
     assert torch.equal(first.points, again.points) and torch.equal(first.labels, again.labels)
