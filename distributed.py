@@ -100,7 +100,7 @@ def _start_processes(worker_fn, args, nprocs):
         for rank in range(nprocs):
             reader, writer = context.Pipe(duplex=False)
             rank_environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            worker_args = (worker_fn, rank, nprocs, args, rank_environment, os.getcwd(), writer)
+            worker_args = (worker_fn, rank, nprocs, args, rank_environment, writer)
             process = context.Process(target=_worker, args=worker_args, name=f"rank {rank}")
             process.start()
             writer.close()
@@ -113,13 +113,12 @@ def _start_processes(worker_fn, args, nprocs):
         del store
 
 
-def _worker(worker_fn, rank, world_size, args, environment, directory, report):
+def _worker(worker_fn, rank, world_size, args, environment, report):
     """Run in a started process: `worker_fn` with the caller's environment, and a report of what it raised."""
     if os.name == "posix":
         os.setsid()  # one group for the worker and its own children, which are ended together
     threading.Thread(target=_end_with_launcher, daemon=True).start()
-    # A fork server's children inherit the directory and the environment of the moment when the server was started.
-    os.chdir(directory)
+    # A fork server's children inherit the environment of the moment when the server was started.
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))

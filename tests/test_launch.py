@@ -218,7 +218,7 @@ def test_nothing_listens_beyond_loopback(jobs):
 @pytest.mark.parametrize("name", SIGNALS)
 def test_no_process_outlives_the_launcher(jobs, name):
     process, mark, _ = jobs[name]
-    assert len(members(mark)) >= 1 + 2 + 2 + 2  # launcher, two servers, two workers, a DataLoader process of each
+    assert len(members(mark)) >= 1 + 2 + 2 + 2  # launcher, two servers, two workers, a process of each
     deadline = time.monotonic() + 5
     process.send_signal(SIGNALS[name][0])
     assert finish(process, timeout=5)[0] != 0
@@ -232,7 +232,7 @@ def test_jobs_started_at_once_all_succeed(jobs):
         process, mark, stop = jobs[name]
         stop.touch()
         status, stdout, stderr = finish(process)
-        assert (status, stdout) == (0, "done\n"), stderr
+        assert status == 0 and stdout.endswith("done\n"), stderr
         assert not members(mark)
 
 
