@@ -101,11 +101,10 @@ def _start_processes(worker_fn, args, nprocs):
             reader, writer = context.Pipe(duplex=False)
             rank_environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             worker_args = (worker_fn, rank, nprocs, args, rank_environment, writer)
-            process = context.Process(target=_worker, args=worker_args, name=f"rank {rank}")
-            process.start()
-            writer.close()
-            processes.append(process)
+            processes.append(context.Process(target=_worker, args=worker_args, name=f"rank {rank}"))
             reports.append(reader)
+            processes[rank].start()
+            writer.close()
         _wait_for_workers(processes, reports)
     finally:
         for process in processes:
@@ -174,6 +173,8 @@ def _failure(rank, process, report):
 
 
 def _kill(process):
+    if process.pid is None:  # interrupted before it was started
+        return
     if process.is_alive():
         try:
             os.killpg(process.pid, signal.SIGKILL)
