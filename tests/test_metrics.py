@@ -23,9 +23,10 @@ def check_reduce(rank, n):
     assert scalar.shape == () and scalar == ranks.float().mean()
     integers = dist.all_reduce(torch.tensor([rank, 2**40]), op="sum")
     assert integers.dtype == torch.int64 and integers.tolist() == [ranks.sum().item(), n * 2**40]
-    # 256 + 1 is 256 in bf16: summed in float32, four times 1 on top of 256 is not lost.
-    half = dist.all_reduce(torch.tensor(256.0 if rank == 0 else 4 / max(1, n - 1), dtype=torch.bfloat16))
-    assert half.dtype == torch.bfloat16 and half == (260 if n > 1 else 256)
+    # 256 + 1 is 256 in bf16: whichever rank is summed first, one of these sums would lose the ones.
+    half = torch.ones(n, dtype=torch.bfloat16)
+    half[rank] = 256
+    assert torch.equal(dist.all_reduce(half), torch.full((n,), 255.0 + n).bfloat16())
     transposed = torch.arange(6.0).reshape(2, 3).t()
     assert torch.equal(dist.reduce(transposed), transposed)
     needs_grad = torch.ones(2, requires_grad=True)
