@@ -91,13 +91,13 @@ def train_epoch(model, loader, optimizer, device):
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """Correct predictions and samples over all processes, as a tensor (2,)."""
+    """Correct predictions, and samples, over all processes."""
     model.eval()
-    counts = torch.zeros(2, dtype=torch.long, device=device)
+    hits, n = torch.zeros((), dtype=torch.long, device=device), 0  # hits stay on the device: no wait in the loop
     for x, y in loader:
-        correct = model(x.to(device)).argmax(dim=1) == y.to(device)
-        counts += torch.stack([correct.sum(), torch.tensor(len(y), device=device)])
-    return dist.all_reduce(counts, op="sum")
+        hits += (model(x.to(device)).argmax(dim=1) == y.to(device)).sum()
+        n += len(y)
+    return dist.all_reduce(torch.stack([hits, hits.new_tensor(n)]), op="sum").tolist()
 
 
 def main_worker(local_rank, world_size, args):
@@ -122,7 +122,7 @@ def main_worker(local_rank, world_size, args):
         if sampler is not None:
             sampler.set_epoch(epoch)  # another order in each epoch, the same on every rank
         train_epoch(model, loader, optimizer, device)
-    hits, n = evaluate(model, eval_loader, device).tolist()
+    hits, n = evaluate(model, eval_loader, device)
     dist.print_primary(f"Finished: accuracy {hits / n:.4f} ({hits}/{n})")
     dist.cleanup()
 
