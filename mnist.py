@@ -122,7 +122,7 @@ def _draw_digits(n, seed):
     images = torch.empty(n, 1, 28, 28, dtype=torch.uint8)
 
     def uniform(low, high):
-        return low + (high - low) * torch.rand(len(digits), generator=generator)
+        return low + (high - low) * torch.rand(len(digits), generator=generator, dtype=torch.float32)
 
     for part, digits in zip(images.split(2000), labels.split(2000), strict=True):  # 2000 at a time, to save memory
         # From a place in the image, -1 to 1 across, to a place in the glyph: so a larger scale is a smaller digit.
@@ -134,7 +134,7 @@ def _draw_digits(n, seed):
         grid = F.affine_grid(torch.cat([stretch @ turn, shift], dim=2), list(part.shape), align_corners=False)
         ink = F.grid_sample(glyphs[digits], grid, align_corners=False)
         ink = torch.lerp(ink, F.avg_pool2d(ink, 3, 1, 1), uniform(0, 1).view(-1, 1, 1, 1))
-        noise = torch.randn(ink.shape, generator=generator) * uniform(0, 0.3).view(-1, 1, 1, 1)
+        noise = torch.randn(ink.shape, generator=generator, dtype=torch.float32) * uniform(0, 0.3).view(-1, 1, 1, 1)
         part.copy_((ink + noise).clamp(0, 1) * 255)
     return Digits(images, labels)
 
