@@ -64,7 +64,7 @@ def parse_args():
     add = parser.add_argument
     add("--strategy", choices=("fsdp", "ddp", "local"), default="fsdp", help="shard, replicate, or use one process")
     add("--model", choices=tuple(mnist.MODELS), default="simple", help="50 thousand, 1.2 or 94 million parameters")
-    add("--epochs", type=count, default=3, help="passes over the data")
+    add("--epochs", type=count, default=2, help="passes over the data")
     add("--batch-size", "--batch_size", type=count, default=64, help="samples per step and process")
     add("--test-batch-size", "--test_batch_size", type=count, default=1000, help="the same, for the evaluation")
     add("--lr", type=dist.positive, default=0.001, help="learning rate of Adam, also when going on from a checkpoint")

@@ -58,7 +58,9 @@ class Digits(Dataset):
         return len(self.labels)
 
     def __getitems__(self, indices):
-        return self.images[indices], self.labels[indices]
+        indices = torch.as_tensor(indices, dtype=torch.long)
+        # index_select copies whole images, images[indices] pixel by pixel, which takes twice as long.
+        return self.images.index_select(0, indices), self.labels.index_select(0, indices)
 
 
 def add_data_options(parser):
@@ -141,7 +143,7 @@ def _draw_digits(n, seed):
 
 def normalize(images):
     """uint8 images of any shape as floats with MNIST's mean at 0 and its standard deviation at 1."""
-    return (images / 255 - MEAN) / STD
+    return images / (255 * STD) - MEAN / STD  # (images / 255 - MEAN) / STD with one pass less over the images
 
 
 # ---- models: (n, 1, 28, 28) to (n, 10) ----------------------------------------------------------------------------

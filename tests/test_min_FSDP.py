@@ -189,19 +189,30 @@ def test_prepare_fsdp_model_in_one_process():
         dist.prepare_fsdp_model(model, min_num_params=0)
 
 
-def randomness_worker(local_rank, world_size, folder):
-    """Dropout must differ between ranks; what a mask looks like is recorded by rank and epoch."""
-    masks = []
-    args = arguments(world_size, model="shallow", min_num_params=1000)
-    with small_and_exact(), mock.patch("min_FSDP.train_epoch", lambda *_: (masks.append(torch.rand(8)), (0, 0))[1]):
+def randomness_worker(local_rank, world_size, folder, first_epoch):
+    """Draw, where an epoch would be trained and dropout would draw, and record it."""
+    drawn = []
+    args = arguments(world_size, checkpoint_dir=folder)
+    stubs = {
+        "train_epoch": lambda *_: (drawn.append(torch.rand(8)), (0.0, 0.0))[1],
+        "load_checkpoint": lambda *_: first_epoch,
+        "save_checkpoint": lambda *_: None,
+    }
+    with small_and_exact(), mock.patch.multiple(min_FSDP, **stubs):
         min_FSDP.main_worker(local_rank, world_size, args)
-    torch.save(torch.stack(masks), f"{folder}/{local_rank}.pt")
+    torch.save(torch.stack(drawn), f"{folder}/{local_rank}.pt")
 
 
-def test_randomness_differs_by_rank_and_epoch(tmp_path):
-    dist.launch(randomness_worker, str(tmp_path), nprocs=2)
-    masks = torch.cat([torch.load(tmp_path / f"{rank}.pt") for rank in range(2)])
-    assert len(masks.unique(dim=0)) == 2 * EPOCHS
+def test_randomness_comes_from_epoch_and_rank(tmp_path):
+    """It differs between ranks, as dropout must, and a resumed run draws what the uninterrupted one drew."""
+
+    def drawn(first_epoch):
+        dist.launch(randomness_worker, str(tmp_path), first_epoch, nprocs=2)
+        return torch.stack([torch.load(tmp_path / f"{rank}.pt") for rank in range(2)])
+
+    uninterrupted, resumed = drawn(0), drawn(1)
+    assert len(uninterrupted.flatten(0, 1).unique(dim=0)) == 2 * EPOCHS
+    assert torch.equal(uninterrupted[:, 1:], resumed)
 
 
 # ---- sharded for real ---------------------------------------------------------------------------------------------
@@ -213,8 +224,12 @@ def steps_worker(local_rank, world_size, strategy, model_name, mixed, folder, st
     torch.manual_seed(0)
     device = dist.get_device()
     seen = {"reduced": set(), "computed": set()}
-    model = min_FSDP.wrap(mnist.MODELS[model_name](), strategy, device, 20_000, mixed)
-    plain = model.module if strategy == "ddp" else model
+    model = mnist.MODELS[model_name]()
+    if strategy == "default ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        model = min_FSDP.wrap(model, strategy, device, 20_000, mixed)
+    plain = model if strategy == "fsdp" else model.module
     plain.fc1.register_forward_hook(lambda module, inputs, output: seen["computed"].add(str(output.dtype)))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     digits = mnist._draw_digits(8 * steps, local_rank)
@@ -272,12 +287,16 @@ def test_deep_net_is_sharded(nprocs, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_deep_net_needs_less_memory_than_ddp(tmp_path):
-    fsdp, ddp = (steps(2, tmp_path / strategy, strategy, "deep") for strategy in ("fsdp", "ddp"))
-    for result in ddp:
-        assert sum(result["held"]) == pytest.approx(16 * DEEP, rel=1e-4)
-    ratio = max(result["peak"] for result in fsdp) / max(result["peak"] for result in ddp)
-    print(f"peak resident memory, fsdp to ddp: {ratio:.3f}")
-    assert ratio <= 0.65
+    """Resident memory with all that a process needs to run at all, 0.4 GB of it, and gloo's copy while it reduces."""
+    peaks = {}
+    for strategy in ("fsdp", "ddp", "default ddp"):
+        results = steps(2, tmp_path / strategy, strategy, "deep")
+        peaks[strategy] = max(result["peak"] for result in results)
+        if strategy != "fsdp":
+            assert sum(results[0]["held"]) == pytest.approx(16 * DEEP, rel=1e-4)
+    print(f"peak resident memory in MB: { {strategy: round(peak / 1e6) for strategy, peak in peaks.items()} }")
+    assert peaks["fsdp"] <= 0.65 * peaks["default ddp"]
+    assert peaks["fsdp"] <= 0.75 * peaks["ddp"]  # whose gradients are views of the buckets
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
@@ -503,7 +522,7 @@ def test_learns_with_the_defaults(tmp_path):
     status, stdout, stderr = run("min_FSDP.py", timeout=60)
     assert status == 0, stderr
     lines = re.findall(EPOCH_LINE, stdout)
-    assert [int(line[0]) for line in lines] == [0, 1, 2]
+    assert [int(line[0]) for line in lines] == [0, 1]
     assert int(lines[-1][3]) >= 9500, stdout
 
 
