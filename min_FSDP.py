@@ -8,18 +8,18 @@ Cost per process, for P float32 parameters on N processes trained by Adam: 16·P
 Adam 8), and while the largest layer of L parameters computes, up to 8·L more; with DDP it is 16·P. Each step sends
 3·(N-1)/N · 4·P bytes: parameters gathered for forward and again for backward, gradients reduced. DDP sends 2/3 of that.
 
-    CUDA_VISIBLE_DEVICES=0,1 python min_FSDP.py --model deep          # two GPUs, 94 million parameters
-    python min_FSDP.py                                                # all visible GPUs, or two CPU processes
-    python min_FSDP.py --model deep --strategy ddp                    # the same training, nothing sharded; also: local
-    python min_FSDP.py --model shallow --mixed-precision              # gathered and computed in bfloat16
-    python min_FSDP.py --checkpoint-dir runs --export digits.pt       # killed, it goes on where it was, also with
-    python min_FSDP.py --checkpoint-dir runs --epochs 5 --nproc 1     # another --nproc or another --strategy
-    torchrun --standalone --nproc-per-node 2 min_FSDP.py --data mnist # under torchrun, on the real MNIST
+    CUDA_VISIBLE_DEVICES=0,1 python min_FSDP.py --model deep           # two GPUs, 94 million parameters
+    python min_FSDP.py                                                 # all visible GPUs, or two CPU processes
+    python min_FSDP.py --strategy ddp                                  # the same training, replicated; also: local
+    python min_FSDP.py --model shallow --mixed-precision               # gathered and computed in bfloat16
+    python min_FSDP.py --checkpoint-dir runs --export digits.pt        # saves every epoch, and goes on where it was,
+    python min_FSDP.py --checkpoint-dir runs --epochs 4 --nproc 1      # also with another --nproc or --strategy
+    torchrun --standalone --nproc-per-node 2 min_FSDP.py --data mnist  # processes started by torchrun, the real MNIST
 
 It prints how many parameters the model has and how many of them this process holds, a line per epoch, `epoch: 0 | train
-loss: 0.3391 | test loss: 0.0917 | test acc: 9731/10000 (0.9731) | memory: 512 MB | 4179 samples/s`, where memory is the
-peak of the largest process (resident, or allocated on the GPU), and last what each process holds in bytes. The loss and
-the accuracy are those of all samples. Open only checkpoints that you trust: their index is a pickle.
+loss: 0.6352 | test loss: 0.1403 | test acc: 9617/10000 (0.9617) | memory: 771 MB | 4120 samples/s`, and last what each
+process holds in bytes. Loss and accuracy are of all samples, memory is the peak of the largest process: resident, or
+allocated on the GPU. Open only checkpoints that you trust: their index is a pickle.
 """
 
 import argparse
@@ -30,6 +30,7 @@ import resource
 import shutil
 import sys
 import tempfile
+import threading
 import time
 import warnings
 
@@ -51,6 +52,7 @@ from tqdm import tqdm
 import distributed as dist
 import mnist
 
+tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a process that is killed would leave behind
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a checkpoint of one process is meant to be one
 
 
@@ -207,13 +209,11 @@ def save_checkpoint(folder, model, optimizer, epoch):
         dcp.save({"model": model_state, "optimizer": optimizer_state, "epoch": epoch}, checkpoint_id=path)
     except CheckpointException as error:  # raised on every rank, after all have ended
         cause, _ = next(iter(error.failures.values()))
-        if not isinstance(
-            cause, (OSError, RuntimeError)
-        ):  # torch.save turns the OSError of a full disk into the latter
+        if not isinstance(cause, (OSError, RuntimeError)):  # torch.save makes the latter of a full disk
             raise
         if dist.is_primary():
             shutil.rmtree(path, ignore_errors=True)
-        sys.exit(f"cannot save {path}: {cause.__context__ or cause}")
+        sys.exit(f"cannot save {path}, is the disk full? {cause}")
 
 
 def load_checkpoint(folder, model, optimizer, device):
@@ -232,7 +232,7 @@ def load_checkpoint(folder, model, optimizer, device):
         dcp.load(state, checkpoint_id=path)
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
-        reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+        reason = (str(cause) or type(cause).__name__).splitlines()[0].rstrip(".")
         sys.exit(f"cannot load {path}: it is damaged or of another --model ({reason}); name another --checkpoint-dir")
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     dist.print_primary(f"Going on from {path}")

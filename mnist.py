@@ -98,19 +98,18 @@ def load_data(name, data_dir, train, seed=0):
 def _fetch_mnist(mnist_class, data_dir):
     """Download MNIST unless it is there; returns what went wrong in one line, or an empty string."""
     folder = os.path.join(os.path.abspath(data_dir), "MNIST", "raw")
+    for name, size in MNIST_FILES.items():
+        path = os.path.join(folder, name)
+        if os.path.exists(path) and os.path.getsize(path) != size:
+            return f"{path} is damaged: {os.path.getsize(path)} bytes instead of {size}; delete it and start again"
     try:
         mnist_class(data_dir, download=True)
     except (OSError, RuntimeError) as error:
-        if not all(os.path.exists(os.path.join(folder, name)) for name in MNIST_FILES):
-            reason = str(error).strip().splitlines()[-1]
-            return (
-                f"MNIST is not in {folder} and cannot be downloaded ({reason}): put {', '.join(MNIST_FILES)} there, "
-                "as they are or as .gz, or use --data synthetic, which needs no files"
-            )
-    for name, size in MNIST_FILES.items():
-        path = os.path.join(folder, name)
-        if os.path.getsize(path) != size:
-            return f"{path} is damaged: {os.path.getsize(path)} bytes instead of {size}; delete it and start again"
+        reason = str(error).strip().splitlines()[-1]
+        return (
+            f"MNIST is not in {folder} and cannot be downloaded ({reason}): put {', '.join(MNIST_FILES)} there, "
+            "as they are or as .gz, or use --data synthetic, which needs no files"
+        )
     return ""
 
 

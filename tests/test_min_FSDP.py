@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import runpy
 import shutil
 import signal
 from pathlib import Path
@@ -14,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conftest import run, torchrun
+from conftest import ROOT, run, torchrun
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -434,7 +435,7 @@ def test_full_disk(uninterrupted, tmp_path):
     with pytest.raises(SystemExit) as exit_info:
         dist.launch(full_disk_worker, arguments(2, checkpoint_dir=checkpoint_dir), nprocs=2)
     message = exit_info.value.code
-    assert message.startswith(f"cannot save {tmp_path / 'epoch-2'}: ") and "\n" not in message
+    assert message.startswith(f"cannot save {tmp_path / 'epoch-2'}, is the disk full? ") and "\n" not in message
     assert os.listdir(tmp_path) == ["epoch-1"]  # nothing half-written, nothing lost
 
 
@@ -491,6 +492,23 @@ def test_unwritable_folder_is_one_line(option, main_of, tmp_path):
     message, _ = main_of("min_FSDP.py", option, str(tmp_path / "file" / "name"))
     assert message.startswith(f"{option}: cannot write to {tmp_path / 'file'}") and "\n" not in message
     assert (tmp_path / "file").read_text() == "in the way"
+
+
+@pytest.mark.parametrize("options, nprocs", [((), 2), (("--strategy", "local"), 1), (("--nproc", "3"), 3)])
+def test_number_of_processes(options, nprocs, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["min_FSDP.py", *options])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    launch = mock.Mock()
+    monkeypatch.setattr(dist, "launch", launch)
+    runpy.run_path(str(ROOT / "min_FSDP.py"), run_name="__main__")
+    assert launch.call_args.kwargs == {"nprocs": nprocs}
+
+
+def test_local_under_torchrun_is_refused(main_of, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, error = main_of("min_FSDP.py", "--strategy", "local")
+    assert status == 2 and "local trains in 1 process, not in 2" in error
 
 
 EPOCH_LINE = (

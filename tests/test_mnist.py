@@ -193,13 +193,16 @@ def test_download_by_one_process_and_truncated_file(mirror, tmp_path):
     assert texts == ["(60000, 1, 28, 28) 10000 torch.uint8 torch.int64"] * 2
     assert requests == 2 * asked_by_one, "one of the two has downloaded"
 
-    path = tmp_path / "data" / "MNIST" / "raw" / "t10k-images-idx3-ubyte"
-    for size in (5_000_000, 0):
+    for name, size in (("t10k-labels-idx1-ubyte", 5_000), ("train-images-idx3-ubyte", 0)):
+        path = tmp_path / "data" / "MNIST" / "raw" / name
         os.truncate(path, size)
         texts, message = load(2, url, resources, tmp_path / "data", tmp_path)
-        assert message == f"{path} is damaged: {size} bytes instead of 7840016; delete it and start again"
-        assert texts == [message] * 2
+        expected = f"{path} is damaged: {size} bytes instead of {mnist.MNIST_FILES[name]}; delete it and start again"
+        assert message == expected and texts == [expected] * 2
         assert os.path.getsize(path) == size, "the user's file is left alone"
+        path.unlink()
+    texts, message = load(2, url, resources, tmp_path / "data", tmp_path)
+    assert message is None, "started again without them, it downloads them again"
 
 
 @pytest.mark.parametrize("nprocs", [1, 3])
