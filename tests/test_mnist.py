@@ -65,6 +65,7 @@ def test_synthetic_digits_are_seeded(halves):
     assert len(drawn) == 4, "another seed, and the other half, are other digits"
     unique = torch.cat([dataset.images.flatten(1)[:2000] for dataset in halves]).unique(dim=0)
     assert len(unique) == 4000
+    assert not torch.equal(halves[0].labels[:10_000], halves[1].labels)
 
 
 def test_synthetic_digits_are_not_trivial(halves):
