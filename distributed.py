@@ -28,6 +28,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from multiprocessing.connection import wait
 
 import torch
@@ -37,7 +38,9 @@ import torch.distributed as torch_dist
 # default argument. gloo's threads would outlive destroy_process_group, and one that drops the last all-reduce while
 # the interpreter shuts down aborts the process, so that torchrun calls a finished job failed (1 in 20).
 import torch.distributed.nn.functional
+from torch import nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
@@ -295,6 +298,37 @@ def prepare_ddp_model(model, device_ids=None, **kwargs):
     if next(model.parameters()).device.type == "cpu":
         device_ids = None
     return DistributedDataParallel(model, device_ids=device_ids, **{"gradient_as_bucket_view": True, **kwargs})
+
+
+def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
+    """`model` sharded in place over all ranks by FSDP2; `model` itself at world size 1. Build the optimizer afterwards.
+
+    Children first, every submodule that holds at least `min_num_params` parameters not sharded with its children is
+    made a unit: its parameters are gathered while it computes and freed again. What is left, and any parameter that
+    two submodules share, is the root's. A unit moves to this process's device only when it is sharded, and all ranks
+    start from rank 0's weights, as with DDP. `kwargs` go to fully_shard. Raises ValueError for `min_num_params` < 1.
+    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    """
+    from torch.distributed.fsdp import fully_shard  # takes 0.7 s, which only this function needs
+    from torch.distributed.tensor import DTensor, init_device_mesh
+
+    if min_num_params < 1:
+        raise ValueError(f"min_num_params must be at least 1, got {min_num_params}")
+    if get_world_size() == 1:
+        return model
+    device = get_device()
+    kwargs = {"mesh": init_device_mesh(device.type, (get_world_size(),)), **kwargs}
+    uses = Counter(param for _, param in model.named_parameters(remove_duplicate=False))
+    for module in reversed(list(model.modules())):
+        own = [p for _, p in module.named_parameters(remove_duplicate=False) if not isinstance(p, DTensor)]
+        # Gathered when its forward is called: a ModuleList has none, attention does not call its output projection's.
+        uncalled = type(module).forward is nn.Module.forward or isinstance(module, NonDynamicallyQuantizableLinear)
+        shared = any(uses[param] > count for param, count in Counter(own).items())
+        if module is model or (sum(p.numel() for p in set(own)) >= min_num_params and not (shared or uncalled)):
+            module.to(device)
+            sync_params(t for t in [*module.parameters(), *module.buffers()] if not isinstance(t, DTensor))
+            fully_shard(module, **kwargs)
+    return model
 
 
 def sync_params(params):

@@ -1,0 +1,315 @@
+"""Shard the model: the minimum working example of fully sharded data parallelism (FSDP2).
+
+Every process works on its own share of each batch, as with DDP, but holds only 1/N of the parameters, the gradients
+and the optimizer's state. A layer is gathered just before it computes and freed after it. Choose it when the model with
+its optimizer does not fit into one device; if it fits, min_DDP.py sends less and is faster.
+
+Cost per process, for P float32 parameters on N processes trained by Adam: 16·P/N bytes (parameters 4, gradients 4,
+Adam 8), and while the largest layer of L parameters computes, up to 8·L more; with DDP it is 16·P. Each step sends
+3·(N-1)/N · 4·P bytes: parameters gathered for forward and again for backward, gradients reduced. DDP sends 2/3 of that.
+
+    CUDA_VISIBLE_DEVICES=0,1 python min_FSDP.py --model deep           # two GPUs, 94 million parameters
+    python min_FSDP.py                                                 # all visible GPUs, or two CPU processes
+    python min_FSDP.py --strategy ddp                                  # the same training, replicated; also: local
+    python min_FSDP.py --model shallow --mixed-precision               # gathered and computed in bfloat16
+    python min_FSDP.py --checkpoint-dir runs --export digits.pt        # saves every epoch, and goes on where it was,
+    python min_FSDP.py --checkpoint-dir runs --epochs 4 --nproc 1      # also with another --nproc or --strategy
+    torchrun --standalone --nproc-per-node 2 min_FSDP.py --data mnist  # processes started by torchrun, the real MNIST
+
+It prints how many parameters the model has and how many of them this process holds, a line per epoch, `epoch: 0 | train
+loss: 0.6352 | test loss: 0.1403 | test acc: 9617/10000 (0.9617) | memory: 771 MB | 4120 samples/s`, and last what each
+process holds in bytes. Loss and accuracy are of all samples, memory is the peak of the largest process: resident, or
+allocated on the GPU. Open only checkpoints that you trust: their index is a pickle.
+"""
+
+import argparse
+import os
+import random
+import re
+import resource
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import warnings
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+import distributed as dist
+import mnist
+
+tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a process that is killed would leave behind
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a checkpoint of one process is meant to be one
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        usage=argparse.SUPPRESS,  # so that an error is one line
+    )
+    gpus, count = torch.cuda.device_count(), dist.at_least(1)
+    add = parser.add_argument
+    add("--strategy", choices=("fsdp", "ddp", "local"), default="fsdp", help="shard, replicate, or use one process")
+    add("--model", choices=tuple(mnist.MODELS), default="simple", help="50 thousand, 1.2 or 94 million parameters")
+    add("--epochs", type=count, default=2, help="passes over the data")
+    add("--batch-size", "--batch_size", type=count, default=64, help="samples per step and process")
+    add("--test-batch-size", "--test_batch_size", type=count, default=1000, help="the same, for the evaluation")
+    add("--lr", type=dist.positive, default=0.001, help="learning rate of Adam, also when going on from a checkpoint")
+    add("--min-num-params", "--min_num_params", type=count, default=20_000, help="smallest part sharded by itself")
+    add("--mixed-precision", "--mixed_precision", action="store_true", help="compute in bfloat16")
+    mnist.add_data_options(parser)
+    add("--checkpoint-dir", "--checkpoint_dir", help="save here after every epoch, and go on from the newest one")
+    add("--export", metavar="FILE", help="write the whole state_dict here, for model.load_state_dict in plain PyTorch")
+    add("--seed", type=int, default=0, help="of the drawn digits, the weights and the order of samples")
+    add("--nproc", type=count, default=argparse.SUPPRESS, help="processes (default: one per GPU, 2 on CPU, 1 if local)")
+    args = parser.parse_args()
+
+    args.nproc = getattr(args, "nproc", 1 if args.strategy == "local" else gpus or 2)
+    if gpus and args.nproc > gpus:
+        parser.error(f"argument --nproc: {args.nproc} is not in the range 1 to {gpus}, the number of visible GPUs")
+    world_size = dist.get_world_size() if "RANK" in os.environ else args.nproc
+    if args.strategy == "local" and world_size > 1:
+        parser.error(f"argument --strategy: local trains in 1 process, not in {world_size}")
+    if args.export and os.path.isdir(args.export):
+        parser.error(f"argument --export: {args.export!r} is a folder, not a file")
+    if args.checkpoint_dir:
+        check_writable("--checkpoint-dir", args.checkpoint_dir)
+    if args.export:
+        check_writable("--export", os.path.dirname(os.path.abspath(args.export)))
+    return args
+
+
+def check_writable(option, folder):
+    """Find out before the training, not after it."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        sys.exit(f"{option}: cannot write to {os.path.abspath(folder)}: {error.strerror}")
+
+
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
+def make_loaders(args, device):
+    train_set = mnist.load_data(args.data, args.data_dir, train=True, seed=args.seed)
+    test_set = mnist.load_data(args.data, args.data_dir, train=False, seed=args.seed)
+    # The sampler also for one process: the order, and so the result, is then the same for any number of them.
+    sampler = dist.data_sampler(train_set, True, shuffle=True, seed=args.seed)
+    test_sampler = dist.data_sampler(test_set, True, shuffle=False, pad=False)  # each sample exactly once
+    options = {"collate_fn": tuple, "pin_memory": device.type == "cuda"}  # __getitems__ has made the batch already
+    return (
+        DataLoader(train_set, args.batch_size, sampler=sampler, **options),
+        DataLoader(test_set, args.test_batch_size, sampler=test_sampler, **options),
+    )
+
+
+def wrap(model, strategy, device, min_num_params, mixed_precision):
+    if strategy == "fsdp":
+        # The optimizer sees the shards, which stay float32; what is gathered from them and computed with is bfloat16.
+        bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = bf16 if mixed_precision else MixedPrecisionPolicy()
+        return dist.prepare_fsdp_model(model, min_num_params, mp_policy=policy)
+    model = model.to(device)
+    return dist.prepare_ddp_model(model, device_ids=[device]) if strategy == "ddp" else model
+
+
+def forward(model, images, labels, device, mixed_precision):
+    """Outputs (n, 10), labels (n,) and mean loss, on `device`."""
+    images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+    with torch.autocast(device.type, torch.bfloat16, enabled=mixed_precision):  # the loss stays float32
+        outputs = model(mnist.normalize(images))
+        # For logits and for log-probabilities alike: the log-softmax in it leaves the latter as they are.
+        return outputs, labels, F.cross_entropy(outputs, labels)
+
+
+def train_epoch(model, loader, optimizer, device, mixed_precision, epoch):
+    """Mean loss, and samples per second, over all processes."""
+    model.train()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss·n, n: on the device, no wait for it in the loop
+    start = time.perf_counter()
+    for images, labels in tqdm(loader, f"epoch {epoch}", leave=False, disable=None if dist.is_primary() else True):
+        optimizer.zero_grad()
+        _, _, loss = forward(model, images, labels, device, mixed_precision)
+        loss.backward()
+        optimizer.step()
+        sums += torch.stack([loss.detach().double() * len(labels), torch.tensor(len(labels), device=device)])
+    total, n = dist.all_reduce(sums).tolist()
+    return total / n, n / (time.perf_counter() - start)
+
+
+@torch.no_grad()
+def evaluate(model, loader, device, mixed_precision):
+    """Mean loss, correct predictions and samples, over all processes, each sample counted once."""
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    # A sharded model is gathered by all ranks at once, so a rank whose share has ended computes on empty batches.
+    largest_share = -(-len(loader.dataset) // dist.get_world_size())
+    batches, empty = iter(loader), loader.dataset.__getitems__([])
+    for _ in range(-(-largest_share // loader.batch_size)):
+        images, labels = next(batches, empty)
+        outputs, labels, loss = forward(model, images, labels, device, mixed_precision)
+        if len(labels):
+            hits = (outputs.argmax(dim=1) == labels).sum()
+            sums += torch.stack([loss.double() * len(labels), hits, torch.tensor(len(labels), device=device)])
+    total, hits, n = dist.all_reduce(sums).tolist()
+    return total / n, int(hits), int(n)
+
+
+def held_by_this_rank(optimizer):
+    """Bytes of parameters, gradients and optimizer state that this process keeps between two steps."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    gradients = [param.grad for param in params if param.grad is not None]
+    state = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
+    return [sum(local(tensor).nbytes for tensor in tensors) for tensors in (params, gradients, state)]
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def peak_memory(device):
+    """Bytes: the most that this process has had allocated on its GPU, or resident in memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def largest(numbers, device):
+    """Each of a list of numbers as it is on the rank where it is largest."""
+    return dist.all_reduce(torch.tensor(numbers, device=device), op="max").tolist()
+
+
+# ---- checkpoints: a folder per epoch, to which every rank writes its part ------------------------------------------
+
+
+def save_checkpoint(folder, model, optimizer, epoch):
+    """Write `folder`/epoch-N. It counts once it has a `.metadata`, which is written last, so a kill does no harm."""
+    path = os.path.join(os.path.abspath(folder), f"epoch-{epoch}")
+    if dist.is_primary():
+        shutil.rmtree(path, ignore_errors=True)  # what an interrupted save left
+    dist.barrier()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    try:
+        dcp.save({"model": model_state, "optimizer": optimizer_state, "epoch": epoch}, checkpoint_id=path)
+    except CheckpointException as error:  # raised on every rank, after all have ended
+        cause, _ = next(iter(error.failures.values()))
+        if not isinstance(cause, (OSError, RuntimeError)):  # torch.save makes the latter of a full disk
+            raise
+        if dist.is_primary():
+            shutil.rmtree(path, ignore_errors=True)
+        sys.exit(f"cannot save {path}, is the disk full? {cause}")
+
+
+def load_checkpoint(folder, model, optimizer, device):
+    """Fill in the newest complete checkpoint, whatever the number of ranks then and now; returns the next epoch."""
+    complete = [0]
+    for name in os.listdir(folder):
+        if re.fullmatch(r"epoch-\d+", name) and os.path.exists(os.path.join(folder, name, ".metadata")):
+            complete.append(int(name.removeprefix("epoch-")))
+    (newest,) = largest([max(complete)], device)
+    if not newest:
+        return 0
+    path = os.path.join(os.path.abspath(folder), f"epoch-{newest}")
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state, "epoch": 0}
+    try:
+        dcp.load(state, checkpoint_id=path)
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        reason = (str(cause) or type(cause).__name__).splitlines()[0].rstrip(".")
+        sys.exit(f"cannot load {path}: it is damaged or of another --model ({reason}); name another --checkpoint-dir")
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    dist.print_primary(f"Going on from {path}")
+    return state["epoch"]
+
+
+def export(path, model):
+    """Write the whole state_dict, as the plain model has it."""
+    # Gathered by all ranks, tensor by tensor, and kept by rank 0.
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.is_primary():
+        temporary = f"{path}.tmp"
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except (OSError, RuntimeError) as error:
+            if os.path.exists(temporary):
+                os.remove(temporary)
+            sys.exit(f"cannot save {os.path.abspath(path)}: {error.__context__ or error}")
+        print(f"Exported to {path}")
+
+
+# ---- put together -------------------------------------------------------------------------------------------------
+
+
+def main_worker(local_rank, world_size, args):
+    dist.init_process_group()
+    device, mixed = dist.get_device(), args.mixed_precision
+    strategy = args.strategy if world_size > 1 else "local"
+    dist.print_primary(f"Training on {world_size} x {device.type}: {strategy}")
+    if strategy != args.strategy:
+        dist.print_primary(f"A single device: there is nothing to share, so --strategy {args.strategy} trains locally")
+    if mixed:
+        how = "gathered in bfloat16, gradients reduced in float32" if strategy == "fsdp" else "by autocast"
+        dist.print_primary(f"Mixed precision: computing in bfloat16 ({how}); float32 parameters and optimizer state")
+
+    loader, test_loader = make_loaders(args, device)
+    torch.manual_seed(args.seed)
+    model = mnist.MODELS[args.model]()
+    n_params = sum(param.numel() for param in model.parameters())
+    model = wrap(model, strategy, device, args.min_num_params, mixed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)  # of the shards: built after the wrapping
+    n_held = sum(local(param).numel() for param in model.parameters())
+    dist.print_primary(f"Model {args.model}: {n_params:,} parameters, of which this process holds {n_held:,}")
+
+    first_epoch = load_checkpoint(args.checkpoint_dir, model, optimizer, device) if args.checkpoint_dir else 0
+    for group in optimizer.param_groups:
+        group["lr"] = args.lr
+    for epoch in range(first_epoch, args.epochs):
+        loader.sampler.set_epoch(epoch)
+        # All randomness of an epoch comes from these three, so a resumed run draws what the uninterrupted one draws.
+        torch.manual_seed(random.Random(f"{args.seed} {epoch} {dist.get_rank()}").getrandbits(63))
+        train_loss, speed = train_epoch(model, loader, optimizer, device, mixed, epoch)
+        test_loss, hits, n = evaluate(model, test_loader, device, mixed)
+        (memory,) = largest([peak_memory(device)], device)
+        dist.print_primary(
+            f"epoch: {epoch} | train loss: {train_loss:.4f} | test loss: {test_loss:.4f} | test acc: {hits}/{n} "
+            f"({hits / n:.4f}) | memory: {memory / 2**20:.0f} MB | {speed:.0f} samples/s"
+        )
+        if args.checkpoint_dir:
+            save_checkpoint(args.checkpoint_dir, model, optimizer, epoch + 1)
+
+    params, gradients, state = largest(held_by_this_rank(optimizer), device)
+    dist.print_primary(
+        f"Held per process, in bytes: parameters {params:,} | gradients {gradients:,} | optimizer state {state:,} | "
+        f"in all {params + gradients + state:,}, {(params + gradients + state) / n_params:.2f} per parameter"
+    )
+    if device.type == "cuda":
+        dist.print_primary(f"Peak allocated on a GPU: {largest([peak_memory(device)], device)[0]:,} bytes")
+    if args.export:
+        export(args.export, model)
+    dist.cleanup()
+
+
+if __name__ == "__main__":
+    cli_args = parse_args()
+    dist.launch(main_worker, cli_args, nprocs=cli_args.nproc)

@@ -1,0 +1,211 @@
+"""The data and the models of the image scripts: MNIST or digits drawn here, and three convolutional networks.
+
+    import mnist
+
+    mnist.add_data_options(parser)                                      # --data and --data-dir
+    dataset = mnist.load_data(args.data, args.data_dir, train=True, seed=args.seed)
+    loader = DataLoader(dataset, batch_size, shuffle=True, collate_fn=tuple)
+    for images, labels in loader:                                       # uint8 (n, 1, 28, 28), int64 (n,)
+        logits = model(mnist.normalize(images.to(device)))
+
+A data set is two tensors in memory, from which a whole batch is taken at once, as bytes, and made a float on the
+device. Taken sample by sample through `ToTensor` and `Normalize`, as is usual, the same data arrive 20 times slower.
+To use data of your own, put any Dataset in the place of `load_data`.
+"""
+
+import os
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+import distributed as dist
+
+# ---- data ---------------------------------------------------------------------------------------------------------
+
+MEAN, STD = 0.1307, 0.3081  # of MNIST's training images, as fractions of white
+
+MNIST_FILES = {  # name: bytes, unpacked
+    "train-images-idx3-ubyte": 47_040_016,
+    "train-labels-idx1-ubyte": 60_008,
+    "t10k-images-idx3-ubyte": 7_840_016,
+    "t10k-labels-idx1-ubyte": 10_008,
+}
+
+GLYPHS = """
+.###. ..#.. .###. .###. ...#. ##### ..##. ##### .###. .###.
+#...# .##.. #...# #...# ..##. #.... .#... ....# #...# #...#
+#...# ..#.. ....# ....# .#.#. ####. #.... ...#. #...# #...#
+#...# ..#.. ...#. ..##. #..#. ....# ####. ..#.. .###. .####
+#...# ..#.. ..#.. ....# ##### ....# #...# .#... #...# ....#
+#...# ..#.. .#... #...# ...#. #...# #...# .#... #...# ...#.
+.###. .###. ##### .###. ...#. .###. .###. .#... .###. .##..
+"""
+
+
+class Digits(Dataset):
+    """`images`, uint8 (n, 1, 28, 28), and `labels`, int64 (n,), given out in whole batches.
+
+    `DataLoader(dataset, batch_size, collate_fn=tuple)` passes such a batch on as it is.
+    """
+
+    def __init__(self, images, labels):
+        self.images = images
+        self.labels = labels
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitems__(self, indices):
+        indices = torch.as_tensor(indices, dtype=torch.long)
+        # index_select copies whole images, images[indices] pixel by pixel, which takes twice as long.
+        return self.images.index_select(0, indices), self.labels.index_select(0, indices)
+
+
+def add_data_options(parser):
+    """Add --data and --data-dir, the first two arguments of `load_data`, to an argparse parser."""
+    parser.add_argument(
+        "--data", choices=("synthetic", "mnist"), default="synthetic", help="drawn here, or the real set"
+    )
+    parser.add_argument("--data-dir", "--data_dir", default="data", help="where MNIST is, or is downloaded to")
+
+
+def load_data(name, data_dir, train, seed=0):
+    """The training or the test half of a data set, as `Digits`.
+
+    "synthetic": 20,000 or 10,000 digits drawn from `seed`, the same ones in every process and in every run. "mnist":
+    the 60,000 or 10,000 of MNIST from `data_dir`/MNIST/raw, downloaded first if need be by one process per machine.
+    For "mnist" every rank must call it. Raises SystemExit with one line, on every rank, if the files are missing and
+    cannot be downloaded, or are damaged, and ValueError for another `name`.
+    http://yann.lecun.com/exdb/mnist/
+    """
+    if name == "synthetic":
+        return _draw_digits(20_000 if train else 10_000, 2 * seed + train)
+    if name != "mnist":
+        raise ValueError(f"data must be 'synthetic' or 'mnist', got {name!r}")
+    from torchvision.datasets import MNIST  # takes 0.4 s, which synthetic data need not wait for
+
+    error = _fetch_mnist(MNIST, data_dir) if dist.get_local_rank() == 0 else ""
+    # The other ranks wait here, and learn from it if one has failed: none would come to a barrier that it skips.
+    for text in dist.gather(torch.tensor(list(error.encode()), dtype=torch.uint8, device=dist.get_device())):
+        if len(text):
+            raise SystemExit(bytes(text.tolist()).decode())
+    data = MNIST(data_dir, train)
+    return Digits(data.data[:, None], data.targets)
+
+
+def _fetch_mnist(mnist_class, data_dir):
+    """Download MNIST unless it is there; returns what went wrong in one line, or an empty string."""
+    folder = os.path.join(os.path.abspath(data_dir), "MNIST", "raw")
+    for name, size in MNIST_FILES.items():
+        path = os.path.join(folder, name)
+        if os.path.exists(path) and os.path.getsize(path) != size:
+            return f"{path} is damaged: {os.path.getsize(path)} bytes instead of {size}; delete it and start again"
+    try:
+        mnist_class(data_dir, download=True)
+    except (OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        return (
+            f"MNIST is not in {folder} and cannot be downloaded ({reason}): put {', '.join(MNIST_FILES)} there, "
+            "as they are or as .gz, or use --data synthetic, which needs no files"
+        )
+    return ""
+
+
+def _draw_digits(n, seed):
+    """`n` digits: a glyph shifted, scaled, turned, sheared, blurred and covered with noise, each at random."""
+    rows = [row.split() for row in GLYPHS.split("\n")[1:-1]]  # 7 rows of each of the 10 glyphs
+    glyphs = torch.tensor([[[pixel == "#" for pixel in row[digit]] for row in rows] for digit in range(10)])
+    glyphs = glyphs.float()[:, None]
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(10, (n,), generator=generator)
+    images = torch.empty(n, 1, 28, 28, dtype=torch.uint8)
+
+    def uniform(low, high):
+        return low + (high - low) * torch.rand(len(digits), generator=generator, dtype=torch.float32)
+
+    for part, digits in zip(images.split(2000), labels.split(2000), strict=True):  # 2000 at a time, to save memory
+        # From a place in the image, -1 to 1 across, to a place in the glyph: so a larger scale is a smaller digit.
+        angle, shear = uniform(-0.4, 0.4), uniform(-0.3, 0.3)
+        width, height = uniform(1.4, 2.6), uniform(1.1, 2.0)
+        turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], dim=1).view(-1, 2, 2)
+        stretch = torch.stack([width, shear, torch.zeros_like(width), height], dim=1).view(-1, 2, 2)
+        shift = torch.stack([uniform(-0.6, 0.6), uniform(-0.4, 0.4)], dim=1)[..., None]
+        grid = F.affine_grid(torch.cat([stretch @ turn, shift], dim=2), list(part.shape), align_corners=False)
+        ink = F.grid_sample(glyphs[digits], grid, align_corners=False)
+        ink = torch.lerp(ink, F.avg_pool2d(ink, 3, 1, 1), uniform(0, 1).view(-1, 1, 1, 1))
+        noise = torch.randn(ink.shape, generator=generator, dtype=torch.float32) * uniform(0, 0.3).view(-1, 1, 1, 1)
+        part.copy_((ink + noise).clamp(0, 1) * 255)
+    return Digits(images, labels)
+
+
+def normalize(images):
+    """uint8 images of any shape as floats with MNIST's mean at 0 and its standard deviation at 1."""
+    return images / (255 * STD) - MEAN / STD  # (images / 255 - MEAN) / STD with one pass less over the images
+
+
+# ---- models: (n, 1, 28, 28) to (n, 10) ----------------------------------------------------------------------------
+
+
+class SimpleCNN(nn.Module):
+    """Two convolutions and one linear layer, without dropout: 50,186 parameters. Gives logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3, padding=1)
+        self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
+        self.fc = nn.Linear(3136, 10)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        return self.fc(x.flatten(1))
+
+
+class ShallowNet(nn.Module):
+    """Two convolutions and two linear layers, with dropout: 1,199,882 parameters. Gives log-probabilities."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3)
+        self.conv2 = nn.Conv2d(32, 64, 3)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(9216, 128)
+        self.fc2 = nn.Linear(128, 10)
+
+    def forward(self, x):
+        x = F.relu(self.conv1(x))
+        x = F.relu(self.conv2(x))
+        x = self.dropout1(F.max_pool2d(x, 2)).flatten(1)
+        x = self.dropout2(F.relu(self.fc1(x)))
+        return F.log_softmax(self.fc2(x), dim=1)
+
+
+class DeepNet(nn.Module):
+    """ShallowNet with four more linear layers: 94,104,234 parameters, 88 % of them in the first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3)
+        self.conv2 = nn.Conv2d(32, 64, 3)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(9216, 9000)
+        self.fc2 = nn.Linear(9000, 1000)
+        self.fc3 = nn.Linear(1000, 1000)
+        self.fc4 = nn.Linear(1000, 1000)
+        self.fc5 = nn.Linear(1000, 128)
+        self.fc6 = nn.Linear(128, 10)
+
+    def forward(self, x):
+        x = F.relu(self.conv1(x))
+        x = F.relu(self.conv2(x))
+        x = self.dropout1(F.max_pool2d(x, 2)).flatten(1)
+        for layer in (self.fc1, self.fc2, self.fc3, self.fc4, self.fc5):
+            x = F.relu(layer(x))
+        return F.log_softmax(self.fc6(self.dropout2(x)), dim=1)
+
+
+MODELS = {"simple": SimpleCNN, "shallow": ShallowNet, "deep": DeepNet}
