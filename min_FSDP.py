@@ -307,9 +307,8 @@ def main_worker(local_rank, world_size, args):
         dist.print_primary(f"Peak allocated on a GPU: {largest([peak_memory(device)], device)[0]:,} bytes")
     if args.export:
         export(args.export, model)
-    dist.cleanup()
 
 
 if __name__ == "__main__":
     cli_args = parse_args()
-    dist.launch(main_worker, cli_args, nprocs=cli_args.nproc)
+    dist.launch(main_worker, cli_args, nprocs=cli_args.nproc)  # and leave the process group, once the model has gone

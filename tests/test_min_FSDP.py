@@ -175,7 +175,6 @@ def awkward_worker(local_rank, world_size):
         assert (actual.full_tensor() - expected).abs().max() <= 1e-9, name
     assert model.head.weight is model.embedding.weight
     assert torch.equal(model.scale, reference.scale)
-    dist.cleanup()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -254,7 +253,6 @@ def steps_worker(local_rank, world_size, strategy, model_name, mixed, folder, st
         **{name: sorted(dtypes) for name, dtypes in seen.items()},
     }
     Path(f"{folder}/{local_rank}.json").write_text(json.dumps(result))
-    dist.cleanup()
 
 
 def steps(nprocs, folder, strategy, model="shallow", mixed=False, steps=2):
@@ -348,7 +346,6 @@ def load_worker(local_rank, world_size, checkpoint_dir, saved, strategy):
             moments["state"][name]["step"] == TRAIN // GLOBAL_BATCH
             and moments["state"][name]["exp_avg"].abs().max() > 0
         )
-    dist.cleanup()
 
 
 @pytest.mark.parametrize("nprocs, strategy", [(1, "local"), (2, "fsdp"), (3, "fsdp"), (2, "ddp")])
