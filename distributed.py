@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 import zipfile
 from multiprocessing.connection import wait
 
@@ -203,7 +204,35 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
         return
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     device_id = device if backend == "nccl" else None
-    torch_dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=world_size, device_id=device_id)
+    store = _fresh_store(rank, world_size, timeout or torch_dist.default_pg_timeout)
+    torch_dist.init_process_group(
+        backend, store=store, timeout=timeout, rank=rank, world_size=world_size, device_id=device_id
+    )
+
+
+def _fresh_store(rank, world_size, timeout):
+    """The job's store, under a prefix that no earlier start of its processes has used.
+
+    torchrun keeps one store when it starts its processes again. A process may then find the address at which another
+    one listened before it was killed, and fail to connect: https://github.com/pytorch/pytorch/issues/135712
+    """
+    store, *_ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return store
+    name, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    if rank > 0:
+        store.set(f"rank {rank}", name)
+        prefix = store.get(f"prefix for {name}").decode()
+        store.add(f"{prefix} arrived", 1)
+        return torch_dist.PrefixStore(prefix, store)
+    while store.add(f"{name} arrived", 0) < world_size - 1:  # rank 0 answers also names of before, until all are here
+        if time.monotonic() > end:
+            raise TimeoutError(f"not all of {world_size} ranks have joined within {timeout}")
+        for key in (f"rank {peer}" for peer in range(1, world_size)):
+            if store.check([key]):
+                store.set(f"prefix for {store.get(key).decode()}", name)
+        time.sleep(0.01)
+    return torch_dist.PrefixStore(name, store)
 
 
 def cleanup():

@@ -48,7 +48,8 @@ finished = False
 
 
 def log(message):
-    print(f"[rank {dist.get_rank()}/{dist.get_world_size()} on {socket.gethostname()}] {message}", flush=True)
+    line = f"[rank {dist.get_rank()}/{dist.get_world_size()} on {socket.gethostname()}] {message}\n"
+    print(line, end="", flush=True)  # in one piece: the ranks share a terminal
 
 
 def parse_args():
