@@ -15,7 +15,9 @@ Cost per process, for P float32 parameters trained by SGD on N processes: 4·P b
 each step sends 2·(N-1)/N · 4·P bytes, and in the background 4 bytes to learn of a SIGTERM. A resume sends the snapshot
 once: 4·P bytes.
 
-    # the same on 1 to 4 machines, HOST one of them; `--nproc_per_node 2` where there is no GPU
+    # The same on 1 to 4 machines, HOST one of them; `--nproc_per_node 2` where there is no GPU. Without the variable,
+    # agents of torch 2.15 time out when a machine joins later (https://github.com/pytorch/pytorch/issues/135712).
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 \\
     torchrun --nnodes 1:4 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc_per_node gpu \
         multinode_torchrun.py 50 10
     torchrun --standalone --nproc_per_node gpu multinode_torchrun.py 50 10    # one machine
