@@ -20,6 +20,7 @@ and steps, and the average loss of all processes' samples. It says when it has s
 
 import argparse
 import os
+import sys
 
 import torch
 from torch.nn import functional as F
@@ -69,7 +70,9 @@ class Trainer:
         self.device = device
         self.save_every = save_every
         self.snapshot_path = snapshot_path
-        self.first_epoch, _ = dist.load_snapshot(snapshot_path, self.model, optimizer)
+        self.first_epoch, inside = dist.load_snapshot(snapshot_path, self.model, optimizer)
+        if inside:
+            sys.exit(f"{snapshot_path} was saved inside Epoch {self.first_epoch}: end it with multinode_torchrun.py")
         if self.first_epoch:
             dist.print_primary(f"Resuming from {snapshot_path} at Epoch {self.first_epoch}")
 

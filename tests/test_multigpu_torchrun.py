@@ -78,6 +78,14 @@ def test_a_damaged_snapshot_stops_all_processes(tmp_path):
     assert str(path) in stderr
 
 
+def test_a_snapshot_inside_an_epoch_is_refused(tmp_path):
+    path = str(tmp_path / "snapshot.pt")
+    model = nn.Linear(20, 1)
+    dist.save_snapshot(path, model, torch.optim.SGD(model.parameters(), lr=5e-3), epoch=3, step=64)
+    with pytest.raises(SystemExit, match=f"{path} was saved inside Epoch 3"):
+        dist.launch(multigpu_torchrun.main_worker, options(path, 5), nprocs=2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "option"),
     [
