@@ -55,8 +55,10 @@ def main_worker(local_rank, world_size, args, folder):
     optimizer.step()
     plain, ours = [], []
     for repeat in range(args.repeats + 1):
+        if dist.is_primary() and repeat:
+            os.replace(f"{folder}/new.pt", f"{folder}/plain.pt")  # the old file is there meanwhile
         saves = [
-            lambda: plain.append(stall(plain_save, f"{folder}/plain.pt", model, optimizer)),
+            lambda: plain.append(stall(plain_save, f"{folder}/new.pt", model, optimizer)),
             lambda: ours.append(stall(dist.save_snapshot, f"{folder}/snapshot.pt", model, optimizer, epoch=1)),
         ]
         for save in saves if repeat % 2 else reversed(saves):

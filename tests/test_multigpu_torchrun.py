@@ -65,11 +65,11 @@ def test_a_damaged_snapshot_stops_all_processes(tmp_path):
     path.write_text("no snapshot")
     code, stdout, stderr = torchrun(2, SCRIPT, 5, 2, "--snapshot-path", path)
     assert code == 1
-    assert stderr.count(f"{path} on ") == 2
+    assert f"{path} on " in stderr
     assert EPOCH_LINE.search(stdout) is None
     assert f'File "{ROOT / SCRIPT}' not in stderr, "no traceback of the script's"
-    assert re.findall(r"exitcode\s*: (-?\d+)", stderr), stderr
-    assert set(re.findall(r"exitcode\s*: (-?\d+)", stderr)) == {"1"}
+    statuses = set(re.findall(r"exitcode\s*: (-?\d+)", stderr))
+    assert {"1"} <= statuses <= {"1", "-15"}, "torchrun may end the second process while it leaves"
     assert path.read_text() == "no snapshot"
 
     code, stdout, stderr = run(SCRIPT, 5, 2, "--snapshot-path", path)
@@ -130,12 +130,27 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_ends(nprocs, tmp_path):
     assert_equal(model_of(resumed), model_of(straight))
 
 
-def test_n_processes_compute_what_one_computes(tmp_path):
-    for nprocs in (1, 2, 4):
-        path = tmp_path / f"{nprocs}.pt"
-        dist.launch(multigpu_torchrun.main_worker, options(path, 2, 2, 64 // nprocs), nprocs=nprocs)
-        for name, expected in model_of(tmp_path / "1.pt").items():
-            assert (model_of(path)[name] - expected).abs().max() <= 1e-5
+def train_alone(epochs, batch_size):
+    """Plain PyTorch, without the helper: the reference."""
+    torch.manual_seed(0)
+    dataset, model = multigpu_torchrun.ToyDataset(), nn.Linear(20, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=5e-3)
+    for epoch in range(epochs):
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(epoch))
+        for batch in order.split(batch_size):
+            x, y = dataset.__getitems__(batch)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 4])
+def test_n_processes_compute_what_one_computes(nprocs, tmp_path):
+    path = tmp_path / "snapshot.pt"
+    dist.launch(multigpu_torchrun.main_worker, options(path, 2, 2, 64 // nprocs), nprocs=nprocs)
+    for name, expected in train_alone(2, 64).items():
+        assert (model_of(path)[name] - expected).abs().max() <= 1e-5
 
 
 @pytest.mark.slow

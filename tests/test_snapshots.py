@@ -266,10 +266,10 @@ def bad_files(folder):
     weight = model[0].weight.detach().numpy().tobytes()
     assert good.count(weight) == 1
     cases["flipped"] = good.replace(weight, bytes([weight[0] ^ 1]) + weight[1:])
-    cases["pickle"] = pickle.dumps({"model": Bomb(str(folder / "exploded"))})
+    cases["pickle"] = pickle.dumps({"model": Bomb("exploded")})
     for name, content in cases.items():
         (folder / name).write_bytes(content)
-    torch.save({"epoch": 1, "step": 0, "model": Bomb(str(folder / "exploded"))}, folder / "bomb")
+    torch.save({"epoch": 1, "step": 0, "model": Bomb("exploded")}, folder / "bomb")
     torch.save({"epoch": 1, "model": model.state_dict()}, folder / "foreign")
     torch.save(model[0].weight.detach(), folder / "tensor")
     expected = dict.fromkeys([*cases, "bomb", "foreign", "tensor"], "is damaged or no snapshot")
@@ -298,7 +298,7 @@ def bad_worker(local_rank, world_size, folder, expected):
 
 
 def test_bad_snapshots(tmp_path):
-    tmp_path.chmod(0o755)
+    tmp_path.chmod(0o777)  # what a file would execute could write here
     expected = bad_files(tmp_path)
     readable = [name for name in expected if name not in ("directory", "unreadable")]
     before = {name: (tmp_path / name).read_bytes() for name in readable}
