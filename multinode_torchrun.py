@@ -17,7 +17,7 @@ once: 4·P bytes.
 
     # The same on 1 to 4 machines, HOST one of them; `--nproc_per_node 2` where there is no GPU. Without the variable,
     # agents of torch 2.15 time out when a machine joins later (https://github.com/pytorch/pytorch/issues/135712).
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 \\
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 \
     torchrun --nnodes 1:4 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc_per_node gpu \
         multinode_torchrun.py 50 10
     torchrun --standalone --nproc_per_node gpu multinode_torchrun.py 50 10    # one machine
