@@ -19,6 +19,7 @@ a script needs no `if`.
 
 import argparse
 import gc
+import io
 import math
 import multiprocessing
 import os
@@ -28,6 +29,8 @@ import sys
 import threading
 import time
 import traceback
+import uuid
+import zipfile
 from collections import Counter
 from multiprocessing.connection import wait
 
@@ -207,7 +210,35 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
         return
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     device_id = device if backend == "nccl" else None
-    torch_dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=world_size, device_id=device_id)
+    store = _fresh_store(rank, world_size, timeout or torch_dist.default_pg_timeout)
+    torch_dist.init_process_group(
+        backend, store=store, timeout=timeout, rank=rank, world_size=world_size, device_id=device_id
+    )
+
+
+def _fresh_store(rank, world_size, timeout):
+    """The job's store, under a prefix that no earlier start of its processes has used.
+
+    torchrun keeps one store when it starts its processes again. A process may then find the address at which another
+    one listened before it was killed, and fail to connect: https://github.com/pytorch/pytorch/issues/135712
+    """
+    store, *_ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return store
+    name, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    if rank > 0:
+        store.set(f"rank {rank}", name)
+        prefix = store.get(f"prefix for {name}").decode()
+        store.add(f"{prefix} arrived", 1)
+        return torch_dist.PrefixStore(prefix, store)
+    while store.add(f"{name} arrived", 0) < world_size - 1:  # rank 0 answers also names of before, until all are here
+        if time.monotonic() > end:
+            raise TimeoutError(f"not all of {world_size} ranks have joined within {timeout}")
+        for key in (f"rank {peer}" for peer in range(1, world_size)):
+            if store.check([key]):
+                store.set(f"prefix for {store.get(key).decode()}", name)
+        time.sleep(0.01)
+    return torch_dist.PrefixStore(name, store)
 
 
 def cleanup():
@@ -389,6 +420,113 @@ def barrier():
     """Wait until every rank is here."""
     if get_world_size() > 1:
         torch_dist.barrier()
+
+
+# ---- snapshots ----------------------------------------------------------------------------------------------------
+
+
+def save_snapshot(path, model, optimizer, scheduler=None, epoch=0, step=0):
+    """Write to `path`, once per node, all that is needed to go on at `step` of `epoch`, the next to run.
+
+    Every rank must call it; local rank 0 of each node writes. The model is saved unwrapped, so any number of processes
+    can load it. A kill at any moment leaves the old file or the new one. Raises SystemExit with one line, on every
+    rank, if a node cannot write, say because its disk is full; its old file is then as it was.
+    """
+    parts, error = _parts(model, optimizer, scheduler), None
+    sync_params(parts["model"].buffers())  # with rank 0's, as DDP does before each forward: all nodes write the same
+    if get_local_rank() == 0:
+        temporary = f"{path}.{get_rank()}.tmp"  # nodes may share the folder
+        try:
+            with open(temporary, "wb") as file:
+                states = {name: part.state_dict() for name, part in parts.items()}
+                torch.save({**states, "epoch": epoch, "step": step}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            if os.name == "posix":  # the new name must survive a power cut too
+                folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
+                os.fsync(folder)
+                os.close(folder)
+        except (OSError, RuntimeError) as failure:  # torch.save turns the OSError of a full disk into a RuntimeError
+            if os.path.exists(temporary):
+                os.remove(temporary)
+            cause = failure if isinstance(failure, OSError) else failure.__context__
+            if not isinstance(cause, OSError):
+                raise
+            error = f"cannot save {_location(path)}: {cause.strerror}: make room there, or choose another path"
+    _agree(None, error)
+
+
+def load_snapshot(path, model, optimizer, scheduler=None):
+    """Restore the newest snapshot of all nodes on every rank; returns its (epoch, step), the next to run.
+
+    Without one anywhere it changes nothing and returns (0, 0). Every rank must call it; local rank 0 of each node looks
+    for `path`, and the first that has the newest sends it to all. Nothing in a file is executed. Raises SystemExit with
+    one line, on every rank, if any node's file is damaged, cannot be read, or belongs to another model.
+    """
+    data, position, error = _read(path) if get_local_rank() == 0 else (b"", (-1, -1), None)
+    seen = _agree((position, len(data), _location(path)), error)
+    holder = max(range(len(seen)), key=lambda rank: seen[rank][0])
+    position, size, location = seen[holder]
+    if position < (0, 0):
+        return 0, 0
+    data = bytearray(data if get_rank() == holder else size)
+    if len(seen) > 1:
+        for chunk in torch.frombuffer(data, dtype=torch.uint8).split(2**26):  # 64 MiB at a time on the device
+            on_device = chunk.to(get_device())
+            torch_dist.broadcast(on_device, src=holder)
+            chunk.copy_(on_device)
+    snapshot = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    try:
+        for name, part in _parts(model, optimizer, scheduler).items():
+            part.load_state_dict(snapshot[name])
+    except (KeyError, RuntimeError, ValueError) as failure:
+        cause = " ".join(str(failure).split())[:300]
+        raise SystemExit(f"{location} is another model's ({cause}): move it away, or choose another path") from None
+    return position
+
+
+def _parts(model, optimizer, scheduler):
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _read(path):
+    """A snapshot's bytes, its (epoch, step), or (-1, -1) if there is none, and what is wrong with it, or None."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except FileNotFoundError:
+        return b"", (-1, -1), None
+    except OSError as failure:
+        return b"", (-1, -1), f"cannot read {_location(path)}: {failure.strerror}: correct that, or move it away"
+    try:
+        damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()  # torch.load compares no checksum
+        if damaged:
+            raise ValueError(f"checksum of {damaged}")
+        snapshot = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return data, (int(snapshot["epoch"]), int(snapshot["step"])), None
+    except Exception as failure:  # whatever the two readers raise on bytes that are no snapshot
+        cause = f"{type(failure).__name__}: {str(failure).partition(chr(10))[0][:200]}"
+        error = f"{_location(path)} is damaged or no snapshot ({cause}): move it away, or put an intact copy there"
+        return b"", (-1, -1), error
+
+
+def _location(path):
+    return f"{os.path.abspath(path)} on {socket.gethostname()}"
+
+
+def _agree(value, error):
+    """Every rank's `value` in rank order; SystemExit on every rank if one of them has an `error`."""
+    pairs = [(value, error)]
+    if get_world_size() > 1:
+        pairs *= get_world_size()
+        torch_dist.all_gather_object(pairs, (value, error))
+    for _, error in pairs:
+        if error:
+            raise SystemExit(error)
+    return [value for value, _ in pairs]
 
 
 # ---- command line -------------------------------------------------------------------------------------------------

@@ -141,23 +141,24 @@ def forward(model, images, labels, device, mixed_precision):
 def train_epoch(model, loader, optimizer, device, mixed_precision, epoch):
     """Mean loss, and samples per second, over all processes."""
     model.train()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss·n, n: on the device, no wait for it in the loop
+    loss_sum, n = torch.zeros((), dtype=torch.float64, device=device), 0  # on the device: no wait for it in the loop
     start = time.perf_counter()
     for images, labels in tqdm(loader, f"epoch {epoch}", leave=False, disable=None if dist.is_primary() else True):
         optimizer.zero_grad()
         _, _, loss = forward(model, images, labels, device, mixed_precision)
         loss.backward()
         optimizer.step()
-        sums += torch.stack([loss.detach().double() * len(labels), torch.tensor(len(labels), device=device)])
-    total, n = dist.all_reduce(sums).tolist()
-    return total / n, n / (time.perf_counter() - start)
+        loss_sum += loss.detach() * len(labels)
+        n += len(labels)
+    loss_sum, n = dist.all_reduce(torch.stack([loss_sum, loss_sum.new_tensor(n)])).tolist()
+    return loss_sum / n, n / (time.perf_counter() - start)
 
 
 @torch.no_grad()
 def evaluate(model, loader, device, mixed_precision):
     """Mean loss, correct predictions and samples, over all processes, each sample counted once."""
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums, n = torch.zeros(2, dtype=torch.float64, device=device), 0  # of losses and of hits
     # A sharded model is gathered by all ranks at once, so a rank whose share has ended computes on empty batches.
     largest_share = -(-len(loader.dataset) // dist.get_world_size())
     batches, empty = iter(loader), loader.dataset.__getitems__([])
@@ -165,10 +166,10 @@ def evaluate(model, loader, device, mixed_precision):
         images, labels = next(batches, empty)
         outputs, labels, loss = forward(model, images, labels, device, mixed_precision)
         if len(labels):
-            hits = (outputs.argmax(dim=1) == labels).sum()
-            sums += torch.stack([loss.double() * len(labels), hits, torch.tensor(len(labels), device=device)])
-    total, hits, n = dist.all_reduce(sums).tolist()
-    return total / n, int(hits), int(n)
+            sums += torch.stack([loss.double() * len(labels), (outputs.argmax(dim=1) == labels).sum()])
+            n += len(labels)
+    loss_sum, hits, n = dist.all_reduce(torch.cat([sums, sums.new_tensor([n])])).tolist()
+    return loss_sum / n, int(hits), int(n)
 
 
 def held_by_this_rank(optimizer):

@@ -105,17 +105,16 @@ class Trainer:
         print(f"Epoch {epoch} | Checkpoint saved at {path}")
 
 
-def main(total_epochs, save_every, batch_size):
+def main(args):
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)
     dataset = ToyDataset()
     # collate_fn: __getitems__ has made the batch already
-    loader = DataLoader(dataset, batch_size, shuffle=True, collate_fn=tuple, pin_memory=device.type == "cuda")
+    loader = DataLoader(dataset, args.batch_size, shuffle=True, collate_fn=tuple, pin_memory=device.type == "cuda")
     model = torch.nn.Linear(20, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=5e-3)
-    Trainer(model, loader, optimizer, device, save_every).train(total_epochs)
+    Trainer(model, loader, optimizer, device, args.save_every).train(args.total_epochs)
 
 
 if __name__ == "__main__":
-    args = parse_args()
-    main(args.total_epochs, args.save_every, args.batch_size)
+    main(parse_args())

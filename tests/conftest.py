@@ -4,6 +4,7 @@ import os
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,17 +24,21 @@ def no_launcher(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def start(*command, cwd=ROOT, env=None):
-    """Start a Python command line; `env` is added to the environment. stdout and stderr are read through pipes."""
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(*command, cwd=ROOT, env=None, log=None, prefix=()):
+    """Start a Python command line; `env` is added to the environment.
+
+    stdout and stderr go to pipes, or both into the file `log`, which can be watched. `prefix` comes before Python.
+    """
+    with open(log or os.devnull, "a") as file:
+        return subprocess.Popen(
+            [*prefix, sys.executable, *map(str, command)],
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=file if log else subprocess.PIPE,
+            stderr=subprocess.STDOUT if log else subprocess.PIPE,
+            text=True,
+        )
 
 
 def finish(process, timeout=90):
@@ -60,6 +65,16 @@ def torchrun(nproc, script, *args, **kwargs):
     """Run a script under the real torchrun on this machine; returns (exit status, stdout, stderr)."""
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc, script, *args)
     return run(*command, **kwargs)
+
+
+def wait_for(condition, process, timeout=90):
+    """Poll `condition` until it is true, and return its value; fail if `process` ends before, or after `timeout` s."""
+    end = time.monotonic() + timeout
+    while not (value := condition()):
+        assert process.poll() is None, f"{process.args} ended with status {process.returncode}"
+        assert time.monotonic() < end, f"not within {timeout} s"
+        time.sleep(0.001)
+    return value
 
 
 @pytest.fixture

@@ -1,0 +1,79 @@
+"""How long training stops for a snapshot: `dist.save_snapshot` on N ranks against torch.save and fsync alone.
+
+    PYTHONPATH=. python benchmarks/snapshot_stall.py                      # 1.1 GB, two processes, 7 saves of each kind
+    PYTHONPATH=. python benchmarks/snapshot_stall.py --megabytes 100 --nproc 4
+
+It prints the median and the range of both, and the median ratio of neighbours. The kinds alternate, also in which of
+them comes first, so that a busy machine slows both.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+
+import torch
+
+import distributed as dist
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        usage=argparse.SUPPRESS,  # so that an error is one line
+    )
+    parser.add_argument("--megabytes", type=dist.at_least(1), default=1130, help="size of the snapshot")
+    parser.add_argument("--nproc", type=dist.at_least(1), default=2, help="processes")
+    parser.add_argument("--repeats", type=dist.at_least(1), default=7, help="saves of each kind")
+    parser.add_argument("--folder", default=None, help="where to write; the system's temporary folder if not given")
+    return parser.parse_args()
+
+
+def plain_save(path, model, optimizer):
+    if dist.is_primary():
+        with open(path, "wb") as file:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def stall(save, *args, **kwargs):
+    """Seconds from the moment when all ranks are ready until this rank goes on; the slowest rank's."""
+    dist.barrier()
+    start = time.perf_counter()
+    save(*args, **kwargs)
+    return dist.all_reduce(torch.tensor(time.perf_counter() - start), op="max").item()
+
+
+def main_worker(local_rank, world_size, args, folder):
+    dist.init_process_group()
+    side = int((args.megabytes * 1e6 / 12) ** 0.5)  # float32 weights and Adam's two averages
+    model = torch.nn.Linear(side, side, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    plain, ours = [], []
+    for repeat in range(args.repeats + 1):
+        if dist.is_primary() and repeat:
+            os.replace(f"{folder}/new.pt", f"{folder}/plain.pt")  # the old file is there meanwhile
+        saves = [
+            lambda: plain.append(stall(plain_save, f"{folder}/new.pt", model, optimizer)),
+            lambda: ours.append(stall(dist.save_snapshot, f"{folder}/snapshot.pt", model, optimizer, epoch=1)),
+        ]
+        for save in saves if repeat % 2 else reversed(saves):
+            save()
+    for name, seconds in [("torch.save and fsync", plain), ("dist.save_snapshot", ours)]:
+        seconds = sorted(seconds[1:])  # the first of each creates the files
+        median = seconds[len(seconds) // 2]
+        dist.print_primary(f"{name:20}  {median:.3f} s  ({seconds[0]:.3f} to {seconds[-1]:.3f})")
+    ratios = sorted(ours[i] / plain[i] for i in range(1, len(ours)))
+    dist.print_primary(
+        f"ratio {ratios[len(ratios) // 2]:.2f} (n = {args.repeats}, {args.megabytes} MB, N = {world_size})"
+    )
+
+
+if __name__ == "__main__":
+    cli_args = parse_args()
+    with tempfile.TemporaryDirectory(dir=cli_args.folder) as scratch:
+        dist.launch(main_worker, cli_args, scratch, nprocs=cli_args.nproc)

@@ -1,0 +1,246 @@
+"""Rung 2 of the ladder: survive machines that come and go. multigpu_torchrun.py for an elastic job on many nodes.
+
+A torchrun agent on every node; they meet at HOST:PORT and agree on the ranks. When a node is lost or joins, every agent
+starts its processes again, as the new number of ranks, and these load the newest snapshot that any node has. Choose it
+over multigpu_torchrun.py for several machines, spot instances, or a queue that preempts. What it adds:
+
+- The global batch stays as it is when the number of ranks changes: each rank takes its share. A step sees the same
+  samples on any number of ranks, so the run ends where it would have ended, up to rounding. What does not fill a last
+  batch is left out, other samples in each epoch.
+- SIGTERM, from a scheduler by way of torchrun or because a node joins: all ranks stop after the same step, save, and
+  leave with status 143. The snapshot knows its epoch and step: nothing done is lost, and going on is exact.
+- Every process says in every line which rank it is and where; @record puts its traceback into torchrun's report.
+
+Cost per process, for P float32 parameters trained by SGD on N processes: 4·P bytes of parameters and 4·P of gradients;
+each step sends 2·(N-1)/N · 4·P bytes, and in the background 4 bytes to learn of a SIGTERM. A resume sends the snapshot
+once: 4·P bytes.
+
+    # The same on 1 to 4 machines, HOST one of them; `--nproc_per_node 2` where there is no GPU. Without the variable,
+    # agents of torch 2.15 time out when a machine joins later (https://github.com/pytorch/pytorch/issues/135712).
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 \
+    torchrun --nnodes 1:4 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc_per_node gpu \
+        multinode_torchrun.py 50 10
+    torchrun --standalone --nproc_per_node gpu multinode_torchrun.py 50 10    # one machine
+    python multinode_torchrun.py 50 10                                        # one process
+    sbatch launchers/slurm.sbatch                                             # or kubectl apply, see launchers/
+
+It prints a line per rank when it starts, and from rank 0 one per epoch and one per snapshot, each with rank and host:
+`[rank 0/4 on node1] GPU0 | Epoch 0 | Batchsize: 16 | Steps: 32 | Loss: 15.8971`, with the average loss of the samples
+of these steps: after a preemption, of those that were left.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+import distributed as dist
+
+SAMPLES = 2048
+signals = []  # filled by the handler of SIGTERM
+finished = False
+
+
+def log(message):
+    line = f"[rank {dist.get_rank()}/{dist.get_world_size()} on {socket.gethostname()}] {message}\n"
+    print(line, end="", flush=True)  # in one piece: the ranks share a terminal
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        usage=argparse.SUPPRESS,  # so that an error is one line
+    )
+    parser.add_argument("total_epochs", type=dist.at_least(1), help="epochs to train")
+    parser.add_argument("save_every", type=dist.at_least(1), help="epochs between snapshots")
+    parser.add_argument(
+        "--global-batch-size",
+        "--global_batch_size",
+        type=dist.at_least(1),
+        default=64,
+        help="samples per step over all ranks",
+    )
+    parser.add_argument("--snapshot-path", "--snapshot_path", default="snapshot.pt", help="where to save and resume")
+    parser.add_argument("--timeout", type=dist.at_least(1), default=300, help="seconds a rank waits for the others")
+    args = parser.parse_args()
+    ranks, name = dist.get_world_size(), "argument --global-batch-size"
+    if args.global_batch_size > SAMPLES:
+        parser.error(f"{name}: {args.global_batch_size} is not in the range 1 to {SAMPLES}, the number of samples")
+    if args.global_batch_size % ranks:
+        parser.error(f"{name}: {args.global_batch_size} is not a multiple of {ranks}, the number of ranks")
+    return args
+
+
+class ToyDataset(Dataset):
+    """SAMPLES samples of 20 features; the target is a fixed linear function of them plus a little noise."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(SAMPLES, 20, generator=generator)
+        weights = torch.randn(20, 1, generator=generator)
+        self.y = self.x @ weights + 0.1 * torch.randn(SAMPLES, 1, generator=generator)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitems__(self, indices):
+        return self.x[indices], self.y[indices]  # a whole batch at once
+
+
+def prepare_node(snapshot_path):
+    """What each machine needs once, whatever its number of ranks: here a folder; unpack a dataset here."""
+    error = None
+    if dist.get_local_rank() == 0:
+        try:
+            os.makedirs(os.path.dirname(os.path.abspath(snapshot_path)), exist_ok=True)
+        except OSError as failure:
+            error = f"cannot make the folder of {snapshot_path} on {socket.gethostname()}: {failure.strerror}"
+    failed = dist.all_reduce(torch.tensor(float(error is not None), device=dist.get_device()), op="max")
+    if failed:  # also where all went well: the others wait here until their machine is ready
+        sys.exit(error or "another machine could not be prepared")
+
+
+class Preemption:
+    """Has any rank been sent SIGTERM? All ranks learn of it after the same step."""
+
+    def __init__(self, timeout):
+        signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+        # A group of its own on the CPU: asking never waits for a GPU, nor gets between DDP's collectives.
+        self.group = torch_dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
+        self.answer = None
+
+    def agreed(self):
+        """The answer to the question of the step before, and a new question, on its way while the next step runs."""
+        if self.group is None:
+            return bool(signals)
+        if self.settle():
+            return True
+        self.any_signals = torch.tensor(float(bool(signals)))
+        self.answer = torch_dist.all_reduce(self.any_signals, torch_dist.ReduceOp.MAX, self.group, async_op=True)
+        return False
+
+    def settle(self):
+        """Wait for the answer that is on its way, if any."""
+        if self.answer is None:
+            return False
+        self.answer.wait()
+        self.answer = None
+        return bool(self.any_signals)
+
+
+class Trainer:
+    def __init__(self, model, dataset, global_batch_size, optimizer, device, save_every, snapshot_path, preemption):
+        self.model = dist.prepare_ddp_model(model.to(device), device_ids=[device.index])
+        self.dataset = dataset
+        self.sampler = dist.data_sampler(dataset, True, shuffle=True)  # in one process too: its order can be repeated
+        self.global_batch_size = global_batch_size
+        self.batch_size = global_batch_size // dist.get_world_size()
+        self.steps = len(dataset) // global_batch_size  # the same for any number of ranks
+        self.optimizer = optimizer
+        self.device = device
+        self.name = f"GPU{device.index}" if device.type == "cuda" else "CPU"
+        self.save_every = save_every
+        self.snapshot_path = snapshot_path
+        self.preemption = preemption
+        self.first_epoch, samples = dist.load_snapshot(snapshot_path, self.model, optimizer)
+        self.first_step, rest = divmod(samples, global_batch_size)
+        if rest:
+            sys.exit(
+                f"{snapshot_path} was saved {samples} samples into an epoch, with a --global-batch-size of which "
+                f"{global_batch_size} is no divisor: go on with that one until the epoch ends"
+            )
+        log(f"{self.name} | Starting at Epoch {self.first_epoch}, Step {self.first_step}")
+
+    def settle_buckets(self):
+        """Spend a backward on DDP, which lays out its gradient buckets anew after the first.
+
+        The layout decides in which order three or more ranks' gradients are summed: a resumed run's first step, in the
+        first layout again, would differ in the last bit from the uninterrupted run's.
+        """
+        x, y = next(iter(self.loader(range(self.batch_size))))
+        self.model.eval()  # leaves the statistics of a batch norm alone
+        F.mse_loss(self.model(x.to(self.device)), y.to(self.device)).backward()
+        self.model.train()
+
+    def loader(self, indices):
+        # collate_fn: __getitems__ has made the batch already
+        pin_memory = self.device.type == "cuda"
+        return DataLoader(self.dataset, self.batch_size, sampler=indices, collate_fn=tuple, pin_memory=pin_memory)
+
+    def train(self, total_epochs):
+        """Returns whether all epochs are done; if not, a SIGTERM has come, and all that was done is saved."""
+        self.settle_buckets()
+        for epoch in range(self.first_epoch, total_epochs):
+            step, preempted = self.run_epoch(epoch, self.first_step if epoch == self.first_epoch else 0)
+            next_epoch, next_step = (epoch + 1, 0) if step == self.steps else (epoch, step)
+            if preempted or next_epoch % self.save_every == 0 or next_epoch == total_epochs:
+                self.save_snapshot(next_epoch, next_step)
+            if preempted:
+                return next_epoch == total_epochs
+        self.preemption.settle()
+        return True
+
+    def run_epoch(self, epoch, first_step):
+        """Returns the step to go on with, and whether a SIGTERM has come."""
+        self.sampler.set_epoch(epoch)  # another order in each epoch, the same after a restart
+        # Rank r of N has every Nth sample from the rth on: its first k batches are its part of the first k global ones.
+        indices = list(self.sampler)[first_step * self.batch_size : self.steps * self.batch_size]
+        total_loss = torch.zeros((), device=self.device)  # stays on the device: no wait for it in the loop
+        for step, (x, y) in enumerate(self.loader(indices), first_step):
+            # so with dropout, which differs by rank
+            torch.manual_seed((epoch * self.steps + step) * dist.get_world_size() + dist.get_rank())
+            x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+            self.optimizer.zero_grad()
+            loss = F.mse_loss(self.model(x), y)
+            loss.backward()
+            self.optimizer.step()
+            total_loss += loss.detach() * len(x)
+            if preempted := self.preemption.agreed():
+                break
+        steps = step + 1 - first_step
+        loss = dist.all_reduce(total_loss).item() / (steps * self.global_batch_size)
+        if dist.is_primary():
+            log(f"{self.name} | Epoch {epoch} | Batchsize: {self.batch_size} | Steps: {steps} | Loss: {loss:.4f}")
+        return step + 1, preempted
+
+    def save_snapshot(self, epoch, step):
+        samples = step * self.global_batch_size  # not steps: another batch size may come
+        dist.save_snapshot(self.snapshot_path, self.model, self.optimizer, epoch=epoch, step=samples)
+        if dist.is_primary():
+            log(f"Snapshot saved at {self.snapshot_path}: next is Epoch {epoch}, Step {step}")
+
+
+def main_worker(local_rank, world_size, args):
+    global finished
+    timeout = timedelta(seconds=args.timeout)
+    dist.init_process_group(timeout=timeout)
+    device = dist.get_device()
+    prepare_node(args.snapshot_path)
+    preemption = Preemption(timeout)
+    torch.manual_seed(0)
+    dataset = ToyDataset()
+    model = torch.nn.Linear(20, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=5e-3)
+    trainer_args = (args.save_every, args.snapshot_path, preemption)
+    trainer = Trainer(model, dataset, args.global_batch_size, optimizer, device, *trainer_args)
+    finished = trainer.train(args.total_epochs)
+
+
+@record
+def main():
+    dist.launch(main_worker, parse_args(), nprocs=1)
+    if not finished:
+        sys.exit(128 + signal.SIGTERM)  # as if killed by it: an agent that goes on starts its processes again
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""The second rung: it learns, survives kills bit for bit, and differs from the first by what the README shows."""
+
+import difflib
+import random
+import re
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from conftest import ROOT, finish, run, start, torchrun, wait_for
+from torch import nn
+from torch.utils.data import DataLoader
+
+import distributed as dist
+import multigpu_torchrun
+
+SCRIPT = "multigpu_torchrun.py"
+EPOCH_LINE = re.compile(r"\[(CPU|GPU\d+)\] Epoch (\d+) \| Batchsize: (\d+) \| Steps: (\d+) \| Loss: (\d+\.\d{4})")
+SAVED_LINE = re.compile(r"Epoch (\d+) \| Snapshot saved at ")
+RESUMED_LINE = re.compile(r"Resuming from .* at Epoch (\d+)")
+
+
+def options(path, total_epochs, save_every=1, batch_size=32):
+    return SimpleNamespace(
+        total_epochs=total_epochs, save_every=save_every, batch_size=batch_size, snapshot_path=str(path)
+    )
+
+
+def model_of(path):
+    return torch.load(path, weights_only=True)["model"]
+
+
+def assert_equal(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(actual[name], expected[name]), name
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_learn_and_one_goes_on(tmp_path):
+    path = tmp_path / "snapshot.pt"
+    code, stdout, stderr = torchrun(2, SCRIPT, 5, 2, "--batch_size", 64, "--snapshot-path", path)
+    assert code == 0, stderr
+    epochs = EPOCH_LINE.findall(stdout)
+    assert [(epoch, batch_size, steps) for _, epoch, batch_size, steps, _ in epochs] == [
+        (str(epoch), "64", "16") for epoch in range(5)
+    ], stdout
+    assert SAVED_LINE.findall(stdout) == ["1", "3", "4"]
+    losses = [float(loss) for *_, loss in epochs]
+    assert losses[-1] < losses[0] / 2
+
+    code, stdout, stderr = run(SCRIPT, 7, 5, "--snapshot-path", path)
+    assert (code, stderr) == (0, "")
+    assert f"Resuming from {path} at Epoch 5" in stdout
+    assert [epoch for _, epoch, *_ in EPOCH_LINE.findall(stdout)] == ["5", "6"]
+    assert float(EPOCH_LINE.findall(stdout)[-1][-1]) < losses[-1]
+
+
+def test_a_damaged_snapshot_stops_all_processes(tmp_path):
+    path = tmp_path / "snapshot.pt"
+    path.write_text("no snapshot")
+    code, stdout, stderr = torchrun(2, SCRIPT, 5, 2, "--snapshot-path", path)
+    assert code == 1
+    assert f"{path} on " in stderr
+    assert EPOCH_LINE.search(stdout) is None
+    assert f'File "{ROOT / SCRIPT}' not in stderr, "no traceback of the script's"
+    statuses = set(re.findall(r"exitcode\s*: (-?\d+)", stderr))
+    assert {"1"} <= statuses <= {"1", "-15"}, "torchrun may end the second process while it leaves"
+    assert path.read_text() == "no snapshot"
+
+    code, stdout, stderr = run(SCRIPT, 5, 2, "--snapshot-path", path)
+    assert (code, stdout) == (1, "")
+    assert len(stderr.splitlines()) == 1
+    assert str(path) in stderr
+
+
+def test_a_snapshot_inside_an_epoch_is_refused(tmp_path):
+    path = str(tmp_path / "snapshot.pt")
+    model = nn.Linear(20, 1)
+    dist.save_snapshot(path, model, torch.optim.SGD(model.parameters(), lr=5e-3), epoch=3, step=64)
+    with pytest.raises(SystemExit, match=f"{path} was saved inside Epoch 3"):
+        dist.launch(multigpu_torchrun.main_worker, options(path, 5), nprocs=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (("0", "1"), "total_epochs"),
+        (("5", "-1"), "save_every"),
+        (("5", "1", "--batch-size", "0"), "--batch-size"),
+        (("5", "1", "--snapshot-path", "/nowhere/snapshot.pt"), "--snapshot-path"),
+    ],
+)
+def test_a_wrong_option_is_one_line(main_of, arguments, option):
+    code, stderr = main_of(SCRIPT, *arguments)
+    assert code == 2
+    assert len(stderr.splitlines()) == 1
+    assert option in stderr
+
+
+# ---- exact ----------------------------------------------------------------------------------------------------------
+
+
+def model_with_randomness():
+    """Several layers for DDP to lay out, dropout, and buffers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.Dropout(0.1), nn.ReLU(), nn.Linear(64, 1))
+
+
+def train_worker(local_rank, world_size, path, total_epochs):
+    dist.init_process_group()
+    dataset, model = multigpu_torchrun.ToyDataset(), model_with_randomness()
+    sampler = dist.data_sampler(dataset, True, shuffle=True)
+    loader = DataLoader(dataset, 128, sampler=sampler, collate_fn=tuple)
+    optimizer = torch.optim.Adam(model.parameters())
+    multigpu_torchrun.Trainer(model, loader, optimizer, dist.get_device(), 1, path).train(total_epochs)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_a_resumed_run_ends_where_the_uninterrupted_one_ends(nprocs, tmp_path):
+    straight, resumed = str(tmp_path / "straight.pt"), str(tmp_path / "resumed.pt")
+    dist.launch(train_worker, straight, 2, nprocs=nprocs)
+    dist.launch(train_worker, resumed, 1, nprocs=nprocs)
+    assert not torch.equal(model_of(resumed)["0.weight"], model_of(straight)["0.weight"])
+    dist.launch(train_worker, resumed, 2, nprocs=nprocs)
+    assert_equal(model_of(resumed), model_of(straight))
+
+
+def train_alone(epochs, batch_size):
+    """Plain PyTorch, without the helper: the reference."""
+    torch.manual_seed(0)
+    dataset, model = multigpu_torchrun.ToyDataset(), nn.Linear(20, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=5e-3)
+    for epoch in range(epochs):
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(epoch))
+        for batch in order.split(batch_size):
+            x, y = dataset.__getitems__(batch)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 4])
+def test_n_processes_compute_what_one_computes(nprocs, tmp_path):
+    path = tmp_path / "snapshot.pt"
+    dist.launch(multigpu_torchrun.main_worker, options(path, 2, 2, 64 // nprocs), nprocs=nprocs)
+    for name, expected in train_alone(2, 64).items():
+        assert (model_of(path)[name] - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.slow
+def test_ten_kills_change_nothing(tmp_path):
+    epochs, kills, rng = 60, 10, random.Random(0)
+    expected, path, log = tmp_path / "expected.pt", tmp_path / "snapshot.pt", tmp_path / "log"
+    temporary = tmp_path / "snapshot.pt.0.tmp"
+    dist.launch(multigpu_torchrun.main_worker, options(expected, epochs, epochs), nprocs=2)
+    arguments = ("--standalone", "--nproc-per-node", 2, "--max-restarts", kills, SCRIPT, epochs, 1)
+    job = start("-m", "torch.distributed.run", *arguments, "--snapshot-path", path, log=log)
+    try:
+        hits = [kill_one(job, kill, rng, log, path, temporary) for kill in range(kills)]
+        code, _, _ = finish(job)
+    finally:
+        if job.poll() is None:
+            job.terminate()
+            job.wait(35)
+    text = log.read_text()
+    assert code == 0, text
+    assert any(hits), "a kill must hit a save"
+    assert_equal(model_of(path), model_of(expected))
+
+    # Every epoch was saved once and the one after it ran next. (A kill may come between a save and its line.)
+    saved = [int(epoch) for epoch in SAVED_LINE.findall(text)]
+    resumed = [int(epoch) for epoch in RESUMED_LINE.findall(text)]
+    assert saved == sorted(set(saved))
+    assert {*saved, *(epoch - 1 for epoch in resumed)} == set(range(epochs))
+    assert len(resumed) == kills
+    lives = text.split("Resuming from ")
+    for first, life in zip([0, *resumed], lives, strict=True):
+        ran = [int(epoch) for _, epoch, *_ in EPOCH_LINE.findall(life)]
+        assert ran == list(range(first, first + len(ran)))
+        assert "damaged" not in life
+
+
+def kill_one(job, kill, rng, log, path, temporary):
+    """Kill a random process at a random moment, or rank 0 in a save; returns whether it hit a save."""
+    wait_for(path.exists if kill == 0 else lambda: len(RESUMED_LINE.findall(log.read_text())) == kill, job)
+    epochs = len(EPOCH_LINE.findall(log.read_text())) + rng.randint(0, 2)
+    wait_for(lambda: len(EPOCH_LINE.findall(log.read_text())) >= epochs, job)
+    rank, left_over = str(rng.randrange(2)), written_at(temporary)
+    if kill % 2:
+        rank = "0"
+        wait_for(lambda: written_at(temporary) not in (None, left_over), job)
+    else:
+        time.sleep(rng.uniform(0, 0.2))
+    victim = next(child for child in psutil.Process(job.pid).children() if child.environ()["RANK"] == rank)
+    victim.kill()
+    victim.wait(10)
+    torch.load(path, weights_only=True)
+    return written_at(temporary) not in (None, left_over)
+
+
+def written_at(path):
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+# ---- the README -----------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_shows_the_diff():
+    names = ("single_gpu.py", SCRIPT)
+    lines = ((ROOT / name).read_text().splitlines() for name in names)
+    diff = "\n".join(difflib.unified_diff(*lines, *names, lineterm=""))
+    assert f"```diff\n{diff}\n```" in (ROOT / "README.md").read_text()
