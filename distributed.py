@@ -71,7 +71,8 @@ def launch(worker_fn, *args, nprocs=None):
         return _start_processes(worker_fn, args, nprocs)
     worker_fn(get_local_rank(), get_world_size(), *args)
     cleanup()
-    gc.collect()  # a model in a reference cycle would keep the process group, and gloo's threads with it
+    gc.collect()  # the model, which may be in a reference cycle
+    _left_groups.clear()  # now nobody else holds them, and gloo's threads end here, before the interpreter does
 
 
 def _start_processes(worker_fn, args, nprocs):
@@ -241,6 +242,9 @@ def _fresh_store(rank, world_size, timeout):
     return torch_dist.PrefixStore(name, store)
 
 
+_left_groups = []
+
+
 def cleanup():
     """Destroy the process group, if there is one.
 
@@ -248,6 +252,9 @@ def cleanup():
     first would make the other ranks fail before this one has reported the cause.
     """
     if is_dist_avail_and_initialized() and sys.exc_info()[0] is None:
+        # A DDP model must not be the last to hold the group: it would join gloo's threads with Python's lock in its
+        # hands, which they may be waiting for (seen with torch 2.11).
+        _left_groups.append(torch_dist.group.WORLD)
         torch_dist.destroy_process_group()
 
 

@@ -45,7 +45,22 @@ def ddp_step(local_rank, world_size):
     dist.cleanup()
 
 
+def leave_early(local_rank, world_size):
+    """Rank 0 leaves while gloo still waits for rank 1 in an all-reduce that will drop a Python object at its end."""
+    dist.init_process_group()
+    model = dist.prepare_ddp_model(torch.nn.Linear(2, 1))
+    x, y = torch.ones(2, requires_grad=True), torch.ones(1)
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["rank 0 leaves"])
+    x.register_hook(lambda grad: torch.distributed.all_reduce(y, async_op=True) and None)
+    x.sum().backward()
+    store.set("rank 0 leaves", "")
+    dist.cleanup()
+    del model
+
+
 if __name__ == "__main__":
     dist.launch(globals()[sys.argv[1]], *sys.argv[2:], nprocs=2)
-    if sys.argv[1] == "ddp_step":
+    if sys.argv[1] in ("ddp_step", "leave_early"):
         print(f"after:{gloo_threads()}", flush=True)

@@ -254,6 +254,11 @@ def test_gloo_threads_end_with_the_job():
     assert sorted(re.findall(r"[a-z]+:\d", stdout)) == ["after:0", "after:0", "during:2", "during:2"]
 
 
+def test_leaving_with_a_collective_under_way_does_not_hang():
+    status, stdout, stderr = torchrun(2, JOB, "leave_early", timeout=60)
+    assert (status, stdout) == (0, "after:0\n" * 2), stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_finished_torchrun_jobs_exit_with_status_0(request):
