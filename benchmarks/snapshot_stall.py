@@ -1,7 +1,7 @@
 """How long training stops for a snapshot: `dist.save_snapshot` on N ranks against torch.save and fsync alone.
 
-    PYTHONPATH=. python benchmarks/snapshot_stall.py                      # 1.1 GB, two processes, 7 saves of each kind
-    PYTHONPATH=. python benchmarks/snapshot_stall.py --megabytes 100 --nproc 4
+    python -m benchmarks.snapshot_stall                              # 1.1 GB, two processes, 7 saves of each kind
+    python -m benchmarks.snapshot_stall --megabytes 100 --nproc 4
 
 It prints the median and the range of both, and the median ratio of neighbours. The kinds alternate, also in which of
 them comes first, so that a busy machine slows both.
@@ -9,12 +9,14 @@ them comes first, so that a busy machine slows both.
 
 import argparse
 import os
+import statistics
 import tempfile
 import time
 
 import torch
 
 import distributed as dist
+from benchmarks import common
 
 
 def parse_args():
@@ -63,14 +65,16 @@ def main_worker(local_rank, world_size, args, folder):
         ]
         for save in saves if repeat % 2 else reversed(saves):
             save()
-    for name, seconds in [("torch.save and fsync", plain), ("dist.save_snapshot", ours)]:
-        seconds = sorted(seconds[1:])  # the first of each creates the files
-        median = seconds[len(seconds) // 2]
-        dist.print_primary(f"{name:20}  {median:.3f} s  ({seconds[0]:.3f} to {seconds[-1]:.3f})")
-    ratios = sorted(ours[i] / plain[i] for i in range(1, len(ours)))
-    dist.print_primary(
-        f"ratio {ratios[len(ratios) // 2]:.2f} (n = {args.repeats}, {args.megabytes} MB, N = {world_size})"
-    )
+    if not dist.is_primary():
+        return
+    plain, ours = plain[1:], ours[1:]  # the first of each creates the files
+    ratio = statistics.median(one / other for one, other in zip(ours, plain, strict=True))
+    results = {"torch.save and fsync": common.summary(plain), "dist.save_snapshot": common.summary(ours)}
+    for name, row in results.items():
+        print(f"{name:20}  {row['median']:.3f} s  ({row['min']:.3f} to {row['max']:.3f})")
+    print(f"ratio {ratio:.2f} (n = {args.repeats}, {args.megabytes} MB, N = {world_size})")
+    what = {"unit": "s", "megabytes": args.megabytes, "processes": world_size}
+    common.write(f"snapshot_stall_{args.megabytes}MB", {**what, "results": results, "ratio": ratio})
 
 
 if __name__ == "__main__":

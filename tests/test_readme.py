@@ -13,8 +13,11 @@ QUOTED = {
 }
 
 
+PROGRAMS = {"python": (), "torchrun": ("-m", "torch.distributed.run")}
+
+
 def shape(text):
-    return re.sub(r"\d+", "#", text)
+    return re.sub(r"\d+", "#", re.sub(r" on \S+\]", " on HOST]", text))
 
 
 @pytest.mark.parametrize("command", QUOTED)
@@ -23,8 +26,7 @@ def test_quoted_output(command, tmp_path):
     for script in ROOT.glob("*.py"):
         shutil.copy(script, tmp_path)
     program, *arguments = command.split()
-    assert program == "python"
-    status, stdout, stderr = finish(start(*arguments, cwd=tmp_path, env={"PYTHONPATH": ""}))
+    status, stdout, stderr = finish(start(*PROGRAMS[program], *arguments, cwd=tmp_path, env={"PYTHONPATH": ""}))
     assert status == 0, stderr
     assert [shape(line) for line in stdout.splitlines()] == [shape(line) for line in QUOTED[command]]
 
