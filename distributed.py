@@ -103,12 +103,11 @@ def _start_processes(worker_fn, args, nprocs):
         for rank in range(nprocs):
             reader, writer = context.Pipe(duplex=False)
             rank_environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            worker_args = (worker_fn, rank, nprocs, args, rank_environment, os.getcwd(), writer)
-            process = context.Process(target=_worker, args=worker_args, name=f"rank {rank}")
-            process.start()
-            writer.close()
-            processes.append(process)
+            worker_args = (worker_fn, rank, nprocs, args, rank_environment, writer)
+            processes.append(context.Process(target=_worker, args=worker_args, name=f"rank {rank}"))
             reports.append(reader)
+            processes[rank].start()
+            writer.close()
         _wait_for_workers(processes, reports)
     finally:
         for process in processes:
@@ -116,27 +115,32 @@ def _start_processes(worker_fn, args, nprocs):
         del store
 
 
-def _worker(worker_fn, rank, world_size, args, environment, directory, report):
+def _worker(worker_fn, rank, world_size, args, environment, report):
     """Run in a started process: `worker_fn` with the caller's environment, and a report of what it raised."""
     if os.name == "posix":
         os.setsid()  # one group for the worker and its own children, which are ended together
     threading.Thread(target=_end_with_launcher, daemon=True).start()
-    # A fork server's children inherit the directory and the environment of the moment when the server was started.
-    os.chdir(directory)
+    # A fork server's children inherit the environment of the moment when the server was started.
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
     try:
         worker_fn(rank, world_size, *args)
-        cleanup()
-    except BaseException as error:
-        message = error.code if isinstance(error, SystemExit) else None
-        if isinstance(error, SystemExit) and not isinstance(message, str):
-            raise
-        # The order of reports tells the cause from its consequences: peers fail only when this process's sockets close.
-        report.send((time.monotonic(), message, traceback.format_exc()[-30_000:]))
-        sys.stdout.flush()
-        os._exit(1)
+        return cleanup()
+    except SystemExit as error:
+        if not error.code:
+            return
+        failure = SystemExit(str(error.code))
+        if isinstance(error.code, int):
+            message = f"rank {rank} exited with status {error.code}"
+            failure = ProcessExitedException(message, rank, os.getpid(), error.code)
+    except BaseException:
+        message = f"rank {rank} raised:\n\n{traceback.format_exc()[-30_000:]}"
+        failure = ProcessRaisedException(message, rank, os.getpid())
+    # The time tells the cause from its consequences: peers fail only when this process ends and its sockets close.
+    report.send((time.monotonic(), failure))
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def _end_with_launcher():
@@ -148,33 +152,32 @@ def _end_with_launcher():
 
 
 def _wait_for_workers(processes, reports):
-    """Return when every worker has ended well; raise the cause as soon as one has not."""
-    while not any(process.exitcode for process in processes):
-        running = [process.sentinel for process in processes if process.exitcode is None]
-        if not running:
-            return
-        wait(running)
-    received = {}
-    for rank, report in enumerate(reports):
-        try:
-            if report.poll():
-                received[rank] = report.recv()
-        except EOFError:
-            pass  # closed without a report: it ended well, or it was killed
-    killed = [rank for rank, process in enumerate(processes) if process.exitcode and rank not in received]
-    if killed:
-        rank, code = killed[0], processes[killed[0]].exitcode
+    """Return when every worker has ended well; raise the first failure soon after one has not."""
+    deadline = None
+    while running := [process.sentinel for process in processes if process.exitcode is None]:
+        if deadline is None and any(process.exitcode for process in processes):
+            deadline = time.monotonic() + 0.5  # the consequence of a failure may be seen before its cause
+        if not wait(running, deadline and max(0, deadline - time.monotonic())):
+            break
+    failures = [_failure(rank, process, reports[rank]) for rank, process in enumerate(processes) if process.exitcode]
+    if failures:
+        raise min(failures, key=lambda failure: failure[0])[1]
+
+
+def _failure(rank, process, report):
+    """When and why a worker failed. One that could not report was killed, which no failure of a peer does."""
+    try:
+        return report.recv()
+    except EOFError:
+        code = process.exitcode
         name = signal.Signals(-code).name if code < 0 else None
-        cause = f"was killed by {name}" if name else f"exited with status {code}"
-        raise ProcessExitedException(f"rank {rank} {cause}", rank, processes[rank].pid, code, name)
-    rank = min(received, key=lambda rank: received[rank][0])
-    _, message, text = received[rank]
-    if message is not None:
-        raise SystemExit(message)
-    raise ProcessRaisedException(f"rank {rank} raised:\n\n{text}", rank, processes[rank].pid)
+        message = f"rank {rank} was killed by {name}" if name else f"rank {rank} exited with status {code}"
+        return 0, ProcessExitedException(message, rank, process.pid, code, name)
 
 
 def _kill(process):
+    if process.pid is None:  # interrupted before it was started
+        return
     if process.is_alive():
         try:
             os.killpg(process.pid, signal.SIGKILL)

@@ -96,10 +96,12 @@ class Trainer:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)  # atomic: a kill leaves the old checkpoint or the new one
-        except (OSError, RuntimeError) as error:  # torch.save turns the OSError of a full disk into a RuntimeError
+        except (OSError, RuntimeError) as error:
             if os.path.exists(temporary):
                 os.remove(temporary)
-            sys.exit(f"cannot save {os.path.abspath(path)}: {error.__context__ or error}")
+            # torch.save turns the OSError of a full disk into a RuntimeError.
+            reason = error if isinstance(error, OSError) else error.__context__ or error
+            sys.exit(f"cannot save {os.path.abspath(path)}: {reason}")
         print(f"Epoch {epoch} | Checkpoint saved at {path}")
 
 

@@ -12,6 +12,10 @@ ROOT = Path(__file__).parent.parent
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--torchrun-jobs", type=int, default=150, help="jobs of the stress test of the end of a job")
+
+
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
     """Tests start as a user's shell does: under no launcher."""

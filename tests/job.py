@@ -1,0 +1,51 @@
+"""Small jobs, started as a user starts a script: python job.py NAME, or torchrun ... job.py NAME."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import distributed as dist
+
+
+def train(local_rank, world_size, stop):
+    """All-reduce until the file `stop` exists, beside a process of each worker's own; says when it is under way."""
+    dist.init_process_group()
+    with subprocess.Popen(["sleep", "600"]) as child:
+        while not dist.all_reduce(torch.tensor(Path(stop).exists(), dtype=torch.int), "max").item():
+            dist.print_primary("training", flush=True)
+            time.sleep(0.05)  # a step of training: several such jobs share the machine
+        child.kill()
+    dist.print_primary("done", flush=True)
+
+
+def fail(local_rank, world_size):
+    dist.init_process_group()
+    if local_rank == 1:
+        raise ZeroDivisionError("the cause")
+    dist.all_reduce(torch.ones(1))
+
+
+def gloo_threads():
+    return sum(path.read_text() == "pt_gloo_runloop\n" for path in Path("/proc/self/task").glob("*/comm"))
+
+
+def ddp_step(local_rank, world_size):
+    """Leave right after the last all-reduce, when gloo's threads still hold it."""
+    dist.init_process_group()
+    model = dist.prepare_ddp_model(torch.nn.Linear(20, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    print(f"during:{gloo_threads()}", flush=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(32, 20)).square().mean().backward()
+        optimizer.step()
+    dist.cleanup()
+
+
+if __name__ == "__main__":
+    dist.launch(globals()[sys.argv[1]], *sys.argv[2:], nprocs=2)
+    if sys.argv[1] == "ddp_step":
+        print(f"after:{gloo_threads()}", flush=True)

@@ -1,0 +1,263 @@
+"""`launch`: processes that see what the caller sees, fail loudly, listen to nobody and never outlive their launcher."""
+
+import os
+import re
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import finish, run, start, torchrun
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+import distributed as dist
+
+JOB = Path(__file__).parent / "job.py"
+
+
+# ---- what a worker sees ---------------------------------------------------------------------------------------------
+
+
+def write_state(local_rank, world_size, folder, *names):
+    state = {name: os.environ.get(name) for name in names}
+    state |= {"cwd": os.getcwd(), "threads": torch.get_num_threads(), "args": (local_rank, world_size)}
+    torch.save(state, f"{folder}/{local_rank}.pt")
+
+
+def test_worker_environment_is_the_callers_at_each_launch(tmp_path, monkeypatch):
+    names = ["COLOUR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "NCCL_P2P_DISABLE"]
+    for colour in ("red", "blue", None):
+        folder = tmp_path / str(colour)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        if colour:
+            monkeypatch.setenv("COLOUR", colour)
+        else:
+            monkeypatch.delenv("COLOUR")
+        dist.launch(write_state, str(folder), *names, nprocs=2)
+        for rank in range(2):
+            state = torch.load(folder / f"{rank}.pt", weights_only=True)
+            assert state["COLOUR"] == colour
+            assert state["cwd"] == str(folder)
+            assert state["args"] == (rank, 2)
+            assert state["RANK"] == state["LOCAL_RANK"] == str(rank)
+            assert state["WORLD_SIZE"] == state["LOCAL_WORLD_SIZE"] == "2"
+            assert state["MASTER_ADDR"] == "127.0.0.1"
+            assert state["NCCL_P2P_DISABLE"] is None
+    assert "RANK" not in os.environ
+
+
+def test_cpu_threads_are_divided_unless_omp_num_threads_is_set(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(6)
+    try:
+        dist.launch(write_state, str(tmp_path), nprocs=2)
+        assert torch.load(tmp_path / "1.pt", weights_only=True)["threads"] == 3
+        monkeypatch.setenv("OMP_NUM_THREADS", "5")
+        dist.launch(write_state, str(tmp_path), nprocs=2)
+        assert torch.load(tmp_path / "1.pt", weights_only=True)["threads"] == 5
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_without_a_gpu_or_under_a_launcher_it_runs_in_this_process(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    dist.launch(lambda *args: calls.append((os.getpid(), *args)), "a")
+    dist.launch(lambda *args: calls.append((os.getpid(), *args)), "b", nprocs=1)
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    dist.launch(lambda *args: calls.append((os.getpid(), *args)), "c", nprocs=3)
+    me = os.getpid()
+    assert calls == [(me, 0, 1, "a"), (me, 0, 1, "b"), (me, 1, 8, "c")]
+
+
+def test_one_process_per_visible_gpu_by_default(monkeypatch):
+    started = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(dist, "_start_processes", lambda worker_fn, args, nprocs: started.append(nprocs))
+    dist.launch(print)
+    assert started == [3]
+
+
+def test_nprocs_must_be_positive():
+    with pytest.raises(ValueError, match="nprocs must be at least 1, got 0"):
+        dist.launch(print, nprocs=0)
+
+
+def test_preloading_never_touches_the_gpu():
+    """A fork after CUDA was initialised would break CUDA in every worker."""
+    code = """
+import torch
+calls = []
+for name in ("_cuda_getDeviceCount", "_cuda_init"):
+    setattr(torch._C, name, lambda name=name: calls.append(name))
+import torch._dynamo, torch.distributed.nn.functional, torchvision
+print(calls, torch.cuda.is_initialized())
+"""
+    assert run("-c", code)[1] == "[] False\n"
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+
+def fail_while_others_wait(local_rank, world_size, how):
+    dist.init_process_group()
+    if local_rank != 1:
+        dist.all_reduce(torch.ones(1))  # waits for rank 1, and fails when its connection closes
+    try:
+        if how == "raise":
+            raise KeyError("the cause")
+        if how == "exit with a message":
+            sys.exit("one clear line")
+        if how == "exit with a status":
+            sys.exit(4)
+        if how == "os._exit":
+            os._exit(3)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+    finally:
+        dist.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ("raise", ProcessRaisedException, r"(?s)rank 1 raised:.*in fail_while_others_wait.*KeyError: 'the cause'"),
+        ("exit with a message", SystemExit, "^one clear line$"),
+        ("exit with a status", ProcessExitedException, "^rank 1 exited with status 4$"),
+        ("os._exit", ProcessExitedException, "^rank 1 exited with status 3$"),
+        ("kill", ProcessExitedException, "^rank 1 was killed by SIGKILL$"),
+    ],
+)
+def test_the_first_failure_ends_the_job_and_names_its_cause(how, error, message):
+    before = set(psutil.Process().children(recursive=True))
+    for _ in range(5):  # the peers' consequences must never be taken for the cause
+        begin = time.monotonic()
+        with pytest.raises(error, match=message):
+            dist.launch(fail_while_others_wait, how, nprocs=3)
+        assert time.monotonic() - begin < 10
+    left = [p.cmdline() for p in set(psutil.Process().children(recursive=True)) - before if p.status() != "zombie"]
+    assert all("forkserver" in " ".join(c) or "resource_tracker" in " ".join(c) for c in left[:2]) and len(left) <= 2
+
+
+def test_a_failed_command_prints_the_traceback_and_exits_non_zero():
+    begin = time.monotonic()
+    status, _, stderr = run(JOB, "fail")
+    assert status == 1
+    assert stderr.count("ZeroDivisionError: the cause") == 1 and "in fail\n" in stderr
+    assert "onnection" not in stderr
+    assert time.monotonic() - begin < 30
+
+
+# ---- nothing left behind, nothing open, no collisions ---------------------------------------------------------------
+
+
+def members(mark):
+    """All living processes whose environment at their start held `mark`: a launcher and all that it started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("JOB_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            pass
+    return found
+
+
+# As `nohup` or a shell's `&` would: replace the process by the script with SIGINT ignored.
+IGNORE_SIGINT = (
+    "-c",
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])",
+)
+SIGNALS = {
+    "SIGINT": (signal.SIGINT, ()),
+    "SIGTERM": (signal.SIGTERM, ()),
+    "SIGKILL": (signal.SIGKILL, ()),
+    "SIGTERM, SIGINT ignored": (signal.SIGTERM, IGNORE_SIGINT),
+    "SIGKILL, SIGINT ignored": (signal.SIGKILL, IGNORE_SIGINT),
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """Eight jobs started at once, all of them training: {name: (process, mark, file that ends it)}."""
+    folder = tmp_path_factory.mktemp("jobs")
+    started = {}
+    for name in [*SIGNALS, "a", "b", "c"]:
+        mark, stop = uuid.uuid4().hex, folder / name
+        prefix = SIGNALS.get(name, (None, ()))[1]
+        started[name] = (start(*prefix, JOB, "train", stop, env={"JOB_MARK": mark}), mark, stop)
+    for process, _, _ in started.values():
+        assert process.stdout.readline() == "training\n", process.stderr.read()
+    yield started
+    for process, _, _ in started.values():
+        process.kill()
+        process.communicate(timeout=30)
+
+
+def test_nothing_listens_beyond_loopback(jobs):
+    _, mark, _ = jobs["a"]
+    listening = [
+        connection.laddr.ip
+        for member in members(mark)
+        for connection in member.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening, "the job's store and gloo must listen somewhere"
+    assert set(listening) == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_no_process_outlives_the_launcher(jobs, name):
+    process, mark, _ = jobs[name]
+    assert len(members(mark)) >= 1 + 2 + 2 + 2  # launcher, two servers, two workers, a process of each
+    deadline = time.monotonic() + 5
+    process.send_signal(SIGNALS[name][0])
+    assert finish(process, timeout=5)[0] != 0
+    while members(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not members(mark)
+
+
+def test_jobs_started_at_once_all_succeed(jobs):
+    for name in ("a", "b", "c"):
+        process, mark, stop = jobs[name]
+        stop.touch()
+        status, stdout, stderr = finish(process)
+        assert status == 0 and stdout.endswith("done\n"), stderr
+        assert not members(mark)
+
+
+def test_the_users_interface_is_kept(tmp_path, monkeypatch):
+    names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"]
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    dist.launch(write_state, str(tmp_path), *names, nprocs=2)
+    state = torch.load(tmp_path / "0.pt", weights_only=True)
+    assert [state[name] for name in names] == ["lo", "eth7", "lo"]
+
+
+# ---- the end of a job under torchrun --------------------------------------------------------------------------------
+
+
+def test_gloo_threads_end_with_the_job():
+    """What prevents the abort at exit: when `launch` returns, the process group is gone and its threads are joined."""
+    status, stdout, stderr = torchrun(2, JOB, "ddp_step")
+    assert status == 0, stderr
+    assert sorted(re.findall(r"[a-z]+:\d", stdout)) == ["after:0", "after:0", "during:2", "during:2"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_finished_torchrun_jobs_exit_with_status_0(request):
+    """Every one of many short DDP jobs, which leave right after their last all-reduce, ends well."""
+    runs = request.config.getoption("--torchrun-jobs")
+    failed = [i for i in range(runs) if torchrun(2, JOB, "ddp_step")[0] != 0]
+    assert not failed, f"{len(failed)} of {runs} failed"

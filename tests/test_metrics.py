@@ -1,0 +1,127 @@
+"""Metrics over all ranks are exact: reduce, gather and the sampler, on 1, 2 and 4 processes."""
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+
+import distributed as dist
+
+
+def check_reduce(rank, n):
+    ranks = torch.arange(n)
+    value = torch.tensor([rank, -rank, 2.0 * rank + 1])
+    argument = value.clone()
+    every = torch.stack([torch.tensor([r, -r, 2.0 * r + 1]) for r in range(n)])
+    assert torch.equal(dist.reduce(value), every.mean(dim=0))
+    assert torch.equal(dist.all_reduce(value), every.sum(dim=0))
+    assert torch.equal(dist.reduce(value, "min"), every.amin(dim=0))
+    assert torch.equal(dist.all_reduce(value, op="max"), every.amax(dim=0))
+    assert torch.equal(value, argument), "the argument was changed"
+    assert dist.all_reduce(value).data_ptr() != value.data_ptr()
+
+    scalar = dist.reduce(torch.tensor(float(rank)))
+    assert scalar.shape == () and scalar == ranks.float().mean()
+    integers = dist.all_reduce(torch.tensor([rank, 2**40]), op="sum")
+    assert integers.dtype == torch.int64 and integers.tolist() == [ranks.sum().item(), n * 2**40]
+    # 256 + 1 is 256 in bf16: summed in float32, four times 1 on top of 256 is not lost.
+    half = dist.all_reduce(torch.tensor(256.0 if rank == 0 else 4 / max(1, n - 1), dtype=torch.bfloat16))
+    assert half.dtype == torch.bfloat16 and half == (260 if n > 1 else 256)
+    transposed = torch.arange(6.0).reshape(2, 3).t()
+    assert torch.equal(dist.reduce(transposed), transposed)
+    needs_grad = torch.ones(2, requires_grad=True)
+    assert not dist.reduce(needs_grad * 2).requires_grad
+
+    for op in ("mean", "AVG", None):
+        with pytest.raises(ValueError, match="op must be one of avg, sum, min, max, got "):
+            dist.reduce(value, op)
+    with pytest.raises(ValueError, match=r"the average of torch\.int64 would be rounded"):
+        dist.reduce(torch.tensor(rank))
+
+
+def check_gather(rank, n):
+    rows = dist.gather(torch.full((rank, 2), rank))  # rank 0 has none
+    assert [r.shape for r in rows] == [(r, 2) for r in range(n)]
+    assert all((part == r).all() for r, part in enumerate(rows))
+    assert [part.item() for part in dist.gather(torch.tensor(rank))] == list(range(n))
+    flags = torch.cat(dist.gather(torch.tensor([rank == 0, True])))
+    assert flags.dtype == torch.bool and flags.tolist() == [r == 0 or i == 1 for r in range(n) for i in range(2)]
+    assert all(part.shape == (0, 3) for part in dist.gather(torch.empty(0, 3)))
+    columns = dist.gather(torch.arange(6.0).reshape(2, 3).t())
+    assert all(torch.equal(part, torch.arange(6.0).reshape(2, 3).t()) for part in columns)
+
+
+def check_sampler(rank, n):
+    for length in (10, 2, 9_999):
+        for shuffle in (False, True):
+            exact = dist.data_sampler(range(length), True, shuffle=shuffle, pad=False)
+            indices = list(exact)
+            assert len(indices) == len(exact)
+            seen = torch.cat(dist.gather(torch.tensor(indices, dtype=torch.long)))
+            assert sorted(seen.tolist()) == list(range(length))
+    padded = dist.data_sampler(range(10), True, shuffle=True, seed=5)
+    first = list(padded)
+    assert len(first) == -(-10 // n)
+    padded.set_epoch(1)
+    assert list(padded) != first
+    others = dist.data_sampler(range(10), True, shuffle=True, seed=6)
+    assert list(others) != first
+    assert dist.data_sampler(range(10), False, shuffle=True) is None
+
+
+def check_identity(rank, n):
+    params = [torch.full((3,), float(rank)), torch.nn.Parameter(torch.full((2, 2), float(rank)))]
+    dist.sync_params(params)
+    assert all((param == 0).all() for param in params)
+    assert (dist.get_rank(), dist.get_world_size(), dist.is_primary()) == (rank, n, rank == 0)
+    assert dist.get_local_rank() == rank
+    assert dist.is_dist_avail_and_initialized() == (n > 1)
+    model = torch.nn.Linear(2, 2)
+    wrapped = dist.prepare_ddp_model(model, device_ids=[rank])  # ignored on the CPU
+    assert (wrapped is model) == (n == 1)
+    dist.barrier()
+
+
+def check_everything(local_rank, world_size):
+    dist.init_process_group(0, world_size)  # as if each were the only process of its machine: RANK decides
+    group = torch_dist.group.WORLD
+    dist.init_process_group()
+    assert torch_dist.group.WORLD is group, "a second call must do nothing"
+    torch.manual_seed(local_rank)
+    for check in (check_reduce, check_gather, check_sampler, check_identity):
+        check(local_rank, world_size)
+    dist.cleanup()
+    dist.cleanup()
+    assert not dist.is_dist_avail_and_initialized()
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 4])
+def test_helpers(nprocs):
+    dist.launch(check_everything, nprocs=nprocs)
+
+
+def test_print_primary_before_and_after_init(monkeypatch, capsys):
+    dist.print_primary("alone", end="!")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    dist.print_primary("not me")
+    assert capsys.readouterr().out == "alone!"
+
+
+def test_a_collective_without_its_group_is_an_error(monkeypatch):
+    """Not silently the identity: that would be one rank's value taken for everybody's."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        dist.reduce(torch.ones(1))
+
+
+def test_device_is_the_local_rank_and_must_exist(monkeypatch):
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert dist.get_device() == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert dist.get_device() == torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit, match=r"local rank 1 has no GPU: 1 visible .* so start at most 1 processes"):
+        dist.get_device()
