@@ -77,7 +77,10 @@ def parse_args():
     if (args.rank is None) != (args.world_size is None):
         parser.error("arguments --rank and --world-size: give both, or neither to start every role here")
     if args.rank is not None and args.rank >= args.world_size:
-        parser.error(f"argument --rank: {args.rank} is not in the range 0 to {args.world_size - 1}, for --world-size")
+        parser.error(
+            f"argument --rank: {args.rank} is not in the range 0 to {args.world_size - 1}, "
+            f"for --world-size {args.world_size}"
+        )
     if args.master_port > 65535:
         parser.error(f"argument --master-port/--master_port: {args.master_port} is not in the range 1 to 65535")
     if int(os.environ.get("WORLD_SIZE", 2)) < 2:
