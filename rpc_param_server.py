@@ -96,7 +96,7 @@ class Server:
 
     def __init__(self, model, ranks, lr, timeout):
         self.params = parameters_to_vector(model.parameters()).detach().cpu()
-        self.optimizer = torch.optim.SGD([self.params], lr=lr, momentum=0.9)
+        self.optimizer = torch.optim.SGD([self.params], lr=lr, momentum=0.9, fused=True)
         self.changed = threading.Condition()  # guards all of this but the reading of the parameters
         self.timeout = timeout
         self.heard = dict.fromkeys(ranks, time.monotonic())  # when the trainers at work were last heard of
@@ -172,7 +172,10 @@ class Server:
     def _finish_round(self):
         if not self.gradients or self.heard.keys() - self.done - self.gradients.keys():
             return
-        self._update(sum(self.gradients[rank] for rank in sorted(self.gradients)) / len(self.gradients))
+        total, *others = (self.gradients[rank] for rank in sorted(self.gradients))
+        for gradient in others:
+            total += gradient  # in place: new memory would cost more than the sum
+        self._update(total.div_(len(self.gradients)))
         self._finish_epochs()
         for rank in self.gradients:
             self.heard[rank], self.seen[rank] = time.monotonic(), self.updates
@@ -247,6 +250,7 @@ def serve(model, dataset, device, ranks, args):
     server = Server(model, ranks, args.lr, args.timeout)
     start_rpc("server", args)
     threading.Thread(target=server.watch, daemon=True).start()
+    print(f"Training on {len(ranks)} x {device.type}, {args.mode}, batch {args.batch_size} each", flush=True)
     loader = DataLoader(dataset, 1000, collate_fn=tuple)
     before = (time.monotonic(), 0, 0, 0)
     for epoch, (params, counts) in enumerate(iter(server.epochs.get, None)):
@@ -321,7 +325,8 @@ def set_environment(args):
         try:
             listener = socket.create_server(address)  # not on all interfaces, as a TCPStore of its own does
         except OSError as error:
-            sys.exit(f"the server cannot listen on {args.master_addr}:{args.master_port}: {error.strerror}")
+            reason = error.strerror.partition(" (")[0]  # without the address, which Python may add
+            sys.exit(f"the server cannot listen on {args.master_addr}:{args.master_port}: {reason}")
         return TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     deadline = time.monotonic() + args.timeout
     while True:
@@ -383,7 +388,6 @@ def main_worker(local_rank, world_size, args):
     torch.manual_seed(args.seed + rank)  # dropout should differ; the weights are the server's
     model = mnist.MODELS[args.model]().to(device)
     if rank == 0:
-        print(f"Training on {world_size - 1} x {device.type}, {args.mode}, batch {args.batch_size} each", flush=True)
         serve(model, dataset, device, range(1, world_size), args)
     else:
         train(model, dataset, device, rank, world_size - 1, args)
