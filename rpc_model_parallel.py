@@ -78,7 +78,7 @@ class Part(nn.Module):
     def __init__(self, *layers):
         super().__init__()
         self.layers = nn.Sequential(*layers)
-        self.device = dist.get_device()
+        self.device = get_device()
         self.to(self.device)
 
     def forward(self, x):
@@ -145,9 +145,16 @@ def evaluate(model, loader):
     return sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader).item()
 
 
+def get_device():
+    """This worker's device. Two share a GPU if there is only one."""
+    count = torch.cuda.device_count()
+    return torch.device("cuda", dist.get_local_rank() % count) if count else torch.device("cpu")
+
+
 def main_worker(local_rank, world_size, args):
     init_process_group("gloo")  # for the data; it is not used later
-    train_set = mnist.load_data(args.data, args.data_dir, train=True, seed=args.seed)
+    # Only worker0 needs them, but all must call it.
+    train_set, test_set = (mnist.load_data(args.data, args.data_dir, train, args.seed) for train in (True, False))
     options = rpc.TensorPipeRpcBackendOptions(
         # The default, shared memory, polls busily: it takes the cores that the workers need. These are plain TCP.
         _transports=["uv"],
@@ -156,12 +163,11 @@ def main_worker(local_rank, world_size, args):
     rank = dist.get_rank()
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
     if rank == 0:
-        test_set = mnist.load_data(args.data, args.data_dir, train=False, seed=args.seed)
         generator = torch.Generator().manual_seed(args.seed)
         loader = DataLoader(train_set, args.batch_size, shuffle=True, generator=generator, collate_fn=tuple)
         model = SplitModel(args.seed, args.micro_batches)
         optimizer = DistributedOptimizer(torch.optim.SGD, model.parameter_rrefs(), lr=args.lr, momentum=0.9)
-        print(f"Training on 2 x {dist.get_device().type}, {args.micro_batches} micro-batches", flush=True)
+        print(f"Training on 2 x {get_device().type}, {args.micro_batches} micro-batches", flush=True)
         for epoch in range(args.epochs):
             begin = time.perf_counter()
             loss = train_epoch(model, loader, optimizer)

@@ -1,6 +1,7 @@
 """The split model computes what the unsplit one does, and both of its workers work at once."""
 
 import argparse
+import os
 import re
 import threading
 
@@ -15,6 +16,7 @@ import distributed as dist
 import mnist
 import rpc_model_parallel
 
+MNIST_ROOT = os.environ.get("MNIST_ROOT")
 LINE = re.compile(r"Epoch (\d+) - loss: (\d\.\d{4}) - acc: (\d\.\d{4}) \((\d+)/10000\) - [\d.]+ samples/s")
 BATCH, EPOCHS, SEED, LR = 8, 2, 3, 0.05  # 2 epochs of 96 / 8 = 12 steps
 
@@ -126,6 +128,7 @@ def test_micro_batches_are_in_flight_at_once_and_evaluation_reaches_the_remote_d
 
 
 def check_output(stdout, epochs, at_least):
+    """`stdout` has its lines and the last accuracy is at least `at_least`."""
     first, *lines = stdout.splitlines()
     assert first == "Training on 2 x cpu, 4 micro-batches"
     matches = [LINE.fullmatch(line) for line in lines]
@@ -139,6 +142,16 @@ def test_it_learns_with_the_defaults():
     status, stdout, stderr = run(ROOT / "rpc_model_parallel.py", timeout=380)
     assert status == 0, stderr
     check_output(stdout, epochs=2, at_least=0.95)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(MNIST_ROOT is None, reason="MNIST_ROOT does not say where the real MNIST is")
+def test_it_learns_the_real_mnist_in_one_epoch():
+    options = ("--epochs", 1, "--data", "mnist", "--data-dir", MNIST_ROOT)
+    status, stdout, stderr = run(ROOT / "rpc_model_parallel.py", *options, timeout=380)
+    assert status == 0, stderr
+    check_output(stdout, epochs=1, at_least=0.97)
 
 
 @pytest.mark.slow

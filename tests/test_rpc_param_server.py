@@ -139,21 +139,30 @@ def test_one_round_trip_a_step_and_sync_equals_one_process(mode, tmp_path):
 # ---- the server's state ---------------------------------------------------------------------------------------------
 
 
-def new_server(ranks, timeout=60):
-    torch.manual_seed(0)
-    return rpc_param_server.Server(mnist.SimpleCNN(), ranks, lr=0.01, timeout=timeout)
+@pytest.fixture
+def new_server(monkeypatch):
+    """Make a server in this process."""
+
+    def new(ranks, timeout=60):
+        torch.manual_seed(0)
+        server = rpc_param_server.Server(mnist.SimpleCNN(), ranks, lr=0.01, timeout=timeout)
+        monkeypatch.setattr(rpc_param_server, "server", server)
+        return server
+
+    return new
 
 
-def test_updates_from_many_threads_are_neither_lost_nor_torn():
+def test_updates_from_many_threads_are_neither_lost_nor_torn(new_server):
     gradient = torch.ones(50_186)
-    alone, together = new_server([1]), new_server(range(1, 9))
+    alone = new_server([1])
     for _ in range(8 * 50):
-        alone.push(1, gradient)
+        rpc_param_server.push(1, gradient)
 
     def push(rank):
         for _ in range(50):
-            together.push(rank, gradient)
+            rpc_param_server.push(rank, gradient)
 
+    together = new_server(range(1, 9))
     threads = [threading.Thread(target=push, args=(rank,)) for rank in range(1, 9)]
     for thread in threads:
         thread.start()
@@ -162,33 +171,34 @@ def test_updates_from_many_threads_are_neither_lost_nor_torn():
     assert together.updates == 400 and torch.equal(together.params, alone.params)
 
 
-def test_staleness_counts_the_updates_between_pull_and_push():
+def test_staleness_counts_the_updates_between_pull_and_push(new_server):
     server, gradient = new_server([1, 2]), torch.zeros(50_186)
-    server.pull(1, steps=2)
-    server.pull(2, steps=2)
+    rpc_param_server.pull(1, steps=2)
+    rpc_param_server.pull(2, steps=2)
     for rank in (1, 1, 2, 2):  # the third was computed before the first two
-        server.push(rank, gradient)
+        rpc_param_server.push(rank, gradient)
     assert server.staleness == 0 + 0 + 2 + 0
     _, (_, updates, pushes, staleness) = server.epochs.get_nowait()
     assert (updates, pushes, staleness) == (4, 4, 2), "an epoch ends when every trainer has done its share"
 
 
-def test_sync_waits_for_the_trainers_at_work_and_takes_a_slow_one_back():
+def test_sync_waits_for_the_trainers_at_work_and_takes_a_slow_one_back(new_server):
     server = new_server([1, 2, 3], timeout=0.2)
-    start, one, three = server.params.clone(), torch.ones(50_186), torch.full((50_186,), 3.0)
+    start = server.params.clone()
     for rank in (1, 2, 3):
-        server.pull(rank, steps=10)
-    first, second = server.push_and_wait(1, one), server.push_and_wait(2, three)
+        rpc_param_server.pull(rank, steps=10)
+    first = rpc_param_server.push_and_wait(1, torch.full((50_186,), 1.0))
+    second = rpc_param_server.push_and_wait(2, torch.full((50_186,), 3.0))
     assert not first.done() and not second.done()
     watch = threading.Thread(target=server.watch, daemon=True)
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
         watch.start()
         answer = first.wait()  # once trainer 3 is lost
         assert torch.allclose(answer, start - 0.01 * 2) and torch.equal(second.wait(), answer)
-        server.push_and_wait(3, one)
+        rpc_param_server.push_and_wait(3, torch.ones(50_186))
         assert not server.lost and server.heard.keys() == {1, 2, 3}
         for rank in (1, 2, 3):
-            server.finish(rank)
+            rpc_param_server.finish(rank)
         watch.join(20)
     assert not watch.is_alive() and "trainer 3 is lost: nothing came from it for 0.2 s\n" in stdout.getvalue()
 
@@ -200,9 +210,7 @@ def lose_one(local_rank, world_size, folder, mode, victim):
     """`victim` kills itself in the middle: at its tenth step, or the server at its tenth update."""
     mnist.load_data = small_data
     calls = []
-    hook, name = (
-        (rpc_param_server.Server, "_receive") if local_rank == 0 else (rpc_param_server, "parameters_to_vector")
-    )
+    hook, name = (rpc_param_server.Server, "receive") if local_rank == 0 else (rpc_param_server, "parameters_to_vector")
     original = getattr(hook, name)
 
     def counting(*args):
