@@ -13,7 +13,7 @@ script shows the general mechanism: any worker may hold any part of a computatio
 A batch is cut into micro-batches: while worker1 computes one of them, worker0 computes the next, and so in backward.
 The gradient is that of the whole batch.
 
-Cost, for P float32 parameters: a worker holds 8·P' bytes for its own P' of them (P0 + P1 = P; gradients included). A
+Cost, for P float32 parameters: a worker holds 12·P' bytes (parameters, gradients, momentum) for its own P' of them. A
 step sends the activations at the cut and their gradients, here 2 · 4 · 9216 bytes per sample, and no parameters,
 whatever P. Each micro-batch costs two round trips, so do not make them too small.
 

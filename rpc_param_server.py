@@ -83,6 +83,8 @@ def parse_args():
             f"argument --rank: {args.rank} is not in the range 0 to {args.world_size - 1}, "
             f"for --world-size {args.world_size}"
         )
+    if args.master_addr in ("", "0.0.0.0", "::"):
+        parser.error(f"argument --master-addr/--master_addr: {args.master_addr!r} is not the address of one machine")
     if args.master_port > 65535:
         parser.error(f"argument --master-port/--master_port: {args.master_port} is not in the range 1 to 65535")
     if int(os.environ.get("WORLD_SIZE", 2)) < 2:

@@ -307,15 +307,21 @@ def workers(launcher):
     return sorted(server.children(), key=lambda child: child.pid)
 
 
-def test_the_command_on_one_machine_listens_on_loopback_only_and_ends_with_its_server():
-    mark = uuid.uuid4().hex
-    job = start(SCRIPT, "--epochs", 50, env={"JOB_MARK": mark})
-    assert job.stdout.readline() == "Training on 2 x cpu, hogwild, batch 32 each\n"
-    assert listening(mark) == {"127.0.0.1"}
-    workers(job)[0].kill()
-    status, _, stderr = finish(job, timeout=20)
+def test_on_one_machine_it_listens_on_loopback_only_and_ends_with_its_server_or_launcher():
+    marks = [uuid.uuid4().hex for _ in range(2)]
+    jobs = [start(SCRIPT, "--epochs", 50, env={"JOB_MARK": mark}) for mark in marks]
+    for job, mark in zip(jobs, marks, strict=True):
+        assert job.stdout.readline() == "Training on 2 x cpu, hogwild, batch 32 each\n"
+        assert listening(mark) == {"127.0.0.1"}
+    workers(jobs[0])[0].kill()
+    jobs[1].kill()
+    status, _, stderr = finish(jobs[0], timeout=20)
     assert (status, own_lines(stderr)[-1]) == (1, "the server is lost: rank 0 was killed by SIGKILL")
-    assert not members(mark)
+    finish(jobs[1], timeout=20)
+    deadline = time.monotonic() + 5
+    while any(map(members, marks)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(members, marks))
 
 
 # ---- it learns ------------------------------------------------------------------------------------------------------
@@ -380,6 +386,10 @@ def test_it_learns_the_real_mnist_in_one_epoch(mode):
         (
             ("--rank", "0", "--world-size", "2", "--master-port", "70000"),
             "argument --master-port/--master_port: 70000 is not in the range 1 to 65535",
+        ),
+        (
+            ("--rank", "0", "--world-size", "2", "--master-addr", "0.0.0.0"),
+            "argument --master-addr/--master_addr: '0.0.0.0' is not the address of one machine",
         ),
     ],
 )
