@@ -50,7 +50,7 @@ from torch.utils.data.distributed import DistributedSampler
 # ---- start processes ----------------------------------------------------------------------------------------------
 
 
-def launch(worker_fn, *args, nprocs=None):
+def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
     """Run `worker_fn(local_rank, world_size, *args)` in every process of the job and wait until all are done.
 
     Under torchrun, or any launcher that sets RANK and WORLD_SIZE, this process is one of them and `nprocs` is ignored.
@@ -59,7 +59,8 @@ def launch(worker_fn, *args, nprocs=None):
 
     Raises torch.multiprocessing.ProcessRaisedException with the traceback of the first worker that raised,
     ProcessExitedException with rank and cause if one was killed or left through `os._exit`, and SystemExit with the
-    message of a worker that called `sys.exit(message)`. The other workers are ended first.
+    message of a worker that called `sys.exit(message)`. The other workers are ended first. With `tolerate_killed` the
+    job goes on when a worker other than rank 0 is killed by a signal: for workers that need one another, never.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         nprocs = 1
@@ -68,14 +69,14 @@ def launch(worker_fn, *args, nprocs=None):
     if nprocs < 1:
         raise ValueError(f"nprocs must be at least 1, got {nprocs}")
     if nprocs > 1:
-        return _start_processes(worker_fn, args, nprocs)
+        return _start_processes(worker_fn, args, nprocs, tolerate_killed)
     worker_fn(get_local_rank(), get_world_size(), *args)
     cleanup()
     gc.collect()  # the model, which may be in a reference cycle
     _left_groups.clear()  # now nobody else holds them, and gloo's threads end here, before the interpreter does
 
 
-def _start_processes(worker_fn, args, nprocs):
+def _start_processes(worker_fn, args, nprocs, tolerate_killed):
     # Forked from a server that has imported torch once, workers start in milliseconds, however many. A process's first
     # optimizer imports torch._dynamo, another second. Libraries only: nothing before the fork may touch CUDA.
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
@@ -112,7 +113,7 @@ def _start_processes(worker_fn, args, nprocs):
             reports.append(reader)
             processes[rank].start()
             writer.close()
-        _wait_for_workers(processes, reports)
+        _wait_for_workers(processes, reports, tolerate_killed)
     finally:
         for process in processes:
             _kill(process)
@@ -155,15 +156,19 @@ def _end_with_launcher():
     os._exit(1)
 
 
-def _wait_for_workers(processes, reports):
+def _wait_for_workers(processes, reports, tolerate_killed):
     """Return when every worker has ended well; raise the first failure soon after one has not."""
+
+    def has_failed(process):
+        return process.exitcode and not (tolerate_killed and process.exitcode < 0 and process is not processes[0])
+
     deadline = None
     while running := [process.sentinel for process in processes if process.exitcode is None]:
-        if deadline is None and any(process.exitcode for process in processes):
+        if deadline is None and any(map(has_failed, processes)):
             deadline = time.monotonic() + 0.5  # the consequence of a failure may be seen before its cause
         if not wait(running, deadline and max(0, deadline - time.monotonic())):
             break
-    failures = [_failure(rank, process, reports[rank]) for rank, process in enumerate(processes) if process.exitcode]
+    failures = [_failure(rank, process, reports[rank]) for rank, process in enumerate(processes) if has_failed(process)]
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
 

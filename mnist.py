@@ -88,7 +88,9 @@ def load_data(name, data_dir, train, seed=0):
 
     error = _fetch_mnist(MNIST, data_dir) if dist.get_local_rank() == 0 else ""
     # The other ranks wait here, and learn from it if one has failed: none would come to a barrier that it skips.
-    for text in dist.gather(torch.tensor(list(error.encode()), dtype=torch.uint8, device=dist.get_device())):
+    on_gpu = dist.is_dist_avail_and_initialized() and torch.distributed.get_backend() == "nccl"
+    device = dist.get_device() if on_gpu else torch.device("cpu")
+    for text in dist.gather(torch.tensor(list(error.encode()), dtype=torch.uint8, device=device)):
         if len(text):
             raise SystemExit(bytes(text.tolist()).decode())
     data = MNIST(data_dir, train)

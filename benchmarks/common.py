@@ -41,5 +41,6 @@ def write(name, results):
         **results,
     }
     path = RESULTS / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"written to {path}")

@@ -81,7 +81,7 @@ def test_without_a_gpu_or_under_a_launcher_it_runs_in_this_process(monkeypatch):
 def test_one_process_per_visible_gpu_by_default(monkeypatch):
     started = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(dist, "_start_processes", lambda worker_fn, args, nprocs: started.append(nprocs))
+    monkeypatch.setattr(dist, "_start_processes", lambda worker_fn, args, nprocs, _: started.append(nprocs))
     dist.launch(print)
     assert started == [3]
 
