@@ -32,7 +32,7 @@ import traceback
 import uuid
 import zipfile
 from collections import Counter
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 
 import torch
 import torch.distributed as torch_dist
@@ -103,12 +103,13 @@ def _start_processes(worker_fn, args, nprocs, tolerate_killed):
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
+    outputs = [Connection(os.dup(fd), readable=False) for fd in (1, 2)] if method == "forkserver" else []
     processes, reports = [], []
     try:
         for rank in range(nprocs):
             reader, writer = context.Pipe(duplex=False)
             rank_environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            worker_args = (worker_fn, rank, nprocs, args, rank_environment, writer)
+            worker_args = (worker_fn, rank, nprocs, args, rank_environment, outputs, writer)
             processes.append(context.Process(target=_worker, args=worker_args, name=f"rank {rank}"))
             reports.append(reader)
             processes[rank].start()
@@ -120,12 +121,14 @@ def _start_processes(worker_fn, args, nprocs, tolerate_killed):
         del store
 
 
-def _worker(worker_fn, rank, world_size, args, environment, report):
+def _worker(worker_fn, rank, world_size, args, environment, outputs, report):
     """Run in a started process: `worker_fn` with the caller's environment, and a report of what it raised."""
     if os.name == "posix":
         os.setsid()  # one group for the worker and its own children, which are ended together
     threading.Thread(target=_end_with_launcher, daemon=True).start()
-    # A fork server's children inherit the environment of the moment when the server was started.
+    # A fork server's children inherit the environment, stdout and stderr of the moment when the server was started.
+    for fd, output in enumerate(outputs, 1):
+        os.dup2(output.fileno(), fd)
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
@@ -428,6 +431,21 @@ def gather(tensor):
     return [part[:length] if tensor.dim() else part[0] for part, length in zip(gathered, lengths, strict=True)]
 
 
+def agree(value=None, error=None):
+    """Every rank's `value`, any that can be pickled, in rank order.
+
+    Raises SystemExit(error) on every rank if one of them gives an `error`, a line that says what has failed there: so
+    that no rank waits for one that has given up.
+    """
+    pairs = [(value, error)] * get_world_size()
+    if get_world_size() > 1:
+        torch_dist.all_gather_object(pairs, (value, error))
+    for _, error in pairs:
+        if error:
+            raise SystemExit(error)
+    return [value for value, _ in pairs]
+
+
 def barrier():
     """Wait until every rank is here."""
     if get_world_size() > 1:
@@ -466,7 +484,7 @@ def save_snapshot(path, model, optimizer, scheduler=None, epoch=0, step=0):
             if not isinstance(cause, OSError):
                 raise
             error = f"cannot save {_location(path)}: {cause.strerror}: make room there, or choose another path"
-    _agree(None, error)
+    agree(None, error)
 
 
 def load_snapshot(path, model, optimizer, scheduler=None):
@@ -477,7 +495,7 @@ def load_snapshot(path, model, optimizer, scheduler=None):
     one line, on every rank, if any node's file is damaged, cannot be read, or belongs to another model.
     """
     data, position, error = _read(path) if get_local_rank() == 0 else (b"", (-1, -1), None)
-    seen = _agree((position, len(data), _location(path)), error)
+    seen = agree((position, len(data), _location(path)), error)
     holder = max(range(len(seen)), key=lambda rank: seen[rank][0])
     position, size, location = seen[holder]
     if position < (0, 0):
@@ -527,18 +545,6 @@ def _read(path):
 
 def _location(path):
     return f"{os.path.abspath(path)} on {socket.gethostname()}"
-
-
-def _agree(value, error):
-    """Every rank's `value` in rank order; SystemExit on every rank if one of them has an `error`."""
-    pairs = [(value, error)]
-    if get_world_size() > 1:
-        pairs *= get_world_size()
-        torch_dist.all_gather_object(pairs, (value, error))
-    for _, error in pairs:
-        if error:
-            raise SystemExit(error)
-    return [value for value, _ in pairs]
 
 
 # ---- command line -------------------------------------------------------------------------------------------------

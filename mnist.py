@@ -86,13 +86,8 @@ def load_data(name, data_dir, train, seed=0):
         raise ValueError(f"data must be 'synthetic' or 'mnist', got {name!r}")
     from torchvision.datasets import MNIST  # takes 0.4 s, which synthetic data need not wait for
 
-    error = _fetch_mnist(MNIST, data_dir) if dist.get_local_rank() == 0 else ""
     # The other ranks wait here, and learn from it if one has failed: none would come to a barrier that it skips.
-    on_gpu = dist.is_dist_avail_and_initialized() and torch.distributed.get_backend() == "nccl"
-    device = dist.get_device() if on_gpu else torch.device("cpu")
-    for text in dist.gather(torch.tensor(list(error.encode()), dtype=torch.uint8, device=device)):
-        if len(text):
-            raise SystemExit(bytes(text.tolist()).decode())
+    dist.agree(error=_fetch_mnist(MNIST, data_dir) if dist.get_local_rank() == 0 else None)
     data = MNIST(data_dir, train)
     return Digits(data.data[:, None], data.targets)
 

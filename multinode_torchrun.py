@@ -104,9 +104,7 @@ def prepare_node(snapshot_path):
             os.makedirs(os.path.dirname(os.path.abspath(snapshot_path)), exist_ok=True)
         except OSError as failure:
             error = f"cannot make the folder of {snapshot_path} on {socket.gethostname()}: {failure.strerror}"
-    failed = dist.all_reduce(torch.tensor(float(error is not None), device=dist.get_device()), op="max")
-    if failed:  # also where all went well: the others wait here until their machine is ready
-        sys.exit(error or "another machine could not be prepared")
+    dist.agree(error=error)  # the others wait here until their machine is ready
 
 
 class Preemption:

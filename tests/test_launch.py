@@ -51,6 +51,24 @@ def test_worker_environment_is_the_callers_at_each_launch(tmp_path, monkeypatch)
     assert "RANK" not in os.environ
 
 
+def print_rank(local_rank, world_size):
+    print(f"rank {local_rank}", flush=True)
+
+
+def test_worker_output_goes_where_the_callers_goes_at_each_launch(tmp_path):
+    terminal = os.dup(1)
+    try:
+        for name in "ab":
+            with open(tmp_path / name, "w") as file:
+                os.dup2(file.fileno(), 1)
+                dist.launch(print_rank, nprocs=2)
+    finally:
+        os.dup2(terminal, 1)
+        os.close(terminal)
+    for name in "ab":
+        assert sorted((tmp_path / name).read_text().splitlines()) == ["rank 0", "rank 1"]
+
+
 def test_cpu_threads_are_divided_unless_omp_num_threads_is_set(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
