@@ -514,6 +514,7 @@ EPOCH_LINE = (
 )
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path):
     options = ("--epochs", 1, "--batch-size", 128, "--test-batch-size", 300, "--mixed-precision")
     status, stdout, stderr = torchrun(2, "min_FSDP.py", *options, "--export", tmp_path / "model.pt", timeout=110)

@@ -215,6 +215,7 @@ def test_no_network_is_one_line_on_every_rank(nprocs, tmp_path):
     assert texts == [message] * nprocs
 
 
+@pytest.mark.slow
 def test_no_network_in_a_script(tmp_path):
     environment = {"http_proxy": NOWHERE, "https_proxy": NOWHERE}
     command = ("min_FSDP.py", "--data", "mnist", "--data-dir", tmp_path / "data", "--nproc", 2)

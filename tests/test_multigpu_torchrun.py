@@ -60,6 +60,7 @@ def test_two_processes_learn_and_one_goes_on(tmp_path):
     assert float(EPOCH_LINE.findall(stdout)[-1][-1]) < losses[-1]
 
 
+@pytest.mark.slow
 def test_a_damaged_snapshot_stops_all_processes(tmp_path):
     path = tmp_path / "snapshot.pt"
     path.write_text("no snapshot")

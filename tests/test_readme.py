@@ -20,6 +20,7 @@ def shape(text):
     return re.sub(r"\d+", "#", re.sub(r" on \S+\]", " on HOST]", text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", QUOTED)
 def test_quoted_output(command, tmp_path):
     """Run in a folder that holds nothing but the scripts; numbers may differ on another machine."""

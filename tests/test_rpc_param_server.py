@@ -222,16 +222,17 @@ def lose_one(local_rank, world_size, folder, mode, victim):
     setattr(hook, name, counting)
     stdout = io.StringIO()
     with contextlib.redirect_stdout(stdout):
-        rpc_param_server.main_worker(local_rank, world_size, arguments(mode, timeout=2.0))
+        rpc_param_server.main_worker(local_rank, world_size, arguments(mode, timeout=5.0))
     torch.save(stdout.getvalue(), f"{folder}/{local_rank}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["hogwild", "sync"])
 def test_the_others_go_on_without_a_lost_trainer(mode, tmp_path):
     dist.launch(lose_one, str(tmp_path), mode, 2, nprocs=4, tolerate_killed=True)
     stdout = torch.load(tmp_path / "0.pt", weights_only=True)
     updates = 16 if mode == "sync" else 2 * 16 + 9
-    assert "trainer 2 is lost: nothing came from it for 2 s\n" in stdout
+    assert "trainer 2 is lost: nothing came from it for 5 s\n" in stdout
     assert stdout.endswith(f"Finished: {updates} updates, trainer 2 lost\n")
     assert [match[0] for match in LINE.findall(stdout)] == ["1", "2"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.pt", "1.pt", "3.pt"]
@@ -307,6 +308,7 @@ def workers(launcher):
     return sorted(server.children(), key=lambda child: child.pid)
 
 
+@pytest.mark.slow
 def test_on_one_machine_it_listens_on_loopback_only_and_ends_with_its_server_or_launcher():
     marks = [uuid.uuid4().hex for _ in range(2)]
     jobs = [start(SCRIPT, "--epochs", 50, env={"JOB_MARK": mark}) for mark in marks]
@@ -336,6 +338,7 @@ def check_output(stdout, trainers, mode, epochs, at_least):
     assert float(matches[-1].group(3)) == round(int(matches[-1].group(4)) / 10_000, 4) >= at_least
 
 
+@pytest.mark.slow
 def test_the_same_file_under_torchrun():
     status, stdout, stderr = torchrun(3, SCRIPT, "--epochs", 1, "--mode", "sync", env={"OMP_NUM_THREADS": "1"})
     assert status == 0, stderr
