@@ -393,6 +393,7 @@ def killed_worker(local_rank, world_size, args, rank, moment):
         train_worker(local_rank, world_size, args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rank, moment, epoch",
     [
