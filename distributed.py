@@ -77,13 +77,14 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
 
 
 def _start_processes(worker_fn, args, nprocs, tolerate_killed):
-    # Forked from a server that has imported torch once, workers start in milliseconds, however many. A process's first
-    # optimizer imports torch._dynamo, another second. Libraries only: nothing before the fork may touch CUDA.
+    # Forked from a server that has imported torch once, workers start in milliseconds, however many. Only libraries
+    # that this process has loaded too: nothing before the fork may touch CUDA. With more processes than cores, import
+    # torch._dynamo in the script: the first optimizer of each process needs it, and takes a second to import it.
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
-        preload = ["torch", "torch._dynamo", "torch.distributed.nn.functional"]
-        context.set_forkserver_preload(preload + (["torchvision"] if "torchvision" in sys.modules else []))
+        libraries = ("torch", "torch.distributed.nn.functional", "torch._dynamo", "torchvision")
+        context.set_forkserver_preload([name for name in libraries if name in sys.modules])
     # The rendezvous store lives here, on a port of loopback that is ours from the start: no other job can take it, and
     # nothing listens to the network. The workers join as clients, as they join torchrun's store.
     listener = socket.create_server(("127.0.0.1", 0))

@@ -3,11 +3,12 @@
     python -m benchmarks.launch [--rounds 3]
 
 Two jobs: "all-reduce" initialises, all-reduces once and leaves; "first step" takes one optimizer step of a DDP model,
-which is where training begins. Measured as calls from a living process, whose first launch also starts the fork
-server, and as whole commands, whose floor is `import torch`.
+which is where training begins. Each is measured as a whole command, whose floor is `import torch`, and as the call in
+a fresh process; for `launch` also as a second call, which finds its fork server running.
 """
 
 import argparse
+import collections
 import os
 import random
 import subprocess
@@ -53,14 +54,19 @@ def start(launcher, nprocs, job):
 
 
 def command(launcher, nprocs, job):
-    """Run the same as a whole command."""
+    """Run it as a whole command; returns {what: seconds}."""
     prefix = [sys.executable, "-m"]
     if launcher == "torchrun":
         prefix += ["torch.distributed.run", "--standalone", f"--nproc-per-node={nprocs}", "-m"]
     arguments = ["benchmarks.launch", "--one", launcher, str(nprocs), job]
     if launcher == "import torch":
         prefix, arguments = [sys.executable, "-c"], ["import torch"]
-    subprocess.run([*prefix, *arguments], check=True, stderr=subprocess.DEVNULL)
+    begin = time.perf_counter()
+    process = subprocess.run([*prefix, *arguments], check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    calls = [] if launcher == "torchrun" else [float(line) for line in process.stdout.split()]
+    seconds = {"command": time.perf_counter() - begin - sum(calls[1:])}
+    seconds.update(zip(("call", "second call"), calls, strict=False))
+    return {f"{launcher} {nprocs}: {what}": value for what, value in seconds.items()}
 
 
 def main():
@@ -69,28 +75,27 @@ def main():
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        return start(args.one[0], int(args.one[1]), args.one[2])
+        for _ in range(2 if args.one[0] == "launch" else 1):
+            begin = time.perf_counter()
+            start(args.one[0], int(args.one[1]), args.one[2])
+            print(time.perf_counter() - begin)
+        return
 
-    begin = time.perf_counter()
-    start("launch", 2, "all-reduce")
-    results = {"first launch, 2 processes": common.summary([time.perf_counter() - begin])}
+    cases = [("launch", n) for n in (2, 8, 16)] + [("spawn", 2), ("spawn", 8), ("torchrun", 8), ("import torch", 1)]
+    results = {}
     for job in JOBS:
-        calls = [("launch", 2), ("launch", 8), ("spawn", 2), ("spawn", 8)]
-        cases = {f"{name} {n}": lambda name=name, n=n, job=job: start(name, n, job) for name, n in calls}
-        commands = [("launch", n) for n in (2, 8, 16)] + [(name, 8) for name in ("spawn", "torchrun", "import torch")]
-        for name, n in commands:
-            cases[f"command {name} {n}"] = lambda name=name, n=n, job=job: command(name, n, job)
-        results[job] = {name: common.summary(times) for name, times in common.alternate(cases, args.rounds).items()}
-        medians = {name: numbers["median"] for name, numbers in results[job].items()}
-        for name, median in medians.items():
-            print(f"{job:12} {name:24} {median:6.2f} s")
-        for one, other in (
-            ("launch 8", "launch 2"),
-            ("spawn 8", "launch 8"),
-            ("command spawn 8", "command launch 8"),
-            ("command torchrun 8", "command launch 8"),
-        ):
-            print(f"{job:12} {one} / {other} = {medians[one] / medians[other]:.2f}")
+        times = collections.defaultdict(list)
+        for _ in range(args.rounds):  # in turn: only times of the same rounds may be compared
+            for launcher, nprocs in cases:
+                for what, seconds in command(launcher, nprocs, job).items():
+                    times[what].append(seconds)
+        results[job] = {what: common.summary(values) for what, values in times.items()}
+        medians = {what: row["median"] for what, row in results[job].items()}
+        for what, median in medians.items():
+            print(f"{job:12} {what:24} {median:6.2f} s")
+        for one, other in (("launch 8", "launch 2"), ("launch 8", "spawn 8")):
+            ratio = medians[f"{one}: call"] / medians[f"{other}: call"]
+            print(f"{job:12} {one} / {other}, as calls: {ratio:.2f}")
     common.write("launch", {"unit": "s", "results": results})
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+# The fork server then has it too, and the workers of a test need not import it.
+import torch._dynamo  # noqa: F401
+
 ROOT = Path(__file__).parent.parent
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
