@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
 
 
 def alternate(cases, rounds):
@@ -32,7 +32,7 @@ def summary(values):
 
 
 def write(name, results):
-    """Write benchmarks/results/{name}.json and print its path."""
+    """Write benchmarks/results/{name}.json, or into the folder BENCHMARK_RESULTS, and print its path."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     record = {
         "date": datetime.date.today().isoformat(),
