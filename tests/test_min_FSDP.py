@@ -208,7 +208,7 @@ def test_randomness_comes_from_epoch_and_rank(tmp_path):
 
     def drawn(first_epoch):
         dist.launch(randomness_worker, str(tmp_path), first_epoch, nprocs=2)
-        return torch.stack([torch.load(tmp_path / f"{rank}.pt") for rank in range(2)])
+        return torch.stack([torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)])
 
     uninterrupted, resumed = drawn(0), drawn(1)
     assert len(uninterrupted.flatten(0, 1).unique(dim=0)) == 2 * EPOCHS
