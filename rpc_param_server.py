@@ -355,9 +355,10 @@ def use_interface_to(address):
 def start_rpc(name, args):
     options = rpc.TensorPipeRpcBackendOptions(
         rpc_timeout=2 * args.timeout,  # in sync, an answer may take one timeout
-        # The default, shared memory, polls busily: it takes the cores that the trainers need. These are plain TCP.
+        # The default transport, shared memory, polls busily: it takes the cores that the trainers need. This is TCP;
+        # on one machine, the tensors' bytes are copied from process to process by the kernel.
         _transports=["uv"],
-        _channels=["basic"],
+        _channels=["cma", "basic"],
     )
     rpc.init_rpc(name, rank=dist.get_rank(), world_size=dist.get_world_size(), rpc_backend_options=options)
 

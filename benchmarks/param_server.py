@@ -6,7 +6,8 @@ Each case trains in processes of its own; what is counted are the batches of all
 the tutorial's parameter server: the model lives on the server, a trainer runs forward and backward there through
 distributed autograd, fetches the gradients to assert that there are some, and steps with DistributedOptimizer. A lock,
 which the tutorial lacks, keeps one trainer from changing the parameters that the other's backward needs. "lean" is the
-same without the assertion. The cases alternate, and only ratios within a round mean something.
+same without the assertion; "same" is on the transport of rpc_param_server.py. The cases alternate, and only ratios
+within a round mean something.
 https://docs.pytorch.org/tutorials/intermediate/rpc_param_server_tutorial.html
 """
 
@@ -29,11 +30,11 @@ import rpc_param_server
 from benchmarks import common
 
 BATCH, LR, WARM_UP = 32, 0.01, 3
-TCP = {"_transports": ["uv"], "_channels": ["basic"]}
+SAME = {"_transports": ["uv"], "_channels": ["cma", "basic"]}  # as rpc_param_server.start_rpc
 RATIOS = [  # what is promised of them
     ("hogwild", "usual", "at least 6"),
-    ("hogwild", "usual, TCP", "at least 2.5"),
-    ("hogwild", "usual, TCP, lean", "above 1"),
+    ("hogwild", "usual, same", "at least 2.5"),
+    ("hogwild", "usual, same, lean", "above 1"),
     ("hogwild", "DDP", "at least 0.9"),
     ("sync", "hogwild", "at least 0.85"),
     ("hogwild", "hogwild, 1 trainer", "above 1"),
@@ -148,8 +149,8 @@ def main():
         "DDP": (ddp, 2, args.steps),
         "hogwild, 1 trainer": (ours, 2, args.steps, "hogwild"),
         "usual": (usual, 3, few, {}),
-        "usual, TCP": (usual, 3, few, TCP),
-        "usual, TCP, lean": (usual, 3, few, TCP, True),
+        "usual, same": (usual, 3, few, SAME),
+        "usual, same, lean": (usual, 3, few, SAME, True),
     }
     results = {name: [] for name in jobs}
     common.alternate({name: functools.partial(measure, results, name, *job) for name, job in jobs.items()}, args.rounds)

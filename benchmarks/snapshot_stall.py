@@ -40,8 +40,18 @@ def plain_save(path, model, optimizer):
             os.fsync(file.fileno())
 
 
-def stall(save, *args, **kwargs):
+def forget(folder):
+    """What earlier saves have left to the disk, and the memory that their files take as long as there is enough."""
+    os.sync()
+    for name in os.listdir(folder):
+        with open(f"{folder}/{name}", "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def stall(folder, save, *args, **kwargs):
     """Seconds from the moment when all ranks are ready until this rank goes on; the slowest rank's."""
+    if dist.is_primary():
+        forget(folder)
     dist.barrier()
     start = time.perf_counter()
     save(*args, **kwargs)
@@ -60,8 +70,8 @@ def main_worker(local_rank, world_size, args, folder):
         if dist.is_primary() and repeat:
             os.replace(f"{folder}/new.pt", f"{folder}/plain.pt")  # the old file is there meanwhile
         saves = [
-            lambda: plain.append(stall(plain_save, f"{folder}/new.pt", model, optimizer)),
-            lambda: ours.append(stall(dist.save_snapshot, f"{folder}/snapshot.pt", model, optimizer, epoch=1)),
+            lambda: plain.append(stall(folder, plain_save, f"{folder}/new.pt", model, optimizer)),
+            lambda: ours.append(stall(folder, dist.save_snapshot, f"{folder}/snapshot.pt", model, optimizer, epoch=1)),
         ]
         for save in saves if repeat % 2 else reversed(saves):
             save()
