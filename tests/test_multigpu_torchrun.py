@@ -1,6 +1,5 @@
 """The second rung: it learns, survives kills bit for bit, and differs from the first by what the README shows."""
 
-import difflib
 import random
 import re
 import time
@@ -210,13 +209,3 @@ def written_at(path):
         return path.stat().st_mtime_ns
     except FileNotFoundError:
         return None
-
-
-# ---- the README -----------------------------------------------------------------------------------------------------
-
-
-def test_the_readme_shows_the_diff():
-    names = ("single_gpu.py", SCRIPT)
-    lines = ((ROOT / name).read_text().splitlines() for name in names)
-    diff = "\n".join(difflib.unified_diff(*lines, *names, lineterm=""))
-    assert f"```diff\n{diff}\n```" in (ROOT / "README.md").read_text()
