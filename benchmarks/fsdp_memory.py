@@ -9,6 +9,8 @@ the CPU, of which 0.4 GB is Python and torch, and allocated memory on a GPU. A s
 """
 
 import argparse
+import multiprocessing
+from concurrent import futures
 
 import torch
 
@@ -26,7 +28,7 @@ def main_worker(local_rank, world_size, model_name, strategy, report):
     torch.manual_seed(0)
     model = mnist.MODELS[model_name]()
     n_params = sum(param.numel() for param in model.parameters())
-    model = min_FSDP.wrap(model, strategy if world_size > 1 else "local", device, 20_000, False)
+    model = min_FSDP.wrap(model, strategy, device, 20_000, False)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
     images = torch.randint(256, (BATCH * STEPS, 1, 28, 28), dtype=torch.uint8)
     digits = mnist.Digits(images, torch.randint(10, (BATCH * STEPS,)))
@@ -37,6 +39,14 @@ def main_worker(local_rank, world_size, model_name, strategy, report):
     report({"held": held, "peak": peak, "parameters": n_params})
 
 
+def measure(model_name, strategy, nprocs):
+    if nprocs > 1:
+        return common.launch(main_worker, model_name, strategy, nprocs=nprocs)
+    # `launch` would train in this very process, whose peak has other causes too.
+    with futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(common.launch, main_worker, model_name, strategy, nprocs=1).result()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=tuple(mnist.MODELS), default="deep")
@@ -45,19 +55,18 @@ def main():
     gpus = torch.cuda.device_count()
     results, ratios = {}, {}
     for nprocs in (n for n in args.sizes if not gpus or n <= gpus):
-        row = {}
-        for strategy in ("ddp", "fsdp"):
-            # A single process is started as such, in a fresh one too: its peak would be the peak of all that follow.
-            row[strategy] = common.launch(main_worker, args.model, strategy, nprocs=nprocs)
-        share = 16 * row["fsdp"]["parameters"] / nprocs
+        row = {name: measure(args.model, name, nprocs) for name in (("ddp", "fsdp") if nprocs > 1 else ("local",))}
         for strategy, sizes in row.items():
+            share = 16 * sizes["parameters"] / nprocs
             values = {"held": sizes["held"] / 1e6, "peak": sizes["peak"] / 1e6, "16 P/N": share / 1e6}
             results.setdefault(strategy, {})[nprocs] = values
-            print(f"N = {nprocs}, {strategy:4}:", *(f"{name} {value:7.0f} MB  " for name, value in values.items()))
-        held, peak = row["fsdp"]["held"] / share, row["fsdp"]["peak"] / row["ddp"]["peak"]
-        ratios[f"N = {nprocs}: held by FSDP / (16 P/N)"] = common.ratio([held], [1], "at most 1.02")
-        if nprocs > 1:
-            ratios[f"N = {nprocs}: peak of FSDP / of DDP"] = common.ratio([peak], [1], "at most 0.75")
+            print(f"N = {nprocs}, {strategy:5}:", *(f"{name} {value:5.0f} MB  " for name, value in values.items()))
+            if strategy != "ddp":
+                name = f"N = {nprocs}: held by {strategy} / (16 P/N)"
+                ratios[name] = common.ratio([sizes["held"]], [share], "at most 1.02")
+        if nprocs > 1 and args.model == "deep":
+            peaks = [row["fsdp"]["peak"]], [row["ddp"]["peak"]]
+            ratios[f"N = {nprocs}: peak of fsdp / of ddp"] = common.ratio(*peaks, "at most 0.75")
     common.show(ratios)
     common.write("fsdp_memory", {"unit": "MB", "model": args.model, "results": results, "ratios": ratios})
 

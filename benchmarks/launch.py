@@ -75,7 +75,7 @@ def command(launcher, nprocs, job):
     if launcher == "import torch":
         arguments = ["-c", "import torch"]
     begin = time.perf_counter()
-    process = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
     seconds = time.perf_counter() - begin
     if process.returncode:
         raise SystemExit(f"{launcher} failed with {nprocs} processes:\n{process.stderr[-3000:]}")

@@ -183,7 +183,9 @@ def main():
     parser.add_argument("--rounds", type=dist.at_least(1), default=8, help="epochs of each case that are counted")
     parser.add_argument("--steps", type=dist.at_least(1), help="of an epoch (default: 25 of small, 75 of tiny)")
     parser.add_argument("--nproc", type=dist.at_least(2), default=gpus or 2, help="processes")
-    parser.add_argument("--workers", type=dist.at_least(0), default=4 if gpus else 0, help="per process, of the per-sample loaders")
+    parser.add_argument(
+        "--workers", type=dist.at_least(0), default=4 if gpus else 0, help="per process, of the per-sample loaders"
+    )
     parser.add_argument("--no-peers", action="store_true", help="leave out what requirements-bench.txt installs")
     args = parser.parse_args()
     if not args.no_peers:
