@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow lint bench plots clean
 
 demo: .venv/installed  ## train the minimal example
 	$(BIN)/python min_DDP.py
@@ -16,6 +16,19 @@ lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+bench: .venv/installed-bench  ## measure everything, in less than ten minutes on two idle cores
+	$(BIN)/python -m benchmarks.launch --rounds 1
+	$(BIN)/python -m benchmarks.throughput
+	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.data_path --rounds 3
+	$(BIN)/python -m benchmarks.fsdp_memory
+	$(BIN)/python -m benchmarks.snapshot_stall --repeats 3
+	$(BIN)/python -m benchmarks.param_server --rounds 3
+	$(BIN)/python -m benchmarks.scaling
+
+plots: .venv/installed-bench  ## draw what was measured
+	$(BIN)/python -m benchmarks.plots
+
 clean:
 	rm -rf .venv
 
@@ -28,4 +41,8 @@ $(BIN)/python:
 
 .venv/installed-dev: requirements-dev.txt .venv/installed
 	$(BIN)/pip install --quiet -r requirements-dev.txt
+	touch $@
+
+.venv/installed-bench: requirements-bench.txt .venv/installed
+	$(BIN)/pip install --quiet -r requirements-bench.txt
 	touch $@

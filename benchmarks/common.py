@@ -1,14 +1,19 @@
 """What every benchmark shares: alternating rounds, and results with the machine and the versions they came from."""
 
 import datetime
+import functools
+import importlib.util
 import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
 import torch
+
+import distributed as dist
 
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
 
@@ -27,8 +32,64 @@ def alternate(cases, rounds):
     return times
 
 
+def alternate_ranks(cases, rounds, device):
+    """`alternate` in every rank of a job: the slowest rank's seconds. A first round is not counted.
+
+    A case is called with the number of the round. Every other round goes through them backwards, so that what comes
+    first in a round is not always the same.
+    """
+    times = {name: [] for name in cases}
+    for number in range(rounds + 1):
+        for name, function in list(cases.items())[:: -1 if number % 2 else 1]:
+            wait_for(device)
+            dist.barrier()
+            begin = time.perf_counter()
+            function(number)
+            wait_for(device)
+            seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64, device=device)
+            times[name].append(dist.all_reduce(seconds, op="max").item())
+    return {name: values[1:] for name, values in times.items()}
+
+
+def wait_for(device):
+    """For all that was started there. On the CPU nothing runs on when a function has returned."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def launch(worker_fn, *args, nprocs):
+    """`dist.launch(worker_fn, *args, report, nprocs=nprocs)`; returns what rank 0 gives to `report`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        dist.launch(worker_fn, *args, functools.partial(_report, path), nprocs=nprocs)
+        return json.loads(path.read_text())
+
+
+def _report(path, value):
+    if dist.is_primary():
+        path.write_text(json.dumps(value))
+
+
 def summary(values):
     return {"n": len(values), "median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def ratio(ones, others, promise):
+    """Of what was measured in the same rounds, and what is promised of it."""
+    return {**summary([one / other for one, other in zip(ones, others, strict=True)]), "promise": promise}
+
+
+def show(ratios):
+    """Print {"one / other": ratio(...)}, the promise beside each."""
+    for name, row in ratios.items():
+        print(f"{name} = {row['median']:.3g} ({row['min']:.3g} to {row['max']:.3g}), promised: {row['promise']}")
+
+
+def require(*modules):
+    """Exit with one line if a module of requirements-bench.txt is missing."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SystemExit(f"{', '.join(missing)} not installed: run `pip install -r requirements-bench.txt`")
 
 
 def write(name, results):

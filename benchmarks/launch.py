@@ -1,14 +1,15 @@
-"""How long it takes to start N processes: `launch` against torch.multiprocessing.spawn and torchrun.
+"""How long it takes to start N processes: `launch` against spawn, torchrun and `accelerate launch`.
 
-    python -m benchmarks.launch [--rounds 3]
+    python -m benchmarks.launch                                  # 1, 2, 4, 8 and 16 processes, 3 rounds
+    python -m benchmarks.launch --rounds 1 --sizes 2 8
+    python -m benchmarks.launch --job "first step"               # up to where training begins
 
-Two jobs: "all-reduce" initialises, all-reduces once and leaves; "first step" takes one optimizer step of a DDP model,
-which is where training begins. Each is measured as a whole command, whose floor is `import torch`, and as the call in
-a fresh process; for `launch` also as a second call, which finds its fork server running.
+Each is a whole command, from its start to its end, whose floor is `python -c "import torch"`. The job is the same for
+all: initialise, all-reduce once, which proves that N processes ran, and leave. For `launch` and spawn the time of the
+call in that command is measured as well, and for `launch` that of a second call, which finds its fork server running.
 """
 
 import argparse
-import collections
 import os
 import random
 import subprocess
@@ -20,15 +21,18 @@ import torch
 import distributed as dist
 from benchmarks import common
 
+PROMISES = {8: 3, 16: 5}  # so many times faster than each peer, as whole commands
 
-def all_reduce(local_rank, world_size):
+
+def all_reduce(local_rank, world_size, nprocs):
     dist.init_process_group()
-    assert dist.all_reduce(torch.tensor(1)).item() == world_size
+    assert dist.all_reduce(torch.tensor(1, device=dist.get_device())).item() == nprocs
     dist.cleanup()
 
 
-def first_step(local_rank, world_size):
+def first_step(local_rank, world_size, nprocs):
     dist.init_process_group()
+    assert dist.get_world_size() == nprocs
     model = dist.prepare_ddp_model(torch.nn.Linear(20, 1).to(dist.get_device()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model(torch.randn(32, 20, device=dist.get_device())).square().mean().backward()
@@ -39,39 +43,53 @@ def first_step(local_rank, world_size):
 JOBS = {"all-reduce": all_reduce, "first step": first_step}
 
 
-def spawned(local_rank, world_size, port, job):
+def spawned(local_rank, nprocs, port, job):
     rank = str(local_rank)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(world_size))
-    JOBS[job](local_rank, world_size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(nprocs))
+    dist.launch(JOBS[job], nprocs)  # one of the processes of the job, as under torchrun
 
 
 def start(launcher, nprocs, job):
+    """What the command does. torchrun and `accelerate launch` have started this process as one of theirs."""
     if launcher == "spawn":
         port = str(random.randrange(20_000, 30_000))  # as scripts do: chosen, and hoped to be free
         torch.multiprocessing.spawn(spawned, (nprocs, port, job), nprocs=nprocs)
     else:
-        dist.launch(JOBS[job], nprocs=nprocs)
+        dist.launch(JOBS[job], nprocs, nprocs=nprocs)
+
+
+def prefix(launcher, nprocs):
+    if launcher == "torchrun":
+        return ["torch.distributed.run", "--standalone", f"--nproc-per-node={nprocs}", "-m"]
+    if launcher == "accelerate":
+        # On the CPU too: --cpu starts a single process, whatever --num_processes says, and --multi_gpu refuses one.
+        kind = "--multi_gpu" if nprocs > 1 else "--cpu"
+        options = [kind, f"--num_processes={nprocs}", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+        return ["accelerate.commands.launch", *options, "-m"]
+    return []
 
 
 def command(launcher, nprocs, job):
     """Run it as a whole command; returns {what: seconds}."""
-    prefix = [sys.executable, "-m"]
-    if launcher == "torchrun":
-        prefix += ["torch.distributed.run", "--standalone", f"--nproc-per-node={nprocs}", "-m"]
-    arguments = ["benchmarks.launch", "--one", launcher, str(nprocs), job]
+    arguments = ["-m", *prefix(launcher, nprocs), "benchmarks.launch", "--one", launcher, str(nprocs), job]
     if launcher == "import torch":
-        prefix, arguments = [sys.executable, "-c"], ["import torch"]
+        arguments = ["-c", "import torch"]
     begin = time.perf_counter()
-    process = subprocess.run([*prefix, *arguments], check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    calls = [] if launcher == "torchrun" else [float(line) for line in process.stdout.split()]
-    seconds = {"command": time.perf_counter() - begin - sum(calls[1:])}
-    seconds.update(zip(("call", "second call"), calls, strict=False))
-    return {f"{launcher} {nprocs}: {what}": value for what, value in seconds.items()}
+    process = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+    seconds = time.perf_counter() - begin
+    if process.returncode:
+        raise SystemExit(f"{launcher} failed with {nprocs} processes:\n{process.stderr[-3000:]}")
+    calls = [float(line) for line in process.stdout.split()] if launcher in ("launch", "spawn") else []
+    names = (f"{launcher}: call", f"{launcher}: second call")
+    return {launcher: seconds - sum(calls[1:]), **dict(zip(names, calls, strict=False))}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=dist.at_least(1), default=3, help="of each measurement")
+    parser.add_argument("--sizes", type=dist.at_least(1), nargs="+", default=[1, 2, 4, 8, 16], help="processes")
+    parser.add_argument("--job", choices=tuple(JOBS), default="all-reduce")
+    parser.add_argument("--no-peers", action="store_true", help="leave out what requirements-bench.txt installs")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -80,23 +98,29 @@ def main():
             start(args.one[0], int(args.one[1]), args.one[2])
             print(time.perf_counter() - begin)
         return
+    peers = ["spawn", "torchrun"]
+    if not args.no_peers:
+        common.require("accelerate")
+        peers.append("accelerate")
 
-    cases = [("launch", n) for n in (2, 8, 16)] + [("spawn", 2), ("spawn", 8), ("torchrun", 8), ("import torch", 1)]
-    results = {}
-    for job in JOBS:
-        times = collections.defaultdict(list)
-        for _ in range(args.rounds):  # in turn: only times of the same rounds may be compared
-            for launcher, nprocs in cases:
-                for what, seconds in command(launcher, nprocs, job).items():
-                    times[what].append(seconds)
-        results[job] = {what: common.summary(values) for what, values in times.items()}
-        medians = {what: row["median"] for what, row in results[job].items()}
-        for what, median in medians.items():
-            print(f"{job:12} {what:24} {median:6.2f} s")
-        for one, other in (("launch 8", "launch 2"), ("launch 8", "spawn 8")):
-            ratio = medians[f"{one}: call"] / medians[f"{other}: call"]
-            print(f"{job:12} {one} / {other}, as calls: {ratio:.2f}")
-    common.write("launch", {"unit": "s", "results": results})
+    gpus = torch.cuda.device_count()
+    times = {}
+    for _ in range(args.rounds):  # in turn: only times of the same rounds may be compared
+        for nprocs in (n for n in args.sizes if not gpus or n <= gpus):
+            for launcher in ("import torch", "launch", *peers):
+                for what, seconds in command(launcher, nprocs, args.job).items():
+                    times.setdefault(what, {}).setdefault(nprocs, []).append(seconds)
+    results = {what: {n: common.summary(values) for n, values in row.items()} for what, row in times.items()}
+    for what, row in results.items():
+        print(f"{what:20}", *(f"{n}: {values['median']:6.2f} s  " for n, values in row.items()))
+    pairs = [(peer, n) for n in PROMISES if n in times["launch"] for peer in peers]
+    ratios = {
+        f"{peer} / launch, {n} processes": common.ratio(times[peer][n], times["launch"][n], f"at least {PROMISES[n]}")
+        for peer, n in pairs
+    }
+    common.show(ratios)
+    name = "launch" if args.job == "all-reduce" else "launch_first_step"
+    common.write(name, {"unit": "s", "job": args.job, "results": results, "ratios": ratios})
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def main_worker(local_rank, world_size, args, folder):
     results = {"torch.save and fsync": common.summary(plain), "dist.save_snapshot": common.summary(ours)}
     for name, row in results.items():
         print(f"{name:20}  {row['median']:.3f} s  ({row['min']:.3f} to {row['max']:.3f})")
-    print(f"ratio {ratio:.2f} (n = {args.repeats}, {args.megabytes} MB, N = {world_size})")
+    print(f"ratio {ratio:.2f} (n = {args.repeats}, {args.megabytes} MB, N = {world_size}), promised: at most 1")
     what = {"unit": "s", "megabytes": args.megabytes, "processes": world_size}
     common.write(f"snapshot_stall_{args.megabytes}MB", {**what, "results": results, "ratio": ratio})
 

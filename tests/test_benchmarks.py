@@ -1,0 +1,97 @@
+"""The benchmarks run and say what they promise; their pictures are drawn from what is stored."""
+
+import json
+import sys
+
+import pytest
+from conftest import ROOT, run
+
+from benchmarks import common, launch, scaling, throughput
+
+# ---- what is stored, drawn ----------------------------------------------------------------------------------------
+
+
+def test_plots_show_what_is_stored(tmp_path):
+    pictures = []
+    for number in (0, 1):  # two processes: what is drawn must not depend on the process
+        folder = tmp_path / str(number)
+        status, _, stderr = run("-m", "benchmarks.plots", "--folder", folder, env={"PYTHONHASHSEED": str(number)})
+        assert status == 0, stderr
+        pictures.append({path.stem: path.read_text() for path in folder.glob("*.svg")})
+    assert pictures[0] == pictures[1]
+    names = {path.stem for path in common.RESULTS.glob("*.json")}
+    assert set(pictures[0]) == names | {"scaling_projection"}
+    for name in names:
+        record, text = json.loads((common.RESULTS / f"{name}.json").read_text()), pictures[0][name]
+        rows = record["results"].values() if name == "throughput" else [record["results"]]
+        labels = [label for row in rows for label in row if ": " not in label]
+        assert labels and not [label for label in labels if label not in text], name
+        assert record["date"] in text and record["versions"]["torch"] in text
+
+
+def test_projection_says_so_everywhere(tmp_path):
+    record = json.loads((common.RESULTS / "scaling.json").read_text())
+    assert record["projection"]["note"] == "a projection by the model, not a measurement"
+    assert list(record["projection"]["results"]) == [str(2**i) for i in range(11)]
+    assert run("-m", "benchmarks.plots", "--folder", tmp_path)[0] == 0
+    assert "PROJECTION, not measured" in (tmp_path / "scaling_projection.svg").read_text()
+
+
+def test_everything_is_stored_with_where_it_was_measured():
+    stored = {path.stem for path in common.RESULTS.glob("*.json")}
+    modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"common", "plots", "snapshot_stall"}
+    assert stored >= modules | {"snapshot_stall_1130MB"}
+    for name in stored:
+        record = json.loads((common.RESULTS / f"{name}.json").read_text())
+        assert {"date", "machine", "versions", "unit", "results"} <= set(record), name
+
+
+# ---- rules --------------------------------------------------------------------------------------------------------
+
+
+def test_ratio_is_taken_within_rounds():
+    row = common.ratio([1.0, 20.0, 3.0], [2.0, 10.0, 1.0], "at least 1")
+    assert row == {"n": 3, "median": 2.0, "min": 0.5, "max": 3.0, "promise": "at least 1"}
+
+
+def test_model_of_the_step_time():
+    predict = scaling.predicted
+    assert predict(1, 0.1, 1e6, 1e9, 2) == 0.1
+    assert predict(2, 0.1, 1e6, 1e9, 2) == pytest.approx(0.1 + 4e6 / 1e9)
+    assert predict(8, 0.1, 1e6, 1e9, 2) == pytest.approx(4 * (0.1 + 1.75 * 4e6 / 1e9))
+    assert predict(8, 0.1, 1e6, 1e9, sends=3) == pytest.approx(0.1 + 3 * 7 / 8 * 4e6 / 1e9)  # GPUs, FSDP
+
+
+@pytest.mark.parametrize("module", [launch, throughput])
+def test_missing_peers_are_one_line(module, monkeypatch):
+    monkeypatch.setattr(common.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["benchmark"])
+    with pytest.raises(
+        SystemExit, match=r"accelerate.* not installed: run `pip install -r requirements-bench.txt`"
+    ) as info:
+        module.main()
+    assert "\n" not in info.value.code
+
+
+# ---- each runs ----------------------------------------------------------------------------------------------------
+
+SMALLEST = {
+    "launch": ("--no-peers", "--rounds", 1, "--sizes", 1, 2),
+    "throughput": ("--no-peers", "--rounds", 1, "--steps", 4),
+    "overhead": ("--rounds", 1),
+    "fsdp_memory": ("--model", "shallow"),
+    "scaling": ("--sizes", 1, 2, "--rounds", 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALLEST)
+def test_benchmark_runs(name, tmp_path):
+    status, stdout, stderr = run("-m", f"benchmarks.{name}", *SMALLEST[name], env={"BENCHMARK_RESULTS": str(tmp_path)})
+    assert status == 0, stderr
+    record = json.loads((tmp_path / f"{name}.json").read_text())
+    for ratio, row in record["ratios"].items():
+        assert ratio in stdout and f"promised: {row['promise']}" in stdout
+        if "held" in ratio:
+            assert 0.99 <= row["median"] <= 1.02
+    assert len(record["ratios"]) == {"launch": 0, "throughput": 4, "overhead": 1, "fsdp_memory": 3, "scaling": 1}[name]
