@@ -41,10 +41,17 @@ dataclass_json(Hyperparameters, undefined=Undefined.RAISE)  # or pyflyte ignores
 
 NODES, GPUS = 2, 2  # machines of the elastic task; GPUs, and processes, per machine of both
 
-# A change of the code is another version: no result of the code of before is taken for one of this.
 SOURCES = (__file__, mnist_DDP.__file__, mnist.__file__, dist.__file__)
-VERSION = hashlib.sha256(b"".join(Path(source).read_bytes() for source in SOURCES)).hexdigest()[:16]
 
+
+def version_of(sources):
+    """Of a cache: changed code has another, so that no result of the code before is taken for one of its own."""
+    return hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources)).hexdigest()[:16]
+
+
+VERSION = version_of(SOURCES)
+
+DEFAULTS = Hyperparameters()
 REQUESTS = {
     "requests": Resources(cpu="4", mem="8Gi", gpu=str(GPUS)),
     "limits": Resources(mem="16Gi", gpu=str(GPUS)),
@@ -80,7 +87,7 @@ def pytorch_mnist_elastic_task(hp: Hyperparameters) -> TrainingOutputs:
 
 
 @workflow
-def pytorch_training_wf(hp: Hyperparameters = Hyperparameters()) -> TrainingOutputs:
+def pytorch_training_wf(hp: Hyperparameters = DEFAULTS) -> TrainingOutputs:
     return pytorch_mnist_task(hp=hp)
 
 

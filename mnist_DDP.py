@@ -228,14 +228,13 @@ def train_mnist(rank, world_size, hp, output_dir="."):
         tracker.log_predictions(epoch * len(loader.dataset), net, test_loader.dataset, device)
     if dist.is_primary():
         try:
-            save(output_dir, net, accuracies)
             tracker.close()
-        except OSError as error:
-            sys.exit(f"cannot save the results in {os.path.abspath(output_dir)}: {error.strerror or error}")
+        finally:
+            save(output_dir, net, accuracies)
 
 
 def save(folder, net, accuracies):
-    """Write both files to `folder`, each whole or as it was before. On an OSError neither is written."""
+    """Write both files to `folder`. Raises SystemExit with one line if it cannot; both are then as they were."""
     weights = io.BytesIO()
     torch.save({name: tensor.cpu() for name, tensor in net.state_dict().items()}, weights)  # to load without a GPU
     files = {"mnist_cnn.pt": weights.getvalue(), "mnist_cnn_accuracies.json": json.dumps(accuracies).encode()}
@@ -248,10 +247,11 @@ def save(folder, net, accuracies):
                 os.fsync(file.fileno())
         for path in paths:
             os.replace(f"{path}.tmp", path)
-    finally:
-        for path in paths:
+    except OSError as error:
+        for name in paths:
             with contextlib.suppress(OSError):
-                os.remove(f"{path}.tmp")
+                os.remove(f"{name}.tmp")
+        sys.exit(f"cannot save {os.path.abspath(path)}: {error.strerror}")
 
 
 # ---- tracking -----------------------------------------------------------------------------------------------------
@@ -306,7 +306,10 @@ class Tracker:
         if self.run:
             self.run.finish()
         if self.writer:
-            self.writer.close()
+            try:
+                self.writer.close()
+            except OSError as error:
+                sys.exit(f"--tensorboard: cannot write to {os.path.abspath(self.writer.log_dir)}: {error.strerror}")
 
 
 if __name__ == "__main__":
