@@ -15,7 +15,8 @@ kfpytorch plugin runs torchrun's elastic agent on each; then gradients cross the
     pyflyte run --remote --image IMAGE flyte_workflow.py pytorch_training_wf              # on a cluster
     pyflyte run --remote --image IMAGE flyte_workflow.py pytorch_mnist_elastic_task       # on NODES machines of it
 
-It prints what mnist_DDP.py prints, and last the outputs: the accuracy after each epoch, and where the weights are.
+It prints what mnist_DDP.py prints, and last the outputs: the accuracy after each epoch, and where the weights are. A
+local execution keeps them in a temporary folder: when that is gone, `pyflyte local-cache clear` makes it train again.
 """
 
 import argparse

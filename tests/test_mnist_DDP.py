@@ -396,11 +396,13 @@ def test_the_steps_wait_for_nothing_between_two_lines(tmp_path):
 
 
 class Normed(nn.Module):
-    """With buffers, which differ between ranks after a step."""
+    """With buffers, which after a step are those of each rank's own last batch."""
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(784), nn.Dropout(0.2), nn.Linear(784, 10))
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.BatchNorm1d(784, momentum=1.0), nn.Dropout(0.2), nn.Linear(784, 10)
+        )
 
     def forward(self, x):
         return self.layers(x)
@@ -502,6 +504,28 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_files(tmp_path, capfd):
         "mnist_cnn.pt": "old",
         "mnist_cnn_accuracies.json": "old",
     }
+
+
+def full_logs_worker(local_rank, world_size, hp, output_dir):
+    close, (soft, hard) = mnist_DDP.Tracker.close, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def close_on_a_full_disk(self):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            close(self)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    with mock.patch("mnist_DDP.Tracker.close", close_on_a_full_disk):
+        train_worker(local_rank, world_size, hp, output_dir)
+
+
+def test_a_full_disk_for_the_tracking_is_one_line_and_the_results_are_saved(tmp_path):
+    runs = tmp_path / "runs"
+    with pytest.raises(SystemExit) as exit_info:
+        dist.launch(full_logs_worker, Hyperparameters(epochs=2, tensorboard=str(runs)), tmp_path, nprocs=2)
+    assert exit_info.value.code == f"--tensorboard: cannot write to {runs}: File too large"
+    assert len(accuracies_of(tmp_path)) == 2 and weights_of(tmp_path)
 
 
 def test_a_folder_that_is_gone_at_the_end_is_one_line(tmp_path, capfd):
