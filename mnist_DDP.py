@@ -234,7 +234,7 @@ def train_mnist(rank, world_size, hp, output_dir="."):
 
 
 def save(folder, net, accuracies):
-    """Write both files to `folder`. Raises SystemExit with one line if it cannot; both are then as they were."""
+    """Write both files to `folder`. Raises SystemExit with one line if it cannot; nothing half-written is left."""
     weights = io.BytesIO()
     torch.save({name: tensor.cpu() for name, tensor in net.state_dict().items()}, weights)  # to load without a GPU
     files = {"mnist_cnn.pt": weights.getvalue(), "mnist_cnn_accuracies.json": json.dumps(accuracies).encode()}
