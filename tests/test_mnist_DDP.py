@@ -300,6 +300,7 @@ def test_an_unwritable_folder_is_found_before_the_training(option, main_of, tmp_
     assert main_of(SCRIPT, option, str(folder)) == (f"{option}: cannot write to {folder}: Not a directory", "")
 
 
+@pytest.mark.slow
 def test_without_an_account_it_is_one_line(tmp_path):
     environment = {**wandb_offline(tmp_path), "WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(tmp_path)}
     status, _, stderr = finish(start(SCRIPT, "--wandb", "--output-dir", tmp_path, env=environment))
