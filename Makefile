@@ -39,7 +39,7 @@ $(BIN)/python:
 	$(BIN)/pip install --quiet -r requirements.txt
 	touch $@
 
-.venv/installed-dev: requirements-dev.txt .venv/installed
+.venv/installed-dev: requirements-dev.txt requirements-flyte.txt requirements-tracking.txt .venv/installed
 	$(BIN)/pip install --quiet -r requirements-dev.txt
 	touch $@
 

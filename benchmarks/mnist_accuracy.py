@@ -1,0 +1,45 @@
+"""The accuracy that mnist_DDP.py reaches on the real MNIST with its defaults, in two CPU processes of batch 64.
+
+python -m benchmarks.mnist_accuracy [--data-dir data] [--seed 0]
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import mnist_DDP
+from benchmarks import common
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--data-dir", default="data", help="where MNIST is, or is downloaded to")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of samples")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--data", "mnist", "--data-dir", args.data_dir, "--seed", str(args.seed), "--output-dir", folder]
+        begin, log = time.perf_counter(), []
+        command = [sys.executable, mnist_DDP.__file__, "--nproc", "2", *options]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                log.append(line.rstrip("\n"))
+        if process.returncode:
+            sys.exit(process.returncode)
+        seconds = time.perf_counter() - begin
+        accuracies = json.loads(Path(folder, "mnist_cnn_accuracies.json").read_text())
+    hp = dataclasses.asdict(mnist_DDP.Hyperparameters(data="mnist", seed=args.seed))
+    del hp["data_dir"]
+    results = {"processes": 2, "hyperparameters": hp, "seconds": seconds, "accuracies": accuracies, "log": log}
+    common.write("mnist_accuracy", results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""The experiment as a task: local executions, what it returns, what it asks of a cluster, and when it is run again."""
+
+import os
+import re
+import runpy
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, finish, run, start
+from flytekit.configuration import Image, ImageConfig, SerializationSettings
+
+import flyte_workflow
+import mnist
+from flyte_workflow import Hyperparameters
+
+SCRIPT = "flyte_workflow.py"
+OPTIONS = '{"epochs": 1, "lr": 0.04}'
+
+
+@pytest.fixture
+def home(tmp_path):
+    """Variables that keep Flyte's cache, and all files of a local execution, in a folder of the test."""
+    (tmp_path / "tmp").mkdir()
+    return {"HOME": str(tmp_path), "TMPDIR": str(tmp_path / "tmp")}
+
+
+def check_model(path, accuracy):
+    """A plain load, and one process, without the script's functions."""
+    net = mnist.SimpleCNN()
+    net.load_state_dict(torch.load(path, weights_only=True))
+    test_set = mnist.load_data("synthetic", "", train=False)
+    with torch.no_grad():
+        outputs = torch.cat([net(mnist.normalize(images)) for images in test_set.images.split(1000)])
+    assert (outputs.argmax(dim=1) == test_set.labels).sum().item() / 10_000 == accuracy > 0.95
+
+
+def outputs_of(stdout):
+    """The accuracies, and the path of the model."""
+    accuracies = re.search(r"epoch_accuracies[:=] ?\[(.*?)\]", stdout).group(1)
+    return [float(text) for text in accuracies.split(", ")], re.search(r"(/\S+mnist_cnn\.pt)", stdout).group(1)
+
+
+def test_a_local_execution_and_its_cache(home):
+    status, stdout, stderr = run(SCRIPT, "--epochs", 1, env=home)
+    assert status == 0, stderr
+    assert stdout.startswith("Training on 2 x cpu, global batch 128\nTrain Epoch: 1 [12800/20000 (64%)]\tloss=")
+    (accuracy,), path = outputs_of(stdout)
+    check_model(path, accuracy)
+
+    status, stdout, stderr = run(SCRIPT, "--epochs", 1, env=home)
+    assert (status, outputs_of(stdout)) == (0, ([accuracy], path)), stderr
+    assert "Train" not in stdout
+
+    os.remove(path)
+    status, stdout, stderr = run(SCRIPT, "--epochs", 1, env=home)
+    assert status == 1 and path in "".join(stderr.split()), "which Flyte breaks into lines"
+    assert "epoch_accuracies" not in stdout, "no path to a file that is gone"
+
+
+def pyflyte(*arguments, env, cwd=ROOT):
+    command = shutil.which("pyflyte", path=os.path.dirname(sys.executable))
+    return finish(start(command, "run", *arguments, env={**env, "COLUMNS": "200"}, cwd=cwd))
+
+
+@pytest.mark.slow
+def test_pyflyte_run(home, tmp_path):
+    home["PYTHONPATH"] = ""  # as in a user's shell
+    status, stdout, stderr = pyflyte(ROOT / SCRIPT, "pytorch_training_wf", "--hp", OPTIONS, env=home, cwd=tmp_path)
+    assert status == 0, stderr
+    assert "Training on 2 x cpu, global batch 128" in stdout
+    (accuracy,), path = outputs_of(stdout)
+    check_model(path, accuracy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [('{"epoch": 1}', r"arguments\s+{'epoch'"), ('{"epochs": 0}', "epochs: '0' is not a whole number of at least 1")],
+)
+def test_pyflyte_refuses_wrong_hyperparameters(options, message, home):
+    status, stdout, stderr = pyflyte(SCRIPT, "pytorch_training_wf", "--hp", options, env=home)
+    assert status != 0 and "Training" not in stdout
+    assert re.search(message, stdout + stderr), stdout + stderr
+
+
+def elastic(nodes, processes):
+    """The task for several machines on as many agents; run as a script, by the tests below."""
+    task = flyte_workflow.pytorch_mnist_elastic_task
+    task.min_nodes = task.max_nodes = nodes
+    task.task_config.nproc_per_node = processes
+    outputs = task(hp=Hyperparameters(epochs=1))
+    print(f"epoch_accuracies: {outputs.epoch_accuracies}\nmodel_state: {outputs.model_state.path}")
+
+
+@pytest.mark.slow
+def test_the_elastic_task_on_one_machine(home):
+    status, stdout, stderr = run(__file__, 1, 2, env=home)
+    assert status == 0, stderr
+    (accuracy,), path = outputs_of(stdout)
+    check_model(path, accuracy)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_elastic_task_on_two(tmp_path):
+    """Two agents, as the operator starts one in each pod; the second has nothing to return."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    agents = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        folder = str(tmp_path / name)
+        operator = {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": f"localhost:{port}", "OMP_NUM_THREADS": "1"}
+        operator.update(HOME=folder, TMPDIR=folder)
+        agents.append(start(__file__, 2, 1, env=operator))
+    results = [finish(agent, 300) for agent in agents]
+    assert sorted(status for status, *_ in results) == [0, 1], results
+    (stdout,) = (stdout for status, stdout, _ in results if status == 0)
+    (stderr,) = (stderr for status, _, stderr in results if status == 1)
+    assert "IgnoreOutputs" in stderr
+    assert any("Training on 2 x cpu" in stdout for _, stdout, _ in results)
+    (accuracy,), path = outputs_of(stdout)
+    check_model(path, accuracy)
+
+
+SETTINGS = SerializationSettings(image_config=ImageConfig(Image("default", "image", "tag")))
+
+
+@pytest.mark.parametrize("task", [flyte_workflow.pytorch_mnist_task, flyte_workflow.pytorch_mnist_elastic_task])
+def test_what_a_task_asks_for(task):
+    assert task.resources.requests.gpu == task.resources.limits.gpu == str(flyte_workflow.GPUS)
+    assert task.resources.requests.mem == "8Gi"
+    assert task.metadata.retries == 2 and task.shared_memory
+    assert task.metadata.cache and task.metadata.cache_version == flyte_workflow.VERSION
+
+
+def test_the_elastic_task_asks_for_machines():
+    custom = flyte_workflow.pytorch_mnist_elastic_task.get_custom(SETTINGS)["elasticConfig"]
+    assert (custom["minReplicas"], custom["maxReplicas"], custom["nprocPerNode"]) == (2, 2, flyte_workflow.GPUS)
+    assert flyte_workflow.pytorch_mnist_elastic_task.task_type == "pytorch"
+
+
+def test_another_code_is_another_version(tmp_path):
+    versions = set()
+    for i, name in enumerate(("", SCRIPT, "mnist_DDP.py", "mnist.py", "distributed.py")):
+        sources = []
+        for source in map(Path, flyte_workflow.SOURCES):
+            sources.append(tmp_path / f"{i}-{source.name}")
+            sources[-1].write_text(source.read_text() + "# changed" * (source.name == name))
+        versions.add(flyte_workflow.version_of(sources))
+    assert len(versions) == 5 and flyte_workflow.VERSION in versions
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--epochs", "0"), "argument --epochs: '0' is not a whole number of at least 1"),
+        (("--nproc", "2"), "unrecognized arguments: --nproc 2"),
+    ],
+)
+def test_a_wrong_option_is_one_line(options, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [SCRIPT, *options])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(ROOT / SCRIPT), run_name="__main__")
+    assert capsys.readouterr().err == f"{SCRIPT}: error: {message}\n"
+
+
+if __name__ == "__main__":
+    elastic(*map(int, sys.argv[1:]))
