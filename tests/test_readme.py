@@ -53,7 +53,7 @@ def bash(script, folder, timeout):
     for path in ROOT.glob("*.py"):
         shutil.copy(path, folder)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "PYTHONPATH": "", "WANDB_MODE": "offline"}
+    env = {**os.environ, "PATH": path, "PYTHONPATH": "", "HOME": str(folder)}  # where Flyte keeps its cache
     # `timeout` signals everything that the shell has started: torchrun then ends its workers.
     command = ["timeout", "--kill-after=35", str(timeout), "bash", "-euo", "pipefail", "-c", script]
     done = subprocess.run(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
