@@ -3,13 +3,13 @@
     python -m benchmarks.throughput                            # all GPUs, or two CPU processes; both models
     python -m benchmarks.throughput --model tiny --rounds 20
 
-Same model, batch, optimizer, device, threads and number of steps; samples per second over all
-processes, the slowest one's time counting. A round is an epoch of each case in turn, in the same processes, on the
-same digits; the first round is not counted. Data path and, where a loop has it, the reading of the loss are included.
+Same model, batch, optimizer, device, threads and number of steps; samples per second over all processes, the slowest
+one's time counting. A round is an epoch of each case in turn, in the same processes, on the same digits; the first
+round is not counted. Data path and, where a loop has it, the reading of the loss are included.
 
 - "hand-written": DDP as its documentation has it, on bytes in memory that are indexed and normalized by the batch.
   Nothing else is in the loop: it is the limit.
-- "ours": `min_FSDP.train_epoch` with its DataLoader, --strategy ddp; mnist_DDP.py has the same loop.
+- "ours": `min_FSDP.train_epoch` with its DataLoader, as min_FSDP.py runs it with --strategy ddp.
 - "tutorial": a dataset that takes each sample through ToTensor and Normalize, and `loss.item()` in every step.
 - "Accelerate", "Fabric": their documented loops, on that same dataset.
 - "... in memory": those loops, on the whole batches that "ours" reads.
@@ -42,13 +42,13 @@ PROMISES = {  # of ours / case: samples per second
 
 
 class TinyNet(nn.Sequential):
-    """784-32-10: 25,450 parameters."""
+    """784-128-10: 101,770 parameters."""
 
     def __init__(self):
-        super().__init__(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
+        super().__init__(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-MODELS = {"small": (mnist.SimpleCNN, 64, 25), "tiny": (TinyNet, 128, 75)}  # with batch per process, steps of an epoch
+MODELS = {"small": (mnist.SimpleCNN, 64, 25), "tiny": (TinyNet, 256, 40)}  # with batch per process, steps of an epoch
 
 
 # ---- each makes its own model and returns a function that trains an epoch -----------------------------------------
@@ -120,15 +120,7 @@ def accelerate(model, digits, batch_size, device, workers, in_memory=False):
     loader, prepare = plain_loader(digits, batch_size, device, workers, in_memory)
     accelerator = Accelerator(cpu=device.type == "cpu")  # otherwise it is a single process there
     model, optimizer, loader = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=LR), loader)
-    assert isinstance(model, DistributedDataParallel) and accelerator.num_processes == dist.get_world_size()
-
-    def epoch(number):
-        for images, labels in loader:
-            optimizer.zero_grad()
-            accelerator.backward(F.cross_entropy(model(prepare(images)), labels))
-            optimizer.step()
-
-    return epoch
+    return peer_epoch(model, loader, optimizer, accelerator.backward, prepare, batch_size)
 
 
 def fabric(model, digits, batch_size, device, workers, in_memory=False):
@@ -139,15 +131,21 @@ def fabric(model, digits, batch_size, device, workers, in_memory=False):
     runner.launch()
     model, optimizer = runner.setup(model, torch.optim.Adam(model.parameters(), lr=LR))
     loader = runner.setup_dataloaders(loader)
-    assert runner.world_size == len(digits) // batch_size // len(loader) == dist.get_world_size()
+    return peer_epoch(model, loader, optimizer, runner.backward, prepare, batch_size)
+
+
+def peer_epoch(model, loader, optimizer, backward, prepare, batch_size):
+    """Both give the batches out on the device, in another order in each epoch."""
 
     def epoch(number):
-        loader.sampler.set_epoch(number)
         for images, labels in loader:
             optimizer.zero_grad()
-            runner.backward(F.cross_entropy(model(prepare(images)), labels))
+            backward(F.cross_entropy(model(prepare(images)), labels))
             optimizer.step()
 
+    # If they have missed that there are several processes, each trains alone, and on all the data.
+    assert len(loader) == len(loader.dataset) // batch_size // dist.get_world_size()
+    assert any(isinstance(module, DistributedDataParallel) for module in model.modules())
     return epoch
 
 
@@ -164,7 +162,8 @@ def main_worker(local_rank, world_size, args, name, report):
     dist.init_process_group()
     device = dist.get_device()
     model_class, batch_size, steps = MODELS[name]
-    n = (args.steps or steps) * batch_size * world_size
+    steps = args.steps or steps
+    n = steps * batch_size * world_size
     drawn = mnist.load_data("synthetic", None, train=True)
     index = torch.arange(n) % len(drawn)
     digits = mnist.Digits(drawn.images[index], drawn.labels[index])
@@ -181,7 +180,7 @@ def main():
     gpus = torch.cuda.device_count()
     parser.add_argument("--model", choices=tuple(MODELS), nargs="+", default=list(MODELS))
     parser.add_argument("--rounds", type=dist.at_least(1), default=8, help="epochs of each case that are counted")
-    parser.add_argument("--steps", type=dist.at_least(1), help="of an epoch (default: 25 of small, 75 of tiny)")
+    parser.add_argument("--steps", type=dist.at_least(1), help="of an epoch (default: 25 of small, 40 of tiny)")
     parser.add_argument("--nproc", type=dist.at_least(2), default=gpus or 2, help="processes")
     parser.add_argument(
         "--workers", type=dist.at_least(0), default=4 if gpus else 0, help="per process, of the per-sample loaders"

@@ -17,7 +17,7 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 
 
 def pytest_addoption(parser):
-    parser.addoption("--torchrun-jobs", type=int, default=150, help="jobs of the stress test of the end of a job")
+    parser.addoption("--torchrun-jobs", type=int, default=40, help="jobs of the stress test of the end of a job")
 
 
 @pytest.fixture(autouse=True)
