@@ -18,6 +18,7 @@ a script needs no `if`.
 """
 
 import argparse
+import atexit
 import gc
 import io
 import math
@@ -253,6 +254,7 @@ def _fresh_store(rank, world_size, timeout):
 
 
 _left_groups = []
+atexit.register(_left_groups.clear)  # where there is no `launch` that does so: not later, as gloo's threads would abort
 
 
 def cleanup():

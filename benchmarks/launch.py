@@ -14,6 +14,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 
 import torch
@@ -74,12 +75,16 @@ def command(launcher, nprocs, job):
     arguments = ["-m", *prefix(launcher, nprocs), "benchmarks.launch", "--one", launcher, str(nprocs), job]
     if launcher == "import torch":
         arguments = ["-c", "import torch"]
-    begin = time.perf_counter()
-    process = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
-    seconds = time.perf_counter() - begin
-    if process.returncode:
-        raise SystemExit(f"{launcher} failed with {nprocs} processes:\n{process.stderr[-3000:]}")
-    calls = [float(line) for line in process.stdout.split()] if launcher in ("launch", "spawn") else []
+    # Into files: a pipe's end comes only after that of the fork server, for which no shell waits.
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        begin = time.perf_counter()
+        status = subprocess.run([sys.executable, *arguments], stdout=stdout, stderr=stderr).returncode
+        seconds = time.perf_counter() - begin
+        stdout.seek(0)
+        stderr.seek(0)
+        if status:
+            raise SystemExit(f"{launcher} failed with {nprocs} processes:\n{stderr.read()[-3000:]}")
+        calls = [float(line) for line in stdout] if launcher in ("launch", "spawn") else []
     names = (f"{launcher}: call", f"{launcher}: second call")
     return {launcher: seconds - sum(calls[1:]), **dict(zip(names, calls, strict=False))}
 

@@ -157,7 +157,9 @@ def main():
     args.folder.mkdir(exist_ok=True)
     with matplotlib.rc_context(STYLE):
         for path in sorted(common.RESULTS.glob("*.json")):
-            draw(path.stem, json.loads(path.read_text()), args.folder)
+            record = json.loads(path.read_text())
+            if "results" in record:  # the others are logs
+                draw(path.stem, record, args.folder)
 
 
 if __name__ == "__main__":

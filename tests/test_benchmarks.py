@@ -19,7 +19,7 @@ def test_plots_show_what_is_stored(tmp_path):
         assert status == 0, stderr
         pictures.append({path.stem: path.read_text() for path in folder.glob("*.svg")})
     assert pictures[0] == pictures[1]
-    names = {path.stem for path in common.RESULTS.glob("*.json")}
+    names = {path.stem for path in common.RESULTS.glob("*.json")} - {"mnist_accuracy"}  # a log
     assert set(pictures[0]) == names | {"scaling_projection"}
     for name in names:
         record, text = json.loads((common.RESULTS / f"{name}.json").read_text()), pictures[0][name]
@@ -43,7 +43,8 @@ def test_everything_is_stored_with_where_it_was_measured():
     assert stored >= modules | {"snapshot_stall_1130MB"}
     for name in stored:
         record = json.loads((common.RESULTS / f"{name}.json").read_text())
-        assert {"date", "machine", "versions", "unit", "results"} <= set(record), name
+        assert {"date", "machine", "versions"} <= set(record), name
+        assert {"unit", "results"} <= set(record) or "log" in record, name
 
 
 # ---- rules --------------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ def outputs_of(stdout):
     return [float(text) for text in accuracies.split(", ")], re.search(r"(/\S+mnist_cnn\.pt)", stdout).group(1)
 
 
+@pytest.mark.slow
 def test_a_local_execution_and_its_cache(home):
     status, stdout, stderr = run(SCRIPT, "--epochs", 1, env=home)
     assert status == 0, stderr
