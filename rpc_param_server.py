@@ -274,6 +274,7 @@ def call_server(function, *args):
     except RuntimeError as error:
         if str(error).startswith("On WorkerInfo"):  # raised by the function itself
             raise
+        rpc.shutdown(graceful=False)  # or its threads, which still run when the interpreter ends, may abort
         sys.exit(f"rank {dist.get_rank()}: the server is lost: {str(error).splitlines()[0]}")
 
 

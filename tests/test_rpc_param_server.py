@@ -301,7 +301,9 @@ def test_one_role_per_command_and_the_loss_of_the_server():
     ]
     for rank in (1, 2):
         status, stdout, stderr = finish(jobs[rank], timeout=20)
-        (line,) = own_lines(stderr)
+        lines = own_lines(stderr)
+        assert len(lines) == 1, stderr
+        (line,) = lines
         assert (status, stdout) == (1, "") and line.startswith(f"rank {rank}: the server is lost: ")
 
 
