@@ -164,8 +164,8 @@ class Server:
             while self.heard.keys() - self.done:
                 self.changed.wait(self.timeout / 10)
                 now = time.monotonic()
-                for rank in [rank for rank, heard in self.heard.items() if now - heard > self.timeout]:
-                    if rank not in self.gradients:  # it waits for the others
+                for rank in list(self.heard):  # those with a gradient here wait, and are heard anew when answered
+                    if rank not in self.gradients and now - self.heard[rank] > self.timeout:
                         print(f"trainer {rank} is lost: nothing came from it for {self.timeout:g} s", flush=True)
                         del self.heard[rank]
                         self.lost.add(rank)
@@ -213,6 +213,7 @@ def finish(rank):
         server.heard[rank] = time.monotonic()
         server.lost.discard(rank)
         server.done.add(rank)
+        server.finish_round()  # nobody need wait for it
         server.changed.notify_all()
         return server.ending
 
