@@ -27,6 +27,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -594,3 +595,12 @@ def positive(text):
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
     return value
+
+
+def check_writable(option, folder):
+    """Make `folder`, before any training. Raises SystemExit with one line if nothing can be written there."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise SystemExit(f"{option}: cannot write to {os.path.abspath(folder)}: {error.strerror}") from None

@@ -29,7 +29,6 @@ import re
 import resource
 import shutil
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -46,7 +45,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import distributed as dist
@@ -88,35 +86,13 @@ def parse_args():
     if args.export and os.path.isdir(args.export):
         parser.error(f"argument --export: {args.export!r} is a folder, not a file")
     if args.checkpoint_dir:
-        check_writable("--checkpoint-dir", args.checkpoint_dir)
+        dist.check_writable("--checkpoint-dir", args.checkpoint_dir)
     if args.export:
-        check_writable("--export", os.path.dirname(os.path.abspath(args.export)))
+        dist.check_writable("--export", os.path.dirname(os.path.abspath(args.export)))
     return args
 
 
-def check_writable(option, folder):
-    """Find out before the training, not after it."""
-    try:
-        os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        sys.exit(f"{option}: cannot write to {os.path.abspath(folder)}: {error.strerror}")
-
-
 # ---- training -----------------------------------------------------------------------------------------------------
-
-
-def make_loaders(args, device):
-    train_set = mnist.load_data(args.data, args.data_dir, train=True, seed=args.seed)
-    test_set = mnist.load_data(args.data, args.data_dir, train=False, seed=args.seed)
-    # The sampler also for one process: the order, and so the result, is then the same for any number of them.
-    sampler = dist.data_sampler(train_set, True, shuffle=True, seed=args.seed)
-    test_sampler = dist.data_sampler(test_set, True, shuffle=False, pad=False)  # each sample exactly once
-    options = {"collate_fn": tuple, "pin_memory": device.type == "cuda"}  # __getitems__ has made the batch already
-    return (
-        DataLoader(train_set, args.batch_size, sampler=sampler, **options),
-        DataLoader(test_set, args.test_batch_size, sampler=test_sampler, **options),
-    )
 
 
 def wrap(model, strategy, device, min_num_params, mixed_precision):
@@ -273,7 +249,7 @@ def main_worker(local_rank, world_size, args):
         how = "gathered in bfloat16, gradients reduced in float32" if strategy == "fsdp" else "by autocast"
         dist.print_primary(f"Mixed precision: computing in bfloat16 ({how}); float32 parameters and optimizer state")
 
-    loader, test_loader = make_loaders(args, device)
+    loader, test_loader = mnist.make_loaders(args, device)
     torch.manual_seed(args.seed)
     model = mnist.MODELS[args.model]()
     n_params = sum(param.numel() for param in model.parameters())

@@ -18,7 +18,7 @@ import os
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import distributed as dist
 
@@ -108,6 +108,23 @@ def _fetch_mnist(mnist_class, data_dir):
             "as they are or as .gz, or use --data synthetic, which needs no files"
         )
     return ""
+
+
+def make_loaders(args, device):
+    """This rank's DataLoaders of training and test data, in whole batches of images and labels.
+
+    `args` has the options data, data_dir, seed, batch_size and test_batch_size. Call `loader.sampler.set_epoch(epoch)`.
+    """
+    train_set = load_data(args.data, args.data_dir, train=True, seed=args.seed)
+    test_set = load_data(args.data, args.data_dir, train=False, seed=args.seed)
+    # The sampler also for one process: the order, and so the result, is then the same for any number of them.
+    sampler = dist.data_sampler(train_set, True, shuffle=True, seed=args.seed)
+    test_sampler = dist.data_sampler(test_set, True, shuffle=False, pad=False)  # each sample exactly once
+    options = {"collate_fn": tuple, "pin_memory": device.type == "cuda"}  # __getitems__ has made the batch already
+    return (
+        DataLoader(train_set, args.batch_size, sampler=sampler, **options),
+        DataLoader(test_set, args.test_batch_size, sampler=test_sampler, **options),
+    )
 
 
 def _draw_digits(n, seed):

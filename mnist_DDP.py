@@ -29,12 +29,10 @@ import itertools
 import json
 import os
 import sys
-import tempfile
 
 import torch
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 import distributed as dist
 import mnist
@@ -103,7 +101,7 @@ def parse_hyperparameters(parser):
         if not (found and found.origin):  # without an origin it is a folder of that name, as wandb itself makes one
             sys.exit(f"--{package}: {package} is not installed: pip install -r requirements-tracking.txt")
     if hp.tensorboard:
-        check_writable("--tensorboard", hp.tensorboard)
+        dist.check_writable("--tensorboard", hp.tensorboard)
     return hp, args
 
 
@@ -119,33 +117,11 @@ def parse_args():
     hp, args = parse_hyperparameters(parser)
     if gpus and args.nproc > gpus:
         parser.error(f"argument --nproc: {args.nproc} is not in the range 1 to {gpus}, the number of visible GPUs")
-    check_writable("--output-dir", args.output_dir)
+    dist.check_writable("--output-dir", args.output_dir)
     return hp, args
 
 
-def check_writable(option, folder):
-    """Find out before the training, not after it."""
-    try:
-        os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        sys.exit(f"{option}: cannot write to {os.path.abspath(folder)}: {error.strerror}")
-
-
 # ---- training -----------------------------------------------------------------------------------------------------
-
-
-def make_loaders(hp, device):
-    train_set = mnist.load_data(hp.data, hp.data_dir, train=True, seed=hp.seed)
-    test_set = mnist.load_data(hp.data, hp.data_dir, train=False, seed=hp.seed)
-    # The sampler also for one process: the order, and so the result, is then the same for any number of them.
-    sampler = dist.data_sampler(train_set, True, shuffle=True, seed=hp.seed)
-    test_sampler = dist.data_sampler(test_set, True, shuffle=False, pad=False)  # each sample exactly once
-    options = {"collate_fn": tuple, "pin_memory": device.type == "cuda"}  # __getitems__ has made the batch already
-    return (
-        DataLoader(train_set, hp.batch_size, sampler=sampler, **options),
-        DataLoader(test_set, hp.test_batch_size, sampler=test_sampler, **options),
-    )
 
 
 def forward(model, images, labels, device, amp):
@@ -208,7 +184,7 @@ def train_mnist(rank, world_size, hp, output_dir="."):
     global_batch = world_size * hp.batch_size * hp.grad_accumulation
     dist.print_primary(f"Training on {world_size} x {device.type}, global batch {global_batch}", flush=True)
 
-    loader, test_loader = make_loaders(hp, device)
+    loader, test_loader = mnist.make_loaders(hp, device)
     torch.manual_seed(hp.seed + dist.get_rank())  # dropout should differ; DDP starts all from rank 0's weights
     net = mnist.SimpleCNN().to(device)
     model = dist.prepare_ddp_model(net, device_ids=[rank])

@@ -432,7 +432,7 @@ def evaluate_worker(local_rank, world_size, hp, weights, folder):
     results = []
     for size in (10_000, 9_999):
         with few_digits(10, size):
-            _, loader = mnist_DDP.make_loaders(hp, torch.device("cpu"))
+            _, loader = mnist.make_loaders(hp, torch.device("cpu"))
         results.append(mnist_DDP.evaluate(net, loader, torch.device("cpu"), amp=False))
     torch.save(results, f"{folder}/{world_size}-{local_rank}.pt")
 
