@@ -23,6 +23,7 @@ allocated on the GPU. Open only checkpoints that you trust: their index is a pic
 """
 
 import argparse
+import contextlib
 import os
 import random
 import re
@@ -108,7 +109,9 @@ def wrap(model, strategy, device, min_num_params, mixed_precision):
 def forward(model, images, labels, device, mixed_precision):
     """Outputs (n, 10), labels (n,) and mean loss, on `device`."""
     images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-    with torch.autocast(device.type, torch.bfloat16, enabled=mixed_precision):  # the loss stays float32
+    # With enabled=False instead, it takes 1 % of a small model's step.
+    autocast = torch.autocast(device.type, torch.bfloat16) if mixed_precision else contextlib.nullcontext()
+    with autocast:  # the loss stays float32
         outputs = model(mnist.normalize(images))
         # For logits and for log-probabilities alike: the log-softmax in it leaves the latter as they are.
         return outputs, labels, F.cross_entropy(outputs, labels)

@@ -15,6 +15,7 @@ To use data of your own, put any Dataset in the place of `load_data`.
 
 import os
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -58,7 +59,7 @@ class Digits(Dataset):
         return len(self.labels)
 
     def __getitems__(self, indices):
-        indices = torch.as_tensor(indices, dtype=torch.long)
+        indices = torch.from_numpy(np.asarray(indices, dtype=np.int64))  # torch takes three times as long for a list
         # index_select copies whole images, images[indices] pixel by pixel, which takes twice as long.
         return self.images.index_select(0, indices), self.labels.index_select(0, indices)
 

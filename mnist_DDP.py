@@ -127,7 +127,9 @@ def parse_args():
 def forward(model, images, labels, device, amp):
     """Logits (n, 10), labels (n,) and mean loss, on `device`."""
     images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-    with torch.autocast(device.type, torch.bfloat16, enabled=amp):  # the loss stays float32
+    # With enabled=False instead, it takes 1 % of a small model's step.
+    autocast = torch.autocast(device.type, torch.bfloat16) if amp else contextlib.nullcontext()
+    with autocast:  # the loss stays float32
         logits = model(mnist.normalize(images))
         return logits, labels, F.cross_entropy(logits, labels)
 

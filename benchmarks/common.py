@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import platform
+import random
 import statistics
 import tempfile
 import time
@@ -35,12 +36,12 @@ def alternate(cases, rounds):
 def alternate_ranks(cases, rounds, device):
     """`alternate` in every rank of a job: the slowest rank's seconds. A first round is not counted.
 
-    A case is called with the number of the round. Every other round goes through them backwards, so that what comes
-    first in a round is not always the same.
+    A case is called with the number of the round. Their order is drawn anew for each round, so that none always
+    follows the same one.
     """
-    times = {name: [] for name in cases}
+    times, order = {name: [] for name in cases}, random.Random(0)
     for number in range(rounds + 1):
-        for name, function in list(cases.items())[:: -1 if number % 2 else 1]:
+        for name, function in order.sample(list(cases.items()), len(cases)):
             wait_for(device)
             dist.barrier()
             begin = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import difflib
 import itertools
+import json
 import os
 import re
 import shutil
@@ -132,6 +133,41 @@ def test_diffs():
     for block in actual[2:]:
         for command in re.split(r"^[-+](?=\w)", block, flags=re.M)[1:]:
             assert " ".join(command.replace("\n+", "\n").split()) in typed
+
+
+def test_results_are_those_that_are_stored():
+    stored = {path.stem: json.loads(path.read_text()) for path in (ROOT / "benchmarks/results").glob("*.json")}
+
+    def ratios(name, *keys):
+        return [f"{stored[name]['ratios'][key]['median']:.2f}" for key in keys]
+
+    def seconds(processes, *cases):
+        return [f"{stored['launch']['results'][case][processes]['median']:.1f} s" for case in cases]
+
+    def speeds(*cases):
+        return ratios("throughput", *(f"{model}: ours / {case}" for model in ("tiny", "small") for case in cases))
+
+    steps = [row["median"] for row in stored["scaling"]["ratios"].values()]
+    starters = ("launch", "torchrun", "accelerate", "spawn")
+    expected = {
+        "Starting 8": seconds("8", *starters),
+        "Starting 16": seconds("16", *starters, "import torch"),
+        "DDP written by hand": speeds("hand-written"),
+        "Accelerate and Fabric": speeds("Accelerate in memory", "Fabric in memory"),
+        "the usual loop": speeds("tutorial", "Accelerate", "Fabric"),
+        "A step with": ratios("overhead", "with distributed.py / plain torch"),
+        "Reading digits": [f"{stored['data_path']['ratio']:.0f}"],
+        "A snapshot of": [f"{stored[f'snapshot_stall_{size}MB']['ratio']:.2f}" for size in (1130, 300)],
+        "HogWild": ratios("param_server", *(f"hogwild / {case}" for case in ("usual", "usual, same", "DDP"))),
+        "DeepNet's peak": ratios("fsdp_memory", *(f"N = {n}: peak of fsdp / of ddp" for n in (2, 4))),
+        "Step time": [f"{min(steps):.2f}", f"{max(steps):.2f}"],
+    }
+    results = README.partition("\n## Results\n")[2].partition("\n## ")[0]
+    rows = [re.sub(r"\(.*?\)", "", row).split("|")[1:-1] for row in re.findall(r"^\|.*\d.*", results, re.M)]
+    rows = {what.strip(): re.findall(r"\d[\d.]*(?: s\b)?", " ".join(cells)) for what, *cells in rows if what.strip()}
+    assert len(rows) == len(expected)
+    for start, numbers in expected.items():
+        assert [actual for what, actual in rows.items() if what.startswith(start)] == [numbers], start
 
 
 def test_every_script_is_mentioned():
