@@ -75,8 +75,7 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
         return _start_processes(worker_fn, args, nprocs, tolerate_killed)
     worker_fn(get_local_rank(), get_world_size(), *args)
     cleanup()
-    gc.collect()  # the model, which may be in a reference cycle
-    _left_groups.clear()  # now nobody else holds them, and gloo's threads end here, before the interpreter does
+    _end_groups()
 
 
 def _start_processes(worker_fn, args, nprocs, tolerate_killed):
@@ -255,7 +254,19 @@ def _fresh_store(rank, world_size, timeout):
 
 
 _left_groups = []
-atexit.register(_left_groups.clear)  # where there is no `launch` that does so: not later, as gloo's threads would abort
+
+
+@atexit.register
+def _end_groups():
+    """Let gloo's threads end before the interpreter: one that drops its last tensors later aborts the process.
+
+    So at exit too, after `sys.exit`, whose line is out by now. Not after an error, when gloo may wait for a peer.
+    """
+    if is_dist_avail_and_initialized() and torch_dist.get_backend() == "gloo" and not hasattr(sys, "last_type"):
+        cleanup()
+    if _left_groups:
+        gc.collect()  # the model, which holds a group and may be in a reference cycle
+        _left_groups.clear()
 
 
 def cleanup():

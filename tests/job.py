@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import torch
@@ -58,6 +59,16 @@ def leave_early(local_rank, world_size):
     store.set("rank 0 leaves", "")
     dist.cleanup()
     del model
+
+
+def give_up(local_rank, world_size):
+    """Exit right after the ranks have agreed to, when gloo's threads still hold what was exchanged."""
+    # Of the interpreter's exit the last part in Python: multiprocessing was imported before distributed.py.
+    Finalize(None, lambda: print(f"after:{gloo_threads()}", flush=True), exitpriority=0)
+    dist.init_process_group()
+    model = dist.prepare_ddp_model(torch.nn.Linear(2, 1))
+    model.in_a_cycle = [model]
+    dist.agree(error="no room")
 
 
 if __name__ == "__main__":

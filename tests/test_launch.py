@@ -278,6 +278,14 @@ def test_leaving_with_a_collective_under_way_does_not_hang():
     assert re.findall(r"after:\d", stdout) == ["after:0", "after:0"]
 
 
+def test_gloo_threads_end_before_the_interpreter_when_the_ranks_give_up():
+    status, stdout, stderr = torchrun(2, JOB, "give_up")
+    assert status == 1
+    assert "no room\n" in stderr
+    assert set(re.findall(r"exitcode\s*: (-?\d+)", stderr)) <= {"1", "-15"}, "torchrun may end the second first"
+    assert set(re.findall(r"after:\d", stdout)) == {"after:0"}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_finished_torchrun_jobs_exit_with_status_0(request):
