@@ -2,11 +2,12 @@
 
 Every process works on its own share of each batch, as with DDP, but holds only 1/N of the parameters, the gradients
 and the optimizer's state. A layer is gathered just before it computes and freed after it. Choose it when the model with
-its optimizer does not fit into one device; if it fits, min_DDP.py sends less and is faster.
+its optimizer does not fit into one device; if it fits, min_DDP.py sends a third less.
 
 Cost per process, for P float32 parameters on N processes trained by Adam: 16·P/N bytes (parameters 4, gradients 4,
 Adam 8), and while the largest layer of L parameters computes, up to 8·L more; with DDP it is 16·P. Each step sends
-3·(N-1)/N · 4·P bytes: parameters gathered for forward and again for backward, gradients reduced. DDP sends 2/3 of that.
+up to 3·(N-1)/N · 4·P bytes: parameters gathered for forward and again for backward, gradients reduced. DDP sends two
+thirds of that.
 
     CUDA_VISIBLE_DEVICES=0,1 python min_FSDP.py --model deep           # two GPUs, 94 million parameters
     python min_FSDP.py                                                 # all visible GPUs, or two CPU processes
@@ -273,7 +274,7 @@ def main_worker(local_rank, world_size, args):
         (memory,) = largest([peak_memory(device)], device)
         dist.print_primary(
             f"epoch: {epoch} | train loss: {train_loss:.4f} | test loss: {test_loss:.4f} | test acc: {hits}/{n} "
-            f"({hits / n:.4f}) | memory: {memory / 2**20:.0f} MB | {speed:.0f} samples/s"
+            f"({hits / n:.4f}) | memory: {memory / 1e6:.0f} MB | {speed:.0f} samples/s"
         )
         if args.checkpoint_dir:
             save_checkpoint(args.checkpoint_dir, model, optimizer, epoch + 1)

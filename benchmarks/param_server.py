@@ -5,9 +5,10 @@
 Each case trains in processes of its own; what is counted are the batches of all trainers after a warm-up. "usual" is
 the tutorial's parameter server: the model lives on the server, a trainer runs forward and backward there through
 distributed autograd, fetches the gradients to assert that there are some, and steps with DistributedOptimizer. A lock,
-which the tutorial lacks, keeps one trainer from changing the parameters that the other's backward needs. "lean" is the
-same without the assertion; "same" is on the transport of rpc_param_server.py. The cases alternate, and only ratios
-within a round mean something.
+which the tutorial lacks, keeps one trainer from changing the parameters that the other's backward needs. "same" is on
+the transport of rpc_param_server.py, "lean" without the assertion. Every process computes with its share of the cores,
+one thread on two cores; with "2 threads" the server has two. The cases alternate, and only ratios within a round mean
+something.
 https://docs.pytorch.org/tutorials/intermediate/rpc_param_server_tutorial.html
 """
 
@@ -35,6 +36,7 @@ RATIOS = [  # what is promised of them
     ("hogwild", "usual", "at least 6"),
     ("hogwild", "usual, same", "at least 2.5"),
     ("hogwild", "usual, same, lean", "above 1"),
+    ("hogwild", "usual, same, 2 threads", "above 1"),
     ("hogwild", "DDP", "at least 0.9"),
     ("sync", "hogwild", "at least 0.85"),
     ("hogwild", "hogwild, 1 trainer", "above 1"),
@@ -99,7 +101,9 @@ def usual_server():
     return UsualServer()
 
 
-def usual(local_rank, world_size, folder, steps, transport, lean=False):
+def usual(local_rank, world_size, folder, steps, transport, lean=False, server_threads=None):
+    if server_threads and local_rank == 0:
+        torch.set_num_threads(server_threads)
     usual_server()  # before the first call comes
     options = rpc.TensorPipeRpcBackendOptions(**transport)
     rpc.init_rpc(f"worker{local_rank}", rank=local_rank, world_size=world_size, rpc_backend_options=options)
@@ -151,11 +155,12 @@ def main():
         "usual": (usual, 3, few, {}),
         "usual, same": (usual, 3, few, SAME),
         "usual, same, lean": (usual, 3, few, SAME, True),
+        "usual, same, 2 threads": (usual, 3, few, SAME, False, 2),
     }
     results = {name: [] for name in jobs}
     common.alternate({name: functools.partial(measure, results, name, *job) for name, job in jobs.items()}, args.rounds)
     for name, speeds in results.items():
-        print(f"{name:20} {statistics.median(speeds):6.1f} batches/s ({min(speeds):.1f} to {max(speeds):.1f})")
+        print(f"{name:22} {statistics.median(speeds):6.1f} batches/s ({min(speeds):.1f} to {max(speeds):.1f})")
     ratios = {}
     for one, other, promise in RATIOS:
         values = [a / b for a, b in zip(results[one], results[other], strict=True)]

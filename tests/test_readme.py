@@ -63,7 +63,7 @@ def bash(script, folder, timeout):
 
 
 def one_epoch(command):
-    if "--epochs" in command or not re.search(r"(python|per-node \d) (min_FSDP|mnist_DDP|rpc_|flyte_)", command):
+    if "--epochs" in command or not re.search(r"(python|per-node \d|PORT) (min_FSDP|mnist_DDP|rpc_|flyte_)", command):
         return command
     return command.partition("  #")[0] + " --epochs 1"
 
@@ -90,6 +90,8 @@ def test_commands(block, tmp_path):
     lines = [one_epoch(line) for line in commands(block)]
     if "--rank 0" in block:  # roles of one job: at once, and all must succeed
         lines = [f"{line} & jobs+=($!)" for line in lines] + ['for job in "${jobs[@]}"; do wait $job; done']
+    if "--nnodes 2" in block:  # on both "machines", and both must succeed
+        lines = [f"{line} & {line}; wait $!" for line in lines]
     script = "\n".join(lines)
     if "make" in script:
         script = f"cd {ROOT}\n{script}"
@@ -112,6 +114,25 @@ def test_two_machines_on_one(tmp_path):
     output = bash("\n".join([f"trap '{cleanup}' EXIT", *lines, "wait"]), tmp_path, 150)
     assert "| Epoch 2 |" in output
     assert (tmp_path / "a" / "snapshot.pt").exists() and (tmp_path / "b" / "snapshot.pt").exists()
+
+
+def test_the_helpers_example(tmp_path):
+    (example,) = blocks("python")
+    script = """import torch
+from torch.utils.data import DataLoader
+
+dataset = torch.arange(64.0)[:, None]
+
+def Net():
+    return torch.nn.Linear(1, 1)
+
+def train(model, loader, optimizer):
+    assert type(model).__name__ == "DistributedDataParallel"
+    return torch.cat(list(loader)).mean()
+
+""" + example.replace("(main_worker)", "(main_worker, nprocs=2)")
+    (tmp_path / "example.py").write_text(script)
+    assert bash("python example.py", tmp_path, 60) == "".join(f"epoch {epoch}: 31.5000\n" for epoch in range(10))
 
 
 def test_the_advice_on_logs(tmp_path):
@@ -155,10 +176,12 @@ def test_results_are_those_that_are_stored():
         "DDP written by hand": speeds("hand-written"),
         "Accelerate and Fabric": speeds("Accelerate in memory", "Fabric in memory"),
         "the usual loop": speeds("tutorial", "Accelerate", "Fabric"),
-        "A step with": ratios("overhead", "with distributed.py / plain torch"),
-        "Reading digits": [f"{stored['data_path']['ratio']:.0f}"],
-        "A snapshot of": [f"{stored[f'snapshot_stall_{size}MB']['ratio']:.2f}" for size in (1130, 300)],
-        "HogWild": ratios("param_server", *(f"hogwild / {case}" for case in ("usual", "usual, same", "DDP"))),
+        "Time of a step": ratios("overhead", "with distributed.py / plain torch"),
+        "Speed of reading": [f"{stored['data_path']['ratio']:.0f}"],
+        "Time of a snapshot": [f"{stored[f'snapshot_stall_{size}MB']['ratio']:.2f}" for size in (1130, 300)],
+        "Speed of HogWild": ratios(
+            "param_server", *(f"hogwild / {case}" for case in ("usual", "usual, same", "usual, same, 2 threads", "DDP"))
+        ),
         "DeepNet's peak": ratios("fsdp_memory", *(f"N = {n}: peak of fsdp / of ddp" for n in (2, 4))),
         "Step time": [f"{min(steps):.2f}", f"{max(steps):.2f}"],
     }
@@ -166,6 +189,9 @@ def test_results_are_those_that_are_stored():
     rows = [re.sub(r"\(.*?\)", "", row).split("|")[1:-1] for row in re.findall(r"^\|.*\d.*", results, re.M)]
     rows = {what.strip(): re.findall(r"\d[\d.]*(?: s\b)?", " ".join(cells)) for what, *cells in rows if what.strip()}
     assert len(rows) == len(expected)
+    for strategy in ("fsdp", "ddp"):
+        memory = stored["fsdp_memory"]["results"][strategy]["2"]
+        assert f"| `--strategy {strategy}` | {memory['held']:.0f} MB | {memory['peak']:.0f} MB |\n" in README
     for start, numbers in expected.items():
         assert [actual for what, actual in rows.items() if what.startswith(start)] == [numbers], start
 
