@@ -51,7 +51,7 @@ class TinyNet(nn.Sequential):
 
 MODELS = {"small": (mnist.SimpleCNN, 64, 25), "tiny": (TinyNet, 256, 40)}  # with batch per process, steps of an epoch
 PEERS = ("Accelerate", "Fabric")
-MORE_ROUNDS = {"small": 2, "tiny": 20}  # of the cases in memory, for one of all
+MORE_ROUNDS = {"small": 2, "tiny": 15}  # of the cases in memory, for one of all
 
 
 # ---- each makes its own model and returns a function that trains an epoch -----------------------------------------
