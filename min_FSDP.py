@@ -128,7 +128,7 @@ def train_epoch(model, loader, optimizer, device, mixed_precision, epoch):
         _, _, loss = forward(model, images, labels, device, mixed_precision)
         loss.backward()
         optimizer.step()
-        loss_sum += loss.detach() * len(labels)
+        loss_sum.add_(loss.detach(), alpha=len(labels))
         n += len(labels)
     loss_sum, n = dist.all_reduce(torch.stack([loss_sum, loss_sum.new_tensor(n)])).tolist()
     return loss_sum / n, n / (time.perf_counter() - start)

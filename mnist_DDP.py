@@ -152,7 +152,7 @@ def train_epoch(model, loader, optimizer, scheduler, device, hp, epoch, tracker)
             with no_sync(model) if i < len(group) else contextlib.nullcontext():
                 _, labels, loss = forward(model, images, labels, device, hp.amp)
                 (loss * (len(labels) / n)).backward()  # so that all of them make the mean of the group's samples
-            loss_sum += loss.detach() * len(labels)
+            loss_sum.add_(loss.detach(), alpha=len(labels))
         count += n
         optimizer.step()
         scheduler.step()
