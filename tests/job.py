@@ -61,6 +61,15 @@ def leave_early(local_rank, world_size):
     del model
 
 
+def fail_early(local_rank, world_size):
+    """Rank 1 fails while gloo waits for rank 0 in an all-reduce that rank 0 never joins."""
+    dist.init_process_group()
+    if dist.get_rank() == 0:
+        torch.distributed.distributed_c10d._get_default_store().wait(["what nobody sets"])
+    torch.distributed.all_reduce(torch.ones(1), async_op=True)
+    raise ZeroDivisionError("the cause")
+
+
 def give_up(local_rank, world_size):
     """Exit right after the ranks have agreed to, when gloo's threads still hold what was exchanged."""
     # Of the interpreter's exit the last part in Python: multiprocessing was imported before distributed.py.

@@ -30,6 +30,7 @@ def write_state(local_rank, world_size, folder, *names):
 
 def test_worker_environment_is_the_callers_at_each_launch(tmp_path, monkeypatch):
     names = ["COLOUR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "NCCL_P2P_DISABLE"]
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     for colour in ("red", "blue", None):
         folder = tmp_path / str(colour)
         folder.mkdir()
@@ -47,7 +48,7 @@ def test_worker_environment_is_the_callers_at_each_launch(tmp_path, monkeypatch)
             assert state["RANK"] == state["LOCAL_RANK"] == str(rank)
             assert state["WORLD_SIZE"] == state["LOCAL_WORLD_SIZE"] == "2"
             assert state["MASTER_ADDR"] == "127.0.0.1"
-            assert state["NCCL_P2P_DISABLE"] is None
+            assert state["NCCL_P2P_DISABLE"] is None, "the caller's to set: GPUs then exchange through host memory"
     assert "RANK" not in os.environ
 
 
@@ -256,6 +257,8 @@ def test_jobs_started_at_once_all_succeed(jobs):
 
 def test_the_users_interface_is_kept(tmp_path, monkeypatch):
     names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"]
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     dist.launch(write_state, str(tmp_path), *names, nprocs=2)
     state = torch.load(tmp_path / "0.pt", weights_only=True)
@@ -284,6 +287,12 @@ def test_gloo_threads_end_before_the_interpreter_when_the_ranks_give_up():
     assert "no room\n" in stderr
     assert set(re.findall(r"exitcode\s*: (-?\d+)", stderr)) <= {"1", "-15"}, "torchrun may end the second first"
     assert set(re.findall(r"after:\d", stdout)) == {"after:0"}
+
+
+def test_an_error_with_a_collective_under_way_ends_the_job():
+    status, stdout, stderr = torchrun(2, JOB, "fail_early", timeout=60)
+    assert status == 1
+    assert "ZeroDivisionError: the cause" in stderr
 
 
 @pytest.mark.slow
