@@ -4,9 +4,9 @@
 
     def main_worker(local_rank, world_size):
         dist.init_process_group()
-        model = dist.prepare_ddp_model(model.to(dist.get_device()))
+        model = dist.prepare_ddp_model(Model().to(dist.get_device()))
         ...
-        loss = dist.reduce(loss.detach())      # the average over all processes, on every process
+        loss = dist.reduce(loss)               # the average over all processes, on every process
         dist.cleanup()
 
     if __name__ == "__main__":
@@ -19,30 +19,30 @@ a script needs no `if`.
 
 import argparse
 import atexit
+import contextlib
 import gc
-import io
+import itertools
 import math
 import multiprocessing
 import os
+import pickle
+import re
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
 import uuid
-import zipfile
 from collections import Counter
-from concurrent import futures
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 
 import torch
 import torch.distributed as torch_dist
 
-# Imported before there is a process group: DDP imports it lazily, and its functions would then keep the group as a
-# default argument. gloo's threads would outlive destroy_process_group, and one that drops the last all-reduce while
-# the interpreter shuts down aborts the process, so that torchrun calls a finished job failed (1 in 20).
+# Imported before there is a process group: imported later, by DDP, its functions keep the group as a default argument,
+# and with it gloo's threads, one of which may abort the interpreter as it ends: torchrun then calls the job failed.
 import torch.distributed.nn.functional
 from torch import nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
@@ -57,15 +57,15 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
     """Run `worker_fn(local_rank, world_size, *args)` in every process of the job and wait until all are done.
 
     Under torchrun, or any launcher that sets RANK and WORLD_SIZE, this process is one of them and `nprocs` is ignored.
-    Otherwise `nprocs` processes are started on this machine: by default one per visible GPU. A single one is this
-    process itself. `worker_fn` and `args` are pickled. Keep the model inside `worker_fn`, so that it goes with it.
+    Otherwise `nprocs` processes are started on this machine, a POSIX system: by default one per visible GPU, or one in
+    all. A single one is this process itself. Each has its own copy of `args`. Build the model inside `worker_fn`, so
+    that it is freed on return.
 
-    Raises torch.multiprocessing.ProcessRaisedException with the traceback of the first worker that raised,
-    ProcessExitedException with rank and cause if one was killed or left through `os._exit`, and SystemExit with the
-    message of a worker that called `sys.exit(message)`. The other workers are ended first. With `tolerate_killed` the
-    job goes on when a worker other than rank 0 is killed by a signal: for workers that need one another, never.
+    The first failure ends the other workers, and is raised: torch.multiprocessing.ProcessRaisedException with its
+    traceback, SystemExit with the message of `sys.exit(message)`, or ProcessExitedException with rank and cause. With
+    `tolerate_killed` the job goes on when a worker other than rank 0 is killed.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if _is_launched():
         nprocs = 1
     elif nprocs is None:
         nprocs = max(1, torch.cuda.device_count())
@@ -73,83 +73,115 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
         raise ValueError(f"nprocs must be at least 1, got {nprocs}")
     if nprocs > 1:
         return _start_processes(worker_fn, args, nprocs, tolerate_killed)
+    had_group = is_dist_avail_and_initialized()
     worker_fn(get_local_rank(), get_world_size(), *args)
-    cleanup()
-    _end_groups()
+    if not had_group:
+        cleanup()
+        _end_groups()
+
+
+def _is_launched():
+    """Has a launcher set RANK and WORLD_SIZE? SystemExit if srun or mpirun has started several tasks without them."""
+    is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if int(os.environ.get(name, 1)) > 1 and not is_launched:
+            line = f"{name} is {os.environ[name]}, but RANK and WORLD_SIZE are not set, so every task would train alone"
+            raise SystemExit(f"{line}: start one torchrun per node instead, as launchers/slurm.sbatch does")
+    return is_launched
 
 
 def _start_processes(worker_fn, args, nprocs, tolerate_killed):
-    # Forked from a server that has imported torch once, workers start in milliseconds, however many. Only libraries
-    # that this process has loaded too: nothing before the fork may touch CUDA. With more processes than cores, import
+    # Forked from a server that has imported torch once, workers start in milliseconds, however many. It loads only
+    # what this process has loaded too, and nothing that touches CUDA. With more processes than cores, import
     # torch._dynamo in the script: the first optimizer of each process needs it, and takes a second to import it.
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        libraries = ("torch", "torch.distributed.nn.functional", "torch._dynamo", "torchvision")
-        context.set_forkserver_preload([name for name in libraries if name in sys.modules])
+    if os.name != "posix":
+        raise SystemExit("distributed.py starts processes on POSIX systems only: use Linux, macOS or WSL")
+    context = multiprocessing.get_context("forkserver")
+    libraries = ("torch", "torch.distributed.nn.functional", "torch._dynamo", "torchvision")
+    context.set_forkserver_preload([name for name in libraries if name in sys.modules])
     # The rendezvous store lives here, on a port of loopback that is ours from the start: no other job can take it, and
     # nothing listens to the network. The workers join as clients, as they join torchrun's store.
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    store = torch_dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    server = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    store = torch_dist.TCPStore("127.0.0.1", port, **server)
+    work = pickle.dumps((worker_fn, args))  # torch.multiprocessing's pickle would make all ranks share a model's memory
+    outputs = [Connection(os.dup(fd), readable=False) for fd in (1, 2)]  # stdout and stderr: see _worker
+    worker_args = (nprocs, work, _worker_environment(nprocs, port), outputs)
+    processes = [context.Process(target=_worker, args=(rank, *worker_args)) for rank in range(nprocs)]
+
+    def failed():
+        tolerated = [p for p in processes[1:] if tolerate_killed and (p.exitcode or 0) < 0]
+        return {rank: p for rank, p in enumerate(processes) if p.exitcode and p not in tolerated}
+
+    try:
+        for process in processes:
+            process.start()
+        while (running := [p.sentinel for p in processes if p.exitcode is None]) and not failed():
+            wait(running)
+        if failed():
+            time.sleep(0.2)  # the fork server may tell of a failure's consequence before it tells of the cause
+            raise _first_failure(failed(), store)
+    finally:
+        for process in processes:
+            if process.pid:  # else interrupted before it was started
+                _kill_group(process.pid)  # its children too, which may outlive it
+                process.kill()  # it may not yet be the leader of a group
+                process.join()
+
+
+def _worker_environment(nprocs, port):
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    environment = {
+    return {
         **{f"{library}_SOCKET_IFNAME": loopback for library in ("GLOO", "NCCL", "TP")},
         "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // nprocs)),
         **os.environ,
-        "WORLD_SIZE": str(nprocs),
-        "LOCAL_WORLD_SIZE": str(nprocs),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        **{"WORLD_SIZE": str(nprocs), "LOCAL_WORLD_SIZE": str(nprocs)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here: rank 0 must not start one
     }
-    outputs = [Connection(os.dup(fd), readable=False) for fd in (1, 2)] if method == "forkserver" else []
-    processes, reports = [], []
-    try:
-        for rank in range(nprocs):
-            reader, writer = context.Pipe(duplex=False)
-            rank_environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            worker_args = (worker_fn, rank, nprocs, args, rank_environment, outputs, writer)
-            processes.append(context.Process(target=_worker, args=worker_args, name=f"rank {rank}"))
-            reports.append(reader)
-            processes[rank].start()
-            writer.close()
-        _wait_for_workers(processes, reports, tolerate_killed)
-    finally:
-        for process in processes:
-            _kill(process)
-        del store
 
 
-def _worker(worker_fn, rank, world_size, args, environment, outputs, report):
+def _first_failure(failed, store):
+    """The exit of a worker that left no report (killed), or else the first report: peers fail after the cause."""
+    keys = [f"failure {number + 1}" for number in range(store.add("failures", 0))]
+    reports = dict(pickle.loads(store.get(key)) for key in keys if store.check([key]))
+    for rank in failed.keys() - reports.keys():
+        code = failed[rank].exitcode
+        name = signal.Signals(-code).name if code < 0 else None
+        message = f"rank {rank} was killed by {name}" if name else f"rank {rank} exited with status {code}"
+        return ProcessExitedException(message, rank, failed[rank].pid, code, name)
+    return next(iter(reports.values()))
+
+
+def _worker(rank, world_size, work, environment, outputs):
     """Run in a started process: `worker_fn` with the caller's environment, and a report of what it raised."""
-    if os.name == "posix":
-        os.setsid()  # one group for the worker and its own children, which are ended together
+    os.setsid()  # one group for the worker and its own children, which are ended together
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     # A fork server's children inherit the environment, stdout and stderr of the moment when the server was started.
     for fd, output in enumerate(outputs, 1):
         os.dup2(output.fileno(), fd)
+    sys.stdout.reconfigure(line_buffering=True)  # what was printed is out when another rank's failure ends this one
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    multiprocessing.set_start_method(None, force=True)  # the platform's, for a DataLoader; not the launcher's
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
     try:
+        worker_fn, args = pickle.loads(work)
         worker_fn(rank, world_size, *args)
         return cleanup()
     except SystemExit as error:
-        if not error.code:
-            return
+        if error.code is None or isinstance(error.code, int):
+            raise
         failure = SystemExit(str(error.code))
-        if isinstance(error.code, int):
-            message = f"rank {rank} exited with status {error.code}"
-            failure = ProcessExitedException(message, rank, os.getpid(), error.code)
     except BaseException:
         message = f"rank {rank} raised:\n\n{traceback.format_exc()[-30_000:]}"
         failure = ProcessRaisedException(message, rank, os.getpid())
-    # The time tells the cause from its consequences: peers fail only when this process ends and its sockets close.
-    report.send((time.monotonic(), failure))
+    # In the launcher's store, before this process ends and its sockets close, which is when peers fail: so the first
+    # report tells the cause.
+    store = torch_dist.TCPStore("127.0.0.1", int(environment["MASTER_PORT"]), is_master=False)
+    store.set(f"failure {store.add('failures', 1)}", pickle.dumps((rank, failure)))
+    store.get("failures")  # a round trip: the report is in the store by now
     sys.stdout.flush()
     os._exit(1)
 
@@ -157,48 +189,12 @@ def _worker(worker_fn, rank, world_size, args, environment, outputs, report):
 def _end_with_launcher():
     """Wait, in a daemon thread of a worker, for the launcher to end for whatever reason, then end the worker."""
     multiprocessing.parent_process().join()
-    if os.name == "posix":
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
+    _kill_group(0)
 
 
-def _wait_for_workers(processes, reports, tolerate_killed):
-    """Return when every worker has ended well; raise the first failure soon after one has not."""
-
-    def has_failed(process):
-        return process.exitcode and not (tolerate_killed and process.exitcode < 0 and process is not processes[0])
-
-    deadline = None
-    while running := [process.sentinel for process in processes if process.exitcode is None]:
-        if deadline is None and any(map(has_failed, processes)):
-            deadline = time.monotonic() + 0.5  # the consequence of a failure may be seen before its cause
-        if not wait(running, deadline and max(0, deadline - time.monotonic())):
-            break
-    failures = [_failure(rank, process, reports[rank]) for rank, process in enumerate(processes) if has_failed(process)]
-    if failures:
-        raise min(failures, key=lambda failure: failure[0])[1]
-
-
-def _failure(rank, process, report):
-    """When and why a worker failed. One that could not report was killed, which no failure of a peer does."""
-    try:
-        return report.recv()
-    except EOFError:
-        code = process.exitcode
-        name = signal.Signals(-code).name if code < 0 else None
-        message = f"rank {rank} was killed by {name}" if name else f"rank {rank} exited with status {code}"
-        return 0, ProcessExitedException(message, rank, process.pid, code, name)
-
-
-def _kill(process):
-    if process.pid is None:  # interrupted before it was started
-        return
-    if process.is_alive():
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except (AttributeError, ProcessLookupError):  # Windows, or not yet the leader of its group
-            process.kill()
-    process.join()
+def _kill_group(pid):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+        os.killpg(pid, signal.SIGKILL)
 
 
 # ---- who am I -----------------------------------------------------------------------------------------------------
@@ -207,10 +203,11 @@ def _kill(process):
 def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     """Bind this process to its device and join the job's process group: nccl for GPUs, gloo for CPU.
 
-    `rank` and `world_size` are needed only without a launcher: RANK and WORLD_SIZE of the environment win, so that
-    a local rank given here is right on several machines too. `timeout` is a datetime.timedelta after which a collective
-    fails; None is torch's default. Does nothing when a group exists, or in a single process without a launcher.
+    RANK and WORLD_SIZE of a launcher win over what is given, so passing the local rank does no harm. A
+    collective fails after `timeout`, a datetime.timedelta; None is torch's default. Joins none when one exists, or in
+    a single process without a launcher.
     """
+    global _store
     if is_dist_avail_and_initialized():
         return
     device = get_device()
@@ -222,28 +219,39 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
         return
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     device_id = device if backend == "nccl" else None
-    store = _fresh_store(rank, world_size, timeout or torch_dist.default_pg_timeout)
-    torch_dist.init_process_group(
-        backend, store=store, timeout=timeout, rank=rank, world_size=world_size, device_id=device_id
-    )
+    timeout = timeout or torch_dist.default_pg_timeout
+    _store = _fresh_store(rank, world_size, timeout)
+    ranks = {"rank": rank, "world_size": world_size}
+    torch_dist.init_process_group(backend, store=_store, timeout=timeout, device_id=device_id, **ranks)
+    # gloo connects all pairs, which is no barrier: a rank that left now would fail a peer that is still connecting.
+    _wait_for_all(timeout)
+
+
+_store, _meetings = None, itertools.count()
+
+
+def _wait_for_all(timeout):
+    """Wait until every rank is here, in the store, where it may take longer than a collective."""
+    key = f"meeting {next(_meetings)}"
+    if _store.add(key, 1) == get_world_size():
+        _store.set(f"{key} is complete", "")
+    _store.wait([f"{key} is complete"], timeout)
 
 
 def _fresh_store(rank, world_size, timeout):
-    """The job's store, under a prefix that no earlier start of its processes has used.
-
-    torchrun keeps one store when it starts its processes again. A process may then find the address at which another
-    one listened before it was killed, and fail to connect: https://github.com/pytorch/pytorch/issues/135712
-    """
+    """The job's store, under a prefix that no earlier start of its processes has used."""
+    # torchrun keeps the store when it starts its processes again, and in it the addresses of those that are gone:
+    # https://github.com/pytorch/pytorch/issues/135712
     store, *_ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=timeout))
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return store
     name, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank > 0:
         store.set(f"rank {rank}", name)
-        prefix = store.get(f"prefix for {name}").decode()
+        prefix = store.get(f"prefix for {name}").decode()  # waits
         store.add(f"{prefix} arrived", 1)
         return torch_dist.PrefixStore(prefix, store)
-    while store.add(f"{name} arrived", 0) < world_size - 1:  # rank 0 answers also names of before, until all are here
+    while store.add(f"{name} arrived", 0) < world_size - 1:  # it answers also names left by dead processes
         if time.monotonic() > end:
             raise TimeoutError(f"not all of {world_size} ranks have joined within {timeout}")
         for key in (f"rank {peer}" for peer in range(1, world_size)):
@@ -258,10 +266,8 @@ _left_groups = []
 
 @atexit.register
 def _end_groups():
-    """Let gloo's threads end before the interpreter: one that drops its last tensors later aborts the process.
-
-    So at exit too, after `sys.exit`, whose line is out by now. Not after an error, when gloo may wait for a peer.
-    """
+    """Let gloo's threads end before the interpreter: one that drops its last tensors later aborts the process."""
+    # At exit too, after sys.exit, whose line is out by now. Not after an error, when gloo may wait for a peer.
     if is_dist_avail_and_initialized() and torch_dist.get_backend() == "gloo" and not hasattr(sys, "last_type"):
         cleanup()
     if _left_groups:
@@ -270,11 +276,7 @@ def _end_groups():
 
 
 def cleanup():
-    """Destroy the process group, if there is one.
-
-    Not while an exception is on its way up (in a `finally`): the group then ends with the process, since closing it
-    first would make the other ranks fail before this one has reported the cause.
-    """
+    """Destroy the process group. Does nothing in an exception's `finally`: peers would fail before it is reported."""
     if is_dist_avail_and_initialized() and sys.exc_info()[0] is None:
         # A DDP model must not be the last to hold the group: it would join gloo's threads with Python's lock in its
         # hands, which they may be waiting for (seen with torch 2.11).
@@ -293,7 +295,9 @@ def get_rank():
 
 
 def get_local_rank():
-    """This process's number on its machine. It decides which GPU is used."""
+    """This process's number on its machine. It decides which GPU is used. SystemExit if a launcher has not set it."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ and "LOCAL_RANK" not in os.environ:
+        raise SystemExit("RANK is set, but LOCAL_RANK is not: set it to the process's number on its machine")
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -308,17 +312,13 @@ def is_primary():
 
 
 def get_device():
-    """This process's device: GPU number `local_rank` of the visible ones, or the CPU where there is none.
-
-    Raises SystemExit with one line if the machine has fewer GPUs than processes.
-    """
+    """GPU number `local_rank`, or the CPU if no GPU is visible. SystemExit if there are GPUs, but too few."""
     count = torch.cuda.device_count()
     if count and get_local_rank() >= count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-        raise SystemExit(
-            f"local rank {get_local_rank()} has no GPU: {count} visible (CUDA_VISIBLE_DEVICES: {visible}), "
-            f"so start at most {count} processes on this machine"
-        )
+        line = f"local rank {get_local_rank()} has no GPU: {count} visible (CUDA_VISIBLE_DEVICES: {visible})"
+        line += f", so start at most {count} processes on this machine"
+        raise SystemExit(f"{line}, or let every task see all of its GPUs (srun --gpu-bind=none)")
     return torch.device("cuda", get_local_rank()) if count else torch.device("cpu")
 
 
@@ -332,7 +332,7 @@ def print_primary(*args, **kwargs):
 
 
 def data_sampler(dataset, distributed, shuffle, pad=True, seed=0):
-    """A DistributedSampler that gives each rank its share of `dataset`, or None when not `distributed`.
+    """A DistributedSampler that gives each rank its share of `dataset`; None if not `distributed`: shuffle there.
 
     With `pad` all ranks get equally many samples, some of them twice if the length does not divide evenly: training
     needs it, since every step is a collective. With `pad=False` every sample is seen exactly once over all ranks, as
@@ -352,7 +352,7 @@ def prepare_ddp_model(model, device_ids=None, **kwargs):
     """`model`, already on its device, wrapped in DistributedDataParallel; `model` itself at world size 1.
 
     `device_ids` is ignored on the CPU; `kwargs` go to DistributedDataParallel. Gradients are views of the buckets that
-    are reduced, which saves one copy of them in memory and in time.
+    are reduced, which saves a copy of them in memory and in time.
     https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
     if get_world_size() == 1:
@@ -393,11 +393,13 @@ def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
     return model
 
 
-def sync_params(params):
-    """Overwrite every tensor of `params` on every rank with rank 0's."""
+def sync_params(params, src=0):
+    """Overwrite every tensor of `params` on every rank with rank `src`'s, wherever it is and however it is laid out."""
     if get_world_size() > 1:
         for param in params:
-            torch_dist.broadcast(param.detach(), src=0)
+            sent = param.detach().to(get_device()).contiguous()
+            torch_dist.broadcast(sent, src=src)
+            param.detach().copy_(sent)
 
 
 # ---- metrics ------------------------------------------------------------------------------------------------------
@@ -406,7 +408,7 @@ _REDUCE_OPS = {"avg": "SUM", "sum": "SUM", "min": "MIN", "max": "MAX"}  # gloo h
 
 
 def reduce(tensor, op="avg"):
-    """`all_reduce` with the average as default: what a loss needs."""
+    """`all_reduce`, on every rank, with the average as default: what a loss needs."""
     return all_reduce(tensor, op)
 
 
@@ -451,10 +453,12 @@ def agree(value=None, error=None):
     """Every rank's `value`, any that can be pickled, in rank order.
 
     Raises SystemExit(error) on every rank if one of them gives an `error`, a line that says what has failed there: so
-    that no rank waits for one that has given up.
+    that no rank waits for one that has given up. Waits up to 12 hours, for slow work on one rank, as to unpack data.
     """
     pairs = [(value, error)] * get_world_size()
     if get_world_size() > 1:
+        if _store is not None:  # else the process group is the caller's own
+            _wait_for_all(timedelta(hours=12))
         torch_dist.all_gather_object(pairs, (value, error))
     for _, error in pairs:
         if error:
@@ -468,150 +472,53 @@ def barrier():
         torch_dist.barrier()
 
 
-# ---- snapshots ----------------------------------------------------------------------------------------------------
-
-
-def save_snapshot(path, model, optimizer, scheduler=None, epoch=0, step=0):
-    """Write to `path`, once per node, all that is needed to go on at `step` of `epoch`, the next to run.
-
-    Every rank must call it; local rank 0 of each node writes. The model is saved unwrapped, so any number of processes
-    can load it. A kill at any moment leaves the old file or the new one. Raises SystemExit with one line, on every
-    rank, if a node cannot write, say because its disk is full; its old file is then as it was.
-    """
-    parts, error = _parts(model, optimizer, scheduler), None
-    sync_params(parts["model"].buffers())  # with rank 0's, as DDP does before each forward: all nodes write the same
-    if get_local_rank() == 0:
-        temporary = f"{path}.{get_rank()}.tmp"  # nodes may share the folder
-        try:
-            states = {name: part.state_dict() for name, part in parts.items()}
-            _write(path, temporary, {**states, "epoch": epoch, "step": step})
-        except (OSError, RuntimeError) as failure:  # torch.save turns the OSError of a full disk into a RuntimeError
-            if os.path.exists(temporary):
-                os.remove(temporary)
-            cause = failure if isinstance(failure, OSError) else failure.__context__
-            if not isinstance(cause, OSError):
-                raise
-            error = f"cannot save {_location(path)}: {cause.strerror}: make room there, or choose another path"
-    agree(None, error)
-
-
-def load_snapshot(path, model, optimizer, scheduler=None):
-    """Restore the newest snapshot of all nodes on every rank; returns its (epoch, step), the next to run.
-
-    Without one anywhere it changes nothing and returns (0, 0). Every rank must call it; local rank 0 of each node looks
-    for `path`, and the first that has the newest sends it to all. Nothing in a file is executed. Raises SystemExit with
-    one line, on every rank, if any node's file is damaged, cannot be read, or belongs to another model.
-    """
-    data, position, error = _read(path) if get_local_rank() == 0 else (b"", (-1, -1), None)
-    seen = agree((position, len(data), _location(path)), error)
-    holder = max(range(len(seen)), key=lambda rank: seen[rank][0])
-    position, size, location = seen[holder]
-    if position < (0, 0):
-        return 0, 0
-    data = bytearray(data if get_rank() == holder else size)
-    if len(seen) > 1:
-        for chunk in torch.frombuffer(data, dtype=torch.uint8).split(2**26):  # 64 MiB at a time on the device
-            on_device = chunk.to(get_device())
-            torch_dist.broadcast(on_device, src=holder)
-            chunk.copy_(on_device)
-    snapshot = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    try:
-        for name, part in _parts(model, optimizer, scheduler).items():
-            part.load_state_dict(snapshot[name])
-    except (KeyError, RuntimeError, ValueError) as failure:
-        cause = " ".join(str(failure).split())[:300]
-        raise SystemExit(f"{location} is another model's ({cause}): move it away, or choose another path") from None
-    return position
-
-
-def _write(path, temporary, contents):
-    """torch.save to `temporary`, and rename that to `path`, such that both survive a power cut.
-
-    Quicker than torch.save and then fsync: the disk writes while torch.save is still at work, and the old file, which
-    takes a tenth of that time to free, is freed in the background.
-    """
-    with open(temporary, "wb") as file, futures.ThreadPoolExecutor() as pool:
-        saving = pool.submit(torch.save, contents, file)
-        while futures.wait([saving], timeout=0.1).not_done:
-            os.fsync(file.fileno())
-        saving.result()  # raises what it has met
-        file.flush()
-        os.fsync(file.fileno())
-    if os.name != "posix":
-        return os.replace(temporary, path)
-    old = os.open(path, os.O_RDONLY) if os.access(path, os.R_OK) else None
-    os.replace(temporary, path)
-    folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
-    if old is not None:
-        threading.Thread(target=os.close, args=(old,)).start()
-
-
-def _parts(model, optimizer, scheduler):
-    model = model.module if isinstance(model, DistributedDataParallel) else model
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    return {name: part for name, part in parts.items() if part is not None}
-
-
-def _read(path):
-    """A snapshot's bytes, its (epoch, step), or (-1, -1) if there is none, and what is wrong with it, or None."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-    except FileNotFoundError:
-        return b"", (-1, -1), None
-    except OSError as failure:
-        return b"", (-1, -1), f"cannot read {_location(path)}: {failure.strerror}: correct that, or move it away"
-    try:
-        damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()  # torch.load compares no checksum
-        if damaged:
-            raise ValueError(f"checksum of {damaged}")
-        snapshot = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        return data, (int(snapshot["epoch"]), int(snapshot["step"])), None
-    except Exception as failure:  # whatever the two readers raise on bytes that are no snapshot
-        cause = f"{type(failure).__name__}: {str(failure).partition(chr(10))[0][:200]}"
-        error = f"{_location(path)} is damaged or no snapshot ({cause}): move it away, or put an intact copy there"
-        return b"", (-1, -1), error
-
-
-def _location(path):
-    return f"{os.path.abspath(path)} on {socket.gethostname()}"
+wait_for_everyone = barrier  # its name in https://github.com/joh-fischer/distributed-pytorch
 
 
 # ---- command line -------------------------------------------------------------------------------------------------
 
 
-def at_least(minimum):
-    """An argparse `type`: a whole number of at least `minimum`."""
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse with the first line of `doc` and the defaults in its help, errors of one line, and --a_b for --a-b."""
+
+    def __init__(self, doc):
+        super().__init__(description=doc.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+
+    def add_nproc(self, **kwargs):
+        """Add --nproc, the number of processes of the job; under a launcher that is what it has started."""
+        gpus, help = torch.cuda.device_count(), "processes, unless under torchrun"
+        default = get_world_size() if _is_launched() else gpus or 2
+        parse = at_least(1, gpus or math.inf, ", the number of visible GPUs")
+        self.add_argument("--nproc", **{"type": parse, "default": default, "help": help, **kwargs})
+
+    def parse_known_args(self, args=None, namespace=None):
+        args = sys.argv[1:] if args is None else args
+        args = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), arg) for arg in args]
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def at_least(minimum, most=math.inf, why=""):
+    """An argparse `type`: a whole number from `minimum` to `most`; `why` is added to the bounds in the error."""
 
     def parse(text):
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or value < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
-        return value
+        with contextlib.suppress(ValueError):
+            if minimum <= int(text) <= most:
+                return int(text)
+        bounds = f"of at least {minimum}" if most == math.inf else f"from {minimum} to {most}{why}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
 
     return parse
 
 
+seed = at_least(0, 2**32 - 1)  # an argparse `type`
+
+
 def positive(text):
     """An argparse `type`: a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
-    return value
-
-
-def check_writable(option, folder):
-    """Make `folder`, before any training. Raises SystemExit with one line if nothing can be written there."""
-    try:
-        os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise SystemExit(f"{option}: cannot write to {os.path.abspath(folder)}: {error.strerror}") from None
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")

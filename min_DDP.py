@@ -18,8 +18,6 @@ whole global batch, `Finish iteration 3 - acc: 0.8125 (26/32) - loss: 0.5912`, a
 Reducing and gathering in each iteration is this script's lesson; a real loop does it once per epoch.
 """
 
-import argparse
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -28,24 +26,16 @@ import distributed as dist
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        usage=argparse.SUPPRESS,  # so that an error is one line
-    )
-    gpus = torch.cuda.device_count()
+    parser = dist.ArgumentParser(__doc__)
     parser.add_argument("--epochs", type=dist.at_least(1), default=5, help="passes over the data")
-    parser.add_argument("--batch-size", "--batch_size", type=dist.at_least(1), default=16, help="samples per process")
-    parser.add_argument("--n-classes", "--n_classes", type=dist.at_least(2), default=4, help="classes to tell apart")
-    parser.add_argument("--data-size", "--data_size", type=dist.at_least(1), default=256, help="samples in all")
-    parser.add_argument("--hidden-dim", "--hidden_dim", type=dist.at_least(1), default=32, help="width of the model")
+    parser.add_argument("--batch-size", type=dist.at_least(1), default=16, help="samples per process")
+    parser.add_argument("--n-classes", type=dist.at_least(2), default=4, help="classes to tell apart")
+    parser.add_argument("--data-size", type=dist.at_least(1), default=256, help="samples in all")
+    parser.add_argument("--hidden-dim", type=dist.at_least(1), default=32, help="width of the model")
     parser.add_argument("--lr", type=dist.positive, default=0.01, help="learning rate of Adam")
-    parser.add_argument("--seed", type=int, default=0, help="of the data, the weights and the order of samples")
-    parser.add_argument("--nproc", type=dist.at_least(1), default=gpus or 2, help="processes, unless under torchrun")
-    args = parser.parse_args()
-    if gpus and args.nproc > gpus:
-        parser.error(f"argument --nproc: {args.nproc} is not in the range 1 to {gpus}, the number of visible GPUs")
-    return args
+    parser.add_argument("--seed", type=dist.seed, default=0, help="of the data, the weights and the order of samples")
+    parser.add_nproc()
+    return parser.parse_args()
 
 
 class DummyDataset(Dataset):
@@ -91,7 +81,7 @@ def train_epoch(model, loader, optimizer, device):
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """Correct predictions, and samples, over all processes."""
+    """[correct predictions, samples] over all ranks. `model` is the one without DDP: shares may differ in length."""
     model.eval()
     hits, n = torch.zeros((), dtype=torch.long, device=device), 0  # hits stay on the device: no wait in the loop
     for x, y in loader:
@@ -101,27 +91,26 @@ def evaluate(model, loader, device):
 
 
 def main_worker(local_rank, world_size, args):
-    is_distributed = world_size > 1
-    if is_distributed:
-        dist.init_process_group(local_rank, world_size)
+    dist.init_process_group()
     device = dist.get_device()
 
     dataset = DummyDataset(args.data_size, args.n_classes, args.seed)
-    sampler = dist.data_sampler(dataset, is_distributed, shuffle=True, seed=args.seed)
-    loader = DataLoader(dataset, args.batch_size, shuffle=sampler is None, sampler=sampler)
-    eval_sampler = dist.data_sampler(dataset, is_distributed, shuffle=False, pad=False)  # each sample exactly once
+    # The sampler for one process too: any number of them then shares one order of the samples.
+    sampler = dist.data_sampler(dataset, distributed=True, shuffle=True, seed=args.seed)
+    loader = DataLoader(dataset, args.batch_size, sampler=sampler)
+    eval_sampler = dist.data_sampler(dataset, distributed=True, shuffle=False, pad=False)  # each sample exactly once
     eval_loader = DataLoader(dataset, args.batch_size, sampler=eval_sampler)
 
-    torch.manual_seed(args.seed + dist.get_rank())  # dropout should differ; DDP starts all from rank 0's weights
-    model = dist.prepare_ddp_model(DummyModel(args.hidden_dim, args.n_classes).to(device), device_ids=[local_rank])
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    torch.manual_seed(args.seed + dist.get_rank())  # for dropout, if you add it; DDP starts all from rank 0's weights
+    model = DummyModel(args.hidden_dim, args.n_classes).to(device)
+    ddp_model = dist.prepare_ddp_model(model, device_ids=[local_rank])
+    optimizer = torch.optim.Adam(ddp_model.parameters(), lr=args.lr, fused=True)
 
     dist.print_primary(f"Training on {world_size} x {device.type}, global batch {world_size * args.batch_size}")
     for epoch in range(args.epochs):
         dist.print_primary(f"------- Epoch {epoch + 1}")
-        if sampler is not None:
-            sampler.set_epoch(epoch)  # another order in each epoch, the same on every rank
-        train_epoch(model, loader, optimizer, device)
+        sampler.set_epoch(epoch)  # another order in each epoch, the same on every rank
+        train_epoch(ddp_model, loader, optimizer, device)
     hits, n = evaluate(model, eval_loader, device)
     dist.print_primary(f"Finished: accuracy {hits / n:.4f} ({hits}/{n})")
     dist.cleanup()

@@ -10,14 +10,19 @@ from pathlib import Path
 import pytest
 
 # The fork server then has it too, and the workers of a test need not import it.
-import torch._dynamo  # noqa: F401
+import torch._dynamo
 
 ROOT = Path(__file__).parent.parent
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def pytest_configure(config):
+    # Two threads that wait for each other take a hundred times as long as one where other processes compute too.
+    torch.set_num_threads(1)
+
+
 def pytest_addoption(parser):
-    parser.addoption("--torchrun-jobs", type=int, default=40, help="jobs of the stress test of the end of a job")
+    parser.addoption("--torchrun-jobs", type=int, default=20, help="jobs of the stress test of the end of a job")
 
 
 @pytest.fixture(autouse=True)

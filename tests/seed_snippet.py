@@ -33,6 +33,7 @@ def main_worker(gpu, world_size):
         loss = dist.reduce(loss.detach())  # average loss
         correct = torch.cat(dist.gather(correct.detach()))  # all correct predictions
         dist.print_primary(f"{loss.item():.6f} {correct.sum().item()}/{len(correct)}", flush=True)
+    dist.wait_for_everyone()
     dist.cleanup()
 
 

@@ -1,17 +1,23 @@
 """A snapshot is whole or absent, is agreed on by all nodes, and a bad one stops every rank with one clear line."""
 
+import copy
 import errno
 import os
 import pickle
 import resource
 import signal
+import stat
+import threading
+from collections import Counter, defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
+import checkpoint
 import distributed as dist
 
 
@@ -77,14 +83,14 @@ def save_worker(local_rank, world_size, path, seed, epoch, step):
     dist.init_process_group()
     model, optimizer, scheduler = objects(seed)
     model = dist.prepare_ddp_model(model)
-    dist.save_snapshot(path, model, optimizer, scheduler, epoch=epoch, step=step)
+    checkpoint.save(path, model, optimizer, scheduler, epoch=epoch, step=step)
 
 
 def load_worker(local_rank, world_size, path, seed, position):
     dist.init_process_group()
     model, optimizer, scheduler = objects(seed=9)
     wrapped = dist.prepare_ddp_model(model)
-    assert dist.load_snapshot(path, wrapped, optimizer, scheduler) == position
+    assert checkpoint.load(path, wrapped, optimizer, scheduler) == position
     assert_same_states((model, optimizer, scheduler), objects(seed))
 
 
@@ -106,7 +112,7 @@ def test_it_holds_tensors_and_containers_of_the_unwrapped_model(tmp_path):
 
 def test_without_a_snapshot_nothing_changes(tmp_path):
     parts = objects()
-    assert dist.load_snapshot(tmp_path / "snapshot.pt", *parts) == (0, 0)
+    assert checkpoint.load(tmp_path / "snapshot.pt", *parts) == (0, 0)
     assert_same_states(parts, objects())
 
 
@@ -115,10 +121,10 @@ def big_worker(local_rank, world_size, path):
     torch.manual_seed(local_rank)
     model = nn.Linear(4200, 4200)  # 67 MiB: more than is sent at once
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    dist.save_snapshot(path, model, optimizer, epoch=1)
+    checkpoint.save(path, model, optimizer, epoch=1)
     weight = model.weight.detach().clone()
     nn.init.zeros_(model.weight)
-    assert dist.load_snapshot(path, model, optimizer) == (1, 0)
+    assert checkpoint.load(path, model, optimizer) == (1, 0)
     torch.distributed.broadcast(weight, src=0)
     assert torch.equal(model.weight, weight)
 
@@ -138,11 +144,11 @@ def nodes_worker(local_rank, world_size, folder):
     as_node(folder)
     rank = dist.get_rank()
     parts = objects()
-    assert dist.load_snapshot("snapshot.pt", *parts) == (0, 0)
+    assert checkpoint.load("snapshot.pt", *parts) == (0, 0)
 
     # Every node writes the same file, also where batch norm's statistics differ by rank.
     parts[0][1].running_mean.fill_(rank)
-    dist.save_snapshot("snapshot.pt", *parts, epoch=1)
+    checkpoint.save("snapshot.pt", *parts, epoch=1)
     assert torch.load("snapshot.pt", weights_only=True)["model"]["1.running_mean"].eq(0).all()
 
     # The newest wins, whoever has it, and a node without a disk's worth of history gets it too.
@@ -153,28 +159,28 @@ def nodes_worker(local_rank, world_size, folder):
         states = {name: part.state_dict() for name, part in zip(KINDS, objects(rank), strict=True)}
         torch.save({**states, "epoch": epoch, "step": step}, "snapshot.pt")
     parts = objects(9)
-    assert dist.load_snapshot("snapshot.pt", *parts) == (2, 5)
+    assert checkpoint.load("snapshot.pt", *parts) == (2, 5)
     assert_same_states(parts, objects(2))
 
     # One folder that all nodes share: they write at the same time, and the file is whole each time.
     shared = Path(folder, "shared.pt")
     for epoch in range(1, 11):
-        dist.save_snapshot(shared, *parts, epoch=epoch)
-        assert dist.load_snapshot(shared, *parts) == (epoch, 0)
+        checkpoint.save(shared, *parts, epoch=epoch)
+        assert checkpoint.load(shared, *parts) == (epoch, 0)
     dist.barrier()
     assert not list(Path(folder).glob("*.tmp"))
 
     # A bad file on one node stops all, though the others' are intact, rather than start with an unclear history.
     if rank == 1:
         Path("snapshot.pt").write_bytes(b"")
-    message = exit_message(dist.load_snapshot, "snapshot.pt", *parts)
+    message = exit_message(checkpoint.load, "snapshot.pt", *parts)
     assert str(Path(folder, "node1", "snapshot.pt")) in message
 
     # A node that cannot save stops all.
     if rank == 1:
         os.remove("snapshot.pt")
         os.mkdir("snapshot.pt")
-    message = exit_message(dist.save_snapshot, "snapshot.pt", *parts, epoch=3)
+    message = exit_message(checkpoint.save, "snapshot.pt", *parts, epoch=3)
     assert str(Path(folder, "node1", "snapshot.pt")) in message
     assert not list(Path.cwd().glob("*.tmp"))
 
@@ -188,7 +194,7 @@ def once_per_node_worker(local_rank, world_size, folder):
     os.environ["LOCAL_RANK"] = str(local_rank % 2)  # two nodes of two
     os.makedirs(f"{folder}/{local_rank}")
     os.chdir(f"{folder}/{local_rank}")
-    dist.save_snapshot("snapshot.pt", *objects(), epoch=1)
+    checkpoint.save("snapshot.pt", *objects(), epoch=1)
 
 
 def test_local_rank_0_of_each_node_writes(tmp_path):
@@ -226,19 +232,19 @@ def kill_worker(local_rank, world_size, path, moment):
             os.replace = killed
         elif moment == "replaced":
             os.replace = killed_after_replace
-    dist.save_snapshot(path, *objects(2), epoch=2)
+    checkpoint.save(path, *objects(2), epoch=2)
 
 
 @pytest.mark.parametrize(("moment", "survivor"), [("write", 1), ("fsync", 1), ("replace", 1), ("replaced", 2)])
 def test_a_kill_leaves_the_old_snapshot_or_the_new_one(moment, survivor, tmp_path):
     path = str(tmp_path / "snapshot.pt")
-    dist.save_snapshot(path, *objects(1), epoch=1)
+    checkpoint.save(path, *objects(1), epoch=1)
     with pytest.raises(ProcessExitedException, match="rank 0 was killed by SIGKILL"):
         dist.launch(kill_worker, path, moment, nprocs=2)
     parts = objects(9)
-    assert dist.load_snapshot(path, *parts) == (survivor, 0)
+    assert checkpoint.load(path, *parts) == (survivor, 0)
     assert_same_states(parts, objects(survivor))
-    dist.save_snapshot(path, *parts, epoch=3)  # takes the half-written file's place
+    checkpoint.save(path, *parts, epoch=3)  # takes the half-written file's place
     assert os.listdir(tmp_path) == ["snapshot.pt"]
 
 
@@ -258,7 +264,7 @@ class Bomb:
 def bad_files(folder):
     """(name, what the line must say) of each bad file; they are made in `folder`."""
     model, optimizer, scheduler = objects()
-    dist.save_snapshot(folder / "good", model, optimizer, scheduler, epoch=1)
+    checkpoint.save(folder / "good", model, optimizer, scheduler, epoch=1)
     good = (folder / "good").read_bytes()
     cases = {f"truncated{i}": good[: i * len(good) // 51] for i in range(1, 51)}
     cases["empty"] = b""
@@ -272,16 +278,18 @@ def bad_files(folder):
     torch.save({"epoch": 1, "step": 0, "model": Bomb("exploded")}, folder / "bomb")
     torch.save({"epoch": 1, "model": model.state_dict()}, folder / "foreign")
     torch.save(model[0].weight.detach(), folder / "tensor")
-    expected = dict.fromkeys([*cases, "bomb", "foreign", "tensor"], "is damaged or no snapshot")
+    expected = dict.fromkeys([*cases, "foreign", "tensor"], "is damaged or no snapshot")
+    expected["bomb"] = f"holds {os.mknod.__module__}.mknod, which is not loaded"
     (folder / "directory").mkdir()
-    dist.save_snapshot(folder / "unreadable", model, optimizer, scheduler, epoch=1)
+    checkpoint.save(folder / "unreadable", model, optimizer, scheduler, epoch=1)
     (folder / "unreadable").chmod(0)
     expected |= {"directory": "Is a directory", "unreadable": "Permission denied"}
-    dist.save_snapshot(folder / "wider", *objects(width=9), epoch=1)
-    dist.save_snapshot(folder / "unscheduled", model, optimizer, epoch=1)
+    checkpoint.save(folder / "wider", *objects(width=9), epoch=1)
+    checkpoint.save(folder / "unscheduled", model, optimizer, epoch=1)
     another = nn.Linear(4, 1)
-    dist.save_snapshot(folder / "another", another, torch.optim.Adam(another.parameters()), epoch=1)
-    return expected | dict.fromkeys(["wider", "another", "unscheduled"], "is another model's")
+    checkpoint.save(folder / "another", another, torch.optim.Adam(another.parameters()), epoch=1)
+    without = "holds the state of model and optimizer, not of model and optimizer and scheduler"
+    return expected | {"unscheduled": without, "another": without, "wider": "is another model's"}
 
 
 def bad_worker(local_rank, world_size, folder, expected):
@@ -290,10 +298,10 @@ def bad_worker(local_rank, world_size, folder, expected):
     if os.geteuid() == 0:
         os.seteuid(65534)  # root may read everything
     for name, reason in expected.items():
-        message = exit_message(dist.load_snapshot, name, *objects())
+        message = exit_message(checkpoint.load, name, *objects())
         assert str(Path(folder, name)) in message
         assert reason in message, name
-        assert "move it away" in message
+        assert "move it away" in message or "save and load the same parts" in message
     dist.cleanup()
 
 
@@ -318,7 +326,7 @@ def full_disk_worker(local_rank, world_size, path, moment):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         os.fsync = full
-    message = exit_message(dist.save_snapshot, path, *parts, epoch=2)
+    message = exit_message(checkpoint.save, path, *parts, epoch=2)
     assert path in message
     assert os.strerror(errno.EFBIG if moment == "write" else errno.ENOSPC) in message
     assert "make room" in message
@@ -327,11 +335,11 @@ def full_disk_worker(local_rank, world_size, path, moment):
 @pytest.mark.parametrize("moment", ["write", "fsync"])
 def test_a_full_disk_leaves_the_old_snapshot(moment, tmp_path):
     path = str(tmp_path / "snapshot.pt")
-    dist.save_snapshot(path, *objects(1), epoch=1)
+    checkpoint.save(path, *objects(1), epoch=1)
     dist.launch(full_disk_worker, path, moment, nprocs=2)
     assert os.listdir(tmp_path) == ["snapshot.pt"]
     parts = objects(9)
-    assert dist.load_snapshot(path, *parts) == (1, 0)
+    assert checkpoint.load(path, *parts) == (1, 0)
     assert_same_states(parts, objects(1))
 
 
@@ -341,5 +349,160 @@ def test_a_saving_error_that_is_not_the_disks_keeps_its_traceback(tmp_path, monk
 
     monkeypatch.setattr(torch, "save", broken)
     with pytest.raises(RuntimeError, match="CUDA error"):
-        dist.save_snapshot(tmp_path / "snapshot.pt", *objects(), epoch=1)
+        checkpoint.save(tmp_path / "snapshot.pt", *objects(), epoch=1)
+    assert not os.listdir(tmp_path)
+
+
+# ---- what a user may put in -----------------------------------------------------------------------------------------
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+    path = tmp_path / "snapshot.pt"
+    model, optimizer, _ = objects()
+    checkpoint.save(path, model, optimizer, epoch=1)
+    before = path.read_bytes()
+    for value, name in (
+        (np.float64(0.1), "numpy"),
+        (Path("x"), "pathlib"),
+        (defaultdict(int), "collections.defaultdict"),
+    ):
+        optimizer.param_groups[0]["note"] = value
+        message = exit_message(checkpoint.save, path, model, optimizer, epoch=2)
+        assert str(path) in message and name in message and "make a plain number, string, list or dict" in message
+        assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["snapshot.pt"]
+
+
+def test_what_was_saved_is_loaded_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "snapshot.pt"
+    model, optimizer, scheduler = objects()
+    checkpoint.save(path, model, optimizer, scheduler, epoch=1)
+    message = exit_message(checkpoint.load, path, model, optimizer)
+    assert "holds the state of model and optimizer and scheduler, not of model and optimizer" in message
+
+
+def test_a_compiled_model_is_saved_under_its_own_names(tmp_path):
+    path = tmp_path / "snapshot.pt"
+    model, optimizer, scheduler = objects(1)
+    checkpoint.save(path, torch.compile(model), optimizer, scheduler, epoch=1)
+    parts = objects(9)
+    assert checkpoint.load(path, *parts) == (1, 0)
+    assert_same_states(parts, (model, optimizer, scheduler))
+
+
+def test_containers_are_sent_as_they_are():
+    state = {
+        "milestones": Counter([30, 80, 80]),
+        "list": [1, (2, torch.ones(2))],
+        "model": nn.BatchNorm1d(2).state_dict(),
+    }
+    sent = checkpoint._over_tensors(lambda tensor: tensor, state)
+    assert_same(sent, state)
+    assert sent is not state and type(sent["milestones"]) is Counter
+    assert sent["model"]._metadata == state["model"]._metadata != {}
+
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory_worker(local_rank, world_size, path):
+    dist.init_process_group()
+    model = nn.Linear(4000, 4000)
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    model(torch.ones(4000)).sum().backward()
+    optimizer.step()
+    checkpoint.save(path, model, optimizer, epoch=1)
+    model = model.requires_grad_(False)
+    del optimizer
+    before = peak()
+    assert checkpoint.load(path, model, torch.optim.Adam(model.parameters())) == (1, 0)
+    assert peak() - before < 1.4 * os.path.getsize(path), (peak() - before) / os.path.getsize(path)
+
+
+def test_loading_takes_the_size_of_the_file(tmp_path):
+    dist.launch(memory_worker, str(tmp_path / "snapshot.pt"), nprocs=2)
+
+
+def sync_worker(local_rank, world_size):
+    dist.init_process_group()
+    whole = torch.full((4, 6), float(local_rank))
+    column, strided, transposed = whole[:, 1], whole[::2, 3], torch.full((2, 3), float(local_rank)).t()
+    dist.sync_params([column, strided, transposed])
+    expected = torch.full((4, 6), float(local_rank))
+    expected[:, 1] = expected[::2, 3] = 0
+    assert torch.equal(whole, expected), "its neighbours in memory are not touched"
+    assert (transposed == 0).all()
+
+
+def test_tensors_of_any_layout_are_synced():
+    dist.launch(sync_worker, nprocs=2)
+
+
+class Awkward(nn.Module):
+    """Batch norm, dropout, and a head that has outputs only in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+        self.heads = nn.ModuleList([nn.Linear(8, 1), nn.Linear(8, 1)])
+
+    def forward(self, x):
+        x = self.body(x)
+        return [head(x) for head in self.heads] if self.training else [self.heads[0](x)]
+
+
+def settle_worker(local_rank, world_size):
+    dist.init_process_group()
+    torch.manual_seed(0)
+    model = Awkward()
+    ddp_model = dist.prepare_ddp_model(model)
+    model.body[1].running_mean.fill_(local_rank)
+    before = copy.deepcopy(model.state_dict())
+    checkpoint.settle_buckets(ddp_model, lambda: sum(ddp_model(torch.randn(4, 4))).sum())
+    assert_same(model.state_dict(), before)
+    assert ddp_model.training and all(not param.grad.any() for param in model.parameters() if param.grad is not None)
+    assert sum(ddp_model(torch.randn(4, 4))).sum().backward() is None
+
+
+def test_settling_the_buckets_leaves_no_trace():
+    dist.launch(settle_worker, nprocs=2)
+
+
+def test_the_disk_has_the_file_and_its_name_before_the_save_ends(tmp_path, monkeypatch):
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def record_fsync(fd):
+        events.append("folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", lambda *args: (events.append("rename"), replace(*args)))
+    with checkpoint.atomic(tmp_path / "file") as file:
+        file.write(b"new")
+    assert events[-3:] == ["file", "rename", "folder"]
+    assert (tmp_path / "file").read_bytes() == b"new"
+
+
+def test_a_block_that_fails_leaves_the_old_file(tmp_path):
+    (tmp_path / "file").write_bytes(b"old")
+    with pytest.raises(KeyError), checkpoint.atomic(tmp_path / "file") as file:
+        file.write(b"new")
+        raise KeyError
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == b"old"
+
+
+def test_an_error_that_only_the_background_sees_is_not_lost(tmp_path, monkeypatch):
+    called, fsync = threading.Event(), os.fsync
+
+    def fail_once(fd):
+        if called.is_set():
+            return fsync(fd)
+        called.set()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))  # the kernel tells it to one fsync only
+
+    monkeypatch.setattr(os, "fsync", fail_once)
+    with pytest.raises(SystemExit, match=os.strerror(errno.EIO)), checkpoint.atomic(tmp_path / "file") as file:
+        file.write(b"new")
+        assert called.wait(30)
     assert not os.listdir(tmp_path)

@@ -1,0 +1,201 @@
+"""What a user may swap in: models, batches, optimizers and sizes that no script here has, on two ranks as on one."""
+
+import argparse
+import contextlib
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+import checkpoint
+import distributed as dist
+import min_DDP
+
+STEPS, BATCH = 6, 8
+
+# ---- models and batches ---------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """The output layer is the embedding. Takes a dict's tokens, gives a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.body = nn.Embedding(11, 160), nn.Linear(160, 160)
+        self.head = nn.Linear(160, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens, targets):
+        hidden = self.body(self.embedding(tokens)).tanh()
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten()), hidden
+
+
+class Unused(Tied):
+    """Has a layer that never gets a gradient, as BERT's pooler."""
+
+    def __init__(self):
+        super().__init__()
+        self.pooler = nn.Linear(160, 160)
+
+
+def tokens(step):
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randint(11, (BATCH, 5), generator=generator) for name in ("tokens", "targets")}
+
+
+def loss_of(model, batch):
+    output = model(**batch)
+    return output[0] if isinstance(output, tuple) else output.loss
+
+
+def layerwise(model):
+    """The embedding learns at a tenth of the others' rate."""
+    slow = [param for name, param in model.named_parameters() if "embed" in name or "wte" in name]
+    rest = [param for param in model.parameters() if all(param is not other for other in slow)]
+    return [{"params": slow, "lr": 1e-3}, {"params": rest}]
+
+
+def cases_of_transformers():
+    """Models built from their configurations, with random weights."""
+    import transformers
+
+    small = {"vocab_size": 11, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    bert = {"intermediate_size": 128, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    gpt2 = {"vocab_size": 11, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 16}
+    gpt2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    llama = {"intermediate_size": 128, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    return {
+        "BERT": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**small, **bert)),
+        "GPT-2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**gpt2)),
+        "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, **llama)),
+    }
+
+
+def sentences(step):
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(11, (BATCH, 12), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+# ---- equal to one process -------------------------------------------------------------------------------------------
+
+
+def train(model, make_batch, optimizer_class, rank=0, world_size=1):
+    """Losses over all ranks, and parameters, of a loop with all that people use; `model` is wrapped already."""
+    optimizer = optimizer_class(layerwise(model), lr=1e-2)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    losses = []
+    for step in range(STEPS):
+        batch = {name: part[rank::world_size].contiguous() for name, part in make_batch(step).items()}
+        loss = loss_of(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+        scheduler.step()
+        losses.append(dist.reduce(loss))
+    return torch.stack(losses), full(model), optimizer
+
+
+def full(model):
+    plain = getattr(model, "module", model)
+    tensors = {name: param.detach() for name, param in plain.named_parameters()}
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+
+
+WRAPPERS = {
+    "DDP": functools.partial(dist.prepare_ddp_model, find_unused_parameters=True),
+    "compiled DDP": lambda model: torch.compile(dist.prepare_ddp_model(model), backend="eager"),
+    "FSDP": functools.partial(dist.prepare_fsdp_model, min_num_params=1000),
+}
+
+
+def resume(folder, make_model, model, optimizer):
+    """A checkpoint of it fills another model and optimizer, learning rates of groups and schedule included."""
+    checkpoint.save_sharded(folder, model, optimizer, 3)
+    other = WRAPPERS["FSDP"](make_model())
+    fresh = torch.optim.AdamW(layerwise(other), lr=1e-2)
+    assert checkpoint.load_sharded(folder, other, fresh) == 3
+    assert [group["lr"] for group in fresh.param_groups] == [group["lr"] for group in optimizer.param_groups]
+    expected = full(model)
+    assert all(torch.equal(param, expected[name]) for name, param in full(other).items())
+    for param, other_param in zip(model.parameters(), other.parameters(), strict=True):
+        if param in optimizer.state:
+            moments = optimizer.state[param]["exp_avg"], fresh.state[other_param]["exp_avg"]
+            assert torch.equal(*(moment.full_tensor() for moment in moments))
+
+
+def swap_worker(local_rank, world_size, folder, which, tolerance):
+    dist.init_process_group()
+    ours = {"tied": Tied, "unused": Unused}
+    cases, make_batch = (ours, tokens) if which == "ours" else (cases_of_transformers(), sentences)
+    for name, make_model in cases.items():
+        for optimizer_class in (torch.optim.SGD, torch.optim.AdamW):
+            torch.manual_seed(0)
+            losses, params, _ = train(make_model(), make_batch, optimizer_class)
+            for kind, wrap in WRAPPERS.items():
+                if kind == "compiled DDP" and name != "tied":
+                    continue
+                torch.manual_seed(local_rank)  # rank 0's weights are taken
+                model = wrap(make_model())
+                actual_losses, actual, optimizer = train(model, make_batch, optimizer_class, local_rank, world_size)
+                what = f"{name} under {kind} with {optimizer_class.__name__}"
+                assert (actual_losses - losses).abs().max() <= tolerance, what
+                assert actual.keys() == params.keys(), what
+                assert all((actual[key] - params[key]).abs().max() <= tolerance for key in params), what
+                if kind == "FSDP" and optimizer_class is torch.optim.AdamW:
+                    resume(f"{folder}/{name}", make_model, model, optimizer)
+
+
+def in_float64(local_rank, world_size, *args):
+    torch.set_default_dtype(torch.float64)
+    swap_worker(local_rank, world_size, *args)
+
+
+def test_tied_weights_unused_parameters_groups_schedules_clipping_tuples_and_dicts(tmp_path):
+    dist.launch(in_float64, str(tmp_path), "ours", 1e-12, nprocs=2)
+
+
+@pytest.mark.slow
+def test_models_that_no_one_here_wrote(tmp_path):
+    dist.launch(in_float64, str(tmp_path), "transformers", 1e-6, nprocs=2)  # their losses are float32
+
+
+# ---- in the scripts -------------------------------------------------------------------------------------------------
+
+
+class Buffered(min_DDP.DummyModel):
+    """With a buffer, which DDP sends at every forward of the wrapped model."""
+
+    def __init__(self, hidden_dim, n_classes):
+        super().__init__(hidden_dim, n_classes)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+
+class Normed(Buffered):
+    def __init__(self, hidden_dim, n_classes):
+        super().__init__(hidden_dim, n_classes)
+        self.layers.insert(1, nn.BatchNorm1d(hidden_dim))
+        self.layers.insert(2, nn.Dropout(0.1))
+
+
+def min_ddp_worker(local_rank, world_size, folder, model, data_size):
+    args = {"epochs": 2, "batch_size": 4, "n_classes": 3, "hidden_dim": 8, "lr": 0.1, "seed": 0, "data_size": data_size}
+    min_DDP.DummyModel = model
+    min_DDP.DataLoader = functools.partial(DataLoader, num_workers=2)
+    with open(f"{folder}/{local_rank}", "w") as file, contextlib.redirect_stdout(file):
+        min_DDP.main_worker(local_rank, world_size, argparse.Namespace(**args))
+
+
+@pytest.mark.parametrize(("model", "data_size"), [(Buffered, 3), (Normed, 38)])
+def test_min_ddp_with_buffers_loader_workers_and_fewer_samples_than_ranks(model, data_size, tmp_path):
+    dist.launch(min_ddp_worker, str(tmp_path), model, data_size, nprocs=4)
+    assert f"/{data_size})" in (tmp_path / "0").read_text().splitlines()[-1]
