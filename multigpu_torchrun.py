@@ -18,7 +18,6 @@ It prints a line per epoch, `[GPU0] Epoch 0 | Batchsize: 32 | Steps: 32 | Loss: 
 and steps, and the average loss of all processes' samples. It says when it has saved and where it resumes.
 """
 
-import argparse
 import os
 import sys
 
@@ -26,23 +25,18 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+import checkpoint
 import distributed as dist
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        usage=argparse.SUPPRESS,  # so that an error is one line
-    )
+    parser = dist.ArgumentParser(__doc__)
     parser.add_argument("total_epochs", type=dist.at_least(1), help="epochs to train")
     parser.add_argument("save_every", type=dist.at_least(1), help="epochs between snapshots")
-    parser.add_argument("--batch-size", "--batch_size", type=dist.at_least(1), default=32, help="samples per process")
-    parser.add_argument("--snapshot-path", "--snapshot_path", default="snapshot.pt", help="where to save and resume")
+    parser.add_argument("--batch-size", type=dist.at_least(1), default=32, help="samples per process")
+    parser.add_argument("--snapshot-path", default="snapshot.pt", help="where to save and resume")
     args = parser.parse_args()
-    folder = os.path.dirname(os.path.abspath(args.snapshot_path))
-    if not os.path.isdir(folder):
-        parser.error(f"argument --snapshot-path: {args.snapshot_path!r} must be in a folder that exists, not {folder}")
+    checkpoint.check_writable("--snapshot-path", os.path.dirname(os.path.abspath(args.snapshot_path)))
     return args
 
 
@@ -70,25 +64,14 @@ class Trainer:
         self.device = device
         self.save_every = save_every
         self.snapshot_path = snapshot_path
-        self.first_epoch, inside = dist.load_snapshot(snapshot_path, self.model, optimizer)
+        self.first_epoch, inside = checkpoint.load(snapshot_path, self.model, optimizer)
         if inside:
             sys.exit(f"{snapshot_path} was saved inside Epoch {self.first_epoch}: end it with multinode_torchrun.py")
         if self.first_epoch:
             dist.print_primary(f"Resuming from {snapshot_path} at Epoch {self.first_epoch}")
 
-    def settle_buckets(self):
-        """Spend a backward on DDP, which lays out its gradient buckets anew after the first.
-
-        The layout decides in which order three or more ranks' gradients are summed: a resumed run's first step, in the
-        first layout again, would differ in the last bit from the uninterrupted run's.
-        """
-        x, y = next(iter(self.loader))
-        self.model.eval()  # leaves the statistics of a batch norm alone
-        F.mse_loss(self.model(x.to(self.device)), y.to(self.device)).backward()
-        self.model.train()
-
     def train(self, total_epochs):
-        self.settle_buckets()
+        checkpoint.settle_buckets(self.model, lambda: self.compute_loss(*next(iter(self.loader))))
         for epoch in range(self.first_epoch, total_epochs):
             self.run_epoch(epoch)
             if (epoch + 1) % self.save_every == 0 or epoch + 1 == total_epochs:
@@ -99,9 +82,8 @@ class Trainer:
         torch.manual_seed(epoch * dist.get_world_size() + dist.get_rank())  # so with dropout, which differs by rank
         total_loss = torch.zeros((), device=self.device)  # stays on the device: no wait for it in the loop
         for x, y in self.loader:
-            x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
             self.optimizer.zero_grad()
-            loss = F.mse_loss(self.model(x), y)
+            loss = self.compute_loss(x, y)
             loss.backward()
             self.optimizer.step()
             total_loss += loss.detach() * len(x)
@@ -110,8 +92,12 @@ class Trainer:
         batch_size, steps = self.loader.batch_size, len(self.loader)
         dist.print_primary(f"[{name}] Epoch {epoch} | Batchsize: {batch_size} | Steps: {steps} | Loss: {loss:.4f}")
 
+    def compute_loss(self, x, y):
+        x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+        return F.mse_loss(self.model(x), y)
+
     def save_snapshot(self, epoch):
-        dist.save_snapshot(self.snapshot_path, self.model, self.optimizer, epoch=epoch + 1)
+        checkpoint.save(self.snapshot_path, self.model, self.optimizer, epoch=epoch + 1)
         dist.print_primary(f"Epoch {epoch} | Snapshot saved at {self.snapshot_path}")
 
 
@@ -124,7 +110,7 @@ def main_worker(local_rank, world_size, args):
     # collate_fn: __getitems__ has made the batch already
     loader = DataLoader(dataset, args.batch_size, sampler=sampler, collate_fn=tuple, pin_memory=device.type == "cuda")
     model = torch.nn.Linear(20, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=5e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=5e-3, fused=True)
     Trainer(model, loader, optimizer, device, args.save_every, args.snapshot_path).train(args.total_epochs)
 
 

@@ -28,14 +28,10 @@ def positive_int(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        usage=argparse.SUPPRESS,  # so that an error is one line
-    )
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS)  # one-line errors
     parser.add_argument("total_epochs", type=positive_int, help="epochs to train")
     parser.add_argument("save_every", type=positive_int, help="epochs between checkpoints")
-    parser.add_argument("--batch-size", "--batch_size", type=positive_int, default=32, help="samples per step")
+    parser.add_argument("--batch-size", "--batch_size", type=positive_int, default=32, help="of a step (%(default)s)")
     return parser.parse_args()
 
 
@@ -72,9 +68,8 @@ class Trainer:
     def run_epoch(self, epoch):
         total_loss = torch.zeros((), device=self.device)  # stays on the device: no wait for it in the loop
         for x, y in self.loader:
-            x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
             self.optimizer.zero_grad()
-            loss = F.mse_loss(self.model(x), y)
+            loss = self.compute_loss(x, y)
             loss.backward()
             self.optimizer.step()
             total_loss += loss.detach() * len(x)
@@ -83,16 +78,16 @@ class Trainer:
         batch_size, steps = self.loader.batch_size, len(self.loader)
         print(f"[{name}] Epoch {epoch} | Batchsize: {batch_size} | Steps: {steps} | Loss: {loss:.4f}")
 
+    def compute_loss(self, x, y):
+        x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+        return F.mse_loss(self.model(x), y)
+
     def save_checkpoint(self, epoch, path="checkpoint.pt"):
-        checkpoint = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "epoch": epoch + 1,  # the next one to run
-        }
+        parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         temporary = f"{path}.tmp"
         try:
             with open(temporary, "wb") as file:
-                torch.save(checkpoint, file)
+                torch.save({**parts, "epoch": epoch + 1}, file)  # the next to run
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)  # atomic: a kill leaves the old checkpoint or the new one
@@ -112,7 +107,7 @@ def main(args):
     # collate_fn: __getitems__ has made the batch already
     loader = DataLoader(dataset, args.batch_size, shuffle=True, collate_fn=tuple, pin_memory=device.type == "cuda")
     model = torch.nn.Linear(20, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=5e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=5e-3, fused=True)
     Trainer(model, loader, optimizer, device, args.save_every).train(args.total_epochs)
 
 

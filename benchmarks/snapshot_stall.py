@@ -1,4 +1,4 @@
-"""How long training stops for a snapshot: `dist.save_snapshot` on N ranks against torch.save and fsync alone.
+"""How long training stops for a snapshot: `checkpoint.save` on N ranks against torch.save and fsync alone.
 
     python -m benchmarks.snapshot_stall                              # 1.1 GB, two processes, 7 saves of each kind
     python -m benchmarks.snapshot_stall --megabytes 100 --nproc 4
@@ -7,7 +7,6 @@ It prints the median and the range of both, and the median ratio of neighbours. 
 them comes first, so that a busy machine slows both.
 """
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -15,16 +14,13 @@ import time
 
 import torch
 
+import checkpoint
 import distributed as dist
 from benchmarks import common
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        usage=argparse.SUPPRESS,  # so that an error is one line
-    )
+    parser = dist.ArgumentParser(__doc__)
     parser.add_argument("--megabytes", type=dist.at_least(1), default=1130, help="size of the snapshot")
     parser.add_argument("--nproc", type=dist.at_least(1), default=2, help="processes")
     parser.add_argument("--repeats", type=dist.at_least(1), default=7, help="saves of each kind")
@@ -71,7 +67,7 @@ def main_worker(local_rank, world_size, args, folder):
             os.replace(f"{folder}/new.pt", f"{folder}/plain.pt")  # the old file is there meanwhile
         saves = [
             lambda: plain.append(stall(folder, plain_save, f"{folder}/new.pt", model, optimizer)),
-            lambda: ours.append(stall(folder, dist.save_snapshot, f"{folder}/snapshot.pt", model, optimizer, epoch=1)),
+            lambda: ours.append(stall(folder, checkpoint.save, f"{folder}/snapshot.pt", model, optimizer, epoch=1)),
         ]
         for save in saves if repeat % 2 else reversed(saves):
             save()
@@ -79,7 +75,7 @@ def main_worker(local_rank, world_size, args, folder):
         return
     plain, ours = plain[1:], ours[1:]  # the first of each creates the files
     ratio = statistics.median(one / other for one, other in zip(ours, plain, strict=True))
-    results = {"torch.save and fsync": common.summary(plain), "dist.save_snapshot": common.summary(ours)}
+    results = {"torch.save and fsync": common.summary(plain), "checkpoint.save": common.summary(ours)}
     for name, row in results.items():
         print(f"{name:20}  {row['median']:.3f} s  ({row['min']:.3f} to {row['max']:.3f})")
     print(f"ratio {ratio:.2f} (n = {args.repeats}, {args.megabytes} MB, N = {world_size}), promised: at most 1")

@@ -13,6 +13,7 @@ from conftest import ROOT, finish, wait_for
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 from torch.distributed.run import get_args_parser
 
+import checkpoint
 import multinode_torchrun
 
 SLURM, KUBERNETES = ROOT / "launchers" / "slurm.sbatch", ROOT / "launchers" / "kubernetes.yaml"
@@ -29,56 +30,73 @@ def test_shellcheck():
 def test_the_directives_that_requeueing_needs():
     directives = re.findall(r"^#SBATCH --(\S+)$", SLURM.read_text(), re.M)
     assert {"requeue", "open-mode=append", "ntasks-per-node=1", "signal=B:USR1@120"} <= set(directives)
+    (seconds,) = re.findall(r"^export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", SLURM.read_text(), re.M)
+    assert 60 < int(seconds) < 120, "torchrun must have ended its processes when SLURM does"
 
 
-# srun starts the agent here instead of on every node; scancel signals it, as it would the step.
+# srun starts one node's command here, and scancel, which fails at first, signals it. (A real SLURM: test_slurm.py.)
 COMMANDS = {
-    "scontrol": """[ "$1" = show ] && echo localhost || echo "scontrol $*" """,
-    "srun": """[ "$1" = --kill-on-bad-exit=1 ]; shift; echo $$ > step.pid; exec "$@" """,
-    "scancel": """echo "scancel $*"; kill -TERM "$(cat step.pid)" """,
-    "torchrun": f"""exec {sys.executable} -m torch.distributed.run "$@" """,
+    "scontrol": """
+case "$1-$2" in
+  show-hostnames) echo localhost ;;
+  show-job) echo "JobState=$STATE PreemptTime=$PREEMPTED" ;;
+  *) echo "scontrol $*" ;;
+esac""",
+    "srun": """echo "srun $*"; echo $$ > step.pid; while [ "$1" != bash ]; do shift; done; exec "$@" """,
+    "scancel": """[ -e failed ] || { touch failed; exit 1; }; kill -TERM "$(cat step.pid)" """,
+    "torchrun": """
+echo "torchrun $*; $TORCH_ELASTIC_SHUTDOWN_TIMEOUT s"
+trap 'echo saved; exit 1' TERM
+echo started
+[ -n "$ENDS" ] && exit "$ENDS"
+while sleep 0.05; do :; done""",
 }
 
 
-@pytest.fixture
-def start_job(tmp_path):
+def run_job(folder, number=None, ends="", state="RUNNING", preempted="None", restarts="0"):
+    """Run the job file, signal it once it has started; returns its status and what was printed."""
     for name, body in COMMANDS.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "multinode_torchrun.py").symlink_to(ROOT / "multinode_torchrun.py")
-    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "localhost"}
-    environment = {**os.environ, **slurm, "SLURM_GPUS_ON_NODE": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+    slurm = {"JOB_ID": "7", "NNODES": "1", "JOB_NODELIST": "localhost", "GPUS_ON_NODE": "3", "CPUS_PER_TASK": "5"}
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "ENDS": ends, "STATE": state}
+    environment |= {"PREEMPTED": preempted, "SLURM_RESTART_COUNT": restarts}
+    environment |= {f"SLURM_{name}": value for name, value in slurm.items()}
+    log = folder / "log"
+    with open(log, "w") as file:
+        job = subprocess.Popen(["bash", SLURM], cwd=folder, env=environment, stdout=file, stderr=file)
+    if number:
+        wait_for(lambda: "started" in log.read_text(), job)
+        job.send_signal(number)
+    status, _, _ = finish(job, timeout=30)
+    return status, log.read_text()
 
-    def start(*arguments):
-        with open(tmp_path / "log", "a") as log:
-            return subprocess.Popen(
-                ["bash", SLURM, *map(str, arguments)], cwd=tmp_path, env=environment, stdout=log, stderr=log
-            )
 
-    return start
+def test_usr1_saves_and_requeues_also_when_scancel_fails_once(tmp_path):
+    status, text = run_job(tmp_path, signal.SIGUSR1)
+    assert (status, text.count("saved"), text.count("scontrol requeue 7")) == (1, 1, 1)
+    assert "--cpus-per-task 5" in text
+    assert "torchrun --nproc_per_node 3 --nnodes 1 --max-restarts 3" in text
+    assert "multinode_torchrun.py 50 10; 100 s" in text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 0)])
-def test_a_signal_saves_and_the_next_start_resumes(start_job, tmp_path, number, requeued):
-    log = tmp_path / "log"
-    arguments = (30, 1000, "--global-batch-size", 8)
-    job = start_job(*arguments)
-    wait_for(lambda: "Epoch 0 |" in log.read_text(), job)
-    job.send_signal(number)
-    code, _, _ = finish(job, timeout=40)
-    text = log.read_text()
-    assert code != 0
-    assert text.count("Snapshot saved") == 1, text
-    assert text.count(f"scontrol requeue {os.getpid()}") == requeued
-    ((epoch, step),) = re.findall(r"next is Epoch (\d+), Step (\d+)", text)
-
-    code, _, _ = finish(start_job(*arguments))
-    text = log.read_text()
-    assert code == 0, text
-    assert f"Starting at Epoch {epoch}, Step {step}" in text
-    assert "next is Epoch 30, Step 0" in text
-    assert text.count("scontrol requeue") == requeued
+@pytest.mark.parametrize(
+    ("requeued", "how"),
+    [
+        (0, {"number": signal.SIGTERM}),
+        (0, {"ends": "0"}),
+        (0, {"ends": "1"}),
+        (1, {"ends": "1", "state": "SIGNALING", "preempted": "2026-11-21T15:34:20"}),
+        (0, {"ends": "0", "state": "SIGNALING", "preempted": "2026-11-21T15:34:20"}),
+        (1, {"ends": "137"}),
+        (0, {"ends": "137", "restarts": "10"}),
+        (0, {"ends": "137", "state": "CANCELLED"}),
+    ],
+)
+def test_what_is_requeued(requeued, how, tmp_path):
+    status, text = run_job(tmp_path, **how)
+    assert status == int(how.get("ends", 1)), text
+    assert text.count("scontrol requeue 7") == requeued, text
 
 
 # ---- Kubernetes -----------------------------------------------------------------------------------------------------
@@ -100,6 +118,7 @@ def test_the_trainjob_starts_the_script(monkeypatch):
     assert (args.nnodes, args.rdzv_backend, args.max_restarts) == ("2", "c10d", 3)
     assert args.training_script == "multinode_torchrun.py"
     monkeypatch.setattr(sys, "argv", [args.training_script, *args.training_script_args])
+    monkeypatch.setattr(checkpoint, "check_writable", lambda option, folder: None)
     assert multinode_torchrun.parse_args().snapshot_path == "/snapshots/multinode-torchrun.pt"
 
     (patch,) = document["spec"]["runtimePatches"]
@@ -107,4 +126,7 @@ def test_the_trainjob_starts_the_script(monkeypatch):
     pod = job["template"]["spec"]["template"]["spec"]
     mounts = [mount["mountPath"] for container in pod["containers"] for mount in container["volumeMounts"]]
     assert any(f"--snapshot-path={mount}/" in argument for mount in mounts for argument in trainer["args"])
-    assert pod["terminationGracePeriodSeconds"] > 30, "longer than torchrun's own"
+    environment = {variable["name"]: variable["value"] for variable in trainer["env"]}
+    assert 60 < int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
+    (shared,) = [volume["name"] for volume in pod["volumes"] if volume.get("emptyDir") == {"medium": "Memory"}]
+    assert {"name": shared, "mountPath": "/dev/shm"} in [m for c in pod["containers"] for m in c["volumeMounts"]]

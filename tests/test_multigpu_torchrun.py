@@ -1,7 +1,9 @@
 """The second rung: it learns, survives kills bit for bit, and differs from the first by what the README shows."""
 
+import os
 import random
 import re
+import stat
 import time
 from types import SimpleNamespace
 
@@ -9,9 +11,24 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, finish, run, start, torchrun, wait_for
+from ladder import (
+    Augmented,
+    adam,
+    assert_close,
+    assert_same_models,
+    float64,
+    linear,
+    mlp,
+    no_seed_twice,
+    order,
+    random_model,
+    sgd,
+    train_alone,
+)
 from torch import nn
 from torch.utils.data import DataLoader
 
+import checkpoint
 import distributed as dist
 import multigpu_torchrun
 
@@ -25,16 +42,6 @@ def options(path, total_epochs, save_every=1, batch_size=32):
     return SimpleNamespace(
         total_epochs=total_epochs, save_every=save_every, batch_size=batch_size, snapshot_path=str(path)
     )
-
-
-def model_of(path):
-    return torch.load(path, weights_only=True)["model"]
-
-
-def assert_equal(actual, expected):
-    assert actual.keys() == expected.keys()
-    for name in expected:
-        assert torch.equal(actual[name], expected[name]), name
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -81,7 +88,7 @@ def test_a_damaged_snapshot_stops_all_processes(tmp_path):
 def test_a_snapshot_inside_an_epoch_is_refused(tmp_path):
     path = str(tmp_path / "snapshot.pt")
     model = nn.Linear(20, 1)
-    dist.save_snapshot(path, model, torch.optim.SGD(model.parameters(), lr=5e-3), epoch=3, step=64)
+    checkpoint.save(path, model, torch.optim.SGD(model.parameters(), lr=5e-3), epoch=3, step=64)
     with pytest.raises(SystemExit, match=f"{path} was saved inside Epoch 3"):
         dist.launch(multigpu_torchrun.main_worker, options(path, 5), nprocs=2)
 
@@ -92,7 +99,6 @@ def test_a_snapshot_inside_an_epoch_is_refused(tmp_path):
         (("0", "1"), "total_epochs"),
         (("5", "-1"), "save_every"),
         (("5", "1", "--batch-size", "0"), "--batch-size"),
-        (("5", "1", "--snapshot-path", "/nowhere/snapshot.pt"), "--snapshot-path"),
     ],
 )
 def test_a_wrong_option_is_one_line(main_of, arguments, option):
@@ -102,55 +108,89 @@ def test_a_wrong_option_is_one_line(main_of, arguments, option):
     assert option in stderr
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(main_of, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _ = main_of(SCRIPT, "5", "1", "--snapshot-path", str(tmp_path / "file" / "snapshot.pt"))
+    assert code == f"--snapshot-path: cannot write to {tmp_path / 'file'}: File exists"
+
+
 # ---- exact ----------------------------------------------------------------------------------------------------------
 
 
-def model_with_randomness():
-    """Several layers for DDP to lay out, dropout, and buffers."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.Dropout(0.1), nn.ReLU(), nn.Linear(64, 1))
-
-
-def train_worker(local_rank, world_size, path, total_epochs):
-    dist.init_process_group()
-    dataset, model = multigpu_torchrun.ToyDataset(), model_with_randomness()
+def trainer(model, optimizer, path, dataset=None, batch_size=32, **kwargs):
+    dataset = dataset or multigpu_torchrun.ToyDataset()
     sampler = dist.data_sampler(dataset, True, shuffle=True)
-    loader = DataLoader(dataset, 128, sampler=sampler, collate_fn=tuple)
-    optimizer = torch.optim.Adam(model.parameters())
-    multigpu_torchrun.Trainer(model, loader, optimizer, dist.get_device(), 1, path).train(total_epochs)
+    loader = DataLoader(dataset, batch_size, sampler=sampler, **{"collate_fn": tuple, **kwargs})
+    return multigpu_torchrun.Trainer(model, loader, optimizer(model), dist.get_device(), 1, str(path))
+
+
+@float64()
+def equal_worker(local_rank, world_size, args, path):
+    multigpu_torchrun.main_worker(local_rank, world_size, args)
+    trainer(mlp(), adam, path, batch_size=args.batch_size).train(args.total_epochs)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+def test_n_processes_compute_what_one_computes(nprocs, tmp_path, capfd):
+    """The parameters and the printed losses, with a last batch that does not fill."""
+    args, path = options(tmp_path / "sgd.pt", 2, 2, 96 // nprocs), tmp_path / "adam.pt"
+    dist.launch(equal_worker, args, str(path), nprocs=nprocs)
+    total = -(-2048 // nprocs) * nprocs  # the first samples again, until all ranks have equally many
+    runs = [
+        train_alone(*what, 2, 96, total, lambda epoch: order(epoch).repeat(2)) for what in [(linear, sgd), (mlp, adam)]
+    ]
+    assert_close(args.snapshot_path, runs[0][0])
+    assert_close(path, runs[1][0])
+    lines = EPOCH_LINE.findall(capfd.readouterr().out)
+    assert [line[1:4] for line in lines] == [(epoch, str(96 // nprocs), "22") for epoch in "0101"]
+    assert [float(line[-1]) for line in lines] == pytest.approx([*runs[0][1], *runs[1][1]], abs=5.1e-5)
+
+
+def resume_worker(local_rank, world_size, path, total_epochs):
+    """With all that is random: dropout, and noise that a worker process of the loader adds."""
+    dist.init_process_group()
+    loading = {"collate_fn": None, "num_workers": 1 if world_size == 2 else 0}
+    torch.manual_seed(total_epochs)  # no randomness from before the first epoch counts
+    model = random_model()
+    model.register_forward_hook(lambda model, *rest: none_in_eval(model.training))
+    with no_seed_twice():
+        trainer(model, adam, path, Augmented(), 128, **loading).train(total_epochs)
+
+
+def none_in_eval(training):
+    assert training
+
+
+def straight_and_half_worker(local_rank, world_size, straight, resumed):
+    resume_worker(local_rank, world_size, straight, 2)
+    resume_worker(local_rank, world_size, resumed, 1)
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
 def test_a_resumed_run_ends_where_the_uninterrupted_one_ends(nprocs, tmp_path):
     straight, resumed = str(tmp_path / "straight.pt"), str(tmp_path / "resumed.pt")
-    dist.launch(train_worker, straight, 2, nprocs=nprocs)
-    dist.launch(train_worker, resumed, 1, nprocs=nprocs)
-    assert not torch.equal(model_of(resumed)["0.weight"], model_of(straight)["0.weight"])
-    dist.launch(train_worker, resumed, 2, nprocs=nprocs)
-    assert_equal(model_of(resumed), model_of(straight))
+    dist.launch(straight_and_half_worker, straight, resumed, nprocs=nprocs)
+    weights = [torch.load(path, weights_only=True)["model"]["0.weight"] for path in (straight, resumed)]
+    assert not torch.equal(*weights)
+    dist.launch(resume_worker, resumed, 2, nprocs=nprocs)
+    assert_same_models(resumed, straight)
 
 
-def train_alone(epochs, batch_size):
-    """Plain PyTorch, without the helper: the reference."""
-    torch.manual_seed(0)
-    dataset, model = multigpu_torchrun.ToyDataset(), nn.Linear(20, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=5e-3)
-    for epoch in range(epochs):
-        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(epoch))
-        for batch in order.split(batch_size):
-            x, y = dataset.__getitems__(batch)
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-    return model.state_dict()
+def test_the_folder_is_flushed_too(tmp_path, monkeypatch):
+    """Else a power cut could take the new file's name back after `saved` was printed."""
+    calls, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(stat.S_ISDIR(os.fstat(fd).st_mode)) or fsync(fd))
+    monkeypatch.setattr(os, "replace", lambda *paths: calls.append("rename") or replace(*paths))
+    trainer(mlp(), adam, tmp_path / "snapshot.pt").save_snapshot(0)
+    assert calls[-3:] == [False, "rename", True]
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 4])
-def test_n_processes_compute_what_one_computes(nprocs, tmp_path):
-    path = tmp_path / "snapshot.pt"
-    dist.launch(multigpu_torchrun.main_worker, options(path, 2, 2, 64 // nprocs), nprocs=nprocs)
-    for name, expected in train_alone(2, 64).items():
-        assert (model_of(path)[name] - expected).abs().max() <= 1e-5
+def test_a_compiled_model_has_the_names_of_the_model(tmp_path):
+    for model in (torch.compile(mlp(), backend="eager"), mlp()):
+        trainer(model, adam, tmp_path / "snapshot.pt").train(1)
+    snapshot = torch.load(tmp_path / "snapshot.pt", weights_only=True)
+    assert snapshot["model"].keys() == mlp().state_dict().keys()
+    assert snapshot["epoch"] == 1
 
 
 @pytest.mark.slow
@@ -171,7 +211,7 @@ def test_ten_kills_change_nothing(tmp_path):
     text = log.read_text()
     assert code == 0, text
     assert any(hits), "a kill must hit a save"
-    assert_equal(model_of(path), model_of(expected))
+    assert_same_models(path, expected)
 
     # Every epoch was saved once and the one after it ran next. (A kill may come between a save and its line.)
     saved = [int(epoch) for epoch in SAVED_LINE.findall(text)]

@@ -1,19 +1,35 @@
 """The third rung: any number of ranks, SIGTERM at any moment, nodes that come and go; nothing done is lost."""
 
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import subprocess
+import time
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from conftest import ROOT, finish, start, wait_for
+from ladder import (
+    Augmented,
+    adam,
+    assert_close,
+    assert_same_models,
+    float64,
+    linear,
+    mlp,
+    no_seed_twice,
+    random_model,
+    sgd,
+    train_alone,
+)
 from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 
+import checkpoint
 import distributed as dist
 import multinode_torchrun
 
@@ -26,10 +42,9 @@ START_LINE = re.compile(r"\[rank (\d+)/(\d+) on \S+\] (?:CPU|GPU\d+) \| Starting
 
 
 @pytest.fixture(autouse=True)
-def sigterm(monkeypatch):
+def sigterm():
     """Leave pytest's own handling of SIGTERM as it was."""
     handler = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(multinode_torchrun, "signals", [])
     yield
     signal.signal(signal.SIGTERM, handler)
 
@@ -40,49 +55,60 @@ def options(path, total_epochs, save_every=1000, global_batch_size=64, timeout=6
         save_every=save_every,
         global_batch_size=global_batch_size,
         snapshot_path=str(path),
+        num_workers=0,
         timeout=timeout,
     )
 
 
-def model_of(path):
-    return torch.load(path, weights_only=True)["model"]
-
-
-def difference(path, expected):
-    pairs = ((model_of(path)[name], tensor) for name, tensor in model_of(expected).items())
-    return max((one.double() - other.double()).abs().max().item() for one, other in pairs)
+def trainer(model, optimizer, path, dataset=None, num_workers=0):
+    dataset, device = dataset or multinode_torchrun.ToyDataset(), dist.get_device()
+    rest = (1000, str(path), multinode_torchrun.Preemption(None), num_workers)
+    return multinode_torchrun.Trainer(model, dataset, 96, optimizer(model), device, *rest)
 
 
 # ---- the number of ranks may change ---------------------------------------------------------------------------------
 
 
+@float64()
+def equal_worker(local_rank, world_size, args, path):
+    """The script's own, then Adam and a model of several layers, which three ranks leave inside an epoch."""
+    multinode_torchrun.main_worker(local_rank, world_size, args)
+    job = trainer(mlp(), adam, path)
+    if world_size == 3:
+        job.preemption.signals.append(signal.SIGTERM)
+    assert job.train(args.total_epochs) == (world_size != 3)
+
+
 def test_the_number_of_ranks_may_change(tmp_path, capfd):
-    expected, path = tmp_path / "expected.pt", tmp_path / "snapshot.pt"
-    dist.launch(multinode_torchrun.main_worker, options(expected, 30), nprocs=1)
-    capfd.readouterr()
-    for nprocs, total_epochs in [(4, 10), (2, 20), (1, 30)]:
-        dist.launch(multinode_torchrun.main_worker, options(path, total_epochs), nprocs=nprocs)
-    assert difference(path, expected) <= 1e-5
-    lines = EPOCH_LINE.findall(capfd.readouterr().out)
-    assert [(int(epoch), int(ranks), int(batch), int(steps)) for ranks, epoch, batch, steps, _ in lines] == [
-        (epoch, ranks, 64 // ranks, 32) for epoch, ranks in enumerate([4] * 10 + [2] * 10 + [1] * 10)
-    ]
-    assert float(lines[-1][-1]) < float(lines[0][-1]) / 100
-
-
-def test_a_last_batch_that_does_not_fill_is_left_out(tmp_path):
-    for nprocs in (1, 3):  # 2048 = 21 * 96 + 32, and 32 is no multiple of 3
-        dist.launch(multinode_torchrun.main_worker, options(tmp_path / f"{nprocs}.pt", 2, 1, 96), nprocs=nprocs)
-    assert difference(tmp_path / "1.pt", tmp_path / "3.pt") <= 1e-5
+    """Parameters and printed losses are those of plain training without what does not fill a last batch."""
+    ranks, path = [4, 3, 2, 1], tmp_path / "adam.pt"
+    for epochs, nprocs in enumerate(ranks, 1):
+        args = options(tmp_path / "sgd.pt", epochs, global_batch_size=96)
+        dist.launch(equal_worker, args, str(path), nprocs=nprocs)
+    assert 2048 % 96 % 3
+    (by_sgd, sgd_losses), (by_adam, adam_losses) = (
+        train_alone(*what, 4, 96, 2016) for what in [(linear, sgd), (mlp, adam)]
+    )
+    assert_close(args.snapshot_path, by_sgd)
+    assert_close(path, by_adam)
+    lines = [(*map(int, line), float(loss)) for *line, loss in EPOCH_LINE.findall(capfd.readouterr().out)]
+    shown = [(4, 0, 24, 21), (4, 0, 24, 21), (3, 1, 32, 21), (3, 1, 32, 2)]  # learnt of after one step more
+    shown += [(2, 2, 48, 21), (2, 1, 48, 19), (2, 2, 48, 21), (1, 3, 96, 21), (1, 3, 96, 21)]
+    assert [line[:4] for line in lines] == shown
+    losses = [line[-1] for line in lines]
+    assert [losses[i] for i in (0, 2, 4, 7)] == pytest.approx(sgd_losses, abs=5.1e-5)
+    inside = (2 * losses[3] + 19 * losses[5]) / 21
+    assert [losses[1], inside, losses[6], losses[8]] == pytest.approx(adam_losses, abs=5.1e-5)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--global-batch-size", "64"), "argument --global-batch-size: 64 is not a multiple of 3, the number of ranks"),
-        (("--global_batch_size", "0"), "--global-batch-size/--global_batch_size"),
-        (("--global-batch-size", "2049"), "2049 is not in the range 1 to 2048"),
+        (("--global_batch_size", "0"), "argument --global-batch-size: '0' is not"),
+        (("--global-batch-size", "2049"), "'2049' is not a whole number from 1 to 2048, the number of samples"),
         (("--timeout", "0"), "--timeout"),
+        (("--num-workers", "-1"), "--num-workers"),
     ],
 )
 def test_a_wrong_option_is_one_line(main_of, monkeypatch, arguments, message):
@@ -97,44 +123,67 @@ def test_a_wrong_option_is_one_line(main_of, monkeypatch, arguments, message):
 # ---- preemption -----------------------------------------------------------------------------------------------------
 
 
-def preempted_worker(local_rank, world_size, path, total_epochs, at):
-    """Train, and at the `at`-th step of this process send SIGTERM to the last rank alone."""
+def preempted_worker(local_rank, world_size, path, total_epochs, at, num_workers):
+    """Train with all that is random, and at the `at`-th step of this process send SIGTERM to the last rank alone."""
     dist.init_process_group()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.Dropout(0.1), nn.ReLU(), nn.Linear(64, 1))
-    optimizer = torch.optim.Adam(model.parameters())
-    multinode_torchrun.signals.clear()
-    preemption = multinode_torchrun.Preemption(None)
-    dataset, device = multinode_torchrun.ToyDataset(), dist.get_device()
-    trainer = multinode_torchrun.Trainer(model, dataset, 96, optimizer, device, 1000, path, preemption)
-    steps = []
+    model, steps = random_model(), []
+    torch.manual_seed(at or 0)  # no randomness from before a step counts
+    job = trainer(model, adam, path, Augmented(), num_workers)
 
-    def count(*args):
-        steps.append(model.training)
-        if sum(steps) == at and local_rank == world_size - 1:
+    def count(model, *rest):
+        assert model.training
+        steps.append(None)
+        if len(steps) == at and num_workers:  # torchrun and SLURM signal it too
+            (loading,) = multiprocessing.active_children()
+            loading.terminate()
+            loading.join(0.5)
+            assert loading.is_alive()
+        if len(steps) == at and local_rank == world_size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
     model.register_forward_hook(count)
-    finished = trainer.train(total_epochs)
-    counts = dist.gather(torch.tensor(sum(steps)))
+    with no_seed_twice(settling=int(world_size > 1)):
+        finished = job.train(total_epochs)
+    counts = dist.gather(torch.tensor(len(steps)))
     assert len({count.item() for count in counts}) == 1, "all ranks stop after the same step"
     assert finished == (at is None)
     if at:
-        assert at <= sum(steps) <= at + 1
+        assert at <= len(steps) <= at + 1
+
+
+def preempted_jobs(local_rank, world_size, folder):
+    """An uninterrupted run, and one that is ended inside an epoch, between two, and inside again, of 21 steps each."""
+    preempted_worker(local_rank, world_size, f"{folder}/expected.pt", 3, None, 0)
+    path = f"{folder}/snapshot.pt"
+    # Of several ranks the others learn of it one step later; the first step of each is spent on DDP's buckets.
+    for at, position in [(30, (1, 9)), (12, (2, 0)), (5, (2, 5))]:
+        preempted_worker(local_rank, world_size, path, 3, at, int(world_size == 2 and position[1] > 0))
+        snapshot = torch.load(path, weights_only=True)
+        assert (snapshot["epoch"], snapshot["step"] / 96) == position
+        dist.barrier()
+    preempted_worker(local_rank, world_size, path, 3, None, 0)
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
 def test_sigterm_loses_nothing(nprocs, tmp_path):
-    expected, path = str(tmp_path / "expected.pt"), str(tmp_path / "snapshot.pt")
-    dist.launch(preempted_worker, expected, 3, None, nprocs=nprocs)
-    lag = int(nprocs > 1)  # the other ranks learn of it one step later
-    for at, position in [(30, (1, 9)), (12, (2, 0)), (5, (2, 5))]:  # of 21 steps: inside an epoch, between two, inside
-        dist.launch(preempted_worker, path, 3, at - lag, nprocs=nprocs)
-        snapshot = torch.load(path, weights_only=True)
-        assert (snapshot["epoch"], snapshot["step"] / 96) == position
-    dist.launch(preempted_worker, path, 3, None, nprocs=nprocs)
-    for name, tensor in model_of(expected).items():
-        assert torch.equal(model_of(path)[name], tensor), name
+    dist.launch(preempted_jobs, str(tmp_path), nprocs=nprocs)
+    assert_same_models(tmp_path / "snapshot.pt", tmp_path / "expected.pt")
+
+
+def test_sigterm_in_the_last_step_comes_too_late(tmp_path):
+    job = trainer(mlp(), adam, tmp_path / "snapshot.pt")
+    job.preemption.agreed = lambda: len(job.steps_done) == 21
+    job.steps_done = []
+    job.model.register_forward_hook(lambda *args: job.steps_done.append(None))
+    assert job.train(1)
+    assert torch.load(tmp_path / "snapshot.pt", weights_only=True)["epoch"] == 1
+
+
+def test_torchruns_report_has_the_traceback(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(AttributeError):
+        multinode_torchrun.main_worker(0, 1, SimpleNamespace())
+    assert "AttributeError" in (tmp_path / "error.json").read_text()
 
 
 @pytest.mark.slow
@@ -159,7 +208,7 @@ def test_sigterm_to_torchrun(tmp_path):
     assert START_LINE.findall(text)[-1][2:] == (epoch, step)
     assert {rank for rank, *_ in START_LINE.findall(text)} == {"0", "1"}
     dist.launch(multinode_torchrun.main_worker, options(expected, 4, 1000, 8), nprocs=2)
-    assert difference(path, expected) == 0
+    assert_same_models(path, expected)
 
 
 def test_sigterm_to_a_single_process(tmp_path):
@@ -178,8 +227,8 @@ def test_sigterm_to_a_single_process(tmp_path):
 def test_another_batch_size_inside_an_epoch_is_refused(tmp_path):
     path = str(tmp_path / "snapshot.pt")
     model = nn.Linear(20, 1)
-    dist.save_snapshot(path, model, torch.optim.SGD(model.parameters(), lr=5e-3), epoch=1, step=96)
-    with pytest.raises(SystemExit, match=f"{path} was saved 96 samples into an epoch.*64 is no divisor"):
+    checkpoint.save(path, model, torch.optim.SGD(model.parameters(), lr=5e-3), epoch=1, step=96)
+    with pytest.raises(SystemExit, match=f"{path} is 96 samples into an epoch: use a --global-batch-size"):
         dist.launch(multinode_torchrun.main_worker, options(path, 2), nprocs=2)
     dist.launch(multinode_torchrun.main_worker, options(path, 2, global_batch_size=48), nprocs=2)
 
@@ -187,11 +236,30 @@ def test_another_batch_size_inside_an_epoch_is_refused(tmp_path):
 # ---- the machine ----------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+def test_a_folder_is_made_or_one_line_says_why_not(main_of, tmp_path):
     (tmp_path / "file").write_text("")
-    path = tmp_path / "file" / "snapshot.pt"
-    with pytest.raises(SystemExit, match=f"cannot make the folder of {path} on .*: File exists"):
-        dist.launch(multinode_torchrun.main_worker, options(path, 1), nprocs=2)
+    code, _ = main_of(SCRIPT, "5", "1", "--snapshot-path", str(tmp_path / "file" / "snapshot.pt"))
+    assert code == f"--snapshot-path: cannot write to {tmp_path / 'file'}: File exists"
+    with pytest.raises(AssertionError, match="launch was called"):
+        main_of(SCRIPT, "5", "1", "--snapshot-path", str(tmp_path / "new" / "folder" / "snapshot.pt"))
+    assert (tmp_path / "new" / "folder").is_dir()
+
+
+def slow_save_worker(local_rank, world_size, args):
+    save = torch.save
+
+    def slow(*args):
+        time.sleep(3 * timeout)
+        save(*args)
+
+    timeout, torch.save = args.timeout, slow
+    multinode_torchrun.main_worker(local_rank, world_size, args)
+
+
+@pytest.mark.slow
+def test_a_save_may_take_longer_than_a_step(tmp_path):
+    dist.launch(slow_save_worker, options(tmp_path / "snapshot.pt", 2, 1, timeout=5), nprocs=2)
+    assert torch.load(tmp_path / "snapshot.pt", weights_only=True)["epoch"] == 2
 
 
 def stopped_worker(local_rank, world_size, args):
@@ -309,10 +377,10 @@ def test_two_nodes_of_which_one_is_lost_and_comes_back_empty(nodes, tmp_path):
     for job in (survivor, back):
         finish(job, timeout=40)
     snapshots = [folder / "snapshot.pt" for *_, folder in nodes]
-    assert difference(*snapshots) == 0
+    assert_same_models(*snapshots)
     reached = torch.load(snapshots[0], weights_only=True)
     assert reached["epoch"] > int(epoch)
     end, expected = reached["epoch"] + 1, tmp_path / "expected.pt"
     dist.launch(multinode_torchrun.main_worker, options(snapshots[1], end, global_batch_size=8), nprocs=1)
     dist.launch(multinode_torchrun.main_worker, options(expected, end, global_batch_size=8), nprocs=1)
-    assert difference(snapshots[1], expected) <= 1e-5
+    assert_close(snapshots[1], torch.load(expected, weights_only=True)["model"], 1e-5)

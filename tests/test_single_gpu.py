@@ -3,10 +3,12 @@ import re
 import pytest
 import torch
 from conftest import ROOT, finish, start
+from ladder import adam, assert_close, float64, linear, mlp, sgd, train_alone
+from torch.utils.data import DataLoader
 
 import single_gpu
 
-LINE = re.compile(r"\[(CPU|GPU0)\] Epoch (\d+) \| Batchsize: 32 \| Steps: 64 \| Loss: (\d+\.\d{4})")
+LINE = re.compile(r"\[(?:CPU|GPU0)\] Epoch (\d+) \| Batchsize: (\d+) \| Steps: (\d+) \| Loss: (\d+\.\d{4})")
 
 
 def test_it_learns_and_saves_every_few_epochs_and_at_the_last(tmp_path):
@@ -14,9 +16,9 @@ def test_it_learns_and_saves_every_few_epochs_and_at_the_last(tmp_path):
     status, stdout, stderr = finish(job)
     assert (status, stderr) == (0, "")
     lines = stdout.splitlines()
-    epochs = [LINE.fullmatch(line) for line in lines if line.startswith("[")]
-    assert [int(match.group(2)) for match in epochs] == list(range(7))
-    assert float(epochs[-1].group(3)) < 0.02 < 10 < float(epochs[0].group(3))
+    epochs, _, _, losses = zip(*LINE.findall(stdout), strict=True)
+    assert list(map(int, epochs)) == list(range(7))
+    assert float(losses[-1]) < 0.02 < 10 < float(losses[0])
     assert [line for line in lines if "saved" in line] == [
         f"Epoch {e} | Checkpoint saved at checkpoint.pt" for e in (2, 5, 6)
     ]
@@ -30,10 +32,58 @@ def test_it_learns_and_saves_every_few_epochs_and_at_the_last(tmp_path):
     assert torch.nn.functional.mse_loss(model(dataset.x), dataset.y) < 0.02
 
 
+class Order:
+    """As DistributedSampler deals the samples: another order in each epoch."""
+
+    def __init__(self):
+        self.epoch = -1
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter(torch.randperm(2048, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+    def __len__(self):
+        return 2048
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [(linear, sgd), (mlp, adam)])
+@float64()
+def test_it_computes_what_a_plain_loop_computes(model, optimizer, tmp_path, monkeypatch, capsys):
+    """With a last batch that does not fill, and going on from the checkpoint, which holds all of it."""
+    monkeypatch.chdir(tmp_path)
+    expected, losses = train_alone(model, optimizer, 4, 96)
+    loader = DataLoader(single_gpu.ToyDataset(), 96, sampler=Order(), collate_fn=tuple)
+    for _ in range(2):
+        trained = model()
+        trainer = single_gpu.Trainer(trained, loader, optimizer(trained), torch.device("cpu"), 2)
+        if (tmp_path / "checkpoint.pt").exists():
+            checkpoint = torch.load("checkpoint.pt", weights_only=True)
+            trained.load_state_dict(checkpoint["model"])
+            trainer.optimizer.load_state_dict(checkpoint["optimizer"])
+        trainer.train(2)
+    assert_close("checkpoint.pt", expected)
+    lines = LINE.findall(capsys.readouterr().out)
+    assert [line[1:3] for line in lines] == [("96", "22")] * 4
+    assert [float(loss) for *_, loss in lines] == pytest.approx(losses, abs=5.1e-5)
+
+
+@float64()
+def test_its_own_main_trains_by_sgd_on_all_samples(tmp_path, monkeypatch, capsys):
+    """In an order that a DataLoader's shuffle draws."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["single_gpu.py", "3", "5", "--batch_size", "96"])
+    single_gpu.main(single_gpu.parse_args())
+    expected, losses = train_alone(
+        linear, sgd, 3, 96, order=lambda epoch: torch.cat(list(DataLoader(range(2048), 96, shuffle=True)))
+    )
+    assert_close("checkpoint.pt", expected)
+    assert [float(loss) for *_, loss in LINE.findall(capsys.readouterr().out)] == pytest.approx(losses, abs=5.1e-5)
+
+
 def trainer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(20, 1)
-    return single_gpu.Trainer(model, None, torch.optim.SGD(model.parameters(), lr=0.1), torch.device("cpu"), 1)
+    return single_gpu.Trainer(model, None, sgd(model), torch.device("cpu"), 1)
 
 
 def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(tmp_path, monkeypatch):

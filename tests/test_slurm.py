@@ -1,0 +1,223 @@
+"""launchers/slurm.sbatch on a real SLURM of two nodes, both on this machine, each with a "GPU" that no library knows.
+
+On Debian, as root: apt-get install slurm-wlm munge
+"""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT
+from ladder import assert_same_models
+from test_multinode_torchrun import options
+
+import distributed as dist
+import multinode_torchrun
+
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        os.name != "posix" or os.geteuid() != 0 or not all(map(shutil.which, PROGRAMS)),
+        reason="needs root, and slurm-wlm and munge installed",
+    ),
+]
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+AuthInfo=socket={folder}/munge.socket
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmctldPort={ports[0]}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+StateSaveLocation={folder}/state
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdLogFile={folder}/slurmd-%n.log
+SlurmdSpoolDir={folder}/%n
+GresTypes=gpu
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000 Gres=gpu:2
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000 Gres=gpu:1
+PartitionName=low Nodes=n[1-2] Default=YES PriorityTier=1 GraceTime=60
+PartitionName=high Nodes=n[1-2] PriorityTier=10
+"""
+GPUS = "NodeName=n1 Name=gpu File=/dev/zero\nNodeName=n1 Name=gpu File=/dev/null\nNodeName=n2 Name=gpu File=/dev/full\n"
+
+
+def command(*arguments):
+    return subprocess.run(list(map(str, arguments)), check=True, capture_output=True, text=True).stdout.strip()
+
+
+def wait_until(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.2)
+    return value
+
+
+def free_ports(count):
+    servers = [socket.create_server(("", 0)) for _ in range(count)]
+    ports = [server.getsockname()[1] for server in servers]
+    for server in servers:
+        server.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slurm")
+    for name in ("state", "n1", "n2"):
+        (folder / name).mkdir()
+    names, hosts = "127.0.0.1 n1 n2\n", Path("/etc/hosts")
+    before = hosts.read_text()
+    hosts.write_text(before + names)  # in place: in a container it is a mount
+    (folder / "key").write_bytes(os.urandom(1024))
+    (folder / "key").chmod(0o400)
+    host = socket.gethostname()
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, host=host, ports=free_ports(3)))
+    (folder / "gres.conf").write_text(GPUS)
+    os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
+    munge = {"--key-file": "key", "--socket": "munge.socket", "--pid-file": "munged.pid", "--log-file": "munged.log"}
+    files = [f"{option}={folder / name}" for option, name in munge.items()]
+    try:
+        command("munged", "--force", *files, f"--seed-file={folder}/seed")
+        command("slurmctld")
+        for node in ("n1", "n2"):
+            command("slurmd", "-N", node)
+        wait_until(lambda: command("sinfo", "-h", "-p", "low", "-o", "%T") == "idle", 60)
+        yield
+    finally:
+        for job in command("squeue", "-h", "-o", "%i").split():
+            command("scancel", "--signal=KILL", "--full", job)
+            command("scancel", job)
+        wait_until(lambda: not command("squeue", "-h", "-o", "%i"), 60)
+        daemons = [psutil.Process(int(path.read_text())) for path in folder.glob("*.pid")]
+        for daemon in daemons:
+            daemon.terminate()
+        psutil.wait_procs(daemons, timeout=20)
+        hosts.write_text(hosts.read_text().replace(names, ""))
+        del os.environ["SLURM_CONF"]
+
+
+class Job:
+    """The job file, submitted as its first lines say, on less."""
+
+    def __init__(self, folder, *arguments):
+        for path in ROOT.glob("*.py"):
+            shutil.copy(path, folder)
+        environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+        }
+        less = ["--parsable", "--gpus-per-node", "1", "--cpus-per-task", "1", f"--chdir={folder}"]
+        submit = ["sbatch", *less, ROOT / "launchers" / "slurm.sbatch", *map(str, arguments)]
+        self.id = subprocess.run(submit, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+        self.log = Path(folder, f"multinode_torchrun-{self.id}.out")
+
+    def text(self):
+        return self.log.read_text() if self.log.exists() else ""
+
+    def field(self, name):
+        return re.search(rf"\b{name}=(\S+)", command("scontrol", "show", "job", self.id))[1]
+
+    def wait_for_epochs(self, count):
+        wait_until(lambda: self.text().count("| Epoch ") >= count or self.ended())
+
+    def ended(self):
+        return self.field("JobState") not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SIGNALING")
+
+    def starts(self):
+        return re.findall(r"\[rank 0/\d+ on \S+\] CPU \| Starting at Epoch (\d+), Step (\d+)", self.text())
+
+    def start_again(self):
+        """Wait until it is back in the queue, and spare it the wait there."""
+        wait_until(lambda: self.field("Restarts") == "1")
+        update = ["scontrol", "update", f"job={self.id}", "StartTime=now+10"]  # sooner, it is "revoked"
+        wait_until(lambda: self.field("JobState") == "PENDING" and subprocess.run(update).returncode == 0)
+        wait_until(lambda: len(self.starts()) == 2)
+
+    def cancel(self):
+        command("scancel", self.id)
+        wait_until(lambda: self.field("JobState") == "CANCELLED")
+
+
+def test_preempted_it_saves_is_requeued_resumes_at_that_step_and_finishes(cluster, tmp_path):
+    job = Job(tmp_path, 6, 1000, "--global-batch-size", 8)
+    job.wait_for_epochs(1)
+    command("sbatch", "--partition=high", "--nodes=2", "--gpus-per-node=1", f"--chdir={tmp_path}", "--wrap=srun true")
+    job.start_again()
+    (saved,) = re.findall(r"next is Epoch (\d+), Step (\d+)", job.text().partition("Starting at Epoch 0")[2])[:1]
+    assert saved != ("0", "0")
+    assert job.starts() == [("0", "0"), saved]
+    wait_until(job.ended)
+    assert job.field("JobState") == "COMPLETED", job.text()
+    assert "next is Epoch 6, Step 0" in job.text()
+    dist.launch(multinode_torchrun.main_worker, options(tmp_path / "expected.pt", 6, 1000, 8), nprocs=2)
+    assert_same_models(tmp_path / "snapshot.pt", tmp_path / "expected.pt")
+
+
+def test_usr1_saves_and_requeues_and_scancel_ends(cluster, tmp_path):
+    job = Job(tmp_path, 10**6, 10**6, "--global-batch-size", 8)
+    job.wait_for_epochs(1)
+    command("scancel", "--signal=USR1", "--batch", job.id)
+    job.start_again()
+    (saved,) = re.findall(r"next is Epoch (\d+), Step (\d+)", job.text())
+    assert job.starts() == [("0", "0"), saved]
+    job.wait_for_epochs(len(re.findall(r"\| Epoch ", job.text())) + 1)
+    job.cancel()
+    time.sleep(3)  # the time in which it could be requeued
+    assert (job.field("JobState"), job.field("Restarts")) == ("CANCELLED", "1")
+
+
+def test_a_killed_agent_requeues_and_a_mistake_does_not(cluster, tmp_path):
+    job = Job(tmp_path, 10**6, 1, "--global-batch-size", 8)
+    job.wait_for_epochs(2)
+    of_node = [p for p in psutil.process_iter() if is_of(p, job.id, "n2")]
+    assert len(of_node) == 2, of_node
+    for process in of_node:  # the agent and its rank
+        process.kill()
+    job.start_again()
+    (_, (epoch, step)) = job.starts()
+    assert int(epoch) >= 2 and step == "0"
+    job.cancel()
+
+    mistaken = Job(tmp_path, 5, 1, "--global-batch-size", 3)
+    wait_until(mistaken.ended)
+    assert (mistaken.field("JobState"), mistaken.field("Restarts")) == ("FAILED", "0")
+    assert "3 is not a multiple of 2, the number of ranks" in mistaken.text()
+
+
+def is_of(process, job, node):
+    try:
+        environment, is_script = process.environ(), "multinode_torchrun.py" in process.cmdline()
+    except psutil.Error:
+        return False
+    return is_script and (environment.get("SLURM_JOB_ID"), environment.get("SLURMD_NODENAME")) == (job, node)
+
+
+def test_each_node_has_its_own_number_of_gpus_and_cpus(cluster, tmp_path):
+    (tmp_path / "torchrun").write_text('#!/bin/sh\necho "$SLURMD_NODENAME $2 of $SLURM_CPUS_PER_TASK"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    job_file = (ROOT / "launchers" / "slurm.sbatch").read_text().replace("--gpus-per-node=4", "--gpus=3")
+    (tmp_path / "job").write_text(job_file)
+    submit = ["sbatch", "--wait", "--parsable", "--cpus-per-task=2", f"--chdir={tmp_path}", tmp_path / "job"]
+    job = subprocess.run(submit, env=environment, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+    log = (tmp_path / f"multinode_torchrun-{job}.out").read_text()
+    assert sorted(log.splitlines()) == ["n1 2 of 2", "n2 1 of 2"]
