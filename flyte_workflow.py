@@ -19,7 +19,6 @@ It prints what mnist_DDP.py prints, and last the outputs: the accuracy after eac
 local execution keeps them in a temporary folder: when that is gone, `pyflyte local-cache clear` makes it train again.
 """
 
-import argparse
 import hashlib
 import json
 import sys
@@ -32,6 +31,7 @@ from flytekit import Resources, current_context, task, workflow
 from flytekit.types.file import FlyteFile
 from flytekitplugins.kfpytorch import Elastic
 
+import checkpoint
 import distributed as dist
 import mnist
 import mnist_DDP
@@ -42,7 +42,7 @@ dataclass_json(Hyperparameters, undefined=Undefined.RAISE)  # or pyflyte ignores
 
 NODES, GPUS = 2, 2  # machines of the elastic task; GPUs, and processes, per machine of both
 
-SOURCES = (__file__, mnist_DDP.__file__, mnist.__file__, dist.__file__)
+SOURCES = (__file__, mnist_DDP.__file__, mnist.__file__, checkpoint.__file__, dist.__file__)
 
 
 def version_of(sources):
@@ -93,16 +93,10 @@ def pytorch_training_wf(hp: Hyperparameters = DEFAULTS) -> TrainingOutputs:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        usage=argparse.SUPPRESS,  # so that an error is one line
-    )
-    cli_hp, _ = mnist_DDP.parse_hyperparameters(parser)
+    cli_hp, _ = mnist_DDP.parse_hyperparameters(dist.ArgumentParser(__doc__))
     outputs = pytorch_training_wf(hp=cli_hp)
     if not Path(outputs.model_state.path).exists():  # it is in a temporary folder
-        sys.exit(
-            f"{outputs.model_state.path}, kept from an earlier run, is gone: `pyflyte local-cache clear`, and again"
-        )
+        path = outputs.model_state.path
+        sys.exit(f"{path}, kept from an earlier run, is gone: `pyflyte local-cache clear`, and again")
     print(f"epoch_accuracies: {outputs.epoch_accuracies}")
     print(f"model_state: {outputs.model_state.path}")

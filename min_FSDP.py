@@ -20,77 +20,59 @@ thirds of that.
 It prints how many parameters the model has and how many of them this process holds, a line per epoch, `epoch: 0 | train
 loss: 0.6352 | test loss: 0.1403 | test acc: 9617/10000 (0.9617) | memory: 771 MB | 4120 samples/s`, and last what each
 process holds in bytes. Loss and accuracy are of all samples, memory is the peak of the largest process: resident, or
-allocated on the GPU. Open only checkpoints that you trust: their index is a pickle.
+allocated on the GPU. Open only checkpoints that you trust: their index is a pickle. Machines must share the folder.
 """
 
-import argparse
-import contextlib
 import os
 import random
-import re
 import resource
-import shutil
 import sys
 import threading
 import time
-import warnings
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 from tqdm import tqdm
 
+import checkpoint
 import distributed as dist
 import mnist
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a process that is killed would leave behind
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a checkpoint of one process is meant to be one
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        usage=argparse.SUPPRESS,  # so that an error is one line
-    )
-    gpus, count = torch.cuda.device_count(), dist.at_least(1)
+    parser, count = dist.ArgumentParser(__doc__), dist.at_least(1)
     add = parser.add_argument
     add("--strategy", choices=("fsdp", "ddp", "local"), default="fsdp", help="shard, replicate, or use one process")
     add("--model", choices=tuple(mnist.MODELS), default="simple", help="50 thousand, 1.2 or 94 million parameters")
     add("--epochs", type=count, default=2, help="passes over the data")
-    add("--batch-size", "--batch_size", type=count, default=64, help="samples per step and process")
-    add("--test-batch-size", "--test_batch_size", type=count, default=1000, help="the same, for the evaluation")
+    add("--batch-size", type=count, default=64, help="samples per step and process")
+    add("--test-batch-size", type=count, default=1000, help="the same, for the evaluation")
     add("--lr", type=dist.positive, default=0.001, help="learning rate of Adam, also when going on from a checkpoint")
-    add("--min-num-params", "--min_num_params", type=count, default=20_000, help="smallest part sharded by itself")
-    add("--mixed-precision", "--mixed_precision", action="store_true", help="compute in bfloat16")
+    add("--min-num-params", type=count, default=20_000, help="smallest part sharded by itself")
+    add("--mixed-precision", action="store_true", help="compute in bfloat16")
     mnist.add_data_options(parser)
-    add("--checkpoint-dir", "--checkpoint_dir", help="save here after every epoch, and go on from the newest one")
+    add("--checkpoint-dir", help="save here after every epoch, and go on from the newest one")
     add("--export", metavar="FILE", help="write the whole state_dict here, for model.load_state_dict in plain PyTorch")
-    add("--seed", type=int, default=0, help="of the drawn digits, the weights and the order of samples")
-    add("--nproc", type=count, default=argparse.SUPPRESS, help="processes (default: one per GPU, 2 on CPU, 1 if local)")
+    add("--seed", type=dist.seed, default=0, help="of the drawn digits, the weights and the order of samples")
+    parser.add_nproc(help="processes, unless under torchrun; 1 if local")
     args = parser.parse_args()
+    if args.strategy == "local" and dist.get_world_size() == 1:  # of torchrun, if it has started this
+        parser.set_defaults(nproc=1)
+        args = parser.parse_args()
 
-    args.nproc = getattr(args, "nproc", 1 if args.strategy == "local" else gpus or 2)
-    if gpus and args.nproc > gpus:
-        parser.error(f"argument --nproc: {args.nproc} is not in the range 1 to {gpus}, the number of visible GPUs")
-    world_size = dist.get_world_size() if "RANK" in os.environ else args.nproc
-    if args.strategy == "local" and world_size > 1:
-        parser.error(f"argument --strategy: local trains in 1 process, not in {world_size}")
+    if args.strategy == "local" and args.nproc > 1:
+        parser.error(f"argument --strategy: local trains in 1 process, not in {args.nproc}")
     if args.export and os.path.isdir(args.export):
         parser.error(f"argument --export: {args.export!r} is a folder, not a file")
     if args.checkpoint_dir:
-        dist.check_writable("--checkpoint-dir", args.checkpoint_dir)
+        checkpoint.check_writable("--checkpoint-dir", args.checkpoint_dir)
     if args.export:
-        dist.check_writable("--export", os.path.dirname(os.path.abspath(args.export)))
+        checkpoint.check_writable("--export", os.path.dirname(os.path.abspath(args.export)))
     return args
 
 
@@ -99,23 +81,17 @@ def parse_args():
 
 def wrap(model, strategy, device, min_num_params, mixed_precision):
     if strategy == "fsdp":
-        # The optimizer sees the shards, which stay float32; what is gathered from them and computed with is bfloat16.
-        bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        policy = bf16 if mixed_precision else MixedPrecisionPolicy()
+        policy = MixedPrecisionPolicy()
+        if mixed_precision:
+            # The optimizer sees the shards, which stay float32; what is gathered and computed with is bfloat16, but for
+            # batch norm, whose statistics are float32: the CPU wants its weights to be the same.
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            for module in model.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    dist.prepare_fsdp_model(module)
         return dist.prepare_fsdp_model(model, min_num_params, mp_policy=policy)
     model = model.to(device)
     return dist.prepare_ddp_model(model, device_ids=[device]) if strategy == "ddp" else model
-
-
-def forward(model, images, labels, device, mixed_precision):
-    """Outputs (n, 10), labels (n,) and mean loss, on `device`."""
-    images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-    # With enabled=False instead, it takes 1 % of a small model's step.
-    autocast = torch.autocast(device.type, torch.bfloat16) if mixed_precision else contextlib.nullcontext()
-    with autocast:  # the loss stays float32
-        outputs = model(mnist.normalize(images))
-        # For logits and for log-probabilities alike: the log-softmax in it leaves the latter as they are.
-        return outputs, labels, F.cross_entropy(outputs, labels)
 
 
 def train_epoch(model, loader, optimizer, device, mixed_precision, epoch):
@@ -125,31 +101,14 @@ def train_epoch(model, loader, optimizer, device, mixed_precision, epoch):
     start = time.perf_counter()
     for images, labels in tqdm(loader, f"epoch {epoch}", leave=False, disable=None if dist.is_primary() else True):
         optimizer.zero_grad()
-        _, _, loss = forward(model, images, labels, device, mixed_precision)
+        _, _, losses = mnist.forward(model, images, labels, device, mixed_precision)
+        loss = losses.mean()
         loss.backward()
         optimizer.step()
         loss_sum.add_(loss.detach(), alpha=len(labels))
         n += len(labels)
     loss_sum, n = dist.all_reduce(torch.stack([loss_sum, loss_sum.new_tensor(n)])).tolist()
     return loss_sum / n, n / (time.perf_counter() - start)
-
-
-@torch.no_grad()
-def evaluate(model, loader, device, mixed_precision):
-    """Mean loss, correct predictions and samples, over all processes, each sample counted once."""
-    model.eval()
-    sums, n = torch.zeros(2, dtype=torch.float64, device=device), 0  # of losses and of hits
-    # A sharded model is gathered by all ranks at once, so a rank whose share has ended computes on empty batches.
-    largest_share = -(-len(loader.dataset) // dist.get_world_size())
-    batches, empty = iter(loader), loader.dataset.__getitems__([])
-    for _ in range(-(-largest_share // loader.batch_size)):
-        images, labels = next(batches, empty)
-        outputs, labels, loss = forward(model, images, labels, device, mixed_precision)
-        if len(labels):
-            sums += torch.stack([loss.double() * len(labels), (outputs.argmax(dim=1) == labels).sum()])
-            n += len(labels)
-    loss_sum, hits, n = dist.all_reduce(torch.cat([sums, sums.new_tensor([n])])).tolist()
-    return loss_sum / n, int(hits), int(n)
 
 
 def held_by_this_rank(optimizer):
@@ -176,66 +135,12 @@ def largest(numbers, device):
     return dist.all_reduce(torch.tensor(numbers, device=device), op="max").tolist()
 
 
-# ---- checkpoints: a folder per epoch, to which every rank writes its part ------------------------------------------
-
-
-def save_checkpoint(folder, model, optimizer, epoch):
-    """Write `folder`/epoch-N. It counts once it has a `.metadata`, which is written last, so a kill does no harm."""
-    path = os.path.join(os.path.abspath(folder), f"epoch-{epoch}")
-    if dist.is_primary():
-        shutil.rmtree(path, ignore_errors=True)  # what an interrupted save left
-    dist.barrier()
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    try:
-        dcp.save({"model": model_state, "optimizer": optimizer_state, "epoch": epoch}, checkpoint_id=path)
-    except CheckpointException as error:  # raised on every rank, after all have ended
-        cause, _ = next(iter(error.failures.values()))
-        if not isinstance(cause, (OSError, RuntimeError)):  # torch.save makes the latter of a full disk
-            raise
-        if dist.is_primary():
-            shutil.rmtree(path, ignore_errors=True)
-        sys.exit(f"cannot save {path}, is the disk full? {cause}")
-
-
-def load_checkpoint(folder, model, optimizer, device):
-    """Fill in the newest complete checkpoint, whatever the number of ranks then and now; returns the next epoch."""
-    complete = [0]
-    for name in os.listdir(folder):
-        if re.fullmatch(r"epoch-\d+", name) and os.path.exists(os.path.join(folder, name, ".metadata")):
-            complete.append(int(name.removeprefix("epoch-")))
-    (newest,) = largest([max(complete)], device)
-    if not newest:
-        return 0
-    path = os.path.join(os.path.abspath(folder), f"epoch-{newest}")
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "epoch": 0}
-    try:
-        dcp.load(state, checkpoint_id=path)
-    except CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
-        reason = (str(cause) or type(cause).__name__).splitlines()[0].rstrip(".")
-        sys.exit(f"cannot load {path}: it is damaged or of another --model ({reason}); name another --checkpoint-dir")
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    dist.print_primary(f"Going on from {path}")
-    return state["epoch"]
-
-
 def export(path, model):
-    """Write the whole state_dict, as the plain model has it."""
-    # Gathered by all ranks, tensor by tensor, and kept by rank 0.
+    """Write the whole state_dict, as the plain model has it: gathered by all ranks, and kept by rank 0."""
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.is_primary():
-        temporary = f"{path}.tmp"
-        try:
-            with open(temporary, "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except (OSError, RuntimeError) as error:
-            if os.path.exists(temporary):
-                os.remove(temporary)
-            sys.exit(f"cannot save {os.path.abspath(path)}: {error.__context__ or error}")
+        with checkpoint.atomic(path) as file:
+            torch.save(state, file)
         print(f"Exported to {path}")
 
 
@@ -258,34 +163,30 @@ def main_worker(local_rank, world_size, args):
     model = mnist.MODELS[args.model]()
     n_params = sum(param.numel() for param in model.parameters())
     model = wrap(model, strategy, device, args.min_num_params, mixed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)  # of the shards: built after the wrapping
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)  # of the shards: built after the wrapping
     n_held = sum(local(param).numel() for param in model.parameters())
     dist.print_primary(f"Model {args.model}: {n_params:,} parameters, of which this process holds {n_held:,}")
 
-    first_epoch = load_checkpoint(args.checkpoint_dir, model, optimizer, device) if args.checkpoint_dir else 0
-    for group in optimizer.param_groups:
-        group["lr"] = args.lr
+    first_epoch = checkpoint.load_sharded(args.checkpoint_dir, model, optimizer) if args.checkpoint_dir else 0
     for epoch in range(first_epoch, args.epochs):
         loader.sampler.set_epoch(epoch)
         # All randomness of an epoch comes from these three, so a resumed run draws what the uninterrupted one draws.
         torch.manual_seed(random.Random(f"{args.seed} {epoch} {dist.get_rank()}").getrandbits(63))
         train_loss, speed = train_epoch(model, loader, optimizer, device, mixed, epoch)
-        test_loss, hits, n = evaluate(model, test_loader, device, mixed)
+        test_loss, hits, n = mnist.evaluate(model, test_loader, device, mixed)
         (memory,) = largest([peak_memory(device)], device)
         dist.print_primary(
             f"epoch: {epoch} | train loss: {train_loss:.4f} | test loss: {test_loss:.4f} | test acc: {hits}/{n} "
             f"({hits / n:.4f}) | memory: {memory / 1e6:.0f} MB | {speed:.0f} samples/s"
         )
         if args.checkpoint_dir:
-            save_checkpoint(args.checkpoint_dir, model, optimizer, epoch + 1)
+            checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, epoch + 1)
 
     params, gradients, state = largest(held_by_this_rank(optimizer), device)
     dist.print_primary(
         f"Held per process, in bytes: parameters {params:,} | gradients {gradients:,} | optimizer state {state:,} | "
         f"in all {params + gradients + state:,}, {(params + gradients + state) / n_params:.2f} per parameter"
     )
-    if device.type == "cuda":
-        dist.print_primary(f"Peak allocated on a GPU: {largest([peak_memory(device)], device)[0]:,} bytes")
     if args.export:
         export(args.export, model)
 

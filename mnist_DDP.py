@@ -24,16 +24,15 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
-import io
 import itertools
 import json
 import os
 import sys
 
 import torch
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
+import checkpoint
 import distributed as dist
 import mnist
 
@@ -65,7 +64,7 @@ class Hyperparameters:
     epochs: int = option(5, "passes over the data", type=dist.at_least(1))
     lr: float = option(0.05, "learning rate of SGD at first; it falls to 0 as a cosine does", type=dist.positive)
     log_interval: int = option(100, "steps between two lines", type=dist.at_least(1))
-    seed: int = option(0, "of the drawn digits, the weights and the order of samples", type=int)
+    seed: int = option(0, "of the drawn digits, the weights and the order of samples", type=dist.seed)
     grad_accumulation: int = option(1, "batches per step", metavar="K", type=dist.at_least(1))
     amp: bool = option(False, "compute in bfloat16 where it is safe")
     wandb: bool = option(False, "track with Weights & Biases")
@@ -86,57 +85,33 @@ class Hyperparameters:
 
 def parse_hyperparameters(parser):
     """Add an option for every field of `Hyperparameters`, and parse; returns them, and all options."""
-    for field in dataclasses.fields(Hyperparameters):
+    fields = dataclasses.fields(Hyperparameters)
+    for field in fields:
         if field.metadata:
-            spellings = dict.fromkeys((f"--{field.name.replace('_', '-')}", f"--{field.name}"))
-            parser.add_argument(*spellings, default=field.default, **field.metadata)
+            parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, **field.metadata)
     mnist.add_data_options(parser)
     args = parser.parse_args()
-    hp = Hyperparameters(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Hyperparameters)})
-
-    if hp.backend == "nccl" and not torch.cuda.device_count():
+    if args.backend == "nccl" and not torch.cuda.device_count():
         parser.error("argument --backend: 'nccl' needs a GPU, and none is visible: choose auto or gloo")
-    for package in (name for name in ("wandb", "tensorboard") if getattr(hp, name)):
+    for package in (name for name in ("wandb", "tensorboard") if getattr(args, name)):
         found = importlib.util.find_spec(package)
         if not (found and found.origin):  # without an origin it is a folder of that name, as wandb itself makes one
             sys.exit(f"--{package}: {package} is not installed: pip install -r requirements-tracking.txt")
-    if hp.tensorboard:
-        dist.check_writable("--tensorboard", hp.tensorboard)
-    return hp, args
+    if args.tensorboard:
+        checkpoint.check_writable("--tensorboard", args.tensorboard)
+    return Hyperparameters(**{field.name: getattr(args, field.name) for field in fields}), args
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        usage=argparse.SUPPRESS,  # so that an error is one line
-    )
-    gpus = torch.cuda.device_count()
-    parser.add_argument("--output-dir", "--output_dir", default=".", help="where to write the weights and accuracies")
-    parser.add_argument("--nproc", type=dist.at_least(1), default=gpus or 2, help="processes, unless under torchrun")
+    parser = dist.ArgumentParser(__doc__)
+    parser.add_argument("--output-dir", default=".", help="where to write the weights and accuracies")
+    parser.add_nproc()
     hp, args = parse_hyperparameters(parser)
-    if gpus and args.nproc > gpus:
-        parser.error(f"argument --nproc: {args.nproc} is not in the range 1 to {gpus}, the number of visible GPUs")
-    dist.check_writable("--output-dir", args.output_dir)
+    checkpoint.check_writable("--output-dir", args.output_dir)
     return hp, args
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
-
-
-def forward(model, images, labels, device, amp):
-    """Logits (n, 10), labels (n,) and mean loss, on `device`."""
-    images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-    # With enabled=False instead, it takes 1 % of a small model's step.
-    autocast = torch.autocast(device.type, torch.bfloat16) if amp else contextlib.nullcontext()
-    with autocast:  # the loss stays float32
-        logits = model(mnist.normalize(images))
-        return logits, labels, F.cross_entropy(logits, labels)
-
-
-def no_sync(model):
-    """Inside it, DDP adds gradients up on each process and sends nothing."""
-    return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
 
 
 def train_epoch(model, loader, optimizer, scheduler, device, hp, epoch, tracker):
@@ -149,10 +124,10 @@ def train_epoch(model, loader, optimizer, scheduler, device, hp, epoch, tracker)
         n = sum(len(labels) for _, labels in group)
         optimizer.zero_grad()
         for i, (images, labels) in enumerate(group, 1):
-            with no_sync(model) if i < len(group) else contextlib.nullcontext():
-                _, labels, loss = forward(model, images, labels, device, hp.amp)
-                (loss * (len(labels) / n)).backward()  # so that all of them make the mean of the group's samples
-            loss_sum.add_(loss.detach(), alpha=len(labels))
+            model.require_backward_grad_sync = i == len(group)  # DDP adds the others' up and sends nothing
+            _, _, losses = mnist.forward(model, images, labels, device, hp.amp)
+            (losses.sum() / n).backward()  # so that all of them make the mean of the group's samples
+            loss_sum += losses.detach().sum()
         count += n
         optimizer.step()
         scheduler.step()
@@ -166,19 +141,6 @@ def train_epoch(model, loader, optimizer, scheduler, device, hp, epoch, tracker)
             tracker.log((epoch - 1) * size + seen, loss=total / n, epoch=epoch)
 
 
-@torch.no_grad()
-def evaluate(net, loader, device, amp):
-    """Mean loss, correct predictions and samples, over all processes. `net` is not wrapped: shares may differ."""
-    net.eval()
-    sums, n = torch.zeros(2, dtype=torch.float64, device=device), 0  # of losses and of hits
-    for images, labels in loader:
-        logits, labels, loss = forward(net, images, labels, device, amp)
-        sums += torch.stack([loss.double() * len(labels), (logits.argmax(dim=1) == labels).sum()])
-        n += len(labels)
-    loss_sum, hits, n = dist.all_reduce(torch.cat([sums, sums.new_tensor([n])])).tolist()
-    return loss_sum / n, int(hits), int(n)
-
-
 def train_mnist(rank, world_size, hp, output_dir="."):
     """Train, evaluate after every epoch, and write both files to `output_dir`. `rank` is the local one."""
     dist.init_process_group(backend=None if hp.backend == "auto" else hp.backend)
@@ -190,7 +152,7 @@ def train_mnist(rank, world_size, hp, output_dir="."):
     torch.manual_seed(hp.seed + dist.get_rank())  # dropout should differ; DDP starts all from rank 0's weights
     net = mnist.SimpleCNN().to(device)
     model = dist.prepare_ddp_model(net, device_ids=[rank])
-    optimizer = torch.optim.SGD(model.parameters(), lr=hp.lr, momentum=hp.momentum)
+    optimizer = torch.optim.SGD(model.parameters(), lr=hp.lr, momentum=hp.momentum, fused=True)
     steps = hp.epochs * -(-len(loader) // hp.grad_accumulation)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     tracker, accuracies = Tracker(hp, net), []
@@ -198,8 +160,7 @@ def train_mnist(rank, world_size, hp, output_dir="."):
     for epoch in range(1, hp.epochs + 1):
         loader.sampler.set_epoch(epoch)  # another order in each epoch, the same on every rank
         train_epoch(model, loader, optimizer, scheduler, device, hp, epoch, tracker)
-        dist.sync_params(net.buffers())  # with rank 0's, which are saved, if your model has any, as batch norm does
-        test_loss, hits, n = evaluate(net, test_loader, device, hp.amp)
+        test_loss, hits, n = mnist.evaluate(net, test_loader, device, hp.amp)
         accuracies.append(hits / n)
         dist.print_primary(f"test_loss={test_loss:.4f} accuracy={hits / n:.4f} ({hits}/{n})", flush=True)
         tracker.log(epoch * len(loader.dataset), test_loss=test_loss, accuracy=hits / n, epoch=epoch)
@@ -212,24 +173,13 @@ def train_mnist(rank, world_size, hp, output_dir="."):
 
 
 def save(folder, net, accuracies):
-    """Write both files to `folder`. Raises SystemExit with one line if it cannot; nothing half-written is left."""
-    weights = io.BytesIO()
-    torch.save({name: tensor.cpu() for name, tensor in net.state_dict().items()}, weights)  # to load without a GPU
-    files = {"mnist_cnn.pt": weights.getvalue(), "mnist_cnn_accuracies.json": json.dumps(accuracies).encode()}
-    paths = {os.path.join(folder, name): data for name, data in files.items()}
-    try:
-        for path, data in paths.items():
-            with open(f"{path}.tmp", "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        for path in paths:
-            os.replace(f"{path}.tmp", path)
-    except OSError as error:
-        for name in paths:
-            with contextlib.suppress(OSError):
-                os.remove(f"{name}.tmp")
-        sys.exit(f"cannot save {os.path.abspath(path)}: {error.strerror}")
+    """Write both files to `folder`, or neither. Raises SystemExit with one line if it cannot."""
+    with checkpoint.atomic(os.path.join(folder, "mnist_cnn_accuracies.json")) as results:
+        results.write(json.dumps(accuracies).encode())
+        results.flush()
+        os.fsync(results.fileno())  # a full disk is met before the other file takes its place
+        with checkpoint.atomic(os.path.join(folder, "mnist_cnn.pt")) as weights:
+            torch.save({name: tensor.cpu() for name, tensor in net.state_dict().items()}, weights)  # needs no GPU
 
 
 # ---- tracking -----------------------------------------------------------------------------------------------------
@@ -268,7 +218,7 @@ class Tracker:
         """Log the first `n` test images, with guess, truth and class scores."""
         if not (self.run or self.writer):
             return
-        images, labels = test_set.__getitems__(range(min(n, len(test_set))))
+        images, labels = next(iter(DataLoader(test_set, n, collate_fn=mnist.collate)))
         if self.run:
             import wandb
 

@@ -46,7 +46,7 @@ def main():
     torch.set_num_threads(1)  # a batch is small: more threads only wait for each other
     digits = mnist.load_data("synthetic", None, train=True)
     per_sample = PerSample(digits)
-    batches = DataLoader(digits, 64, sampler=dist.data_sampler(digits, True, shuffle=True), collate_fn=tuple)
+    batches = DataLoader(digits, 64, sampler=dist.data_sampler(digits, True, shuffle=True), collate_fn=mnist.collate)
     samples = DataLoader(per_sample, 64, sampler=dist.data_sampler(per_sample, True, shuffle=True))
     (ours, labels), (usual, usual_labels) = next(iter(batches)), next(iter(samples))
     assert torch.allclose(mnist.normalize(ours), usual, atol=1e-6) and torch.equal(labels, usual_labels)

@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import distributed as dist
 import mnist_DDP
 from benchmarks import common
 
@@ -22,7 +23,7 @@ from benchmarks import common
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data-dir", default="data", help="where MNIST is, or is downloaded to")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of samples")
+    parser.add_argument("--seed", type=dist.seed, default=0, help="of the weights and the order of samples")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         options = ["--data", "mnist", "--data-dir", args.data_dir, "--seed", str(args.seed), "--output-dir", folder]

@@ -2,19 +2,22 @@
 
 import os
 import re
-import runpy
 import shutil
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from conftest import ROOT, finish, run, start
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
+from images import result_of
 
 import flyte_workflow
 import mnist
+import mnist_DDP
 from flyte_workflow import Hyperparameters
 
 SCRIPT = "flyte_workflow.py"
@@ -32,10 +35,8 @@ def check_model(path, accuracy):
     """A plain load, and one process, without the script's functions."""
     net = mnist.SimpleCNN()
     net.load_state_dict(torch.load(path, weights_only=True))
-    test_set = mnist.load_data("synthetic", "", train=False)
-    with torch.no_grad():
-        outputs = torch.cat([net(mnist.normalize(images)) for images in test_set.images.split(1000)])
-    assert (outputs.argmax(dim=1) == test_set.labels).sum().item() / 10_000 == accuracy > 0.95
+    _, hits, n = result_of(net, mnist.load_data("synthetic", "", train=False))
+    assert hits / n == accuracy > 0.95
 
 
 def outputs_of(stdout):
@@ -146,14 +147,26 @@ def test_the_elastic_task_asks_for_machines():
 
 
 def test_another_code_is_another_version(tmp_path):
+    names = (SCRIPT, "mnist_DDP.py", "mnist.py", "checkpoint.py", "distributed.py")
     versions = set()
-    for i, name in enumerate(("", SCRIPT, "mnist_DDP.py", "mnist.py", "distributed.py")):
-        sources = []
-        for source in map(Path, flyte_workflow.SOURCES):
-            sources.append(tmp_path / f"{i}-{source.name}")
-            sources[-1].write_text(source.read_text() + "# changed" * (source.name == name))
+    for name in ("", *names):
+        sources = [tmp_path / f"{name}-{Path(source).name}" for source in flyte_workflow.SOURCES]
+        for copy, source in zip(sources, map(Path, flyte_workflow.SOURCES), strict=True):
+            copy.write_text(source.read_text() + "# changed" * (source.name == name))
         versions.add(flyte_workflow.version_of(sources))
-    assert len(versions) == 5 and flyte_workflow.VERSION in versions
+    assert len(versions) == 1 + len(names) and flyte_workflow.VERSION in versions
+
+
+def test_a_task_trains_in_a_process_per_gpu_of_its_container(monkeypatch, tmp_path):
+    monkeypatch.setattr(flyte_workflow, "current_context", lambda: SimpleNamespace(working_directory=tmp_path))
+    monkeypatch.setattr("distributed.launch", launch := mock.Mock())
+    (tmp_path / "mnist_cnn_accuracies.json").write_text("[0.5]")
+    for gpus, nprocs in ((0, flyte_workflow.GPUS), (3, 3)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        hp = Hyperparameters(epochs=7)
+        outputs = flyte_workflow.train(hp)
+        assert launch.call_args == mock.call(mnist_DDP.train_mnist, hp, str(tmp_path), nprocs=nprocs)
+        assert (outputs.epoch_accuracies, outputs.model_state.path) == ([0.5], str(tmp_path / "mnist_cnn.pt"))
 
 
 @pytest.mark.parametrize(
@@ -163,11 +176,8 @@ def test_another_code_is_another_version(tmp_path):
         (("--nproc", "2"), "unrecognized arguments: --nproc 2"),
     ],
 )
-def test_a_wrong_option_is_one_line(options, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [SCRIPT, *options])
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(str(ROOT / SCRIPT), run_name="__main__")
-    assert capsys.readouterr().err == f"{SCRIPT}: error: {message}\n"
+def test_a_wrong_option_is_one_line(options, message, main_of):
+    assert main_of(SCRIPT, *options) == (2, f"{SCRIPT}: error: {message}\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""mnist.py: the models are the ones named, the data arrive whole, and a missing file is one line on every rank."""
+"""mnist.py: the models are the ones named, the data arrive whole, a missing file is one line on every rank, and an
+evaluation is that of one process."""
 
+import argparse
 import gzip
 import hashlib
 import http.server
 import os
+import shutil
 import threading
 from pathlib import Path
 from unittest import mock
@@ -11,8 +14,9 @@ from unittest import mock
 import pytest
 import torch
 from conftest import run
+from images import Net, Normed, Plain, digits, few_digits, result_of
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import Subset
 
 import distributed as dist
 import mnist
@@ -44,9 +48,7 @@ def test_outputs():
 
 @pytest.fixture(scope="module")
 def halves():
-    return mnist.load_data("synthetic", "nowhere", train=True, seed=5), mnist.load_data(
-        "synthetic", "nowhere", False, 5
-    )
+    return [mnist.load_data("synthetic", "nowhere", half, seed=5) for half in (True, False)]
 
 
 def test_synthetic_digits(halves):
@@ -85,6 +87,14 @@ def test_synthetic_digits_are_not_trivial(halves):
     assert 0.4 < accuracy < 0.85
 
 
+def loaders(train_set, test_set=None):
+    args = argparse.Namespace(data="name", data_dir="folder", seed=3, batch_size=64, test_batch_size=20)
+    with mock.patch("mnist.load_data", side_effect=[train_set, test_set or train_set]) as load_data:
+        both = mnist.make_loaders(args, torch.device("cpu"))
+    assert load_data.mock_calls == [mock.call("name", "folder", train=half, seed=3) for half in (True, False)]
+    return both
+
+
 def test_batches_are_whole(halves):
     class Counted(mnist.Digits):
         calls = 0
@@ -94,15 +104,22 @@ def test_batches_are_whole(halves):
             return super().__getitems__(indices)
 
     dataset = Counted(halves[1].images, halves[1].labels)
-    sampler = dist.data_sampler(dataset, True, shuffle=True)
-    batches = list(DataLoader(dataset, 64, sampler=sampler, collate_fn=tuple))
+    loader, _ = loaders(dataset)
+    loader.sampler.set_epoch(2)
+    batches = list(loader)
     assert dataset.calls == len(batches) == 157
-    order = list(sampler)
+    order = torch.randperm(10_000, generator=torch.Generator().manual_seed(3 + 2))
     images, labels = batches[1]
     assert images.dtype == torch.uint8 and images.shape == (64, 1, 28, 28)
     assert torch.equal(images, dataset.images[order[64:128]]) and torch.equal(labels, dataset.labels[order[64:128]])
-    empty, none = dataset.__getitems__([])
-    assert empty.shape == (0, 1, 28, 28) and none.shape == (0,)
+
+
+def test_any_dataset_gives_the_same_batches():
+    whole = digits(90)
+    for dataset in (Plain(whole), Subset(whole, range(90)), Subset(Plain(whole), range(90))):
+        for expected, actual in zip(loaders(whole), loaders(dataset), strict=True):
+            for one, other in zip(expected, actual, strict=True):
+                assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
 
 
 def test_normalize():
@@ -126,17 +143,22 @@ def test_import_does_nothing(tmp_path):
 # ---- the real set -------------------------------------------------------------------------------------------------
 
 
+def zeros(name):
+    """A file like that of MNIST, but black."""
+    n = 60_000 if "train" in name else 10_000
+    header, size = ([0x803, n, 28, 28], n * 28 * 28) if "images" in name else ([0x801, n], n)
+    return b"".join(number.to_bytes(4, "big") for number in header) + bytes(size)
+
+
+ZEROS = {name: hashlib.sha256(zeros(name)).hexdigest() for name in mnist.MNIST_FILES}
+
+
 @pytest.fixture(scope="module")
 def mirror(tmp_path_factory):
-    """A web server with four files like MNIST's, all zeros: (url, checksums, what it was asked for)."""
-    folder, requests = tmp_path_factory.mktemp("mirror"), []
-    resources = []
-    for name, size in mnist.MNIST_FILES.items():
-        n = 60_000 if "train" in name else 10_000
-        header = [0x803, n, 28, 28] if "images" in name else [0x801, n]
-        content = b"".join(number.to_bytes(4, "big") for number in header)
-        content += bytes(size - len(content))
-        (folder / f"{name}.gz").write_bytes(compressed := gzip.compress(content, 1))
+    """A web server with four black files: (url, checksums, what it was asked for, its folder)."""
+    folder, requests, resources = tmp_path_factory.mktemp("mirror"), [], []
+    for name in mnist.MNIST_FILES:
+        (folder / f"{name}.gz").write_bytes(compressed := gzip.compress(zeros(name), 1))
         resources.append((f"{name}.gz", hashlib.md5(compressed).hexdigest()))
 
     class Handler(http.server.SimpleHTTPRequestHandler):
@@ -152,7 +174,7 @@ def mirror(tmp_path_factory):
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/", resources, requests
+        yield f"http://127.0.0.1:{server.server_port}/", resources, requests, folder
         server.shutdown()
 
 
@@ -162,7 +184,8 @@ def load_worker(local_rank, world_size, url, resources, data_dir, folder):
 
     dist.init_process_group()
     changes = {"mirrors": [url], "resources": resources or torchvision.datasets.MNIST.resources}
-    with mock.patch.multiple(torchvision.datasets.MNIST, **changes):
+    black = mock.patch.dict(mnist.MNIST_FILES, ZEROS)
+    with mock.patch.multiple(torchvision.datasets.MNIST, **changes), black:
         try:
             train, test = (mnist.load_data("mnist", data_dir, half) for half in (True, False))
             text = f"{tuple(train.images.shape)} {len(test)} {train.images.dtype} {train.labels.dtype}"
@@ -184,26 +207,62 @@ def load(nprocs, url, resources, data_dir, folder):
     return [Path(f"{folder}/{rank}.txt").read_text() for rank in range(nprocs)], message
 
 
-def test_download_by_one_process_and_truncated_file(mirror, tmp_path):
-    url, resources, requests = mirror
+LOADED = "(60000, 1, 28, 28) 10000 torch.uint8 torch.int64"
+
+
+def test_download_by_one_process_and_wrong_files(mirror, tmp_path):
+    url, resources, requests, gz_folder = mirror
     load(1, url, resources, tmp_path / "alone", tmp_path)
     asked_by_one = requests[:]
     assert set(asked_by_one) == {f"{name}.gz" for name in mnist.MNIST_FILES}
-    texts, message = load(2, url, resources, tmp_path / "data", tmp_path)
-    assert message is None
-    assert texts == ["(60000, 1, 28, 28) 10000 torch.uint8 torch.int64"] * 2
+    assert load(2, url, resources, tmp_path / "data", tmp_path) == ([LOADED] * 2, None)
     assert requests == 2 * asked_by_one, "one of the two has downloaded"
+    raw = tmp_path / "data" / "MNIST" / "raw"
+    assert sorted(os.listdir(raw)) == sorted(mnist.MNIST_FILES)
 
-    for name, size in (("t10k-labels-idx1-ubyte", 5_000), ("train-images-idx3-ubyte", 0)):
-        path = tmp_path / "data" / "MNIST" / "raw" / name
-        os.truncate(path, size)
-        texts, message = load(2, url, resources, tmp_path / "data", tmp_path)
-        expected = f"{path} is damaged: {size} bytes instead of {mnist.MNIST_FILES[name]}; delete it and start again"
-        assert message == expected and texts == [expected] * 2
-        assert os.path.getsize(path) == size, "the user's file is left alone"
+    cases = {
+        "magic number": 3,
+        "count": 7,
+        "label above 9": 1000,
+        "truncated": slice(5_000, None),
+        "empty": slice(None),
+    }
+    for nprocs, (case, where) in zip((2, 1, 1, 1, 1), cases.items(), strict=True):
+        path = raw / ("train-images-idx3-ubyte" if case == "empty" else "t10k-labels-idx1-ubyte")
+        content = bytearray(zeros(path.name))
+        content[where] = b"" if isinstance(where, slice) else 11
+        path.write_bytes(content)
+        texts, message = load(nprocs, url, resources, tmp_path / "data", tmp_path)
+        assert message == f"{path} is damaged or not MNIST's ({len(content)} bytes): delete it and start again", case
+        assert texts == [message] * nprocs and path.read_bytes() == content, "the user's file is left alone"
         path.unlink()
-    texts, message = load(2, url, resources, tmp_path / "data", tmp_path)
-    assert message is None, "started again without them, it downloads them again"
+    assert load(1, url, resources, tmp_path / "data", tmp_path) == ([LOADED], None), "without them: downloaded again"
+
+    shutil.copytree(gz_folder, tmp_path / "compressed" / "MNIST" / "raw")
+    assert load(1, NOWHERE, resources, tmp_path / "compressed", tmp_path) == ([LOADED], None)
+
+
+def test_a_node_that_unpacks_into_a_shared_folder(tmp_path, monkeypatch):
+    """A second one comes when the first has unpacked half of the last file."""
+    from torchvision.datasets import MNIST
+
+    loaded = []
+
+    def unpack(self):
+        os.makedirs(self.raw_folder, exist_ok=True)
+        for name in mnist.MNIST_FILES:
+            path = Path(self.raw_folder, name)
+            path.write_bytes(zeros(name)[:9_000])
+            if name == list(mnist.MNIST_FILES)[-1] and not loaded:
+                loaded.append(None)
+                loaded[0] = mnist.load_data("mnist", tmp_path, train=False)
+            path.write_bytes(zeros(name))
+
+    monkeypatch.setattr(MNIST, "download", unpack)
+    monkeypatch.setattr(mnist, "MNIST_FILES", ZEROS)
+    loaded.append(mnist.load_data("mnist", tmp_path, train=False))
+    assert [len(dataset) for dataset in loaded] == [10_000] * 2
+    assert sorted(os.listdir(tmp_path / "MNIST" / "raw")) == sorted(mnist.MNIST_FILES)
 
 
 @pytest.mark.parametrize("nprocs", [1, 3])
@@ -238,6 +297,54 @@ def test_real_mnist():
     assert train.labels[:5].tolist() == [5, 0, 4, 1, 9] and test.labels[:5].tolist() == [7, 2, 1, 0, 4]
     normal = mnist.normalize(train.images)
     assert abs(normal.mean()) < 1e-3 and abs(normal.std() - 1) < 1e-3
+
+
+# ---- forward and evaluation ---------------------------------------------------------------------------------------
+
+
+def test_forward_computes_in_bfloat16_if_told_to():
+    images, labels = digits(8).__getitems__(range(8))
+    net = mnist.SimpleCNN()
+    expected = F.cross_entropy(net(mnist.normalize(images)), labels, reduction="none")
+    for mixed, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        outputs, same, losses = mnist.forward(net, images, labels, torch.device("cpu"), mixed)
+        assert (outputs.dtype, losses.dtype, losses.shape) == (dtype, torch.float32, (8,)) and same is labels
+        assert torch.allclose(losses, expected, rtol=0.05 if mixed else 1e-6)
+
+
+def evaluate_worker(local_rank, world_size, folder):
+    dist.init_process_group()
+    results = []
+    with few_digits(1, 1):
+        for size in (101, 60, 2, 1):
+            for kind in (digits, lambda n: Plain(digits(n))):
+                for sharded in (False, True):
+                    torch.manual_seed(4)
+                    model = dist.prepare_fsdp_model(Net(), 5000) if sharded else Net()
+                    results.append(mnist.evaluate(model, loaders(kind(size))[1], dist.get_device()))
+        torch.manual_seed(4)
+        net = Normed()
+        net.layers[2].running_mean.fill_(local_rank)  # as it is after training, each rank with its own
+        results.append(mnist.evaluate(net, loaders(digits(101))[1], dist.get_device()))
+        assert not net.training and not net.layers[2].running_mean.any()
+    torch.save(results, f"{folder}/{world_size}-{local_rank}.pt")
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_any_number_of_ranks_evaluates_as_one_process(nprocs, tmp_path):
+    """Also fewer samples than ranks, and a sharded model, which no rank may leave early."""
+    expected = []
+    with few_digits(1, 1):
+        for size in (101, 60, 2, 1):
+            torch.manual_seed(4)
+            expected += [result_of(Net(), digits(size))] * 4
+        torch.manual_seed(4)
+        expected.append(result_of(Normed(), digits(101)))
+    dist.launch(evaluate_worker, str(tmp_path), nprocs=nprocs)
+    for rank in range(nprocs):
+        results = torch.load(tmp_path / f"{nprocs}-{rank}.pt", weights_only=True)
+        assert [counts for _, *counts in results] == [counts for _, *counts in expected]
+        assert [loss for loss, *_ in results] == pytest.approx([loss for loss, *_ in expected], rel=1e-12)
 
 
 # ---- data path ----------------------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import errno
 import io
 import json
 import os
 import re
 import resource
+import runpy
 import struct
 import sys
 from importlib.machinery import ModuleSpec
@@ -15,8 +17,20 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, finish, run, start, torchrun
-from torch import nn
+from conftest import ROOT, run, torchrun
+from images import (
+    Net,
+    Normed,
+    Plain,
+    assert_equal_states,
+    digits,
+    few_digits,
+    make_adam,
+    make_sgd,
+    outputs_of,
+    result_of,
+    train_alone,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.run import get_args_parser
 
@@ -29,40 +43,23 @@ SCRIPT = "mnist_DDP.py"
 MNIST_ROOT = os.environ.get("MNIST_ROOT")
 FIELDS = dataclasses.fields(Hyperparameters)
 TRAIN_LINE = re.compile(r"Train Epoch: (\d+) \[(\d+)/(\d+) \((\d+)%\)\]\tloss=(\d+\.\d{4})")
-TEST_LINE = re.compile(r"test_loss=\d+\.\d{4} accuracy=(\d\.\d{4}) \((\d+)/(\d+)\)")
+TEST_LINE = re.compile(r"test_loss=(\d+\.\d{4}) accuracy=(\d\.\d{4}) \((\d+)/(\d+)\)")
 
 
-def digits(n, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(10, (n,), generator=generator)
-    images = torch.randint(256, (n, 1, 28, 28), generator=generator, dtype=torch.uint8)
-    images[torch.arange(n), 0, labels] = 255  # what is to be learnt: a white row
-    return mnist.Digits(images, labels)
-
-
-def few_digits(train_size, test_size):
-    return mock.patch("mnist.load_data", lambda *_, train, seed: digits(train_size if train else test_size, int(train)))
-
-
-def train_worker(local_rank, world_size, hp, output_dir, sizes=(320, 101)):
-    with few_digits(*sizes):
+def train_worker(local_rank, world_size, hp, output_dir, sizes=(320, 101), model=mnist.SimpleCNN, **options):
+    options = {"dtype": torch.float32, **options}
+    with few_digits(*sizes, **options), mock.patch("mnist.SimpleCNN", model):
         mnist_DDP.train_mnist(local_rank, world_size, hp, str(output_dir))
     if world_size > 1 and not (hp.wandb or hp.tensorboard):
         assert not {"wandb", "tensorboard", "flytekit"} & sys.modules.keys(), "extras are for who asks for them"
 
 
 def weights_of(folder):
-    return torch.load(folder / "mnist_cnn.pt", weights_only=True)
+    return torch.load(Path(folder) / "mnist_cnn.pt", weights_only=True)
 
 
 def accuracies_of(folder):
-    return json.loads((folder / "mnist_cnn_accuracies.json").read_text())
-
-
-def hits_of(net, dataset):
-    with torch.no_grad():
-        outputs = [net(mnist.normalize(images)) for images in dataset.images.split(1000)]
-    return (torch.cat(outputs).argmax(dim=1) == dataset.labels).sum().item()
+    return json.loads((Path(folder) / "mnist_cnn_accuracies.json").read_text())
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -78,12 +75,13 @@ def check_output(stdout, epochs, size=20_000, global_batch=128):
     seen = [*range(100 * global_batch, size, 100 * global_batch), size]
     assert [(int(epoch), int(n)) for epoch, n, *_ in trained] == [(e + 1, n) for e in range(epochs) for n in seen]
     assert all(int(of) == size and percent == f"{100 * int(n) / size:.0f}" for _, n, of, percent, _ in trained)
-    assert all(n == "10000" and accuracy == f"{int(hits) / 10_000:.4f}" for accuracy, hits, n in tested)
+    assert all(n == "10000" and accuracy == f"{int(hits) / 10_000:.4f}" for _, accuracy, hits, n in tested)
     assert len(tested) == epochs
     assert float(trained[0][-1]) > 2 * float(trained[-1][-1])
-    return [int(hits) / 10_000 for _, hits, _ in tested]
+    return [int(hits) / 10_000 for _, _, hits, _ in tested]
 
 
+@pytest.mark.slow
 def test_the_command_tracked(tmp_path):
     options = ("--epochs", 1, "--wandb", "--tensorboard", tmp_path / "runs", "--output-dir", tmp_path / "results")
     status, stdout, stderr = run(SCRIPT, *options, env=wandb_offline(tmp_path))
@@ -93,19 +91,45 @@ def test_the_command_tracked(tmp_path):
     assert accuracies_of(tmp_path / "results") == accuracies
     net = mnist.SimpleCNN()
     net.load_state_dict(weights_of(tmp_path / "results"))
-    assert hits_of(net, mnist.load_data("synthetic", "", train=False)) == accuracies[0] * 10_000
+    test_set = mnist.load_data("synthetic", "", train=False)
+    assert result_of(net, test_set)[1] == round(accuracies[0] * 10_000)
+    losses = [float(line[-1]) for line in TRAIN_LINE.findall(stdout)]
+    check_wandb(tmp_path, net, test_set, [12_800, 20_000], losses, accuracies)
+    check_tensorboard(tmp_path / "runs", [12_800, 20_000], accuracies)
 
-    rows, config, (table,) = read_wandb(tmp_path)
-    assert config["epochs"] == 1 and config["lr"] == 0.05
-    losses = [row for row in rows if "loss" in row]
-    assert [(row["epoch"], row["samples"]) for row in losses] == [(1, 12_800), (1, 20_000)]
-    assert [f"{row['loss']:.4f}" for row in losses] == [line[-1] for line in TRAIN_LINE.findall(stdout)]
-    gradients = {key.rpartition(".")[0] for key in losses[0] if key.startswith("gradients/")}
+
+def check_wandb(folder, net, test_set, seen, losses, accuracies):
+    """The history, the gradients of every layer, the configuration, and the table of the last epoch."""
+    rows, config, tables = read_wandb(folder)
+    assert config["epochs"] == len(accuracies) and config["lr"] == 0.05
+    logged = [row for row in rows if "loss" in row]
+    assert [row["samples"] for row in logged] == seen
+    assert [row["loss"] for row in logged] == pytest.approx(losses, abs=6e-5)
+    gradients = {key.rpartition(".")[0] for row in logged for key in row if key.startswith("gradients/")}
     assert gradients == {f"gradients/{name}" for name, _ in net.named_parameters()}
-    (tested,) = (row for row in rows if "accuracy" in row)
-    assert tested["accuracy"] == accuracies[0] and tested["samples"] == 20_000 and tested["test_loss"] > 0
-    check_table(table, net)
-    check_tensorboard(tmp_path / "runs", accuracies)
+    tested = [row for row in rows if "accuracy" in row]
+    assert [row["accuracy"] for row in tested] == accuracies and tested[-1]["samples"] == seen[-1]
+    assert all(row["test_loss"] > 0 for row in tested)
+
+    n = min(320, len(test_set))
+    assert [len(table["data"]) for table in tables] == [n] * len(accuracies), "no more than there are"
+    assert tables[-1]["columns"] == ["image", "guess", "truth", *(f"score_{digit}" for digit in range(10))]
+    scores = outputs_of(net.eval(), test_set)[:n].softmax(dim=1)
+    for (image, guess, truth, *row), label, expected in zip(tables[-1]["data"], test_set.labels, scores, strict=False):
+        assert image["_type"] == "image-file" and (image["width"], image["height"]) == (28, 28)
+        assert truth == label and row[guess] == max(row)
+        assert (torch.tensor(row) - expected).abs().max() < 1e-4
+
+
+def check_tensorboard(folder, seen, accuracies):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert len(list(folder.iterdir())) == 1, "one process writes"
+    events = EventAccumulator(str(folder)).Reload()
+    assert set(events.Tags()["scalars"]) == {"loss", "epoch", "test_loss", "accuracy"}
+    assert [event.step for event in events.Scalars("loss")] == seen
+    assert [event.value for event in events.Scalars("accuracy")] == pytest.approx(accuracies)
+    assert events.Images("test_images")[-1].step == seen[-1] and events.Images("test_images")[-1].width > 28
 
 
 def wandb_offline(folder):
@@ -142,30 +166,6 @@ def read_wandb(folder):
                 assert {row[0]["path"] for row in table["data"]} < files.keys(), "the images are there"
                 tables.append(table)
     return rows, config, tables
-
-
-def check_table(table, net):
-    assert table["columns"] == ["image", "guess", "truth", *(f"score_{digit}" for digit in range(10))]
-    assert len(table["data"]) == 320
-    test_set = mnist.load_data("synthetic", "", train=False)
-    with torch.no_grad():
-        scores = net(mnist.normalize(test_set.images[:320])).softmax(dim=1)
-    for (image, guess, truth, *row), label, expected in zip(table["data"], test_set.labels, scores, strict=False):
-        assert image["_type"] == "image-file" and (image["width"], image["height"]) == (28, 28)
-        assert truth == label and row[guess] == max(row)
-        assert (torch.tensor(row) - expected).abs().max() < 1e-4
-
-
-def check_tensorboard(folder, accuracies):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    assert len(list(folder.iterdir())) == 1, "one process writes"
-    events = EventAccumulator(str(folder)).Reload()
-    assert set(events.Tags()["scalars"]) == {"loss", "epoch", "test_loss", "accuracy"}
-    assert [event.step for event in events.Scalars("loss")] == [12_800, 20_000]
-    assert [event.value for event in events.Scalars("accuracy")] == pytest.approx(accuracies)
-    (images,) = events.Images("test_images")
-    assert images.step == 20_000 and images.width > 28
 
 
 @pytest.mark.slow
@@ -249,13 +249,17 @@ def test_torchrun_leaves_the_options_to_the_script(name):
     ("options", "message"),
     [
         (("--epochs", "0"), "argument --epochs: '0' is not a whole number of at least 1"),
-        (("--batch_size", "x"), "argument --batch-size/--batch_size: 'x' is not a whole number of at least 1"),
+        (("--batch_size", "x"), "argument --batch-size: 'x' is not a whole number of at least 1"),
         (("--momentum", "1"), "argument --momentum: '1' is not a number from 0 to below 1"),
         (("--momentum", "nan"), "argument --momentum: 'nan' is not a number from 0 to below 1"),
         (("--lr", "-1"), "argument --lr: '-1' is not a finite number above 0"),
-        (("--seed", "x"), "argument --seed: invalid int value: 'x'"),
-        (("--grad-accumulation", "0"), "argument --grad-accumulation/--grad_accumulation: '0' is not a whole number"),
-        (("--log-interval", "0"), "argument --log-interval/--log_interval: '0' is not a whole number of at least 1"),
+        (("--seed", "x"), "argument --seed: 'x' is not a whole number from 0 to 4294967295"),
+        (
+            ("--seed", "1" + 30 * "0"),
+            "argument --seed: '1000000000000000000000000000000' is not a whole number from 0 to",
+        ),
+        (("--grad-accumulation", "0"), "argument --grad-accumulation: '0' is not a whole number"),
+        (("--log-interval", "0"), "argument --log-interval: '0' is not a whole number of at least 1"),
         (("--backend", "mpi"), "argument --backend: invalid choice: 'mpi'"),
         (("--backend", "nccl"), "argument --backend: 'nccl' needs a GPU, and none is visible: choose auto or gloo"),
         (("--data", "cifar"), "argument --data: invalid choice: 'cifar'"),
@@ -270,13 +274,23 @@ def test_a_wrong_option_is_one_line(main_of, options, message):
 
 def test_more_processes_than_visible_gpus(main_of, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    message = "argument --nproc: 3 is not in the range 1 to 2, the number of visible GPUs"
+    message = "argument --nproc: '3' is not a whole number from 1 to 2, the number of visible GPUs"
     assert main_of(SCRIPT, "--nproc", "3") == (2, f"{SCRIPT}: error: {message}\n")
+
+
+@pytest.mark.parametrize(("options", "nprocs"), [((), 2), (("--nproc", "3"), 3), (("--nproc", "1"), 1)])
+def test_number_of_processes_and_where_to_write(options, nprocs, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", [SCRIPT, "--epochs", "7", "--output-dir", str(tmp_path), *options])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(dist, "launch", launch := mock.Mock())
+    runpy.run_path(str(ROOT / SCRIPT), run_name="__main__")
+    _, hp, output_dir = launch.call_args.args
+    assert (hp.epochs, output_dir, launch.call_args.kwargs) == (7, str(tmp_path), {"nprocs": nprocs})
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"epochs": 0}, {"lr": float("nan")}, {"momentum": 1.0}, {"backend": "mpi"}, {"seed": "x"}, {"batch_size": 1.5}],
+    [{"epochs": 0}, {"lr": float("nan")}, {"momentum": 1.0}, {"backend": "mpi"}, {"seed": -1}, {"batch_size": 1.5}],
 )
 def test_wrong_hyperparameters_are_refused_without_a_command_line_too(wrong):
     with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: "):
@@ -303,181 +317,144 @@ def test_an_unwritable_folder_is_found_before_the_training(option, main_of, tmp_
 @pytest.mark.slow
 def test_without_an_account_it_is_one_line(tmp_path):
     environment = {**wandb_offline(tmp_path), "WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(tmp_path)}
-    status, _, stderr = finish(start(SCRIPT, "--wandb", "--output-dir", tmp_path, env=environment))
+    status, _, stderr = run(SCRIPT, "--wandb", "--output-dir", tmp_path, env=environment)
     assert status == 1 and "Traceback" not in stderr
     assert stderr.splitlines()[-1].startswith("--wandb: ") and "WANDB_MODE=offline" in stderr.splitlines()[-1], stderr
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
 
-
-def train_alone(hp, global_batch, size):
-    """Plain PyTorch: the reference, with the loss of each step."""
-    dataset = digits(size, seed=1)
-    torch.manual_seed(hp.seed)
-    net = mnist.SimpleCNN()
-    optimizer = torch.optim.SGD(net.parameters(), lr=hp.lr, momentum=hp.momentum)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, hp.epochs * -(-size // global_batch))
-    losses = []
-    for epoch in range(1, hp.epochs + 1):
-        order = torch.randperm(size, generator=torch.Generator().manual_seed(hp.seed + epoch))
-        for batch in order.split(global_batch):
-            images, labels = dataset.__getitems__(batch)
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(net(mnist.normalize(images)), labels)
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            losses.append(loss.item())
-    return net.state_dict(), losses
+OPTIMIZERS = {"sgd": (make_sgd, 0.01), "adam": (make_adam, 0.003)}
+CASES = [(name, accumulation) for name in OPTIMIZERS for accumulation in (1, 3)]
 
 
-def accumulate_worker(local_rank, world_size, hp, folder, size):
-    """Train in float64; record the weights, what was printed, and what was sent and waited for."""
-    sent, waits, prepare = [], [], dist.prepare_ddp_model
+def hyperparameters(name, accumulation, **changes):
+    values = {"batch_size": 12 // accumulation, "grad_accumulation": accumulation, "lr": OPTIMIZERS[name][1]}
+    return Hyperparameters(**{**values, "epochs": 3, "test_batch_size": 11, "log_interval": 1, "seed": 3, **changes})
 
-    def count_all_reduces(group, bucket):
-        sent.append(bucket.buffer().numel())
-        return allreduce_hook(group, bucket)
 
-    def prepare_and_count(model, **kwargs):
-        model = prepare(model, **kwargs)
-        if world_size > 1:
-            model.register_comm_hook(None, count_all_reduces)
-        return model
+def cases_worker(local_rank, world_size, folder):
+    """Train in float64; record what was printed, drawn, sent and waited for. The last case prints less."""
+    cases = [(f"{name}-{k}", name, hyperparameters(name, k)) for name, k in CASES]
+    for case, name, hp in [*cases, ("rare", "sgd", hyperparameters("sgd", 1, log_interval=100))]:
+        sent, waits, prepare = [], [], dist.prepare_ddp_model
+        stdout = io.StringIO()
+        Net.drawn.clear()
 
-    def counted(name):
-        function = getattr(torch.Tensor, name)
-        return mock.patch.object(torch.Tensor, name, lambda self: waits.append(name) or function(self))
+        def count_all_reduces(group, bucket, sent=sent):
+            sent.append(bucket.buffer().numel())
+            return allreduce_hook(group, bucket)
 
-    torch.set_default_dtype(torch.float64)
-    stdout = io.StringIO()
-    try:
+        def prepare_and_count(model, prepare=prepare, hook=count_all_reduces, **kwargs):
+            model = prepare(model, **kwargs)
+            if world_size > 1:
+                model.register_comm_hook(None, hook)
+            return model
+
+        def counted(name, waits=waits):
+            function = getattr(torch.Tensor, name)
+            return mock.patch.object(torch.Tensor, name, lambda self: waits.append(name) or function(self))
+
+        os.makedirs(f"{folder}/{case}", exist_ok=True)
         with (
             mock.patch("distributed.prepare_ddp_model", prepare_and_count),
-            mock.patch("mnist_DDP.evaluate", lambda *_: (0, 0, 1)),
+            mock.patch("torch.optim.SGD", OPTIMIZERS[name][0]) if name != "sgd" else contextlib.nullcontext(),
             counted("item"),
             counted("tolist"),
             contextlib.redirect_stdout(stdout),
         ):
-            train_worker(local_rank, world_size, hp, folder, (size, 10))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    torch.save((sent, waits, stdout.getvalue()), f"{folder}/{local_rank}.pt")
+            options = {"model": Net, "dtype": torch.float64, "kind": Plain if case == "rare" else digits_as_they_are}
+            train_worker(local_rank, world_size, hp, f"{folder}/{case}", (300, 101), **options)
+        torch.save((sent, waits, stdout.getvalue(), torch.stack(Net.drawn)), f"{folder}/{case}/{local_rank}.pt")
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3])
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_accumulated_gradients_are_those_of_one_batch(accumulation, nprocs, tmp_path):
-    """90 samples in groups of 12 per process: one of 3 + 3 batches is left at the end, with some smaller than 4."""
-    hp = Hyperparameters(
-        epochs=2, batch_size=12 // accumulation, grad_accumulation=accumulation, log_interval=1, lr=0.02, seed=3
-    )
-    torch.set_default_dtype(torch.float64)
-    try:
-        expected, losses = train_alone(hp, 12 * nprocs, 90)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    dist.launch(accumulate_worker, hp, str(tmp_path), 90, nprocs=nprocs)
-    actual = weights_of(tmp_path)
-    for name in expected:
-        assert (actual[name] - expected[name]).abs().max() <= 1e-9, name
-
-    sent, waits, stdout = torch.load(tmp_path / "0.pt", weights_only=True)
-    if nprocs > 1:
-        assert sent == [50_186] * len(losses), "one bucket of all gradients, once per step"
-    assert [float(line[-1]) for line in TRAIN_LINE.findall(stdout)] == pytest.approx(losses, abs=6e-5)
-    assert len(waits) <= len(losses) + 10, "a wait per line, here per step"
+def digits_as_they_are(dataset):
+    return dataset
 
 
-def test_the_steps_wait_for_nothing_between_two_lines(tmp_path):
-    dist.launch(accumulate_worker, Hyperparameters(batch_size=4, epochs=1), str(tmp_path), 90, nprocs=1)
-    _, waits, stdout = torch.load(tmp_path / "0.pt", weights_only=True)
-    assert len(TRAIN_LINE.findall(stdout)) == 1 and len(waits) < 10, "in 23 steps"
+@pytest.mark.parametrize("nprocs", [1, 2, 4])
+def test_equals_one_process(nprocs, tmp_path):
+    """300 samples in groups of 12 per process, the last one smaller; with 4 processes, one more than divides evenly."""
+    dist.launch(cases_worker, str(tmp_path), nprocs=nprocs)
+    for name, (make, lr) in OPTIMIZERS.items():
+        reference = {"first_epoch": 1, "anneal": True, "ranks": nprocs}
+        state, losses, tests = train_alone(make, [lr] * 3, (300, 101), 12 * nprocs, **reference)
+        steps = len(losses) // 3
+        for case in [f"{name}-{k}" for _, k in CASES] + ["rare"] * (name == "sgd"):
+            assert_equal_states(weights_of(tmp_path / case), state)
+            assert accuracies_of(tmp_path / case) == [hits / n for _, hits, n in tests]
+            ranks = [torch.load(tmp_path / case / f"{rank}.pt", weights_only=True) for rank in range(nprocs)]
+            sent, waits, stdout, _ = ranks[0]
+            assert not any(output for _, _, output, _ in ranks[1:]), "rank 0 alone prints"
+            if nprocs > 1:
+                assert sent == [19_090] * len(losses), "one bucket of all gradients, once per step"
+            drawn = torch.cat([numbers for *_, numbers in ranks]).tolist()
+            assert len(set(drawn)) == len(drawn) >= nprocs * len(losses), "dropout differs between ranks and steps"
+
+            trained = [(int(seen), float(loss)) for _, seen, _, _, loss in TRAIN_LINE.findall(stdout)]
+            if case == "rare":
+                epochs = [losses[i * steps : (i + 1) * steps] for i in range(3)]
+                means = [sum(loss * n for loss, n in epoch) / sum(n for _, n in epoch) for epoch in epochs]
+                assert [loss for _, loss in trained] == pytest.approx(means, abs=6e-5)
+                assert len(waits) <= 15, "a few per epoch, none per step"
+            else:
+                assert [loss for _, loss in trained] == pytest.approx([loss for loss, _ in losses], abs=6e-5)
+                assert [seen for seen, _ in trained] == [min(12 * nprocs * (i + 1), 300) for i in range(steps)] * 3
+                assert len(waits) <= len(losses) + 15, "a wait per line, here per step"
+            tested = [(float(loss), int(hits), int(n)) for loss, _, hits, n in TEST_LINE.findall(stdout)]
+            assert [counts for _, *counts in tested] == [counts for _, *counts in tests], "each sample once"
+            assert [loss for loss, *_ in tested] == pytest.approx([loss for loss, *_ in tests], abs=6e-5)
 
 
-class Normed(nn.Module):
-    """With buffers, which after a step are those of each rank's own last batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Flatten(), nn.BatchNorm1d(784, momentum=1.0), nn.Dropout(0.2), nn.Linear(784, 10)
-        )
-
-    def forward(self, x):
-        return self.layers(x)
-
-
-def normed_worker(local_rank, world_size, hp, output_dir):
-    with mock.patch("mnist.SimpleCNN", Normed):
-        train_worker(local_rank, world_size, hp, output_dir)
-
-
-@pytest.mark.parametrize("nprocs", [1, 3])
-def test_the_saved_weights_have_the_saved_accuracy(nprocs, tmp_path):
+def more_worker(local_rank, world_size, folder):
+    """Batch norm, and what the seed and the tracking decide."""
     hp = Hyperparameters(epochs=2, batch_size=8, test_batch_size=5, lr=0.01)
-    dist.launch(normed_worker, hp, tmp_path, nprocs=nprocs)
-    net = Normed().eval()
-    net.load_state_dict(weights_of(tmp_path))
-    accuracies = accuracies_of(tmp_path)
-    assert len(accuracies) == 2 and accuracies[-1] == hits_of(net, digits(101)) / 101 > 0.3
-    assert {path.name for path in tmp_path.iterdir()} == {"mnist_cnn.pt", "mnist_cnn_accuracies.json"}
+    runs = {
+        "normed": (hp, {"model": Normed}),
+        "first": (Hyperparameters(epochs=2), {}),
+        "again": (Hyperparameters(epochs=2), {}),
+        "other": (Hyperparameters(epochs=2, seed=1), {}),
+        "tracked": (
+            Hyperparameters(epochs=2, log_interval=1, wandb=True, tensorboard=f"{folder}/runs"),
+            {"kind": Plain},
+        ),
+    }
+    for name, (hp, options) in runs.items():
+        os.makedirs(f"{folder}/{name}", exist_ok=True)
+        train_worker(local_rank, world_size, hp, f"{folder}/{name}", **options)
 
 
-def evaluate_worker(local_rank, world_size, hp, weights, folder):
-    dist.init_process_group()
-    net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-    net.load_state_dict(torch.load(weights, weights_only=True))
-    results = []
-    for size in (10_000, 9_999):
-        with few_digits(10, size):
-            _, loader = mnist.make_loaders(hp, torch.device("cpu"))
-        results.append(mnist_DDP.evaluate(net, loader, torch.device("cpu"), amp=False))
-    torch.save(results, f"{folder}/{world_size}-{local_rank}.pt")
-
-
-def test_1_2_and_3_ranks_see_the_same_accuracy(tmp_path):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-    torch.save(net.state_dict(), tmp_path / "weights.pt")
-    expected = [(hits_of(net, digits(n)), n) for n in (10_000, 9_999)]
-    for nprocs in (1, 2, 3):
-        dist.launch(evaluate_worker, Hyperparameters(), str(tmp_path / "weights.pt"), str(tmp_path), nprocs=nprocs)
-        for rank in range(nprocs):
-            results = torch.load(tmp_path / f"{nprocs}-{rank}.pt", weights_only=True)
-            assert [(hits, n) for _, hits, n in results] == expected
-            assert [loss for loss, *_ in results] == pytest.approx(
-                [loss for loss, *_ in torch.load(tmp_path / "1-0.pt", weights_only=True)]
-            )
-
-
-def test_the_seed_decides_and_tracking_changes_nothing(tmp_path, monkeypatch):
+def test_batch_norm_the_seed_and_tracking(tmp_path, monkeypatch, capfd):
     for name, value in wandb_offline(tmp_path).items():
         monkeypatch.setenv(name, value)
-    cases = {
-        "first": Hyperparameters(epochs=2),
-        "again": Hyperparameters(epochs=2),
-        "tracked": Hyperparameters(epochs=2, wandb=True, tensorboard=str(tmp_path / "runs")),
-        "other": Hyperparameters(epochs=2, seed=1),
-    }
-    for name, hp in cases.items():
-        (tmp_path / name).mkdir()
-        dist.launch(train_worker, hp, tmp_path / name, nprocs=2)
-    first, again, tracked, other = ((tmp_path / name / "mnist_cnn.pt").read_bytes() for name in cases)
-    assert first == again == tracked
+    dist.launch(more_worker, str(tmp_path), nprocs=2)
+
+    net = Normed()
+    net.load_state_dict(weights_of(tmp_path / "normed"))
+    accuracies = accuracies_of(tmp_path / "normed")
+    assert len(accuracies) == 2 and accuracies[-1] == result_of(net, digits(101))[1] / 101 > 0.3
+    assert {path.name for path in (tmp_path / "normed").iterdir()} == {"mnist_cnn.pt", "mnist_cnn_accuracies.json"}
+
+    names = ("first", "again", "tracked", "other")
+    first, again, tracked, other = ((tmp_path / name / "mnist_cnn.pt").read_bytes() for name in names)
+    assert first == again == tracked, "also with a data set that has no whole batches"
     assert first != other
-    rows, _, tables = read_wandb(tmp_path)
-    assert [row["samples"] for row in rows if "accuracy" in row] == [320, 640]
-    assert [len(table["data"]) for table in tables] == [101, 101], "no more than there are"
+    net = mnist.SimpleCNN()
+    net.load_state_dict(weights_of(tmp_path / "tracked"))
+    accuracies = accuracies_of(tmp_path / "tracked")
+    losses = [float(line[-1]) for line in TRAIN_LINE.findall(capfd.readouterr().out)][-6:]
+    check_wandb(tmp_path, net, digits(101), [128, 256, 320, 448, 576, 640], losses, accuracies)
+    check_tensorboard(tmp_path / "runs", [128, 256, 320, 448, 576, 640], accuracies)
 
 
-def test_amp_computes_in_bfloat16():
-    images, labels = digits(8).__getitems__(range(8))
-    net, device = mnist.SimpleCNN(), torch.device("cpu")
-    for amp, dtype in ((False, torch.float32), (True, torch.bfloat16)):
-        logits, _, loss = mnist_DDP.forward(net, images, labels, device, amp)
-        assert (logits.dtype, loss.dtype) == (dtype, torch.float32)
+def test_amp_and_the_backend_reach_where_they_count(tmp_path):
+    seen, forward = [], mnist.forward
+    with (
+        mock.patch("mnist.forward", lambda *args: seen.append(args[4]) or forward(*args)),
+        mock.patch("distributed.init_process_group") as init,
+    ):
+        train_worker(0, 1, Hyperparameters(epochs=1, amp=True, backend="gloo"), tmp_path)
+    assert seen == [True] * (5 + 1) and init.mock_calls == [mock.call(backend="gloo")]
 
 
 # ---- artefacts ------------------------------------------------------------------------------------------------------
@@ -494,20 +471,23 @@ def full_disk_worker(local_rank, world_size, hp, output_dir):
         train_worker(local_rank, world_size, hp, output_dir)
 
 
+FILES = {"mnist_cnn.pt", "mnist_cnn_accuracies.json"}
+
+
 def test_a_full_disk_is_one_line_and_leaves_the_old_files(tmp_path, capfd):
-    for old in ("mnist_cnn.pt", "mnist_cnn_accuracies.json"):
+    for old in FILES:
         (tmp_path / old).write_text("old")
     with pytest.raises(SystemExit) as exit_info:
         dist.launch(full_disk_worker, Hyperparameters(epochs=2), tmp_path, nprocs=2)
-    assert exit_info.value.code == f"cannot save {tmp_path / 'mnist_cnn.pt'}: File too large"
+    message = exit_info.value.code
+    assert message.startswith(f"cannot save {tmp_path / 'mnist_cnn.pt'}") and "File too large" in message
+    assert "\n" not in message
     assert len(TEST_LINE.findall(capfd.readouterr().out)) == 2, "the accuracies are known"
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        "mnist_cnn.pt": "old",
-        "mnist_cnn_accuracies.json": "old",
-    }
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(FILES, "old")
 
 
-def full_logs_worker(local_rank, world_size, hp, output_dir):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
+def test_a_full_disk_for_the_tracking_is_one_line_and_the_results_are_saved(tmp_path):
     close, (soft, hard) = mnist_DDP.Tracker.close, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def close_on_a_full_disk(self):
@@ -517,38 +497,55 @@ def full_logs_worker(local_rank, world_size, hp, output_dir):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    with mock.patch("mnist_DDP.Tracker.close", close_on_a_full_disk):
-        train_worker(local_rank, world_size, hp, output_dir)
-
-
-def test_a_full_disk_for_the_tracking_is_one_line_and_the_results_are_saved(tmp_path):
-    runs = tmp_path / "runs"
-    with pytest.raises(SystemExit) as exit_info:
-        dist.launch(full_logs_worker, Hyperparameters(epochs=2, tensorboard=str(runs)), tmp_path, nprocs=2)
-    assert exit_info.value.code == f"--tensorboard: cannot write to {runs}: File too large"
+    hp = Hyperparameters(epochs=2, tensorboard=str(tmp_path / "runs"))
+    with mock.patch("mnist_DDP.Tracker.close", close_on_a_full_disk), pytest.raises(SystemExit) as exit_info:
+        train_worker(0, 1, hp, tmp_path)
+    assert exit_info.value.code == f"--tensorboard: cannot write to {tmp_path / 'runs'}: File too large"
     assert len(accuracies_of(tmp_path)) == 2 and weights_of(tmp_path)
 
 
-def test_a_folder_that_is_gone_at_the_end_is_one_line(tmp_path, capfd):
+def test_a_folder_that_is_gone_at_the_end_is_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as exit_info:
-        dist.launch(train_worker, Hyperparameters(epochs=1), tmp_path / "gone", nprocs=2)
-    assert exit_info.value.code == f"cannot save {tmp_path / 'gone' / 'mnist_cnn.pt'}: No such file or directory"
-    assert TEST_LINE.search(capfd.readouterr().out)
+        train_worker(0, 1, Hyperparameters(epochs=1), tmp_path / "gone")
+    message = exit_info.value.code
+    assert message.startswith(f"cannot save {tmp_path / 'gone'}/mnist_cnn") and "No such file" in message
+    assert TEST_LINE.search(capsys.readouterr().out)
 
 
-def test_both_files_are_written_or_neither(tmp_path):
-    (tmp_path / "mnist_cnn.pt").write_text("old")
-    (tmp_path / "mnist_cnn_accuracies.json.tmp").mkdir()
-    with pytest.raises(SystemExit, match=r"mnist_cnn_accuracies.json: Is a directory$"):
+@pytest.mark.parametrize("name", sorted(FILES))
+@pytest.mark.parametrize("moment", ["open", "write", "flush", "fsync"])
+def test_both_files_are_written_or_neither(name, moment, tmp_path, monkeypatch):
+    """Whichever of the two meets a full disk, and whenever it does."""
+    for old in FILES:
+        (tmp_path / old).write_text("old")
+
+    class Full(io.FileIO):
+        """Python's own buffer hides it until `flush`, the system's until `fsync`."""
+
+        def write(self, data):
+            if moment in ("write", "flush"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(data)
+
+    real_open, real_fsync, full = open, os.fsync, []
+
+    def open_full(path, mode="r"):
+        if not str(path).startswith(f"{tmp_path / name}."):
+            return real_open(path, mode)
+        if moment == "open":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file = io.BufferedRandom(Full(path, "wb+"), 1 if moment == "write" else 10_000_000)
+        full.append(file.fileno())
+        return file
+
+    def fsync(descriptor):
+        if moment == "fsync" and descriptor in full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real_fsync(descriptor)
+
+    monkeypatch.setattr("checkpoint.open", open_full, raising=False)
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(SystemExit, match=f"cannot save {tmp_path / name}.*No space left on device") as exit_info:
         mnist_DDP.save(tmp_path, mnist.SimpleCNN(), [0.5])
-    assert (tmp_path / "mnist_cnn.pt").read_text() == "old" and not (tmp_path / "mnist_cnn.pt.tmp").exists()
-
-
-def test_files_are_synced_before_they_are_renamed(tmp_path, monkeypatch):
-    calls = []
-    for name in ("fsync", "replace"):
-        function = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *args, n=name, f=function: calls.append(n) or f(*args))
-    mnist_DDP.save(tmp_path, mnist.SimpleCNN(), [0.5])
-    assert calls == ["fsync", "fsync", "replace", "replace"]
-    assert accuracies_of(tmp_path) == [0.5]
+    assert "\n" not in exit_info.value.code
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(FILES, "old")

@@ -1,0 +1,159 @@
+"""Few images, small networks and plain training, for the tests of the image scripts."""
+
+import contextlib
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+import mnist
+
+
+def digits(n, seed=0):
+    """Noise, and what is to be learnt: a white row."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(10, (n,), generator=generator)
+    images = torch.randint(200, (n, 1, 28, 28), generator=generator, dtype=torch.uint8)
+    images[torch.arange(n), 0, labels] = 255
+    return mnist.Digits(images, labels)
+
+
+class Plain(Dataset):
+    """A data set as most people write one: sample by sample, with a number as label."""
+
+    def __init__(self, whole):
+        self.whole = whole
+
+    def __len__(self):
+        return len(self.whole)
+
+    def __getitem__(self, index):
+        return self.whole.images[index], int(self.whole.labels[index])
+
+
+@contextlib.contextmanager
+def few_digits(train, test, kind=lambda whole: whole, dtype=torch.float64):
+    """`train` and `test` samples in the place of the thousands, in float64."""
+    torch.set_num_threads(1)  # all is too small for more
+    torch.set_default_dtype(dtype)
+    try:
+        with mock.patch("mnist.load_data", lambda *_, train, seed: kind(digits(sizes[train], int(train)))):
+            sizes = {True: train, False: test}
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Net(nn.Module):
+    """Other features in training, something random, no empty batch."""
+
+    drawn = []  # noqa: RUF012  by this process, as dropout would draw
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(784, 24), nn.Linear(24, 10)
+
+    def forward(self, x):
+        assert len(x)
+        x = self.first(x.flatten(1)).relu()
+        if self.training:
+            Net.drawn.append(torch.rand(()))
+            x = 2 * x
+        return self.second(x)
+
+
+class Pooled(Net):
+    """With a layer that never gets a gradient, as BERT's pooler."""
+
+    def __init__(self):
+        super().__init__()
+        self.pooler = nn.Linear(24, 24)
+
+
+class Normed(nn.Module):
+    """With buffers, which after a step are those of each rank's own last batch."""
+
+    def __init__(self):
+        super().__init__()
+        norm = nn.BatchNorm1d(784, momentum=1.0)
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(784, 784), norm, nn.Dropout(0.2), nn.Linear(784, 10))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def make_sgd(params, lr, **_):
+    return torch.optim.SGD(params, lr=lr, momentum=0.9)
+
+
+def make_adam(params, lr, fused=False, **_):
+    return torch.optim.Adam(params, lr=lr, fused=fused)
+
+
+def make_layerwise(params, lr, fused=False):
+    """AdamW with a rate per layer, and all of them on a schedule."""
+    params = list(params)
+    groups = [{"params": params[:2], "lr": lr / 2}, {"params": params[2:]}]
+    optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=0.1, fused=fused)
+
+    def decay(*_):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.98
+
+    optimizer.register_step_post_hook(decay)
+    return optimizer
+
+
+def outputs_of(net, dataset):
+    """As plain PyTorch has them, for all of a data set's images."""
+    with torch.no_grad():
+        batches = [
+            net((images.to(torch.get_default_dtype()) / 255 - 0.1307) / 0.3081) for images in dataset.images.split(1000)
+        ]
+    return torch.cat(batches)
+
+
+def result_of(net, dataset):
+    """Mean loss, correct predictions and samples."""
+    outputs = outputs_of(net.eval(), dataset)
+    hits = (outputs.argmax(dim=1) == dataset.labels).sum().item()
+    return F.cross_entropy(outputs, dataset.labels).item(), hits, len(dataset)
+
+
+def train_alone(make_optimizer, rates, sizes, batch, ranks=1, seed=3, first_epoch=0, anneal=False, model=Net):
+    """Plain PyTorch in one process and float64, an epoch for each of `rates`: the reference.
+
+    Returns the weights, (loss, samples) of every step, and `result_of` after every epoch.
+    """
+    with few_digits(*sizes):
+        torch.manual_seed(seed)
+        net, losses, tests = model(), [], []
+        train_set, test_set = (mnist.load_data("", "", train=train, seed=seed) for train in (True, False))
+        optimizer = make_optimizer(net.parameters(), rates[0])
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(rates) * -(-sizes[0] // batch))
+        for epoch, rate in enumerate(rates):
+            for group in optimizer.param_groups:
+                group["lr"] *= rate / rates[max(0, epoch - 1)]
+            order = torch.randperm(sizes[0], generator=torch.Generator().manual_seed(seed + first_epoch + epoch))
+            order = torch.cat([order, order[: -sizes[0] % ranks]])  # a sampler gives all ranks equally many
+            for index in order.split(batch):
+                optimizer.zero_grad()
+                images = (train_set.images[index].double() / 255 - 0.1307) / 0.3081
+                loss = F.cross_entropy(net.train()(images), train_set.labels[index])
+                loss.backward()
+                optimizer.step()
+                if anneal:
+                    scheduler.step()
+                losses.append((loss.item(), len(index)))
+            tests.append(result_of(net, test_set))
+        assert tests[-1][1] > 0.3 * sizes[1], "the reference must learn, or equality means little"
+        return net.state_dict(), losses, tests
+
+
+def assert_equal_states(actual, expected, tolerance=1e-9):
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert type(actual[name]) is torch.Tensor and actual[name].dtype == expected[name].dtype
+        assert (actual[name] - expected[name]).abs().max() <= tolerance, name
