@@ -28,7 +28,6 @@ It prints a line per epoch, `Epoch 1 - loss: 0.4127 - acc: 0.9632 (9632/10000) -
 training loss, the accuracy on all test samples and the speed of training.
 """
 
-import argparse
 import os
 import time
 
@@ -44,29 +43,17 @@ import mnist
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        usage=argparse.SUPPRESS,  # so that an error is one line
-    )
+    parser = dist.ArgumentParser(__doc__)
     parser.add_argument("--epochs", type=dist.at_least(1), default=2, help="passes over the data")
-    parser.add_argument("--batch-size", "--batch_size", type=dist.at_least(1), default=64, help="samples per step")
-    parser.add_argument(
-        "--micro-batches",
-        "--micro_batches",
-        type=dist.at_least(1),
-        default=4,
-        help="parts of a batch, in flight at once",
-    )
+    parser.add_argument("--batch-size", type=dist.at_least(1), default=64, help="samples per step")
+    parser.add_argument("--micro-batches", type=dist.at_least(1), default=4, help="parts of a batch, in flight at once")
     parser.add_argument("--lr", type=dist.positive, default=0.05, help="learning rate of SGD with momentum 0.9")
-    parser.add_argument("--seed", type=int, default=0, help="of the data, the weights and the order of samples")
+    parser.add_argument("--seed", type=dist.seed, default=0, help="of the data, the weights and the order of samples")
     mnist.add_data_options(parser)
     args = parser.parse_args()
     if args.micro_batches > args.batch_size:
-        parser.error(
-            f"argument --micro-batches/--micro_batches: {args.micro_batches} is not in the range 1 to "
-            f"{args.batch_size}, the --batch-size"
-        )
+        bounds = f"the range 1 to {args.batch_size}, the --batch-size"
+        parser.error(f"argument --micro-batches: {args.micro_batches} is not in {bounds}")
     if os.environ.get("WORLD_SIZE", "2") != "2":
         parser.error(f"WORLD_SIZE: {os.environ['WORLD_SIZE']} is not 2, the number of workers")
     return args
@@ -155,12 +142,9 @@ def main_worker(local_rank, world_size, args):
     init_process_group("gloo")  # for the data; it is not used later
     # Only worker0 needs them, but all must call it.
     train_set, test_set = (mnist.load_data(args.data, args.data_dir, train, args.seed) for train in (True, False))
-    options = rpc.TensorPipeRpcBackendOptions(
-        # The default transport, shared memory, polls busily: it takes the cores that the workers need. This is TCP;
-        # on one machine, the tensors' bytes are copied from process to process by the kernel.
-        _transports=["uv"],
-        _channels=["cma", "basic"],
-    )
+    # The default transport, shared memory, polls busily: it takes the cores that the workers need. This is TCP; on one
+    # machine, the tensors' bytes are copied from process to process by the kernel.
+    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["cma", "basic"])
     rank = dist.get_rank()
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
     if rank == 0:

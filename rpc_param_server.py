@@ -12,40 +12,37 @@ Reading is not: an answer may hold a part of the update that another trainer's g
 
 Cost, for P float32 parameters and N trainers: 12·P bytes on a trainer (parameters, gradients, the flat gradient); on
 the server 16·P (parameters, momentum, a gradient, a copy to evaluate), for sync 12·P + 4·P·N. A step sends 4·P bytes
-each way per trainer, so 8·P·N through the server, where an all-reduce sends 2·(N-1)/N · 4·P per process: the server
-limits the number of trainers.
+each way per trainer, so 8·P·N through the server, where an all-reduce sends 2·(N-1)/N · 4·P per process.
 
     python rpc_param_server.py                                        # a server and two trainers on this machine
     python rpc_param_server.py --trainers 4 --mode sync
     torchrun --standalone --nproc-per-node 3 rpc_param_server.py      # rank 0 is the server
-    python rpc_param_server.py --rank R --world-size 3 --master-addr 10.0.0.1 --master-port 29500   # by hand
+    export TP_SOCKET_IFNAME=eth1 GLOO_SOCKET_IFNAME=eth1              # on each of three machines
+    torchrun --nnodes 3 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 rpc_param_server.py
 
-A trainer that is killed, or sends nothing for `--timeout` seconds, is taken for lost and the others go on without its
-share of the data; one that was only slow is taken back at its next gradient. (torchrun itself ends a job that lost
-a process.) A trainer that loses the server ends. RPC has no authentication and executes what it receives: keep it to
-networks that you trust. The first form listens on loopback only, the last on the interface that leads to the server.
+RPC has no authentication and executes what it receives. On one machine it listens on loopback only. On several, name
+the interface of a network that you trust, as above: else it listens where the machine's own name leads.
+
+When a trainer is killed, the others go on without its share of the data, unless under torchrun, which ends a job that
+lost a process. A trainer that loses the server ends. One that hangs without dying, stopped or cut off, is not taken for
+lost: with sync the job ends after `--timeout` seconds without an answer, with hogwild it waits at its end.
 
 It prints a line per epoch, `Epoch 1 - loss: 0.0754 - acc: 0.9765 (9765/10000) - 74.2 updates/s - 29.8 MB/s -
 staleness: 0.71`: loss and accuracy on all test samples, gradients and parameters sent, and how many updates the server
-made, on average, between a trainer's pull and push. The last line says who was lost. None of mnist's models has
-buffers (as batch norm would): parameters are all that is sent.
+made, on average, between a trainer's pull and push. Parameters are all that is sent: mnist's models have no buffers.
 """
 
-import argparse
 import contextlib
-import datetime
-import fcntl
-import ipaddress
 import os
 import queue
 import socket
-import struct
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import torch
-from torch.distributed import TCPStore, init_process_group, rpc
+from torch.distributed import init_process_group, rpc
 from torch.multiprocessing import ProcessExitedException
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -57,37 +54,18 @@ import mnist
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        usage=argparse.SUPPRESS,  # so that an error is one line
-    )
+    parser = dist.ArgumentParser(__doc__)
     parser.add_argument("--trainers", type=dist.at_least(1), default=2, help="processes beside the server")
     parser.add_argument("--mode", choices=("hogwild", "sync"), default="hogwild", help="when the server updates")
     parser.add_argument("--model", choices=mnist.MODELS, default="simple", help="the network")
     parser.add_argument("--epochs", type=dist.at_least(1), default=2, help="passes over the data")
-    parser.add_argument("--batch-size", "--batch_size", type=dist.at_least(1), default=32, help="samples per trainer")
+    parser.add_argument("--batch-size", type=dist.at_least(1), default=32, help="samples per trainer")
     parser.add_argument("--lr", type=dist.positive, default=0.01, help="learning rate of SGD with momentum 0.9")
-    parser.add_argument("--seed", type=int, default=0, help="of the data, the weights and the order of samples")
-    parser.add_argument("--timeout", type=dist.positive, default=60, help="seconds after which a process is lost")
+    parser.add_argument("--seed", type=dist.seed, default=0, help="of the data, the weights and the order of samples")
+    parser.add_argument("--timeout", type=dist.positive, default=60, help="seconds for all to join, and for an answer")
     mnist.add_data_options(parser)
-    parser.add_argument("--rank", type=dist.at_least(0), help="run this role only; 0 is the server")
-    parser.add_argument("--world-size", "--world_size", type=dist.at_least(2), help="with --rank: trainers + 1")
-    parser.add_argument("--master-addr", "--master_addr", default="127.0.0.1", help="with --rank: the server's address")
-    parser.add_argument("--master-port", "--master_port", type=dist.at_least(1), default=29500, help="with --rank")
     args = parser.parse_args()
-    if (args.rank is None) != (args.world_size is None):
-        parser.error("arguments --rank and --world-size: give both, or neither to start every role here")
-    if args.rank is not None and args.rank >= args.world_size:
-        parser.error(
-            f"argument --rank: {args.rank} is not in the range 0 to {args.world_size - 1}, "
-            f"for --world-size {args.world_size}"
-        )
-    if args.master_addr in ("", "0.0.0.0", "::"):
-        parser.error(f"argument --master-addr/--master_addr: {args.master_addr!r} is not the address of one machine")
-    if args.master_port > 65535:
-        parser.error(f"argument --master-port/--master_port: {args.master_port} is not in the range 1 to 65535")
-    if int(os.environ.get("WORLD_SIZE", 2)) < 2:
+    if os.environ.get("WORLD_SIZE") == "1":
         parser.error("WORLD_SIZE: 1 process is too few for a server and a trainer")
     return args
 
@@ -96,30 +74,24 @@ def parse_args():
 
 
 class Server:
-    """The parameters, as one flat tensor, and what is known about the trainers, whose ranks are `ranks`."""
+    """The parameters, as one flat tensor, and how far the trainers are, whose ranks are `ranks`."""
 
-    def __init__(self, model, ranks, lr, timeout):
+    def __init__(self, model, ranks, lr):
         self.params = parameters_to_vector(model.parameters()).detach().cpu()
         self.optimizer = torch.optim.SGD([self.params], lr=lr, momentum=0.9, fused=True)
-        self.changed = threading.Condition()  # guards all of this but the reading of the parameters
-        self.timeout = timeout
-        self.heard = dict.fromkeys(ranks, time.monotonic())  # when the trainers at work were last heard of
-        self.done, self.gone = set(), set()  # those that have no more work, and those that have left
-        self.lost = set()
-        self.ending = None  # at the end, the list of those lost
-        self.steps = None  # of each trainer in an epoch
-        self.pushes = dict.fromkeys(ranks, 0)
+        self.lock = threading.Lock()  # guards all of this but the reading of the parameters
+        self.steps = self.begin = None  # steps of each trainer in an epoch; when the first one began
+        self.at_work, self.lost = set(ranks), []
+        self.taken = dict.fromkeys(ranks, 0)  # steps, by those who are not lost
         self.seen = dict.fromkeys(ranks, 0)  # updates in the parameters that a trainer computes with
-        self.updates = self.staleness = 0
-        self.gradients = {}  # sync: those of this round
-        self.answer = torch.futures.Future()
-        self.epochs = queue.Queue()  # finished ones, to be evaluated; None at the end
-        self.finished_epochs = 0
+        self.updates = self.pushes = self.staleness = 0
+        self.gradients, self.answer = {}, torch.futures.Future()  # sync: those of this round
+        self.epochs, self.finished_epochs = queue.Queue(), 0  # to be evaluated; None at the end
+        self.end = torch.futures.Future()  # at the end of all work: is nobody lost?
 
     def receive(self, rank):
-        self.heard[rank] = time.monotonic()
-        self.lost.discard(rank)  # it was only slow
-        self.pushes[rank] += 1
+        self.taken[rank] += 1
+        self.pushes += 1
         self.staleness += self.updates - self.seen[rank]
 
     def update(self, gradient):
@@ -128,67 +100,53 @@ class Server:
         self.updates += 1
 
     def finish_round(self):
-        if not self.gradients or self.heard.keys() - self.done - self.gradients.keys():
+        """Sync: update and answer, if all trainers at work have sent a gradient."""
+        if not self.gradients or self.at_work - self.gradients.keys():
             return
         total, *others = (self.gradients[rank] for rank in sorted(self.gradients))
         for gradient in others:
             total += gradient  # in place: new memory would cost more than the sum
         self.update(total.div_(len(self.gradients)))
         self.finish_epochs()
-        for rank in self.gradients:
-            self.heard[rank], self.seen[rank] = time.monotonic(), self.updates
-        self.gradients = {}
-        answer, self.answer = self.answer, torch.futures.Future()
+        self.seen.update(dict.fromkeys(self.gradients, self.updates))
+        answer, self.gradients, self.answer = self.answer, {}, torch.futures.Future()
         answer.set_result(self.params)  # no copy: the next update waits for those who wait for these
 
     def finish_epochs(self):
         """Hand over a copy of the parameters when every trainer has done its share of an epoch. The others go on."""
-        pushes = [n for rank, n in self.pushes.items() if rank not in self.lost]
-        while pushes and self.steps and min(pushes) >= (self.finished_epochs + 1) * self.steps:
+        while self.steps and min(self.taken.values(), default=0) >= (self.finished_epochs + 1) * self.steps:
             self.finished_epochs += 1
-            counts = (time.monotonic(), self.updates, sum(self.pushes.values()), self.staleness)
+            counts = (time.monotonic() - self.begin, self.updates, self.pushes, self.staleness)
             self.epochs.put((self.params.clone(), counts))
 
-    def end(self):
-        """Tell every trainer that all is done; returns the ranks of those lost."""
-        with self.changed:
-            self.ending = sorted(self.lost)
-            if self.lost:  # else the graceful shutdown waits for them
-                self.changed.wait_for(lambda: self.gone >= self.heard.keys(), self.timeout)
-            return self.ending
-
-    def watch(self):
-        """Until no trainer has work left, take those for lost that were not heard of for `timeout` seconds."""
-        with self.changed:
-            self.heard = dict.fromkeys(self.heard, time.monotonic())
-            while self.heard.keys() - self.done:
-                self.changed.wait(self.timeout / 10)
-                now = time.monotonic()
-                for rank in list(self.heard):  # those with a gradient here wait, and are heard anew when answered
-                    if rank not in self.gradients and now - self.heard[rank] > self.timeout:
-                        print(f"trainer {rank} is lost: nothing came from it for {self.timeout:g} s", flush=True)
-                        del self.heard[rank]
-                        self.lost.add(rank)
-                        self.finish_round()
-                        self.finish_epochs()
-        self.epochs.put(None)
+    def leave(self, rank, lost):
+        """A trainer has no more work, or is lost."""
+        with self.lock:
+            self.at_work.discard(rank)
+            if lost:
+                print(f"trainer {rank} is lost", flush=True)
+                self.lost.append(rank)
+                del self.taken[rank]
+                self.finish_epochs()
+            self.finish_round()  # nobody need wait for it
+            if not self.at_work:
+                self.epochs.put(None)
 
 
-server = None  # in the server's process, where the next five functions run, in threads of RPC
+server = None  # in the server's process, where the next four functions run, in threads of RPC
 
 
 def pull(rank, steps):
     """The first parameters of a trainer that takes `steps` steps in an epoch."""
-    with server.changed:
-        server.heard[rank] = time.monotonic()
-        server.steps = steps
-        server.seen[rank] = server.updates
+    with server.lock:
+        server.begin = server.begin or time.monotonic()
+        server.steps, server.seen[rank] = steps, server.updates
     return server.params
 
 
 def push(rank, gradient):
     """Hogwild: apply the gradient at once. Gives the parameters."""
-    with server.changed:
+    with server.lock:
         server.receive(rank)
         server.update(gradient)
         server.seen[rank] = server.updates
@@ -199,30 +157,18 @@ def push(rank, gradient):
 @rpc.functions.async_execution
 def push_and_wait(rank, gradient):
     """Sync: a Future of the parameters after the update with the average gradient of all trainers at work."""
-    with server.changed:
+    with server.lock:
         server.receive(rank)
-        server.gradients[rank] = gradient
-        answer = server.answer
+        server.gradients[rank], answer = gradient, server.answer
         server.finish_round()
     return answer
 
 
+@rpc.functions.async_execution
 def finish(rank):
-    """A trainer has no more work. Gives the ranks of those lost, or None while others are at work."""
-    with server.changed:
-        server.heard[rank] = time.monotonic()
-        server.lost.discard(rank)
-        server.done.add(rank)
-        server.finish_round()  # nobody need wait for it
-        server.changed.notify_all()
-        return server.ending
-
-
-def leave(rank):
-    """A trainer knows that all is done."""
-    with server.changed:
-        server.gone.add(rank)
-        server.changed.notify_all()
+    """A trainer has no more work. Gives a Future, at the end of all work, of whether nobody is lost."""
+    server.leave(rank, lost=False)
+    return server.end
 
 
 @torch.no_grad()
@@ -239,49 +185,65 @@ def evaluate(model, loader, device):
 
 
 def serve(model, dataset, device, ranks, args):
-    global server
-    server = Server(model, ranks, args.lr, args.timeout)
-    start_rpc("server", args)
-    threading.Thread(target=server.watch, daemon=True).start()
+    """Evaluate each epoch while the trainers train. Returns whether nobody is lost."""
+    calls = [rpc.rpc_async(f"trainer{rank}", wait_until_the_end, timeout=0) for rank in ranks]
+    for rank, call in zip(ranks, calls, strict=True):  # one that ends before the end has failed: its trainer is lost
+        call.add_done_callback(lambda _, rank=rank: server.end.done() or server.leave(rank, lost=True))
     print(f"Training on {len(ranks)} x {device.type}, {args.mode}, batch {args.batch_size} each", flush=True)
     loader = DataLoader(dataset, 1000, collate_fn=tuple)
-    before = (time.monotonic(), 0, 0, 0)
+    before = (0, 0, 0, 0)
     for epoch, (params, counts) in enumerate(iter(server.epochs.get, None)):
         vector_to_parameters(params.to(device), model.parameters())
         loss, hits, n = evaluate(model, loader, device)
         seconds, updates, pushes, staleness = (b - a for a, b in zip(before, counts, strict=True))
         megabytes = 2 * pushes * params.numel() * params.element_size() / 1e6
+        staleness /= max(1, pushes)  # there are none if two epochs end at once, because a slow trainer is lost
         print(
             f"Epoch {epoch + 1} - loss: {loss / n:.4f} - acc: {hits / n:.4f} ({hits:.0f}/{n:.0f}) - "
-            f"{updates / seconds:.1f} updates/s - {megabytes / seconds:.1f} MB/s - staleness: {staleness / pushes:.2f}",
+            f"{updates / seconds:.1f} updates/s - {megabytes / seconds:.1f} MB/s - staleness: {staleness:.2f}",
             flush=True,
         )
         before = counts
-    lost = server.end()
-    stop_rpc(lost, args.timeout)
-    lost = ", ".join(f"trainer {rank}" for rank in lost) or "no trainer"
+    server.end.set_result(not server.lost)
+    for call in calls:
+        with contextlib.suppress(RuntimeError):
+            call.wait()  # until its trainer has heard of the end
     if server.finished_epochs < args.epochs:
+        rpc.shutdown(graceful=False)
         sys.exit(f"every trainer is lost, after {server.updates} updates")
+    lost = ", ".join(f"trainer {rank}" for rank in sorted(server.lost)) or "no trainer"
     print(f"Finished: {server.updates} updates, {lost} lost")
+    return not server.lost
 
 
 # ---- a trainer ----------------------------------------------------------------------------------------------------
 
+end = torch.futures.Future()
 
-def call_server(function, *args):
+
+@rpc.functions.async_execution
+def wait_until_the_end():
+    """The server makes one such call of each trainer: it fails at once when the trainer dies."""
+    return end
+
+
+def call_server(function, *args, **kwargs):
     """Call one of the functions above in the server. Raises SystemExit if the server is lost."""
     try:
-        return rpc.rpc_sync("server", function, args)
+        return rpc.rpc_sync("server", function, args, **kwargs)
     except RuntimeError as error:
-        if str(error).startswith("On WorkerInfo"):  # raised by the function itself
+        reason = str(error).splitlines()[0]
+        if reason.startswith("On WorkerInfo"):  # raised by the function itself
             raise
         rpc.shutdown(graceful=False)  # or its threads, which still run when the interpreter ends, may abort
-        sys.exit(f"rank {dist.get_rank()}: the server is lost: {str(error).splitlines()[0]}")
+        cause = "the server, or with sync another trainer, hangs" if "timeout" in reason else "the server is lost"
+        sys.exit(f"rank {dist.get_rank()}: {cause}: {reason}")
 
 
-def train(model, dataset, device, rank, trainers, args):
-    start_rpc(f"trainer{rank}", args)
-    sampler = DistributedSampler(dataset, trainers, rank - 1, seed=args.seed)
+def train(model, dataset, device, ranks, args):
+    """Train on this trainer's share of the data. Returns, at the end of all work, whether nobody is lost."""
+    rank = dist.get_rank()
+    sampler = DistributedSampler(dataset, len(ranks), ranks.index(rank), seed=args.seed)
     loader = DataLoader(dataset, args.batch_size, sampler=sampler, collate_fn=tuple)
     send = push if args.mode == "hogwild" else push_and_wait
     params = call_server(pull, rank, len(loader))
@@ -294,81 +256,37 @@ def train(model, dataset, device, rank, trainers, args):
             model.zero_grad()
             loss.backward()
             params = call_server(send, rank, parameters_to_vector(p.grad for p in model.parameters()).cpu())
-    while (lost := call_server(finish, rank)) is None:
-        time.sleep(0.2)
-    if lost:
-        with contextlib.suppress(RuntimeError):  # the server need not stay to answer
-            rpc.rpc_sync("server", leave, (rank,))
-    stop_rpc(lost, args.timeout)
+    nobody_is_lost = call_server(finish, rank, timeout=0)
+    end.set_result(None)
+    return nobody_is_lost
 
 
 # ---- start --------------------------------------------------------------------------------------------------------
 
 
-def set_environment(args):
-    """Set what torchrun would, for the one role of `--rank`. The server listens now, a trainer waits until it does.
-
-    Returns the store of the job, on the server, which must keep it. Raises SystemExit with one line if the port cannot
-    be had or there is no server within the timeout.
-    """
-    address = (args.master_addr, args.master_port)
-    os.environ.update(RANK=str(args.rank), WORLD_SIZE=str(args.world_size), LOCAL_RANK="0")
-    os.environ.update(MASTER_ADDR=args.master_addr, MASTER_PORT=str(args.master_port))
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # all join the store below as clients
-    if args.rank == 0:
-        try:
-            listener = socket.create_server(address)  # not on all interfaces, as a TCPStore of its own does
-        except OSError as error:
-            reason = error.strerror.partition(" (")[0]  # without the address, which Python may add
-            sys.exit(f"the server cannot listen on {args.master_addr}:{args.master_port}: {reason}")
-        return TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    deadline = time.monotonic() + args.timeout
-    while True:
-        try:
-            return socket.create_connection(address, timeout=args.timeout).close()
-        except OSError as error:
-            if time.monotonic() > deadline:
-                where = f"{args.master_addr}:{args.master_port} within {args.timeout:g} s"
-                sys.exit(f"rank {args.rank}: no server at {where}: {error.strerror or error}")
-            time.sleep(0.2)
+def choose_interface():
+    """On one machine loopback, unless the user has named another; on several what was named, with a warning."""
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
+    interface = os.environ.get("TP_SOCKET_IFNAME", f"the address of {socket.gethostname()}")
+    if dist.is_primary() and not interface.startswith("lo"):
+        print(f"warning: RPC listens on {interface}, without authentication: trust its network", file=sys.stderr)
 
 
-def use_interface_to(address):
-    """Let gloo and RPC listen only on the interface that leads to `address`, unless the user has named one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing
-        own = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                request = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
-                if socket.inet_ntoa(request[20:24]) == own:
-                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-                    os.environ.setdefault("TP_SOCKET_IFNAME", name)
-    if "TP_SOCKET_IFNAME" not in os.environ:
-        sys.exit(f"no interface of this machine has the address {own}: name one in TP_SOCKET_IFNAME")
-    if not ipaddress.ip_address(own).is_loopback and dist.is_primary():
-        print(
-            f"warning: RPC listens on {own}. It has no authentication and executes what it receives: "
-            "use it on trusted networks only",
-            file=sys.stderr,
-        )
-
-
-def start_rpc(name, args):
-    options = rpc.TensorPipeRpcBackendOptions(
-        rpc_timeout=2 * args.timeout,  # in sync, an answer may take one timeout
-        # The default transport, shared memory, polls busily: it takes the cores that the trainers need. This is TCP;
-        # on one machine, the tensors' bytes are copied from process to process by the kernel.
-        _transports=["uv"],
-        _channels=["cma", "basic"],
-    )
-    rpc.init_rpc(name, rank=dist.get_rank(), world_size=dist.get_world_size(), rpc_backend_options=options)
-
-
-def stop_rpc(lost, timeout):
-    """Leave together, unless that would mean to wait for those `lost`. All work is done."""
-    with contextlib.suppress(RuntimeError):  # one may be lost in this very moment; torch has logged it
-        rpc.shutdown(graceful=not lost, timeout=timeout)
+def join(name, rank, world_size, timeout):
+    """Start RPC, and a process group for the data. SystemExit if not all are there within `timeout` seconds."""
+    # init_rpc has a group of its own, for which it knows no other timeout than this one, of 24 days.
+    rpc.constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=timeout)
+    # The default transport, shared memory, polls busily: it takes the cores that the trainers need. This is TCP; on one
+    # machine, the tensors' bytes are copied from process to process by the kernel.
+    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=timeout, _transports=["uv"], _channels=["cma", "basic"])
+    try:
+        init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+    except RuntimeError as error:
+        sys.exit(f"rank {rank}: not all {world_size} have joined within {timeout:g} s: {str(error).splitlines()[0]}")
 
 
 def get_device():
@@ -378,21 +296,21 @@ def get_device():
 
 
 def main_worker(local_rank, world_size, args):
-    rank, device = dist.get_rank(), get_device()
-    use_interface_to(os.environ["MASTER_ADDR"])
-    init_process_group("gloo", timeout=datetime.timedelta(minutes=10))  # for the data; it is not used later
-    dataset = mnist.load_data(args.data, args.data_dir, train=rank > 0, seed=args.seed)
+    global server
+    rank, device, ranks = dist.get_rank(), get_device(), range(1, world_size)
     torch.manual_seed(args.seed + rank)  # dropout should differ; the weights are the server's
     model = mnist.MODELS[args.model]().to(device)
-    if rank == 0:
-        serve(model, dataset, device, range(1, world_size), args)
-    else:
-        train(model, dataset, device, rank, world_size - 1, args)
+    server = Server(model, ranks, args.lr) if rank == 0 else None  # before the first call comes
+    choose_interface()
+    join(f"trainer{rank}" if rank else "server", rank, world_size, args.timeout)
+    dataset = mnist.load_data(args.data, args.data_dir, train=rank > 0, seed=args.seed)
+    nobody_is_lost = (train if rank else serve)(model, dataset, device, ranks, args)
+    with contextlib.suppress(RuntimeError):  # one may be lost in this very moment
+        rpc.shutdown(graceful=nobody_is_lost, timeout=args.timeout)
 
 
 if __name__ == "__main__":
     cli_args = parse_args()
-    store = set_environment(cli_args) if cli_args.rank is not None else None
     try:
         dist.launch(main_worker, cli_args, nprocs=cli_args.trainers + 1, tolerate_killed=True)
     except ProcessExitedException as error:

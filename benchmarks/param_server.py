@@ -31,7 +31,7 @@ import rpc_param_server
 from benchmarks import common
 
 BATCH, LR, WARM_UP = 32, 0.01, 3
-SAME = {"_transports": ["uv"], "_channels": ["cma", "basic"]}  # as rpc_param_server.start_rpc
+SAME = {"_transports": ["uv"], "_channels": ["cma", "basic"]}  # as rpc_param_server.join
 RATIOS = [  # what is promised of them
     ("hogwild", "usual", "at least 6"),
     ("hogwild", "usual, same", "at least 2.5"),
@@ -141,7 +141,7 @@ def measure(results, name, worker_fn, nprocs, *args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = dist.ArgumentParser(__doc__)
     parser.add_argument("--rounds", type=dist.at_least(1), default=5, help="of each measurement")
     parser.add_argument("--steps", type=dist.at_least(5), default=40, help="of each trainer; the usual server: a third")
     args = parser.parse_args()

@@ -1,6 +1,7 @@
 """The split model computes what the unsplit one does, and both of its workers work at once."""
 
 import argparse
+import functools
 import os
 import re
 import threading
@@ -8,6 +9,7 @@ import threading
 import pytest
 import torch
 from conftest import ROOT, run, torchrun
+from test_rpc_param_server import REAL, small_data
 from torch.distributed import rpc
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -18,15 +20,7 @@ import rpc_model_parallel
 
 MNIST_ROOT = os.environ.get("MNIST_ROOT")
 LINE = re.compile(r"Epoch (\d+) - loss: (\d\.\d{4}) - acc: (\d\.\d{4}) \((\d+)/10000\) - [\d.]+ samples/s")
-BATCH, EPOCHS, SEED, LR = 8, 2, 3, 0.05  # 2 epochs of 96 / 8 = 12 steps
-
-
-def small_data(*args, **kwargs):
-    """Noise that is the brighter the greater the label."""
-    generator = torch.Generator().manual_seed(SEED)
-    labels = torch.randint(10, (96,), generator=generator)
-    noise = torch.randint(25, (96, 1, 28, 28), generator=generator)
-    return mnist.Digits((25 * labels[:, None, None, None] + noise).to(torch.uint8), labels)
+BATCH, EPOCHS, SEED, LR = 8, 2, 3, 0.05  # 2 epochs of 192 / 8 = 24 steps
 
 
 def arguments(**kwargs):
@@ -112,7 +106,7 @@ def overlap(local_rank, world_size, folder):
 
     rpc_model_parallel.Part.forward = watched
     mnist.load_data = small_data
-    rpc_model_parallel.main_worker(local_rank, world_size, arguments(epochs=1, batch_size=48, micro_batches=4))
+    rpc_model_parallel.main_worker(local_rank, world_size, arguments(epochs=1, batch_size=96, micro_batches=4))
     torch.save((calls, waited), f"{folder}/{local_rank}.pt")
 
 
@@ -120,15 +114,26 @@ def test_micro_batches_are_in_flight_at_once_and_evaluation_reaches_the_remote_d
     dist.launch(overlap, str(tmp_path), nprocs=2)
     for rank in range(2):
         calls, waited = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        assert calls == [(12, True)] * 8 + [(24, False)] * 4, "two steps, then all test samples in eval mode"
+        assert calls == [(24, True)] * 8 + [(48, False)] * 4, "two steps, then all test samples in eval mode"
     assert waited == [True]
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def check_output(stdout, epochs, at_least):
-    """`stdout` has its lines and the last accuracy is at least `at_least`."""
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("command", "options", "epochs", "at_least"),
+    [
+        (run, (), 2, 0.95),
+        (functools.partial(torchrun, 2), ("--epochs", 1), 1, 0.93),
+        pytest.param(run, ("--epochs", 1, "--data", "mnist", "--data-dir", MNIST_ROOT), 1, 0.97, marks=REAL),
+    ],
+)
+def test_it_learns(command, options, epochs, at_least):
+    status, stdout, stderr = command(ROOT / "rpc_model_parallel.py", *options, timeout=380)
+    assert status == 0, stderr
     first, *lines = stdout.splitlines()
     assert first == "Training on 2 x cpu, 4 micro-batches"
     matches = [LINE.fullmatch(line) for line in lines]
@@ -136,49 +141,20 @@ def check_output(stdout, epochs, at_least):
     assert float(matches[-1].group(3)) == round(int(matches[-1].group(4)) / 10_000, 4) >= at_least
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_it_learns_with_the_defaults():
-    status, stdout, stderr = run(ROOT / "rpc_model_parallel.py", timeout=380)
-    assert status == 0, stderr
-    check_output(stdout, epochs=2, at_least=0.95)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.skipif(MNIST_ROOT is None, reason="MNIST_ROOT does not say where the real MNIST is")
-def test_it_learns_the_real_mnist_in_one_epoch():
-    options = ("--epochs", 1, "--data", "mnist", "--data-dir", MNIST_ROOT)
-    status, stdout, stderr = run(ROOT / "rpc_model_parallel.py", *options, timeout=380)
-    assert status == 0, stderr
-    check_output(stdout, epochs=1, at_least=0.97)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_the_same_file_under_torchrun():
-    status, stdout, stderr = torchrun(2, ROOT / "rpc_model_parallel.py", "--epochs", 1, timeout=380)
-    assert status == 0, stderr
-    check_output(stdout, epochs=1, at_least=0.93)
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (("--epochs", "0"), "argument --epochs: '0' is not a whole number of at least 1"),
         (("--lr", "-1"), "argument --lr: '-1' is not a finite number above 0"),
-        (("--micro_batches", "0"), "argument --micro-batches/--micro_batches: '0' is not a whole number of at least 1"),
+        (("--seed", "-1"), "argument --seed: '-1' is not a whole number from 0 to 4294967295"),
+        (("--micro_batches", "0"), "argument --micro-batches: '0' is not a whole number of at least 1"),
         (
             ("--batch-size", "4", "--micro-batches", "5"),
-            "argument --micro-batches/--micro_batches: 5 is not in the range 1 to 4, the --batch-size",
+            "argument --micro-batches: 5 is not in the range 1 to 4, the --batch-size",
         ),
+        ((), "WORLD_SIZE: 3 is not 2, the number of workers"),
     ],
 )
-def test_bad_options_are_one_line(main_of, args, message):
+def test_bad_options_are_one_line(main_of, monkeypatch, args, message):
+    monkeypatch.setenv("WORLD_SIZE", "3" if "WORLD_SIZE" in message else "2")
     assert main_of("rpc_model_parallel.py", *args) == (2, f"rpc_model_parallel.py: error: {message}\n")
-
-
-def test_a_world_of_another_size_is_one_line(main_of, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    message = "WORLD_SIZE: 3 is not 2, the number of workers"
-    assert main_of("rpc_model_parallel.py") == (2, f"rpc_model_parallel.py: error: {message}\n")
