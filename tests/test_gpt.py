@@ -1,0 +1,187 @@
+"""gpt.py: real text, batches from seed and step alone, a causal model, and the progress that scripts print."""
+
+import collections
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformer
+
+import distributed as dist
+import gpt
+import min_TP
+
+
+def test_the_text_is_python_and_its_last_tenth_is_held_out():
+    text, held_out = gpt.load_text()
+    assert text.dtype == held_out.dtype == torch.uint8
+    assert len(held_out) == (len(text) + len(held_out)) // 10
+    files = b"".join(path.read_bytes() for path in sorted(gpt.LIBRARY.glob("*.py")))
+    assert bytes(text.numpy()) + bytes(held_out.numpy()) == files
+    assert len(files) > 3_000_000 and b"import os" in files
+
+
+def test_batches_come_from_seed_and_step_alone():
+    text = torch.arange(200, dtype=torch.uint8)
+    x, y = gpt.batch(text, 2, batch_size=3, length=5, seed=1)
+    torch.manual_seed(7)
+    assert x.tolist() == [[first + i for i in range(5)] for first in (191, 81, 4)], "on every machine and version"
+    assert torch.equal(y, x + 1) and x.dtype == y.dtype == torch.int64
+    drawn = [gpt.batch(text, step, 3, 5, seed)[0].tolist() for seed in (0, 1, 2**32 - 1) for step in range(20)]
+    assert len({str(rows) for rows in drawn}) == len(drawn), "each seed and each step has other ones"
+
+
+def test_batches_reach_from_the_first_byte_to_the_last():
+    text = torch.arange(20, dtype=torch.uint8)
+    x, y = gpt.batch(text, 0, batch_size=1000, length=5)
+    assert (x.min(), x.max(), y.min(), y.max()) == (0, 18, 1, 19)
+    assert x[:, 0].unique().tolist() == list(range(15))
+
+
+def load_another_text(local_rank, world_size, folder):
+    dist.init_process_group()
+    if local_rank == 1:
+        gpt.LIBRARY = Path(folder)
+    gpt.load_text()
+
+
+def test_ranks_with_different_texts_are_one_line(tmp_path):
+    (tmp_path / "abc.py").write_text("import this\n")
+    message = "the standard library of rank 1 is not that of rank 0: use one version of Python everywhere"
+    with pytest.raises(SystemExit) as error:
+        dist.launch(load_another_text, str(tmp_path), nprocs=2)
+    assert error.value.code == message
+
+
+def test_a_missing_library_is_one_line_before_any_process_starts(main_of, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpt, "LIBRARY", tmp_path)
+    message = f"no text to train on: {tmp_path} has no *.py files, the sources of Python's standard library"
+    assert main_of("min_TP.py") == (message, "")
+
+
+# ---- model --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return gpt.GPT(layers=2, width=32, heads=4, length=16)
+
+
+def test_the_model_guesses_at_first_and_looks_at_no_later_byte(model):
+    x, y = gpt.batch(transformer.small_text()[0], 0, 8, 16)
+    logits = model(x)
+    assert logits.shape == (8, 16, 256)
+    assert abs(gpt.loss_fn(logits, y).item() - math.log(256)) < 0.3
+    changed = x.clone()
+    changed[:, 9] = (x[:, 9] + 1) % 256
+    differs = (model(changed) != logits).flatten(2).any(2).any(0)
+    assert differs.tolist() == [False] * 9 + [True] * 7, "each later byte looks at it, no earlier one"
+
+
+def test_positions_are_learnt_and_may_be_given(model):
+    x, _ = gpt.batch(transformer.small_text()[0], 0, 8, 16)
+    assert torch.equal(model(x, torch.arange(16)), model(x))
+    assert not torch.equal(model(x[:, :8], torch.arange(8, 16)), model(x[:, :8]))
+
+
+def test_a_slice_of_the_rows_of_qkv_is_whole_heads(model):
+    attention, half = model.blocks[0].attention, gpt.Attention(32, 4)
+    x = torch.randn(2, 16, 32)
+    seen = []
+    for rows in (slice(None), slice(48, 96)):
+        half.qkv.weight.data, half.qkv.bias.data = attention.qkv.weight[rows].data, attention.qkv.bias[rows].data
+        half.attend = lambda *qkv: seen.append(qkv) or torch.zeros(2, 4, 16, 8)
+        half(x)
+    for whole, part in zip(*seen, strict=True):
+        assert torch.allclose(whole[:, 2:], part, atol=1e-6)
+
+
+# ---- progress -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_ngrams_are_counted_right(n):
+    text, rows = transformer.small_text()[0][:5000], transformer.small_text()[0][5000:6000].view(20, 50)
+    count = collections.Counter(tuple(text[i : i + n].tolist()) for i in range(len(text) - n + 1))
+    contexts = collections.Counter()
+    for gram, times in count.items():
+        contexts[gram[:-1]] += times
+    grams = [tuple(row[i : i + n].tolist()) for row in rows for i in range(50 - n + 1)]
+    losses = [-math.log((count[gram] + 0.01) / (contexts[gram[:-1]] + 2.56)) for gram in grams]
+    assert abs(gpt.ngram_loss(text, rows, n) - sum(losses) / len(losses)) < 1e-5
+
+
+def test_progress_prints_at_its_interval_and_after_the_last_step(capsys):
+    text, held_out = transformer.small_text()
+    args = transformer.arguments(steps=5, log_every=2)
+    seen = []
+
+    def local_loss(x, y):
+        seen.append(torch.cat([x, y[:, -1:]], 1))
+        return torch.tensor(float(len(seen)))
+
+    progress = gpt.Progress(local_loss, text, held_out, args)
+    for step in range(5):
+        progress(torch.tensor(float(step), requires_grad=True))
+    lines = transformer.progress_lines(capsys.readouterr().out)
+    assert [line["step"] for line in lines] == [2, 4, 5]
+    assert [line["loss"] for line in lines] == [0.5, 2.5, 4.0], "the mean since the line before"
+    assert [line["held_out"] for line in lines] == [4.5, 12.5, 20.5] and len(seen) == 24, "of 8 batches"
+    assert lines[0]["bigram"] > lines[0]["trigram"] > 0 and lines[0]["speed"] > 0
+    assert torch.equal(progress.losses(), torch.arange(5.0))
+    rows = torch.cat(seen[:8])
+    assert torch.equal(rows[0], held_out[: args.length + 1].long())
+    assert torch.equal(rows[-1], held_out[-args.length - 1 :].long()), "from its first byte to its last"
+    assert lines[0]["bigram"] == round(gpt.ngram_loss(text, rows.to(torch.uint8), 2), 4)
+
+
+def test_held_parameters(model, capsys):
+    total = sum(param.numel() for param in model.parameters())
+    assert gpt.report_held(model.blocks.parameters(), total) == total - 32 * (256 + 16 + 256) - 64
+    held, of, fraction = transformer.HELD.fullmatch(capsys.readouterr().out.strip()).groups()
+    assert int(held.replace(",", "")) / int(of.replace(",", "")) == pytest.approx(float(fraction), abs=0.001)
+
+
+# ---- options, of all scripts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--heads", "3"), "argument --heads: 3 is not a divisor of --width 128"),
+        (("--layers", "0"), "argument --layers: '0' is not a whole number of at least 1"),
+        (("--length", "1"), "argument --length: '1' is not a whole number from 2 to 65536"),
+        (("--batch_size", "0"), "argument --batch-size: '0' is not a whole number of at least 1"),
+        (("--log-every", "0"), "argument --log-every: '0' is not a whole number of at least 1"),
+        (("--steps", "x"), "argument --steps: 'x' is not a whole number of at least 1"),
+        (("--clip", "0"), "argument --clip: '0' is not a finite number above 0"),
+        (("--lr", "nan"), "argument --lr: 'nan' is not a finite number above 0"),
+        (("--seed", "-1"), "argument --seed: '-1' is not a whole number from 0 to 4294967295"),
+    ],
+)
+def test_bad_options_are_one_line(main_of, args, message):
+    assert main_of("min_TP.py", *args) == (2, f"min_TP.py: error: {message}\n")
+
+
+def test_help_shows_defaults(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["min_TP.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        min_TP.parse_args()
+    help_text = capsys.readouterr().out
+    for option in (
+        "layers",
+        "width",
+        "heads",
+        "length",
+        "batch-size",
+        "steps",
+        "log-every",
+        "lr",
+        "clip",
+        "seed",
+        "nproc",
+    ):
+        assert re.search(rf"--{option}\b[^-]*\(default:\s+\S+\)", help_text), option
