@@ -1,7 +1,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow lint bench plots clean
+MINUTES ?= 30
+
+.PHONY: demo test test-slow test-gpu soak lint bench plots clean
 
 demo: .venv/installed  ## train the minimal example
 	$(BIN)/python min_DDP.py
@@ -11,6 +13,12 @@ test: .venv/installed-dev  ## the quick tests
 
 test-slow: .venv/installed-dev  ## the tests that need minutes
 	$(BIN)/python -m pytest -m slow
+
+test-gpu: .venv/installed-dev  ## what needs a GPU
+	$(BIN)/python -m pytest -m gpu
+
+soak: .venv/installed-dev  ## random jobs under load, for MINUTES
+	$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -25,6 +33,7 @@ bench: .venv/installed-bench  ## measure everything, in less than ten minutes on
 	$(BIN)/python -m benchmarks.snapshot_stall --repeats 3
 	$(BIN)/python -m benchmarks.param_server --rounds 3
 	$(BIN)/python -m benchmarks.scaling
+	$(BIN)/python -m benchmarks.meshes
 
 plots: .venv/installed-bench  ## draw what was measured
 	$(BIN)/python -m benchmarks.plots

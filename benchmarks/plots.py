@@ -43,7 +43,7 @@ STYLE = {
 
 
 def is_ours(name):
-    return name in ("ours", "with distributed.py", "whole batches", "dist.save_snapshot", "measured") or (
+    return name in ("ours", "with distributed.py", "whole batches", "checkpoint.save", "measured") or (
         name.startswith(("launch", "hogwild", "sync", "fsdp"))
     )
 
@@ -158,7 +158,7 @@ def main():
     with matplotlib.rc_context(STYLE):
         for path in sorted(common.RESULTS.glob("*.json")):
             record = json.loads(path.read_text())
-            if "results" in record:  # the others are logs
+            if path.stem in TITLES or path.stem.startswith("snapshot_stall"):  # the others are logs and tables
                 draw(path.stem, record, args.folder)
 
 

@@ -1,0 +1,165 @@
+"""The ways to split a transformer, side by side: speed, peak memory, and what each is meant to save.
+
+    python -m benchmarks.transformer                        # on all GPUs, or two CPU processes
+    python -m benchmarks.transformer --rounds 3 --steps 12
+
+Each case is the script's own training function on the same batches, in processes of its own; rounds of all cases
+alternate. The first two steps are not timed. Memory is the largest process's peak: resident, or allocated on the GPU.
+
+- width: one process (with the threads of one rank, and with those of all), DDP, FSDP and TP, by the model's width.
+- pipeline: 1F1B by the number of micro-batches, beside the time that a bubble of (N-1)/(M+N-1) leaves of the longest.
+- length: CP and one process by the length of the sequences: speed, peak memory, and bytes saved for the backward pass.
+"""
+
+import argparse
+import functools
+import multiprocessing
+import resource
+import time
+from concurrent import futures
+
+import torch
+import torch._dynamo  # the first optimizer needs it: imported here, the started processes have it already
+from torch.autograd.graph import saved_tensors_hooks
+
+import distributed as dist
+import gpt
+import min_2D
+import min_CP
+import min_PP
+import min_TP
+from benchmarks import common
+
+WIDTHS, MICRO_BATCHES, LENGTHS = (128, 256, 512, 1024), (2, 4, 8, 16), (512, 2048, 8192)
+LAYERS, LENGTH, BATCH, WARM_UP = 4, 256, 8, 2
+
+
+class Clock:
+    """In the place of gpt.Progress: when each step ended."""
+
+    def __init__(self, *args):
+        self.times = []
+
+    def __call__(self, loss):
+        common.wait_for(dist.get_device())
+        self.times.append(time.perf_counter())
+
+    def losses(self):
+        return self.times
+
+
+def options(nproc, steps, **changes):
+    shape = {"layers": LAYERS, "width": 128, "heads": 4, "length": LENGTH, "batch_size": BATCH}
+    split = {"replicate": 1, "shard": nproc, "tensor": 1, "checkpoint_dir": None, "checkpoint_activations": False}
+    split |= {"sequence_parallel": False, "loss_parallel": False, "attention": "ulysses"}
+    split |= {"schedule": "1F1B", "micro_batches": 8, "data_parallel": 1, "log_every": steps}
+    training = {"steps": steps, "lr": 0.001, "clip": None, "seed": 0, "nproc": nproc}
+    return argparse.Namespace(**{**shape, **split, **training, **changes})
+
+
+# How the model is split, and what trains it: min_2D.py's gives each data-parallel rank its part of a batch.
+CASES = {
+    "one process": (lambda model, args: model, min_2D.train),
+    "DDP": (lambda model, args: dist.prepare_ddp_model(model), min_2D.train),
+    "FSDP": (min_2D.parallelize, min_2D.train),
+    "TP": (min_TP.parallelize, min_TP.train),
+    "PP": (min_PP.Pipeline, min_PP.train),
+    "CP": (lambda model, args: min_CP.parallelize(model, args.attention), min_CP.train),
+}
+
+
+def worker(local_rank, world_size, case, args, threads, report):
+    gpt.Progress = Clock
+    dist.init_process_group()
+    if threads:
+        torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
+    wrap, train = CASES[case]
+    model = wrap(model, args)
+    optimizer = torch.optim.AdamW(model.params if case == "PP" else model.parameters(), lr=args.lr, fused=True)
+    text, held_out = gpt.load_text()
+    times = train(model, optimizer, text, held_out, args)
+    steps_per_second = (len(times) - WARM_UP) / (times[-1] - times[WARM_UP - 1])
+    speed = steps_per_second * args.batch_size * args.length
+    loss_of = {
+        "one process": functools.partial(min_2D.local_loss, model, args),
+        "CP": functools.partial(min_CP.local_loss, model),
+    }
+    saved = saved_bytes(loss_of[case], text, args) if case in loss_of else 0
+    numbers = torch.tensor([peak_bytes(), saved], dtype=torch.float64, device=dist.get_device())
+    report([speed, *(dist.all_reduce(numbers, "max") / 1e6).tolist()])
+
+
+def saved_bytes(local_loss, text, args):
+    """What a forward pass keeps for the backward pass, without the parameters; each storage once."""
+    x, y = gpt.batch(text, 0, args.batch_size, args.length, args.seed, dist.get_device())
+    sizes = {}
+
+    def pack(tensor):
+        if not isinstance(tensor, torch.nn.Parameter):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        local_loss(x, y)
+    return sum(sizes.values())
+
+
+def peak_bytes():
+    if dist.get_device().type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(cases, rounds):
+    """{name: (case, args, threads)} in turn; {name: {what: summary}}."""
+    rows = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, (case, args, threads) in cases.items():
+            launch = functools.partial(common.launch, worker, case, args, threads, nprocs=args.nproc)
+            # One process would be this one, whose peak of memory is that of all cases before.
+            with futures.ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
+                rows[name].append(pool.submit(launch).result() if args.nproc == 1 else launch())
+    columns = ("tokens/s", "peak MB", "saved MB")
+    return {
+        name: {what: common.summary(values) for what, values in zip(columns, zip(*row, strict=True), strict=True)}
+        for name, row in rows.items()
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    gpus = torch.cuda.device_count()
+    parser.add_argument("--rounds", type=dist.at_least(1), default=2, help="of all cases")
+    parser.add_argument("--steps", type=dist.at_least(WARM_UP + 1), default=8, help="of each case")
+    parser.add_argument("--nproc", type=dist.at_least(2), default=gpus or 2, help="processes")
+    parser.add_argument("--small", action="store_true", help="one of each, to see that it runs")
+    args = parser.parse_args()
+    n, make = args.nproc, functools.partial(options, steps=args.steps)
+    widths, micro, lengths = (values[: 1 if args.small else None] for values in (WIDTHS, MICRO_BATCHES, LENGTHS))
+    cases = {}
+    for width in widths:
+        threads = torch.get_num_threads()
+        cases[f"width {width}: one process, 1 thread"] = ("one process", make(1, width=width), 1)
+        cases[f"width {width}: one process, {threads} threads"] = ("one process", make(1, width=width), threads)
+        for case in ("DDP", "FSDP", "TP"):
+            cases[f"width {width}: {case}"] = (case, make(n, width=width), None)
+    for m in micro:
+        cases[f"micro-batches {m}: PP"] = ("PP", make(n, micro_batches=m, batch_size=16), None)
+    for length in lengths:
+        shape = {"length": length, "batch_size": 1}
+        cases[f"length {length}: one process"] = ("one process", make(1, **shape), None)
+        cases[f"length {length}: CP"] = ("CP", make(n, **shape), None)
+    results = measure(cases, args.rounds)
+    for name, row in results.items():
+        print(f"{name:35}", *(f"{value['median']:10,.0f} {what}" for what, value in row.items()))
+    longest = results[f"micro-batches {micro[-1]}: PP"]["tokens/s"]["median"] / micro[-1] * (micro[-1] + n - 1)
+    bubbles = {m: longest * m / (m + n - 1) for m in micro}
+    print("PP without waiting but for the bubble:", *(f"{m}: {speed:,.0f} tokens/s " for m, speed in bubbles.items()))
+    what = {"unit": "tokens/s, MB", "processes": n, "layers": LAYERS, "tokens of a step": BATCH * LENGTH}
+    common.write("transformer", {**what, "results": results, "tokens/s but for the bubble": bubbles})
+
+
+if __name__ == "__main__":
+    main()

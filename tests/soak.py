@@ -1,0 +1,265 @@
+"""Random jobs beside a load generator, for as long as one likes: what passes once must pass a thousand times.
+
+    make soak MINUTES=30                         # or: python -m tests.soak --minutes 30 --seed 7
+    python -m tests.soak --replay launch:1234    # one trial again, as it was drawn
+
+- launch: 2 to 8 workers, which leave at once or of which one fails, is killed, exits, or speaks at length. The first
+  cause is reported, and the children of the workers end with them.
+- torchrun: multigpu_torchrun.py with kills of random ranks and of the agent at random moments, and with snapshots
+  damaged or removed between starts. The last snapshot is bit for bit that of the undisturbed run.
+- server: rpc_param_server.py, of which a trainer is killed. The job goes on to its end.
+
+After each, nothing is left running or listening, and no temporary file. A trial depends on its seed alone, but for the
+scheduling of the machine. Prints a table, writes benchmarks/results/soak.json, and exits with 1 after a failure.
+"""
+
+import contextlib
+import functools
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import psutil
+import torch
+
+import distributed as dist
+from benchmarks import common
+
+ROOT = Path(__file__).parent.parent
+MARK = "SOAK_MARK"  # in the environment of all that a trial starts
+EPOCHS = 12
+
+
+# ---- launch ---------------------------------------------------------------------------------------------------------
+
+
+def worker(local_rank, world_size, how, victim):
+    dist.init_process_group()
+    if how == "leave":
+        return
+    model = dist.prepare_ddp_model(torch.nn.Linear(4, 1))
+    model(torch.ones(4)).sum().backward()
+    if local_rank == victim:
+        subprocess.Popen(["sleep", "600"])
+        if how == "fail":
+            raise ValueError(f"the cause {'語' * 30_000}")
+        if how == "message":
+            sys.exit(f"the cause {'x' * 100_000}")
+        if how == "exit":
+            os._exit(3)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.ones(4)).sum().backward()  # waits for the victim
+    dist.cleanup()
+
+
+def launch_trial(rng, folder, kills):
+    nprocs = rng.randint(2, 8)
+    how, victim = rng.choice(["leave", "end", "fail", "message", "exit", "kill"]), rng.randrange(nprocs)
+    causes = {"fail": f"rank {victim} raised", "message": "the cause", "exit": f"rank {victim} exited with status 3"}
+    expected = {**causes, "kill": f"rank {victim} was killed by SIGKILL"}.get(how, "")
+    try:
+        dist.launch(worker, how, victim, nprocs=nprocs)
+        message = ""
+    except (Exception, SystemExit) as failure:
+        message = str(failure)
+    assert message.startswith(expected) and bool(message) == bool(expected), f"{how}: {message[:300]!r}"
+
+
+# ---- torchrun -------------------------------------------------------------------------------------------------------
+
+
+def start_torchrun(nprocs, snapshot, log):
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nprocs, "--max-restarts", 2]
+    command += [ROOT / "multigpu_torchrun.py", EPOCHS, 1, "--snapshot-path", snapshot]
+    return subprocess.Popen([sys.executable, *map(str, command)], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+
+def ranks_of(process):
+    """torchrun's workers."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child for child in psutil.Process(process.pid).children() if "multigpu_torchrun" in str(cmdline(child))]
+    return []
+
+
+def cmdline(process):
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+
+
+@functools.cache
+def undisturbed(nprocs):
+    """The snapshot's tensors at the end."""
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as log:
+        assert start_torchrun(nprocs, f"{folder}/snapshot.pt", log).wait(300) == 0
+        return torch.load(f"{folder}/snapshot.pt", weights_only=True)["model"]
+
+
+def torchrun_trial(rng, folder, kills):
+    nprocs, snapshot = rng.randint(2, 3), folder / "snapshot.pt"
+    expected = undisturbed(nprocs)
+    with open(folder.parent / "log", "w+") as log:
+        for attempt in range(rng.randint(1, 3)):
+            if attempt and snapshot.exists() and rng.random() < 0.4:
+                disturb_snapshot(rng, snapshot, nprocs, log)
+            process = start_torchrun(nprocs, snapshot, log)
+            for _ in range(rng.randint(1, 2)):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(rng.uniform(0, 8))  # a random moment: of the start, of the training, or after it
+                ranks = ranks_of(process)
+                if rng.random() < 0.6 and ranks:
+                    kill(rng.choice(ranks), kills)
+            if rng.random() < 0.5:
+                kill_agent(process, rng.choice([signal.SIGKILL, signal.SIGTERM]), kills)
+            process.wait(300)
+            log.flush()
+        process = start_torchrun(nprocs, snapshot, log)
+        assert process.wait(300) == 0, log_of(log)
+        actual = torch.load(snapshot, weights_only=True)["model"]
+        assert all(torch.equal(actual[name], expected[name]) for name in expected), "another result"
+    assert os.listdir(folder) == ["snapshot.pt"], os.listdir(folder)
+
+
+def disturb_snapshot(rng, snapshot, nprocs, log):
+    """Remove it, or damage it: then a start is refused, with a line that names it, until it is moved away."""
+    if rng.random() < 0.5:
+        data = bytearray(snapshot.read_bytes())
+        snapshot.write_bytes(data[: rng.randrange(len(data))])
+        begin = log.tell()
+        assert start_torchrun(nprocs, snapshot, log).wait(300) == 1
+        log.seek(begin)
+        assert f"{snapshot} on " in log.read()
+    snapshot.unlink()
+
+
+def kill(process, kills):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.kill()
+        kills.append(process.pid)
+
+
+def kill_agent(process, number, kills):
+    ranks = ranks_of(process)
+    if process.poll() is None:
+        process.send_signal(number)
+        kills.append(process.pid)
+    process.wait(90)
+    for rank in ranks:  # torchrun leaves them when it is killed itself
+        kill(rank, [])
+
+
+def log_of(log):
+    log.seek(0)
+    return log.read()[-3000:]
+
+
+# ---- the parameter server -------------------------------------------------------------------------------------------
+
+
+def server_trial(rng, folder, kills):
+    mode, trainers = rng.choice(["hogwild", "sync"]), rng.randint(2, 3)
+    command = ["rpc_param_server.py", "--trainers", trainers, "--mode", mode, "--epochs", 1, "--batch-size", 128]
+    with open(folder.parent / "log", "w+") as log:
+        options = {"cwd": ROOT, "stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
+        process = subprocess.Popen([sys.executable, *map(str, command)], **options)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(rng.uniform(3, 15))
+        workers = [
+            p for p in psutil.Process(process.pid).children(recursive=True) if re.search("forkserver", str(cmdline(p)))
+        ]
+        workers = sorted(workers, key=lambda p: p.pid)[2:]  # without the fork server itself and the server, rank 0
+        if workers:
+            kill(rng.choice(workers), kills)
+        status = process.wait(300)
+        text = log_of(log)
+        assert status == 0 and "Finished: " in text, text
+
+
+# ---- put together ---------------------------------------------------------------------------------------------------
+
+TRIALS = {"launch": (launch_trial, 20), "torchrun": (torchrun_trial, 3), "server": (server_trial, 1)}  # and how often
+
+
+def left_over(mark, before):
+    """Processes that the trial started, and that are still there."""
+    children, found = psutil.Process().children(recursive=True), []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            is_ours = process.environ().get(MARK) == mark or (process in children and process not in before)
+            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{process.pid} {' '.join(process.cmdline())[:100]}")
+    return found
+
+
+def run_trial(kind, seed):
+    """What went wrong, or None, and how many processes were killed."""
+    os.environ[MARK] = mark = f"{kind}:{seed}:{time.time()}"
+    before, kills = psutil.Process().children(recursive=True), []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            inner = Path(folder) / "work"
+            inner.mkdir()
+            TRIALS[kind][0](random.Random(f"{kind} {seed}"), inner, kills)
+        end = time.monotonic() + 15  # the fork server of a command ends a moment after it
+        while (left := left_over(mark, before)) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not left, f"left running: {left}"
+        listening = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+        assert not listening, f"left listening: {listening}"
+        return None, len(kills)
+    except Exception:
+        return traceback.format_exc()[-3000:], len(kills)
+    finally:
+        del os.environ[MARK]
+
+
+def main():
+    parser = dist.ArgumentParser(__doc__)
+    parser.add_argument("--minutes", type=dist.positive, default=30, help="how long")
+    parser.add_argument("--seed", type=dist.seed, default=0, help="of the first trial; each has the next one")
+    parser.add_argument("--load", type=dist.at_least(0), default=os.cpu_count(), help="processes that only compute")
+    parser.add_argument("--only", choices=tuple(TRIALS), help="trials of one kind")
+    parser.add_argument("--replay", metavar="KIND:SEED", help="one trial again")
+    args = parser.parse_args()
+    if args.replay:
+        kind, _, seed = args.replay.partition(":")
+        sys.exit(run_trial(kind, int(seed))[0])
+    dist.launch(worker, "end", 0, nprocs=2)  # starts the fork server, which stays
+    results = {kind: {"trials": 0, "kills": 0, "seeds of failures": []} for kind in TRIALS}
+    drawing = random.Random(args.seed)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.load)]
+    end, seed = time.monotonic() + 60 * args.minutes, args.seed
+    try:
+        while time.monotonic() < end:
+            weights = [often for _, often in TRIALS.values()]
+            kind = args.only or drawing.choices(list(TRIALS), weights)[0]
+            failure, kills = run_trial(kind, seed)
+            results[kind]["trials"] += 1
+            results[kind]["kills"] += kills
+            if failure:
+                results[kind]["seeds of failures"].append(seed)
+                print(f"{kind}:{seed} failed\n{failure}", flush=True)
+            seed += 1
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    print(f"{'kind':10} {'trials':>6} {'kills':>6} {'failures':>8}  seeds")
+    for kind, row in results.items():
+        failed = row["seeds of failures"]
+        print(f"{kind:10} {row['trials']:6} {row['kills']:6} {len(failed):8}  {failed or ''}")
+    common.write(
+        "soak", {"minutes": args.minutes, "load": args.load, "seeds": [args.seed, seed - 1], "results": results}
+    )
+    sys.exit(any(row["seeds of failures"] for row in results.values()))
+
+
+if __name__ == "__main__":
+    main()
