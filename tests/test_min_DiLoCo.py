@@ -100,7 +100,9 @@ def one_thread():
 @pytest.mark.parametrize(("n", "cases"), [(2, tuple(CASES)), (4, ("AdamW", "SGD, and a short last round"))])
 def test_processes_do_what_one_does_with_a_copy_after_the_other(n, cases, tmp_path, one_thread):
     dist.launch(worker, cases, str(tmp_path), nprocs=n)
-    results = {name: [torch.load(tmp_path / f"{name} {n} {rank}") for rank in range(n)] for name in cases}
+    results = {
+        name: [torch.load(tmp_path / f"{name} {n} {rank}", weights_only=True) for rank in range(n)] for name in cases
+    }
     for name, per_rank in results.items():
         optimizer_name, changes = CASES[name]
         args = case_arguments(changes)

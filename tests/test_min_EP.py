@@ -111,7 +111,7 @@ def test_processes_do_what_one_does(n, tmp_path):
     dist.launch(worker, str(tmp_path), nprocs=n)
     for name, (_, changes) in CASES.items():
         args = case_arguments(changes)
-        per_rank = [torch.load(tmp_path / f"{name} {n} {rank}") for rank in range(n)]
+        per_rank = [torch.load(tmp_path / f"{name} {n} {rank}", weights_only=True) for rank in range(n)]
         whole = {}
         for rank, (_, parameters, tokens) in enumerate(per_rank):
             held = {int(key.split(".")[4]) for key in parameters if ".experts." in key}
