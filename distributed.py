@@ -135,6 +135,7 @@ def _worker_environment(nprocs, port):
     return {
         **{f"{library}_SOCKET_IFNAME": loopback for library in ("GLOO", "NCCL", "TP")},
         "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // nprocs)),
+        "THP_MEM_ALLOC_ENABLE": "1",  # huge pages on the CPU: what FSDP2 gathers is new memory each time
         **os.environ,
         **{"WORLD_SIZE": str(nprocs), "LOCAL_WORLD_SIZE": str(nprocs)},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
@@ -144,8 +145,7 @@ def _worker_environment(nprocs, port):
 
 def _first_failure(failed, store):
     """The exit of a worker that left no report (killed), or else the first report: peers fail after the cause."""
-    keys = [f"failure {number + 1}" for number in range(store.add("failures", 0))]
-    reports = dict(pickle.loads(store.get(key)) for key in keys if store.check([key]))
+    reports = dict(pickle.loads(store.queue_pop("failures")) for _ in range(store.queue_len("failures")))
     for rank in failed.keys() - reports.keys():
         code = failed[rank].exitcode
         name = signal.Signals(-code).name if code < 0 else None
@@ -180,8 +180,8 @@ def _worker(rank, world_size, work, environment, outputs):
     # In the launcher's store, before this process ends and its sockets close, which is when peers fail: so the first
     # report tells the cause.
     store = torch_dist.TCPStore("127.0.0.1", int(environment["MASTER_PORT"]), is_master=False)
-    store.set(f"failure {store.add('failures', 1)}", pickle.dumps((rank, failure)))
-    store.get("failures")  # a round trip: the report is in the store by now
+    store.queue_push("failures", pickle.dumps((rank, failure)))
+    store.queue_len("failures")  # a round trip: the report is in the store by now
     sys.stdout.flush()
     os._exit(1)
 
@@ -207,7 +207,6 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     collective fails after `timeout`, a datetime.timedelta; None is torch's default. Joins none when one exists, or in
     a single process without a launcher.
     """
-    global _store
     if is_dist_avail_and_initialized():
         return
     device = get_device()
@@ -220,22 +219,11 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     device_id = device if backend == "nccl" else None
     timeout = timeout or torch_dist.default_pg_timeout
-    _store = _fresh_store(rank, world_size, timeout)
     ranks = {"rank": rank, "world_size": world_size}
-    torch_dist.init_process_group(backend, store=_store, timeout=timeout, device_id=device_id, **ranks)
+    store = _fresh_store(**ranks, timeout=timeout)
+    torch_dist.init_process_group(backend, store=store, timeout=timeout, device_id=device_id, **ranks)
     # gloo connects all pairs, which is no barrier: a rank that left now would fail a peer that is still connecting.
-    _wait_for_all(timeout)
-
-
-_store, _meetings = None, itertools.count()
-
-
-def _wait_for_all(timeout):
-    """Wait until every rank is here, in the store, where it may take longer than a collective."""
-    key = f"meeting {next(_meetings)}"
-    if _store.add(key, 1) == get_world_size():
-        _store.set(f"{key} is complete", "")
-    _store.wait([f"{key} is complete"], timeout)
+    agree(timeout=timeout)
 
 
 def _fresh_store(rank, world_size, timeout):
@@ -245,20 +233,16 @@ def _fresh_store(rank, world_size, timeout):
     store, *_ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=timeout))
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return store
-    name, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
-    if rank > 0:
-        store.set(f"rank {rank}", name)
-        prefix = store.get(f"prefix for {name}").decode()  # waits
-        store.add(f"{prefix} arrived", 1)
-        return torch_dist.PrefixStore(prefix, store)
-    while store.add(f"{name} arrived", 0) < world_size - 1:  # it answers also names left by dead processes
-        if time.monotonic() > end:
-            raise TimeoutError(f"not all of {world_size} ranks have joined within {timeout}")
-        for key in (f"rank {peer}" for peer in range(1, world_size)):
-            if store.check([key]):
-                store.set(f"prefix for {store.get(key).decode()}", name)
+    own, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    store.set(f"rank {rank}", own)
+    while time.monotonic() < end:  # until all have read the same names, none of which a process left that is gone
+        names = [name.decode() for name in store.multi_get([f"rank {peer}" for peer in range(world_size)])]
+        prefix = uuid.uuid5(uuid.NAMESPACE_OID, "".join(names)).hex
+        store.set(f"{prefix} read by {own}", "")
+        if store.check([f"{prefix} read by {name}" for name in names]):
+            return torch_dist.PrefixStore(prefix, store)
         time.sleep(0.01)
-    return torch_dist.PrefixStore(name, store)
+    raise TimeoutError(f"not all of {world_size} ranks have joined within {timeout}")
 
 
 _left_groups = []
@@ -315,10 +299,8 @@ def get_device():
     """GPU number `local_rank`, or the CPU if no GPU is visible. SystemExit if there are GPUs, but too few."""
     count = torch.cuda.device_count()
     if count and get_local_rank() >= count:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-        line = f"local rank {get_local_rank()} has no GPU: {count} visible (CUDA_VISIBLE_DEVICES: {visible})"
-        line += f", so start at most {count} processes on this machine"
-        raise SystemExit(f"{line}, or let every task see all of its GPUs (srun --gpu-bind=none)")
+        line = f"local rank {get_local_rank()} has no GPU: start at most {count} processes on this machine, one per"
+        raise SystemExit(f"{line} visible GPU, or let every task see all of its GPUs (srun --gpu-bind=none)")
     return torch.device("cuda", get_local_rank()) if count else torch.device("cpu")
 
 
@@ -449,17 +431,27 @@ def gather(tensor):
     return [part[:length] if tensor.dim() else part[0] for part, length in zip(gathered, lengths, strict=True)]
 
 
-def agree(value=None, error=None):
+_agreements = itertools.count()
+
+
+def agree(value=None, error=None, timeout=timedelta(hours=12)):
     """Every rank's `value`, any that can be pickled, in rank order.
 
     Raises SystemExit(error) on every rank if one of them gives an `error`, a line that says what has failed there: so
-    that no rank waits for one that has given up. Waits up to 12 hours, for slow work on one rank, as to unpack data.
+    that no rank waits for one that has given up. Waits up to `timeout`, for slow work on one rank, as to unpack data.
     """
-    pairs = [(value, error)] * get_world_size()
-    if get_world_size() > 1:
-        if _store is not None:  # else the process group is the caller's own
-            _wait_for_all(timedelta(hours=12))
-        torch_dist.all_gather_object(pairs, (value, error))
+    pairs = [(value, error)]
+    if get_world_size() > 1:  # through the store: a collective would end at the process group's timeout
+        store = torch_dist.distributed_c10d._get_default_store()
+        store = torch_dist.PrefixStore(f"agreement {next(_agreements)}", store)
+        ranks = [str(rank) for rank in range(get_world_size())]
+        store.set(ranks[get_rank()], pickle.dumps((value, error)))
+        store.wait(ranks, timeout)
+        pairs = [pickle.loads(pair) for pair in store.multi_get(ranks)]
+        if store.add("readers", 1) == len(ranks):
+            store.set("all have read", "")
+        if is_primary():  # whose process may hold the store
+            store.wait(["all have read"])
     for _, error in pairs:
         if error:
             raise SystemExit(error)

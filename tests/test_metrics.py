@@ -124,5 +124,5 @@ def test_device_is_the_local_rank_and_must_exist(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert dist.get_device() == torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(SystemExit, match=r"local rank 1 has no GPU: 1 visible .* so start at most 1 processes"):
+    with pytest.raises(SystemExit, match="local rank 1 has no GPU: start at most 1 processes"):
         dist.get_device()
