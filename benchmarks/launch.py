@@ -7,6 +7,7 @@
 Each is a whole command, from its start to its end, whose floor is `python -c "import torch"`. The job is the same for
 all: initialise, all-reduce once, which proves that N processes ran, and leave. For `launch` and spawn the time of the
 call in that command is measured as well, and for `launch` that of a second call, which finds its fork server running.
+"server first" is `launch` in a script whose first lines, before torch is imported, start that server.
 """
 
 import argparse
@@ -44,6 +45,16 @@ def first_step(local_rank, world_size, nprocs):
 JOBS = {"all-reduce": all_reduce, "first step": first_step}
 
 
+# Two processes import torch side by side: this one, and the server that `launch` finds running.
+SERVER_FIRST = """
+from multiprocessing import forkserver
+forkserver.set_forkserver_preload(["torch", "torch.distributed.nn.functional"])
+forkserver.ensure_running()
+from benchmarks import launch
+launch.dist.launch(launch.JOBS["{1}"], {0}, nprocs={0})
+"""
+
+
 def spawned(local_rank, nprocs, port, job):
     rank = str(local_rank)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(nprocs))
@@ -73,6 +84,8 @@ def prefix(launcher, nprocs):
 def command(launcher, nprocs, job):
     """Run it as a whole command; returns {what: seconds}."""
     arguments = ["-m", *prefix(launcher, nprocs), "benchmarks.launch", "--one", launcher, str(nprocs), job]
+    if launcher == "server first":
+        arguments = ["-c", SERVER_FIRST.format(nprocs, job)]
     if launcher == "import torch":
         arguments = ["-c", "import torch"]
     # Into files: a pipe's end comes only after that of the fork server, for which no shell waits.
@@ -112,7 +125,7 @@ def main():
     times = {}
     for _ in range(args.rounds):  # in turn: only times of the same rounds may be compared
         for nprocs in (n for n in args.sizes if not gpus or n <= gpus):
-            for launcher in ("import torch", "launch", *peers):
+            for launcher in ("import torch", "launch", "server first", *peers):
                 for what, seconds in command(launcher, nprocs, args.job).items():
                     times.setdefault(what, {}).setdefault(nprocs, []).append(seconds)
     results = {what: {n: common.summary(values) for n, values in row.items()} for what, row in times.items()}

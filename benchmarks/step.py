@@ -9,10 +9,12 @@ rank's time. "no reduction" trains every rank's model alone: no case can be fast
 - tiny (0.1 M parameters, batch 256): DDP as `prepare_ddp_model` makes it or with one option changed, torch.compile, and
   "flat": no DDP, but gradients that are views of one tensor, reduced after backward by one call.
 - deep (94 M, batch 8): DDP and FSDP2, with units of other sizes and with parameters that stay gathered from forward to
-  backward, and the collectives of one step alone: what FSDP2 gathers and scatters, what DDP reduces.
+  backward, and the collectives of one step alone: what FSDP2 gathers and scatters, what DDP reduces. On the CPU all of
+  that first with pages of 4 KB, then with huge pages (THP_MEM_ALLOC_ENABLE), as `launch` has it.
 """
 
 import functools
+import os
 
 import torch
 import torch.distributed as torch_dist
@@ -117,13 +119,17 @@ def main():
     parser.add_argument("--nproc", type=dist.at_least(2), default=torch.cuda.device_count() or 2, help="processes")
     args = parser.parse_args()
     results, ratios = {}, {}
-    for name in args.model:
+    for name, pages in (("tiny", None), ("deep", "4 KB pages"), ("deep", "huge pages")):
+        if name not in args.model:
+            continue
+        os.environ["THP_MEM_ALLOC_ENABLE"] = str(int(pages != "4 KB pages"))  # each rank reads it when it starts
+        title = f"{name}, {pages}" if pages else name
         times = common.launch(main_worker, name, args.rounds, nprocs=args.nproc)
-        results[name] = {case: common.summary(values) for case, values in times.items()}
-        for case, row in results[name].items():
-            print(f"{name} {case:30} {row['median']:8.2f} ms ({row['min']:.2f} to {row['max']:.2f})")
-        for case in times.keys() - {"DDP"}:
-            ratios[f"{name}: {case} / DDP"] = common.ratio(times[case], times["DDP"], "none")
+        results[title] = {case: common.summary(values) for case, values in times.items()}
+        for case, row in results[title].items():
+            print(f"{title:17} {case:30} {row['median']:8.2f} ms ({row['min']:.2f} to {row['max']:.2f})")
+        for case in (case for case in times if case != "DDP"):
+            ratios[f"{title}: {case} / DDP"] = common.ratio(times[case], times["DDP"], "none")
     common.write("step", {"unit": "ms", "processes": args.nproc, "results": results, "ratios": ratios})
 
 
