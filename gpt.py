@@ -72,8 +72,8 @@ def ngram_loss(text, rows, n):
     """Nats per byte of `rows` (r, length) where each byte is guessed from the n - 1 before it, as `text` has them."""
     digits = (256 ** torch.arange(n).flip(0)).int()  # n bytes in a row are those of one number
     seen, guessed = ((values.unfold(-1, n, 1) * digits).sum(-1, dtype=torch.int).flatten() for values in (text, rows))
-    counts = torch.bincount(seen, minlength=256**n)
-    contexts = counts.view(-1, 256).sum(1)
+    counts = torch.zeros(256**n, dtype=torch.int).index_add_(0, seen, torch.ones_like(seen))
+    contexts = counts.view(-1, 256).sum(1, dtype=torch.int)
     return -((counts[guessed] + 0.01) / (contexts[guessed // 256] + 2.56)).log().mean().item()
 
 

@@ -93,7 +93,7 @@ def lines(ax, rows, unit, x="processes", dashed=("model", "16 P/N"), bottom=0):
     ax.set_xlabel(x)
     ax.set_ylabel(unit)
     ax.grid()
-    if len(rows) <= len(OTHERS):
+    if len(rows) < 8:
         ax.legend()
 
 
