@@ -181,6 +181,7 @@ def test_bad_input_is_one_line(arguments, line, main_of, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_learns_more_than_pairs_of_bytes():
     status, stdout, stderr = run("min_DiLoCo.py", "--nproc", 2, timeout=900)
     assert status == 0, stderr

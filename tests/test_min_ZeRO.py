@@ -150,6 +150,7 @@ def test_the_script_by_hand_and_by_the_library():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("options", [(), ("--library",)])
 def test_it_learns_with_its_defaults(options):
     status, stdout, stderr = run("min_ZeRO.py", "--nproc", 2, *options, timeout=600)
