@@ -66,7 +66,7 @@ def bars(ax, rows, unit):
         )
         ax.text(row["max"], y, f"  {row['median']:,.{3 if row['median'] < 100 else 6}g}", va="center")
     ax.set_yticks(range(len(rows)), rows)
-    ax.invert_yaxis()
+    ax.yaxis.set_inverted(True)
     ax.set_xlabel(unit)
     ax.margins(x=0.18)
 
@@ -89,7 +89,7 @@ def lines(ax, rows, unit, x="processes", dashed=("model", "16 P/N"), bottom=0):
     ticks = sorted({int(n) for row in rows.values() for n in row})
     ax.set_xticks(ticks, ticks)
     ax.minorticks_off()
-    ax.set_ylim(bottom)
+    ax.set_ylim(bottom, auto=None)  # plots that share the axis may still need a higher one
     ax.set_xlabel(x)
     ax.set_ylabel(unit)
     ax.grid()
@@ -199,46 +199,44 @@ def token_panels(name, record):
     return panels
 
 
-PANELS = {  # and how many beside each other
-    "fsdp_memory": (line_panels, 1),
-    "launch": (line_panels, 1),
-    "launch_first_step": (line_panels, 1),
-    "scaling": (line_panels, 1),
-    "transformer": (transformer_panels, 2),
-    "sharing_state": (state_panels, 3),
-    "sharing_talk": (talk_panels, 2),
-    "sharing_tokens": (token_panels, 2),
+PANELS = {  # how many beside each other, and whether all have one y axis
+    "fsdp_memory": (line_panels, 1, False),
+    "launch": (line_panels, 1, False),
+    "launch_first_step": (line_panels, 1, False),
+    "scaling": (line_panels, 1, False),
+    "transformer": (transformer_panels, 2, False),
+    "sharing_state": (state_panels, 3, True),
+    "sharing_talk": (talk_panels, 2, False),
+    "sharing_tokens": (token_panels, 2, True),
 }
 
 
 def draw(name, record, folder):
-    make, columns = PANELS.get(name, (bar_panels, 1))
-    panels = make(name, record)
+    make, *layout = PANELS.get(name, (bar_panels, 1, False))
     where = ", ".join(record["machine"]["gpus"]) or f"{record['machine']['cores']} CPU cores"
     foot = f"{where}, torch {record['versions']['torch']}, {record['date']}"
     if ns := sorted(set(counts(record["results"]))):
         foot += f", n = {ns[0]}" + (f" to {ns[-1]}" if len(ns) > 1 else "")
     title = TITLES.get(name, f"Training stands still for a snapshot of {record.get('megabytes')} MB")
-    draw_panels(panels, columns, folder / f"{name}.svg", title, foot)
+    draw_panels(make(name, record), *layout, folder / f"{name}.svg", title, foot)
     if "projection" in record:
         title = "PROJECTION, not measured: 10⁹ parameters on DGX H100 machines"
         foot = "calculated from published speeds, see benchmarks/scaling.py"
-        draw_panels(projection_panels(name, record["projection"]), 1, folder / f"{name}_projection.svg", title, foot)
+        panels = projection_panels(name, record["projection"])
+        draw_panels(panels, 1, False, folder / f"{name}_projection.svg", title, foot)
 
 
-def draw_panels(panels, columns, path, title, foot):
+def draw_panels(panels, columns, share_y, path, title, foot):
     """All of one kind."""
     if panels[0][1] is lines:
         height = 4 * len(panels) / columns
     else:
         height = 1.1 + 0.4 * sum(len(rows) for _, _, (rows, *_) in panels) / columns
     size = 8 if columns == 1 else 11, height
-    figure, axes = plt.subplots(len(panels) // columns, columns, figsize=size, squeeze=False)
+    figure, axes = plt.subplots(len(panels) // columns, columns, figsize=size, squeeze=False, sharey=share_y)
     for ax, (heading, function, arguments) in zip(axes.flat, panels, strict=True):
         function(ax, *arguments)
         ax.set_title(heading, fontsize="medium")
-        if function is bars and ax not in axes[:, 0]:
-            ax.set_yticklabels([])
     save(figure, path, title, foot)
 
 

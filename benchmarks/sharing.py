@@ -26,7 +26,7 @@ import min_ZeRO
 from benchmarks import common, transformer
 
 WIDTHS, CASES, STATE_STEPS, ROUNDS = (256, 512), ("DDP", "ZeRO", "ZeRO --library", "FSDP"), 8, 2
-PERIODS, MARKS = (1, 5, 20, 50), (1, 25, 50, 100, 200, 300, 400)
+PERIODS, MARKS = (1, 5, 20, 50), (1, 10, 25, 50, 100, 200, 400)
 
 
 def options(nproc, steps, **changes):
@@ -68,7 +68,8 @@ def state_worker(local_rank, world_size, case, args, report):
     times = min_ZeRO.train(model, optimizer, *gpt.load_text(), args)
     seconds = (times[-1] - times[transformer.WARM_UP - 1]) / (len(times) - transformer.WARM_UP)
     numbers = [state_bytes(optimizer) / 1e6, seconds * 1e3, transformer.peak_bytes() / 1e6]
-    report(dist.all_reduce(torch.tensor(numbers, dtype=torch.float64, device=dist.get_device()), "max").tolist())
+    largest = dist.all_reduce(torch.tensor(numbers, dtype=torch.float64, device=dist.get_device()), "max")
+    report([round(number, 1) for number in largest.tolist()])
 
 
 def state_bytes(optimizer):
