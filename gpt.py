@@ -51,14 +51,8 @@ def parse_args(parser):
     return args
 
 
-# ---- text ---------------------------------------------------------------------------------------------------------
-
-
 def load_text():
-    """The top-level modules of Python's standard library, uint8: nine tenths to train on, and the last one held out.
-
-    Raises SystemExit, on every rank, if one of them has another text than rank 0.
-    """
+    """Python's standard library, uint8: nine tenths to train on, and the last. SystemExit if that of a rank differs."""
     text = b"".join(path.read_bytes() for path in sorted(LIBRARY.glob("*.py")))
     hashes = dist.agree(hashlib.sha256(text).digest())
     for rank, value in enumerate(hashes):
@@ -76,20 +70,11 @@ def batch(text, step, batch_size, length, seed=0, device="cpu"):
 
 def ngram_loss(text, rows, n):
     """Nats per byte of `rows` (r, length) where each byte is guessed from the n - 1 before it, as `text` has them."""
-    used = torch.cat([text, rows.flatten()]).unique()  # 162: few enough to count all that three of them can spell
-    codes, k = torch.zeros(256, dtype=torch.uint8), len(used)
-    codes[used.long()] = torch.arange(k, dtype=torch.uint8)
-
-    def grams(values):  # the n bytes that end at each, as one number whose lowest digits are the n - 1 first
-        windows = codes[values.int()].unfold(-1, n, 1)
-        return sum(windows[..., i].int() * k**i for i in range(n)).flatten()
-
-    seen, guessed = torch.bincount(grams(text), minlength=k**n), grams(rows)
-    contexts = seen.view(k, -1).sum(0)[guessed % k ** (n - 1)]
-    return -((seen[guessed] + 0.01) / (contexts + 2.56)).log().mean().item()
-
-
-# ---- model --------------------------------------------------------------------------------------------------------
+    digits = (256 ** torch.arange(n).flip(0)).int()  # n bytes in a row are those of one number
+    seen, guessed = ((values.unfold(-1, n, 1) * digits).sum(-1, dtype=torch.int).flatten() for values in (text, rows))
+    counts = torch.zeros(256**n, dtype=torch.int).index_add_(0, seen, torch.ones_like(seen))
+    contexts = counts.view(-1, 256).sum(1, dtype=torch.int)
+    return -((counts[guessed] + 0.01) / (contexts[guessed // 256] + 2.56)).log().mean().item()
 
 
 class Attention(nn.Module):
@@ -155,9 +140,6 @@ def loss_fn(logits, targets):
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-# ---- progress -----------------------------------------------------------------------------------------------------
-
-
 def report_held(params, total):
     """Print, and return, how many of the `total` parameters the process that has most of them holds, shard by shard."""
     held = sum((param.to_local() if hasattr(param, "to_local") else param).numel() for param in params)
@@ -170,42 +152,37 @@ class Progress:
     """`progress(loss)` after each step, with this process's loss, prints a line every `args.log_every` steps.
 
     `local_loss(x, y)` gives a loss on this process whose mean over all processes is that of the batch (x, y): so it is
-    computed of 8 batches of held-out text. `losses()` is every step's loss over all processes, (steps,).
+    computed of 8 batches of held-out text. `losses`, (steps,), are those over all processes after the last line.
     """
 
     def __init__(self, local_loss, text, held_out, args, first_step=0):
         self.local_loss, self.args, self.device = local_loss, args, dist.get_device()
-        self.step = self.reported = first_step
-        self.local_losses = torch.zeros(args.steps, device=self.device)  # stay there until a line needs them
+        self.step = self.printed = first_step
+        self.losses = torch.zeros(args.steps, device=self.device)  # this process's, until a line needs them
         starts = torch.linspace(0, len(held_out) - args.length - 1, 8 * args.batch_size).long()
         rows = held_out[starts[:, None] + torch.arange(args.length + 1)]
-        self.batches = rows.to(self.device).long().split(args.batch_size)
+        self.batches = [(r[:, :-1], r[:, 1:]) for r in rows.to(self.device).long().split(args.batch_size)]
         self.bigram, self.trigram = (ngram_loss(text, rows, n) for n in (2, 3))
         self.start = time.perf_counter()
 
+    @torch.no_grad()
     def __call__(self, loss):
-        self.local_losses[self.step] = loss.detach()
+        self.losses[self.step] = loss
         self.step += 1
         if self.step % self.args.log_every and self.step < self.args.steps:
             return
-        steps, self.reported = self.step - self.reported, self.step
-        loss = self.losses()[-steps:].mean().item()
-        speed = steps * self.args.batch_size * self.args.length / (time.perf_counter() - self.start)
+        recent = self.losses[self.printed : self.step]
+        recent[:] = dist.reduce(recent)
+        loss, self.printed = recent.mean().item(), self.step
+        speed = len(recent) * self.args.batch_size * self.args.length / (time.perf_counter() - self.start)
+        held_out = dist.reduce(torch.stack([self.local_loss(x, y) for x, y in self.batches]).mean()).item()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device)
         peak = dist.all_reduce(torch.tensor(peak, device=self.device), "max").item()
         dist.print_primary(
-            f"step {self.step} | loss {loss:.4f} | held-out {self.held_out_loss():.4f} nats per byte "
+            f"step {self.step} | loss {loss:.4f} | held-out {held_out:.4f} nats per byte "
             f"(bigram {self.bigram:.4f}, trigram {self.trigram:.4f}) | {speed:,.0f} tokens/s | "
             f"peak memory {peak / 1e6:.0f} MB"
         )
         self.start = time.perf_counter()
-
-    @torch.no_grad()
-    def held_out_loss(self):
-        losses = [self.local_loss(rows[:, :-1], rows[:, 1:]) for rows in self.batches]
-        return dist.reduce(torch.stack(losses).mean()).item()
-
-    def losses(self):
-        return dist.reduce(self.local_losses[: self.step])

@@ -135,7 +135,7 @@ def train(model, optimizer, text, held_out, args):
         progress(loss)
         if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
             checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, progress.step)
-    return progress.losses()[first_step:]
+    return progress.losses[first_step:]
 
 
 def main_worker(local_rank, world_size, args):

@@ -89,16 +89,17 @@ def train(model, optimizer, text, held_out, args):
         if (step + 1) % args.sync_every == 0 or step + 1 == args.steps:
             outer.step()
         progress(loss)
-    return progress.losses()
+    return progress.losses
 
 
 def report_sent(model, args):
-    """Print how much each process has sent, and how much it would have sent with DDP."""
+    """Print, and return, the bytes that each process has sent; print what it would have sent with DDP."""
     n = dist.get_world_size()
-    size = 2 * (n - 1) / n * sum(param.nbytes for param in model.parameters()) / 1e6
+    size = 2 * (n - 1) / n * sum(param.nbytes for param in model.parameters())
     rounds = -(-args.steps // args.sync_every)
     sent, ddp = rounds * size, args.steps * size
-    dist.print_primary(f"sent by each process: {sent:.1f} MB in {rounds} outer steps (DDP: {ddp:.1f} MB)")
+    dist.print_primary(f"sent by each process: {sent / 1e6:.1f} MB in {rounds} outer steps (DDP: {ddp / 1e6:.1f} MB)")
+    return sent
 
 
 def main_worker(local_rank, world_size, args):

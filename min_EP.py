@@ -152,7 +152,7 @@ def train(model, optimizer, text, held_out, args):
         progress(loss)
         if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
             dist.print_primary("    tokens per expert:", *(counts.tolist() for counts in tokens))
-    return progress.losses()
+    return progress.losses
 
 
 def main_worker(local_rank, world_size, args):

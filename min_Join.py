@@ -90,7 +90,7 @@ def train(model, optimizer, text, held_out, args):
         losses, sizes = dist.all_reduce(sums).unbind(1)
         for loss in losses / sizes:
             progress(loss)
-    return progress.losses()
+    return progress.losses
 
 
 def main_worker(local_rank, world_size, args):

@@ -142,7 +142,7 @@ def train(pipeline, optimizer, text, held_out, args):
             nn.utils.clip_grads_with_norm_(pipeline.params, args.clip, squares.sqrt())
         optimizer.step()
         progress(loss)
-    return progress.losses()
+    return progress.losses
 
 
 def main_worker(local_rank, world_size, args):

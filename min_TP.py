@@ -110,7 +110,7 @@ def train(model, optimizer, text, held_out, args):
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         progress(loss)
-    return progress.losses()
+    return progress.losses
 
 
 def main_worker(local_rank, world_size, args):

@@ -1,18 +1,15 @@
 """Shard the optimizer's state: the minimum working example of ZeRO stage 1.
 
-Every process holds all parameters and gradients, as with DDP, but of the optimizer's state 1/N. All parameters are one
+Every process holds all parameters and gradients, as with DDP, but 1/N of the optimizer's state. All parameters are one
 flat vector: each process gets the averaged gradients of its part, steps that part, and gathers what others stepped.
-Choose it over min_DDP.py when the model fits but Adam's state beside it does not, and over min_FSDP.py, which shards
-parameters and gradients as well, when the model shall keep plain, whole tensors. Only for optimizers that treat each
-element by itself, as SGD and AdamW do: a part may end in the middle of a matrix.
+Choose it over min_DDP.py when the model fits but Adam's state beside it does not; where 8·P bytes are still too many,
+min_FSDP.py shards parameters and gradients as well, and sends while it computes.
 
 Cost per process, for P float32 parameters on N processes: 8·P bytes of parameters and gradients and 8·P/N of Adam's
 state; with DDP 16·P, with FSDP 16·P/N. Each step sends (N-1)/N · 4·P bytes of gradients and as many of new parameters,
-in all what DDP sends; DDP does so while backward runs, this afterwards.
-
---library is DDP and torch.distributed.optim.ZeroRedundancyOptimizer, whose parts are whole parameters: prefer it for
-optimizers that need whole matrices. It sends half as much again, as every rank gets all gradients, and splits as evenly
-as the largest parameter permits. Prefer FSDP2 where 8·P bytes are too many, or sending should overlap with computing.
+in all what DDP sends; DDP does so while backward runs, this afterwards. A part may end in the middle of a matrix, which
+suits SGD and AdamW. For optimizers that need whole ones, --library is DDP and torch.distributed.optim's
+ZeroRedundancyOptimizer: parts are whole parameters, and half as much again is sent, as every rank gets all gradients.
 
     python min_ZeRO.py                                      # all visible GPUs; two CPU processes where there is none
     CUDA_VISIBLE_DEVICES=0,1 python min_ZeRO.py --clip 1    # two GPUs
@@ -37,7 +34,6 @@ import gpt
 def parse_args():
     parser = dist.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
-    parser.add_argument("--warmup", type=dist.at_least(1), default=20, help="steps until the learning rate is --lr")
     parser.add_argument("--library", action="store_true", help="split the state by ZeroRedundancyOptimizer")
     args = gpt.parse_args(parser)
     if args.batch_size % args.nproc:
@@ -47,14 +43,15 @@ def parse_args():
 
 
 class ZeRO:
-    """Steps all parameters of `groups`, as torch.optim takes them, by `optim`, which is an optimizer of 1/N of them."""
+    """Steps all parameters of `groups`, as torch.optim takes them, by `optim`, which has 1/N of them: schedule that."""
 
-    def __init__(self, groups, make_optim, clip=None):
+    def __init__(self, groups, optim_class, clip=None, **defaults):
         self.clip, n_params = clip, sum(param.numel() for group in groups for param in group["params"])
         size = -(-n_params // dist.get_world_size())  # of a part; of the last, a few elements may be nobody's
         first = dist.get_rank() * size
         self.flat = groups[0]["params"][0].detach().new_zeros(size * dist.get_world_size())
         self.grad = torch.zeros_like(self.flat)
+        self.zero_grad = self.grad.zero_  # all parameters' gradients are views of it
         self.own, self.own_grad = self.flat[first : first + size], self.grad[first : first + size]
         parts, end = [], 0
         for group in groups:
@@ -67,10 +64,7 @@ class ZeRO:
             parts.append({**group, "params": [nn.Parameter(self.own[part])]})
             parts[-1]["params"][0].grad = self.own_grad[part]
         dist.sync_params([self.flat])  # all start from rank 0's weights, as with DDP
-        self.optim = make_optim(parts)
-
-    def zero_grad(self):
-        self.grad.zero_()
+        self.optim = optim_class(parts, **defaults)
 
     def step(self):
         if dist.get_world_size() > 1:
@@ -89,7 +83,7 @@ def prepare(model, groups, args, optim_class, **defaults):
     if args.library:
         model = dist.prepare_ddp_model(model, device_ids=[dist.get_device()])
         return model, ZeroRedundancyOptimizer(groups, optim_class, parameters_as_bucket_view=True, **defaults)
-    return model, ZeRO(groups, functools.partial(optim_class, **defaults), args.clip)
+    return model, ZeRO(groups, optim_class, args.clip, **defaults)
 
 
 def local_loss(model, x, y):
@@ -101,8 +95,6 @@ def local_loss(model, x, y):
 def train(model, optimizer, text, held_out, args):
     """The loss of every step, over all processes."""
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
-    scheduled = optimizer if args.library else optimizer.optim
-    scheduler = torch.optim.lr_scheduler.LambdaLR(scheduled, lambda step: min(1, (step + 1) / args.warmup))
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.batch_size, args.length, args.seed, dist.get_device())
         loss = local_loss(model, x, y)
@@ -111,9 +103,8 @@ def train(model, optimizer, text, held_out, args):
         if args.library and args.clip:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
-        scheduler.step()
         progress(loss)
-    return progress.losses()
+    return progress.losses
 
 
 def main_worker(local_rank, world_size, args):

@@ -8,6 +8,7 @@ pictures can be read on a light page and on a dark one.
 """
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 
@@ -28,6 +29,10 @@ TITLES = {
     "fsdp_memory": "Memory of the largest of N processes",
     "param_server": "Parameter server and DDP",
     "scaling": "Step time of DDP on N processes, measured and by the model",
+    "transformer": "A transformer on N processes, split in every way",
+    "sharing_state": "Adam's state, shared out by ZeRO and FSDP",
+    "sharing_talk": "DiLoCo talks every H steps; DDP in all of them",
+    "sharing_tokens": "Tokens for each of a block's experts, with the auxiliary loss (0.01) and without",
 }
 STYLE = {
     "svg.hashsalt": "benchmarks",  # otherwise the names inside the file are drawn at random
@@ -44,7 +49,7 @@ STYLE = {
 
 def is_ours(name):
     return name in ("ours", "with distributed.py", "whole batches", "checkpoint.save", "measured") or (
-        name.startswith(("launch", "hogwild", "sync", "fsdp"))
+        name.rpartition(": ")[2].startswith(("launch", "hogwild", "sync", "fsdp", "TP", "PP", "CP", "ZeRO", "DiLoCo"))
     )
 
 
@@ -61,20 +66,20 @@ def bars(ax, rows, unit):
         )
         ax.text(row["max"], y, f"  {row['median']:,.{3 if row['median'] < 100 else 6}g}", va="center")
     ax.set_yticks(range(len(rows)), rows)
-    ax.invert_yaxis()
+    ax.yaxis.set_inverted(True)
     ax.set_xlabel(unit)
     ax.margins(x=0.18)
 
 
-def lines(ax, rows, unit, x="processes"):
-    """rows: {name: {n: summary}}. What is only calculated is dashed."""
-    colours = iter(OTHERS)
+def lines(ax, rows, unit, x="processes", dashed=("model", "16 P/N"), bottom=0):
+    """rows: {name: {n: summary}}. Dashed is what was not measured at each of these n, and `bottom` the lowest y."""
+    colours = itertools.cycle(OTHERS)
     for name, row in rows.items():
         ax.errorbar(
             [int(n) for n in row],
             [point["median"] for point in row.values()],
             spread(row.values()),
-            fmt="--" if name in ("model", "16 P/N") or x != "processes" else "o:" if "peak" in name else "o-",
+            fmt="--" if name in dashed else "o:" if "peak" in name else "o-",
             color=OURS if is_ours(name) else next(colours),
             ecolor=GREY,
             markersize=4,
@@ -84,11 +89,12 @@ def lines(ax, rows, unit, x="processes"):
     ticks = sorted({int(n) for row in rows.values() for n in row})
     ax.set_xticks(ticks, ticks)
     ax.minorticks_off()
-    ax.set_ylim(0)
+    ax.set_ylim(bottom, auto=None)  # plots that share the axis may still need a higher one
     ax.set_xlabel(x)
     ax.set_ylabel(unit)
     ax.grid()
-    ax.legend()
+    if len(rows) < 8:
+        ax.legend()
 
 
 def points(values):
@@ -111,13 +117,18 @@ def counts(results):
             yield from [value["n"]] if "n" in value else counts(value)
 
 
-def draw(name, record, folder):
+# ---- pictures: (heading, function that draws, its arguments) of each plot -------------------------------------------
+
+
+def bar_panels(name, record):
     results, unit = record["results"], record["unit"]
-    where = ", ".join(record["machine"]["gpus"]) or f"{record['machine']['cores']} CPU cores"
-    foot = f"{where}, torch {record['versions']['torch']}, {record['date']}"
-    if ns := sorted(set(counts(results))):
-        foot += f", n = {ns[0]}" + (f" to {ns[-1]}" if len(ns) > 1 else "")
-    title = TITLES.get(name, f"Training stands still for a snapshot of {record.get('megabytes')} MB")
+    if name == "throughput":
+        return [(f"{model} model", bars, (rows, unit)) for model, rows in results.items()]
+    return [("", bars, (results, unit))]
+
+
+def line_panels(name, record):
+    results = record["results"]
     if name == "fsdp_memory":
         shares = {n: row["16 P/N"] for rows in results.values() for n, row in rows.items()}
         results = {
@@ -128,26 +139,105 @@ def draw(name, record, folder):
         results["16 P/N"] = points(shares)
     if name.startswith("launch"):
         results = {what: row for what, row in results.items() if ": " not in what}  # whole commands
-    panels = results if name == "throughput" else {"": results}
-    is_lines = name.startswith(("launch", "scaling", "fsdp"))
-    height = 4 if is_lines else 1.1 + 0.4 * sum(map(len, panels.values()))
-    figure, axes = plt.subplots(len(panels), figsize=(8, height), squeeze=False)
-    for ax, (heading, rows) in zip(axes[:, 0], panels.items(), strict=True):
-        (lines if is_lines else bars)(ax, rows, unit)
-        ax.set_title(heading and f"{heading} model", fontsize="medium")
-    save(figure, folder / f"{name}.svg", title, foot)
-    if "projection" in record:
-        draw_projection(record["projection"]["results"], folder / f"{name}_projection.svg")
+    return [("", lines, (results, record["unit"]))]
 
 
-def draw_projection(rows, path):
-    figure, ax = plt.subplots(figsize=(8, 4))
-    projected = {
-        f"{name}, projected": {n: 100 * row[name]["efficiency"] for n, row in rows.items()} for name in ("DDP", "FSDP")
+def projection_panels(name, record):
+    rows = {
+        f"{name}, projected": points({n: 100 * row[name]["efficiency"] for n, row in record["results"].items()})
+        for name in ("DDP", "FSDP")
     }
-    lines(ax, {name: points(row) for name, row in projected.items()}, "efficiency in %", "H100 GPUs")
-    title = "PROJECTION, not measured: 10⁹ parameters on DGX H100 machines"
-    save(figure, path, title, "calculated from published speeds, see benchmarks/scaling.py")
+    return [("", lines, (rows, "efficiency in %", "H100 GPUs", rows))]
+
+
+def by_size(results, what, kind=""):
+    """{case: {n: what}} of {"kind n: case": {what: summary}}."""
+    rows = {}
+    for name, row in results.items():
+        heading, _, case = name.partition(": ")
+        if heading.startswith(kind):
+            rows.setdefault(case, {})[heading.rpartition(" ")[2]] = row[what]
+    return rows
+
+
+def transformer_panels(name, record):
+    results, bubble = record["results"], "but for the bubble"
+    pipeline = by_size(results, "tokens/s", "micro") | {bubble: points(record[f"tokens/s {bubble}"])}
+    return [
+        ("by width", lines, (by_size(results, "tokens/s", "width"), "tokens/s", "width")),
+        ("pipeline", lines, (pipeline, "tokens/s", "micro-batches", (bubble,))),
+        *(
+            ("one sequence", lines, (by_size(results, what, "length"), what, "length"))
+            for what in ("saved MB", "peak MB")
+        ),
+    ]
+
+
+def state_panels(name, record):
+    columns = next(iter(record["results"].values()))
+    return [(what, bars, ({case: row[what] for case, row in record["results"].items()}, "")) for what in columns]
+
+
+def talk_panels(name, record):
+    diloco = {name: row for name, row in record["results"].items() if name.startswith("H ")}
+    ddp = {name: row for name, row in record["results"].items() if name not in diloco}
+    panels = []
+    for what, unit, bottom in (("held-out", "held-out loss, nats per byte", None), ("sent MB", "MB sent", 0)):
+        rows = {name: points(values) for name, values in by_size(diloco, what).items()}
+        periods = next(iter(rows.values()))
+        rows |= {name: points(dict.fromkeys(periods, row[what])) for name, row in ddp.items()}
+        panels.append(("", lines, (rows, unit, "H", ddp, bottom)))
+    return panels
+
+
+def token_panels(name, record):
+    panels = []
+    for heading, steps in record["results"].items():
+        shares = zip(*steps.values(), strict=True)  # of each expert
+        rows = {f"expert {i}": points(dict(zip(steps, values, strict=True))) for i, values in enumerate(shares)}
+        panels.append((heading, lines, (rows, record["unit"], "step")))
+    return panels
+
+
+PANELS = {  # how many beside each other, and whether all have one y axis
+    "fsdp_memory": (line_panels, 1, False),
+    "launch": (line_panels, 1, False),
+    "launch_first_step": (line_panels, 1, False),
+    "scaling": (line_panels, 1, False),
+    "transformer": (transformer_panels, 2, False),
+    "sharing_state": (state_panels, 3, True),
+    "sharing_talk": (talk_panels, 2, False),
+    "sharing_tokens": (token_panels, 2, True),
+}
+
+
+def draw(name, record, folder):
+    make, *layout = PANELS.get(name, (bar_panels, 1, False))
+    where = ", ".join(record["machine"]["gpus"]) or f"{record['machine']['cores']} CPU cores"
+    foot = f"{where}, torch {record['versions']['torch']}, {record['date']}"
+    if ns := sorted(set(counts(record["results"]))):
+        foot += f", n = {ns[0]}" + (f" to {ns[-1]}" if len(ns) > 1 else "")
+    title = TITLES.get(name, f"Training stands still for a snapshot of {record.get('megabytes')} MB")
+    draw_panels(make(name, record), *layout, folder / f"{name}.svg", title, foot)
+    if "projection" in record:
+        title = "PROJECTION, not measured: 10⁹ parameters on DGX H100 machines"
+        foot = "calculated from published speeds, see benchmarks/scaling.py"
+        panels = projection_panels(name, record["projection"])
+        draw_panels(panels, 1, False, folder / f"{name}_projection.svg", title, foot)
+
+
+def draw_panels(panels, columns, share_y, path, title, foot):
+    """All of one kind."""
+    if panels[0][1] is lines:
+        height = 4 * len(panels) / columns
+    else:
+        height = 1.1 + 0.4 * sum(len(rows) for _, _, (rows, *_) in panels) / columns
+    size = 8 if columns == 1 else 11, height
+    figure, axes = plt.subplots(len(panels) // columns, columns, figsize=size, squeeze=False, sharey=share_y)
+    for ax, (heading, function, arguments) in zip(axes.flat, panels, strict=True):
+        function(ax, *arguments)
+        ax.set_title(heading, fontsize="medium")
+    save(figure, path, title, foot)
 
 
 def main():

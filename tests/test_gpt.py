@@ -131,7 +131,7 @@ def test_progress_prints_at_its_interval_and_after_the_last_step(capsys):
     assert [line["loss"] for line in lines] == [0.5, 2.5, 4.0], "the mean since the line before"
     assert [line["held_out"] for line in lines] == [4.5, 12.5, 20.5] and len(seen) == 24, "of 8 batches"
     assert lines[0]["bigram"] > lines[0]["trigram"] > 0 and lines[0]["speed"] > 0
-    assert torch.equal(progress.losses(), torch.arange(5.0))
+    assert torch.equal(progress.losses, torch.arange(5.0))
     rows = torch.cat(seen[:8])
     assert torch.equal(rows[0], held_out[: args.length + 1].long())
     assert torch.equal(rows[-1], held_out[-args.length - 1 :].long()), "from its first byte to its last"

@@ -16,6 +16,8 @@ from transformer import (
     make_model,
     make_optimizer,
     reference,
+    run_in_namespace,
+    sent_per_step,
     small_text,
 )
 
@@ -122,6 +124,30 @@ def test_processes_do_what_one_does_with_a_copy_after_the_other(n, cases, tmp_pa
         assert (losses - reference("AdamW", layers=1)[0]).abs().max() > 1e-3
 
 
+def count_bytes():
+    dist.launch(count_bytes_worker, nprocs=2)
+
+
+def count_bytes_worker(local_rank, world_size):
+    dist.init_process_group()
+    for sync_every in (1, 2):
+        args = case_arguments({"width": 64, "sync_every": sync_every})
+        model = make_model(args)
+        optimizer = make_optimizer("AdamW", model.parameters(), args.lr)
+        train = functools.partial(min_DiLoCo.train, model, optimizer, *small_text())
+        sent, said = args.steps * sent_per_step(train, args), min_DiLoCo.report_sent(model, args)
+        dist.print_primary("sent", sent, said)
+
+
+@pytest.mark.slow
+def test_bytes_sent_are_those_that_it_prints():
+    stdout = run_in_namespace("test_min_DiLoCo", "count_bytes")
+    lines = re.findall(r"^sent ([\d.]+) ([\d.]+)$", stdout, re.M)
+    assert len(lines) == 2
+    for sent, said in lines:
+        assert float(sent) == pytest.approx(float(said), rel=0.03)
+
+
 SMALL = ("--layers", 1, "--width", 16, "--heads", 2, "--length", 16, "--batch-size", 4)
 
 
@@ -155,6 +181,7 @@ def test_bad_input_is_one_line(arguments, line, main_of, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_learns_more_than_pairs_of_bytes():
     status, stdout, stderr = run("min_DiLoCo.py", "--nproc", 2, timeout=900)
     assert status == 0, stderr

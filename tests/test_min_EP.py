@@ -7,7 +7,17 @@ import pytest
 import torch
 from conftest import run
 from torch.nn import functional as F
-from transformer import arguments, assert_equal, float64, full_parameters, make_model, make_optimizer, small_text
+from transformer import (
+    arguments,
+    assert_equal,
+    float64,
+    full_parameters,
+    make_model,
+    make_optimizer,
+    run_in_namespace,
+    sent_per_step,
+    small_text,
+)
 
 import distributed as dist
 import gpt
@@ -126,6 +136,30 @@ def test_processes_do_what_one_does(n, tmp_path):
             assert_equal(losses, whole, expected(name))
 
 
+def count_bytes():
+    dist.launch(count_bytes_worker, nprocs=2)
+
+
+def count_bytes_worker(local_rank, world_size):
+    dist.init_process_group()
+    args = case_arguments({"width": 64, "experts": 2})  # the top 2 of 2: used evenly
+    model = min_EP.add_experts(make_model(args), args)
+    optimizer = make_optimizer("AdamW", model.parameters(), args.lr)
+    train = functools.partial(min_EP.train, model, optimizer, *small_text())
+    shared, _ = min_EP.split_params(model)
+    dist.print_primary("sent", sum(param.nbytes for param in shared), sent_per_step(train, args))
+
+
+@pytest.mark.slow
+def test_bytes_sent_are_those_of_the_docstring():
+    stdout = run_in_namespace("test_min_EP", "count_bytes")
+    (line,) = (line.split()[1:] for line in stdout.splitlines() if line.startswith("sent "))
+    shared, sent = map(float, line)
+    n, layers, top, width, batch, length = 2, 2, 2, 64, 8, 32
+    tokens = (n - 1) / n * 16 * layers * top * width * batch * length / n
+    assert sent == pytest.approx(2 * (n - 1) / n * shared + tokens, rel=0.03)
+
+
 @pytest.mark.slow
 def test_prints_the_tokens_of_each_expert():
     small = ("--layers", 2, "--width", 16, "--heads", 2, "--length", 16, "--batch-size", 4, "--experts", 4)
@@ -163,6 +197,7 @@ def test_bad_input_is_one_line(arguments, line, main_of, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_learns_more_than_pairs_of_bytes():
     status, stdout, stderr = run("min_EP.py", "--nproc", 2, timeout=900)
     assert status == 0, stderr

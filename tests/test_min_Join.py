@@ -122,8 +122,8 @@ def test_both_ways_equal_one_process(trained):
         with transformer.float64(), torch.no_grad():
             model = transformer.make_model(arguments(nprocs))
             model.load_state_dict(parameters)
-            rows = gpt.Progress(None, *transformer.small_text(), arguments(nprocs)).batches
-            held_out = torch.stack([plain_loss(model, row[:, :-1], row[:, 1:]) for row in rows]).mean().item()
+            batches = gpt.Progress(None, *transformer.small_text(), arguments(nprocs)).batches
+            held_out = torch.stack([plain_loss(model, x, y) for x, y in batches]).mean().item()
         assert f"| held-out {held_out:.4f} nats" in lines[-1]
 
 

@@ -82,7 +82,9 @@ def train_worker(local_rank, world_size, folder):
             with contextlib.redirect_stdout(io.StringIO()) as stdout:
                 losses = min_PP.train(pipeline, optimizer, *transformer.small_text(), args)
 
-            held_out = gpt.Progress(pipeline.loss, *transformer.small_text(), args).held_out_loss()
+            batches = gpt.Progress(None, *transformer.small_text(), args).batches
+            with torch.no_grad():
+                held_out = dist.reduce(torch.stack([pipeline.loss(x, y) for x, y in batches]).mean()).item()
             results.append((losses, whole_model(pipeline), held_out, stdout.getvalue()))
     if dist.is_primary():
         torch.save(results, f"{folder}/results.pt")
@@ -94,7 +96,7 @@ def held_out_loss(parameters, args):
         model = transformer.make_model(args)
         model.load_state_dict(parameters)
         batches = gpt.Progress(None, *transformer.small_text(), args).batches
-        losses = [F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()) for batch in batches]
+        losses = [F.cross_entropy(model(x).flatten(0, 1), y.flatten()) for x, y in batches]
     return sum(losses).item() / len(losses)
 
 
