@@ -14,6 +14,7 @@ alternate. The first two steps are not timed. Memory is the largest process's pe
 import argparse
 import functools
 import multiprocessing
+import os
 import resource
 import time
 from concurrent import futures
@@ -133,6 +134,7 @@ def main():
     parser.add_argument("--nproc", type=dist.at_least(2), default=gpus or 2, help="processes")
     parser.add_argument("--small", action="store_true", help="one of each, to see that it runs")
     args = parser.parse_args()
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # for one process too, as `launch` has it for several
     n, make = args.nproc, functools.partial(options, steps=args.steps)
     widths, micro, lengths = (values[: 1 if args.small else None] for values in (WIDTHS, MICRO_BATCHES, LENGTHS))
     cases = {}
