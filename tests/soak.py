@@ -10,7 +10,8 @@
 - server: rpc_param_server.py, of which a trainer is killed. The job goes on to its end.
 
 After each, nothing is left running or listening, and no temporary file. A trial depends on its seed alone, but for the
-scheduling of the machine. Prints a table, writes benchmarks/results/soak.json, and exits with 1 after a failure.
+scheduling of the machine. At the end, or after Ctrl-C, it prints a table and writes benchmarks/results/soak.json; it
+exits with 1 after a failure.
 """
 
 import contextlib
@@ -247,6 +248,8 @@ def main():
                 results[kind]["seeds of failures"].append(seed)
                 print(f"{kind}:{seed} failed\n{failure}", flush=True)
             seed += 1
+    except KeyboardInterrupt:
+        print(f"{kind}:{seed} interrupted")
     finally:
         for process in busy:
             process.kill()
@@ -255,9 +258,9 @@ def main():
     for kind, row in results.items():
         failed = row["seeds of failures"]
         print(f"{kind:10} {row['trials']:6} {row['kills']:6} {len(failed):8}  {failed or ''}")
-    common.write(
-        "soak", {"minutes": args.minutes, "load": args.load, "seeds": [args.seed, seed - 1], "results": results}
-    )
+    minutes = args.minutes + (time.monotonic() - end) / 60
+    what = {"unit": "trials", "minutes": minutes, "load": args.load, "seeds": [args.seed, seed - 1]}
+    common.write("soak", {**what, "results": results})
     sys.exit(any(row["seeds of failures"] for row in results.values()))
 
 
