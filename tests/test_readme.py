@@ -173,6 +173,11 @@ def test_results_are_those_that_are_stored():
     def speeds(*cases):
         return ratios("throughput", *(f"{model}: ours / {case}" for model in ("tiny", "small") for case in cases))
 
+    def tokens(case, other, *sizes):
+        rows = stored["transformer"]["results"]
+        speeds = [[rows[f"{size}: {name}"]["tokens/s"]["median"] for name in (case, other)] for size in sizes]
+        return [f"{one / two:.2f}" for one, two in speeds]
+
     steps = [row["median"] for row in stored["scaling"]["ratios"].values()]
     starters = ("launch", "torchrun", "accelerate", "spawn")
     expected = {
@@ -187,6 +192,17 @@ def test_results_are_those_that_are_stored():
             "param_server", *(f"hogwild / {case}" for case in ("usual", "usual, same", "usual, same, 2 threads", "DDP"))
         ),
         "DeepNet's peak": ratios("fsdp_memory", *(f"N = {n}: peak of fsdp / of ddp" for n in (2, 4))),
+        "Tokens/s": [
+            *tokens("TP", "DDP", "width 128", "width 1024"),
+            *tokens("CP", "one process", "length 512", "length 8192"),
+        ],
+        "Time of a step by ZeRO": ratios(
+            "sharing_state", *(f"width 512: step of {case} / of DDP" for case in ("ZeRO", "ZeRO --library", "FSDP"))
+        ),
+        "Held-out loss": [
+            f"{stored['sharing_talk']['results'][case]['held-out']:.2f}"
+            for case in ("DDP, rate 0.001", *(f"H {h}: DiLoCo, rate 0.001" for h in (1, 5, 20, 50)))
+        ],
         "Step time": [f"{min(steps):.2f}", f"{max(steps):.2f}"],
     }
     results = PAGES[README].partition("\n## Results\n")[2].partition("\n## ")[0]
