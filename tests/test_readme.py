@@ -67,7 +67,9 @@ def smaller(command):
         command = command.replace(text, replacement)
     command = re.sub(r"HOST:\w+", f"localhost:{free_port()}", command)
     if nodes := re.search(r"--nnodes (\d) ", command):  # on all "machines" at once, and all must succeed
-        command = f"{command} & " * int(nodes[1]) + "\nwait -n" * int(nodes[1])
+        # By their ids: `wait -n` knows nothing of a job that has ended while it waited for another.
+        jobs = f"{command} & pids+=($!)\n" * int(nodes[1])
+        command = f'pids=()\n{jobs}for pid in "${{pids[@]}}"; do wait "$pid"; done'
     return command
 
 
