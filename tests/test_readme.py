@@ -147,6 +147,7 @@ def train(model, loader, optimizer):
     assert bash("python example.py", tmp_path, 60) == "".join(f"epoch {epoch}: 31.5000\n" for epoch in range(10))
 
 
+@pytest.mark.slow
 def test_the_advice_on_logs(tmp_path):
     (options,) = re.findall(r"`torchrun (--log-dir .*?) …`", PAGES[README])
     stdout = bash(f"torchrun --standalone --nproc-per-node 2 {options} multigpu_torchrun.py 1 1", tmp_path, 90)
