@@ -106,13 +106,14 @@ def count():
         dist.launch(count_worker, nprocs=nprocs)
 
 
+@pytest.mark.timeout(260)
 def test_bytes_sent_are_those_of_the_docstrings():
     unshare = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
     if sys.platform != "linux" or subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("network namespaces need Linux and root")
     env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     job = start("-c", "import test_transformers; test_transformers.count()", prefix=unshare, env=env)
-    status, stdout, stderr = finish(job)
+    status, stdout, stderr = finish(job, timeout=200)
     assert status == 0, stderr
     lines = [json.loads(line) for line in stdout.splitlines()]
     assert len(lines) == len(PIPELINES) + 4
