@@ -1,24 +1,32 @@
 """Run scripts as a user would, bounded in time and with nothing left behind."""
 
+import contextlib
+import importlib
 import os
 import runpy
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+import torch
 
-# The fork server then has it too, and the workers of a test need not import it.
-import torch._dynamo
+import distributed
 
 ROOT = Path(__file__).parent.parent
+PRELOADED = ["torch._dynamo", "torch.distributed.nn.functional", "torchvision", "torch.distributed.checkpoint"]
+PRELOADED += [f"torch.distributed.{name}" for name in ("fsdp", "pipelining", "rpc", "tensor.parallel")]
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def pytest_configure(config):
     # Two threads that wait for each other take a hundred times as long as one where other processes compute too.
     torch.set_num_threads(1)
+    # All workers are forked from one server, which has what any script imports: none of them spends a second on that.
+    forkserver.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
 
 
 def pytest_addoption(parser):
@@ -30,6 +38,17 @@ def no_launcher(monkeypatch):
     """Tests start as a user's shell does: under no launcher."""
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
+
+
+@contextlib.contextmanager
+def float64():
+    """Where rounding cannot hide a mistake."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def start(*command, cwd=ROOT, env=None, log=None, prefix=()):
@@ -88,7 +107,6 @@ def wait_for(condition, process, timeout=90):
 @pytest.fixture
 def main_of(monkeypatch, capsys):
     """Run a script's `__main__` in this process, which must exit; returns (exit status, stderr). Starts no process."""
-    import distributed
 
     def launch_is_not_reached(*args, **kwargs):
         raise AssertionError("launch was called")
@@ -99,5 +117,19 @@ def main_of(monkeypatch, capsys):
         with pytest.raises(SystemExit) as exit_info:
             runpy.run_path(str(ROOT / script), run_name="__main__")
         return exit_info.value.code, capsys.readouterr().err
+
+    return call
+
+
+@pytest.fixture
+def job_of(monkeypatch, capfd):
+    """Do as a script's `__main__` does, without the imports that a new process begins with; returns what is printed."""
+
+    def call(script, *options):
+        monkeypatch.setattr(sys, "argv", [script, *map(str, options)])
+        module = importlib.import_module(script.removesuffix(".py"))
+        args = module.parse_args()
+        distributed.launch(module.main_worker, args, nprocs=args.nproc)
+        return capfd.readouterr().out
 
     return call

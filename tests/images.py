@@ -36,11 +36,14 @@ class Plain(Dataset):
 @contextlib.contextmanager
 def few_digits(train, test, kind=lambda whole: whole, dtype=torch.float64):
     """`train` and `test` samples in the place of the thousands, in float64."""
-    torch.set_num_threads(1)  # all is too small for more
+
+    def load(name="", data_dir="", train=True, seed=0):
+        return kind(digits(sizes[train], int(train)))
+
+    sizes = {True: train, False: test}
     torch.set_default_dtype(dtype)
     try:
-        with mock.patch("mnist.load_data", lambda *_, train, seed: kind(digits(sizes[train], int(train)))):
-            sizes = {True: train, False: test}
+        with mock.patch("mnist.load_data", load):
             yield
     finally:
         torch.set_default_dtype(torch.float32)
@@ -106,13 +109,17 @@ def make_layerwise(params, lr, fused=False):
     return optimizer
 
 
+OPTIMIZERS = {"sgd": make_sgd, "adam": make_adam, "layerwise": make_layerwise}
+
+
+def normal(images):
+    return (images.to(torch.get_default_dtype()) / 255 - 0.1307) / 0.3081
+
+
 def outputs_of(net, dataset):
     """As plain PyTorch has them, for all of a data set's images."""
     with torch.no_grad():
-        batches = [
-            net((images.to(torch.get_default_dtype()) / 255 - 0.1307) / 0.3081) for images in dataset.images.split(1000)
-        ]
-    return torch.cat(batches)
+        return torch.cat([net(normal(images)) for images in dataset.images.split(1000)])
 
 
 def result_of(net, dataset):
@@ -122,7 +129,9 @@ def result_of(net, dataset):
     return F.cross_entropy(outputs, dataset.labels).item(), hits, len(dataset)
 
 
-def train_alone(make_optimizer, rates, sizes, batch, ranks=1, seed=3, first_epoch=0, anneal=False, model=Net):
+def train_alone(
+    make_optimizer, rates, sizes, batch, ranks=1, seed=3, first_epoch=0, anneal=False, model=Net, order_of=None
+):
     """Plain PyTorch in one process and float64, an epoch for each of `rates`: the reference.
 
     Returns the weights, (loss, samples) of every step, and `result_of` after every epoch.
@@ -136,12 +145,12 @@ def train_alone(make_optimizer, rates, sizes, batch, ranks=1, seed=3, first_epoc
         for epoch, rate in enumerate(rates):
             for group in optimizer.param_groups:
                 group["lr"] *= rate / rates[max(0, epoch - 1)]
-            order = torch.randperm(sizes[0], generator=torch.Generator().manual_seed(seed + first_epoch + epoch))
+            generator = torch.Generator().manual_seed(seed + first_epoch + epoch)
+            order = order_of(epoch) if order_of else torch.randperm(sizes[0], generator=generator)
             order = torch.cat([order, order[: -sizes[0] % ranks]])  # a sampler gives all ranks equally many
             for index in order.split(batch):
                 optimizer.zero_grad()
-                images = (train_set.images[index].double() / 255 - 0.1307) / 0.3081
-                loss = F.cross_entropy(net.train()(images), train_set.labels[index])
+                loss = F.cross_entropy(net.train()(normal(train_set.images[index])), train_set.labels[index])
                 loss.backward()
                 optimizer.step()
                 if anneal:

@@ -3,22 +3,12 @@
 import contextlib
 
 import torch
+from conftest import float64
 from torch import nn
 from torch.utils.data import Dataset
 
 import distributed as dist
 import single_gpu
-
-
-@contextlib.contextmanager
-def float64():
-    """Where rounding cannot hide a mistake."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(default)
 
 
 class Augmented(Dataset):
@@ -69,6 +59,9 @@ def linear():
 
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=5e-3)
+
+
+BOTH = [(linear, sgd), (mlp, adam)]
 
 
 def order(epoch):

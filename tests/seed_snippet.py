@@ -1,7 +1,5 @@
 """The `main_worker` of a script written for this helper, completed with a data set and a model."""
 
-import sys
-
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -38,4 +36,4 @@ def main_worker(gpu, world_size):
 
 
 if __name__ == "__main__":
-    dist.launch(main_worker, **({"nprocs": int(sys.argv[1])} if sys.argv[1:] else {}))
+    dist.launch(main_worker)

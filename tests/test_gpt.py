@@ -2,7 +2,6 @@
 
 import collections
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import transformer
 
 import distributed as dist
 import gpt
-import min_TP
 
 
 def test_the_text_is_python_and_its_last_tenth_is_held_out():
@@ -53,12 +51,6 @@ def test_ranks_with_different_texts_are_one_line(tmp_path):
     with pytest.raises(SystemExit) as error:
         dist.launch(load_another_text, str(tmp_path), nprocs=2)
     assert error.value.code == message
-
-
-def test_a_missing_library_is_one_line_before_any_process_starts(main_of, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpt, "LIBRARY", tmp_path)
-    message = f"no text to train on: {tmp_path} has no *.py files, the sources of Python's standard library"
-    assert main_of("min_TP.py") == (message, "")
 
 
 # ---- model --------------------------------------------------------------------------------------------------------
@@ -143,45 +135,3 @@ def test_held_parameters(model, capsys):
     assert gpt.report_held(model.blocks.parameters(), total) == total - 32 * (256 + 16 + 256) - 64
     held, of, fraction = transformer.HELD.fullmatch(capsys.readouterr().out.strip()).groups()
     assert int(held.replace(",", "")) / int(of.replace(",", "")) == pytest.approx(float(fraction), abs=0.001)
-
-
-# ---- options, of all scripts --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--heads", "3"), "argument --heads: 3 is not a divisor of --width 128"),
-        (("--layers", "0"), "argument --layers: '0' is not a whole number of at least 1"),
-        (("--length", "1"), "argument --length: '1' is not a whole number from 2 to 65536"),
-        (("--batch_size", "0"), "argument --batch-size: '0' is not a whole number of at least 1"),
-        (("--log-every", "0"), "argument --log-every: '0' is not a whole number of at least 1"),
-        (("--steps", "x"), "argument --steps: 'x' is not a whole number of at least 1"),
-        (("--clip", "0"), "argument --clip: '0' is not a finite number above 0"),
-        (("--lr", "nan"), "argument --lr: 'nan' is not a finite number above 0"),
-        (("--seed", "-1"), "argument --seed: '-1' is not a whole number from 0 to 4294967295"),
-    ],
-)
-def test_bad_options_are_one_line(main_of, args, message):
-    assert main_of("min_TP.py", *args) == (2, f"min_TP.py: error: {message}\n")
-
-
-def test_help_shows_defaults(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["min_TP.py", "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        min_TP.parse_args()
-    help_text = capsys.readouterr().out
-    for option in (
-        "layers",
-        "width",
-        "heads",
-        "length",
-        "batch-size",
-        "steps",
-        "log-every",
-        "lr",
-        "clip",
-        "seed",
-        "nproc",
-    ):
-        assert re.search(rf"--{option}\b[^-]*\(default:\s+\S+\)", help_text), option

@@ -1,4 +1,3 @@
-import functools
 import math
 import re
 
@@ -100,35 +99,6 @@ def test_it_gives_what_one_process_gives_and_holds_a_part_of_the_state(tmp_path,
             assert n_params % 4, "the last part must be shorter"
             size = math.ceil(n_params / nprocs)
             assert held == [each * size] * (nprocs - 1) + [each * (n_params - size * (nprocs - 1))]
-
-
-# ---- bytes sent ---------------------------------------------------------------------------------------------------
-
-
-def count_bytes():
-    dist.launch(count_bytes_worker, nprocs=2)
-
-
-def count_bytes_worker(local_rank, world_size):
-    dist.init_process_group()
-    for library in (False, True):
-        args = transformer.arguments(world_size, width=64, library=library)
-        model = transformer.make_model(args)
-        params = list(model.parameters())
-        model, optimizer = min_ZeRO.prepare(model, [{"params": params}], args, torch.optim.AdamW, lr=args.lr)
-        train = functools.partial(min_ZeRO.train, model, optimizer, *transformer.small_text())
-        dist.print_primary("sent", sum(param.nbytes for param in params), transformer.sent_per_step(train, args))
-
-
-@pytest.mark.slow
-def test_bytes_sent_are_those_of_the_docstring():
-    stdout = transformer.run_in_namespace("test_min_ZeRO", "count_bytes")
-    lines = [line.split()[1:] for line in stdout.splitlines() if line.startswith("sent ")]
-    assert len(lines) == 2
-    for size, sent in lines:
-        # By hand: gradients and parameters, but gloo's reduce-scatter is an all-reduce, which sends twice as much.
-        # The library: DDP's all-reduce, and parameters. Both send half of all to one other, three times.
-        assert float(sent) == pytest.approx(3 * float(size) / 2, rel=0.03)
 
 
 # ---- command line -------------------------------------------------------------------------------------------------

@@ -74,7 +74,6 @@ def test_synthetic_digits_are_not_trivial(halves):
     """A linear model learns something, but far from everything; tests/test_min_FSDP.py shows that a CNN does."""
     train, test = halves
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # the model is too small for more
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
     for epoch in range(3):
@@ -131,13 +130,6 @@ def test_normalize():
 def test_unknown_data():
     with pytest.raises(ValueError, match="data must be 'synthetic' or 'mnist', got 'cifar'"):
         mnist.load_data("cifar", "", True)
-
-
-def test_import_does_nothing(tmp_path):
-    code = "import sys, torch, mnist; assert 'torchvision' not in sys.modules; assert torch.initial_seed() == seed"
-    code = f"import torch; seed = torch.initial_seed(); {code}"
-    status, stdout, stderr = run("-c", code, cwd=tmp_path)
-    assert (status, stdout, stderr) == (0, "", "") and not os.listdir(tmp_path)
 
 
 # ---- the real set -------------------------------------------------------------------------------------------------

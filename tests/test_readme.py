@@ -67,7 +67,9 @@ def smaller(command):
         command = command.replace(text, replacement)
     command = re.sub(r"HOST:\w+", f"localhost:{free_port()}", command)
     if nodes := re.search(r"--nnodes (\d) ", command):  # on all "machines" at once, and all must succeed
-        command = f"{command} & " * int(nodes[1]) + "\nwait -n" * int(nodes[1])
+        # By their ids: `wait -n` knows nothing of a job that has ended while it waited for another.
+        jobs = f"{command} & pids+=($!)\n" * int(nodes[1])
+        command = f'pids=()\n{jobs}for pid in "${{pids[@]}}"; do wait "$pid"; done'
     return command
 
 
@@ -145,6 +147,7 @@ def train(model, loader, optimizer):
     assert bash("python example.py", tmp_path, 60) == "".join(f"epoch {epoch}: 31.5000\n" for epoch in range(10))
 
 
+@pytest.mark.slow
 def test_the_advice_on_logs(tmp_path):
     (options,) = re.findall(r"`torchrun (--log-dir .*?) …`", PAGES[README])
     stdout = bash(f"torchrun --standalone --nproc-per-node 2 {options} multigpu_torchrun.py 1 1", tmp_path, 90)

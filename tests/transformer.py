@@ -1,15 +1,11 @@
 """What the tests of all transformer scripts share: a small case, and what one process of plain PyTorch makes of it."""
 
 import argparse
-import contextlib
 import functools
 import re
-import subprocess
-import sys
 
-import pytest
 import torch
-from conftest import ROOT, finish, start
+from conftest import float64
 from torch.nn import functional as F
 
 import distributed as dist
@@ -46,53 +42,84 @@ def make_optimizer(name, params, lr):
     return torch.optim.AdamW(params, lr=lr, fused=True)
 
 
-@contextlib.contextmanager
-def float64():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def make_model(args):
     """The weights with which the reference starts."""
     torch.manual_seed(args.seed)
     return gpt.GPT(args.layers, args.width, args.heads, args.length)
 
 
-def reference(optimizer="AdamW", **changes):
-    """Every step's loss, (steps,), and the trained parameters by name, from one process without any of the helpers.
+# ---- one process of plain PyTorch -----------------------------------------------------------------------------------
 
-    `changes` are those of `arguments`. `optimizer` is a name that make_optimizer knows.
-    """
+
+def plain_loss(model, x, y):
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def take_step(model, optimizer, loss, clip=None):
+    """Returns the loss, and whether the gradients were clipped."""
+    optimizer.zero_grad()
+    loss.backward()
+    norm = torch.stack([param.grad.norm() for param in model.parameters() if param.grad is not None]).norm()
+    if clip:
+        for param in model.parameters():
+            param.grad *= min(1, clip / (norm + 1e-6))
+    optimizer.step()
+    return loss.detach(), clip and norm > clip
+
+
+def train_alone(model, optimizer, args, loss_of=plain_loss, part_of=lambda step, x, y: (x, y)):
+    """Every step's loss, (steps,), and the trained parameters by name, without any of the helpers."""
+    with float64():
+        before, steps = full_parameters(model), []
+        optimizer = make_optimizer(optimizer, model.parameters(), args.lr)
+        for step in range(args.steps):
+            x, y = gpt.batch(small_text()[0], step, args.batch_size, args.length, args.seed)
+            steps.append(take_step(model, optimizer, loss_of(model, *part_of(step, x, y)), args.clip))
+        losses, clipped = zip(*steps, strict=True)
+        after = full_parameters(model)
+    assert losses[-1] < losses[0] - 0.5, "the reference must learn, or equality means little"
+    assert not args.clip or sum(clipped) > args.steps / 4
+    still = [name for name in before if (after[name] - before[name]).abs().max() <= 1e-4]
+    assert all(".experts." in name for name in still), "all parameters must move, but for experts without tokens"
+    return torch.stack(losses), after
+
+
+def reference(optimizer="AdamW", **changes):
+    """The same with the small case's model; `changes` are those of `arguments`, `optimizer` is of make_optimizer."""
     return _reference(optimizer, tuple(sorted(changes.items())))
 
 
 @functools.cache
-def _reference(optimizer_name, changes):
+def _reference(optimizer, changes):
     args = arguments(**dict(changes))
     with float64():
         model = make_model(args)
-        start = {name: param.detach().clone() for name, param in model.named_parameters()}
-        optimizer = make_optimizer(optimizer_name, model.parameters(), args.lr)
-        losses = []
-        for step in range(args.steps):
-            x, y = gpt.batch(small_text()[0], step, args.batch_size, args.length, args.seed)
-            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            if args.clip:
-                norm = torch.stack([param.grad.norm() for param in model.parameters()]).norm()
-                for param in model.parameters():
-                    param.grad *= min(1, args.clip / (norm + 1e-6))
-            optimizer.step()
-            losses.append(loss.detach())
-        parameters = {name: param.detach() for name, param in model.named_parameters()}
-    assert losses[-1] < losses[0] - 0.5, "the reference must learn, or equality means little"
-    assert all((parameters[name] - start[name]).abs().max() > 1e-4 for name in start), "all parameters must move"
-    return torch.stack(losses), parameters
+    return train_alone(model, optimizer, args)
+
+
+def held_out_loss(parameters, args):
+    """That of one process with these parameters."""
+    with float64(), torch.no_grad():
+        model = make_model(args)
+        model.load_state_dict(parameters)
+        batches = gpt.Progress(None, *small_text(), args).batches
+        return torch.stack([plain_loss(model, x, y) for x, y in batches]).mean().item()
+
+
+# ---- a script's own training ----------------------------------------------------------------------------------------
+
+
+def train_on(nprocs, train, cases, folder):
+    """What a script's training, `train(*case)`, gives in float64 on each rank: a list of all cases for each."""
+    dist.launch(_train_worker, train, cases, str(folder), nprocs=nprocs)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(nprocs)]
+
+
+def _train_worker(local_rank, world_size, train, cases, folder):
+    dist.init_process_group()
+    with float64():
+        results = [train(*case) for case in cases]
+    torch.save(results, f"{folder}/{local_rank}.pt")
 
 
 def local(tensor):
@@ -124,44 +151,3 @@ def progress_lines(stdout):
     """What each line of a script's progress says, as numbers by name."""
     matches = [LINE.fullmatch(line) for line in stdout.splitlines() if line.startswith("step ")]
     return [{name: float(value.replace(",", "")) for name, value in m.groupdict().items()} for m in matches]
-
-
-def assert_learns(script, *args, seconds=120):
-    """That a script with its defaults passes the bigram's held-out loss within two minutes."""
-    status, stdout, stderr = finish(start(script, *args), timeout=seconds)
-    assert (status, stderr) == (0, ""), stderr
-    lines = progress_lines(stdout)
-    assert lines[-1]["held_out"] < lines[-1]["bigram"] - 0.1, stdout
-    assert lines[0]["held_out"] > lines[0]["bigram"], "it starts above"
-
-
-# ---- bytes sent, counted where nobody else sends any ---------------------------------------------------------------
-
-
-def sent_on_loopback():
-    """Bytes that all processes of this network namespace have sent, headers included; all ranks must call it."""
-    dist.barrier()
-    with open("/proc/net/dev") as file:
-        return next(int(line.split()[9]) for line in file if line.strip().startswith("lo:"))
-
-
-def sent_per_step(train, args):
-    """Bytes that one rank sends per step of `train(args)`: those of 6 steps less those of 2, and so without set-up."""
-    totals = []
-    for steps in (2, 2, 6):  # the first one also pays for what is set up once
-        before = sent_on_loopback()
-        train(argparse.Namespace(**{**vars(args), "steps": steps, "log_every": 100}))
-        totals.append(sent_on_loopback() - before)
-    return (totals[2] - totals[1]) / 4 / dist.get_world_size()
-
-
-def run_in_namespace(module, function, *args):
-    """Run a test module's function in a process of its own, in a network namespace of its own; returns its stdout."""
-    unshare = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
-    if sys.platform != "linux" or subprocess.run([*unshare, "true"], capture_output=True).returncode:
-        pytest.skip("network namespaces need Linux and root")
-    code = f"import {module}; {module}.{function}(*{args!r})"
-    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    status, stdout, stderr = finish(start("-c", code, prefix=unshare, env=env))
-    assert status == 0, stderr
-    return stdout

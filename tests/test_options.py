@@ -1,0 +1,242 @@
+"""The options of all scripts: a mistake is one line, before any process is started; --help shows every default."""
+
+import importlib
+import re
+import runpy
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from conftest import ROOT
+
+import distributed as dist
+import gpt
+import single_gpu
+
+TRANSFORMERS = ["min_2D", "min_CP", "min_DiLoCo", "min_EP", "min_Join", "min_PP", "min_TP", "min_ZeRO"]
+NPROC = ["min_DDP", "min_FSDP", "mnist_DDP", *TRANSFORMERS]
+POSITIONAL = {"multigpu_torchrun": ["5", "1"], "multinode_torchrun": ["5", "1"]}
+SCRIPTS = [*NPROC, *POSITIONAL, "rpc_param_server", "rpc_model_parallel"]
+MAY_BE_0 = {"seed", "least", "num-workers", "momentum", "outer-momentum"}
+
+# As typed into a shell, and the line that answers.
+REFUSED = {
+    "min_DDP.py": """
+        --epochs 0 | argument --epochs: '0' is not a whole number of at least 1
+        --data_size -1 | argument --data-size: '-1' is not a whole number of at least 1
+        --n_classes=1 | argument --n-classes: '1' is not a whole number of at least 2
+        --lr nan | argument --lr: 'nan' is not a finite number above 0
+        --lr inf | argument --lr: 'inf' is not a finite number above 0
+        --seed 4294967296 | argument --seed: '4294967296' is not a whole number from 0 to 4294967295
+        --nproc a_b | argument --nproc: 'a_b' is not a whole number of at least 1
+        --frobnicate | unrecognized arguments: --frobnicate
+    """,
+    "single_gpu.py": """
+        -5 1 | argument total_epochs: '-5' is not a whole number of at least 1
+        5 0 | argument save_every: '0' is not a whole number of at least 1
+        5 x | argument save_every: 'x' is not a whole number of at least 1
+        5 1 --batch-size 0 | argument --batch-size/--batch_size: '0' is not a whole number of at least 1
+        5 1 --batch_size=2.5 | argument --batch-size/--batch_size: '2.5' is not a whole number of at least 1
+    """,
+    "multigpu_torchrun.py": """
+        0 1 | argument total_epochs: '0' is not a whole number of at least 1
+        5 -1 | argument save_every: '-1' is not a whole number of at least 1
+    """,
+    "multinode_torchrun.py": """
+        5 0 | argument save_every: '0' is not a whole number of at least 1
+        RANK=0 WORLD_SIZE=3 5 1 | argument --global-batch-size: 64 is not a multiple of 3, the number of ranks
+        5 1 --global-batch-size 2049 | argument --global-batch-size: '2049' is not a whole number from 1 to 2048, \
+the number of samples
+    """,
+    "min_FSDP.py": """
+        --model huge | argument --model: invalid choice: 'huge' (choose from simple, shallow, deep)
+        --strategy zero | argument --strategy: invalid choice: 'zero' (choose from fsdp, ddp, local)
+        --data imagenet | argument --data: invalid choice: 'imagenet' (choose from synthetic, mnist)
+        --strategy local --nproc 2 | argument --strategy: local trains in 1 process, not in 2
+        RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 --strategy local | argument --strategy: local trains in 1 process, not in 2
+        --export . | argument --export: '.' is a folder, not a file
+    """,
+    "mnist_DDP.py": """
+        --momentum 1 | argument --momentum: '1' is not a number from 0 to below 1
+        --data cifar | argument --data: invalid choice: 'cifar' (choose from synthetic, mnist)
+        --backend mpi | argument --backend: invalid choice: 'mpi' (choose from auto, nccl, gloo)
+        --backend nccl | argument --backend: 'nccl' needs a GPU, and none is visible: choose auto or gloo
+    """,
+    "flyte_workflow.py": """
+        --epochs 0 | argument --epochs: '0' is not a whole number of at least 1
+        --nproc 2 | unrecognized arguments: --nproc 2
+    """,
+    "min_2D.py": """
+        --heads 3 | argument --heads: 3 is not a divisor of --width 128
+        --length 1 | argument --length: '1' is not a whole number from 2 to 65536
+        --nproc 4 --replicate 2 --shard 4 | argument --shard: replicate 2 x shard 4 x tensor 1 is not the number of \
+processes, 4
+        --nproc 3 --tensor 2 | argument --shard: replicate 1 x shard 1 x tensor 2 is not the number of processes, 3
+        --nproc 2 --tensor 4 | argument --shard: replicate 1 x shard 1 x tensor 4 is not the number of processes, 2
+        --nproc 3 | argument --batch-size: 16 is not a multiple of replicate x shard, 3
+        --nproc 3 --tensor 3 | argument --heads: 4 is not a multiple of --tensor 3
+        --nproc 2 --tensor 2 --length 31 | argument --length: 31 is not a multiple of --tensor 2
+    """,
+    "min_CP.py": """
+        --heads 1 | argument --heads: 1 is not a multiple of the 2 processes
+        --nproc 3 | argument --length: 128 is not a multiple of the 3 processes
+        --attention ring | argument --attention: invalid choice: 'ring' (choose from ulysses, all-gather)
+    """,
+    "min_DiLoCo.py": """
+        --outer-momentum 1 | argument --outer-momentum: 1.0 is not a number from 0 to below 1
+        --outer-momentum much | argument --outer-momentum: invalid float value: 'much'
+        --nproc 3 | argument --batch-size: 16 is not a multiple of the 3 processes
+    """,
+    "min_EP.py": """
+        --nproc 2 --experts 5 | argument --experts: 5 is not a multiple of the 2 processes
+        --nproc 2 --top 9 | argument --top: 9 is more than the 8 experts
+        --nproc 3 --experts 6 | argument --batch-size: 16 is not a multiple of the 3 processes
+    """,
+    "min_Join.py": """
+        --method stop | argument --method: invalid choice: 'stop' (choose from join, weights)
+        --steps 20 --least 21 | argument --least: 21 is more than --steps 20, the batches of the first one
+        --nproc 3 | argument --batch-size: 16 is not a multiple of the processes, 3
+    """,
+    "min_PP.py": """
+        --nproc 5 --layers 4 | argument --layers: 4 is less than 5, the stages of --schedule 1F1B
+        --schedule DualPipeV --layers 3 | argument --layers: 3 is less than 4, the stages of --schedule DualPipeV
+        --micro-batches 3 | argument --batch-size: 16 is not a multiple of 3, --micro-batches x --data-parallel
+        --batch_size 12 --micro-batches 4 --data-parallel 2 | argument --batch-size: 12 is not a multiple of 8, \
+--micro-batches x --data-parallel
+        --micro-batches 1 | argument --micro-batches: 1 is less than 2, the stages of --schedule 1F1B
+        --schedule DualPipeV --micro-batches 2 | argument --micro-batches: 2 is less than 4, the stages of \
+--schedule DualPipeV
+        --schedule Interleaved1F1B --micro-batches 5 --batch-size 5 | argument --micro-batches: 5 is not a multiple \
+of 2, the processes of a pipeline
+        --nproc 4 --data-parallel 3 | argument --data-parallel: 3 is not a divisor of the number of processes, 4
+        --nproc 1 --data-parallel 2 | argument --data-parallel: 2 is not a divisor of the number of processes, 1
+        --schedule 2F2B | argument --schedule: invalid choice: '2F2B' (choose from GPipe, 1F1B, Interleaved1F1B, \
+InterleavedZeroBubble, ZBVZeroBubble, DualPipeV)
+    """,
+    "min_TP.py": """
+        --nproc 3 | argument --heads: 4 is not a multiple of the 3 processes
+        --nproc 8 | argument --heads: 4 is not a multiple of the 8 processes
+        --sequence-parallel --length 9 | argument --length: 9 is not a multiple of the 2 processes
+    """,
+    "rpc_model_parallel.py": """
+        --batch-size 4 --micro-batches 5 | argument --micro-batches: 5 is not in the range 1 to 4, the --batch-size
+        WORLD_SIZE=3 | WORLD_SIZE: 3 is not 2, the number of workers
+    """,
+    "rpc_param_server.py": """
+        --mode fast | argument --mode: invalid choice: 'fast' (choose from hogwild, sync)
+        WORLD_SIZE=1 | WORLD_SIZE: 1 process is too few for a server and a trainer
+    """,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("script", REFUSED)
+def test_a_mistake_is_one_line(script, main_of, monkeypatch):
+    for line in REFUSED[script].strip().splitlines():
+        typed, message = line.strip().split(" | ")
+        variables = re.findall(r"([A-Z_]+)=(\d+)", typed)
+        options = [word for word in typed.split() if not re.match("[A-Z_]+=", word)]
+        with monkeypatch.context() as patch:
+            for name, value in variables:
+                patch.setenv(name, value)
+            status, stderr = main_of(script, *options)
+        # Python 3.11 quotes the choices, and 3.12 does not.
+        stderr = re.sub(r"\(choose from .*\)", lambda choices: choices[0].replace("'", ""), stderr)
+        assert (status, stderr) == (2, f"{script}: error: {message}\n")
+
+
+def exit_of(module, capsys, monkeypatch, *options):
+    """Status, stdout and stderr with which parse_args leaves."""
+    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *POSITIONAL.get(module.__name__, []), *options])
+    with pytest.raises(SystemExit) as exit_info:
+        module.parse_args()
+    return exit_info.value.code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_shows_usage_and_all_defaults_and_every_number_is_checked(script, capsys, monkeypatch):
+    module = importlib.import_module(script)
+    status, help_text, _ = exit_of(module, capsys, monkeypatch, "--help")
+    assert status == 0 and help_text.startswith(f"usage: {script}.py [-h] ")
+    assert "".join(module.__doc__.partition("\n")[0].split()) in "".join(help_text.split())
+    _, _, *options = re.split(r"\n  (?=-)", help_text.partition("\noptions:")[2])
+    assert len(options) >= 2
+    for option in options:
+        name, default = re.fullmatch(r"--([\w-]+)\b.*\(default:\s*(.*?)\)\s*", option, re.DOTALL).groups()
+        if re.fullmatch(r"\d[\d.]*", default) or name in ("clip", "shard"):
+            for value in ("x", "nan", "-1", *(["0"] if name not in MAY_BE_0 else [])):
+                status, stdout, stderr = exit_of(module, capsys, monkeypatch, f"--{name}={value}")
+                assert (status, stdout, stderr.count("\n")) == (2, "", 1), f"{name} {value}"
+                assert stderr.startswith(f"{script}.py: error: argument --{name}: ") and value in stderr
+
+
+def launched(monkeypatch, script, *options):
+    """With what the script calls `launch`."""
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *POSITIONAL.get(script, []), *map(str, options)])
+    monkeypatch.setattr(dist, "launch", launch := mock.Mock())
+    runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
+    return launch.call_args
+
+
+@pytest.mark.parametrize("script", NPROC)
+def test_nproc_is_the_number_of_processes(script, main_of, monkeypatch):
+    for gpus, options, nprocs in ((0, (), 2), (0, ("--nproc", 4), 4), (4, (), 4), (4, ("--nproc", 1), 1)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert launched(monkeypatch, script, *options).kwargs == {"nprocs": nprocs}
+    message = "argument --nproc: '8' is not a whole number from 1 to 4, the number of visible GPUs"
+    assert main_of(f"{script}.py", "--nproc", "8") == (2, f"{script}.py: error: {message}\n")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    assert launched(monkeypatch, script).kwargs == {"nprocs": 4}, "those of a launcher"
+
+
+def test_other_numbers_of_processes(monkeypatch):
+    assert launched(monkeypatch, "min_FSDP", "--strategy", "local").kwargs == {"nprocs": 1}
+    assert launched(monkeypatch, "rpc_model_parallel").kwargs == {"nprocs": 2}
+    assert launched(monkeypatch, "rpc_param_server", "--trainers", 4).kwargs["nprocs"] == 5
+    for gpus, layers in ((0, 4), (2, 4), (8, 8)):  # enough for a stage on each
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert launched(monkeypatch, "min_PP").args[1].layers == layers
+
+
+FOLDERS = [
+    ("multigpu_torchrun", "--snapshot-path", "snapshot.pt"),
+    ("multinode_torchrun", "--snapshot-path", "snapshot.pt"),
+    ("min_FSDP", "--checkpoint-dir", ""),
+    ("min_FSDP", "--export", "model.pt"),
+    ("mnist_DDP", "--output-dir", ""),
+    ("mnist_DDP", "--tensorboard", ""),
+    ("min_2D", "--checkpoint-dir", ""),
+]
+
+
+@pytest.mark.parametrize(("script", "option", "name"), FOLDERS)
+def test_a_folder_is_made_or_one_line_says_why_not(script, option, name, main_of, tmp_path, monkeypatch):
+    assert launched(monkeypatch, script, option, tmp_path / "new" / "folder" / name)
+    assert (tmp_path / "new" / "folder").is_dir()
+    (tmp_path / "file").write_text("in the way")
+    for folder in (tmp_path / "file", tmp_path / "file" / "folder"):
+        message, stderr = main_of(f"{script}.py", *POSITIONAL.get(script, []), option, str(folder / name))
+        assert re.fullmatch(f"{option}: cannot write to {folder}: (File exists|Not a directory)", message)
+        assert stderr == ""
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_single_gpu_says_so_when_it_saves(monkeypatch):
+    monkeypatch.chdir("/sys")
+    monkeypatch.setattr(sys, "argv", ["single_gpu.py", "1", "1"])
+    with pytest.raises(SystemExit, match=r"^cannot save /sys/checkpoint\.pt: [^\n]*$"):
+        single_gpu.main(single_gpu.parse_args())
+
+
+def test_a_missing_library_is_one_line(main_of, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpt, "LIBRARY", tmp_path)
+    message = f"no text to train on: {tmp_path} has no *.py files, the sources of Python's standard library"
+    assert main_of("min_TP.py") == (message, "")

@@ -1,0 +1,151 @@
+"""What takes minutes, of the transformer scripts: they learn, and send as many bytes as their docstrings say."""
+
+import argparse
+import contextlib
+import functools
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, finish, run, start
+from transformer import arguments, make_model, make_optimizer, progress_lines, small_text
+
+import distributed as dist
+import min_CP
+import min_DiLoCo
+import min_EP
+import min_PP
+import min_TP
+import min_ZeRO
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("script", ["min_2D", "min_CP", "min_DiLoCo", "min_EP", "min_Join", "min_PP", "min_TP"])
+def test_it_learns_more_than_pairs_of_bytes_with_its_defaults(script):
+    status, stdout, stderr = run(f"{script}.py", "--nproc", 2, timeout=600)
+    assert (status, stderr) == (0, "")
+    first, *_, last = progress_lines(stdout)
+    assert last["held_out"] < last["bigram"] < first["held_out"], stdout
+
+
+# ---- bytes sent, counted where nobody else sends any ---------------------------------------------------------------
+
+N, LAYERS, BATCH, LENGTH, WIDTH, LR = 2, 2, 8, 128, 64, 0.01  # of all cases but the pipelines
+PIPELINES = [  # nprocs, options, and by the docstring, in units of A, the passes over a boundary, and pipelines
+    (2, {"schedule": "1F1B", "data_parallel": 1}, 2, 1),
+    (2, {"schedule": "GPipe", "data_parallel": 2}, 0, 2),
+    (2, {"schedule": "InterleavedZeroBubble", "data_parallel": 1}, 6, 1),
+    (2, {"schedule": "ZBVZeroBubble", "data_parallel": 1}, 4, 1),
+    (4, {"schedule": "1F1B", "data_parallel": 2}, 2, 2),
+]
+
+
+def sent_on_loopback():
+    """Bytes that all processes of this network namespace have sent, headers included; all ranks must call it."""
+    dist.barrier()
+    with open("/proc/net/dev") as file:
+        return next(int(line.split()[9]) for line in file if line.strip().startswith("lo:"))
+
+
+def report(name, prepare, expected, **changes):
+    """Print the bytes that one rank sends per step: those of 6 steps less those of 2, and so without set-up."""
+    args, totals = arguments(dist.get_world_size(), layers=LAYERS, length=LENGTH, width=WIDTH, log_every=100), []
+    args = argparse.Namespace(**{**vars(args), **changes})
+    model, optimizer, train = prepare(make_model(args), args)
+    for steps in (2, 2, 6):  # the first one also pays for what is set up once
+        before, args.steps = sent_on_loopback(), steps
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(model, optimizer, *small_text(), args)
+        totals.append(sent_on_loopback() - before)
+    sent = (totals[2] - totals[1]) / 4 / dist.get_world_size()
+    dist.print_primary(json.dumps([name, sent, expected]))
+
+
+def with_sgd(model, train, params=None):
+    return model, make_optimizer("SGD", params or model.parameters(), LR), train
+
+
+def with_tensor_parallel(model, args):
+    return with_sgd(min_TP.parallelize(model, args), min_TP.train)
+
+
+def with_context_parallel(kind, model, args):
+    return with_sgd(min_CP.parallelize(model, kind), min_CP.train)
+
+
+def with_pipeline(model, args):
+    pipeline = min_PP.Pipeline(model, args)
+    return with_sgd(pipeline, min_PP.train, pipeline.params)
+
+
+def with_zero(model, args):
+    groups = [{"params": list(model.parameters())}]
+    return *min_ZeRO.prepare(model, groups, args, torch.optim.SGD, lr=LR), min_ZeRO.train
+
+
+def with_experts(model, args):
+    return with_sgd(min_EP.add_experts(model, args), min_EP.train)
+
+
+def with_rare_talk(model, args):
+    return with_sgd(model, min_DiLoCo.train)
+
+
+def count_worker(local_rank, world_size):
+    dist.init_process_group()
+    for nprocs, options, passes, pipelines in PIPELINES:
+        if nprocs == world_size:
+            sizes = {"layers": 4, "width": 128, "length": 128, "batch_size": 16, "clip": 1.0}
+            args = arguments(**sizes)
+            n_params = sum(param.numel() for param in make_model(args).parameters())
+            expected = (passes * 4 * 16 * 128 * 128 + 2 * (pipelines - 1) * 4 * n_params) / nprocs
+            report(f"PP {options}", with_pipeline, expected, micro_batches=4, **options, **sizes)
+    if world_size != N:
+        return
+    features = (N - 1) / N * 4 * LENGTH * WIDTH
+    for loss_parallel, logits in ((True, 0), (False, (N - 1) / N * 4 * BATCH * LENGTH * 256)):
+        kind = {"sequence_parallel": False, "loss_parallel": loss_parallel}
+        report(f"TP {kind}", with_tensor_parallel, ((8 * LAYERS + 3) * BATCH + 1) * features + logits, **kind)
+    n_params = sum(param.numel() for param in make_model(arguments(layers=2, length=LENGTH, width=WIDTH)).parameters())
+    ddp, on_gloo = 2 * (N - 1) / N * 4 * n_params, 1.5  # whose reduce-scatter is an all-reduce
+    for kind, times in (("ulysses", 2 / N), ("all-gather", on_gloo)):
+        expected = ddp + times * 4 * LAYERS * BATCH * features
+        report(f"CP {kind}", functools.partial(with_context_parallel, kind), expected)
+    for library in (False, True):  # gradients and parameters; by hand that is a reduce-scatter, too
+        report(f"ZeRO, library={library}", with_zero, 1.5 * ddp, library=library)
+    for every in (1, 2):
+        options = {"sync_every": every, "outer_lr": 0.7, "outer_momentum": 0.9}
+        report(f"DiLoCo {every}", with_rare_talk, ddp / every, **options)
+    experts = {"experts": N, "top": 2, "balance": 0.01}  # both, so that all are used evenly
+    model = min_EP.add_experts(
+        make_model(arguments(layers=2, length=LENGTH, width=WIDTH)), argparse.Namespace(**experts)
+    )
+    shared = 2 * (N - 1) / N * sum(param.nbytes for param in min_EP.split_params(model)[0])
+    report("EP", with_experts, shared + 4 * LAYERS * 2 * BATCH * features / N, **experts)
+
+
+def count():
+    """Run in a network namespace of its own."""
+    for nprocs in (2, 4):
+        dist.launch(count_worker, nprocs=nprocs)
+
+
+@pytest.mark.timeout(260)
+def test_bytes_sent_are_those_of_the_docstrings():
+    unshare = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+    if sys.platform != "linux" or subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("network namespaces need Linux and root")
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    job = start("-c", "import test_transformers; test_transformers.count()", prefix=unshare, env=env)
+    status, stdout, stderr = finish(job, timeout=200)
+    assert status == 0, stderr
+    lines = [json.loads(line) for line in stdout.splitlines()]
+    assert len(lines) == len(PIPELINES) + 9
+    for name, sent, expected in lines:
+        print(f"{name}: {sent:,.0f} bytes, {sent / expected:.4f} of the formula")
+        assert sent == pytest.approx(expected, rel=0.03)
