@@ -226,13 +226,16 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     agree(timeout=timeout)
 
 
+_numbers = itertools.count()  # of groups and agreements: equal on all ranks, which all take part in the same
+
+
 def _fresh_store(rank, world_size, timeout):
     """The job's store, under a prefix that no earlier start of its processes has used."""
     # torchrun keeps the store when it starts its processes again, and in it the addresses of those that are gone:
     # https://github.com/pytorch/pytorch/issues/135712
     store, *_ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=timeout))
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return store
+        return torch_dist.PrefixStore(f"group {next(_numbers)}", store)  # the next group's addresses are others
     own, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     store.set(f"rank {rank}", own)
     while time.monotonic() < end:  # until all have read the same names, none of which a process left that is gone
@@ -431,9 +434,6 @@ def gather(tensor):
     return [part[:length] if tensor.dim() else part[0] for part, length in zip(gathered, lengths, strict=True)]
 
 
-_agreements = itertools.count()
-
-
 def agree(value=None, error=None, timeout=timedelta(hours=12)):
     """Every rank's `value`, any that can be pickled, in rank order.
 
@@ -443,7 +443,7 @@ def agree(value=None, error=None, timeout=timedelta(hours=12)):
     pairs = [(value, error)]
     if get_world_size() > 1:  # through the store: a collective would end at the process group's timeout
         store = torch_dist.distributed_c10d._get_default_store()
-        store = torch_dist.PrefixStore(f"agreement {next(_agreements)}", store)
+        store = torch_dist.PrefixStore(f"agreement {next(_numbers)}", store)
         ranks = [str(rank) for rank in range(get_world_size())]
         store.set(ranks[get_rank()], pickle.dumps((value, error)))
         store.wait(ranks, timeout)

@@ -93,6 +93,9 @@ def check_everything(local_rank, world_size):
     dist.cleanup()
     dist.cleanup()
     assert not dist.is_dist_avail_and_initialized()
+    dist.init_process_group()
+    assert dist.all_reduce(torch.tensor(1)) == world_size, "a second group, in the first one's store"
+    dist.cleanup()
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
