@@ -7,8 +7,8 @@ its optimizer does not fit into one device; if it fits, min_DDP.py sends a third
 Cost per process, for P float32 parameters on N processes trained by Adam: 16·P/N bytes (parameters 4, gradients 4,
 Adam 8), and while the largest layer of L parameters computes, up to 8·L more; with DDP it is 16·P. Each step sends
 up to 3·(N-1)/N · 4·P bytes: parameters gathered for forward and again for backward, gradients reduced. DDP sends two
-thirds of that. On the CPU half of a step would go into new pages of 4 KB for what is gathered: under torchrun, ask for
-huge pages by THP_MEM_ALLOC_ENABLE=1, as dist.launch does.
+thirds of that. On the CPU two fifths of a step of --model deep are new pages of 4 KB for what is gathered: under
+torchrun, ask for huge pages by THP_MEM_ALLOC_ENABLE=1, as dist.launch does.
 
     CUDA_VISIBLE_DEVICES=0,1 python min_FSDP.py --model deep           # two GPUs, 94 million parameters
     python min_FSDP.py                                                 # all visible GPUs, or two CPU processes

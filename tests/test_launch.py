@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -50,7 +51,10 @@ def test_workers_see_what_the_caller_sees_at_each_launch(tmp_path, monkeypatch):
     """Environment, folder, stdout; CPU threads are divided unless OMP_NUM_THREADS says otherwise."""
     given = {"NCCL_SOCKET_IFNAME": "eth7", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
     given |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    given |= {"NCCL_P2P_DISABLE": None}  # the caller's to set: GPUs then exchange through host memory
+    given |= {
+        "THP_MEM_ALLOC_ENABLE": "1",
+        "NCCL_P2P_DISABLE": None,
+    }  # the caller's to set: GPUs then exchange through host memory
     for name in given:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
@@ -254,6 +258,16 @@ def join_slowly(local_rank, world_size, folder):
 
 def test_no_rank_leaves_before_all_have_joined_and_agreeing_may_take_long(tmp_path):
     dist.launch(join_slowly, str(tmp_path), nprocs=3)
+
+
+def test_rank_0_does_not_leave_with_the_store_before_all_have_read():
+    """Started by hand, as an operator does, rank 0's own process holds the store."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "WORLD_SIZE": "2"}
+    ranks = [start(JOB, "read_late", env={**address, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    for rank in ranks:
+        status, _, stderr = finish(rank)
+        assert (status, stderr) == (1, "no room\n")
 
 
 def nest(local_rank, world_size):
