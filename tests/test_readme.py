@@ -199,7 +199,7 @@ def test_results_are_those_that_are_stored():
             *tokens("TP", "DDP", "width 128", "width 1024"),
             *tokens("CP", "one process", "length 512", "length 8192"),
         ],
-        "Time of a step by ZeRO": ratios(
+        "Steps by ZeRO": ratios(
             "sharing_state", *(f"width 512: step of {case} / of DDP" for case in ("ZeRO", "ZeRO --library", "FSDP"))
         ),
         "Held-out loss": [
