@@ -43,6 +43,7 @@ def test_a_point_or_a_line_of_processes_gives_what_one_process_gives(tmp_path, n
     check_all(tmp_path, nprocs, [(mesh, "SGD", {"clip": CLIP}) for mesh in meshes])
 
 
+@pytest.mark.slow
 def test_two_dimensions_give_what_one_process_gives(tmp_path):
     cases = [
         (HSDP, "AdamW", {}),
