@@ -24,7 +24,7 @@ lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-bench: .venv/installed-bench  ## measure everything, in less than ten minutes on two idle cores
+bench: .venv/installed-bench  ## measure most, in less than ten minutes on two idle cores
 	$(BIN)/python -m benchmarks.launch --rounds 1
 	$(BIN)/python -m benchmarks.throughput
 	$(BIN)/python -m benchmarks.overhead

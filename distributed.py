@@ -136,7 +136,7 @@ def _worker_environment(nprocs, port):
         **{f"{library}_SOCKET_IFNAME": loopback for library in ("GLOO", "NCCL", "TP")},
         "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // nprocs)),
         "THP_MEM_ALLOC_ENABLE": "1",  # huge pages on the CPU: what FSDP2 gathers is new memory each time
-        **os.environ,
+        **os.environ,  # wins over what stands above, and not over what follows
         **{"WORLD_SIZE": str(nprocs), "LOCAL_WORLD_SIZE": str(nprocs)},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here: rank 0 must not start one
@@ -226,7 +226,7 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     agree(timeout=timeout)
 
 
-_numbers = itertools.count()  # of groups and agreements: equal on all ranks, which all take part in the same
+_numbers = itertools.count()  # of groups and agreements, counted alike on all ranks, which take part in the same
 
 
 def _fresh_store(rank, world_size, timeout):
@@ -238,7 +238,7 @@ def _fresh_store(rank, world_size, timeout):
         return torch_dist.PrefixStore(f"group {next(_numbers)}", store)  # the next group's addresses are others
     own, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     store.set(f"rank {rank}", own)
-    while time.monotonic() < end:  # until all have read the same names, none of which a process left that is gone
+    while time.monotonic() < end:  # until all have read the same names: a process that is gone reads no new one
         names = [name.decode() for name in store.multi_get([f"rank {peer}" for peer in range(world_size)])]
         prefix = uuid.uuid5(uuid.NAMESPACE_OID, "".join(names)).hex
         store.set(f"{prefix} read by {own}", "")
@@ -435,7 +435,7 @@ def gather(tensor):
 
 
 def agree(value=None, error=None, timeout=timedelta(hours=12)):
-    """Every rank's `value`, any that can be pickled, in rank order.
+    """Every rank's `value`, any of up to 8 MiB when it is pickled, in rank order.
 
     Raises SystemExit(error) on every rank if one of them gives an `error`, a line that says what has failed there: so
     that no rank waits for one that has given up. Waits up to `timeout`, for slow work on one rank, as to unpack data.
@@ -445,13 +445,16 @@ def agree(value=None, error=None, timeout=timedelta(hours=12)):
         store = torch_dist.distributed_c10d._get_default_store()
         store = torch_dist.PrefixStore(f"agreement {next(_numbers)}", store)
         ranks = [str(rank) for rank in range(get_world_size())]
-        store.set(ranks[get_rank()], pickle.dumps((value, error)))
+        pair = pickle.dumps((value, error))
+        if len(pair) > 2**23:  # the store takes no more
+            pair = pickle.dumps((None, f"rank {get_rank()}: {len(pair)} bytes are too many to agree on"))
+        store.set(ranks[get_rank()], pair)
         store.wait(ranks, timeout)
         pairs = [pickle.loads(pair) for pair in store.multi_get(ranks)]
         if store.add("readers", 1) == len(ranks):
             store.set("all have read", "")
-        if is_primary():  # whose process may hold the store
-            store.wait(["all have read"])
+        if is_primary():  # whose process may hold the store: nobody else need wait
+            store.wait(["all have read"], timeout)
     for _, error in pairs:
         if error:
             raise SystemExit(error)

@@ -10,6 +10,7 @@ the CPU, of which 0.4 GB is Python and torch, and allocated memory on a GPU. A s
 
 import argparse
 import multiprocessing
+import os
 from concurrent import futures
 
 import torch
@@ -52,6 +53,7 @@ def main():
     parser.add_argument("--model", choices=tuple(mnist.MODELS), default="deep")
     parser.add_argument("--sizes", type=dist.at_least(1), nargs="+", default=[1, 2, 4], help="processes")
     args = parser.parse_args()
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # for one process too, as `launch` has it for several
     gpus = torch.cuda.device_count()
     results, ratios = {}, {}
     for nprocs in (n for n in args.sizes if not gpus or n <= gpus):

@@ -4,7 +4,7 @@
     python -m benchmarks.step --rounds 3 --model tiny
 
 Forward, backward and a step of fused Adam on a batch that stays; all cases in turn, in the same processes, the slowest
-rank's time. "no reduction" trains every rank's model alone: no case can be faster.
+rank's time. "no reduction" trains every rank's model alone: no way to train can be faster.
 
 - tiny (0.1 M parameters, batch 256): DDP as `prepare_ddp_model` makes it or with one option changed, torch.compile, and
   "flat": no DDP, but gradients that are views of one tensor, reduced after backward by one call.
@@ -119,7 +119,8 @@ def main():
     parser.add_argument("--nproc", type=dist.at_least(2), default=torch.cuda.device_count() or 2, help="processes")
     args = parser.parse_args()
     results, ratios = {}, {}
-    for name, pages in (("tiny", None), ("deep", "4 KB pages"), ("deep", "huge pages")):
+    kinds = [None] if torch.cuda.device_count() else ["4 KB pages", "huge pages"]
+    for name, pages in [("tiny", None), *(("deep", pages) for pages in kinds)]:
         if name not in args.model:
             continue
         os.environ["THP_MEM_ALLOC_ENABLE"] = str(int(pages != "4 KB pages"))  # each rank reads it when it starts
@@ -130,6 +131,7 @@ def main():
             print(f"{title:17} {case:30} {row['median']:8.2f} ms ({row['min']:.2f} to {row['max']:.2f})")
         for case in (case for case in times if case != "DDP"):
             ratios[f"{title}: {case} / DDP"] = common.ratio(times[case], times["DDP"], "none")
+    common.show(ratios)
     common.write("step", {"unit": "ms", "processes": args.nproc, "results": results, "ratios": ratios})
 
 

@@ -172,9 +172,8 @@ def server_trial(rng, folder, kills):
         process = subprocess.Popen([sys.executable, *map(str, command)], **options)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(rng.uniform(3, 15))
-        workers = [
-            p for p in psutil.Process(process.pid).children(recursive=True) if re.search("forkserver", str(cmdline(p)))
-        ]
+        children = psutil.Process(process.pid).children(recursive=True) if process.returncode is None else []
+        workers = [child for child in children if re.search("forkserver", str(cmdline(child)))]
         workers = sorted(workers, key=lambda p: p.pid)[2:]  # without the fork server itself and the server, rank 0
         if workers:
             kill(rng.choice(workers), kills)
@@ -249,7 +248,7 @@ def main():
                 print(f"{kind}:{seed} failed\n{failure}", flush=True)
             seed += 1
     except KeyboardInterrupt:
-        print(f"{kind}:{seed} interrupted")
+        print(f"interrupted in the trial of seed {seed}")
     finally:
         for process in busy:
             process.kill()

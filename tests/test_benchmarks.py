@@ -98,6 +98,7 @@ SMALLEST = {
     "overhead": ("--rounds", 1),
     "fsdp_memory": ("--model", "shallow"),
     "scaling": ("--sizes", 1, 2, "--rounds", 1),
+    "step": ("--model", "tiny", "--rounds", 1),
 }
 
 
@@ -111,7 +112,8 @@ def test_benchmark_runs(name, tmp_path):
         assert ratio in stdout and f"promised: {row['promise']}" in stdout
         if "held" in ratio:
             assert 0.99 <= row["median"] <= 1.02
-    assert len(record["ratios"]) == {"launch": 0, "throughput": 6, "overhead": 1, "fsdp_memory": 3, "scaling": 1}[name]
+    ratios = {"launch": 0, "throughput": 6, "overhead": 1, "fsdp_memory": 3, "scaling": 1, "step": 7}
+    assert len(record["ratios"]) == ratios[name]
 
 
 @pytest.mark.slow

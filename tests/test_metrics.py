@@ -80,6 +80,9 @@ def check_identity(rank, n):
     wrapped = dist.prepare_ddp_model(model, device_ids=[rank])  # ignored on the CPU
     assert (wrapped is model) == (n == 1)
     dist.barrier()
+    if n > 1:
+        with pytest.raises(SystemExit, match="^rank 0: [0-9]+ bytes are too many to agree on$"):
+            dist.agree(bytes(2**23) if rank == 0 else b"")
 
 
 def check_everything(local_rank, world_size):

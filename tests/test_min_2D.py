@@ -49,6 +49,7 @@ def test_two_dimensions_give_what_one_process_gives(tmp_path):
         (HSDP, "AdamW", {}),
         (HSDP, "SGD", {"clip": CLIP}),
         (FSDP_TP, "AdamW", {"clip": CLIP}),
+        (FSDP_TP, "SGD", {}),
         (FSDP_TP, "SGD", {"clip": CLIP, "checkpoint_activations": True}),
     ]
     check_all(tmp_path, 4, cases)

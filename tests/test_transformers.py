@@ -24,13 +24,15 @@ import min_ZeRO
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("script", ["min_2D", "min_CP", "min_DiLoCo", "min_EP", "min_Join", "min_PP", "min_TP"])
 def test_it_learns_more_than_pairs_of_bytes_within_two_minutes(script):
-    status, stdout, stderr = run(f"{script}.py", "--nproc", 2, timeout=120)
+    status, stdout, stderr = run(f"{script}.py", "--nproc", 2, timeout=360)
     assert (status, stderr) == (0, "")
-    first, *_, last = progress_lines(stdout)
+    first, *_, last = lines = progress_lines(stdout)
     assert last["held_out"] < last["bigram"] < first["held_out"], stdout
+    needed = [line for line in lines if line["held_out"] > line["bigram"]]
+    assert sum(50 * 16 * 128 / line["speed"] for line in [*needed, last]) < 120, "lines of 50 steps of 16 x 128 bytes"
 
 
 # ---- bytes sent, counted where nobody else sends any ---------------------------------------------------------------
