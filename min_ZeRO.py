@@ -43,7 +43,7 @@ def parse_args():
 
 
 class ZeRO:
-    """Steps all of `groups`, as torch.optim takes them, by `optim`, which has 1/N of them. A scheduler takes `optim`."""
+    """Steps all of `groups`, as torch.optim takes them, by `optim`, which has 1/N of them: schedule `optim`."""
 
     def __init__(self, groups, optim_class, clip=None, **defaults):
         self.clip, n_params = clip, sum(param.numel() for group in groups for param in group["params"])

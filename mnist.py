@@ -86,7 +86,7 @@ def load_data(name, data_dir, train, seed=0, timeout=timedelta(hours=12)):
     "synthetic": 20,000 or 10,000 digits drawn from `seed`, the same ones in every process and in every run. "mnist":
     the 60,000 or 10,000 of MNIST from `data_dir`/MNIST/raw, downloaded first if need be by one process per machine.
     For "mnist" every rank must call it, and waits up to `timeout` for the others. Raises SystemExit with one line, on
-    every rank, if the files are missing and cannot be downloaded, or are not MNIST's, and ValueError for another `name`.
+    every rank, if the files are missing and cannot be downloaded, or not MNIST's, and ValueError for another `name`.
     http://yann.lecun.com/exdb/mnist/
     """
     if name == "synthetic":

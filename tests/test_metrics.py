@@ -81,7 +81,7 @@ def check_identity(rank, n):
     assert (wrapped is model) == (n == 1)
     dist.barrier()
     if n > 1:
-        with pytest.raises(SystemExit, match="^rank 0: [0-9]+ bytes are too many to agree on$"):
+        with pytest.raises(SystemExit, match=r"^rank 0: \d+ bytes are too many to agree on$"):
             dist.agree(bytes(2**23) if rank == 0 else b"")
 
 
