@@ -207,6 +207,7 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     collective fails after `timeout`, a datetime.timedelta; None is torch's default. Joins none when one exists, or in
     a single process without a launcher.
     """
+    global _patient
     if is_dist_avail_and_initialized():
         return
     device = get_device()
@@ -222,11 +223,12 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     ranks = {"rank": rank, "world_size": world_size}
     store = _fresh_store(**ranks, timeout=timeout)
     torch_dist.init_process_group(backend, store=store, timeout=timeout, device_id=device_id, **ranks)
-    # gloo connects all pairs, which is no barrier: a rank that left now would fail a peer that is still connecting.
-    agree(timeout=timeout)
+    # For `agree`: a rank waits for hours where another has slow work to do, and learns at once if its process is gone.
+    _patient = torch_dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+    agree()  # gloo connects all pairs, which is no barrier: a rank that left now would fail a peer still connecting
 
 
-_numbers = itertools.count()  # of groups and agreements, counted alike on all ranks, which take part in the same
+_patient, _numbers = None, itertools.count()  # groups are counted alike on all ranks
 
 
 def _fresh_store(rank, world_size, timeout):
@@ -264,10 +266,12 @@ def _end_groups():
 
 def cleanup():
     """Destroy the process group. Does nothing in an exception's `finally`: peers would fail before it is reported."""
+    global _patient
     if is_dist_avail_and_initialized() and sys.exc_info()[0] is None:
         # A DDP model must not be the last to hold the group: it would join gloo's threads with Python's lock in its
         # hands, which they may be waiting for (seen with torch 2.11).
-        _left_groups.append(torch_dist.group.WORLD)
+        _left_groups.extend([torch_dist.group.WORLD, _patient])
+        _patient = None
         torch_dist.destroy_process_group()
 
 
@@ -434,27 +438,15 @@ def gather(tensor):
     return [part[:length] if tensor.dim() else part[0] for part, length in zip(gathered, lengths, strict=True)]
 
 
-def agree(value=None, error=None, timeout=timedelta(hours=12)):
-    """Every rank's `value`, any of up to 8 MiB when it is pickled, in rank order.
+def agree(value=None, error=None):
+    """Every rank's `value`, any that can be pickled, in rank order.
 
     Raises SystemExit(error) on every rank if one of them gives an `error`, a line that says what has failed there: so
-    that no rank waits for one that has given up. Waits up to `timeout`, for slow work on one rank, as to unpack data.
+    that no rank waits for one that has given up. Waits up to 12 hours, for slow work on one rank, as to unpack data.
     """
-    pairs = [(value, error)]
-    if get_world_size() > 1:  # through the store: a collective would end at the process group's timeout
-        store = torch_dist.distributed_c10d._get_default_store()
-        store = torch_dist.PrefixStore(f"agreement {next(_numbers)}", store)
-        ranks = [str(rank) for rank in range(get_world_size())]
-        pair = pickle.dumps((value, error))
-        if len(pair) > 2**23:  # the store takes no more
-            pair = pickle.dumps((None, f"rank {get_rank()}: {len(pair)} bytes are too many to agree on"))
-        store.set(ranks[get_rank()], pair)
-        store.wait(ranks, timeout)
-        pairs = [pickle.loads(pair) for pair in store.multi_get(ranks)]
-        if store.add("readers", 1) == len(ranks):
-            store.set("all have read", "")
-        if is_primary():  # whose process may hold the store: nobody else need wait
-            store.wait(["all have read"], timeout)
+    pairs = [(value, error)] * get_world_size()
+    if get_world_size() > 1:
+        torch_dist.all_gather_object(pairs, (value, error), group=_patient)  # or the caller's own group, if None
     for _, error in pairs:
         if error:
             raise SystemExit(error)

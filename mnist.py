@@ -19,7 +19,6 @@ import hashlib
 import os
 import shutil
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -80,13 +79,13 @@ def add_data_options(parser):
     add("--data-dir", default="data", help="where MNIST is, or is downloaded to")
 
 
-def load_data(name, data_dir, train, seed=0, timeout=timedelta(hours=12)):
+def load_data(name, data_dir, train, seed=0):
     """The training or the test half of a data set, as `Digits`.
 
     "synthetic": 20,000 or 10,000 digits drawn from `seed`, the same ones in every process and in every run. "mnist":
     the 60,000 or 10,000 of MNIST from `data_dir`/MNIST/raw, downloaded first if need be by one process per machine.
-    For "mnist" every rank must call it, and waits up to `timeout` for the others. Raises SystemExit with one line, on
-    every rank, if the files are missing and cannot be downloaded, or not MNIST's, and ValueError for another `name`.
+    For "mnist" every rank must call it. Raises SystemExit with one line, on every rank, if the files are missing and
+    cannot be downloaded, or are not MNIST's, and ValueError for another `name`.
     http://yann.lecun.com/exdb/mnist/
     """
     if name == "synthetic":
@@ -96,8 +95,7 @@ def load_data(name, data_dir, train, seed=0, timeout=timedelta(hours=12)):
     from torchvision.datasets import MNIST  # takes 0.4 s, which synthetic data need not wait for
 
     # The other ranks wait here, and learn from it if one has failed: none would come to a barrier that it skips.
-    error = _fetch_mnist(MNIST, data_dir, train) if dist.get_local_rank() == 0 else None
-    dist.agree(error=error, timeout=timeout)
+    dist.agree(error=_fetch_mnist(MNIST, data_dir, train) if dist.get_local_rank() == 0 else None)
     data = MNIST(data_dir, train)
     return Digits(data.data[:, None], data.targets)
 

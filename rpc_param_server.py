@@ -303,8 +303,7 @@ def main_worker(local_rank, world_size, args):
     server = Server(model, ranks, args.lr) if rank == 0 else None  # before the first call comes
     choose_interface()
     join(f"trainer{rank}" if rank else "server", rank, world_size, args.timeout)
-    bound = timedelta(seconds=args.timeout)  # one may be lost by now
-    dataset = mnist.load_data(args.data, args.data_dir, train=rank > 0, seed=args.seed, timeout=bound)
+    dataset = mnist.load_data(args.data, args.data_dir, train=rank > 0, seed=args.seed)
     nobody_is_lost = (train if rank else serve)(model, dataset, device, ranks, args)
     with contextlib.suppress(RuntimeError):  # one may be lost in this very moment
         rpc.shutdown(graceful=nobody_is_lost, timeout=args.timeout)

@@ -37,7 +37,7 @@ class Plain(Dataset):
 def few_digits(train, test, kind=lambda whole: whole, dtype=torch.float64):
     """`train` and `test` samples in the place of the thousands, in float64."""
 
-    def load(name="", data_dir="", train=True, seed=0, timeout=None):
+    def load(name="", data_dir="", train=True, seed=0):
         return kind(digits(sizes[train], int(train)))
 
     sizes = {True: train, False: test}

@@ -80,15 +80,6 @@ def give_up(local_rank, world_size):
     dist.agree(error="no room")
 
 
-def read_late(local_rank, world_size):
-    """Rank 1 reads what the ranks agree on when rank 0 would long have left."""
-    dist.init_process_group()
-    read = torch.distributed.PrefixStore.multi_get
-    if local_rank == 1:
-        torch.distributed.PrefixStore.multi_get = lambda *args: time.sleep(1) or read(*args)
-    dist.agree(error="no room")
-
-
 if __name__ == "__main__":
     dist.launch(globals()[sys.argv[1]], *sys.argv[2:], nprocs=2)
     if sys.argv[1] in ("ddp_step", "leave_early"):

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -258,14 +257,19 @@ def test_no_rank_leaves_before_all_have_joined_and_agreeing_may_take_long(tmp_pa
     dist.launch(join_slowly, str(tmp_path), nprocs=3)
 
 
-def test_rank_0_does_not_leave_with_the_store_before_all_have_read():
-    """Started by hand, as an operator does, rank 0's own process holds the store."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "WORLD_SIZE": "2"}
-    ranks = [start(JOB, "read_late", env={**address, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
-    for rank in ranks:
-        status, _, stderr = finish(rank)
-        assert (status, stderr) == (1, "no room\n")
+def lose_a_peer(local_rank, world_size, folder):
+    dist.init_process_group()
+    if local_rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        dist.agree()
+    Path(folder, "noticed").touch()
+
+
+def test_agreeing_ends_at_once_when_a_process_is_gone(tmp_path):
+    """As when a node is lost during a save, of which the other nodes' agents know nothing."""
+    dist.launch(lose_a_peer, str(tmp_path), nprocs=2, tolerate_killed=True)
+    assert (tmp_path / "noticed").exists()
 
 
 def nest(local_rank, world_size):
@@ -379,7 +383,7 @@ def test_gloo_threads_end_with_the_job():
     """What prevents the abort at exit: when `launch` returns, the process group is gone and its threads are joined."""
     status, stdout, stderr = torchrun(2, JOB, "ddp_step")
     assert status == 0, stderr
-    assert sorted(re.findall(r"[a-z]+:\d", stdout)) == ["after:0", "after:0", "during:2", "during:2"]
+    assert sorted(re.findall(r"[a-z]+:\d", stdout)) == ["after:0", "after:0", "during:4", "during:4"]
 
 
 @pytest.mark.slow
