@@ -8,9 +8,10 @@ rank's time. "no reduction" trains every rank's model alone: no way to train can
 
 - tiny (0.1 M parameters, batch 256): DDP as `prepare_ddp_model` makes it or with one option changed, torch.compile, and
   "flat": no DDP, but gradients that are views of one tensor, reduced after backward by one call.
-- deep (94 M, batch 8): DDP and FSDP2, with units of other sizes and with parameters that stay gathered from forward to
-  backward, and the collectives of one step alone: what FSDP2 gathers and scatters, what DDP reduces. On the CPU all of
-  that first with pages of 4 KB, then with huge pages (THP_MEM_ALLOC_ENABLE), as `launch` has it.
+- deep (94 M, batch 8): DDP and FSDP2, with units of other sizes, with parameters that stay gathered from forward to
+  backward, and with torch's default Adam; and the collectives of one step alone: what FSDP2 gathers and scatters, what
+  DDP reduces. On the CPU all of that first with pages of 4 KB, then with huge pages (THP_MEM_ALLOC_ENABLE), as `launch`
+  has it.
 """
 
 import functools
@@ -61,12 +62,14 @@ DEEP = {
     "reshard_after_forward=False": functools.partial(dist.prepare_fsdp_model, reshard_after_forward=False),
     "one unit": functools.partial(dist.prepare_fsdp_model, min_num_params=10**9),
     "units of a million": functools.partial(dist.prepare_fsdp_model, min_num_params=10**6),
+    "DDP, Adam not fused": ddp,
+    "FSDP2, Adam not fused": dist.prepare_fsdp_model,
 }
 
 
-def stepper(make, model, batch_size, steps, device):
+def stepper(case, make, model, batch_size, steps, device):
     model, grads = made if isinstance(made := make(model), tuple) else (made, None)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.001, fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.001, fused=not case.endswith("not fused"))
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(batch_size, 1, 28, 28, generator=generator).to(device)
     y = torch.randint(10, (batch_size,), generator=generator).to(device)
@@ -105,7 +108,7 @@ def main_worker(local_rank, world_size, name, rounds, report):
     cases = {}
     for case, make in (TINY if name == "tiny" else DEEP).items():
         torch.manual_seed(0)
-        cases[case] = stepper(make, model_class().to(device), batch_size, steps, device)
+        cases[case] = stepper(case, make, model_class().to(device), batch_size, steps, device)
     if name == "deep":
         cases |= collectives(sum(param.numel() for param in model_class().parameters()), steps, device)
     times = common.alternate_ranks(cases, rounds, device)

@@ -186,7 +186,7 @@ def test_results_are_those_that_are_stored():
     expected = {
         "Starting 8": seconds("8", *starters),
         "Starting 16": seconds("16", *starters, "import torch"),
-        "Samples per second": speeds("hand-written", "Accelerate in memory", "Fabric in memory"),
+        "Samples per second": speeds("hand-written", "hand-written, fused", "Accelerate in memory", "Fabric in memory"),
         "The same / the usual loop": speeds("tutorial", "Accelerate", "Fabric"),
         "Time of a step": ratios("overhead", "with distributed.py / plain torch"),
         "Speed of reading": [f"{stored['data_path']['ratio']:.0f}"],
@@ -218,6 +218,11 @@ def test_results_are_those_that_are_stored():
         memory = stored["fsdp_memory"]["results"][strategy]["2"]
         row = f"| `--strategy {strategy}` | {memory['held']:.0f} MB | {memory['peak']:.0f} MB |\n"
         assert row in PAGES[ROOT / "docs" / "results.md"]
+    steps = stored["step"]["results"].values()
+    for case in {case for row in steps for case in row}:
+        medians = [row[case]["median"] if case in row else None for row in steps]
+        cells = ["" if ms is None else f" {ms:.2f}" if ms < 10 else f" {ms:.0f}" for ms in medians]
+        assert f"| {case} |{' |'.join(cells)} |\n" in PAGES[ROOT / "docs" / "results.md"]
     assert ", ".join(f"{accuracy:.4f}" for accuracy in stored["mnist_accuracy"]["accuracies"]) in PAGES[README]
 
 
