@@ -256,8 +256,10 @@ _left_groups = []
 @atexit.register
 def _end_groups():
     """Let gloo's threads end before the interpreter: one that drops its last tensors later aborts the process."""
-    # At exit too, after sys.exit, whose line is out by now. Not after an error, when gloo may wait for a peer.
-    if is_dist_avail_and_initialized() and torch_dist.get_backend() == "gloo" and not hasattr(sys, "last_type"):
+    if is_dist_avail_and_initialized() and torch_dist.get_backend() == "gloo":  # at exit, after sys.exit or an error
+        if hasattr(sys, "last_type"):  # an error, of which the traceback is out: gloo may wait for a peer for ever
+            sys.stdout.flush()
+            os._exit(1)
         cleanup()
     if _left_groups:
         gc.collect()  # the model, which holds a group and may be in a reference cycle

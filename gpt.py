@@ -64,8 +64,8 @@ def load_text():
 def batch(text, step, batch_size, length, seed=0, device="cpu"):
     """Bytes, and the byte that follows each, int64 (batch_size, length): from (seed, step) alone, on every rank."""
     starts = random.Random(f"{seed} {step}").choices(range(len(text) - length), k=batch_size)
-    rows = text[torch.tensor(starts)[:, None] + torch.arange(length + 1)].to(device).long()
-    return rows[:, :-1], rows[:, 1:]
+    at = torch.tensor(starts)[:, None] + torch.arange(length)
+    return text[at].to(device).long(), text[at + 1].to(device).long()
 
 
 def ngram_loss(text, rows, n):

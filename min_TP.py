@@ -107,7 +107,8 @@ def train(model, optimizer, text, held_out, args):
         optimizer.zero_grad()
         loss.backward()
         if args.clip:  # the norm of a DTensor is that of all its parts
-            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+            # One by one: torch 2.11 would leave as they are, in a list, gradients still to be summed over the ranks.
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip, foreach=False)
         optimizer.step()
         progress(loss)
     return progress.losses

@@ -10,12 +10,13 @@
 - server: rpc_param_server.py, of which a trainer is killed. The job goes on to its end.
 
 After each, nothing is left running or listening, and no temporary file. A trial depends on its seed alone, but for the
-scheduling of the machine. At the end, or after Ctrl-C, it prints a table and writes benchmarks/results/soak.json; it
-exits with 1 after a failure.
+scheduling of the machine. At the end, or after Ctrl-C, it prints a table and adds it to benchmarks/results/soak.json;
+it exits with 1 after a failure.
 """
 
 import contextlib
 import functools
+import json
 import os
 import random
 import re
@@ -258,8 +259,10 @@ def main():
         failed = row["seeds of failures"]
         print(f"{kind:10} {row['trials']:6} {row['kills']:6} {len(failed):8}  {failed or ''}")
     minutes = args.minutes + (time.monotonic() - end) / 60
-    what = {"unit": "trials", "minutes": minutes, "load": args.load, "seeds": [args.seed, seed - 1]}
-    common.write("soak", {**what, "results": results})
+    what = {"minutes": minutes, "load": args.load, "seeds": [args.seed, seed - 1], "only": args.only}
+    path = common.RESULTS / "soak.json"
+    earlier = json.loads(path.read_text())["results"] if path.exists() else []
+    common.write("soak", {"unit": "trials", "results": [*earlier, {**what, **results}]})
     sys.exit(any(row["seeds of failures"] for row in results.values()))
 
 
