@@ -63,6 +63,7 @@ def leave_early(local_rank, world_size):
 
 def fail_early(local_rank, world_size):
     """Rank 1 fails while gloo waits for rank 0 in an all-reduce that rank 0 never joins."""
+    Finalize(None, lambda: print("waits for gloo", flush=True), exitpriority=0)  # as in give_up
     dist.init_process_group()
     if dist.get_rank() == 0:
         torch.distributed.distributed_c10d._get_default_store().wait(["what nobody sets"])

@@ -7,7 +7,7 @@
   cause is reported, and the children of the workers end with them.
 - torchrun: multigpu_torchrun.py with kills of random ranks and of the agent at random moments, and with snapshots
   damaged or removed between starts. The last snapshot is bit for bit that of the undisturbed run.
-- server: rpc_param_server.py, of which a trainer is killed. The job goes on to its end.
+- server: rpc_param_server.py, of which a trainer is killed. The job goes on to its end, once all have joined.
 
 After each, nothing is left running or listening, and no temporary file. A trial depends on its seed alone, but for the
 scheduling of the machine. At the end, or after Ctrl-C, it prints a table and adds it to benchmarks/results/soak.json;
@@ -148,13 +148,13 @@ def kill(process, kills):
 
 
 def kill_agent(process, number, kills):
-    ranks = ranks_of(process)
     if process.poll() is None:
         process.send_signal(number)
         kills.append(process.pid)
     process.wait(90)
-    for rank in ranks:  # torchrun leaves them when it is killed itself
-        kill(rank, [])
+    if number == signal.SIGKILL:  # then it leaves its workers, also those that it was just starting
+        for rank in marked(os.environ[MARK]):
+            kill(rank, [])
 
 
 def log_of(log):
@@ -180,7 +180,10 @@ def server_trial(rng, folder, kills):
             kill(rng.choice(workers), kills)
         status = process.wait(300)
         text = log_of(log)
-        assert status == 0 and "Finished: " in text, text
+        if "Training on" in text:
+            assert status == 0 and "Finished: " in text, text
+        else:  # it was killed before all had joined: the job ends, and says so
+            assert status and re.search(r"not all \d have joined within", text), text
 
 
 # ---- put together ---------------------------------------------------------------------------------------------------
@@ -188,14 +191,14 @@ def server_trial(rng, folder, kills):
 TRIALS = {"launch": (launch_trial, 20), "torchrun": (torchrun_trial, 3), "server": (server_trial, 1)}  # and how often
 
 
-def left_over(mark, before):
-    """Processes that the trial started, and that are still there."""
+def marked(mark, before=None):
+    """Processes that the trial started, and that are still there; with `before`, other new children too."""
     children, found = psutil.Process().children(recursive=True), []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            is_ours = process.environ().get(MARK) == mark or (process in children and process not in before)
-            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(f"{process.pid} {' '.join(process.cmdline())[:100]}")
+            is_new = before is not None and process in children and process not in before
+            if (is_new or process.environ().get(MARK) == mark) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
     return found
 
 
@@ -209,9 +212,9 @@ def run_trial(kind, seed):
             inner.mkdir()
             TRIALS[kind][0](random.Random(f"{kind} {seed}"), inner, kills)
         end = time.monotonic() + 15  # the fork server of a command ends a moment after it
-        while (left := left_over(mark, before)) and time.monotonic() < end:
+        while (left := marked(mark, before)) and time.monotonic() < end:
             time.sleep(0.05)
-        assert not left, f"left running: {left}"
+        assert not left, f"left running: {[(process.pid, str(cmdline(process))[:150]) for process in left]}"
         listening = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
         assert not listening, f"left listening: {listening}"
         return None, len(kills)

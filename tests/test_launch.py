@@ -403,8 +403,8 @@ def test_gloo_threads_end_before_the_interpreter_when_the_ranks_give_up():
 
 
 def test_an_error_with_a_collective_under_way_ends_the_job():
-    status, _, stderr = torchrun(2, JOB, "fail_early", timeout=60)
-    assert status == 1
+    status, stdout, stderr = torchrun(2, JOB, "fail_early", timeout=60)
+    assert status == 1 and "waits for gloo" not in stdout, "with some versions of torch it waits for ever"
     assert "ZeroDivisionError: the cause" in stderr
 
 

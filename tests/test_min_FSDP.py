@@ -224,6 +224,11 @@ def normed_worker(local_rank, world_size, folder):
         train(
             local_rank, world_size, folder, name, model=Normed, mixed_precision=mixed, checkpoint_dir=f"{folder}/{name}"
         )
+    model = min_FSDP.wrap(Normed(), "fsdp", dist.get_device(), 5000, False)
+    for buffer in model.buffers():
+        buffer.fill_(local_rank)
+    checkpoint.save_sharded(f"{folder}/without evaluation", model, torch.optim.Adam(model.parameters()), 1)
+    assert not any(buffer.any() for buffer in model.buffers()), "rank 0's are saved"
 
 
 def test_batch_norm(tmp_path):
