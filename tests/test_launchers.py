@@ -42,7 +42,9 @@ case "$1-$2" in
   show-job) echo "JobState=$STATE PreemptTime=$PREEMPTED" ;;
   *) echo "scontrol $*" ;;
 esac""",
-    "srun": """echo "srun $*"; echo $$ > step.pid; while [ "$1" != bash ]; do shift; done; exec "$@" """,
+    "srun": """
+echo "srun $*"; echo $$ > step.pid; while [ "$1" != bash ]; do shift; done
+SLURM_GPUS_ON_NODE=2 exec "$@" # this node has less than the one of the job file""",
     "scancel": """[ -e failed ] || { touch failed; exit 1; }; kill -TERM "$(cat step.pid)" """,
     "torchrun": """
 echo "torchrun $*; $TORCH_ELASTIC_SHUTDOWN_TIMEOUT s"
@@ -76,7 +78,7 @@ def test_usr1_saves_and_requeues_also_when_scancel_fails_once(tmp_path):
     status, text = run_job(tmp_path, signal.SIGUSR1)
     assert (status, text.count("saved"), text.count("scontrol requeue 7")) == (1, 1, 1)
     assert "--cpus-per-task 5" in text
-    assert "torchrun --nproc_per_node 3 --nnodes 1 --max-restarts 3" in text
+    assert "torchrun --nproc_per_node 2 --nnodes 1 --max-restarts 3" in text
     assert "multinode_torchrun.py 50 10; 100 s" in text
 
 
