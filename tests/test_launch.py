@@ -237,15 +237,16 @@ def test_a_message_longer_than_a_pipe_ends_the_job_and_loses_no_output(how, erro
 
 
 def join_slowly(local_rank, world_size, folder):
-    connected, connect = Path(folder, "connected"), torch.distributed.init_process_group
+    connected, connect = Path(folder, "connected"), torch.distributed.new_group
 
     def connect_slowly(*args, **kwargs):
-        connect(*args, **kwargs)
+        group = connect(*args, **kwargs)
         time.sleep(0.5)
         connected.touch()
+        return group
 
     if local_rank == 1:
-        torch.distributed.init_process_group = connect_slowly
+        torch.distributed.new_group = connect_slowly  # the last one that init_process_group makes
     dist.init_process_group(timeout=timedelta(seconds=4))
     assert connected.exists(), "a rank that left now would fail one that still connects"
     if local_rank == 1:
@@ -289,6 +290,14 @@ def test_a_launcher_that_sets_no_rank_is_refused(name, monkeypatch):
         dist.launch(print)
     monkeypatch.setenv(name, "1")
     dist.launch(print)
+
+
+def test_a_launcher_that_sets_no_local_rank_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit, match="RANK is set, but LOCAL_RANK is not: set it"):
+        dist.launch(print)
 
 
 # ---- nothing left behind, nothing open, no collisions ---------------------------------------------------------------
