@@ -9,6 +9,7 @@ import sys
 import time
 from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ def pytest_configure(config):
     torch.set_num_threads(1)
     # All workers are forked from one server, which has what any script imports: none of them spends a second on that.
     forkserver.set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
+    with mock.patch.dict(os.environ):
+        os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide what a worker does not flush
+        forkserver.ensure_running()
 
 
 def pytest_addoption(parser):
