@@ -6,7 +6,7 @@
     epoch = checkpoint.load_sharded(folder, model, optimizer)        # 0 if there is none
     checkpoint.save_sharded(folder, model, optimizer, epoch + 1)
 
-Both are read by any number of processes, whatever number has written. A kill at any moment leaves the old one or the
+Both are read by any number of processes, whatever number has written. A kill at any moment leaves an older one or the
 new one. What goes wrong with a disk or a file is one line, on every rank. A file is loaded with `weights_only=True`, so
 nothing in it is executed; the index of a folder is a pickle: load only those that you trust.
 """
@@ -39,18 +39,16 @@ def atomic(path):
     file is freed in the background.
     """
     temporary = f"{path}.{dist.get_rank()}.tmp"  # nodes may share the folder
-    written = threading.Event()
+    writing = threading.Lock()
     try:
         with open(temporary, "w+b") as file, futures.ThreadPoolExecutor(max_workers=1) as pool:
-            try:
-                syncing = pool.submit(_sync_until, written, file.fileno())
+            with writing:
+                syncing = pool.submit(_sync_while, writing, file.fileno())
                 yield file
-            finally:
-                written.set()
             syncing.result()  # raises what it has met
             file.flush()
             os.fsync(file.fileno())
-        old = os.open(path, os.O_RDONLY) if os.access(path, os.R_OK) else None
+        old = os.open(path, os.O_RDONLY) if os.access(path, os.R_OK) else None  # held, so that replace frees nothing
         os.replace(temporary, path)
         folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
         os.fsync(folder)
@@ -68,13 +66,13 @@ def atomic(path):
         raise SystemExit(f"cannot save {_location(path)}: {reason}") from None
 
 
-def _sync_until(written, fd):
-    while not written.wait(0.1):
+def _sync_while(writing, fd):
+    while not writing.acquire(timeout=0.1):
         os.fsync(fd)
 
 
 def check_writable(option, folder):
-    """Make `folder`, before any training. Raises SystemExit with one line if nothing can be written there."""
+    """Make `folder`, before any training. Raises SystemExit, naming `option`, if nothing can be written there."""
     try:
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -94,7 +92,7 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0):
 
     Every rank must call it. The model is saved unwrapped, as any number of processes can load it. Raises SystemExit
     with one line, on every rank, if a node cannot write, or if a state holds what could not be loaded again, as a
-    numpy number or a Path; the old file is then as it was.
+    numpy number or a Path; that node's old file is then as it was.
     """
     parts, error = _parts(model, optimizer, scheduler), None
     dist.sync_params(parts["model"].buffers())  # with rank 0's, as DDP does: all nodes save the same
@@ -103,11 +101,12 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0):
         try:
             with atomic(path) as file:
                 torch.save({**states, "epoch": epoch, "step": step}, file)
-                if refused := _refused(file):
+                file.seek(0)
+                if refused := ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(file)):
                     line = f"cannot save {_location(path)}: it would hold {refused}, which is not loaded again"
                     raise SystemExit(f"{line}: make a plain number, string, list or dict of that")
         except SystemExit as failure:
-            error = failure.code
+            error = str(failure.code)
     dist.agree(error=error)
 
 
@@ -115,17 +114,17 @@ def load(path, model, optimizer, scheduler=None):
     """Restore the newest snapshot of all nodes on every rank; returns its (epoch, step), the next to run.
 
     Without one anywhere it changes nothing and returns (0, 0). Every rank must call it; local rank 0 of each node looks
-    for `path`, and the first that has the newest sends it to all, tensor by tensor. Raises SystemExit with one line, on
+    for `path`, and one that has the newest sends it to all, tensor by tensor. Raises SystemExit with one line, on
     every rank, if any node's file is damaged, cannot be read, or was saved from another model or other parts.
     """
     snapshot, position, error = _read(path) if dist.get_local_rank() == 0 else (None, (-1, -1), None)
-    seen = dist.agree((position, _location(path)), error)
-    holder = max(range(len(seen)), key=lambda rank: seen[rank][0])
-    position, location = seen[holder]
+    position, holder, location = max(dist.agree((position, dist.get_rank(), _location(path)), error))
     if position < (0, 0):
         return 0, 0
-    if len(seen) > 1:
-        snapshot = _send(snapshot if dist.get_rank() == holder else None, holder)
+    if dist.get_rank() != holder:
+        snapshot = None  # an older one makes room for the newest
+    if dist.get_world_size() > 1:
+        snapshot = _send(snapshot, holder)
     parts = _parts(model, optimizer, scheduler)
     saved, wanted = (" and ".join(sorted(names)) for names in (snapshot.keys() - {"epoch", "step"}, parts))
     if saved != wanted:
@@ -133,7 +132,7 @@ def load(path, model, optimizer, scheduler=None):
     try:
         for name, part in parts.items():
             part.load_state_dict(snapshot[name])
-    except (KeyError, RuntimeError, ValueError) as failure:
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as failure:
         cause = " ".join(str(failure).split())[:300]
         raise SystemExit(f"{location} is another model's ({cause}): move it away, or choose another path") from None
     return position
@@ -157,7 +156,7 @@ def settle_buckets(model, compute_loss):
 
 def _parts(model, optimizer, scheduler):
     while hasattr(model, "_orig_mod") or isinstance(model, DistributedDataParallel):
-        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # of torch.compile, of DDP
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # torch.compile's, or DDP's
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     return {name: part for name, part in parts.items() if part is not None}
 
@@ -166,13 +165,11 @@ def _read(path):
     """A snapshot, its (epoch, step), or (-1, -1) if there is none, and what is wrong with it, or None."""
     location, nothing = _location(path), (None, (-1, -1))
     try:
-        with open(path, "rb") as file:
-            if damaged := zipfile.ZipFile(file).testzip():  # torch.load compares no checksum
-                raise ValueError(f"checksum of {damaged}")
-            if refused := _refused(file):
-                return *nothing, f"{location} holds {refused}, which is not loaded: convert that, or move it away"
-            file.seek(0)
-            snapshot = torch.load(file, map_location="cpu", weights_only=True)
+        if damaged := zipfile.ZipFile(path).testzip():  # torch.load compares no checksum
+            raise ValueError(f"checksum of {damaged}")
+        if refused := ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path)):
+            return *nothing, f"{location} holds {refused}, which is not loaded: convert that, or move it away"
+        snapshot = torch.load(path, map_location="cpu", weights_only=True)
         return snapshot, (int(snapshot["epoch"]), int(snapshot["step"])), None
     except FileNotFoundError:
         return *nothing, None
@@ -181,12 +178,6 @@ def _read(path):
     except Exception as failure:  # whatever the two readers raise on bytes that are no snapshot
         cause = f"{type(failure).__name__}: {str(failure).partition(chr(10))[0][:200]}"
         return *nothing, f"{location} is damaged or no snapshot ({cause}): move it away, or put an intact copy there"
-
-
-def _refused(file):
-    """The types in a file of torch.save that `weights_only=True` refuses, by name."""
-    file.seek(0)
-    return ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(file))
 
 
 def _send(snapshot, holder):
@@ -227,7 +218,7 @@ def save_sharded(folder, model, optimizer, epoch):
 
     path = os.path.join(os.path.abspath(folder), f"epoch-{epoch}")
     if dist.is_primary():  # what an interrupted save left; first what makes it count
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # of which the save will tell, if it matters
             os.remove(os.path.join(path, ".metadata"))
         shutil.rmtree(path, ignore_errors=True)
     dist.sync_params(model.buffers())  # which each rank has whole: rank 0's are saved
@@ -246,7 +237,7 @@ def load_sharded(folder, model, optimizer):
 
     Without one it changes nothing and returns 0. Every parameter group goes on with its learning rate of then, in
     proportion to the one that the optimizer is built with now. Raises SystemExit with one line, on every rank, if the
-    checkpoint is damaged, not all there, or another model's.
+    checkpoint cannot be read, is not all there, or another model's. Changed bits are not noticed: it has no checksums.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
@@ -258,9 +249,13 @@ def load_sharded(folder, model, optimizer):
     if not newest:
         return 0
     path = os.path.join(os.path.abspath(folder), f"epoch-{newest}")
-    state, saved, error = _sharded_state(model, optimizer), (), None
+    state, rate = _sharded_state(model, optimizer), float(optimizer.defaults["lr"])
+    saved, error = {}, None
     try:
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        names = {key.removeprefix("model.") for key in saved if key.startswith("model.") and "_extra_state" not in key}
+        if extra := names - state["model"].keys():  # which dcp.load would leave out
+            raise KeyError(f"the model has no {min(extra)}")
     except Exception as failure:  # whatever unpickling raises on bytes that are no index
         error = _unreadable(path, failure)
     dist.agree(error=error)
@@ -271,9 +266,9 @@ def load_sharded(folder, model, optimizer):
     with _as_one_line(functools.partial(_unreadable, path)):
         dcp.load(state, checkpoint_id=path)
     parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-    set_state_dict(model, optimizer, **parts, options=StateDictOptions(strict=False))  # dcp.load was
+    set_state_dict(model, optimizer, **parts, options=StateDictOptions(strict=False))  # of `known`; dcp.load was
     for group in optimizer.param_groups:
-        group["lr"] *= optimizer.defaults["lr"] / state["lr"]
+        group["lr"] *= rate / state["lr"]
     dist.print_primary(f"Going on from {path}")
     return newest
 
@@ -282,7 +277,7 @@ def _sharded_state(model, optimizer):
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state, "lr": optimizer.defaults["lr"]}
+    return {"model": model_state, "optimizer": optimizer_state, "lr": float(optimizer.defaults["lr"])}
 
 
 def _unreadable(path, cause):

@@ -13,8 +13,8 @@
         dist.launch(main_worker)
 
 `python script.py` starts one process per visible GPU (`CUDA_VISIBLE_DEVICES=2,3 python script.py` two); under torchrun
-the same file takes the processes it is given. In a single process every function is the identity or does nothing, so
-a script needs no `if`.
+the same file takes the processes it is given. In a single process the same calls work without communication, so a
+script needs no `if`.
 """
 
 import argparse
@@ -41,8 +41,8 @@ from multiprocessing.connection import Connection, wait
 import torch
 import torch.distributed as torch_dist
 
-# Imported before there is a process group: imported later, by DDP, its functions keep the group as a default argument,
-# and with it gloo's threads, one of which may abort the interpreter as it ends: torchrun then calls the job failed.
+# Imported now, while there is no process group. DDP imports it too: then its functions keep the group, as a default
+# argument, until the interpreter ends, and gloo's threads, of which one may abort it. torchrun calls that job failed.
 import torch.distributed.nn.functional
 from torch import nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
@@ -65,6 +65,10 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
     traceback, SystemExit with the message of `sys.exit(message)`, or ProcessExitedException with rank and cause. With
     `tolerate_killed` the job goes on when a worker other than rank 0 is killed.
     """
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if int(os.environ.get(name, 1)) > 1 and not _is_launched():
+            line = f"{name} is {os.environ[name]}, but RANK and WORLD_SIZE are not set, so every task would train alone"
+            raise SystemExit(f"{line}: start one torchrun per node instead, as launchers/slurm.sbatch does")
     if _is_launched():
         nprocs = 1
     elif nprocs is None:
@@ -81,21 +85,15 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
 
 
 def _is_launched():
-    """Has a launcher set RANK and WORLD_SIZE? SystemExit if srun or mpirun has started several tasks without them."""
-    is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if int(os.environ.get(name, 1)) > 1 and not is_launched:
-            line = f"{name} is {os.environ[name]}, but RANK and WORLD_SIZE are not set, so every task would train alone"
-            raise SystemExit(f"{line}: start one torchrun per node instead, as launchers/slurm.sbatch does")
-    return is_launched
+    """Has torchrun, `launch`, or another launcher started this process? One of the two alone means nothing."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def _start_processes(worker_fn, args, nprocs, tolerate_killed):
-    # Forked from a server that has imported torch once, workers start in milliseconds, however many. It loads only
-    # what this process has loaded too, and nothing that touches CUDA. With more processes than cores, import
-    # torch._dynamo in the script: the first optimizer of each process needs it, and takes a second to import it.
     if os.name != "posix":
         raise SystemExit("distributed.py starts processes on POSIX systems only: use Linux, macOS or WSL")
+    # Forked from a server that has imported torch once, workers start in milliseconds, however many. It loads only
+    # what this process has loaded too, and nothing that touches CUDA.
     context = multiprocessing.get_context("forkserver")
     libraries = ("torch", "torch.distributed.nn.functional", "torch._dynamo", "torchvision")
     context.set_forkserver_preload([name for name in libraries if name in sys.modules])
@@ -105,8 +103,8 @@ def _start_processes(worker_fn, args, nprocs, tolerate_killed):
     port = listener.getsockname()[1]
     server = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
     store = torch_dist.TCPStore("127.0.0.1", port, **server)
-    work = pickle.dumps((worker_fn, args))  # torch.multiprocessing's pickle would make all ranks share a model's memory
-    outputs = [Connection(os.dup(fd), readable=False) for fd in (1, 2)]  # stdout and stderr: see _worker
+    work = pickle.dumps((worker_fn, args))  # by itself, Process would let all ranks share the memory of a model in it
+    outputs = [Connection(os.dup(fd), readable=False) for fd in (1, 2)]  # which can be sent to the server's children
     worker_args = (nprocs, work, _worker_environment(nprocs, port), outputs)
     processes = [context.Process(target=_worker, args=(rank, *worker_args)) for rank in range(nprocs)]
 
@@ -125,7 +123,8 @@ def _start_processes(worker_fn, args, nprocs, tolerate_killed):
     finally:
         for process in processes:
             if process.pid:  # else interrupted before it was started
-                _kill_group(process.pid)  # its children too, which may outlive it
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: zombies on macOS
+                    os.killpg(process.pid, signal.SIGKILL)  # its children too, which may outlive it
                 process.kill()  # it may not yet be the leader of a group
                 process.join()
 
@@ -144,7 +143,7 @@ def _worker_environment(nprocs, port):
 
 
 def _first_failure(failed, store):
-    """The exit of a worker that left no report (killed), or else the first report: peers fail after the cause."""
+    """The exit of a worker that left no report, being killed, or else the first report: peers fail after the cause."""
     reports = dict(pickle.loads(store.queue_pop("failures")) for _ in range(store.queue_len("failures")))
     for rank in failed.keys() - reports.keys():
         code = failed[rank].exitcode
@@ -158,18 +157,19 @@ def _worker(rank, world_size, work, environment, outputs):
     """Run in a started process: `worker_fn` with the caller's environment, and a report of what it raised."""
     os.setsid()  # one group for the worker and its own children, which are ended together
     threading.Thread(target=_end_with_launcher, daemon=True).start()
-    # A fork server's children inherit the environment, stdout and stderr of the moment when the server was started.
+    # A fork server's children have the environment, stdout and stderr of the moment when the server was started, and
+    # its number of threads.
     for fd, output in enumerate(outputs, 1):
         os.dup2(output.fileno(), fd)
     sys.stdout.reconfigure(line_buffering=True)  # what was printed is out when another rank's failure ends this one
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     multiprocessing.set_start_method(None, force=True)  # the platform's, for a DataLoader; not the launcher's
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
     try:
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
         worker_fn, args = pickle.loads(work)
         worker_fn(rank, world_size, *args)
-        return cleanup()
+        return cleanup()  # nothing to report
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             raise
@@ -189,46 +189,43 @@ def _worker(rank, world_size, work, environment, outputs):
 def _end_with_launcher():
     """Wait, in a daemon thread of a worker, for the launcher to end for whatever reason, then end the worker."""
     multiprocessing.parent_process().join()
-    _kill_group(0)
+    os.killpg(0, signal.SIGKILL)
 
 
-def _kill_group(pid):
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
-        os.killpg(pid, signal.SIGKILL)
+# ---- process group, rank, device ----------------------------------------------------------------------------------
 
-
-# ---- who am I -----------------------------------------------------------------------------------------------------
+_patient_group = None  # of gloo, for `agree`
+_left_groups = []  # destroyed, but held until `_end_groups`: see `cleanup`
+_numbers = itertools.count()  # of the groups, the same on all ranks
 
 
 def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     """Bind this process to its device and join the job's process group: nccl for GPUs, gloo for CPU.
 
-    RANK and WORLD_SIZE of a launcher win over what is given, so passing the local rank does no harm. A
-    collective fails after `timeout`, a datetime.timedelta; None is torch's default. Joins none when one exists, or in
-    a single process without a launcher.
+    RANK and WORLD_SIZE of a launcher win over what is given, so a caller may pass its local rank. A collective fails
+    after `timeout`, a datetime.timedelta; None is torch's default. Joins none when one exists, or in a single process
+    without a launcher.
     """
-    global _patient
+    global _patient_group
     if is_dist_avail_and_initialized():
         return
+    if _is_launched():
+        rank, world_size = get_rank(), get_world_size()
+    elif rank is not None:  # the caller has started its processes itself, on one machine
+        os.environ.setdefault("LOCAL_RANK", str(rank))
     device = get_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        rank, world_size = get_rank(), get_world_size()
     if world_size is None or (world_size == 1 and "MASTER_ADDR" not in os.environ):
         return
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     device_id = device if backend == "nccl" else None
-    timeout = timeout or torch_dist.default_pg_timeout
     ranks = {"rank": rank, "world_size": world_size}
-    store = _fresh_store(**ranks, timeout=timeout)
+    store = _fresh_store(**ranks, timeout=timeout or torch_dist.default_pg_timeout)
     torch_dist.init_process_group(backend, store=store, timeout=timeout, device_id=device_id, **ranks)
-    # For `agree`: a rank waits for hours where another has slow work to do, and learns at once if its process is gone.
-    _patient = torch_dist.new_group(backend="gloo", timeout=timedelta(hours=12))
-    agree()  # gloo connects all pairs, which is no barrier: a rank that left now would fail a peer still connecting
-
-
-_patient, _numbers = None, itertools.count()  # groups are counted alike on all ranks
+    # A rank waits in it for hours where another has slow work to do, and gloo tells it at once if that one is gone.
+    _patient_group = torch_dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+    agree()  # connecting all pairs is no barrier: if this rank left now, a peer that still connects would fail
 
 
 def _fresh_store(rank, world_size, timeout):
@@ -237,10 +234,10 @@ def _fresh_store(rank, world_size, timeout):
     # https://github.com/pytorch/pytorch/issues/135712
     store, *_ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=timeout))
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return torch_dist.PrefixStore(f"group {next(_numbers)}", store)  # the next group's addresses are others
+        return torch_dist.PrefixStore(f"group {next(_numbers)}", store)  # not the addresses of the last group
     own, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     store.set(f"rank {rank}", own)
-    while time.monotonic() < end:  # until all have read the same names: a process that is gone reads no new one
+    while time.monotonic() < end:  # until all have read the same names: a process that is gone has never read ours
         names = [name.decode() for name in store.multi_get([f"rank {peer}" for peer in range(world_size)])]
         prefix = uuid.uuid5(uuid.NAMESPACE_OID, "".join(names)).hex
         store.set(f"{prefix} read by {own}", "")
@@ -250,14 +247,11 @@ def _fresh_store(rank, world_size, timeout):
     raise TimeoutError(f"not all of {world_size} ranks have joined within {timeout}")
 
 
-_left_groups = []
-
-
 @atexit.register
 def _end_groups():
     """Let gloo's threads end before the interpreter: one that drops its last tensors later aborts the process."""
-    if is_dist_avail_and_initialized() and torch_dist.get_backend() == "gloo":  # at exit, after sys.exit or an error
-        if hasattr(sys, "last_type"):  # an error, of which the traceback is out: gloo may wait for a peer for ever
+    if is_dist_avail_and_initialized() and torch_dist.get_backend() == "gloo":  # no cleanup: sys.exit or an error
+        if hasattr(sys, "last_type"):  # an error, its traceback is out: a clean end may wait for a peer for ever
             sys.stdout.flush()
             os._exit(1)
         cleanup()
@@ -267,13 +261,13 @@ def _end_groups():
 
 
 def cleanup():
-    """Destroy the process group. Does nothing in an exception's `finally`: peers would fail before it is reported."""
-    global _patient
+    """Destroy the process group; not while an exception is handled: peers would fail before it is reported."""
+    global _patient_group
     if is_dist_avail_and_initialized() and sys.exc_info()[0] is None:
         # A DDP model must not be the last to hold the group: it would join gloo's threads with Python's lock in its
         # hands, which they may be waiting for (seen with torch 2.11).
-        _left_groups.extend([torch_dist.group.WORLD, _patient])
-        _patient = None
+        _left_groups.extend([torch_dist.group.WORLD, _patient_group])
+        _patient_group = None
         torch_dist.destroy_process_group()
 
 
@@ -284,19 +278,23 @@ def is_dist_avail_and_initialized():
 
 def get_rank():
     """This process's number in the whole job, 0 <= rank < world_size. It decides who prints and writes files."""
-    return torch_dist.get_rank() if is_dist_avail_and_initialized() else int(os.environ.get("RANK", 0))
+    if is_dist_avail_and_initialized():
+        return torch_dist.get_rank()
+    return int(os.environ["RANK"]) if _is_launched() else 0
 
 
 def get_local_rank():
     """This process's number on its machine. It decides which GPU is used. SystemExit if a launcher has not set it."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ and "LOCAL_RANK" not in os.environ:
+    if _is_launched() and get_world_size() > 1 and "LOCAL_RANK" not in os.environ:
         raise SystemExit("RANK is set, but LOCAL_RANK is not: set it to the process's number on its machine")
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def get_world_size():
     """The number of processes in the job."""
-    return torch_dist.get_world_size() if is_dist_avail_and_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    if is_dist_avail_and_initialized():
+        return torch_dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if _is_launched() else 1
 
 
 def is_primary():
@@ -308,8 +306,8 @@ def get_device():
     """GPU number `local_rank`, or the CPU if no GPU is visible. SystemExit if there are GPUs, but too few."""
     count = torch.cuda.device_count()
     if count and get_local_rank() >= count:
-        line = f"local rank {get_local_rank()} has no GPU: start at most {count} processes on this machine, one per"
-        raise SystemExit(f"{line} visible GPU, or let every task see all of its GPUs (srun --gpu-bind=none)")
+        line = f"local rank {get_local_rank()} has no GPU: start at most {count} processes on this machine"
+        raise SystemExit(f"{line}, one per visible GPU, or let every task see all of its GPUs (srun --gpu-bind=none)")
     return torch.device("cuda", get_local_rank()) if count else torch.device("cpu")
 
 
@@ -362,30 +360,28 @@ def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
     start from rank 0's weights, as with DDP. `kwargs` go to fully_shard. Raises ValueError for `min_num_params` < 1.
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
-    from torch.distributed.fsdp import fully_shard  # takes 0.7 s, which only this function needs
-    from torch.distributed.tensor import DTensor, init_device_mesh
-
     if min_num_params < 1:
         raise ValueError(f"min_num_params must be at least 1, got {min_num_params}")
     if get_world_size() == 1:
         return model
-    device = get_device()
-    kwargs = {"mesh": init_device_mesh(device.type, (get_world_size(),)), **kwargs}
+    from torch.distributed.fsdp import fully_shard  # takes 0.7 s, which only this function needs
+    from torch.distributed.tensor import DTensor, init_device_mesh
+
+    kwargs = {"mesh": init_device_mesh(get_device().type, (get_world_size(),)), **kwargs}
     uses = Counter(param for _, param in model.named_parameters(remove_duplicate=False))
     for module in reversed(list(model.modules())):
-        own = [p for _, p in module.named_parameters(remove_duplicate=False) if not isinstance(p, DTensor)]
-        # Gathered when its forward is called: a ModuleList has none, attention does not call its output projection's.
+        unsharded = [p for _, p in module.named_parameters(remove_duplicate=False) if not isinstance(p, DTensor)]
+        # A unit is gathered when called: a ModuleList never is, attention only reads its output projection's weight.
         uncalled = type(module).forward is nn.Module.forward or isinstance(module, NonDynamicallyQuantizableLinear)
-        shared = any(uses[param] > count for param, count in Counter(own).items())
-        if module is model or (sum(p.numel() for p in set(own)) >= min_num_params and not (shared or uncalled)):
-            module.to(device)
+        shared = any(uses[param] > count for param, count in Counter(unsharded).items())
+        if module is model or (sum(p.numel() for p in set(unsharded)) >= min_num_params and not (shared or uncalled)):
             sync_params(t for t in [*module.parameters(), *module.buffers()] if not isinstance(t, DTensor))
             fully_shard(module, **kwargs)
     return model
 
 
 def sync_params(params, src=0):
-    """Overwrite every tensor of `params` on every rank with rank `src`'s, wherever it is and however it is laid out."""
+    """Overwrite every tensor of `params` on every rank with rank `src`'s, on any device, of any strides."""
     if get_world_size() > 1:
         for param in params:
             sent = param.detach().to(get_device()).contiguous()
@@ -448,10 +444,10 @@ def agree(value=None, error=None):
     """
     pairs = [(value, error)] * get_world_size()
     if get_world_size() > 1:
-        torch_dist.all_gather_object(pairs, (value, error), group=_patient)  # or the caller's own group, if None
-    for _, error in pairs:
-        if error:
-            raise SystemExit(error)
+        torch_dist.all_gather_object(pairs, (value, error), group=_patient_group)  # None is the default group
+    for _, line in pairs:
+        if line:
+            raise SystemExit(line)
     return [value for value, _ in pairs]
 
 
@@ -470,19 +466,22 @@ wait_for_everyone = barrier  # its name in https://github.com/joh-fischer/distri
 class ArgumentParser(argparse.ArgumentParser):
     """argparse with the first line of `doc` and the defaults in its help, errors of one line, and --a_b for --a-b."""
 
-    def __init__(self, doc):
-        super().__init__(description=doc.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    def __init__(self, doc=None, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs):
+        super().__init__(description=(doc or "").partition("\n")[0], formatter_class=formatter_class, **kwargs)
 
     def add_nproc(self, **kwargs):
         """Add --nproc, the number of processes of the job; under a launcher that is what it has started."""
-        gpus, help = torch.cuda.device_count(), "processes, unless under torchrun"
-        default = get_world_size() if _is_launched() else gpus or 2
-        parse = at_least(1, gpus or math.inf, ", the number of visible GPUs")
-        self.add_argument("--nproc", **{"type": parse, "default": default, "help": help, **kwargs})
+        gpus, default, parse = torch.cuda.device_count(), get_world_size(), at_least(1)
+        if not _is_launched():
+            default, parse = gpus or 2, at_least(1, gpus or math.inf, ", the number of visible GPUs")
+        options = {"type": parse, "default": default, "help": "processes, unless under torchrun"}
+        self.add_argument("--nproc", **{**options, **kwargs})
 
     def parse_known_args(self, args=None, namespace=None):
         args = sys.argv[1:] if args is None else args
-        args = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), arg) for arg in args]
+        hyphenated = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), arg) for arg in args]
+        known = self._option_string_actions  # a script may have declared --a_b itself
+        args = [new if new.split("=")[0] in known else old for old, new in zip(args, hyphenated, strict=True)]
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
