@@ -88,6 +88,7 @@ def check_everything(local_rank, world_size):
     group = torch_dist.group.WORLD
     dist.init_process_group()
     assert torch_dist.group.WORLD is group, "a second call must do nothing"
+    dist.launch(print, nprocs=1)  # inside a worker: the group stays
     torch.manual_seed(local_rank)
     for check in (check_reduce, check_gather, check_sampler, check_identity):
         check(local_rank, world_size)
