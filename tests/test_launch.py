@@ -8,6 +8,7 @@ import sys
 import time
 import uuid
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -107,37 +108,32 @@ def fail_while_others_wait(local_rank, world_size, mark, how):
         dist.all_reduce(torch.ones(1))  # waits for rank 1, and fails when its connection closes
     subprocess.Popen(["sleep", "600"], env={**os.environ, "JOB_MARK": mark})
     try:
-        if how == "raise":
-            raise KeyError("the cause")
-        if how == "raise at length":
-            raise ValueError("語" * 30_000)
-        if how == "exit with a message":
-            sys.exit("one clear line")
-        if how == "exit at length":
-            sys.exit("x" * 100_000)
-        if how == "exit with a status":
-            sys.exit(4)
-        if how == "os._exit":
-            os._exit(3)
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+        how()
     finally:
         dist.cleanup()
+
+
+def fail(error):
+    raise error
+
+
+RAISED = "(?s)^rank 1 raised:.*in fail_while_others_wait.*"
 
 
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [
-        ("raise", ProcessRaisedException, r"(?s)^rank 1 raised:.*in fail_while_others_wait.*KeyError: 'the cause'"),
-        ("raise at length", ProcessRaisedException, "(?s)^rank 1 raised:.*語語\n$"),  # longer than a pipe
-        ("exit with a message", SystemExit, "^one clear line$"),
-        ("exit at length", SystemExit, "^x{100000}$"),
-        ("exit with a status", ProcessExitedException, "^rank 1 exited with status 4$"),
-        ("os._exit", ProcessExitedException, "^rank 1 exited with status 3$"),
-        ("kill", ProcessExitedException, "^rank 1 was killed by SIGKILL$"),
+        (partial(fail, KeyError("the cause")), ProcessRaisedException, f"{RAISED}KeyError: 'the cause'"),
+        (partial(fail, ValueError("語" * 30_000)), ProcessRaisedException, "(?s)^rank 1 raised:.*語語\n$"),
+        (partial(sys.exit, "one clear line"), SystemExit, "^one clear line$"),
+        (partial(sys.exit, "x" * 100_000), SystemExit, "^x{100000}$"),
+        (partial(sys.exit, 4), ProcessExitedException, "^rank 1 exited with status 4$"),
+        (partial(os._exit, 3), ProcessExitedException, "^rank 1 exited with status 3$"),
+        (partial(signal.raise_signal, signal.SIGKILL), ProcessExitedException, "^rank 1 was killed by SIGKILL$"),
     ],
 )
 def test_the_first_failure_ends_the_job_names_its_cause_and_loses_no_output(how, error, message, capfd):
+    """Also of a message that is longer than a pipe."""
     before, mark = set(psutil.Process().children(recursive=True)), uuid.uuid4().hex
     for _ in range(3):  # the peers' consequences must never be taken for the cause
         begin = time.monotonic()

@@ -189,9 +189,6 @@ def test_another_batch_size_inside_an_epoch_is_refused(tmp_path):
     dist.launch(multinode_torchrun.main_worker, options(path, 2, global_batch_size=48), nprocs=2)
 
 
-# ---- the machine ----------------------------------------------------------------------------------------------------
-
-
 def slow_save_worker(local_rank, world_size, args):
     save = torch.save
 
@@ -224,9 +221,6 @@ def stopped_worker(local_rank, world_size, args):
 def test_a_rank_that_hangs_ends_the_job_after_the_timeout(tmp_path):
     with pytest.raises(ProcessRaisedException, match=r"rank 0 raised(.|\n)*[Tt]imed out"):
         dist.launch(stopped_worker, options(tmp_path / "snapshot.pt", 5, timeout=2), nprocs=2)
-
-
-# ---- two nodes ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

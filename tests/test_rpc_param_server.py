@@ -1,6 +1,7 @@
 """The parameter server: exact when synchronous, nothing lost when not, and it survives the loss of trainers."""
 
 import argparse
+import functools
 import os
 import re
 import signal
@@ -39,9 +40,6 @@ def run_role(local_rank, world_size, mode, timeout=60.0):
     args = argparse.Namespace(mode=mode, data="synthetic", data_dir="data", **options)
     with few_digits(*SIZES, dtype=torch.get_default_dtype()):
         rpc_param_server.main_worker(local_rank, world_size, args)
-
-
-# ---- sync equals one process; what is sent --------------------------------------------------------------------------
 
 
 def io_bytes():
@@ -304,35 +302,25 @@ def test_the_command_listens_on_loopback_only_and_ends_with_its_server():
 REAL = pytest.mark.skipif(MNIST_ROOT is None, reason="MNIST_ROOT does not say where the real MNIST is")
 
 
-def check_output(stdout, trainers, mode, at_least):
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("mode", ["hogwild", "sync"])
+@pytest.mark.parametrize(
+    ("command", "trainers", "options", "at_least"),
+    [
+        (run, 1, (), 0.95),
+        (run, 2, (), 0.95),
+        (run, 4, (), 0.95),
+        (functools.partial(torchrun, 3), 2, ("--epochs", 1), 0.9),
+        pytest.param(run, 2, ("--epochs", 1, "--data", "mnist", "--data-dir", MNIST_ROOT), 0.97, marks=REAL),
+    ],
+)
+def test_it_learns(mode, command, trainers, options, at_least):
+    status, stdout, stderr = command(SCRIPT, "--mode", mode, "--trainers", trainers, *options, timeout=380)
+    assert status == 0 and "warning: RPC" not in stderr, stderr
     first, *lines, last = stdout.splitlines()
     assert first == f"Training on {trainers} x cpu, {mode}, batch 32 each"
     matches = [LINE.fullmatch(line) for line in lines]
     assert [int(match.group(1)) for match in matches] == list(range(1, len(lines) + 1))
     assert re.fullmatch(r"Finished: \d+ updates, no trainer lost", last)
     assert float(matches[-1].group(3)) == round(int(matches[-1].group(4)) / 10_000, 4) >= at_least
-
-
-@pytest.mark.slow
-def test_the_same_file_under_torchrun():
-    status, stdout, stderr = torchrun(3, SCRIPT, "--epochs", 1, "--mode", "sync", env={"OMP_NUM_THREADS": "1"})
-    assert (status, "warning: RPC" in stderr) == (0, False), stderr
-    check_output(stdout, 2, "sync", at_least=0.9)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("mode", ["hogwild", "sync"])
-@pytest.mark.parametrize(
-    ("trainers", "options", "at_least"),
-    [
-        (1, (), 0.95),
-        (2, (), 0.95),
-        (4, (), 0.95),
-        pytest.param(2, ("--epochs", 1, "--data", "mnist", "--data-dir", MNIST_ROOT), 0.97, marks=REAL),
-    ],
-)
-def test_it_learns(mode, trainers, options, at_least):
-    status, stdout, stderr = run(SCRIPT, "--mode", mode, "--trainers", trainers, *options, timeout=380)
-    assert status == 0, stderr
-    check_output(stdout, trainers, mode, at_least)
