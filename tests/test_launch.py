@@ -57,17 +57,15 @@ def test_workers_see_what_the_caller_sees_at_each_launch(tmp_path, monkeypatch, 
     assert "RANK" not in os.environ
 
 
-def test_without_a_gpu_or_under_a_launcher_it_runs_in_this_process(monkeypatch):
-    calls = []
+def test_without_a_gpu_or_under_a_launcher_it_runs_in_this_process(monkeypatch, capsys):
+    """What another one printed, capsys would not see."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    dist.launch(lambda *args: calls.append((os.getpid(), *args)), "a")
-    dist.launch(lambda *args: calls.append((os.getpid(), *args)), "b", nprocs=1)
-    monkeypatch.setenv("RANK", "5")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    dist.launch(lambda *args: calls.append((os.getpid(), *args)), "c", nprocs=3)
-    me = os.getpid()
-    assert calls == [(me, 0, 1, "a"), (me, 0, 1, "b"), (me, 1, 8, "c")]
+    dist.launch(print, "a")
+    dist.launch(print, "b", nprocs=1)
+    for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    dist.launch(print, "c", nprocs=3)
+    assert capsys.readouterr().out == "0 1 a\n0 1 b\n1 8 c\n"
 
 
 def test_one_process_per_visible_gpu_by_default(monkeypatch, capfd):
