@@ -1,6 +1,7 @@
 """What the tests of the three rungs share: a model with everything to lose, and the plain training they must equal."""
 
 import contextlib
+from unittest import mock
 
 import torch
 from conftest import float64
@@ -27,13 +28,10 @@ class Augmented(Dataset):
 @contextlib.contextmanager
 def no_seed_twice(settling=0):
     """Between ranks, epochs and steps, augmentation and dropout differ, but for the first `settling` seeds."""
-    seeds, manual_seed = [], torch.manual_seed
-    torch.manual_seed = lambda seed: seeds.append(seed) or manual_seed(seed)
-    try:
+    with mock.patch("torch.manual_seed", wraps=torch.manual_seed) as drawn:
         yield
-    finally:
-        torch.manual_seed = manual_seed
-    seeds = torch.cat(dist.gather(torch.tensor(seeds[settling:]))).tolist()
+    seeds = [call.args[0] for call in drawn.call_args_list[settling:]]
+    seeds = torch.cat(dist.gather(torch.tensor(seeds))).tolist()
     assert len(set(seeds)) == len(seeds) > 0
 
 

@@ -16,7 +16,8 @@ from torch.distributed.run import get_args_parser
 import checkpoint
 import multinode_torchrun
 
-SLURM, KUBERNETES = ROOT / "launchers" / "slurm.sbatch", ROOT / "launchers" / "kubernetes.yaml"
+SLURM = ROOT / "launchers" / "slurm.sbatch"
+TRAINJOB = yaml.safe_load((ROOT / "launchers" / "kubernetes.yaml").read_text())
 
 
 # ---- SLURM ----------------------------------------------------------------------------------------------------------
@@ -61,12 +62,11 @@ def run_job(folder, number=None, ends="", state="RUNNING", preempted="None", res
         (folder / name).write_text(f"#!/bin/sh\n{body}\n")
         (folder / name).chmod(0o755)
     slurm = {"JOB_ID": "7", "NNODES": "1", "JOB_NODELIST": "localhost", "GPUS_ON_NODE": "3", "CPUS_PER_TASK": "5"}
-    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "ENDS": ends, "STATE": state}
-    environment |= {"PREEMPTED": preempted, "SLURM_RESTART_COUNT": restarts}
-    environment |= {f"SLURM_{name}": value for name, value in slurm.items()}
+    environment = {f"SLURM_{name}": value for name, value in {**slurm, "RESTART_COUNT": restarts}.items()}
+    environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "ENDS": ends, "STATE": state, "PREEMPTED": preempted}
     log = folder / "log"
     with open(log, "w") as file:
-        job = subprocess.Popen(["bash", SLURM], cwd=folder, env=environment, stdout=file, stderr=file)
+        job = subprocess.Popen(["bash", SLURM], cwd=folder, env={**os.environ, **environment}, stdout=file, stderr=file)
     if number:
         wait_for(lambda: "started" in log.read_text(), job)
         job.send_signal(number)
@@ -105,15 +105,13 @@ def test_what_is_requeued(requeued, how, tmp_path):
 
 
 def test_the_trainjob_is_one_of_the_published_models():
-    document = yaml.safe_load(KUBERNETES.read_text())
     # The models drop what they do not know, so that a misspelt field would show as a difference.
-    assert TrainerV1alpha1TrainJob.from_dict(document).to_dict() == document
-    assert (document["apiVersion"], document["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert TrainerV1alpha1TrainJob.from_dict(TRAINJOB).to_dict() == TRAINJOB
+    assert (TRAINJOB["apiVersion"], TRAINJOB["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
 
 
 def test_the_trainjob_starts_the_script(monkeypatch):
-    document = yaml.safe_load(KUBERNETES.read_text())
-    trainer = document["spec"]["trainer"]
+    trainer = TRAINJOB["spec"]["trainer"]
     assert trainer["command"] == ["torchrun"]
     monkeypatch.setenv("PET_NNODES", str(trainer["numNodes"]))
     args = get_args_parser().parse_args(trainer["args"])
@@ -123,12 +121,12 @@ def test_the_trainjob_starts_the_script(monkeypatch):
     monkeypatch.setattr(checkpoint, "check_writable", lambda option, folder: None)
     assert multinode_torchrun.parse_args().snapshot_path == "/snapshots/multinode-torchrun.pt"
 
-    (patch,) = document["spec"]["runtimePatches"]
+    (patch,) = TRAINJOB["spec"]["runtimePatches"]
     (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = job["template"]["spec"]["template"]["spec"]
-    mounts = [mount["mountPath"] for container in pod["containers"] for mount in container["volumeMounts"]]
-    assert any(f"--snapshot-path={mount}/" in argument for mount in mounts for argument in trainer["args"])
+    mounts = [mount for container in pod["containers"] for mount in container["volumeMounts"]]
+    assert any(f"--snapshot-path={mount['mountPath']}/" in line for mount in mounts for line in trainer["args"])
     environment = {variable["name"]: variable["value"] for variable in trainer["env"]}
     assert 60 < int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     (shared,) = [volume["name"] for volume in pod["volumes"] if volume.get("emptyDir") == {"medium": "Memory"}]
-    assert {"name": shared, "mountPath": "/dev/shm"} in [m for c in pod["containers"] for m in c["volumeMounts"]]
+    assert {"name": shared, "mountPath": "/dev/shm"} in mounts

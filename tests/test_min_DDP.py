@@ -1,16 +1,15 @@
 """min_DDP.py itself: its parameters, its printed numbers, and what it does with options."""
 
 import argparse
-import contextlib
-import io
+import functools
 import re
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import seed_snippet
 import torch
 from conftest import ROOT, float64, run, torchrun
+from images import assert_equal_states
 
 import distributed as dist
 import min_DDP
@@ -27,9 +26,6 @@ def test_the_snippet_gives_the_metrics_of_one_process_on_1_2_and_4(capfd, monkey
     for options in ({}, {"nprocs": 2}, {"nprocs": 4}):
         dist.launch(seed_snippet.main_worker, **options)
         assert capfd.readouterr().out == expected
-
-
-# ---- equal to one process -------------------------------------------------------------------------------------------
 
 
 def arguments(nprocs, data_size):
@@ -76,53 +72,41 @@ def train_worker(local_rank, world_size, path, optimizer_name, data_size):
         float64(),
         mock.patch("torch.optim.Adam", getattr(torch.optim, optimizer_name)),
         mock.patch("min_DDP.evaluate", save_and_evaluate),
-        contextlib.redirect_stdout(io.StringIO()) as stdout,
     ):
         min_DDP.main_worker(local_rank, world_size, arguments(world_size, data_size))
-    Path(path, f"{local_rank}.txt").write_text(stdout.getvalue())
 
 
 @pytest.mark.parametrize("optimizer_name", ["SGD", "Adam"])
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
-def test_it_trains_and_prints_as_one_process_does(nprocs, optimizer_name, tmp_path):
+def test_it_trains_and_prints_as_one_process_does(nprocs, optimizer_name, tmp_path, capfd):
     data_size = 126  # no multiple of 4: two samples are drawn twice, and counted once
     dist.launch(train_worker, str(tmp_path), optimizer_name, data_size, nprocs=nprocs)
     with float64():
         expected, lines = train_alone(getattr(torch.optim, optimizer_name), arguments(nprocs, data_size), nprocs)
     for rank in range(nprocs):
-        state = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        assert state.keys() == expected.keys()
-        assert all((state[name] - expected[name]).abs().max() <= 1e-9 for name in expected)
-    printed = [(tmp_path / f"{rank}.txt").read_text() for rank in range(nprocs)]
-    assert printed[0].splitlines()[1:] == lines
-    assert not any(printed[1:]), "only the primary rank prints"
+        assert_equal_states(torch.load(tmp_path / f"{rank}.pt", weights_only=True), expected)
+    assert capfd.readouterr().out.splitlines()[1:] == lines, "only the primary rank prints"
 
 
-# ---- as a user runs it ----------------------------------------------------------------------------------------------
-
-
-def check_learning(stdout, epochs, iterations, global_batch):
-    lines = stdout.splitlines()
+@pytest.mark.parametrize(
+    ("command", "options", "iterations", "batch"),
+    [
+        (run, (), 8, 32),
+        pytest.param(functools.partial(torchrun, 2), ("--batch_size", 32, "--lr", 0.02), 4, 64, marks=pytest.mark.slow),
+    ],
+    ids=["python", "torchrun"],
+)
+def test_it_starts_two_processes_and_learns(command, options, iterations, batch):
+    status, stdout, stderr = command(ROOT / "min_DDP.py", *options)
+    assert status == 0 and (stderr == "" or command is not run), stderr
+    first, *lines, last = stdout.splitlines()
+    assert first == f"Training on 2 x cpu, global batch {batch}"
     matches = [ITERATION.fullmatch(line) for line in lines if line.startswith("Finish iteration")]
-    assert len(matches) == epochs * iterations
-    assert {match[3] for match in matches} == {str(global_batch)}
-    accuracy, n = re.fullmatch(r"Finished: accuracy (\d\.\d{4}) \(\d+/(\d+)\)", lines[-1]).groups()
+    assert len(matches) == 5 * iterations
+    assert {match[3] for match in matches} == {str(batch)}
+    accuracy, n = re.fullmatch(r"Finished: accuracy (\d\.\d{4}) \(\d+/(\d+)\)", last).groups()
     assert n == "256" and float(accuracy) > 0.95
-    assert int(matches[0][2]) < 0.6 * global_batch, "it starts near chance"
-
-
-def test_defaults_start_two_processes_and_learn():
-    status, stdout, stderr = run("min_DDP.py")
-    assert (status, stderr) == (0, "")
-    assert stdout.startswith("Training on 2 x cpu, global batch 32\n")
-    check_learning(stdout, epochs=5, iterations=8, global_batch=32)
-
-
-@pytest.mark.slow
-def test_the_same_file_under_torchrun():
-    status, stdout, stderr = torchrun(2, ROOT / "min_DDP.py", "--batch_size", 32, "--lr", 0.02)
-    assert status == 0, stderr
-    check_learning(stdout, epochs=5, iterations=4, global_batch=64)
+    assert int(matches[0][2]) < 0.6 * batch, "it starts near chance"
 
 
 def test_the_data_are_the_same_on_every_rank_and_in_every_run():

@@ -47,24 +47,15 @@ def sigterm():
     signal.signal(signal.SIGTERM, handler)
 
 
-def options(path, total_epochs, save_every=1000, global_batch_size=64, timeout=60):
-    return SimpleNamespace(
-        total_epochs=total_epochs,
-        save_every=save_every,
-        global_batch_size=global_batch_size,
-        snapshot_path=str(path),
-        num_workers=0,
-        timeout=timeout,
-    )
+def options(path, total_epochs, **changes):
+    defaults = {"save_every": 1000, "global_batch_size": 64, "num_workers": 0, "timeout": 60}
+    return SimpleNamespace(snapshot_path=str(path), total_epochs=total_epochs, **{**defaults, **changes})
 
 
 def trainer(model, optimizer, path, dataset=None, num_workers=0):
     dataset, device = dataset or multinode_torchrun.ToyDataset(), dist.get_device()
     rest = (1000, str(path), multinode_torchrun.Preemption(None), num_workers)
     return multinode_torchrun.Trainer(model, dataset, 96, optimizer(model), device, *rest)
-
-
-# ---- the number of ranks may change ---------------------------------------------------------------------------------
 
 
 @float64()
@@ -123,37 +114,28 @@ def preempted_worker(local_rank, world_size, path, total_epochs, at, num_workers
         finished = job.train(total_epochs)
     counts = dist.gather(torch.tensor(len(steps)))
     assert len({count.item() for count in counts}) == 1, "all ranks stop after the same step"
-    assert finished == (at is None)
     if at:
         assert at <= len(steps) <= at + 1
+    return finished
 
 
 def preempted_jobs(local_rank, world_size, folder):
-    """An uninterrupted run, and one that is ended inside an epoch, between two, and inside again, of 21 steps each."""
-    preempted_worker(local_rank, world_size, f"{folder}/expected.pt", 3, None, 0)
+    """An uninterrupted run, and one that is sent SIGTERM inside an epoch of 21 steps, between two, and at the end."""
+    assert preempted_worker(local_rank, world_size, f"{folder}/expected.pt", 3, None, 0)
     path = f"{folder}/snapshot.pt"
     # Of several ranks the others learn of it one step later; the first step of each is spent on DDP's buckets.
-    for at, position in [(30, (1, 9)), (12, (2, 0)), (5, (2, 5))]:
-        preempted_worker(local_rank, world_size, path, 3, at, int(world_size == 2 and position[1] > 0))
+    for at, position in [(30, (1, 9)), (12, (2, 0)), (5, (2, 5)), (16, (3, 0))]:
+        finished = preempted_worker(local_rank, world_size, path, 3, at, int(world_size == 2 and position[1] > 0))
+        assert finished == (position[0] == 3), "in the last step it comes too late"
         snapshot = torch.load(path, weights_only=True)
         assert (snapshot["epoch"], snapshot["step"] / 96) == position
         dist.barrier()
-    preempted_worker(local_rank, world_size, path, 3, None, 0)
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
 def test_sigterm_loses_nothing(nprocs, tmp_path):
     dist.launch(preempted_jobs, str(tmp_path), nprocs=nprocs)
     assert_same_models(tmp_path / "snapshot.pt", tmp_path / "expected.pt")
-
-
-def test_sigterm_in_the_last_step_comes_too_late(tmp_path):
-    job = trainer(mlp(), adam, tmp_path / "snapshot.pt")
-    job.preemption.agreed = lambda: len(job.steps_done) == 21
-    job.steps_done = []
-    job.model.register_forward_hook(lambda *args: job.steps_done.append(None))
-    assert job.train(1)
-    assert torch.load(tmp_path / "snapshot.pt", weights_only=True)["epoch"] == 1
 
 
 def test_torchruns_report_has_the_traceback(tmp_path, monkeypatch):
@@ -163,20 +145,23 @@ def test_torchruns_report_has_the_traceback(tmp_path, monkeypatch):
     assert "AttributeError" in (tmp_path / "error.json").read_text()
 
 
+def terminated(log, *command):
+    """Send it SIGTERM after its first epoch; returns its status and what it printed."""
+    job = start(*command, log=log)
+    wait_for(lambda: EPOCH_LINE.search(log.read_text()), job)
+    job.terminate()
+    return finish(job, timeout=30)[0], log.read_text()
+
+
 @pytest.mark.slow
 def test_sigterm_to_torchrun(tmp_path):
     expected, path, log = tmp_path / "expected.pt", tmp_path / "disk" / "snapshot.pt", tmp_path / "log"
     arguments = (SCRIPT, 4, 1000, "--global-batch-size", 8, "--snapshot-path", path)
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *arguments)
-    job = start(*command, log=log)
-    wait_for(lambda: EPOCH_LINE.search(log.read_text()), job)
-    job.terminate()
-    code, _, _ = finish(job, timeout=30)
-    text = log.read_text()
+    code, text = terminated(log, *command)
     assert code == 1, text  # torchrun's own status after a signal
     assert "SIGKILL" not in text
-    (epoch, step), *more = SAVED_LINE.findall(text)
-    assert not more
+    ((epoch, step),) = SAVED_LINE.findall(text)
     assert int(step) > 0, "not in the middle of an epoch"
 
     code, _, _ = finish(start(*command, log=log))
@@ -184,18 +169,12 @@ def test_sigterm_to_torchrun(tmp_path):
     assert code == 0, text
     assert START_LINE.findall(text)[-1][2:] == (epoch, step)
     assert {rank for rank, *_ in START_LINE.findall(text)} == {"0", "1"}
-    dist.launch(multinode_torchrun.main_worker, options(expected, 4, 1000, 8), nprocs=2)
+    dist.launch(multinode_torchrun.main_worker, options(expected, 4, global_batch_size=8), nprocs=2)
     assert_same_models(path, expected)
 
 
 def test_sigterm_to_a_single_process(tmp_path):
-    log = tmp_path / "log"
-    arguments = (SCRIPT, 1000, 1000, "--snapshot-path", tmp_path / "snapshot.pt")
-    job = start(*arguments, log=log)
-    wait_for(lambda: EPOCH_LINE.search(log.read_text()), job)
-    job.terminate()
-    code, _, _ = finish(job, timeout=30)
-    text = log.read_text()
+    code, text = terminated(tmp_path / "log", SCRIPT, 1000, 1000, "--snapshot-path", tmp_path / "snapshot.pt")
     assert code == 128 + signal.SIGTERM, text
     assert "Traceback" not in text
     assert len(SAVED_LINE.findall(text)) == 1
@@ -208,9 +187,6 @@ def test_another_batch_size_inside_an_epoch_is_refused(tmp_path):
     with pytest.raises(SystemExit, match=f"{path} is 96 samples into an epoch: use a --global-batch-size"):
         dist.launch(multinode_torchrun.main_worker, options(path, 2), nprocs=2)
     dist.launch(multinode_torchrun.main_worker, options(path, 2, global_batch_size=48), nprocs=2)
-
-
-# ---- the machine ----------------------------------------------------------------------------------------------------
 
 
 def slow_save_worker(local_rank, world_size, args):
@@ -226,17 +202,15 @@ def slow_save_worker(local_rank, world_size, args):
 
 @pytest.mark.slow
 def test_a_save_may_take_longer_than_a_step(tmp_path):
-    dist.launch(slow_save_worker, options(tmp_path / "snapshot.pt", 2, 1, timeout=5), nprocs=2)
+    dist.launch(slow_save_worker, options(tmp_path / "snapshot.pt", 2, save_every=1, timeout=5), nprocs=2)
     assert torch.load(tmp_path / "snapshot.pt", weights_only=True)["epoch"] == 2
 
 
 def stopped_worker(local_rank, world_size, args):
     if local_rank == 1:
-        train = multinode_torchrun.Trainer.train
 
         def stop(*args):
             os.kill(os.getpid(), signal.SIGSTOP)
-            return train(*args)
 
         multinode_torchrun.Trainer.train = stop
     multinode_torchrun.main_worker(local_rank, world_size, args)
@@ -247,42 +221,27 @@ def test_a_rank_that_hangs_ends_the_job_after_the_timeout(tmp_path):
         dist.launch(stopped_worker, options(tmp_path / "snapshot.pt", 5, timeout=2), nprocs=2)
 
 
-# ---- two nodes ------------------------------------------------------------------------------------------------------
-
-
-def can_make_namespaces():
-    name = f"probe{os.getpid()}"
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        return False
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
-    subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-    return made
-
-
 @pytest.fixture
 def nodes(tmp_path):
     """Two network namespaces joined by a veth pair: (name, interface, address, folder) of each."""
-    if not can_make_namespaces():
-        pytest.skip("network namespaces need root and ip (iproute2)")
-    tag = os.getpid()
-    names = [f"node{i}-{tag}" for i in range(2)]
+    nodes = [(f"n{i}-{os.getpid()}", f"v{i}-{os.getpid()}", f"10.99.0.{i + 1}", tmp_path / f"{i}") for i in (0, 1)]
+    (one, here, *_), (other, there, *_) = nodes
 
     def ip(*arguments):
         subprocess.run(["ip", *arguments], check=True)
 
+    if os.geteuid() != 0 or not shutil.which("ip") or subprocess.run(["ip", "netns", "add", one]).returncode:
+        pytest.skip("network namespaces need root and ip (iproute2)")
     try:
-        for name in names:
-            ip("netns", "add", name)
+        ip("netns", "add", other)
+        ip("link", "add", here, "netns", one, "type", "veth", "peer", "name", there, "netns", other)
+        for name, interface, address, _ in nodes:
             ip("-n", name, "link", "set", "lo", "up")
-        ip("link", "add", f"va{tag}", "netns", names[0], "type", "veth", "peer", "name", f"vb{tag}", "netns", names[1])
-        nodes = []
-        for i, (name, interface) in enumerate(zip(names, (f"va{tag}", f"vb{tag}"), strict=True)):
-            ip("-n", name, "address", "add", f"10.99.0.{i + 1}/24", "dev", interface)
+            ip("-n", name, "address", "add", f"{address}/24", "dev", interface)
             ip("-n", name, "link", "set", interface, "up")
-            nodes.append((name, interface, f"10.99.0.{i + 1}", tmp_path / f"node{i}"))
         yield nodes
     finally:
-        for name in names:
+        for name, *_ in nodes:
             kill_node(name)
             subprocess.run(["ip", "netns", "delete", name])
 
@@ -313,13 +272,8 @@ def test_two_nodes_of_which_one_is_lost_and_comes_back_empty(nodes, tmp_path):
     logs = [folder / "log" for *_, folder in nodes]
 
     def epochs_on(ranks):
-        return [
-            int(epoch)
-            for log in logs
-            if log.exists()
-            for n, epoch, *_ in EPOCH_LINE.findall(log.read_text())
-            if int(n) == ranks
-        ]
+        text = "".join(log.read_text() for log in logs if log.exists())
+        return [int(epoch) for n, epoch, *_ in EPOCH_LINE.findall(text) if int(n) == ranks]
 
     survivor = start_node(nodes, 0, *arguments)
     wait_for(lambda: epochs_on(1), survivor)  # alone

@@ -19,14 +19,13 @@ NPROC = ["min_DDP", "min_FSDP", "mnist_DDP", *TRANSFORMERS]
 POSITIONAL = {"multigpu_torchrun": ["5", "1"], "multinode_torchrun": ["5", "1"]}
 SCRIPTS = [*NPROC, *POSITIONAL, "rpc_param_server", "rpc_model_parallel"]
 MAY_BE_0 = {"seed", "least", "num-workers", "momentum", "outer-momentum"}
+PATHS = {"snapshot-path", "data-dir", "checkpoint-dir", "output-dir", "export", "tensorboard"}
 
 # As typed into a shell, and the line that answers.
 REFUSED = {
     "min_DDP.py": """
-        --epochs 0 | argument --epochs: '0' is not a whole number of at least 1
         --data_size -1 | argument --data-size: '-1' is not a whole number of at least 1
         --n_classes=1 | argument --n-classes: '1' is not a whole number of at least 2
-        --lr nan | argument --lr: 'nan' is not a finite number above 0
         --lr inf | argument --lr: 'inf' is not a finite number above 0
         --seed 4294967296 | argument --seed: '4294967296' is not a whole number from 0 to 4294967295
         --nproc a_b | argument --nproc: 'a_b' is not a whole number of at least 1
@@ -35,7 +34,6 @@ REFUSED = {
     "single_gpu.py": """
         -5 1 | argument total_epochs: '-5' is not a whole number of at least 1
         5 0 | argument save_every: '0' is not a whole number of at least 1
-        5 x | argument save_every: 'x' is not a whole number of at least 1
         5 1 --batch-size 0 | argument --batch-size/--batch_size: '0' is not a whole number of at least 1
         5 1 --batch_size=2.5 | argument --batch-size/--batch_size: '2.5' is not a whole number of at least 1
     """,
@@ -50,17 +48,12 @@ REFUSED = {
 the number of samples
     """,
     "min_FSDP.py": """
-        --model huge | argument --model: invalid choice: 'huge' (choose from simple, shallow, deep)
-        --strategy zero | argument --strategy: invalid choice: 'zero' (choose from fsdp, ddp, local)
-        --data imagenet | argument --data: invalid choice: 'imagenet' (choose from synthetic, mnist)
         --strategy local --nproc 2 | argument --strategy: local trains in 1 process, not in 2
         RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 --strategy local | argument --strategy: local trains in 1 process, not in 2
         --export . | argument --export: '.' is a folder, not a file
     """,
     "mnist_DDP.py": """
         --momentum 1 | argument --momentum: '1' is not a number from 0 to below 1
-        --data cifar | argument --data: invalid choice: 'cifar' (choose from synthetic, mnist)
-        --backend mpi | argument --backend: invalid choice: 'mpi' (choose from auto, nccl, gloo)
         --backend nccl | argument --backend: 'nccl' needs a GPU, and none is visible: choose auto or gloo
     """,
     "flyte_workflow.py": """
@@ -81,11 +74,9 @@ processes, 4
     "min_CP.py": """
         --heads 1 | argument --heads: 1 is not a multiple of the 2 processes
         --nproc 3 | argument --length: 128 is not a multiple of the 3 processes
-        --attention ring | argument --attention: invalid choice: 'ring' (choose from ulysses, all-gather)
     """,
     "min_DiLoCo.py": """
         --outer-momentum 1 | argument --outer-momentum: 1.0 is not a number from 0 to below 1
-        --outer-momentum much | argument --outer-momentum: invalid float value: 'much'
         --nproc 3 | argument --batch-size: 16 is not a multiple of the 3 processes
     """,
     "min_EP.py": """
@@ -94,14 +85,12 @@ processes, 4
         --nproc 3 --experts 6 | argument --batch-size: 16 is not a multiple of the 3 processes
     """,
     "min_Join.py": """
-        --method stop | argument --method: invalid choice: 'stop' (choose from join, weights)
         --steps 20 --least 21 | argument --least: 21 is more than --steps 20, the batches of the first one
         --nproc 3 | argument --batch-size: 16 is not a multiple of the processes, 3
     """,
     "min_PP.py": """
         --nproc 5 --layers 4 | argument --layers: 4 is less than 5, the stages of --schedule 1F1B
         --schedule DualPipeV --layers 3 | argument --layers: 3 is less than 4, the stages of --schedule DualPipeV
-        --micro-batches 3 | argument --batch-size: 16 is not a multiple of 3, --micro-batches x --data-parallel
         --batch_size 12 --micro-batches 4 --data-parallel 2 | argument --batch-size: 12 is not a multiple of 8, \
 --micro-batches x --data-parallel
         --micro-batches 1 | argument --micro-batches: 1 is less than 2, the stages of --schedule 1F1B
@@ -109,10 +98,10 @@ processes, 4
 --schedule DualPipeV
         --schedule Interleaved1F1B --micro-batches 5 --batch-size 5 | argument --micro-batches: 5 is not a multiple \
 of 2, the processes of a pipeline
+        --schedule InterleavedZeroBubble --micro-batches 3 --batch-size 3 | argument --micro-batches: 3 is not a \
+multiple of 2, the processes of a pipeline
         --nproc 4 --data-parallel 3 | argument --data-parallel: 3 is not a divisor of the number of processes, 4
         --nproc 1 --data-parallel 2 | argument --data-parallel: 2 is not a divisor of the number of processes, 1
-        --schedule 2F2B | argument --schedule: invalid choice: '2F2B' (choose from GPipe, 1F1B, Interleaved1F1B, \
-InterleavedZeroBubble, ZBVZeroBubble, DualPipeV)
     """,
     "min_TP.py": """
         --nproc 3 | argument --heads: 4 is not a multiple of the 3 processes
@@ -124,7 +113,6 @@ InterleavedZeroBubble, ZBVZeroBubble, DualPipeV)
         WORLD_SIZE=3 | WORLD_SIZE: 3 is not 2, the number of workers
     """,
     "rpc_param_server.py": """
-        --mode fast | argument --mode: invalid choice: 'fast' (choose from hogwild, sync)
         WORLD_SIZE=1 | WORLD_SIZE: 1 process is too few for a server and a trainer
     """,
 }
@@ -146,8 +134,6 @@ def test_a_mistake_is_one_line(script, main_of, monkeypatch):
             for name, value in variables:
                 patch.setenv(name, value)
             status, stderr = main_of(script, *options)
-        # Python 3.11 quotes the choices, and 3.12 does not.
-        stderr = re.sub(r"\(choose from .*\)", lambda choices: choices[0].replace("'", ""), stderr)
         assert (status, stderr) == (2, f"{script}: error: {message}\n")
 
 
@@ -160,7 +146,7 @@ def exit_of(module, capsys, monkeypatch, *options):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_shows_usage_and_all_defaults_and_every_number_is_checked(script, capsys, monkeypatch):
+def test_help_shows_usage_and_all_defaults_and_every_number_and_choice_is_checked(script, capsys, monkeypatch):
     module = importlib.import_module(script)
     status, help_text, _ = exit_of(module, capsys, monkeypatch, "--help")
     assert status == 0 and help_text.startswith(f"usage: {script}.py [-h] ")
@@ -168,12 +154,12 @@ def test_help_shows_usage_and_all_defaults_and_every_number_is_checked(script, c
     _, _, *options = re.split(r"\n  (?=-)", help_text.partition("\noptions:")[2])
     assert len(options) >= 2
     for option in options:
-        name, default = re.fullmatch(r"--([\w-]+)\b.*\(default:\s*(.*?)\)\s*", option, re.DOTALL).groups()
-        if re.fullmatch(r"\d[\d.]*", default) or name in ("clip", "shard"):
-            for value in ("x", "nan", "-1", *(["0"] if name not in MAY_BE_0 else [])):
-                status, stdout, stderr = exit_of(module, capsys, monkeypatch, f"--{name}={value}")
-                assert (status, stdout, stderr.count("\n")) == (2, "", 1), f"{name} {value}"
-                assert stderr.startswith(f"{script}.py: error: argument --{name}: ") and value in stderr
+        name, value = re.fullmatch(r"--([\w-]+)( \S+)?\s.*\(default:.*\)\s*", option, re.DOTALL).groups()
+        if value and name not in PATHS:
+            for wrong in ("x", "nan", "-1", *(["0"] if name not in MAY_BE_0 else [])):
+                status, stdout, stderr = exit_of(module, capsys, monkeypatch, f"--{name}={wrong}")
+                assert (status, stdout, stderr.count("\n")) == (2, "", 1), f"{name} {wrong}"
+                assert stderr.startswith(f"{script}.py: error: argument --{name}: ") and wrong in stderr
 
 
 def launched(monkeypatch, script, *options):

@@ -176,16 +176,14 @@ def test_results_are_those_that_are_stored():
     def speeds(*cases):
         return ratios("throughput", *(f"{model}: ours / {case}" for model in ("tiny", "small") for case in cases))
 
-    def tokens(case, other, *sizes):
-        rows = stored["transformer"]["results"]
-        speeds = [[rows[f"{size}: {name}"]["tokens/s"]["median"] for name in (case, other)] for size in sizes]
-        return [f"{one / two:.2f}" for one, two in speeds]
+    def tokens(size, *cases):
+        one, two = (stored["transformer"]["results"][f"{size}: {case}"]["tokens/s"]["median"] for case in cases)
+        return f"{one / two:.2f}"
 
     steps = [row["median"] for row in stored["scaling"]["ratios"].values()]
-    starters = ("launch", "torchrun", "accelerate", "spawn")
     expected = {
-        "Starting 8": seconds("8", *starters),
-        "Starting 16": seconds("16", *starters, "import torch"),
+        "Starting 8": seconds("8", "launch", "torchrun", "accelerate", "spawn"),
+        "Starting 16": seconds("16", "launch", "torchrun", "accelerate", "spawn", "import torch"),
         "Samples per second": speeds("hand-written", "hand-written, fused", "Accelerate in memory", "Fabric in memory"),
         "The same / the usual loop": speeds("tutorial", "Accelerate", "Fabric"),
         "Time of a step": ratios("overhead", "with distributed.py / plain torch"),
@@ -196,8 +194,8 @@ def test_results_are_those_that_are_stored():
         ),
         "DeepNet's peak": ratios("fsdp_memory", *(f"N = {n}: peak of fsdp / of ddp" for n in (2, 4))),
         "Tokens/s": [
-            *tokens("TP", "DDP", "width 128", "width 1024"),
-            *tokens("CP", "one process", "length 512", "length 8192"),
+            *(tokens(f"width {width}", "TP", "DDP") for width in (128, 1024)),
+            *(tokens(f"length {length}", "CP", "one process") for length in (512, 8192)),
         ],
         "Steps by ZeRO": ratios(
             "sharing_state", *(f"width 512: step of {case} / of DDP" for case in ("ZeRO", "ZeRO --library", "FSDP"))
@@ -226,14 +224,13 @@ def test_results_are_those_that_are_stored():
     assert ", ".join(f"{accuracy:.4f}" for accuracy in stored["mnist_accuracy"]["accuracies"]) in PAGES[README]
 
 
-def test_every_script_and_every_page_is_named_and_every_script_has_its_tests():
+def test_every_script_and_page_is_named_and_every_named_test_exists():
     assert not [name for name in SCRIPTS if f"[`{name}`]({name})" not in PAGES[README]]
     assert not [path.name for path in DOCS if f"](docs/{path.name})" not in PAGES[README]]
     named = SCRIPTS.keys() - {"distributed.py"}
     assert not [name for name in named if not (ROOT / "tests" / f"test_{name}").exists()]
-
-
-def test_the_readme_is_read_to_its_end():
+    named = re.findall(r"\[`(test_\w+)`\]\((.*?)\)", PAGES[README])
+    assert named and not [name for name, path in named if f"\ndef {name}(" not in (ROOT / path).read_text()]
     assert PAGES[README].count("\n") <= 350 and "<!--" not in "".join(PAGES.values())
 
 
@@ -244,8 +241,3 @@ def test_every_linked_file_and_heading_exists(page):
     links = re.findall(r"\]\(([^):]+)\)", PAGES[page])
     assert not [link for link in links if not (link.startswith("#") or (page.parent / link).exists())]
     assert not [link for link in links if link.startswith("#") and link[1:] not in headings]
-
-
-def test_every_named_test_exists():
-    named = re.findall(r"\[`(test_\w+)`\]\((.*?)\)", PAGES[README])
-    assert named and not [name for name, path in named if f"\ndef {name}(" not in (ROOT / path).read_text()]

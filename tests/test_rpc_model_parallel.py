@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import os
 import re
 import threading
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, run, torchrun
 from images import assert_equal_states, few_digits, make_sgd, train_alone
-from test_rpc_param_server import REAL
+from test_rpc_param_server import MNIST_ROOT, REAL
 from torch.distributed import rpc
 from torch.utils.data import DataLoader
 
@@ -18,7 +17,6 @@ import distributed as dist
 import mnist
 import rpc_model_parallel
 
-MNIST_ROOT = os.environ.get("MNIST_ROOT")
 LINE = re.compile(r"Epoch (\d+) - loss: (\d\.\d{4}) - acc: (\d\.\d{4}) \((\d+)/10000\) - [\d.]+ samples/s")
 BATCH, EPOCHS, SEED, LR, SIZES = 8, 2, 3, 0.02, (192, 101)  # 2 epochs of 192 / 8 = 24 steps
 
@@ -26,9 +24,6 @@ BATCH, EPOCHS, SEED, LR, SIZES = 8, 2, 3, 0.02, (192, 101)  # 2 epochs of 192 / 
 def arguments(**kwargs):
     defaults = {"epochs": EPOCHS, "batch_size": BATCH, "micro_batches": 3, "lr": LR, "seed": SEED}
     return argparse.Namespace(data="synthetic", data_dir="data", **{**defaults, **kwargs})
-
-
-# ---- the same parameters --------------------------------------------------------------------------------------------
 
 
 def train_split(local_rank, world_size, folder):
@@ -68,8 +63,6 @@ def test_it_equals_the_unsplit_model(tmp_path):
     assert losses == pytest.approx(steps.mean(1).tolist(), abs=1e-6)
 
 
-# ---- both workers at once, and dropout on both ----------------------------------------------------------------------
-
 next_has_begun = threading.Event()
 
 
@@ -102,9 +95,6 @@ def test_micro_batches_are_in_flight_at_once_and_evaluation_reaches_the_remote_d
         calls, waited = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert calls == [(24, True)] * 8 + [(48, False)] * 4, "two steps, then all test samples in eval mode"
     assert waited == [True]
-
-
-# ---- the command ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,8 +1,7 @@
 """The parameter server: exact when synchronous, nothing lost when not, and it survives the loss of trainers."""
 
 import argparse
-import contextlib
-import io
+import functools
 import os
 import re
 import signal
@@ -11,13 +10,14 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 import torch
 from conftest import ROOT, finish, run, start, torchrun
 from images import assert_equal_states, few_digits, make_sgd, train_alone
-from test_launch import members
+from test_launch import listening, members, wait_for_the_end_of
 from torch.distributed import TCPStore, rpc
 from torch.multiprocessing import ProcessExitedException
 
@@ -34,17 +34,12 @@ LINE = re.compile(
 BATCH, EPOCHS, SEED, LR, SIZES = 8, 2, 3, 0.02, (192, 101)  # 2 trainers: 2 epochs of 192 / 16 = 12 steps
 
 
-def run_role(local_rank, world_size, mode, **kwargs):
-    """The script's own main_worker on few digits; returns what it printed."""
-    defaults = {"epochs": EPOCHS, "batch_size": BATCH, "lr": LR, "seed": SEED, "timeout": 60.0, "model": "simple"}
-    args = argparse.Namespace(mode=mode, data="synthetic", data_dir="data", **{**defaults, **kwargs})
-    digits = few_digits(*SIZES, dtype=torch.get_default_dtype())
-    with digits, contextlib.redirect_stdout(io.StringIO()) as stdout:
+def run_role(local_rank, world_size, mode, timeout=60.0):
+    """The script's own main_worker on few digits."""
+    options = {"epochs": EPOCHS, "batch_size": BATCH, "lr": LR, "seed": SEED, "timeout": timeout, "model": "simple"}
+    args = argparse.Namespace(mode=mode, data="synthetic", data_dir="data", **options)
+    with few_digits(*SIZES, dtype=torch.get_default_dtype()):
         rpc_param_server.main_worker(local_rank, world_size, args)
-    return stdout.getvalue()
-
-
-# ---- sync equals one process; what is sent --------------------------------------------------------------------------
 
 
 def io_bytes():
@@ -77,15 +72,15 @@ def train_and_record(local_rank, world_size, folder, mode):
     rpc.init_rpc = lambda *args, **kwargs: init_rpc(*args, **{**kwargs, "rpc_backend_options": sockets})
     rpc_param_server.rpc.rpc_sync = recording_call
     rpc_param_server.evaluate = recording_evaluate
-    stdout = run_role(local_rank, world_size, mode)
-    torch.save((records, stdout), f"{folder}/{local_rank}.pt")
+    run_role(local_rank, world_size, mode)
+    torch.save(records, f"{folder}/{local_rank}.pt")
 
 
 @pytest.mark.parametrize("mode", ["sync", "hogwild"])
 def test_one_round_trip_a_step_and_sync_equals_one_process(mode, tmp_path, capfd):
     dist.launch(train_and_record, str(tmp_path), mode, nprocs=3)
-    assert own_lines(capfd.readouterr().err) == [], "a healthy job ends without a word of the library's"
-    params, stdout = torch.load(tmp_path / "0.pt", weights_only=True)
+    stdout, stderr = capfd.readouterr()
+    assert own_lines(stderr) == [], "a healthy job ends without a word of the library's"
     *lines, last = stdout.splitlines()[1:]
     updates = 24 if mode == "sync" else 48
     assert last == f"Finished: {updates} updates, no trainer lost"
@@ -93,15 +88,14 @@ def test_one_round_trip_a_step_and_sync_equals_one_process(mode, tmp_path, capfd
     assert [(epoch[0], epoch[4]) for epoch in epochs] == [("1", "101"), ("2", "101")]
     if mode == "sync":
         state, _, tests = train_alone(make_sgd, [LR] * EPOCHS, SIZES, 2 * BATCH, seed=SEED, model=mnist.SimpleCNN)
-        assert_equal_states(params[-1], state)
+        assert_equal_states(torch.load(tmp_path / "0.pt", weights_only=True)[-1], state)
         assert [int(epoch[3]) for epoch in epochs] == [hits for _, hits, _ in tests]
         assert [epoch[7] for epoch in epochs] == ["0.00", "0.00"], "a synchronous gradient is never stale"
 
     payload = 8 * sum(p.numel() for p in mnist.SimpleCNN().parameters())
     send = {"sync": "push_and_wait", "hogwild": "push"}[mode]
     for rank in (1, 2):
-        calls, stdout = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        assert stdout == "", "only the primary prints"
+        calls = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert [name for name, _ in calls] == ["pull"] + [send] * 24 + ["finish"], "one round trip a step"
         for _, (received, sent) in calls[1:25]:
             assert payload <= received <= 1.01 * payload, "the parameters once"
@@ -111,20 +105,14 @@ def test_one_round_trip_a_step_and_sync_equals_one_process(mode, tmp_path, capfd
 # ---- the server's state ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def new_server(monkeypatch):
+def new_server(ranks):
     """Make a server in this process."""
-
-    def new(ranks):
-        torch.manual_seed(0)
-        server = rpc_param_server.Server(mnist.SimpleCNN(), ranks, lr=0.01)
-        monkeypatch.setattr(rpc_param_server, "server", server)
-        return server
-
-    return new
+    torch.manual_seed(0)
+    rpc_param_server.server = rpc_param_server.Server(mnist.SimpleCNN(), ranks, lr=0.01)
+    return rpc_param_server.server
 
 
-def test_updates_from_many_threads_are_neither_lost_nor_torn(new_server):
+def test_updates_from_many_threads_are_neither_lost_nor_torn():
     gradient = torch.ones(50_186)
     alone = new_server([1])
     for _ in range(200):
@@ -135,7 +123,7 @@ def test_updates_from_many_threads_are_neither_lost_nor_torn(new_server):
     assert together.updates == 200 and torch.equal(together.params, alone.params)
 
 
-def test_staleness_counts_the_updates_between_pull_and_push(new_server):
+def test_staleness_counts_the_updates_between_pull_and_push():
     server, gradient = new_server([1, 2]), torch.zeros(50_186)
     rpc_param_server.pull(1, steps=2)
     rpc_param_server.pull(2, steps=2)
@@ -146,7 +134,7 @@ def test_staleness_counts_the_updates_between_pull_and_push(new_server):
     assert (updates, pushes, staleness) == (4, 4, 2), "an epoch ends when every trainer has done its share"
 
 
-def test_sync_waits_for_the_trainers_at_work_only(new_server, capsys):
+def test_sync_waits_for_the_trainers_at_work_only(capsys):
     server = new_server([1, 2, 3])
     start = server.params.clone()
     for rank in (1, 2, 3):
@@ -180,7 +168,7 @@ def wait_for_updates(n):
         time.sleep(0.01)
 
 
-def lose_one(local_rank, world_size, folder, mode, victim, where, how=signal.SIGKILL, timeout=60.0):
+def lose_one(local_rank, world_size, mode, victim, where, how=signal.SIGKILL, timeout=60.0):
     """`victim` is hit at its tenth step or update, or when the others have made all of theirs, or while it joins."""
     owner, name, call = {
         "update": (rpc_param_server.Server, "receive", 10),
@@ -204,8 +192,8 @@ def lose_one(local_rank, world_size, folder, mode, victim, where, how=signal.SIG
         return original(*args, **kwargs)
 
     setattr(owner, name, counting)
-    stdout = run_role(local_rank, world_size, mode, timeout=timeout)
-    torch.save(stdout, f"{folder}/{local_rank}.pt")
+    run_role(local_rank, world_size, mode, timeout)
+    print(f"rank {local_rank} ends well")
 
 
 @pytest.mark.parametrize(
@@ -218,14 +206,14 @@ def lose_one(local_rank, world_size, folder, mode, victim, where, how=signal.SIG
         ("sync", "data", 3, 16),
     ],
 )
-def test_the_others_go_on_without_a_lost_trainer(mode, where, trainers, updates, tmp_path, capfd):
-    dist.launch(lose_one, str(tmp_path), mode, 2, where, nprocs=trainers + 1, tolerate_killed=True)
-    assert own_lines(capfd.readouterr().err) == []
-    stdout = torch.load(tmp_path / "0.pt", weights_only=True)
+def test_the_others_go_on_without_a_lost_trainer(mode, where, trainers, updates, capfd):
+    dist.launch(lose_one, mode, 2, where, nprocs=trainers + 1, tolerate_killed=True)
+    stdout, stderr = capfd.readouterr()
+    assert own_lines(stderr) == []
     assert stdout.count("trainer 2 is lost\n") == 1
-    assert stdout.endswith(f"Finished: {updates} updates, trainer 2 lost\n")
+    assert f"\nFinished: {updates} updates, trainer 2 lost\n" in stdout
     assert [match[0] for match in LINE.findall(stdout)] == ["1", "2"]
-    assert {path.name for path in tmp_path.glob("*.pt")} == {f"{r}.pt" for r in range(trainers + 1) if r != 2}
+    assert sorted(re.findall(r"rank (\d) ends well", stdout)) == [str(r) for r in range(trainers + 1) if r != 2]
 
 
 JOIN = r"^rank [01]: not all 3 have joined within 2 s: .+$"
@@ -246,11 +234,11 @@ HANG = r"^rank 1: the server, or with sync another trainer, hangs: .*for more th
         pytest.param("sync", 2, "step", signal.SIGSTOP, 6.0, 3, HANG, marks=pytest.mark.slow),
     ],
 )
-def test_a_job_that_cannot_go_on_ends_with_one_line(mode, victim, where, how, timeout, nprocs, message, tmp_path):
+def test_a_job_that_cannot_go_on_ends_with_one_line(mode, victim, where, how, timeout, nprocs, message, capfd):
     begin = time.monotonic()
     with pytest.raises((SystemExit, ProcessExitedException), match=message):
-        dist.launch(lose_one, str(tmp_path), mode, victim, where, how, timeout, nprocs=nprocs, tolerate_killed=True)
-    assert time.monotonic() - begin < 30 and not list(tmp_path.iterdir())
+        dist.launch(lose_one, mode, victim, where, how, timeout, nprocs=nprocs, tolerate_killed=True)
+    assert time.monotonic() - begin < 30 and "ends well" not in capfd.readouterr().out
 
 
 # ---- where it listens, and what is left -----------------------------------------------------------------------------
@@ -263,11 +251,6 @@ def other_interface():
             if address.family == socket.AF_INET and not address.address.startswith("127."):
                 return name, address.address
     pytest.skip("this machine has no address but loopback")
-
-
-def listening(mark):
-    connections = [c for member in members(mark) for c in member.net_connections("inet")]
-    return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
 
 
 def test_it_listens_on_the_named_interface_only_and_trainers_end_with_their_server():
@@ -292,16 +275,12 @@ def test_it_listens_on_the_named_interface_only_and_trainers_end_with_their_serv
 @pytest.mark.parametrize(
     ("here", "named", "warned"), [(3, None, False), (3, "eth1", True), (1, None, True), (1, "eth1", True)]
 )
-def test_on_one_machine_it_listens_on_loopback_unless_told_otherwise(here, named, warned, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
-    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.setenv(variable, named or "")  # restored at the end of the test
-        if not named:
-            monkeypatch.delenv(variable)
-    rpc_param_server.choose_interface()
-    expected = named or ("lo" if here == 3 else None)
-    assert os.environ.get("TP_SOCKET_IFNAME") == os.environ.get("GLOO_SOCKET_IFNAME") == expected
+def test_on_one_machine_it_listens_on_loopback_unless_told_otherwise(here, named, warned, capsys):
+    given = {"TP_SOCKET_IFNAME": named, "GLOO_SOCKET_IFNAME": named} if named else {}
+    with mock.patch.dict(os.environ, {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": str(here), **given}, clear=True):
+        rpc_param_server.choose_interface()
+        expected = named or ("lo" if here == 3 else None)
+        assert os.environ.get("TP_SOCKET_IFNAME") == os.environ.get("GLOO_SOCKET_IFNAME") == expected
     where = named or f"the address of {socket.gethostname()}"
     line = f"warning: RPC listens on {where}, without authentication: trust its network\n"
     assert capsys.readouterr().err == (line if warned else "")
@@ -317,46 +296,31 @@ def test_the_command_listens_on_loopback_only_and_ends_with_its_server():
     min(first.children(), key=lambda child: child.pid).kill()  # rank 0
     status, _, stderr = finish(job, timeout=20)
     assert (status, own_lines(stderr)[-1]) == (1, "the server is lost: rank 0 was killed by SIGKILL")
-    deadline = time.monotonic() + 5
-    while members(mark) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not members(mark)
+    wait_for_the_end_of(mark, 5)
 
-
-# ---- it learns ------------------------------------------------------------------------------------------------------
 
 REAL = pytest.mark.skipif(MNIST_ROOT is None, reason="MNIST_ROOT does not say where the real MNIST is")
-
-
-def check_output(stdout, trainers, mode, at_least):
-    first, *lines, last = stdout.splitlines()
-    assert first == f"Training on {trainers} x cpu, {mode}, batch 32 each"
-    matches = [LINE.fullmatch(line) for line in lines]
-    assert [int(match.group(1)) for match in matches] == list(range(1, len(lines) + 1))
-    assert re.fullmatch(r"Finished: \d+ updates, no trainer lost", last)
-    assert float(matches[-1].group(3)) == round(int(matches[-1].group(4)) / 10_000, 4) >= at_least
-
-
-@pytest.mark.slow
-def test_the_same_file_under_torchrun():
-    status, stdout, stderr = torchrun(3, SCRIPT, "--epochs", 1, "--mode", "sync", env={"OMP_NUM_THREADS": "1"})
-    assert (status, "warning: RPC" in stderr) == (0, False), stderr
-    check_output(stdout, 2, "sync", at_least=0.9)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("mode", ["hogwild", "sync"])
 @pytest.mark.parametrize(
-    ("trainers", "options", "at_least"),
+    ("command", "trainers", "options", "at_least"),
     [
-        (1, (), 0.95),
-        (2, (), 0.95),
-        (4, (), 0.95),
-        pytest.param(2, ("--epochs", 1, "--data", "mnist", "--data-dir", MNIST_ROOT), 0.97, marks=REAL),
+        (run, 1, (), 0.95),
+        (run, 2, (), 0.95),
+        (run, 4, (), 0.95),
+        (functools.partial(torchrun, 3), 2, ("--epochs", 1), 0.9),
+        pytest.param(run, 2, ("--epochs", 1, "--data", "mnist", "--data-dir", MNIST_ROOT), 0.97, marks=REAL),
     ],
 )
-def test_it_learns(mode, trainers, options, at_least):
-    status, stdout, stderr = run(SCRIPT, "--mode", mode, "--trainers", trainers, *options, timeout=380)
-    assert status == 0, stderr
-    check_output(stdout, trainers, mode, at_least)
+def test_it_learns(mode, command, trainers, options, at_least):
+    status, stdout, stderr = command(SCRIPT, "--mode", mode, "--trainers", trainers, *options, timeout=380)
+    assert status == 0 and "warning: RPC" not in stderr, stderr
+    first, *lines, last = stdout.splitlines()
+    assert first == f"Training on {trainers} x cpu, {mode}, batch 32 each"
+    matches = [LINE.fullmatch(line) for line in lines]
+    assert [int(match.group(1)) for match in matches] == list(range(1, len(lines) + 1))
+    assert re.fullmatch(r"Finished: \d+ updates, no trainer lost", last)
+    assert float(matches[-1].group(3)) == round(int(matches[-1].group(4)) / 10_000, 4) >= at_least

@@ -168,7 +168,7 @@ def test_preempted_it_saves_is_requeued_resumes_at_that_step_and_finishes(cluste
     wait_until(job.ended)
     assert job.field("JobState") == "COMPLETED", job.text()
     assert "next is Epoch 6, Step 0" in job.text()
-    dist.launch(multinode_torchrun.main_worker, options(tmp_path / "expected.pt", 6, 1000, 8), nprocs=2)
+    dist.launch(multinode_torchrun.main_worker, options(tmp_path / "expected.pt", 6, global_batch_size=8), nprocs=2)
     assert_same_models(tmp_path / "snapshot.pt", tmp_path / "expected.pt")
 
 

@@ -1,8 +1,6 @@
 """What takes minutes, of the transformer scripts: they learn, and send as many bytes as their docstrings say."""
 
-import argparse
 import contextlib
-import functools
 import io
 import json
 import subprocess
@@ -54,48 +52,34 @@ def sent_on_loopback():
         return next(int(line.split()[9]) for line in file if line.strip().startswith("lo:"))
 
 
-def report(name, prepare, expected, **changes):
+def prepare(script, model, args):
+    """The model as a script splits it, and its optimizer."""
+    if script is min_ZeRO:
+        return min_ZeRO.prepare(model, [{"params": list(model.parameters())}], args, torch.optim.SGD, lr=LR)
+    if script is min_PP:
+        pipeline = min_PP.Pipeline(model, args)
+        return pipeline, make_optimizer("SGD", pipeline.params, LR)
+    if script is min_TP:
+        model = min_TP.parallelize(model, args)
+    elif script is min_CP:
+        model = min_CP.parallelize(model, args.attention)
+    elif script is min_EP:
+        model = min_EP.add_experts(model, args)
+    return model, make_optimizer("SGD", model.parameters(), LR)
+
+
+def report(script, expected, **changes):
     """Print the bytes that one rank sends per step: those of 6 steps less those of 2, and so without set-up."""
-    args, totals = arguments(dist.get_world_size(), layers=LAYERS, length=LENGTH, width=WIDTH, log_every=100), []
-    args = argparse.Namespace(**{**vars(args), **changes})
-    model, optimizer, train = prepare(make_model(args), args)
+    sizes, totals = {"layers": LAYERS, "length": LENGTH, "width": WIDTH, "log_every": 100}, []
+    args = arguments(dist.get_world_size(), **{**sizes, **changes})
+    model, optimizer = prepare(script, make_model(args), args)
     for steps in (2, 2, 6):  # the first one also pays for what is set up once
         before, args.steps = sent_on_loopback(), steps
         with contextlib.redirect_stdout(io.StringIO()):
-            train(model, optimizer, *small_text(), args)
+            script.train(model, optimizer, *small_text(), args)
         totals.append(sent_on_loopback() - before)
     sent = (totals[2] - totals[1]) / 4 / dist.get_world_size()
-    dist.print_primary(json.dumps([name, sent, expected]))
-
-
-def with_sgd(model, train, params=None):
-    return model, make_optimizer("SGD", params or model.parameters(), LR), train
-
-
-def with_tensor_parallel(model, args):
-    return with_sgd(min_TP.parallelize(model, args), min_TP.train)
-
-
-def with_context_parallel(kind, model, args):
-    return with_sgd(min_CP.parallelize(model, kind), min_CP.train)
-
-
-def with_pipeline(model, args):
-    pipeline = min_PP.Pipeline(model, args)
-    return with_sgd(pipeline, min_PP.train, pipeline.params)
-
-
-def with_zero(model, args):
-    groups = [{"params": list(model.parameters())}]
-    return *min_ZeRO.prepare(model, groups, args, torch.optim.SGD, lr=LR), min_ZeRO.train
-
-
-def with_experts(model, args):
-    return with_sgd(min_EP.add_experts(model, args), min_EP.train)
-
-
-def with_rare_talk(model, args):
-    return with_sgd(model, min_DiLoCo.train)
+    dist.print_primary(json.dumps([f"{script.__name__} {changes}", sent, expected]))
 
 
 def count_worker(local_rank, world_size):
@@ -103,31 +87,28 @@ def count_worker(local_rank, world_size):
     for nprocs, options, passes, pipelines in PIPELINES:
         if nprocs == world_size:
             sizes = {"layers": 4, "width": 128, "length": 128, "batch_size": 16, "clip": 1.0}
-            args = arguments(**sizes)
-            n_params = sum(param.numel() for param in make_model(args).parameters())
+            n_params = sum(param.numel() for param in make_model(arguments(**sizes)).parameters())
             expected = (passes * 4 * 16 * 128 * 128 + 2 * (pipelines - 1) * 4 * n_params) / nprocs
-            report(f"PP {options}", with_pipeline, expected, micro_batches=4, **options, **sizes)
+            report(min_PP, expected, micro_batches=4, **options, **sizes)
     if world_size != N:
         return
     features = (N - 1) / N * 4 * LENGTH * WIDTH
     for loss_parallel, logits in ((True, 0), (False, (N - 1) / N * 4 * BATCH * LENGTH * 256)):
-        kind = {"sequence_parallel": False, "loss_parallel": loss_parallel}
-        report(f"TP {kind}", with_tensor_parallel, ((8 * LAYERS + 3) * BATCH + 1) * features + logits, **kind)
+        expected = ((8 * LAYERS + 3) * BATCH + 1) * features + logits
+        report(min_TP, expected, sequence_parallel=False, loss_parallel=loss_parallel)
     n_params = sum(param.numel() for param in make_model(arguments(layers=2, length=LENGTH, width=WIDTH)).parameters())
     ddp, on_gloo = 2 * (N - 1) / N * 4 * n_params, 1.5  # whose reduce-scatter is an all-reduce
-    for kind, times in (("ulysses", 2 / N), ("all-gather", on_gloo)):
-        expected = ddp + times * 4 * LAYERS * BATCH * features
-        report(f"CP {kind}", functools.partial(with_context_parallel, kind), expected)
+    for attention, times in (("ulysses", 2 / N), ("all-gather", on_gloo)):
+        report(min_CP, ddp + times * 4 * LAYERS * BATCH * features, attention=attention)
     for library in (False, True):  # gradients and parameters; by hand that is a reduce-scatter, too
-        report(f"ZeRO, library={library}", with_zero, 1.5 * ddp, library=library)
+        report(min_ZeRO, 1.5 * ddp, library=library)
     for every in (1, 2):
-        options = {"sync_every": every, "outer_lr": 0.7, "outer_momentum": 0.9}
-        report(f"DiLoCo {every}", with_rare_talk, ddp / every, **options)
+        report(min_DiLoCo, ddp / every, sync_every=every, outer_lr=0.7, outer_momentum=0.9)
     experts = {"experts": N, "top": 2, "balance": 0.01}  # both, so that all are used evenly
     args = arguments(layers=LAYERS, length=LENGTH, width=WIDTH, **experts)
     model = min_EP.add_experts(make_model(args), args)
     shared = 2 * (N - 1) / N * sum(param.nbytes for param in min_EP.split_params(model)[0])
-    report("EP", with_experts, shared + 4 * LAYERS * 2 * BATCH * features / N, **experts)
+    report(min_EP, shared + 4 * LAYERS * 2 * BATCH * features / N, **experts)
 
 
 def count():
