@@ -61,11 +61,14 @@ def test_without_a_gpu_or_under_a_launcher_it_runs_in_this_process(monkeypatch, 
     """What another one printed, capsys would not see."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     dist.launch(print, "a")
+    monkeypatch.setenv("WORLD_SIZE", "8")  # alone, it is left from something else
     dist.launch(print, "b", nprocs=1)
-    for name, value in {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}.items():
+    for name, value in {"RANK": "5", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     dist.launch(print, "c", nprocs=3)
-    assert capsys.readouterr().out == "0 1 a\n0 1 b\n1 8 c\n"
+    monkeypatch.delenv("WORLD_SIZE")
+    dist.launch(lambda *_: print(dist.get_rank(), dist.get_world_size()))
+    assert capsys.readouterr().out == "0 1 a\n0 1 b\n1 8 c\n0 1\n"
 
 
 def test_one_process_per_visible_gpu_by_default(monkeypatch, capfd):
@@ -173,6 +176,12 @@ def test_an_argument_that_cannot_be_unpickled_is_a_workers_error():
         dist.launch(print, Unloadable(), nprocs=2)
 
 
+def test_what_is_wrong_with_the_environment_is_a_workers_error(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    with pytest.raises(ProcessRaisedException, match="invalid literal for int"):
+        dist.launch(print, nprocs=2)
+
+
 # ---- joining, and leaving at once -----------------------------------------------------------------------------------
 
 
@@ -225,6 +234,17 @@ def test_a_launcher_that_sets_no_local_rank_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match="RANK is set, but LOCAL_RANK is not: set it"):
         dist.launch(print)
+
+
+def join_by_hand(local_rank, world_size):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    dist.init_process_group(local_rank, world_size)
+    assert (dist.get_rank(), dist.get_local_rank(), dist.get_world_size()) == (local_rank, local_rank, world_size)
+
+
+def test_processes_that_the_caller_has_started_use_a_gpu_each():
+    dist.launch(join_by_hand, nprocs=2)
 
 
 # ---- nothing left behind, nothing open, no collisions ---------------------------------------------------------------

@@ -181,6 +181,8 @@ def test_nproc_is_the_number_of_processes(script, main_of, monkeypatch):
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
     assert launched(monkeypatch, script).kwargs == {"nprocs": 4}, "those of a launcher"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert launched(monkeypatch, script, "--nproc", 4), "on two machines with two GPUs each"
 
 
 def test_other_numbers_of_processes(monkeypatch):
@@ -190,6 +192,15 @@ def test_other_numbers_of_processes(monkeypatch):
     for gpus, layers in ((0, 4), (2, 4), (8, 8)):  # enough for a stage on each
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert launched(monkeypatch, "min_PP").args[1].layers == layers
+
+
+def test_a_scripts_own_options_may_be_spelt_with_underscores():
+    parser = dist.ArgumentParser(None)  # as under python -OO
+    parser.add_argument_group().add_argument("--data_size", type=int)
+    parser.add_argument("--run-name")
+    parser.add_subparsers().add_parser("train").add_argument("--max_steps", type=int)
+    args = parser.parse_args(["--data_size", "3", "--run_name=a_b", "train", "--max_steps=7"])
+    assert (args.data_size, args.run_name, args.max_steps) == (3, "a_b", 7)
 
 
 FOLDERS = [
