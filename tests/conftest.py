@@ -3,7 +3,9 @@
 import contextlib
 import importlib
 import os
+import pkgutil
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -95,6 +97,28 @@ def torchrun(nproc, script, *args, **kwargs):
     """Run a script under the real torchrun on this machine; returns (exit status, stdout, stderr)."""
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc, script, *args)
     return run(*command, **kwargs)
+
+
+def exit_message(function, *args, **kwargs):
+    """The one line with which `function` leaves."""
+    with pytest.raises(SystemExit) as exit_info:
+        function(*args, **kwargs)
+    assert isinstance(exit_info.value.code, str) and len(exit_info.value.code.splitlines()) == 1
+    return exit_info.value.code
+
+
+def killed_in(target, call=1, at_its_end=False):
+    """A patch with which this process is killed in its `call`-th call of the function `target`."""
+    function, calls = pkgutil.resolve_name(target), []
+
+    def count(*args, **kwargs):
+        calls.append(None)
+        if len(calls) < call or at_its_end:
+            function(*args, **kwargs)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return mock.patch(target, count)
 
 
 def wait_for(condition, process, timeout=90):
