@@ -129,9 +129,6 @@ def test_the_elastic_task_on_two(tmp_path):
     check_model(path, accuracy)
 
 
-SETTINGS = SerializationSettings(image_config=ImageConfig(Image("default", "image", "tag")))
-
-
 @pytest.mark.parametrize("task", [flyte_workflow.pytorch_mnist_task, flyte_workflow.pytorch_mnist_elastic_task])
 def test_what_a_task_asks_for(task):
     assert task.resources.requests.gpu == task.resources.limits.gpu == str(flyte_workflow.GPUS)
@@ -141,7 +138,8 @@ def test_what_a_task_asks_for(task):
 
 
 def test_the_elastic_task_asks_for_machines():
-    custom = flyte_workflow.pytorch_mnist_elastic_task.get_custom(SETTINGS)["elasticConfig"]
+    settings = SerializationSettings(image_config=ImageConfig(Image("default", "image", "tag")))
+    custom = flyte_workflow.pytorch_mnist_elastic_task.get_custom(settings)["elasticConfig"]
     assert (custom["minReplicas"], custom["maxReplicas"], custom["nprocPerNode"]) == (2, 2, flyte_workflow.GPUS)
     assert flyte_workflow.pytorch_mnist_elastic_task.task_type == "pytorch"
 

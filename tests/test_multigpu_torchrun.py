@@ -113,29 +113,25 @@ def test_n_processes_compute_what_one_computes(nprocs, tmp_path, capfd):
     assert [float(line[-1]) for line in lines] == pytest.approx([*runs[0][1], *runs[1][1]], abs=5.1e-5)
 
 
-def resume_worker(local_rank, world_size, path, total_epochs):
+def resume_worker(local_rank, world_size, *runs):
     """With all that is random: dropout, and noise that a worker process of the loader adds."""
     dist.init_process_group()
     loading = {"collate_fn": None, "num_workers": 1 if world_size == 2 else 0}
-    torch.manual_seed(total_epochs)  # no randomness from before the first epoch counts
-    model = random_model()
-    with no_seed_twice():
-        trainer(model, adam, path, Augmented(), 128, **loading).train(total_epochs)
-    assert model.training
-
-
-def straight_and_half_worker(local_rank, world_size, straight, resumed):
-    resume_worker(local_rank, world_size, straight, 2)
-    resume_worker(local_rank, world_size, resumed, 1)
+    for path, total_epochs in runs:
+        torch.manual_seed(total_epochs)  # no randomness from before the first epoch counts
+        model = random_model()
+        with no_seed_twice():
+            trainer(model, adam, path, Augmented(), 128, **loading).train(total_epochs)
+        assert model.training
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
 def test_a_resumed_run_ends_where_the_uninterrupted_one_ends(nprocs, tmp_path):
     straight, resumed = str(tmp_path / "straight.pt"), str(tmp_path / "resumed.pt")
-    dist.launch(straight_and_half_worker, straight, resumed, nprocs=nprocs)
+    dist.launch(resume_worker, (straight, 2), (resumed, 1), nprocs=nprocs)
     weights = [torch.load(path, weights_only=True)["model"]["0.weight"] for path in (straight, resumed)]
     assert not torch.equal(*weights)
-    dist.launch(resume_worker, resumed, 2, nprocs=nprocs)
+    dist.launch(resume_worker, (resumed, 2), nprocs=nprocs)
     assert_same_models(resumed, straight)
 
 
