@@ -269,6 +269,10 @@ def first_epoch_of(uninterrupted, folder):
     return str(folder)
 
 
+def again_worker(local_rank, world_size, folder, model=Net):
+    train(local_rank, world_size, folder, model=model, checkpoint_dir=folder)
+
+
 def resume_worker(local_rank, world_size, folder):
     """Go on after the first epoch: from the same state, to the same end, and with another rate; and from bad files."""
     dist.init_process_group()
@@ -285,7 +289,7 @@ def resume_worker(local_rank, world_size, folder):
     bad = Path(folder, "bad")
     expected = f"cannot load {bad / 'epoch-1'}: damaged, or of another model: name another folder"
     missing = f"cannot load {bad / 'epoch-1'}: not all shards are here: all machines must share the folder"
-    assert exit_message(train_bad, local_rank, world_size, folder, mnist.ShallowNet).startswith(expected)
+    assert exit_message(again_worker, local_rank, world_size, str(bad), mnist.ShallowNet).startswith(expected)
     files = {path: path.read_bytes() for path in bad.rglob("*") if path.is_file()}
     for name, content, message in (
         ("__0_0.distcp", lambda whole: whole[: len(whole) // 2], expected),
@@ -299,7 +303,7 @@ def resume_worker(local_rank, world_size, folder):
         if local_rank == 0:
             path.write_bytes(content(files[path])) if content else path.unlink()
         dist.barrier()
-        assert exit_message(train_bad, local_rank, world_size, folder).startswith(message), name
+        assert exit_message(again_worker, local_rank, world_size, str(bad)).startswith(message), name
         dist.barrier()
         if local_rank == 0:
             path.write_bytes(files[path])
@@ -307,18 +311,10 @@ def resume_worker(local_rank, world_size, folder):
     assert {path: path.read_bytes() for path in bad.rglob("*") if path.is_file()} == files
 
     if world_size > 1:  # another machine, without the folder of the first
-        os.makedirs(f"{folder}/own {local_rank}/epoch-1", exist_ok=True)
         if local_rank == 0:
-            shutil.copytree(bad / "epoch-1", f"{folder}/own 0/epoch-1", dirs_exist_ok=True)
-        model = min_FSDP.wrap(Net(), "fsdp", dist.get_device(), 5000, False)
-        message = exit_message(
-            checkpoint.load_sharded, f"{folder}/own {local_rank}", model, OPTIMIZERS["adam"](model.parameters(), LR)
-        )
+            shutil.copytree(bad, f"{folder}/own 0")
+        message = exit_message(again_worker, local_rank, world_size, f"{folder}/own {local_rank}")
         assert "not all shards are here" in message
-
-
-def train_bad(local_rank, world_size, folder, model=Net):
-    train(local_rank, world_size, folder, "never", model=model, checkpoint_dir=f"{folder}/bad")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -364,7 +360,7 @@ def killed_worker(local_rank, world_size, folder, rank, how):
             save(folder, model, optimizer, epoch)
 
     with mock.patch("checkpoint.save_sharded", save_or_die):
-        train(local_rank, world_size, folder, checkpoint_dir=folder)
+        again_worker(local_rank, world_size, folder)
 
 
 @pytest.mark.slow
@@ -382,10 +378,6 @@ def test_kill_in_a_save(moment, uninterrupted, references, tmp_path):
     assert_equal_states(torch.load(tmp_path / "saved.pt", weights_only=True)["model"], references["adam"][0])
 
 
-def again_worker(local_rank, world_size, folder):
-    train(local_rank, world_size, folder, checkpoint_dir=folder)
-
-
 def full_disk_worker(local_rank, world_size, folder):
     """A disk that fills in the second save, on every rank, and in the export."""
     save = checkpoint.save_sharded
@@ -395,7 +387,7 @@ def full_disk_worker(local_rank, world_size, folder):
         save(*arguments)
 
     with mock.patch("checkpoint.save_sharded", save_on_a_full_disk):
-        message = exit_message(again_worker, local_rank, world_size, f"{folder}")
+        message = exit_message(again_worker, local_rank, world_size, folder)
     assert message.startswith(f"cannot save {folder}/epoch-2, is the disk full? ")
     with few_digits(*SIZES):
         model = min_FSDP.wrap(Net(), "fsdp", dist.get_device(), 5000, False)
