@@ -3,7 +3,9 @@
 import contextlib
 import importlib
 import os
+import pkgutil
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +21,8 @@ import distributed
 ROOT = Path(__file__).parent.parent
 PRELOADED = ["torch._dynamo", "torch.distributed.nn.functional", "torchvision", "torch.distributed.checkpoint"]
 PRELOADED += [f"torch.distributed.{name}" for name in ("fsdp", "pipelining", "rpc", "tensor.parallel")]
+MNIST_ROOT = os.environ.get("MNIST_ROOT")
+needs_mnist = pytest.mark.skipif(not MNIST_ROOT, reason="MNIST_ROOT does not say where MNIST is")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -95,6 +99,28 @@ def torchrun(nproc, script, *args, **kwargs):
     """Run a script under the real torchrun on this machine; returns (exit status, stdout, stderr)."""
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc, script, *args)
     return run(*command, **kwargs)
+
+
+def exit_message(function, *args, **kwargs):
+    """The one line with which `function` leaves."""
+    with pytest.raises(SystemExit) as exit_info:
+        function(*args, **kwargs)
+    assert isinstance(exit_info.value.code, str) and len(exit_info.value.code.splitlines()) == 1
+    return exit_info.value.code
+
+
+def killed_in(target, call=1, at_its_end=False):
+    """A patch with which this process is killed in its `call`-th call of the function `target`."""
+    function, calls = pkgutil.resolve_name(target), []
+
+    def count(*args, **kwargs):
+        calls.append(None)
+        if len(calls) < call or at_its_end:
+            function(*args, **kwargs)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return mock.patch(target, count)
 
 
 def wait_for(condition, process, timeout=90):

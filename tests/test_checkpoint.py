@@ -1,11 +1,11 @@
 """A snapshot is whole or absent, is agreed on by all nodes, and a bad one stops every rank with one clear line."""
 
+import contextlib
 import copy
 import errno
 import os
 import pickle
 import resource
-import signal
 import stat
 import threading
 from collections import Counter, defaultdict
@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import exit_message, killed_in
 from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
@@ -37,17 +38,7 @@ def objects(seed=0, width=8, optimizer_class=torch.optim.Adam):
 
 
 def assert_same(actual, expected):
-    if isinstance(expected, torch.Tensor):
-        assert torch.equal(actual, expected)
-    elif isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        for key in expected:
-            assert_same(actual[key], expected[key])
-    elif isinstance(expected, list | tuple):
-        for pair in zip(actual, expected, strict=True):
-            assert_same(*pair)
-    else:
-        assert actual == expected
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def assert_same_states(actual, expected):
@@ -55,96 +46,85 @@ def assert_same_states(actual, expected):
         assert_same(one.state_dict(), other.state_dict())
 
 
-def as_node(folder):
-    """Make this rank the only one of a node with its own disk."""
-    os.environ["LOCAL_RANK"] = "0"
-    node = Path(folder, f"node{dist.get_rank()}")
-    node.mkdir(exist_ok=True)
-    os.chdir(node)
-
-
-def exit_message(function, *args, **kwargs):
-    """The message with which all ranks leave `function`, the same on each of them."""
-    with pytest.raises(SystemExit) as exit_info:
-        function(*args, **kwargs)
-    messages = [exit_info.value.code] * dist.get_world_size()
-    if dist.get_world_size() > 1:
-        torch.distributed.all_gather_object(messages, exit_info.value.code)
-    assert len(set(messages)) == 1
-    assert isinstance(messages[0], str)
-    assert len(messages[0].splitlines()) == 1
-    return messages[0]
+def agreed_message(function, *args, **kwargs):
+    """The line with which all ranks leave `function`, the same on each of them."""
+    message = exit_message(function, *args, **kwargs)
+    assert set(dist.agree(message)) == {message}
+    return message
 
 
 # ---- whole, exact, interchangeable ----------------------------------------------------------------------------------
 
 
-def save_worker(local_rank, world_size, path, seed, epoch, step):
+def save_worker(local_rank, world_size, path):
     dist.init_process_group()
-    model, optimizer, scheduler = objects(seed)
-    model = dist.prepare_ddp_model(model)
-    checkpoint.save(path, model, optimizer, scheduler, epoch=epoch, step=step)
+    model, optimizer, scheduler = objects(1)
+    wrapped = torch.compile(dist.prepare_ddp_model(model))
+    checkpoint.save(path, wrapped, optimizer, scheduler, epoch=7, step=3)
 
 
-def load_worker(local_rank, world_size, path, seed, position):
+def load_worker(local_rank, world_size, path):
     dist.init_process_group()
-    model, optimizer, scheduler = objects(seed=9)
-    wrapped = dist.prepare_ddp_model(model)
-    assert checkpoint.load(path, wrapped, optimizer, scheduler) == position
-    assert_same_states((model, optimizer, scheduler), objects(seed))
+    model, optimizer, scheduler = objects(9)
+    assert checkpoint.load(path, dist.prepare_ddp_model(model), optimizer, scheduler) == (7, 3)
+    assert_same_states((model, optimizer, scheduler), objects(1))
 
 
 @pytest.mark.parametrize(("savers", "loaders"), [(1, 1), (3, 1), (1, 3), (2, 3)])
 def test_any_number_of_processes_loads_what_any_number_saved(savers, loaders, tmp_path):
     path = str(tmp_path / "snapshot.pt")
-    dist.launch(save_worker, path, 1, 7, 3, nprocs=savers)
-    dist.launch(load_worker, path, 1, (7, 3), nprocs=loaders)
+    dist.launch(save_worker, path, nprocs=savers)
+    snapshot = torch.load(path, weights_only=True)
+    assert snapshot.keys() == {"model", "optimizer", "scheduler", "epoch", "step"}
+    assert snapshot["model"].keys() == objects()[0].state_dict().keys(), "of the unwrapped model"
+    dist.launch(load_worker, path, nprocs=loaders)
     assert os.listdir(tmp_path) == ["snapshot.pt"]
 
 
-def test_it_holds_tensors_and_containers_of_the_unwrapped_model(tmp_path):
-    path = str(tmp_path / "snapshot.pt")
-    dist.launch(save_worker, path, 0, 1, 0, nprocs=2)
-    snapshot = torch.load(path, weights_only=True)
-    assert snapshot.keys() == {"model", "optimizer", "scheduler", "epoch", "step"}
-    assert snapshot["model"].keys() == objects()[0].state_dict().keys()
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def test_without_a_snapshot_nothing_changes(tmp_path):
-    parts = objects()
-    assert checkpoint.load(tmp_path / "snapshot.pt", *parts) == (0, 0)
-    assert_same_states(parts, objects())
-
-
-def big_worker(local_rank, world_size, path):
+def memory_worker(local_rank, world_size, path):
     dist.init_process_group()
     torch.manual_seed(local_rank)
-    model = nn.Linear(4200, 4200)  # 67 MiB: more than is sent at once
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = nn.Linear(4200, 4200)
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    model(torch.ones(4200)).sum().backward()
+    optimizer.step()
     checkpoint.save(path, model, optimizer, epoch=1)
     weight = model.weight.detach().clone()
+    model = model.requires_grad_(False)
     nn.init.zeros_(model.weight)
-    assert checkpoint.load(path, model, optimizer) == (1, 0)
-    torch.distributed.broadcast(weight, src=0)
+    del optimizer
+    before = peak()
+    assert checkpoint.load(path, model, torch.optim.Adam(model.parameters())) == (1, 0)
+    assert peak() - before < 1.4 * os.path.getsize(path), (peak() - before) / os.path.getsize(path)
+    dist.sync_params([weight])
     assert torch.equal(model.weight, weight)
 
 
-def test_a_large_snapshot_reaches_all_ranks(tmp_path):
-    dist.launch(big_worker, str(tmp_path / "snapshot.pt"), nprocs=2)
+def test_loading_takes_the_size_of_the_file(tmp_path):
+    dist.launch(memory_worker, str(tmp_path / "snapshot.pt"), nprocs=2)
 
 
 # ---- many nodes -----------------------------------------------------------------------------------------------------
 
 
-KINDS = ("model", "optimizer", "scheduler")
-
-
-def nodes_worker(local_rank, world_size, folder):
+def nodes_worker(rank, world_size, folder):
     dist.init_process_group()
-    as_node(folder)
-    rank = dist.get_rank()
+    node = Path(folder, f"node{rank}")
+    node.mkdir()
+    os.chdir(node)
     parts = objects()
     assert checkpoint.load("snapshot.pt", *parts) == (0, 0)
+    assert_same_states(parts, objects())
+
+    # Two nodes of two: local rank 0 of each writes.
+    os.environ["LOCAL_RANK"] = str(rank % 2)
+    checkpoint.save("snapshot.pt", *parts, epoch=1)
+    assert os.listdir(node) == ["snapshot.pt"] * (rank % 2 == 0)
+    os.environ["LOCAL_RANK"] = "0"  # from here on each rank is the only one of a node
 
     # Every node writes the same file, also where batch norm's statistics differ by rank.
     parts[0][1].running_mean.fill_(rank)
@@ -156,7 +136,8 @@ def nodes_worker(local_rank, world_size, folder):
     positions = [None, (2, 0), (2, 5), (1, 9)]
     if positions[rank] is not None:
         epoch, step = positions[rank]
-        states = {name: part.state_dict() for name, part in zip(KINDS, objects(rank), strict=True)}
+        model, optimizer, scheduler = (part.state_dict() for part in objects(rank))
+        states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         torch.save({**states, "epoch": epoch, "step": step}, "snapshot.pt")
     parts = objects(9)
     assert checkpoint.load("snapshot.pt", *parts) == (2, 5)
@@ -173,14 +154,14 @@ def nodes_worker(local_rank, world_size, folder):
     # A bad file on one node stops all, though the others' are intact, rather than start with an unclear history.
     if rank == 1:
         Path("snapshot.pt").write_bytes(b"")
-    message = exit_message(checkpoint.load, "snapshot.pt", *parts)
+    message = agreed_message(checkpoint.load, "snapshot.pt", *parts)
     assert str(Path(folder, "node1", "snapshot.pt")) in message
 
     # A node that cannot save stops all.
     if rank == 1:
         os.remove("snapshot.pt")
         os.mkdir("snapshot.pt")
-    message = exit_message(checkpoint.save, "snapshot.pt", *parts, epoch=3)
+    message = agreed_message(checkpoint.save, "snapshot.pt", *parts, epoch=3)
     assert str(Path(folder, "node1", "snapshot.pt")) in message
     assert not list(Path.cwd().glob("*.tmp"))
 
@@ -189,62 +170,28 @@ def test_nodes_agree(tmp_path):
     dist.launch(nodes_worker, str(tmp_path), nprocs=4)
 
 
-def once_per_node_worker(local_rank, world_size, folder):
-    dist.init_process_group()
-    os.environ["LOCAL_RANK"] = str(local_rank % 2)  # two nodes of two
-    os.makedirs(f"{folder}/{local_rank}")
-    os.chdir(f"{folder}/{local_rank}")
-    checkpoint.save("snapshot.pt", *objects(), epoch=1)
-
-
-def test_local_rank_0_of_each_node_writes(tmp_path):
-    dist.launch(once_per_node_worker, str(tmp_path), nprocs=4)
-    assert sorted(path.parent.name for path in tmp_path.glob("*/snapshot.pt")) == ["0", "2"]
-
-
 # ---- a kill while saving --------------------------------------------------------------------------------------------
 
 
-def kill_worker(local_rank, world_size, path, moment):
+def kill_worker(local_rank, world_size, path, target, at_its_end):
     dist.init_process_group()
-
-    def killed(*args, **kwargs):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    real_save, real_replace = torch.save, os.replace
-
-    def partial_save(snapshot, file):
-        real_save(snapshot, file)
-        file.truncate(file.tell() // 2)
-        file.flush()
-        killed()
-
-    def killed_after_replace(*args):
-        real_replace(*args)
-        killed()
-
-    if local_rank == 0:
-        if moment == "write":
-            torch.save = partial_save
-        elif moment == "fsync":
-            os.fsync = killed
-        elif moment == "replace":
-            os.replace = killed
-        elif moment == "replaced":
-            os.replace = killed_after_replace
-    checkpoint.save(path, *objects(2), epoch=2)
+    with killed_in(target, at_its_end=at_its_end) if local_rank == 0 else contextlib.nullcontext():
+        checkpoint.save(path, *objects(2), epoch=2)
 
 
-@pytest.mark.parametrize(("moment", "survivor"), [("write", 1), ("fsync", 1), ("replace", 1), ("replaced", 2)])
-def test_a_kill_leaves_the_old_snapshot_or_the_new_one(moment, survivor, tmp_path):
+@pytest.mark.parametrize(
+    ("target", "at_its_end", "survivor"),
+    [("torch.save", False, 1), ("os.fsync", False, 1), ("os.replace", False, 1), ("os.replace", True, 2)],
+)
+def test_a_kill_leaves_the_old_snapshot_or_the_new_one(target, at_its_end, survivor, tmp_path):
     path = str(tmp_path / "snapshot.pt")
     checkpoint.save(path, *objects(1), epoch=1)
     with pytest.raises(ProcessExitedException, match="rank 0 was killed by SIGKILL"):
-        dist.launch(kill_worker, path, moment, nprocs=2)
+        dist.launch(kill_worker, path, target, at_its_end, nprocs=2)
     parts = objects(9)
     assert checkpoint.load(path, *parts) == (survivor, 0)
     assert_same_states(parts, objects(survivor))
-    checkpoint.save(path, *parts, epoch=3)  # takes the half-written file's place
+    checkpoint.save(path, *parts, epoch=3)  # takes the unfinished file's place
     assert os.listdir(tmp_path) == ["snapshot.pt"]
 
 
@@ -286,10 +233,8 @@ def bad_files(folder):
     expected |= {"directory": "Is a directory", "unreadable": "Permission denied"}
     checkpoint.save(folder / "wider", *objects(width=9), epoch=1)
     checkpoint.save(folder / "unscheduled", model, optimizer, epoch=1)
-    another = nn.Linear(4, 1)
-    checkpoint.save(folder / "another", another, torch.optim.Adam(another.parameters()), epoch=1)
     without = "holds the state of model and optimizer, not of model and optimizer and scheduler"
-    return expected | {"unscheduled": without, "another": without, "wider": "is another model's"}
+    return expected | {"unscheduled": without, "wider": "is another model's"}
 
 
 def bad_worker(local_rank, world_size, folder, expected):
@@ -298,11 +243,12 @@ def bad_worker(local_rank, world_size, folder, expected):
     if os.geteuid() == 0:
         os.seteuid(65534)  # root may read everything
     for name, reason in expected.items():
-        message = exit_message(checkpoint.load, name, *objects())
+        message = agreed_message(checkpoint.load, name, *objects())
         assert str(Path(folder, name)) in message
         assert reason in message, name
         assert "move it away" in message or "save and load the same parts" in message
-    dist.cleanup()
+    message = agreed_message(checkpoint.load, "good", *objects()[:2])
+    assert "holds the state of model and optimizer and scheduler, not of model and optimizer:" in message
 
 
 def test_bad_snapshots(tmp_path):
@@ -315,28 +261,18 @@ def test_bad_snapshots(tmp_path):
     assert not (tmp_path / "exploded").exists()
 
 
-def full_disk_worker(local_rank, world_size, path, moment):
+def full_disk_worker(local_rank, world_size, path):
     dist.init_process_group()
     parts = objects(2, width=2000)  # large enough for torch.save to write before the end
-    if moment == "write":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
-    elif local_rank == 0:
-
-        def full(descriptor):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        os.fsync = full
-    message = exit_message(checkpoint.save, path, *parts, epoch=2)
-    assert path in message
-    assert os.strerror(errno.EFBIG if moment == "write" else errno.ENOSPC) in message
-    assert "make room" in message
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+    message = agreed_message(checkpoint.save, path, *parts, epoch=2)
+    assert path in message and os.strerror(errno.EFBIG) in message and "make room" in message
 
 
-@pytest.mark.parametrize("moment", ["write", "fsync"])
-def test_a_full_disk_leaves_the_old_snapshot(moment, tmp_path):
+def test_a_full_disk_leaves_the_old_snapshot(tmp_path):
     path = str(tmp_path / "snapshot.pt")
     checkpoint.save(path, *objects(1), epoch=1)
-    dist.launch(full_disk_worker, path, moment, nprocs=2)
+    dist.launch(full_disk_worker, path, nprocs=2)
     assert os.listdir(tmp_path) == ["snapshot.pt"]
     parts = objects(9)
     assert checkpoint.load(path, *parts) == (1, 0)
@@ -344,13 +280,15 @@ def test_a_full_disk_leaves_the_old_snapshot(moment, tmp_path):
 
 
 def test_a_saving_error_that_is_not_the_disks_keeps_its_traceback(tmp_path, monkeypatch):
-    def broken(*args):
+    def broken(snapshot, file):
+        file.write(b"new")
         raise RuntimeError("CUDA error")
 
+    (tmp_path / "snapshot.pt").write_bytes(b"old")
     monkeypatch.setattr(torch, "save", broken)
     with pytest.raises(RuntimeError, match="CUDA error"):
         checkpoint.save(tmp_path / "snapshot.pt", *objects(), epoch=1)
-    assert not os.listdir(tmp_path)
+    assert os.listdir(tmp_path) == ["snapshot.pt"] and (tmp_path / "snapshot.pt").read_bytes() == b"old"
 
 
 # ---- what a user may put in -----------------------------------------------------------------------------------------
@@ -361,33 +299,13 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path):
     model, optimizer, _ = objects()
     checkpoint.save(path, model, optimizer, epoch=1)
     before = path.read_bytes()
-    for value, name in (
-        (np.float64(0.1), "numpy"),
-        (Path("x"), "pathlib"),
-        (defaultdict(int), "collections.defaultdict"),
-    ):
+    refused = {"numpy": np.float64(0.1), "pathlib": Path("x"), "collections.defaultdict": defaultdict(int)}
+    for name, value in refused.items():
         optimizer.param_groups[0]["note"] = value
         message = exit_message(checkpoint.save, path, model, optimizer, epoch=2)
         assert str(path) in message and name in message and "make a plain number, string, list or dict" in message
         assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["snapshot.pt"]
-
-
-def test_what_was_saved_is_loaded_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "snapshot.pt"
-    model, optimizer, scheduler = objects()
-    checkpoint.save(path, model, optimizer, scheduler, epoch=1)
-    message = exit_message(checkpoint.load, path, model, optimizer)
-    assert "holds the state of model and optimizer and scheduler, not of model and optimizer" in message
-
-
-def test_a_compiled_model_is_saved_under_its_own_names(tmp_path):
-    path = tmp_path / "snapshot.pt"
-    model, optimizer, scheduler = objects(1)
-    checkpoint.save(path, torch.compile(model), optimizer, scheduler, epoch=1)
-    parts = objects(9)
-    assert checkpoint.load(path, *parts) == (1, 0)
-    assert_same_states(parts, (model, optimizer, scheduler))
 
 
 def test_containers_are_sent_as_they_are():
@@ -402,33 +320,10 @@ def test_containers_are_sent_as_they_are():
     assert sent["model"]._metadata == state["model"]._metadata != {}
 
 
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def memory_worker(local_rank, world_size, path):
-    dist.init_process_group()
-    model = nn.Linear(4000, 4000)
-    optimizer = torch.optim.Adam(model.parameters(), fused=True)
-    model(torch.ones(4000)).sum().backward()
-    optimizer.step()
-    checkpoint.save(path, model, optimizer, epoch=1)
-    model = model.requires_grad_(False)
-    del optimizer
-    before = peak()
-    assert checkpoint.load(path, model, torch.optim.Adam(model.parameters())) == (1, 0)
-    assert peak() - before < 1.4 * os.path.getsize(path), (peak() - before) / os.path.getsize(path)
-
-
-def test_loading_takes_the_size_of_the_file(tmp_path):
-    dist.launch(memory_worker, str(tmp_path / "snapshot.pt"), nprocs=2)
-
-
 def sync_worker(local_rank, world_size):
     dist.init_process_group()
-    whole = torch.full((4, 6), float(local_rank))
-    column, strided, transposed = whole[:, 1], whole[::2, 3], torch.full((2, 3), float(local_rank)).t()
-    dist.sync_params([column, strided, transposed])
+    whole, transposed = torch.full((4, 6), float(local_rank)), torch.full((2, 3), float(local_rank)).t()
+    dist.sync_params([whole[:, 1], whole[::2, 3], transposed])
     expected = torch.full((4, 6), float(local_rank))
     expected[:, 1] = expected[::2, 3] = 0
     assert torch.equal(whole, expected), "its neighbours in memory are not touched"
@@ -481,15 +376,6 @@ def test_the_disk_has_the_file_and_its_name_before_the_save_ends(tmp_path, monke
     with checkpoint.atomic(tmp_path / "file") as file:
         file.write(b"new")
     assert events[-3:] == ["file", "rename", "folder"]
-    assert (tmp_path / "file").read_bytes() == b"new"
-
-
-def test_a_block_that_fails_leaves_the_old_file(tmp_path):
-    (tmp_path / "file").write_bytes(b"old")
-    with pytest.raises(KeyError), checkpoint.atomic(tmp_path / "file") as file:
-        file.write(b"new")
-        raise KeyError
-    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == b"old"
 
 
 def test_an_error_that_only_the_background_sees_is_not_lost(tmp_path, monkeypatch):

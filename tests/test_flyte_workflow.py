@@ -31,18 +31,15 @@ def home(tmp_path):
     return {"HOME": str(tmp_path), "TMPDIR": str(tmp_path / "tmp")}
 
 
-def check_model(path, accuracy):
-    """A plain load, and one process, without the script's functions."""
+def check_outputs(stdout):
+    """The epoch's accuracy, which one process has too, by a plain load without the script's functions, and the path."""
+    accuracy = float(re.search(r"epoch_accuracies[:=] ?\[(.*?)\]", stdout).group(1))
+    path = re.search(r"(/\S+mnist_cnn\.pt)", stdout).group(1)
     net = mnist.SimpleCNN()
     net.load_state_dict(torch.load(path, weights_only=True))
     _, hits, n = result_of(net, mnist.load_data("synthetic", "", train=False))
     assert hits / n == accuracy > 0.95
-
-
-def outputs_of(stdout):
-    """The accuracies, and the path of the model."""
-    accuracies = re.search(r"epoch_accuracies[:=] ?\[(.*?)\]", stdout).group(1)
-    return [float(text) for text in accuracies.split(", ")], re.search(r"(/\S+mnist_cnn\.pt)", stdout).group(1)
+    return accuracy, path
 
 
 @pytest.mark.slow
@@ -50,11 +47,10 @@ def test_a_local_execution_and_its_cache(home):
     status, stdout, stderr = run(SCRIPT, "--epochs", 1, env=home)
     assert status == 0, stderr
     assert stdout.startswith("Training on 2 x cpu, global batch 128\nTrain Epoch: 1 [12800/20000 (64%)]\tloss=")
-    (accuracy,), path = outputs_of(stdout)
-    check_model(path, accuracy)
+    accuracy, path = check_outputs(stdout)
 
     status, stdout, stderr = run(SCRIPT, "--epochs", 1, env=home)
-    assert (status, outputs_of(stdout)) == (0, ([accuracy], path)), stderr
+    assert (status, check_outputs(stdout)) == (0, (accuracy, path)), stderr
     assert "Train" not in stdout
 
     os.remove(path)
@@ -74,8 +70,7 @@ def test_pyflyte_run(home, tmp_path):
     status, stdout, stderr = pyflyte(ROOT / SCRIPT, "pytorch_training_wf", "--hp", OPTIONS, env=home, cwd=tmp_path)
     assert status == 0, stderr
     assert "Training on 2 x cpu, global batch 128" in stdout
-    (accuracy,), path = outputs_of(stdout)
-    check_model(path, accuracy)
+    check_outputs(stdout)
 
 
 @pytest.mark.slow
@@ -102,8 +97,7 @@ def elastic(nodes, processes):
 def test_the_elastic_task_on_one_machine(home):
     status, stdout, stderr = run(__file__, 1, 2, env=home)
     assert status == 0, stderr
-    (accuracy,), path = outputs_of(stdout)
-    check_model(path, accuracy)
+    check_outputs(stdout)
 
 
 @pytest.mark.slow
@@ -125,11 +119,7 @@ def test_the_elastic_task_on_two(tmp_path):
     (stderr,) = (stderr for status, _, stderr in results if status == 1)
     assert "IgnoreOutputs" in stderr
     assert any("Training on 2 x cpu" in stdout for _, stdout, _ in results)
-    (accuracy,), path = outputs_of(stdout)
-    check_model(path, accuracy)
-
-
-SETTINGS = SerializationSettings(image_config=ImageConfig(Image("default", "image", "tag")))
+    check_outputs(stdout)
 
 
 @pytest.mark.parametrize("task", [flyte_workflow.pytorch_mnist_task, flyte_workflow.pytorch_mnist_elastic_task])
@@ -141,7 +131,8 @@ def test_what_a_task_asks_for(task):
 
 
 def test_the_elastic_task_asks_for_machines():
-    custom = flyte_workflow.pytorch_mnist_elastic_task.get_custom(SETTINGS)["elasticConfig"]
+    settings = SerializationSettings(image_config=ImageConfig(Image("default", "image", "tag")))
+    custom = flyte_workflow.pytorch_mnist_elastic_task.get_custom(settings)["elasticConfig"]
     assert (custom["minReplicas"], custom["maxReplicas"], custom["nprocPerNode"]) == (2, 2, flyte_workflow.GPUS)
     assert flyte_workflow.pytorch_mnist_elastic_task.task_type == "pytorch"
 

@@ -9,7 +9,6 @@ import os
 import re
 import resource
 import shutil
-import signal
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -17,15 +16,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conftest import run, torchrun
+from conftest import MNIST_ROOT, exit_message, killed_in, needs_mnist, run, torchrun
 from images import OPTIMIZERS, Net, Normed, Plain, Pooled, assert_equal_states, few_digits, result_of, train_alone
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing import ProcessExitedException
-from torch.nn import functional as F
 
 import checkpoint
 import distributed as dist
@@ -33,7 +28,6 @@ import min_FSDP
 import mnist
 
 GLOBAL_BATCH, EPOCHS, SIZES, LR = 24, 2, (480, 250), 0.002  # 20 steps per epoch; 250 is no multiple of 3, 4 or a batch
-MNIST_ROOT = os.environ.get("MNIST_ROOT")
 DEEP = 94_104_234
 EPOCH_LINE = (
     r"epoch: (\d+) \| train loss: ([\d.]+) \| test loss: ([\d.]+) \| test acc: (\d+)/(\d+) \(([\d.]+)\) "
@@ -45,23 +39,18 @@ def slow(value):
     return pytest.param(value, marks=pytest.mark.slow)
 
 
-def arguments(nprocs, **changes):
-    """As parse_args would give them."""
-    values = {
-        **{"strategy": "fsdp", "model": "simple", "epochs": EPOCHS, "batch_size": GLOBAL_BATCH // nprocs},
-        **{"test_batch_size": 21, "lr": LR, "min_num_params": 5000, "mixed_precision": False, "data": "synthetic"},
-        **{"data_dir": "data", "checkpoint_dir": None, "export": None, "seed": 3, "nproc": nprocs},
-    }
-    return argparse.Namespace(**{**values, **changes})
-
-
 def train(local_rank, world_size, folder, name="run", optimizer="adam", model=Net, kind=lambda whole: whole, **changes):
     """The script's own main_worker, in a worker; leaves NAME.pt, the export, and what each rank has printed and drawn.
 
-    Every rank's peak of memory is another, and every epoch of training takes 10 seconds.
+    `changes` are of parse_args. Every rank's peak of memory is another, and every epoch of training takes 10 seconds.
     """
     Net.drawn.clear()
-    args = arguments(world_size, export=f"{folder}/{name}.pt", **changes)
+    values = {
+        **{"strategy": "fsdp", "model": "simple", "epochs": EPOCHS, "batch_size": GLOBAL_BATCH // world_size},
+        **{"test_batch_size": 21, "lr": LR, "min_num_params": 5000, "mixed_precision": False, "data": "synthetic"},
+        **{"data_dir": "data", "checkpoint_dir": None, "export": f"{folder}/{name}.pt", "seed": 3},
+    }
+    args = argparse.Namespace(**{**values, **changes})
     clock = mock.Mock(perf_counter=itertools.count(step=10).__next__)
     with (
         few_digits(*SIZES, kind=kind, dtype=torch.float32 if args.mixed_precision else torch.float64),
@@ -134,7 +123,6 @@ def cases_worker(local_rank, world_size, folder):
 def uninterrupted(tmp_path_factory):
     """Three ranks train all cases, one of them with a checkpoint after each of its two epochs."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    (folder / "checkpoints").mkdir()
     dist.launch(cases_worker, str(folder), nprocs=3)
     return folder
 
@@ -143,7 +131,6 @@ def uninterrupted(tmp_path_factory):
 def test_equals_one_process(nprocs, references, tmp_path, request):
     folder = request.getfixturevalue("uninterrupted") if nprocs == 3 else tmp_path
     if nprocs != 3:
-        (folder / "checkpoints").mkdir()
         dist.launch(cases_worker, str(folder), nprocs=nprocs)
     for case, (strategy, name) in CASES.items():
         state, lines, output, drawn = trained(folder, case)
@@ -160,56 +147,6 @@ def test_equals_one_process(nprocs, references, tmp_path, request):
         held = [int(number.replace(",", "")) for number in held.groups()]
         assert held == pytest.approx(expected, rel=0.02)
         assert f"Model simple: {n_params:,} parameters, of which this process holds {held[0] // 8:,}\n" in output
-
-
-class Awkward(nn.Module):
-    """What a sharding by size stumbles over: tied weights, a ModuleList, attention, a small rest, a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(50, 16)
-        layer = {"d_model": 16, "nhead": 2, "dim_feedforward": 32, "dropout": 0.0, "batch_first": True}
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(**layer) for _ in range(2))
-        self.head = nn.Linear(16, 50, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("scale", torch.rand(1))
-
-    def forward(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) * (1 + self.scale)
-
-
-def awkward_worker(local_rank, world_size):
-    dist.init_process_group()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    reference = Awkward()
-    torch.manual_seed(dist.get_rank())  # all ranks must start from rank 0's weights
-    model = Awkward()
-    assert dist.prepare_fsdp_model(model, min_num_params=200) is model
-    units = {name for name, module in model.named_modules() if type(module).__name__.startswith("FSDP")}
-    layers = ("self_attn", "linear1", "linear2")
-    assert units == {"", *(f"blocks.{i}.{layer}" for i in range(2) for layer in layers)}
-    assert all(isinstance(param, DTensor) for param in model.parameters())
-    optimizers = [torch.optim.Adam(net.parameters(), lr=0.01) for net in (reference, model)]
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(20):
-        x = torch.randint(50, (4 * world_size, 5), generator=generator)
-        for net, part, optimizer in zip((reference, model), (x, x[local_rank::world_size]), optimizers, strict=True):
-            optimizer.zero_grad()
-            F.cross_entropy(net(part).flatten(0, 1), (part * 7 % 50).flatten()).backward()
-            optimizer.step()
-    for (name, expected), actual in zip(reference.named_parameters(), model.parameters(), strict=True):
-        assert (actual.full_tensor() - expected).abs().max() <= 1e-9, name
-    assert model.head.weight is model.embedding.weight
-    assert torch.equal(model.scale, reference.scale)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_prepare_fsdp_model_with_an_awkward_model():
-    dist.launch(awkward_worker, nprocs=2)
 
 
 def test_prepare_fsdp_model_in_one_process():
@@ -233,8 +170,6 @@ def normed_worker(local_rank, world_size, folder):
 
 def test_batch_norm(tmp_path):
     """What was evaluated is what was exported and saved, on every rank, also in mixed precision."""
-    for name in ("exact", "mixed"):
-        (tmp_path / name).mkdir()
     dist.launch(normed_worker, str(tmp_path), nprocs=2)
     for name, dtype in (("exact", torch.float64), ("mixed", torch.float32)):
         state, lines, *_ = trained(tmp_path, name)
@@ -253,70 +188,53 @@ def test_batch_norm(tmp_path):
 # ---- sharded for real ---------------------------------------------------------------------------------------------
 
 
-def steps_worker(local_rank, world_size, cases, folder):
-    """Two steps of each case by the script's own functions; writes the bytes held, the peak, and the dtypes seen."""
+def two_steps(model, mixed):
+    """By the script's own functions; returns the optimizer."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    loader = torch.utils.data.DataLoader(mnist._draw_digits(16, dist.get_rank()), 8, collate_fn=mnist.collate)
+    min_FSDP.train_epoch(model, loader, optimizer, dist.get_device(), mixed, 0)
+    return optimizer
+
+
+def mixed_worker(local_rank, world_size):
     dist.init_process_group()
-    results = {}
-    for strategy, model_name, mixed in cases:
-        torch.manual_seed(0)
-        device = dist.get_device()
-        seen = {"gathered": set(), "computed": set(), "reduced": set()}
-        model = mnist.MODELS[model_name]()
-        if strategy == "default ddp":
-            model = nn.parallel.DistributedDataParallel(model)
-        else:
-            model = min_FSDP.wrap(model, strategy, device, 20_000, mixed)
-        plain = model if strategy == "fsdp" else model.module
-        plain.fc1.register_forward_pre_hook(lambda fc, _, seen=seen: seen["gathered"].add(str(fc.weight.dtype)))
-        plain.fc1.register_forward_hook(lambda _, inputs, output, seen=seen: seen["computed"].add(str(output.dtype)))
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
-        loader = torch.utils.data.DataLoader(mnist._draw_digits(16, local_rank), 8, collate_fn=mnist.collate)
-        name = "reduce_scatter_single" if hasattr(torch_dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-        reduce_scatter = getattr(torch_dist, name)
+    name = "reduce_scatter_single" if hasattr(torch_dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    function, gathered, computed, reduced = getattr(torch_dist, name), set(), set(), set()
 
-        def record(output, input, *args, seen=seen, function=reduce_scatter, **kwargs):
-            seen["reduced"].add(str(input.dtype))
-            return function(output, input, *args, **kwargs)
+    def record(output, input, *args, **kwargs):
+        reduced.add(input.dtype)
+        return function(output, input, *args, **kwargs)
 
+    for strategy in ("fsdp", "ddp"):
+        model = min_FSDP.wrap(mnist.ShallowNet(), strategy, dist.get_device(), 20_000, True)
+        layer = (model if strategy == "fsdp" else model.module).fc1
+        layer.register_forward_pre_hook(lambda fc, _: gathered.add(fc.weight.dtype))
+        layer.register_forward_hook(lambda _, inputs, output: computed.add(output.dtype))
         with mock.patch.object(torch_dist, name, record):
-            min_FSDP.train_epoch(model, loader, optimizer, device, mixed, 0)
-        tensors = [p for group in optimizer.param_groups for p in group["params"]]
-        tensors += [tensor for values in optimizer.state.values() for tensor in values.values()]
-        results[f"{strategy} {mixed}"] = {
-            "held": min_FSDP.held_by_this_rank(optimizer),
-            "peak": min_FSDP.peak_memory(device),
-            "kept": sorted({str(tensor.dtype) for tensor in tensors}),
-            **{name: sorted(dtypes) for name, dtypes in seen.items()},
-        }
-    Path(f"{folder}/{local_rank}.json").write_text(json.dumps(results))
+            optimizer = two_steps(model, True)
+        kept = [*model.parameters(), *(tensor for values in optimizer.state.values() for tensor in values.values())]
+        assert {tensor.dtype for tensor in kept} == {torch.float32}
+        assert (computed, reduced) == ({torch.bfloat16}, {torch.float32} if strategy == "fsdp" else set())
+        assert gathered == {torch.bfloat16 if strategy == "fsdp" else torch.float32}
+        for seen in (gathered, computed, reduced):
+            seen.clear()
 
 
-def steps(nprocs, folder, *cases):
-    folder.mkdir(exist_ok=True)
-    dist.launch(steps_worker, cases, str(folder), nprocs=nprocs)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(nprocs)]
+def test_each_rank_computes_in_bfloat16_if_told_to():
+    dist.launch(mixed_worker, nprocs=2)
 
 
-def test_each_rank_holds_its_share_and_computes_in_bfloat16_if_told_to(tmp_path):
-    n_params = 1_199_882
-    cases = [(strategy, "shallow", mixed) for strategy in ("fsdp", "ddp") for mixed in (False, True)]
-    for result in steps(2, tmp_path, *cases):
-        parameters, gradients, state = result["fsdp False"]["held"]
-        assert parameters + gradients + state <= 1.02 * 16 * n_params / 2
-        assert parameters == gradients and 2 * parameters <= state <= 2 * parameters + 4 * 8
-        assert sum(result["ddp False"]["held"]) == pytest.approx(16 * n_params, rel=1e-4)
-        for strategy in ("fsdp", "ddp"):
-            mixed = result[f"{strategy} True"]
-            assert (mixed["kept"], mixed["computed"]) == (["torch.float32"], ["torch.bfloat16"])
-            assert mixed["gathered"] == ["torch.bfloat16" if strategy == "fsdp" else "torch.float32"]
-            assert mixed["reduced"] == (["torch.float32"] if strategy == "fsdp" else [])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_deep_net_is_sharded(tmp_path):
-    for result in steps(4, tmp_path, ("fsdp", "deep", False)):
-        assert sum(result["fsdp False"]["held"]) <= 1.02 * 16 * DEEP / 4
+def deep_worker(local_rank, world_size, strategy, folder):
+    dist.init_process_group()
+    model = mnist.DeepNet()
+    if strategy == "default ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        model = min_FSDP.wrap(model, strategy, dist.get_device(), 20_000, False)
+    held = min_FSDP.held_by_this_rank(two_steps(model, False))
+    share = 16 * DEEP / (2 if strategy == "fsdp" else 1)
+    assert sum(held) == pytest.approx(share, rel=0.02 if strategy == "fsdp" else 1e-4)
+    Path(f"{folder}/{strategy} {local_rank}").write_text(str(min_FSDP.peak_memory(dist.get_device())))
 
 
 @pytest.mark.slow
@@ -325,13 +243,10 @@ def test_deep_net_needs_less_memory_than_ddp(tmp_path):
     """Resident memory with all that a process needs to run at all, 0.4 GB of it, and gloo's copy while it reduces."""
     peaks = {}
     for strategy in ("fsdp", "ddp", "default ddp"):
-        results = [result[f"{strategy} False"] for result in steps(2, tmp_path / strategy, (strategy, "deep", False))]
-        peaks[strategy] = max(result["peak"] for result in results)
-        share = 16 * DEEP / (2 if strategy == "fsdp" else 1)
-        assert sum(results[0]["held"]) == pytest.approx(share, rel=0.02 if strategy == "fsdp" else 1e-4)
-    print(f"peak resident memory in MB: { {strategy: round(peak / 1e6) for strategy, peak in peaks.items()} }")
-    assert peaks["fsdp"] <= 0.87 * peaks["default ddp"]
-    assert peaks["fsdp"] <= 0.9 * peaks["ddp"]  # whose gradients are views of the buckets
+        dist.launch(deep_worker, strategy, str(tmp_path), nprocs=2)
+        peaks[strategy] = max(int(path.read_text()) for path in tmp_path.glob(f"{strategy} ?"))
+    assert peaks["fsdp"] <= 0.87 * peaks["default ddp"], peaks
+    assert peaks["fsdp"] <= 0.9 * peaks["ddp"], "whose gradients are views of the buckets"
 
 
 def test_mixed_precision_is_for_training_and_evaluation(tmp_path):
@@ -350,37 +265,14 @@ def first_epoch_of(uninterrupted, folder):
     return str(folder)
 
 
-def exit_message(function, *args):
-    """The one line with which `function` leaves."""
-    with pytest.raises(SystemExit) as exit_info:
-        function(*args)
-    assert isinstance(exit_info.value.code, str) and "\n" not in exit_info.value.code
-    return exit_info.value.code
+def again_worker(local_rank, world_size, folder, model=Net):
+    train(local_rank, world_size, folder, model=model, checkpoint_dir=folder)
 
 
-def loaded_is_saved(folder, saved, strategy):
-    """What load_sharded fills in is what was saved, bit for bit."""
-    with few_digits(*SIZES):
-        model = min_FSDP.wrap(Net(), strategy if dist.get_world_size() > 1 else "local", dist.get_device(), 5000, False)
-        optimizer = torch.optim.Adam(model.parameters())
-        assert checkpoint.load_sharded(folder, model, optimizer) == 1
-        weights, moments = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    saved = torch.load(saved, weights_only=True)
-    assert weights.keys() == saved["model"].keys()
-    assert moments["state"].keys() == weights.keys()
-    for name, tensor in weights.items():
-        assert torch.equal(tensor, saved["model"][name])
-    for name, values in moments["state"].items():
-        for kind in ("exp_avg", "exp_avg_sq", "step"):
-            assert torch.equal(values[kind], saved["optimizer"]["state"][name][kind])
-        assert values["step"] == 20 and values["exp_avg"].abs().max() > 0
-
-
-def resume_worker(local_rank, world_size, folder, uninterrupted):
+def resume_worker(local_rank, world_size, folder):
     """Go on after the first epoch: from the same state, to the same end, and with another rate; and from bad files."""
     dist.init_process_group()
     for strategy in ("fsdp", "ddp"):
-        loaded_is_saved(f"{folder}/{strategy}", f"{folder}/saved.pt", strategy)
         train(local_rank, world_size, folder, strategy, strategy=strategy, checkpoint_dir=f"{folder}/{strategy}")
     train(local_rank, world_size, folder, "other rate", lr=3 * LR, checkpoint_dir=f"{folder}/other rate")
 
@@ -393,7 +285,7 @@ def resume_worker(local_rank, world_size, folder, uninterrupted):
     bad = Path(folder, "bad")
     expected = f"cannot load {bad / 'epoch-1'}: damaged, or of another model: name another folder"
     missing = f"cannot load {bad / 'epoch-1'}: not all shards are here: all machines must share the folder"
-    assert exit_message(train_bad, local_rank, world_size, folder, mnist.ShallowNet).startswith(expected)
+    assert exit_message(again_worker, local_rank, world_size, str(bad), mnist.ShallowNet).startswith(expected)
     files = {path: path.read_bytes() for path in bad.rglob("*") if path.is_file()}
     for name, content, message in (
         ("__0_0.distcp", lambda whole: whole[: len(whole) // 2], expected),
@@ -407,7 +299,7 @@ def resume_worker(local_rank, world_size, folder, uninterrupted):
         if local_rank == 0:
             path.write_bytes(content(files[path])) if content else path.unlink()
         dist.barrier()
-        assert exit_message(train_bad, local_rank, world_size, folder).startswith(message), name
+        assert exit_message(again_worker, local_rank, world_size, str(bad)).startswith(message), name
         dist.barrier()
         if local_rank == 0:
             path.write_bytes(files[path])
@@ -415,29 +307,18 @@ def resume_worker(local_rank, world_size, folder, uninterrupted):
     assert {path: path.read_bytes() for path in bad.rglob("*") if path.is_file()} == files
 
     if world_size > 1:  # another machine, without the folder of the first
-        os.makedirs(f"{folder}/own {local_rank}/epoch-1", exist_ok=True)
         if local_rank == 0:
-            shutil.copytree(bad / "epoch-1", f"{folder}/own 0/epoch-1", dirs_exist_ok=True)
-        model = min_FSDP.wrap(Net(), "fsdp", dist.get_device(), 5000, False)
-        message = exit_message(
-            checkpoint.load_sharded, f"{folder}/own {local_rank}", model, OPTIMIZERS["adam"](model.parameters(), LR)
-        )
+            shutil.copytree(bad, f"{folder}/own 0")
+        message = exit_message(again_worker, local_rank, world_size, f"{folder}/own {local_rank}")
         assert "not all shards are here" in message
-
-
-def train_bad(local_rank, world_size, folder, model=Net):
-    train(local_rank, world_size, folder, "never", model=model, checkpoint_dir=f"{folder}/bad")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("nprocs", [1, 2, slow(3)])
 def test_resume_on_another_number_of_ranks(nprocs, uninterrupted, references, tmp_path):
-    for name in ("fsdp", "ddp", "other rate", "bad", "layerwise"):
-        (tmp_path / name).mkdir()
-        if name != "layerwise":
-            first_epoch_of(uninterrupted, tmp_path / name)
-    dcp_to_torch_save(tmp_path / "fsdp" / "epoch-1", tmp_path / "saved.pt")
-    dist.launch(resume_worker, str(tmp_path), str(uninterrupted), nprocs=nprocs)
+    for name in ("fsdp", "ddp", "other rate", "bad"):
+        first_epoch_of(uninterrupted, tmp_path / name)
+    dist.launch(resume_worker, str(tmp_path), nprocs=nprocs)
 
     *_, drawn_before = trained(uninterrupted, "plain data")
     for strategy in ("fsdp", "ddp"):
@@ -454,57 +335,34 @@ def test_resume_on_another_number_of_ranks(nprocs, uninterrupted, references, tm
         assert sorted(os.listdir(tmp_path / folder)) == ["epoch-1", "epoch-2"]
 
 
-def killed_worker(local_rank, world_size, folder, rank, moment):
-    """Train, and leave by kill -9 in the second save, on `rank`, at `moment`."""
+FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+KILLS = {  # the rank, how it is killed in the second save, and the newest complete epoch
+    "before the data": (1, (f"{FILESYSTEM}._write_files_from_queue",), 1),
+    "in the data": (1, ("os.fsync",), 1),
+    "in rank 0's data": (0, ("os.fsync",), 1),
+    "in the metadata": (0, ("os.fsync", 2), 1),
+    "before the rename": (0, (f"{FILESYSTEM}.FileSystem.rename",), 1),
+    "after the rename": (0, (f"{FILESYSTEM}.FileSystem.rename", 1, True), 2),
+}
 
-    def kill(*args, **kwargs):
-        os.kill(os.getpid(), signal.SIGKILL)
 
-    rename, fsync, syncs = FileSystem.rename, os.fsync, []
-
-    def rename_and_die(*args):
-        rename(*args)
-        kill()
-
-    def die_at_second_fsync(descriptor):  # rank 0's first is of its data, its second of the metadata
-        fsync(descriptor)
-        syncs.append(descriptor)
-        if len(syncs) == 2:
-            kill()
-
-    target, replacement = {
-        "before the data": ("torch.distributed.checkpoint.filesystem._write_files_from_queue", kill),
-        "in the data": ("os.fsync", kill),
-        "in the metadata": ("os.fsync", die_at_second_fsync),
-        "before the rename": ("torch.distributed.checkpoint.filesystem.FileSystem.rename", kill),
-        "after the rename": ("torch.distributed.checkpoint.filesystem.FileSystem.rename", rename_and_die),
-    }[moment]
+def killed_worker(local_rank, world_size, folder, rank, how):
     save = checkpoint.save_sharded
 
     def save_or_die(folder, model, optimizer, epoch):
-        with mock.patch(target, replacement) if (epoch, local_rank) == (2, rank) else contextlib.nullcontext():
+        with killed_in(*how) if (epoch, local_rank) == (2, rank) else contextlib.nullcontext():
             save(folder, model, optimizer, epoch)
 
     with mock.patch("checkpoint.save_sharded", save_or_die):
-        train(local_rank, world_size, folder, checkpoint_dir=folder)
+        again_worker(local_rank, world_size, folder)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "rank, moment, epoch",
-    [
-        (1, "before the data", 1),
-        (1, "in the data", 1),
-        (0, "in the data", 1),
-        (0, "in the metadata", 1),
-        (0, "before the rename", 1),
-        (0, "after the rename", 2),
-    ],
-)
-def test_kill_in_a_save(rank, moment, epoch, uninterrupted, references, tmp_path):
-    folder = first_epoch_of(uninterrupted, tmp_path)
+@pytest.mark.parametrize("moment", KILLS)
+def test_kill_in_a_save(moment, uninterrupted, references, tmp_path):
+    (rank, how, epoch), folder = KILLS[moment], first_epoch_of(uninterrupted, tmp_path)
     with pytest.raises(ProcessExitedException, match=f"rank {rank} was killed by SIGKILL"):
-        dist.launch(killed_worker, folder, rank, moment, nprocs=2)
+        dist.launch(killed_worker, folder, rank, how, nprocs=2)
     assert (tmp_path / "epoch-2").is_dir()
     dist.launch(again_worker, folder, nprocs=2)
     state, lines, output, _ = trained(tmp_path)
@@ -512,10 +370,6 @@ def test_kill_in_a_save(rank, moment, epoch, uninterrupted, references, tmp_path
     assert_equal_states(state, references["adam"][0])
     dcp_to_torch_save(tmp_path / "epoch-2", tmp_path / "saved.pt")  # and it was completed
     assert_equal_states(torch.load(tmp_path / "saved.pt", weights_only=True)["model"], references["adam"][0])
-
-
-def again_worker(local_rank, world_size, folder):
-    train(local_rank, world_size, folder, checkpoint_dir=folder)
 
 
 def full_disk_worker(local_rank, world_size, folder):
@@ -527,7 +381,7 @@ def full_disk_worker(local_rank, world_size, folder):
         save(*arguments)
 
     with mock.patch("checkpoint.save_sharded", save_on_a_full_disk):
-        message = exit_message(again_worker, local_rank, world_size, f"{folder}")
+        message = exit_message(again_worker, local_rank, world_size, folder)
     assert message.startswith(f"cannot save {folder}/epoch-2, is the disk full? ")
     with few_digits(*SIZES):
         model = min_FSDP.wrap(Net(), "fsdp", dist.get_device(), 5000, False)
@@ -568,22 +422,18 @@ def test_under_torchrun(tmp_path):
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
 
 
+REAL = ("--nproc", 2, "--model", "shallow", "--epochs", 1, "--data", "mnist", "--data-dir", MNIST_ROOT)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_learns_with_the_defaults():
-    status, stdout, stderr = run("min_FSDP.py", timeout=60)
+@pytest.mark.parametrize(
+    ("options", "timeout", "epochs", "hits"),
+    [((), 60, 2, 9500), pytest.param(REAL, 280, 1, 9800, marks=needs_mnist)],
+)
+def test_it_learns(options, timeout, epochs, hits):
+    status, stdout, stderr = run("min_FSDP.py", *options, timeout=timeout)
     assert status == 0, stderr
     lines = re.findall(EPOCH_LINE, stdout)
-    assert [int(line[0]) for line in lines] == [0, 1]
-    assert int(lines[-1][3]) >= 9500, stdout
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(not MNIST_ROOT, reason="MNIST_ROOT does not say where MNIST is")
-def test_learns_mnist():
-    options = ("--nproc", 2, "--model", "shallow", "--epochs", 1, "--data", "mnist", "--data-dir", MNIST_ROOT)
-    status, stdout, stderr = run("min_FSDP.py", *options, timeout=280)
-    assert status == 0, stderr
-    (line,) = re.findall(EPOCH_LINE, stdout)
-    assert int(line[3]) >= 9800, stdout
+    assert [int(epoch) for epoch, *_ in lines] == list(range(epochs))
+    assert int(lines[-1][3]) >= hits, stdout

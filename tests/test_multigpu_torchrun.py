@@ -48,9 +48,7 @@ def test_two_processes_learn_and_one_goes_on(tmp_path, capfd):
     code, stdout, stderr = torchrun(2, SCRIPT, 5, 2, "--batch_size", 64, "--snapshot-path", path)
     assert code == 0, stderr
     epochs = EPOCH_LINE.findall(stdout)
-    assert [(epoch, batch_size, steps) for _, epoch, batch_size, steps, _ in epochs] == [
-        (str(epoch), "64", "16") for epoch in range(5)
-    ], stdout
+    assert [line[1:4] for line in epochs] == [(str(epoch), "64", "16") for epoch in range(5)], stdout
     assert SAVED_LINE.findall(stdout) == ["1", "3", "4"]
     losses = [float(loss) for *_, loss in epochs]
     assert losses[-1] < losses[0] / 2
@@ -73,10 +71,6 @@ def test_a_damaged_snapshot_stops_all_processes(tmp_path):
     assert f'File "{ROOT / SCRIPT}' not in stderr, "no traceback of the script's"
     statuses = set(re.findall(r"exitcode\s*: (-?\d+)", stderr))
     assert {"1"} <= statuses <= {"1", "-15"}, "torchrun may end the second process while it leaves"
-    assert path.read_text() == "no snapshot"
-
-    with pytest.raises(SystemExit, match=f"^{path} on [^\n]*$"):
-        dist.launch(multigpu_torchrun.main_worker, options(path, 5), nprocs=1)
 
 
 def test_a_snapshot_inside_an_epoch_is_refused(tmp_path):
@@ -117,33 +111,25 @@ def test_n_processes_compute_what_one_computes(nprocs, tmp_path, capfd):
     assert [float(line[-1]) for line in lines] == pytest.approx([*runs[0][1], *runs[1][1]], abs=5.1e-5)
 
 
-def resume_worker(local_rank, world_size, path, total_epochs):
+def resume_worker(local_rank, world_size, *runs):
     """With all that is random: dropout, and noise that a worker process of the loader adds."""
     dist.init_process_group()
     loading = {"collate_fn": None, "num_workers": 1 if world_size == 2 else 0}
-    torch.manual_seed(total_epochs)  # no randomness from before the first epoch counts
-    model = random_model()
-    model.register_forward_hook(lambda model, *rest: none_in_eval(model.training))
-    with no_seed_twice():
-        trainer(model, adam, path, Augmented(), 128, **loading).train(total_epochs)
-
-
-def none_in_eval(training):
-    assert training
-
-
-def straight_and_half_worker(local_rank, world_size, straight, resumed):
-    resume_worker(local_rank, world_size, straight, 2)
-    resume_worker(local_rank, world_size, resumed, 1)
+    for path, total_epochs in runs:
+        torch.manual_seed(total_epochs)  # no randomness from before the first epoch counts
+        model = random_model()
+        with no_seed_twice():
+            trainer(model, adam, path, Augmented(), 128, **loading).train(total_epochs)
+        assert model.training
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
 def test_a_resumed_run_ends_where_the_uninterrupted_one_ends(nprocs, tmp_path):
     straight, resumed = str(tmp_path / "straight.pt"), str(tmp_path / "resumed.pt")
-    dist.launch(straight_and_half_worker, straight, resumed, nprocs=nprocs)
+    dist.launch(resume_worker, (straight, 2), (resumed, 1), nprocs=nprocs)
     weights = [torch.load(path, weights_only=True)["model"]["0.weight"] for path in (straight, resumed)]
     assert not torch.equal(*weights)
-    dist.launch(resume_worker, resumed, 2, nprocs=nprocs)
+    dist.launch(resume_worker, (resumed, 2), nprocs=nprocs)
     assert_same_models(resumed, straight)
 
 

@@ -6,11 +6,13 @@ import functools
 
 import pytest
 import torch
+from conftest import float64
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
+from transformer import full_parameters
 
 import checkpoint
 import distributed as dist
@@ -22,17 +24,22 @@ STEPS, BATCH = 6, 8
 
 
 class Tied(nn.Module):
-    """The output layer is the embedding. Takes a dict's tokens, gives a tuple."""
+    """The output layer is the embedding; a ModuleList, attention, a buffer. Takes a dict's tokens, gives a tuple."""
 
     def __init__(self):
         super().__init__()
         self.embedding, self.body = nn.Embedding(11, 160), nn.Linear(160, 160)
+        layer = {"d_model": 160, "nhead": 2, "dim_feedforward": 32, "dropout": 0.0, "batch_first": True}
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(**layer) for _ in range(2))
         self.head = nn.Linear(160, 11, bias=False)
         self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.rand(1))
 
     def forward(self, tokens, targets):
         hidden = self.body(self.embedding(tokens)).tanh()
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten()), hidden
+        for block in self.blocks:
+            hidden = block(hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1) * (1 + self.scale), targets.flatten()), hidden
 
 
 class Unused(Tied):
@@ -99,13 +106,7 @@ def train(model, make_batch, optimizer_class, rank=0, world_size=1):
         optimizer.step()
         scheduler.step()
         losses.append(dist.reduce(loss))
-    return torch.stack(losses), full(model), optimizer
-
-
-def full(model):
-    plain = getattr(model, "module", model)
-    tensors = {name: param.detach() for name, param in plain.named_parameters()}
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    return torch.stack(losses), full_parameters(model), optimizer
 
 
 WRAPPERS = {
@@ -122,14 +123,24 @@ def resume(folder, make_model, model, optimizer):
     fresh = torch.optim.AdamW(layerwise(other), lr=1e-2)
     assert checkpoint.load_sharded(folder, other, fresh) == 3
     assert [group["lr"] for group in fresh.param_groups] == [group["lr"] for group in optimizer.param_groups]
-    expected = full(model)
-    assert all(torch.equal(param, expected[name]) for name, param in full(other).items())
+    expected = full_parameters(model)
+    assert all(torch.equal(param, expected[name]) for name, param in full_parameters(other).items())
     for param, other_param in zip(model.parameters(), other.parameters(), strict=True):
         if param in optimizer.state:
             moments = optimizer.state[param]["exp_avg"], fresh.state[other_param]["exp_avg"]
             assert torch.equal(*(moment.full_tensor() for moment in moments))
 
 
+def check_units(model):
+    """What is sharded by itself: each part of at least 1000 parameters that has a forward of its own."""
+    units = {name for name, module in model.named_modules() if type(module).__name__.startswith("FSDP")}
+    layers = ("self_attn", "linear1", "linear2")
+    assert units == {"", "body", *(f"blocks.{i}.{layer}" for i in range(2) for layer in layers)}
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    assert model.head.weight is model.embedding.weight
+
+
+@float64()
 def swap_worker(local_rank, world_size, folder, which, tolerance):
     dist.init_process_group()
     ours = {"tied": Tied, "unused": Unused}
@@ -145,6 +156,8 @@ def swap_worker(local_rank, world_size, folder, which, tolerance):
                 model = wrap(make_model())
                 actual_losses, actual, optimizer = train(model, make_batch, optimizer_class, local_rank, world_size)
                 what = f"{name} under {kind} with {optimizer_class.__name__}"
+                if (name, kind) == ("tied", "FSDP"):
+                    check_units(model)
                 assert (actual_losses - losses).abs().max() <= tolerance, what
                 assert actual.keys() == params.keys(), what
                 assert all((actual[key] - params[key]).abs().max() <= tolerance for key in params), what
@@ -152,18 +165,13 @@ def swap_worker(local_rank, world_size, folder, which, tolerance):
                     resume(f"{folder}/{name}", make_model, model, optimizer)
 
 
-def in_float64(local_rank, world_size, *args):
-    torch.set_default_dtype(torch.float64)
-    swap_worker(local_rank, world_size, *args)
-
-
 def test_tied_weights_unused_parameters_groups_schedules_clipping_tuples_and_dicts(tmp_path):
-    dist.launch(in_float64, str(tmp_path), "ours", 1e-12, nprocs=2)
+    dist.launch(swap_worker, str(tmp_path), "ours", 1e-12, nprocs=2)
 
 
 @pytest.mark.slow
 def test_models_that_no_one_here_wrote(tmp_path):
-    dist.launch(in_float64, str(tmp_path), "transformers", 1e-6, nprocs=2)  # their losses are float32
+    dist.launch(swap_worker, str(tmp_path), "transformers", 1e-6, nprocs=2)  # their losses are float32
 
 
 # ---- in the scripts -------------------------------------------------------------------------------------------------
