@@ -269,6 +269,14 @@ def again_worker(local_rank, world_size, folder, model=Net):
     train(local_rank, world_size, folder, model=model, checkpoint_dir=folder)
 
 
+class Smaller(Net):
+    """All that it has is in a checkpoint of Net."""
+
+    def __init__(self):
+        super().__init__()
+        del self.second
+
+
 def resume_worker(local_rank, world_size, folder):
     """Go on after the first epoch: from the same state, to the same end, and with another rate; and from bad files."""
     dist.init_process_group()
@@ -285,7 +293,8 @@ def resume_worker(local_rank, world_size, folder):
     bad = Path(folder, "bad")
     expected = f"cannot load {bad / 'epoch-1'}: damaged, or of another model: name another folder"
     missing = f"cannot load {bad / 'epoch-1'}: not all shards are here: all machines must share the folder"
-    assert exit_message(again_worker, local_rank, world_size, str(bad), mnist.ShallowNet).startswith(expected)
+    for another in (mnist.ShallowNet, Smaller):
+        assert exit_message(again_worker, local_rank, world_size, str(bad), another).startswith(expected)
     files = {path: path.read_bytes() for path in bad.rglob("*") if path.is_file()}
     for name, content, message in (
         ("__0_0.distcp", lambda whole: whole[: len(whole) // 2], expected),
@@ -398,6 +407,9 @@ def test_full_disk(uninterrupted, tmp_path):
     (tmp_path / "old.pt").write_text("old")
     dist.launch(full_disk_worker, folder, nprocs=2)
     assert sorted(os.listdir(tmp_path)) == ["epoch-1", "old.pt"]  # nothing half-written, nothing lost
+    (tmp_path / "epoch-2").write_text("in the way")
+    message = exit_message(again_worker, 0, 1, folder)
+    assert message.startswith(f"cannot save {folder}/epoch-2, is the disk full? (FileExistsError")
     assert (tmp_path / "old.pt").read_text() == "old"
 
 
