@@ -59,7 +59,7 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
     Under torchrun, or any launcher that sets RANK and WORLD_SIZE, this process is one of them and `nprocs` is ignored.
     Otherwise `nprocs` processes are started on this machine, a POSIX system: by default one per visible GPU, or one in
     all. A single one is this process itself. Each has its own copy of `args`. Build the model inside `worker_fn`, so
-    that it is freed on return.
+    that it is freed on return. Tasks of srun or mpirun, which set neither, leave by SystemExit.
 
     The first failure ends the other workers, and is raised: torch.multiprocessing.ProcessRaisedException with its
     traceback, SystemExit with the message of `sys.exit(message)`, or ProcessExitedException with rank and cause. With
