@@ -4,18 +4,19 @@ import json
 import sys
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, finish, run, start
 
 from benchmarks import common, launch, meshes, scaling, throughput
 
 
 def test_plots_show_what_is_stored(tmp_path):
-    pictures = []
-    for number in (0, 1):  # two processes: what is drawn must not depend on the process
-        folder = tmp_path / str(number)
-        status, _, stderr = run("-m", "benchmarks.plots", "--folder", folder, env={"PYTHONHASHSEED": str(number)})
+    draw, pictures = ("-m", "benchmarks.plots", "--folder"), []
+    # What is drawn must not depend on the process.
+    processes = [start(*draw, tmp_path / seed, env={"PYTHONHASHSEED": seed}) for seed in "01"]
+    for seed, process in zip("01", processes, strict=True):
+        status, _, stderr = finish(process)
         assert status == 0, stderr
-        pictures.append({path.stem: path.read_text() for path in folder.glob("*.svg")})
+        pictures.append({path.stem: path.read_text() for path in (tmp_path / seed).glob("*.svg")})
     assert pictures[0] == pictures[1]
     names = {path.stem for path in common.RESULTS.glob("*.json")} - {"mnist_accuracy", "meshes", "soak", "step"}
     assert set(pictures[0]) == names | {"scaling_projection"}
