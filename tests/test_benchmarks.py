@@ -9,6 +9,7 @@ from conftest import ROOT, finish, run, start
 from benchmarks import common, launch, meshes, scaling, throughput
 
 
+@pytest.mark.slow
 def test_plots_show_what_is_stored(tmp_path):
     draw, pictures = ("-m", "benchmarks.plots", "--folder"), []
     # What is drawn must not depend on the process.
