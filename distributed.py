@@ -85,7 +85,7 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
 
 
 def _is_launched():
-    """Has torchrun, `launch`, or another launcher started this process? One of the two alone means nothing."""
+    """Has torchrun, `launch`, or another launcher started this process? RANK or WORLD_SIZE alone means nothing."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -202,9 +202,9 @@ _numbers = itertools.count()  # of the groups, the same on all ranks
 def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     """Bind this process to its device and join the job's process group: nccl for GPUs, gloo for CPU.
 
-    RANK and WORLD_SIZE of a launcher win over what is given, so a caller may pass its local rank. A collective fails
-    after `timeout`, a datetime.timedelta; None is torch's default. Joins none when one exists, or in a single process
-    without a launcher.
+    RANK and WORLD_SIZE of a launcher win over what is given, so a caller may pass its local rank. Without a launcher
+    `rank` is the local rank too, unless LOCAL_RANK says otherwise. A collective fails after `timeout`, a
+    datetime.timedelta; None is torch's default. Joins none when one exists, or in one process without a launcher.
     """
     global _patient_group
     if is_dist_avail_and_initialized():
