@@ -24,7 +24,7 @@ STEPS, BATCH = 6, 8
 
 
 class Tied(nn.Module):
-    """The output layer is the embedding; ModuleList, attention, a buffer, extra state. A dict goes in, a tuple comes."""
+    """The output layer is the embedding; a ModuleList, attention, a buffer, extra state. From a dict to a tuple."""
 
     def __init__(self):
         super().__init__()
