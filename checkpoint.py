@@ -1,4 +1,4 @@
-"""Save and resume: what all ranks hold alike in one file, what is sharded in a folder to which all ranks write.
+"""Save and resume: replicated state in one file, sharded state in a folder to which every rank writes.
 
     epoch, step = checkpoint.load(path, model, optimizer)            # (0, 0) if there is none
     checkpoint.save(path, model, optimizer, epoch=epoch + 1)         # every rank calls it
@@ -6,14 +6,13 @@
     epoch = checkpoint.load_sharded(folder, model, optimizer)        # 0 if there is none
     checkpoint.save_sharded(folder, model, optimizer, epoch + 1)
 
-Both are read by any number of processes, whatever number has written. A kill at any moment leaves an older one or the
-new one. What goes wrong with a disk or a file is one line, on every rank. A file is loaded with `weights_only=True`, so
-nothing in it is executed; the index of a folder is a pickle: load only those that you trust.
+Any number of processes can load what any number has saved. A kill at any moment leaves the old snapshot or the new
+one. Disk and file errors are one-line messages, on every rank. A file is loaded with `weights_only=True`, so nothing
+in it is executed; the index of a folder is a pickle, so load only folders that you trust.
 """
 
 import contextlib
 import copy
-import functools
 import os
 import re
 import shutil
@@ -23,22 +22,26 @@ import threading
 import warnings
 import zipfile
 from concurrent import futures
+from datetime import timedelta
 
 import torch
+import torch.distributed as torch_dist
 from torch.nn.parallel import DistributedDataParallel
 
 import distributed as dist
 
+NO_SNAPSHOT = (-1, -1)  # in the place of (epoch, step)
+
 
 @contextlib.contextmanager
 def atomic(path):
-    """A new file, to write and to read, which takes the place of `path` when the block ends well.
+    """Write to a temporary file; rename it to `path` if the block succeeds. Gives the file, open to write and read.
 
-    A power cut leaves the old or the new one, a block that fails the old one. Raises SystemExit with one line if the
-    disk is full or refuses. Quicker than to write and then to sync: the disk works while the block does, and the old
-    file is freed in the background.
+    A power cut leaves the old file or the new one; a block that fails leaves the old one. Raises DistributedError if
+    the disk is full or refuses. It is faster than to write and then to sync: the disk works while the block does, and
+    the old file is freed in the background.
     """
-    temporary = f"{path}.{dist.get_rank()}.tmp"  # nodes may share the folder
+    temporary = f"{path}.{dist.get_rank()}.tmp"  # the rank, as nodes may share the folder
     writing = threading.Lock()
     try:
         with open(temporary, "w+b") as file, futures.ThreadPoolExecutor(max_workers=1) as pool:
@@ -48,13 +51,7 @@ def atomic(path):
             syncing.result()  # raises what it has met
             file.flush()
             os.fsync(file.fileno())
-        old = os.open(path, os.O_RDONLY) if os.access(path, os.R_OK) else None  # held, so that replace frees nothing
-        os.replace(temporary, path)
-        folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
-        if old is not None:
-            threading.Thread(target=os.close, args=(old,)).start()
+        _replace(temporary, path)
     except BaseException as failure:
         with contextlib.suppress(OSError):
             os.remove(temporary)
@@ -62,13 +59,26 @@ def atomic(path):
         cause = failure.__context__ if isinstance(failure, RuntimeError) else failure
         if not isinstance(cause, OSError):
             raise
-        reason = f"{cause.strerror}: make room there, or choose another path"
-        raise SystemExit(f"cannot save {_location(path)}: {reason}") from None
+        line = f"cannot save {_location(path)}: {cause.strerror}: make room there, or choose another path"
+        raise dist.DistributedError(line) from None
 
 
 def _sync_while(writing, fd):
     while not writing.acquire(timeout=0.1):
         os.fsync(fd)
+
+
+def _replace(temporary, path):
+    # An open file is not freed when it is replaced: that takes seconds for a large one, so a thread does it.
+    old = None
+    if os.access(path, os.R_OK):
+        old = os.open(path, os.O_RDONLY)
+    os.replace(temporary, path)
+    folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+    if old is not None:
+        threading.Thread(target=os.close, args=(old,)).start()
 
 
 def check_writable(option, folder):
@@ -84,66 +94,105 @@ def _location(path):
     return f"{os.path.abspath(path)} on {socket.gethostname()}"
 
 
+_group = None
+
+
+def _patient_group():
+    """A gloo group for what ranks tell each other about files, made at first use; None is the job's own.
+
+    One rank may write for hours while the others wait, longer than a step may take. And under NCCL, the object
+    collectives of torch.distributed.checkpoint would have the job aborted after 10 minutes.
+    """
+    global _group
+    if not dist.is_dist_avail_and_initialized():
+        return None
+    if _group is None or _group not in torch_dist.distributed_c10d._world.pg_map:  # the job may have a new group
+        _group = torch_dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+    return _group
+
+
 # ---- one file, written by local rank 0 of every node ----------------------------------------------------------------
 
 
 def save(path, model, optimizer, scheduler=None, epoch=0, step=0):
-    """Write to `path`, once per node, all that is needed to go on at `step` of `epoch`, the next to run.
+    """Write to `path`, once per node, everything needed to resume at `step` of `epoch`, the next to run.
 
-    Every rank must call it. The model is saved unwrapped, as any number of processes can load it. Raises SystemExit
-    with one line, on every rank, if a node cannot write, or if a state holds what could not be loaded again, as a
-    numpy number or a Path; that node's old file is then as it was.
+    Every rank must call it. The model is saved unwrapped, so any number of processes can load it. Raises
+    DistributedError on every rank if a node cannot write, or if a state holds a value that could not be loaded again,
+    like a numpy number or a Path; that node's old file is then unchanged.
     """
-    parts, error = _parts(model, optimizer, scheduler), None
+    parts = _parts(model, optimizer, scheduler)
     dist.sync_params(parts["model"].buffers())  # with rank 0's, as DDP does: all nodes save the same
+    error = None
     if dist.get_local_rank() == 0:
-        states = {name: part.state_dict() for name, part in parts.items()}
+        snapshot = {name: part.state_dict() for name, part in parts.items()}
+        snapshot.update(epoch=epoch, step=step)
         try:
-            with atomic(path) as file:
-                torch.save({**states, "epoch": epoch, "step": step}, file)
-                file.seek(0)
-                if refused := ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(file)):
-                    line = f"cannot save {_location(path)}: it would hold {refused}, which is not loaded again"
-                    raise SystemExit(f"{line}: make a plain number, string, list or dict of that")
-        except SystemExit as failure:
-            error = str(failure.code)
-    dist.agree(error=error)
+            _write(path, snapshot)
+        except dist.DistributedError as failure:
+            error = str(failure)
+    dist.raise_on_all(error, _patient_group())
+
+
+def _write(path, snapshot):
+    with atomic(path) as file:
+        torch.save(snapshot, file)
+        file.seek(0)
+        refused = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+        if refused:
+            raise dist.DistributedError(
+                f"cannot save {_location(path)}: it contains {refused}, which weights_only=True cannot load: "
+                "make a plain number, string, list or dict of that"
+            )
 
 
 def load(path, model, optimizer, scheduler=None):
     """Restore the newest snapshot of all nodes on every rank; returns its (epoch, step), the next to run.
 
-    Without one anywhere it changes nothing and returns (0, 0). Every rank must call it; local rank 0 of each node looks
-    for `path`, and one that has the newest sends it to all, tensor by tensor. Raises SystemExit with one line, on
-    every rank, if any node's file is damaged, cannot be read, or was saved from another model or other parts.
+    Without a snapshot anywhere it changes nothing and returns (0, 0). Every rank must call it; local rank 0 of each
+    node looks for `path`, and one that has the newest sends it to all, tensor by tensor. Raises DistributedError on
+    every rank if any node's file is damaged, cannot be read, or was saved from another model or other parts.
     """
-    snapshot, position, error = _read(path) if dist.get_local_rank() == 0 else (None, (-1, -1), None)
-    position, holder, location = max(dist.agree((position, dist.get_rank(), _location(path)), error))
-    if position < (0, 0):
+    snapshot, position, error = None, NO_SNAPSHOT, None
+    if dist.get_local_rank() == 0:
+        snapshot, position, error = _read(path)
+    dist.raise_on_all(error, _patient_group())
+    found = dist.gather_objects((position, dist.get_rank(), _location(path)), _patient_group())
+    position, holder, location = max(found)  # the newest; of equals, the highest rank's
+    if position == NO_SNAPSHOT:
         return 0, 0
     if dist.get_rank() != holder:
         snapshot = None  # an older one makes room for the newest
     if dist.get_world_size() > 1:
         snapshot = _send(snapshot, holder)
-    parts = _parts(model, optimizer, scheduler)
-    saved, wanted = (" and ".join(sorted(names)) for names in (snapshot.keys() - {"epoch", "step"}, parts))
+    _restore(_parts(model, optimizer, scheduler), snapshot, location)
+    return position
+
+
+def _restore(parts, snapshot, location):
+    saved = " and ".join(sorted(snapshot.keys() - {"epoch", "step"}))
+    wanted = " and ".join(sorted(parts))
     if saved != wanted:
-        raise SystemExit(f"{location} holds the state of {saved}, not of {wanted}: save and load the same parts")
+        line = f"{location} holds the state of {saved}, not of {wanted}: save and load the same parts"
+        raise dist.DistributedError(line)
     try:
         for name, part in parts.items():
             part.load_state_dict(snapshot[name])
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as failure:
         cause = " ".join(str(failure).split())[:300]
-        raise SystemExit(f"{location} is another model's ({cause}): move it away, or choose another path") from None
-    return position
+        line = (
+            f"{location} does not match this model or optimizer ({cause}): delete it, rename it, or choose another path"
+        )
+        raise dist.DistributedError(line) from None
 
 
-def settle_buckets(model, compute_loss):
-    """Spend one backward of `compute_loss()`, a loss of `model` on any batch, before training begins or goes on.
+def rebuild_buckets(model, compute_loss):
+    """Let DDP rebuild its gradient buckets now, by one backward of `compute_loss()`, a loss of `model` on any batch.
 
-    DDP lays out its gradient buckets anew after the first backward, and the layout decides in which order three or more
-    ranks' gradients are summed: a resumed run's first step would differ in the last bit from the uninterrupted run's.
-    Parameters and buffers stay as they are, gradients are cleared; seed after it. Without DDP it does nothing.
+    Call it before training begins or resumes, and seed after it. DDP rebuilds its buckets after the first backward,
+    and their layout decides in which order the gradients of three or more ranks are summed. So the first step of a
+    resumed run would differ in the last bit from the uninterrupted run's. Parameters and buffers keep their values,
+    gradients are cleared. Without DDP it does nothing.
     """
     if not isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
         return
@@ -155,122 +204,162 @@ def settle_buckets(model, compute_loss):
 
 
 def _parts(model, optimizer, scheduler):
+    """What is saved, by name; the model without torch.compile's and DDP's wrappers."""
     while hasattr(model, "_orig_mod") or isinstance(model, DistributedDataParallel):
-        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # torch.compile's, or DDP's
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     return {name: part for name, part in parts.items() if part is not None}
 
 
 def _read(path):
-    """A snapshot, its (epoch, step), or (-1, -1) if there is none, and what is wrong with it, or None."""
-    location, nothing = _location(path), (None, (-1, -1))
+    """A snapshot or None, its (epoch, step) or NO_SNAPSHOT, and what is wrong with the file, a line, or None."""
+    location = _location(path)
     try:
-        if damaged := zipfile.ZipFile(path).testzip():  # torch.load compares no checksum
+        damaged = zipfile.ZipFile(path).testzip()  # torch.load compares no checksum
+        if damaged:
             raise ValueError(f"checksum of {damaged}")
-        if refused := ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path)):
-            return *nothing, f"{location} holds {refused}, which is not loaded: convert that, or move it away"
+        refused = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+        if refused:
+            error = (
+                f"{location} contains {refused}, which weights_only=True cannot load: convert it, or delete the file"
+            )
+            return None, NO_SNAPSHOT, error
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         return snapshot, (int(snapshot["epoch"]), int(snapshot["step"])), None
     except FileNotFoundError:
-        return *nothing, None
+        return None, NO_SNAPSHOT, None
     except OSError as failure:
-        return *nothing, f"cannot read {location}: {failure.strerror}: correct that, or move it away"
+        return None, NO_SNAPSHOT, f"cannot read {location}: {failure.strerror}: correct that, or delete the file"
     except Exception as failure:  # whatever the two readers raise on bytes that are no snapshot
-        cause = f"{type(failure).__name__}: {str(failure).partition(chr(10))[0][:200]}"
-        return *nothing, f"{location} is damaged or no snapshot ({cause}): move it away, or put an intact copy there"
+        first_line = str(failure).partition("\n")[0][:200]
+        error = (
+            f"{location} is damaged or not a snapshot ({type(failure).__name__}: {first_line}): delete or replace it"
+        )
+        return None, NO_SNAPSHOT, error
 
 
 def _send(snapshot, holder):
     """Rank `holder`'s `snapshot` on every rank: the containers at once, then one tensor after the other."""
-    frame = dist.agree(_over_tensors(lambda tensor: tensor.to("meta"), snapshot))[holder]
+    frame = _with_tensors(snapshot, lambda tensor: tensor.to("meta"))
+    frame = dist.gather_objects(frame, _patient_group())[holder]
     if dist.get_rank() != holder:
-        snapshot = _over_tensors(lambda tensor: torch.empty_like(tensor, device="cpu"), frame)
-    tensors = []
-    _over_tensors(tensors.append, snapshot)
-    dist.sync_params(tensors, src=holder)
+        snapshot = _with_tensors(frame, lambda tensor: torch.empty_like(tensor, device="cpu"))
+    dist.sync_params(_tensors_in(snapshot), src=holder)
     return snapshot
 
 
-def _over_tensors(function, value):
-    """`value`, which `weights_only=True` has loaded, with `function` of every tensor in its place."""
+def _with_tensors(value, replace):
+    """A copy of `value`, which `weights_only=True` has loaded, with `replace(tensor)` in the place of each tensor."""
     if torch.is_tensor(value):
-        return function(value)
+        return replace(value)
     if isinstance(value, dict):
         result = copy.copy(value)  # keeps a state_dict's versions of the modules, which are an attribute
-        dict.update(result, ((key, _over_tensors(function, part)) for key, part in value.items()))  # a Counter's adds
+        parts = [(key, _with_tensors(part, replace)) for key, part in value.items()]
+        dict.update(result, parts)  # a Counter's own update would add
         return result
     if isinstance(value, list | tuple):
-        return type(value)([_over_tensors(function, part) for part in value])
+        return type(value)([_with_tensors(part, replace) for part in value])
     return value
+
+
+def _tensors_in(value):
+    """Every tensor in nested containers, in the same order on every rank."""
+    if torch.is_tensor(value):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors_in(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors_in(part)
 
 
 # ---- a folder per epoch, to which every rank writes its part --------------------------------------------------------
 
 
 def save_sharded(folder, model, optimizer, epoch):
-    """Write `folder`/epoch-N, every rank its shards of a model as prepare_fsdp_model or prepare_ddp_model gives it.
+    """Write `folder`/epoch-N: every rank writes its shards of a model that fully_shard or DDP has wrapped.
 
-    It counts once it has a `.metadata`, which is written last, so a kill does no harm. Older ones are kept. Raises
-    SystemExit with one line, on every rank, if one of them cannot write; what it has written is then removed.
+    Its `.metadata` is written last and makes it count, so a kill does no harm. Older ones are kept. Raises
+    DistributedError on every rank if one of them cannot write; what it has written is then removed.
     https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
     """
     import torch.distributed.checkpoint as dcp  # takes 0.5 s
 
     path = os.path.join(os.path.abspath(folder), f"epoch-{epoch}")
-    if dist.is_primary():  # what an interrupted save left; first what makes it count
-        with contextlib.suppress(OSError):  # of which the save will tell, if it matters
+    if dist.is_primary():  # remove what an interrupted save left, first the file that makes it count
+        with contextlib.suppress(OSError):  # if this fails, the save reports it
             os.remove(os.path.join(path, ".metadata"))
         shutil.rmtree(path, ignore_errors=True)
     dist.sync_params(model.buffers())  # which each rank has whole: rank 0's are saved
-    dist.barrier()
-    try:
-        with _as_one_line(lambda cause: f"cannot save {path}, is the disk full? ({type(cause).__name__}: {cause})"):
-            dcp.save(_sharded_state(model, optimizer), checkpoint_id=path)
-    except SystemExit:
+    dist.raise_on_all(None, _patient_group())  # wait until the folder is removed
+    failure = _run_dcp(dcp.save, _sharded_state(model, optimizer), path)
+    if failure is not None:
         if dist.is_primary():
             shutil.rmtree(path, ignore_errors=True)
-        raise
+        cause = f"{type(failure).__name__}: {failure}".splitlines()[0]
+        raise dist.DistributedError(f"cannot save {path}, is the disk full? ({cause})")
 
 
 def load_sharded(folder, model, optimizer):
-    """Fill in the newest complete checkpoint, whatever the number of ranks then and now; returns the next epoch.
+    """Load the newest complete checkpoint, whatever the number of ranks then and now; returns the next epoch.
 
-    Without one it changes nothing and returns 0. Every parameter group goes on with its learning rate of then, in
-    proportion to the one that the optimizer is built with now. Raises SystemExit with one line, on every rank, if the
-    checkpoint cannot be read, is not all there, or another model's. Changed bits are not noticed: it has no checksums.
+    Without a checkpoint it changes nothing and returns 0. Learning rates are restored, scaled if you changed the base
+    rate that the optimizer is built with. Raises DistributedError on every rank if the checkpoint cannot be read, is
+    incomplete, or does not match the model. It has no checksums: changed bits are not noticed.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    complete = [name for name in names if os.path.exists(os.path.join(folder, name, ".metadata"))]
-    epochs = [int(name.removeprefix("epoch-")) for name in complete if re.fullmatch(r"epoch-\d+", name)]
-    newest = max(dist.agree(max(epochs, default=0)))
-    if not newest:
+    newest = max(dist.gather_objects(_newest_complete(folder), _patient_group()))
+    if newest == 0:
         return 0
     path = os.path.join(os.path.abspath(folder), f"epoch-{newest}")
-    state, rate = _sharded_state(model, optimizer), float(optimizer.defaults["lr"])
+    state = _sharded_state(model, optimizer)
+    base_rate = state["lr"]
     saved, error = {}, None
     try:
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        names = {key.removeprefix("model.") for key in saved if key.startswith("model.") and "_extra_state" not in key}
-        if extra := names - state["model"].keys():  # which dcp.load would leave out
-            raise KeyError(f"the model has no {min(extra)}")
+        _refuse_missing_in_model(saved, state["model"])
     except Exception as failure:  # whatever unpickling raises on bytes that are no index
         error = _unreadable(path, failure)
-    dist.agree(error=error)
-    # A parameter that has never had a gradient has no state of the optimizer in it.
+    dist.raise_on_all(error, _patient_group())
+    # A parameter that has never had a gradient has no optimizer state in the checkpoint.
     moments = state["optimizer"]["state"]
     known = [name for name in moments if any(key.startswith(f"optimizer.state.{name}.") for key in saved)]
     state["optimizer"]["state"] = {name: moments[name] for name in known}
-    with _as_one_line(functools.partial(_unreadable, path)):
-        dcp.load(state, checkpoint_id=path)
-    parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-    set_state_dict(model, optimizer, **parts, options=StateDictOptions(strict=False))  # of `known`; dcp.load was
+    failure = _run_dcp(dcp.load, state, path)
+    if failure is not None:
+        raise dist.DistributedError(_unreadable(path, failure))
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        # Some parameters may have no optimizer state. dcp.load has already checked the rest.
+        options=StateDictOptions(strict=False),
+    )
     for group in optimizer.param_groups:
-        group["lr"] *= rate / state["lr"]
-    dist.print_primary(f"Going on from {path}")
+        group["lr"] *= base_rate / state["lr"]
+    dist.print_primary(f"Resuming from {path}")
     return newest
+
+
+def _newest_complete(folder):
+    """The highest N of the folders epoch-N that have a `.metadata`, or 0."""
+    newest = 0
+    for name in os.listdir(folder) if os.path.isdir(folder) else []:
+        if re.fullmatch(r"epoch-\d+", name) and os.path.exists(os.path.join(folder, name, ".metadata")):
+            newest = max(newest, int(name.removeprefix("epoch-")))
+    return newest
+
+
+def _refuse_missing_in_model(saved, model_state):
+    """dcp.load would silently leave out what a bigger model has saved."""
+    for key in saved:
+        name = key.removeprefix("model.")
+        if key.startswith("model.") and "_extra_state" not in key and name not in model_state:
+            raise KeyError(f"the model has no {name}")
 
 
 def _sharded_state(model, optimizer):
@@ -281,20 +370,21 @@ def _sharded_state(model, optimizer):
 
 
 def _unreadable(path, cause):
-    reason = "damaged, or of another model: name another folder"
+    reason = "it is damaged, or of another model: name another folder"
     if isinstance(cause, FileNotFoundError):
-        reason = "not all shards are here: all machines must share the folder"
+        reason = "some shards are missing: all machines must share the folder"
     return f"cannot load {path}: {reason} ({type(cause).__name__}: {cause})".splitlines()[0]
 
 
-@contextlib.contextmanager
-def _as_one_line(describe):
+def _run_dcp(function, state, path):
+    """Run dcp.save or dcp.load on every rank; returns the first failure of any rank, or None."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # by one process, as is meant
-            yield
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process, where it is right
+            function(state, checkpoint_id=path, process_group=_patient_group())
     except CheckpointException as failure:  # raised on every rank, after all have ended
         cause, _ = next(iter(failure.failures.values()))
-        raise SystemExit(describe(cause).splitlines()[0]) from None
+        return cause
+    return None

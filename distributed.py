@@ -1,215 +1,135 @@
-"""The helper every script here shares: start processes, know one's rank and device, wrap, sample, reduce.
+"""The helper every script here shares: find this process's rank and device, wrap the model, split data, reduce metrics.
+
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
 
     import distributed as dist
 
-    def main_worker(local_rank, world_size):
-        dist.init_process_group()
-        model = dist.prepare_ddp_model(Model().to(dist.get_device()))
-        ...
-        loss = dist.reduce(loss)               # the average over all processes, on every process
-        dist.cleanup()
+
+    def main_worker(local_rank, world_size):  # runs in every process
+        dist.init_process_group()  # nccl for GPUs, gloo for CPUs
+        device = dist.get_device()  # the GPU of this process, or the CPU
+
+        torch.manual_seed(0)  # every process draws the same data
+        inputs = torch.randn(1024, 8)
+        dataset = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
+        sampler = dist.data_sampler(dataset, distributed=True, shuffle=True)  # gives each process its share
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+
+        model = dist.prepare_ddp_model(torch.nn.Linear(8, 1).to(device))  # averages gradients over all processes
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for epoch in range(3):
+            sampler.set_epoch(epoch)  # another order in each epoch
+            for x, y in loader:
+                loss = torch.nn.functional.mse_loss(model(x.to(device)), y.to(device))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            loss = dist.reduce(loss.detach())  # the average over all processes, on every process
+            dist.print_primary(f"epoch {epoch}: loss {loss.item():.4f}")  # printed once
+
 
     if __name__ == "__main__":
         dist.launch(main_worker)
 
-`python script.py` starts one process per visible GPU (`CUDA_VISIBLE_DEVICES=2,3 python script.py` two); under torchrun
-the same file takes the processes it is given. In a single process the same calls work without communication, so a
-script needs no `if`.
+`python script.py` starts one process per visible GPU, so `CUDA_VISIBLE_DEVICES=2,3 python script.py` starts two. Under
+torchrun the same file uses the processes that torchrun started. In a single process every call works too, without
+communication, so a script needs no `if world_size > 1`.
 """
 
-import argparse
 import atexit
-import contextlib
 import gc
 import itertools
-import math
-import multiprocessing
 import os
-import pickle
-import re
-import signal
-import socket
 import sys
-import threading
 import time
-import traceback
 import uuid
 from collections import Counter
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
 
 import torch
 import torch.distributed as torch_dist
-
-# Imported now, while there is no process group. DDP imports it too: then its functions keep the group, as a default
-# argument, until the interpreter ends, and gloo's threads, of which one may abort it. torchrun calls that job failed.
-import torch.distributed.nn.functional
 from torch import nn
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
-# ---- start processes ----------------------------------------------------------------------------------------------
+import spawn
 
 
-def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
-    """Run `worker_fn(local_rank, world_size, *args)` in every process of the job and wait until all are done.
-
-    Under torchrun, or any launcher that sets RANK and WORLD_SIZE, this process is one of them and `nprocs` is ignored.
-    Otherwise `nprocs` processes are started on this machine, a POSIX system: by default one per visible GPU, or one in
-    all. A single one is this process itself. Each has its own copy of `args`. Build the model inside `worker_fn`, so
-    that it is freed on return. Tasks of srun or mpirun, which set neither, leave by SystemExit.
-
-    The first failure ends the other workers, and is raised: torch.multiprocessing.ProcessRaisedException with its
-    traceback, SystemExit with the message of `sys.exit(message)`, or ProcessExitedException with rank and cause. With
-    `tolerate_killed` the job goes on when a worker other than rank 0 is killed.
-    """
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if int(os.environ.get(name, 1)) > 1 and not _is_launched():
-            line = f"{name} is {os.environ[name]}, but RANK and WORLD_SIZE are not set, so every task would train alone"
-            raise SystemExit(f"{line}: start one torchrun per node instead, as launchers/slurm.sbatch does")
-    if _is_launched():
-        nprocs = 1
-    elif nprocs is None:
-        nprocs = max(1, torch.cuda.device_count())
-    if nprocs < 1:
-        raise ValueError(f"nprocs must be at least 1, got {nprocs}")
-    if nprocs > 1:
-        return _start_processes(worker_fn, args, nprocs, tolerate_killed)
-    had_group = is_dist_avail_and_initialized()
-    worker_fn(get_local_rank(), get_world_size(), *args)
-    if not had_group:
-        cleanup()
-        _end_groups()
+class DistributedError(RuntimeError):
+    """An expected failure, described in one line. `launch` prints the line and exits with status 1."""
 
 
-def _is_launched():
-    """Has torchrun, `launch`, or another launcher started this process? RANK or WORLD_SIZE alone means nothing."""
+# ---- rank and device ----------------------------------------------------------------------------------------------
+
+
+def is_launched():
+    """Did torchrun, `launch` or another launcher start this process? RANK or WORLD_SIZE alone means nothing."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def _start_processes(worker_fn, args, nprocs, tolerate_killed):
-    if os.name != "posix":
-        raise SystemExit("distributed.py starts processes on POSIX systems only: use Linux, macOS or WSL")
-    # Forked from a server that has imported torch once, workers start in milliseconds, however many. It loads only
-    # what this process has loaded too, and nothing that touches CUDA.
-    context = multiprocessing.get_context("forkserver")
-    libraries = ("torch", "torch.distributed.nn.functional", "torch._dynamo", "torchvision")
-    context.set_forkserver_preload([name for name in libraries if name in sys.modules])
-    # The rendezvous store lives here, on a port of loopback that is ours from the start: no other job can take it, and
-    # nothing listens to the network. The workers join as clients, as they join torchrun's store.
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    server = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
-    store = torch_dist.TCPStore("127.0.0.1", port, **server)
-    work = pickle.dumps((worker_fn, args))  # by itself, Process would let all ranks share the memory of a model in it
-    outputs = [Connection(os.dup(fd), readable=False) for fd in (1, 2)]  # which can be sent to the server's children
-    worker_args = (nprocs, work, _worker_environment(nprocs, port), outputs)
-    processes = [context.Process(target=_worker, args=(rank, *worker_args)) for rank in range(nprocs)]
-
-    def failed():
-        tolerated = [p for p in processes[1:] if tolerate_killed and (p.exitcode or 0) < 0]
-        return {rank: p for rank, p in enumerate(processes) if p.exitcode and p not in tolerated}
-
-    try:
-        for process in processes:
-            process.start()
-        while (running := [p.sentinel for p in processes if p.exitcode is None]) and not failed():
-            wait(running)
-        if failed():
-            time.sleep(0.2)  # the fork server may tell of a failure's consequence before it tells of the cause
-            raise _first_failure(failed(), store)
-    finally:
-        for process in processes:
-            if process.pid:  # else interrupted before it was started
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: zombies on macOS
-                    os.killpg(process.pid, signal.SIGKILL)  # its children too, which may outlive it
-                process.kill()  # it may not yet be the leader of a group
-                process.join()
+def get_rank():
+    """This process's number in the whole job, 0 <= rank < world_size. It decides who prints and writes files."""
+    if is_dist_avail_and_initialized():
+        return torch_dist.get_rank()
+    return int(os.environ["RANK"]) if is_launched() else 0
 
 
-def _worker_environment(nprocs, port):
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    return {
-        **{f"{library}_SOCKET_IFNAME": loopback for library in ("GLOO", "NCCL", "TP")},
-        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // nprocs)),
-        "THP_MEM_ALLOC_ENABLE": "1",  # huge pages on the CPU: what FSDP2 gathers is new memory each time
-        **os.environ,  # wins over what stands above, and not over what follows
-        **{"WORLD_SIZE": str(nprocs), "LOCAL_WORLD_SIZE": str(nprocs)},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here: rank 0 must not start one
-    }
+def get_local_rank():
+    """This process's number on its machine. It decides which GPU is used.
+
+    Raises DistributedError if a launcher has set RANK but not LOCAL_RANK.
+    """
+    if is_launched() and get_world_size() > 1 and "LOCAL_RANK" not in os.environ:
+        raise DistributedError("RANK is set, but LOCAL_RANK is not: set it to the process's number on its machine")
+    return int(os.environ.get("LOCAL_RANK", 0))
 
 
-def _first_failure(failed, store):
-    """The exit of a worker that left no report, being killed, or else the first report: peers fail after the cause."""
-    reports = dict(pickle.loads(store.queue_pop("failures")) for _ in range(store.queue_len("failures")))
-    for rank in failed.keys() - reports.keys():
-        code = failed[rank].exitcode
-        name = signal.Signals(-code).name if code < 0 else None
-        message = f"rank {rank} was killed by {name}" if name else f"rank {rank} exited with status {code}"
-        return ProcessExitedException(message, rank, failed[rank].pid, code, name)
-    return next(iter(reports.values()))
+def get_world_size():
+    """The number of processes in the job."""
+    if is_dist_avail_and_initialized():
+        return torch_dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
 
 
-def _worker(rank, world_size, work, environment, outputs):
-    """Run in a started process: `worker_fn` with the caller's environment, and a report of what it raised."""
-    os.setsid()  # one group for the worker and its own children, which are ended together
-    threading.Thread(target=_end_with_launcher, daemon=True).start()
-    # A fork server's children have the environment, stdout and stderr of the moment when the server was started, and
-    # its number of threads.
-    for fd, output in enumerate(outputs, 1):
-        os.dup2(output.fileno(), fd)
-    sys.stdout.reconfigure(line_buffering=True)  # what was printed is out when another rank's failure ends this one
-    os.environ.clear()
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    multiprocessing.set_start_method(None, force=True)  # the platform's, for a DataLoader; not the launcher's
-    try:
-        torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
-        worker_fn, args = pickle.loads(work)
-        worker_fn(rank, world_size, *args)
-        return cleanup()  # nothing to report
-    except SystemExit as error:
-        if error.code is None or isinstance(error.code, int):
-            raise
-        failure = SystemExit(str(error.code))
-    except BaseException:
-        message = f"rank {rank} raised:\n\n{traceback.format_exc()[-30_000:]}"
-        failure = ProcessRaisedException(message, rank, os.getpid())
-    # In the launcher's store, before this process ends and its sockets close, which is when peers fail: so the first
-    # report tells the cause.
-    store = torch_dist.TCPStore("127.0.0.1", int(environment["MASTER_PORT"]), is_master=False)
-    store.queue_push("failures", pickle.dumps((rank, failure)))
-    store.queue_len("failures")  # a round trip: the report is in the store by now
-    sys.stdout.flush()
-    os._exit(1)
+def is_primary():
+    """Is this rank 0? Call no collective under it: the other ranks would wait for ever."""
+    return get_rank() == 0
 
 
-def _end_with_launcher():
-    """Wait, in a daemon thread of a worker, for the launcher to end for whatever reason, then end the worker."""
-    multiprocessing.parent_process().join()
-    os.killpg(0, signal.SIGKILL)
+def print_primary(*args, **kwargs):
+    """`print` on rank 0 only."""
+    if is_primary():
+        print(*args, **kwargs)
 
 
-# ---- process group, rank, device ----------------------------------------------------------------------------------
+def get_device():
+    """GPU number `local_rank`, or the CPU if no GPU is visible. Raises DistributedError if there are too few GPUs."""
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        return torch.device("cpu")
+    local_rank = get_local_rank()
+    if local_rank >= gpus:
+        raise DistributedError(
+            f"local rank {local_rank} has no GPU: start at most {gpus} processes on this machine, one per visible GPU, "
+            "or let every task see all of its GPUs (srun --gpu-bind=none)"
+        )
+    return torch.device("cuda", local_rank)
 
-_patient_group = None  # of gloo, for `agree`
-_left_groups = []  # destroyed, but held until `_end_groups`: see `cleanup`
-_numbers = itertools.count()  # of the groups, the same on all ranks
+
+# ---- process group ------------------------------------------------------------------------------------------------
 
 
 def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
-    """Bind this process to its device and join the job's process group: nccl for GPUs, gloo for CPU.
+    """Bind this process to its device and join the job's process group: nccl for GPUs, gloo for CPUs.
 
-    RANK and WORLD_SIZE of a launcher win over what is given, so a caller may pass its local rank. Without a launcher
+    RANK and WORLD_SIZE of a launcher win over the arguments, so a caller may pass its local rank. Without a launcher
     `rank` is the local rank too, unless LOCAL_RANK says otherwise. A collective fails after `timeout`, a
-    datetime.timedelta; None is torch's default. Joins none when one exists, or in one process without a launcher.
+    datetime.timedelta; None is torch's default, 10 minutes for nccl and 30 for gloo. Raise it if one rank prepares
+    data for longer while the others wait. Does nothing if a group exists, or in one process without a launcher.
     """
-    global _patient_group
     if is_dist_avail_and_initialized():
         return
-    if _is_launched():
+    if is_launched():
         rank, world_size = get_rank(), get_world_size()
     elif rank is not None:  # the caller has started its processes itself, on one machine
         os.environ.setdefault("LOCAL_RANK", str(rank))
@@ -219,56 +139,17 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     if world_size is None or (world_size == 1 and "MASTER_ADDR" not in os.environ):
         return
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-    device_id = device if backend == "nccl" else None
-    ranks = {"rank": rank, "world_size": world_size}
-    store = _fresh_store(**ranks, timeout=timeout or torch_dist.default_pg_timeout)
-    torch_dist.init_process_group(backend, store=store, timeout=timeout, device_id=device_id, **ranks)
-    # A rank waits in it for hours where another has slow work to do, and gloo tells it at once if that one is gone.
-    _patient_group = torch_dist.new_group(backend="gloo", timeout=timedelta(hours=12))
-    agree()  # connecting all pairs is no barrier: if this rank left now, a peer that still connects would fail
-
-
-def _fresh_store(rank, world_size, timeout):
-    """The job's store, under a prefix that no earlier start of its processes has used."""
-    # torchrun keeps the store when it starts its processes again, and in it the addresses of those that are gone:
-    # https://github.com/pytorch/pytorch/issues/135712
-    store, *_ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=timeout))
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return torch_dist.PrefixStore(f"group {next(_numbers)}", store)  # not the addresses of the last group
-    own, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
-    store.set(f"rank {rank}", own)
-    while time.monotonic() < end:  # until all have read the same names: a process that is gone has never read ours
-        names = [name.decode() for name in store.multi_get([f"rank {peer}" for peer in range(world_size)])]
-        prefix = uuid.uuid5(uuid.NAMESPACE_OID, "".join(names)).hex
-        store.set(f"{prefix} read by {own}", "")
-        if store.check([f"{prefix} read by {name}" for name in names]):
-            return torch_dist.PrefixStore(prefix, store)
-        time.sleep(0.01)
-    raise TimeoutError(f"not all of {world_size} ranks have joined within {timeout}")
-
-
-@atexit.register
-def _end_groups():
-    """Let gloo's threads end before the interpreter: one that drops its last tensors later aborts the process."""
-    if is_dist_avail_and_initialized() and torch_dist.get_backend() == "gloo":  # no cleanup: sys.exit or an error
-        if hasattr(sys, "last_type"):  # an error, its traceback is out: a clean end may wait for a peer for ever
-            sys.stdout.flush()
-            os._exit(1)
-        cleanup()
-    if _left_groups:
-        gc.collect()  # the model, which holds a group and may be in a reference cycle
-        _left_groups.clear()
-
-
-def cleanup():
-    """Destroy the process group; not while an exception is handled: peers would fail before it is reported."""
-    global _patient_group
-    if is_dist_avail_and_initialized() and sys.exc_info()[0] is None:
-        # A DDP model must not be the last to hold the group: it would join gloo's threads with Python's lock in its
-        # hands, which they may be waiting for (seen with torch 2.11).
-        _left_groups.extend([torch_dist.group.WORLD, _patient_group])
-        _patient_group = None
-        torch_dist.destroy_process_group()
+    store = _fresh_store(rank, world_size, timeout or torch_dist.default_pg_timeout)
+    torch_dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+    # To connect to all peers is not to wait for them: if this rank left now, a peer that still connects would fail.
+    torch_dist.barrier()
 
 
 def is_dist_avail_and_initialized():
@@ -276,62 +157,46 @@ def is_dist_avail_and_initialized():
     return torch_dist.is_available() and torch_dist.is_initialized()
 
 
-def get_rank():
-    """This process's number in the whole job, 0 <= rank < world_size. It decides who prints and writes files."""
-    if is_dist_avail_and_initialized():
-        return torch_dist.get_rank()
-    return int(os.environ["RANK"]) if _is_launched() else 0
+def cleanup():
+    """Destroy the process group. All ranks must call it; `launch` does when `worker_fn` returns.
+
+    It does nothing while an exception is handled: peers would fail before this rank's failure is reported.
+    """
+    if is_dist_avail_and_initialized() and sys.exc_info()[0] is None:
+        _destroyed_groups.append(torch_dist.group.WORLD)
+        torch_dist.destroy_process_group()
 
 
-def get_local_rank():
-    """This process's number on its machine. It decides which GPU is used. SystemExit if a launcher has not set it."""
-    if _is_launched() and get_world_size() > 1 and "LOCAL_RANK" not in os.environ:
-        raise SystemExit("RANK is set, but LOCAL_RANK is not: set it to the process's number on its machine")
-    return int(os.environ.get("LOCAL_RANK", 0))
+def barrier():
+    """Wait until every rank is here."""
+    if get_world_size() > 1:
+        torch_dist.barrier()
 
 
-def get_world_size():
-    """The number of processes in the job."""
-    if is_dist_avail_and_initialized():
-        return torch_dist.get_world_size()
-    return int(os.environ["WORLD_SIZE"]) if _is_launched() else 1
-
-
-def is_primary():
-    """Is this rank 0? Call no collective under it: the other ranks would wait for ever."""
-    return get_rank() == 0
-
-
-def get_device():
-    """GPU number `local_rank`, or the CPU if no GPU is visible. SystemExit if there are GPUs, but too few."""
-    count = torch.cuda.device_count()
-    if count and get_local_rank() >= count:
-        line = f"local rank {get_local_rank()} has no GPU: start at most {count} processes on this machine"
-        raise SystemExit(f"{line}, one per visible GPU, or let every task see all of its GPUs (srun --gpu-bind=none)")
-    return torch.device("cuda", get_local_rank()) if count else torch.device("cpu")
-
-
-def print_primary(*args, **kwargs):
-    """`print` on rank 0 only."""
-    if is_primary():
-        print(*args, **kwargs)
+wait_for_everyone = barrier  # its name in https://github.com/joh-fischer/distributed-pytorch
 
 
 # ---- data and model -----------------------------------------------------------------------------------------------
 
 
 def data_sampler(dataset, distributed, shuffle, pad=True, seed=0):
-    """A DistributedSampler that gives each rank its share of `dataset`; None if not `distributed`: shuffle there.
+    """A DistributedSampler that gives each rank its share of `dataset`.
 
     With `pad` all ranks get equally many samples, some of them twice if the length does not divide evenly: training
     needs it, since every step is a collective. With `pad=False` every sample is seen exactly once over all ranks, as
     a metric needs. Call `sampler.set_epoch(epoch)` before each epoch: the order depends on seed and epoch alone.
+    Returns None if not `distributed`; pass shuffle=True to the DataLoader instead. Raises DistributedError if the data
+    set has no length.
     """
     if not distributed:
         return None
+    if not hasattr(dataset, "__len__"):
+        name = type(dataset).__name__
+        raise DistributedError(f"{name} has no length to split: see IterableDataset in docs/recipes.md")
     rank, world_size = get_rank(), get_world_size()
     sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed)
     if not pad:
+        # DistributedSampler pads or drops up to total_size; with the data set's own length it does neither.
         sampler.total_size = len(dataset)
         sampler.num_samples = len(range(rank, len(dataset), world_size))
     return sampler
@@ -340,24 +205,26 @@ def data_sampler(dataset, distributed, shuffle, pad=True, seed=0):
 def prepare_ddp_model(model, device_ids=None, **kwargs):
     """`model`, already on its device, wrapped in DistributedDataParallel; `model` itself at world size 1.
 
-    `device_ids` is ignored on the CPU; `kwargs` go to DistributedDataParallel. Gradients are views of the buckets that
-    are reduced, which saves a copy of them in memory and in time.
+    `device_ids` need not be given, and is ignored on the CPU. `kwargs` go to DistributedDataParallel. Gradients are
+    views of the buckets that are reduced, which saves a copy of them in memory and in time.
     https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
     if get_world_size() == 1:
         return model
     if next(model.parameters()).device.type == "cpu":
         device_ids = None
-    return DistributedDataParallel(model, device_ids=device_ids, **{"gradient_as_bucket_view": True, **kwargs})
+    kwargs.setdefault("gradient_as_bucket_view", True)
+    return DistributedDataParallel(model, device_ids=device_ids, **kwargs)
 
 
 def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
     """`model` sharded in place over all ranks by FSDP2; `model` itself at world size 1. Build the optimizer afterwards.
 
-    Children first, every submodule that holds at least `min_num_params` parameters not sharded with its children is
-    made a unit: its parameters are gathered while it computes and freed again. What is left, and any parameter that
-    two submodules share, is the root's. A unit moves to this process's device only when it is sharded, and all ranks
-    start from rank 0's weights, as with DDP. `kwargs` go to fully_shard. Raises ValueError for `min_num_params` < 1.
+    For a model that you have not written: for your own, call fully_shard on its blocks, as min_FSDP.py does.
+    Bottom-up, each submodule is sharded that has at least `min_num_params` parameters which its children have not
+    sharded; the root takes the rest, and any parameter that two submodules share. A unit moves to this process's
+    device only when it is sharded, and all ranks start from rank 0's weights, as with DDP. `kwargs` go to fully_shard.
+    Raises ValueError for `min_num_params` < 1.
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     if min_num_params < 1:
@@ -365,19 +232,35 @@ def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
     if get_world_size() == 1:
         return model
     from torch.distributed.fsdp import fully_shard  # takes 0.7 s, which only this function needs
-    from torch.distributed.tensor import DTensor, init_device_mesh
+    from torch.distributed.tensor import init_device_mesh
 
-    kwargs = {"mesh": init_device_mesh(get_device().type, (get_world_size(),)), **kwargs}
+    kwargs.setdefault("mesh", init_device_mesh(get_device().type, (get_world_size(),)))
     uses = Counter(param for _, param in model.named_parameters(remove_duplicate=False))
     for module in reversed(list(model.modules())):
-        unsharded = [p for _, p in module.named_parameters(remove_duplicate=False) if not isinstance(p, DTensor)]
-        # A unit is gathered when called: a ModuleList never is, attention only reads its output projection's weight.
-        uncalled = type(module).forward is nn.Module.forward or isinstance(module, NonDynamicallyQuantizableLinear)
-        shared = any(uses[param] > count for param, count in Counter(unsharded).items())
-        if module is model or (sum(p.numel() for p in set(unsharded)) >= min_num_params and not (shared or uncalled)):
-            sync_params(t for t in [*module.parameters(), *module.buffers()] if not isinstance(t, DTensor))
+        unsharded = _unsharded_params(module)
+        n_params = sum(param.numel() for param in set(unsharded))
+        is_shared = any(uses[param] > count for param, count in Counter(unsharded).items())
+        is_unit = n_params >= min_num_params and _is_called(module) and not is_shared
+        if is_unit or module is model:
+            sync_params(set(unsharded))
+            sync_params(module.buffers())
             fully_shard(module, **kwargs)
     return model
+
+
+def _unsharded_params(module):
+    """Its parameters that no child has sharded. One that two of its submodules share is listed twice."""
+    from torch.distributed.tensor import DTensor
+
+    params = [param for _, param in module.named_parameters(remove_duplicate=False)]
+    return [param for param in params if not isinstance(param, DTensor)]
+
+
+def _is_called(module):
+    """Does its forward run? FSDP gathers a unit when it is called."""
+    # A ModuleList has no forward. MultiheadAttention reads the weight of its out_proj, of this class, without a call.
+    has_forward = type(module).forward is not nn.Module.forward
+    return has_forward and type(module).__name__ != "NonDynamicallyQuantizableLinear"
 
 
 def sync_params(params, src=0):
@@ -391,11 +274,16 @@ def sync_params(params, src=0):
 
 # ---- metrics ------------------------------------------------------------------------------------------------------
 
-_REDUCE_OPS = {"avg": "SUM", "sum": "SUM", "min": "MIN", "max": "MAX"}  # gloo has no average
+_REDUCE_OPS = {
+    "avg": torch_dist.ReduceOp.SUM,  # divided afterwards: gloo has no average
+    "sum": torch_dist.ReduceOp.SUM,
+    "min": torch_dist.ReduceOp.MIN,
+    "max": torch_dist.ReduceOp.MAX,
+}
 
 
 def reduce(tensor, op="avg"):
-    """`all_reduce`, on every rank, with the average as default: what a loss needs."""
+    """`all_reduce`, on every rank, with the average as default, as for a loss."""
     return all_reduce(tensor, op)
 
 
@@ -412,14 +300,17 @@ def all_reduce(tensor, op="sum"):
     dtype = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
     result = tensor.detach().to(dtype, copy=True).contiguous()
     if get_world_size() > 1:
-        torch_dist.all_reduce(result, getattr(torch_dist.ReduceOp, _REDUCE_OPS[op]))
+        torch_dist.all_reduce(result, _REDUCE_OPS[op])
         if op == "avg":
             result /= get_world_size()
     return result.to(tensor.dtype)
 
 
 def gather(tensor):
-    """Every rank's `tensor`, as a list in rank order, on every rank. First dimensions may differ, also be 0."""
+    """Every rank's `tensor`, as a list in rank order, on every rank. First dimensions may differ, also be 0.
+
+    For metrics: no gradient flows through it.
+    """
     tensor = tensor.detach().contiguous()
     if get_world_size() == 1:
         return [tensor.clone()]
@@ -433,80 +324,171 @@ def gather(tensor):
     gathered = [torch.empty_like(padded) for _ in lengths]
     if padded.numel():
         torch_dist.all_gather(gathered, padded)
-    return [part[:length] if tensor.dim() else part[0] for part, length in zip(gathered, lengths, strict=True)]
+    if tensor.dim() == 0:
+        return [part[0] for part in gathered]
+    return [part[:length] for part, length in zip(gathered, lengths, strict=True)]
 
 
-def agree(value=None, error=None):
-    """Every rank's `value`, any that can be pickled, in rank order.
+def gather_objects(value, group=None):
+    """Every rank's `value`, any that can be pickled, as a list in rank order, on every rank.
 
-    Raises SystemExit(error) on every rank if one of them gives an `error`, a line that says what has failed there: so
-    that no rank waits for one that has given up. Waits up to 12 hours, for slow work on one rank, as to unpack data.
+    It is a collective over `group`, by default the job's own, and fails after that group's timeout. Under gloo it
+    fails at once if a peer has died; under nccl at the timeout, unless the launcher ends this process before.
     """
-    pairs = [(value, error)] * get_world_size()
-    if get_world_size() > 1:
-        torch_dist.all_gather_object(pairs, (value, error), group=_patient_group)  # None is the default group
-    for _, line in pairs:
+    if get_world_size() == 1:
+        return [value]
+    values = [None] * get_world_size()
+    torch_dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def raise_on_all(error, group=None):
+    """Raise DistributedError(error) on every rank if any rank gives an `error`, a line; None means that all is well.
+
+    So no rank waits for one that has given up. All ranks must call it; see `gather_objects` for the timeout.
+    """
+    for line in gather_objects(error, group):
         if line:
-            raise SystemExit(line)
-    return [value for value, _ in pairs]
+            raise DistributedError(line)
 
 
-def barrier():
-    """Wait until every rank is here."""
-    if get_world_size() > 1:
-        torch_dist.barrier()
+# ---- start the processes ------------------------------------------------------------------------------------------
 
 
-wait_for_everyone = barrier  # its name in https://github.com/joh-fischer/distributed-pytorch
+def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
+    """Run `worker_fn(local_rank, world_size, *args)` in every process of the job and wait until all are done.
+
+    Under torchrun, or any launcher that sets RANK and WORLD_SIZE, this process is one of them and `nprocs` is ignored.
+    Otherwise `nprocs` processes are started on this machine: by default one per visible GPU, or one without a GPU. A
+    single one is this process itself. Each has its own copy of `args`. Build the model inside `worker_fn`, so that it
+    is freed on return.
+
+    A DistributedError ends the job with one line and status 1. Any other failure of a started process ends the others,
+    and is raised here: torch.multiprocessing.ProcessRaisedException with the worker's traceback, SystemExit with the
+    message of `sys.exit(message)`, or ProcessExitedException with the rank and how it ended. With `tolerate_killed`
+    the job continues when a worker other than rank 0 is killed. Started directly by srun or mpirun, which do not set
+    RANK and WORLD_SIZE, it exits with one line.
+    """
+    _refuse_tasks_without_rank()
+    if nprocs is None:
+        nprocs = max(1, torch.cuda.device_count())
+    if nprocs < 1:
+        raise ValueError(f"nprocs must be at least 1, got {nprocs}")
+    if is_launched() or nprocs == 1:
+        _run_worker(worker_fn, *args)
+    else:
+        spawn.run_processes(_run_worker, (worker_fn, *args), nprocs, tolerate_killed)
 
 
-# ---- command line -------------------------------------------------------------------------------------------------
+def _run_worker(worker_fn, *args):
+    """Run `worker_fn` in this process, and turn an expected failure into one line and status 1."""
+    had_group = is_dist_avail_and_initialized()
+    try:
+        worker_fn(get_local_rank(), get_world_size(), *args)
+    except DistributedError as error:
+        _note_exit(1)
+        raise SystemExit(str(error)) from None
+    except SystemExit as error:
+        _note_exit(error.code)
+        raise
+    except BaseException:
+        _note_exit(1)
+        raise
+    if not had_group:
+        cleanup()
+        _drop_destroyed_groups()
 
 
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse with the first line of `doc` and the defaults in its help, errors of one line, and --a_b for --a-b."""
-
-    def __init__(self, doc=None, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs):
-        super().__init__(description=(doc or "").partition("\n")[0], formatter_class=formatter_class, **kwargs)
-
-    def add_nproc(self, **kwargs):
-        """Add --nproc, the number of processes of the job; under a launcher that is what it has started."""
-        gpus, default, parse = torch.cuda.device_count(), get_world_size(), at_least(1)
-        if not _is_launched():
-            default, parse = gpus or 2, at_least(1, gpus or math.inf, ", the number of visible GPUs")
-        options = {"type": parse, "default": default, "help": "processes, unless under torchrun"}
-        self.add_argument("--nproc", **{**options, **kwargs})
-
-    def parse_known_args(self, args=None, namespace=None):
-        args = sys.argv[1:] if args is None else args
-        hyphenated = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), arg) for arg in args]
-        known = self._option_string_actions  # a script may have declared --a_b itself
-        args = [new if new.split("=")[0] in known else old for old, new in zip(args, hyphenated, strict=True)]
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n")
+def _refuse_tasks_without_rank():
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if int(os.environ.get(name, 1)) > 1 and not is_launched():
+            raise SystemExit(
+                f"{name} is {os.environ[name]}, but RANK and WORLD_SIZE are not set, so every task would train alone: "
+                "start one torchrun per node instead, as launchers/slurm.sbatch does"
+            )
 
 
-def at_least(minimum, most=math.inf, why=""):
-    """An argparse `type`: a whole number from `minimum` to `most`; `why` is added to the bounds in the error."""
+# ---- work-arounds for torch ---------------------------------------------------------------------------------------
 
-    def parse(text):
-        with contextlib.suppress(ValueError):
-            if minimum <= int(text) <= most:
-                return int(text)
-        bounds = f"of at least {minimum}" if most == math.inf else f"from {minimum} to {most}{why}"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
-
-    return parse
+# Renamed in torch 2.14, where the old names warn. Delete when 2.13 is no longer supported.
+if hasattr(torch_dist, "all_gather_single"):
+    all_gather_single = torch_dist.all_gather_single
+    reduce_scatter_single = torch_dist.reduce_scatter_single
+else:
+    all_gather_single = torch_dist.all_gather_into_tensor
+    reduce_scatter_single = torch_dist.reduce_scatter_tensor
 
 
-seed = at_least(0, 2**32 - 1)  # an argparse `type`
+_group_numbers = itertools.count()  # the same on all ranks
 
 
-def positive(text):
-    """An argparse `type`: a finite number above 0."""
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
+def _fresh_store(rank, world_size, timeout):
+    """The job's rendezvous store, under a prefix that no earlier process group has used.
+
+    torchrun keeps its store when it restarts the processes, and in it the addresses of those that have ended, to
+    which new ones would connect: https://github.com/pytorch/pytorch/issues/135712, seen in torch 2.11 to 2.15.
+    Delete when torchrun gives each restart a store of its own.
+    """
+    store, *_ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return torch_dist.PrefixStore(f"group {next(_group_numbers)}", store)  # another one than the last group's
+    name = uuid.uuid4().hex
+    store.set(f"rank {rank}", name)
+    # Wait until all ranks have read the same names. A process that has ended never reads the name of a new one.
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        names = [peer.decode() for peer in store.multi_get([f"rank {peer}" for peer in range(world_size)])]
+        prefix = uuid.uuid5(uuid.NAMESPACE_OID, "".join(names)).hex
+        store.set(f"{prefix} read by {name}", "")
+        if store.check([f"{prefix} read by {peer}" for peer in names]):
+            return torch_dist.PrefixStore(prefix, store)
+        time.sleep(0.01)
+    raise TimeoutError(f"not all of {world_size} ranks have joined within {timeout}")
+
+
+_exit_status = 1
+_destroyed_groups = []
+
+
+def _note_exit(code):
+    """Remember the exit status of a worker that fails, for `_leave`."""
+    global _exit_status
+    if code is None:
+        _exit_status = 0
+    elif isinstance(code, int):
+        _exit_status = code
+    else:
+        _exit_status = 1
+
+
+@atexit.register
+def _leave():
+    """End the process without waiting for its peers.
+
+    A process group that is still there belongs to a rank that fails alone. To destroy it is a collective under NCCL,
+    whose destructor warns instead; gloo's waits for a peer (torch 2.11 and 2.13). So leave at once: what was
+    registered with atexit before this module was imported is not run. Delete when a rank can leave a group alone.
+    """
+    if is_dist_avail_and_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_exit_status)
+    _drop_destroyed_groups()
+
+
+def _drop_destroyed_groups():
+    """Let gloo's threads end before the interpreter does: one that drops its last tensors later aborts the process.
+
+    The status is then -6, and torchrun calls a finished job failed: https://github.com/pytorch/pytorch/issues/190489,
+    torch 2.11 to 2.15. `cleanup` keeps each group until here, since a DDP model must not be the last to drop it: it
+    would wait for gloo's threads while it has Python's lock, which they may need (torch 2.11). Delete when jobs of
+    DDP under torchrun end well without it.
+    """
+    if _destroyed_groups:
+        gc.collect()  # the model holds the group too, and may be in a reference cycle
+        _destroyed_groups.clear()
+
+
+# DDP imports this module when it is first used. If a process group exists by then, default arguments in it keep the
+# group alive until the interpreter ends, and gloo's threads may abort (see above). So it is imported now.
+import torch.distributed.nn.functional  # noqa: E402

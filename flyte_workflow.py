@@ -34,6 +34,7 @@ from flytekitplugins.kfpytorch import Elastic
 import checkpoint
 import distributed as dist
 import mnist
+import options
 import mnist_DDP
 from mnist_DDP import Hyperparameters
 
@@ -93,7 +94,7 @@ def pytorch_training_wf(hp: Hyperparameters = DEFAULTS) -> TrainingOutputs:
 
 
 if __name__ == "__main__":
-    cli_hp, _ = mnist_DDP.parse_hyperparameters(dist.ArgumentParser(__doc__))
+    cli_hp, _ = mnist_DDP.parse_hyperparameters(options.ArgumentParser(__doc__))
     outputs = pytorch_training_wf(hp=cli_hp)
     if not Path(outputs.model_state.path).exists():  # it is in a temporary folder
         path = outputs.model_state.path

@@ -1,9 +1,9 @@
 """Text, model and progress of the transformer scripts: Python's own standard library, read by a small GPT.
 
-text, held_out = gpt.load_text()                            # bytes, the same on every rank
-x, y = gpt.batch(text, step, args.batch_size, args.length)  # bytes, and what follows each: (batch_size, length)
+text, held_out = gpt.load_text()                                   # bytes, the same on every rank
+x, y = gpt.batch(text, step, args.global_batch_size, args.length)  # bytes, and what follows each: (batch, length)
 model = gpt.GPT(args.layers, args.width, args.heads, args.length)
-loss = gpt.loss_fn(model(x), y)                             # nats per byte: a blind guess has log(256) = 5.545
+loss = gpt.loss_fn(model(x), y)                                    # nats per byte: a blind guess has log(256) = 5.545
 """
 
 import functools
@@ -21,60 +21,106 @@ from torch import nn
 from torch.nn import functional as F
 
 import distributed as dist
+import options
 
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
 def add_model_options(parser):
     """Add the options that all transformer scripts share, of the model and of its training."""
-    add, count = parser.add_argument, dist.at_least(1)
-    add("--layers", type=count, default=2, help="blocks of attention and MLP")
-    add("--width", type=count, default=128, help="features of each byte")
-    add("--heads", type=count, default=4, help="attention heads, a divisor of the width")
-    add("--length", type=dist.at_least(2, 2**16), default=128, help="bytes of a sequence")
-    add("--batch-size", type=count, default=16, help="sequences of a step, over all processes")
-    add("--steps", type=count, default=400, help="steps to train")
-    add("--log-every", type=count, default=50, help="steps from line to line")
-    add("--lr", type=dist.positive, default=0.003, help="learning rate")
-    add("--clip", type=dist.positive, help="largest norm of all gradients together")
-    add("--seed", type=dist.seed, default=0, help="of the weights and the batches")
+    count = options.whole_number(1)
+    parser.add_argument("--layers", type=count, default=2, help="blocks of attention and MLP")
+    parser.add_argument("--width", type=count, help="features per byte (default: 128, or what the heads divide)")
+    parser.add_argument("--heads", type=count, help="attention heads per block (default: 4, or what can be split)")
+    parser.add_argument(
+        "--length", type=options.whole_number(2, 2**16), help="bytes per sequence (default: 128, or what can be split)"
+    )
+    parser.add_argument(
+        "--global-batch-size",
+        type=count,
+        help="sequences per step, over all processes (default: 16, or what they share)",
+    )
+    parser.add_argument("--steps", type=count, default=400, help="steps to train")
+    parser.add_argument("--log-every", type=count, default=50, help="print every N steps", metavar="N")
+    parser.add_argument("--lr", type=options.positive_number, default=0.003, help="learning rate")
+    parser.add_argument("--clip", type=options.positive_number, help="clip the global gradient norm to this value")
+    parser.add_argument("--seed", type=options.seed_number, default=0, help="random seed of the weights and batches")
     parser.add_nproc()
 
 
-def parse_args(parser):
-    """`parser.parse_args()`; ends with one line if the heads do not divide the width, or there is no text."""
-    args = parser.parse_args()
-    if args.width % args.heads:
-        parser.error(f"argument --heads: {args.heads} is not a divisor of --width {args.width}")
+def check_model_options(parser, args, batch=(1, "1"), heads=(1, "1"), length=(1, "1")):
+    """Check that a script can split the batch, the heads and the length, and fill in those that were not given.
+
+    Each argument is a pair: what the option must be a multiple of, and its name in an error. Ends the program with one
+    line if an option does not fit, or if there is no text to train on.
+
+        gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
+    """
+    parser.require_multiple(args, "global_batch_size", *batch, default=16)
+    parser.require_multiple(args, "heads", *heads, default=4)
+    parser.require_multiple(args, "length", *length, default=128)
+    parser.require_multiple(args, "width", args.heads, "the number of heads", default=128)
     if not any(LIBRARY.glob("*.py")):
         sys.exit(f"no text to train on: {LIBRARY} has no *.py files, the sources of Python's standard library")
-    return args
+
+
+# ---- text ---------------------------------------------------------------------------------------------------------
 
 
 def load_text():
-    """Python's standard library, uint8: nine tenths to train on, and the last. SystemExit if that of a rank differs."""
+    """Python's standard library as two uint8 tensors: nine tenths to train on, and the last tenth, held out.
+
+    Every rank must call it. Raises DistributedError if the library differs from rank to rank.
+    """
     text = b"".join(path.read_bytes() for path in sorted(LIBRARY.glob("*.py")))
-    hashes = dist.agree(hashlib.sha256(text).digest())
-    for rank, value in enumerate(hashes):
-        if value != hashes[0]:
-            sys.exit(f"the standard library of rank {rank} is not that of rank 0: use one version of Python everywhere")
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).split([len(text) - len(text) // 10, len(text) // 10])
+    digests = dist.gather_objects(hashlib.sha256(text).digest())
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            line = f"the standard libraries of rank {rank} and rank 0 differ: use one version of Python everywhere"
+            raise dist.DistributedError(line)
+    n_held_out = len(text) // 10
+    tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return tensor[:-n_held_out], tensor[-n_held_out:]
 
 
 def batch(text, step, batch_size, length, seed=0, device="cpu"):
-    """Bytes, and the byte that follows each, int64 (batch_size, length): from (seed, step) alone, on every rank."""
+    """Bytes, and the byte that follows each, both int64 (batch_size, length).
+
+    They depend on `seed` and `step` alone, so every rank draws the same global batch and takes its share.
+    """
     starts = random.Random(f"{seed} {step}").choices(range(len(text) - length), k=batch_size)
-    at = torch.tensor(starts)[:, None] + torch.arange(length)
-    return text[at].to(device).long(), text[at + 1].to(device).long()
+    rows = text[torch.tensor(starts)[:, None] + torch.arange(length + 1)]
+    rows = to_device(rows, device).long()
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def to_device(tensor, device):
+    """A copy for a GPU that the host does not wait for: it would, if the memory were not pinned."""
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def ngram_loss(text, rows, n):
-    """Nats per byte of `rows` (r, length) where each byte is guessed from the n - 1 before it, as `text` has them."""
-    digits = (256 ** torch.arange(n).flip(0)).int()  # n bytes in a row are those of one number
-    seen, guessed = ((values.unfold(-1, n, 1) * digits).sum(-1, dtype=torch.int).flatten() for values in (text, rows))
-    counts = torch.zeros(256**n, dtype=torch.int).index_add_(0, seen, torch.ones_like(seen))
+    """Nats per byte of `rows` (r, length) if each byte is guessed from the n - 1 before it, as `text` has them."""
+    place_values = (256 ** torch.arange(n).flip(0)).int()
+
+    def as_numbers(values):  # n bytes in a row as one number
+        return (values.unfold(-1, n, 1) * place_values).sum(-1, dtype=torch.int).flatten()
+
+    seen = as_numbers(text)
+    guessed = as_numbers(rows)
+    counts = torch.zeros(256**n, dtype=torch.int)
+    counts.index_add_(0, seen, torch.ones_like(seen))
     contexts = counts.view(-1, 256).sum(1, dtype=torch.int)
-    return -((counts[guessed] + 0.01) / (contexts[guessed // 256] + 2.56)).log().mean().item()
+    probability = (counts[guessed] + 0.01) / (contexts[guessed // 256] + 2.56)
+    return -probability.log().mean().item()
+
+
+# ---- model --------------------------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -89,14 +135,17 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_width)).transpose(1, 2).unbind(3)
-        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_width))  # (batch, length, heads, 3, head width)
+        q, k, v = qkv.transpose(1, 2).unbind(3)
+        attended = self.attend(q, k, v)
+        return self.out(attended.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
         return self.down(F.gelu(self.up(x)))
@@ -105,8 +154,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
-        self.norm2, self.mlp = nn.LayerNorm(width), MLP(width)
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = MLP(width)
 
     def forward(self, x):
         x = x + self.attention(self.norm1(x))
@@ -121,14 +172,17 @@ class GPT(nn.Module):
 
     def __init__(self, layers, width, heads, length):
         super().__init__()
-        self.token, self.position = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.token = nn.Embedding(256, width)
+        self.position = nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
         for embedding in (self.token, self.position):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens, positions=None):
-        positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token(tokens) + self.position(positions)
         for block in self.blocks:
             x = block(x)
@@ -140,9 +194,15 @@ def loss_fn(logits, targets):
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
+# ---- progress -----------------------------------------------------------------------------------------------------
+
+
 def report_held(params, total):
-    """Print, and return, how many of the `total` parameters the process that has most of them holds, shard by shard."""
-    held = sum((param.to_local() if hasattr(param, "to_local") else param).numel() for param in params)
+    """Print and return how many of `total` parameters the process with the most of them holds."""
+    held = 0
+    for param in params:
+        shard = param.to_local() if hasattr(param, "to_local") else param
+        held += shard.numel()
     held = dist.all_reduce(torch.tensor(held, device=dist.get_device()), "max").item()
     dist.print_primary(f"parameters held: {held:,} of {total:,} ({held / total:.3f})")
     return held
@@ -151,38 +211,56 @@ def report_held(params, total):
 class Progress:
     """`progress(loss)` after each step, with this process's loss, prints a line every `args.log_every` steps.
 
-    `local_loss(x, y)` gives a loss on this process whose mean over all processes is that of the batch (x, y): so it is
-    computed of 8 batches of held-out text. `losses`, (steps,), are those over all processes after the last line.
+    `local_loss(x, y)` gives a loss on this process whose mean over all processes is the loss of the batch (x, y). It
+    is used for the loss of 8 batches of held-out text. When all steps are done, `losses`, (steps,), has the loss of
+    each step over all processes.
     """
 
     def __init__(self, local_loss, text, held_out, args, first_step=0):
-        self.local_loss, self.args, self.device = local_loss, args, dist.get_device()
-        self.step = self.printed = first_step
-        self.losses = torch.zeros(args.steps, device=self.device)  # this process's, until a line needs them
-        starts = torch.linspace(0, len(held_out) - args.length - 1, 8 * args.batch_size).long()
+        self.local_loss = local_loss
+        self.args = args
+        self.device = dist.get_device()
+        self.step = first_step
+        self.first_unprinted = first_step
+        self.losses = torch.zeros(args.steps, device=self.device)  # this process's, until they are printed
+        starts = torch.linspace(0, len(held_out) - args.length - 1, 8 * args.global_batch_size).long()
         rows = held_out[starts[:, None] + torch.arange(args.length + 1)]
-        self.batches = [(r[:, :-1], r[:, 1:]) for r in rows.to(self.device).long().split(args.batch_size)]
-        self.bigram, self.trigram = (ngram_loss(text, rows, n) for n in (2, 3))
+        self.batches = []
+        for part in rows.to(self.device).long().split(args.global_batch_size):
+            self.batches.append((part[:, :-1], part[:, 1:]))
+        if dist.is_primary():
+            bigram = ngram_loss(text, rows, 2)
+            trigram = ngram_loss(text, rows, 3)
+            print(f"loss in nats per byte; guessing by bigrams {bigram:.4f}, by trigrams {trigram:.4f}", flush=True)
         self.start = time.perf_counter()
 
     @torch.no_grad()
     def __call__(self, loss):
         self.losses[self.step] = loss
         self.step += 1
-        if self.step % self.args.log_every and self.step < self.args.steps:
-            return
-        recent = self.losses[self.printed : self.step]
+        if self.step % self.args.log_every == 0 or self.step == self.args.steps:
+            self.print_line()
+
+    def print_line(self):
+        recent = self.losses[self.first_unprinted : self.step]
         recent[:] = dist.reduce(recent)
-        loss, self.printed = recent.mean().item(), self.step
-        speed = len(recent) * self.args.batch_size * self.args.length / (time.perf_counter() - self.start)
+        loss = recent.mean().item()  # waits for the device, so the clock is read after it
+        tokens = len(recent) * self.args.global_batch_size * self.args.length
+        speed = tokens / (time.perf_counter() - self.start)
         held_out = dist.reduce(torch.stack([self.local_loss(x, y) for x, y in self.batches]).mean()).item()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
-        peak = dist.all_reduce(torch.tensor(peak, device=self.device), "max").item()
+        peak = dist.all_reduce(torch.tensor(peak_memory(self.device), device=self.device), "max").item()
         dist.print_primary(
-            f"step {self.step} | loss {loss:.4f} | held-out {held_out:.4f} nats per byte "
-            f"(bigram {self.bigram:.4f}, trigram {self.trigram:.4f}) | {speed:,.0f} tokens/s | "
-            f"peak memory {peak / 1e6:.0f} MB"
+            f"step {self.step} | loss {loss:.4f} | held-out {held_out:.4f} | {speed:,.0f} tokens/s | "
+            f"{peak / 1e6:.0f} MB",
+            flush=True,
         )
+        self.first_unprinted = self.step
         self.start = time.perf_counter()
+
+
+def peak_memory(device):
+    """Bytes: the most that this process has had allocated on its GPU, or resident in memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

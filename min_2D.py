@@ -42,6 +42,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 import checkpoint
 import distributed as dist
 import gpt
+import options
 
 # Operations in place on the logits would be wrong; the norm of all gradients takes two small reductions, not one.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
@@ -49,23 +50,24 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 
 def parse_args():
-    parser = dist.ArgumentParser(__doc__)
+    parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
-    add, count = parser.add_argument, dist.at_least(1)
+    add, count = parser.add_argument, options.whole_number(1)
     add("--replicate", type=count, default=1, help="copies of the model")
     add("--shard", type=count, help="processes that share each copy by FSDP; None is all that the others leave")
     add("--tensor", type=count, default=1, help="processes that share each layer's work")
     add("--checkpoint-activations", action="store_true", help="compute each block again in backward, to save memory")
     add("--checkpoint-dir", help="save here, and go on from the newest there")
     add("--save-every", type=count, default=100, help="steps between two checkpoints")
-    args = gpt.parse_args(parser)
+    args = parser.parse_args()
+    gpt.check_model_options(parser, args)
 
     args.shard = args.shard or max(1, args.nproc // (args.replicate * args.tensor))
     mesh = f"replicate {args.replicate} x shard {args.shard} x tensor {args.tensor}"
     if args.replicate * args.shard * args.tensor != args.nproc:
         parser.error(f"argument --shard: {mesh} is not the number of processes, {args.nproc}")
-    if args.batch_size % (parts := args.replicate * args.shard):
-        parser.error(f"argument --batch-size: {args.batch_size} is not a multiple of replicate x shard, {parts}")
+    if args.global_batch_size % (parts := args.replicate * args.shard):
+        parser.error(f"argument --batch-size: {args.global_batch_size} is not a multiple of replicate x shard, {parts}")
     for option, value in (("--heads", args.heads), ("--length", args.length)):
         if value % args.tensor:
             parser.error(f"argument {option}: {value} is not a multiple of --tensor {args.tensor}")
@@ -125,7 +127,7 @@ def train(model, optimizer, text, held_out, args):
     first_step = checkpoint.load_sharded(args.checkpoint_dir, model, optimizer) if args.checkpoint_dir else 0
     progress = gpt.Progress(functools.partial(local_loss, model, args), text, held_out, args, first_step)
     for step in range(first_step, args.steps):
-        x, y = gpt.batch(text, step, args.batch_size, args.length, args.seed, device)
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, device)
         loss = local_loss(model, args, x, y)
         optimizer.zero_grad()
         loss.backward()

@@ -41,13 +41,15 @@ from torch.nn.attention.bias import causal_lower_right
 
 import distributed as dist
 import gpt
+import options
 
 
 def parse_args():
-    parser = dist.ArgumentParser(__doc__)
+    parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
     parser.add_argument("--attention", choices=tuple(ATTENTIONS), default="ulysses", help="what the processes exchange")
-    args = gpt.parse_args(parser)
+    args = parser.parse_args()
+    gpt.check_model_options(parser, args)
     if args.length % args.nproc:
         parser.error(f"argument --length: {args.length} is not a multiple of the {args.nproc} processes")
     if args.attention == "ulysses" and args.heads % args.nproc:
@@ -130,7 +132,7 @@ def train(model, optimizer, text, held_out, args):
     """The loss of every step over the whole batch, (steps,)."""
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.batch_size, args.length, args.seed, dist.get_device())
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
         loss = local_loss(model, x, y)
         optimizer.zero_grad()
         loss.backward()

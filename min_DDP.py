@@ -23,17 +23,20 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import distributed as dist
+import options
 
 
 def parse_args():
-    parser = dist.ArgumentParser(__doc__)
-    parser.add_argument("--epochs", type=dist.at_least(1), default=5, help="passes over the data")
-    parser.add_argument("--batch-size", type=dist.at_least(1), default=16, help="samples per process")
-    parser.add_argument("--n-classes", type=dist.at_least(2), default=4, help="classes to tell apart")
-    parser.add_argument("--data-size", type=dist.at_least(1), default=256, help="samples in all")
-    parser.add_argument("--hidden-dim", type=dist.at_least(1), default=32, help="width of the model")
-    parser.add_argument("--lr", type=dist.positive, default=0.01, help="learning rate of Adam")
-    parser.add_argument("--seed", type=dist.seed, default=0, help="of the data, the weights and the order of samples")
+    parser = options.ArgumentParser(__doc__)
+    parser.add_argument("--epochs", type=options.whole_number(1), default=5, help="passes over the data")
+    parser.add_argument("--batch-size", type=options.whole_number(1), default=16, help="samples per process")
+    parser.add_argument("--n-classes", type=options.whole_number(2), default=4, help="classes to tell apart")
+    parser.add_argument("--data-size", type=options.whole_number(1), default=256, help="samples in all")
+    parser.add_argument("--hidden-dim", type=options.whole_number(1), default=32, help="width of the model")
+    parser.add_argument("--lr", type=options.positive_number, default=0.01, help="learning rate of Adam")
+    parser.add_argument(
+        "--seed", type=options.seed_number, default=0, help="of the data, the weights and the order of samples"
+    )
     parser.add_nproc()
     return parser.parse_args()
 

@@ -32,21 +32,23 @@ from torch import nn
 
 import distributed as dist
 import gpt
+import options
 
 
 def parse_args():
-    parser = dist.ArgumentParser(__doc__)
+    parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
     parser.set_defaults(steps=800, log_every=100, lr=0.001)
     add = parser.add_argument
-    add("--sync-every", type=dist.at_least(1), default=20, help="steps that each process takes alone")
-    add("--outer-lr", type=dist.positive, default=0.7, help="learning rate of the outer steps")
+    add("--sync-every", type=options.whole_number(1), default=20, help="steps that each process takes alone")
+    add("--outer-lr", type=options.positive_number, default=0.7, help="learning rate of the outer steps")
     add("--outer-momentum", type=float, default=0.9, help="Nesterov momentum of the outer steps")
-    args = gpt.parse_args(parser)
+    args = parser.parse_args()
+    gpt.check_model_options(parser, args)
     if not 0 <= args.outer_momentum < 1:
         parser.error(f"argument --outer-momentum: {args.outer_momentum} is not a number from 0 to below 1")
-    if args.batch_size % args.nproc:
-        parser.error(f"argument --batch-size: {args.batch_size} is not a multiple of the {args.nproc} processes")
+    if args.global_batch_size % args.nproc:
+        parser.error(f"argument --batch-size: {args.global_batch_size} is not a multiple of the {args.nproc} processes")
     return args
 
 
@@ -79,7 +81,7 @@ def train(model, optimizer, text, held_out, args):
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
     outer = Outer(model, args.outer_lr, args.outer_momentum)
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.batch_size, args.length, args.seed, dist.get_device())
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
         loss = local_loss(model, x, y)
         optimizer.zero_grad()
         loss.backward()

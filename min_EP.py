@@ -33,16 +33,20 @@ from torch import nn
 
 import distributed as dist
 import gpt
+import options
 
 
 def parse_args():
-    parser = dist.ArgumentParser(__doc__)
+    parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
-    parser.add_argument("--experts", type=dist.at_least(1), default=8, help="of each block, over all processes")
-    parser.add_argument("--top", type=dist.at_least(1), default=2, help="experts that each token goes to")
-    parser.add_argument("--balance", type=dist.positive, default=0.01, help="weight of the loss for their even use")
-    args = gpt.parse_args(parser)
-    for option, value in (("experts", args.experts), ("batch-size", args.batch_size)):
+    parser.add_argument("--experts", type=options.whole_number(1), default=8, help="of each block, over all processes")
+    parser.add_argument("--top", type=options.whole_number(1), default=2, help="experts that each token goes to")
+    parser.add_argument(
+        "--balance", type=options.positive_number, default=0.01, help="weight of the loss for their even use"
+    )
+    args = parser.parse_args()
+    gpt.check_model_options(parser, args)
+    for option, value in (("experts", args.experts), ("batch-size", args.global_batch_size)):
         if value % args.nproc:
             parser.error(f"argument --{option}: {value} is not a multiple of the {args.nproc} processes")
     if args.top > args.experts:
@@ -141,7 +145,7 @@ def train(model, optimizer, text, held_out, args):
     """The loss of every step over the whole batch, balance included, (steps,)."""
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.batch_size, args.length, args.seed, dist.get_device())
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
         loss = local_loss(model, x, y) + args.balance * sum(block.mlp.balance for block in model.blocks)
         optimizer.zero_grad()
         backward(model, loss)

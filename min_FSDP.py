@@ -41,25 +41,31 @@ from tqdm import tqdm
 import checkpoint
 import distributed as dist
 import mnist
+import options
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a process that is killed would leave behind
 
 
 def parse_args():
-    parser, count = dist.ArgumentParser(__doc__), dist.at_least(1)
+    parser, count = options.ArgumentParser(__doc__), options.whole_number(1)
     add = parser.add_argument
     add("--strategy", choices=("fsdp", "ddp", "local"), default="fsdp", help="shard, replicate, or use one process")
     add("--model", choices=tuple(mnist.MODELS), default="simple", help="50 thousand, 1.2 or 94 million parameters")
     add("--epochs", type=count, default=2, help="passes over the data")
     add("--batch-size", type=count, default=64, help="samples per step and process")
     add("--test-batch-size", type=count, default=1000, help="the same, for the evaluation")
-    add("--lr", type=dist.positive, default=0.001, help="learning rate of Adam, also when going on from a checkpoint")
+    add(
+        "--lr",
+        type=options.positive_number,
+        default=0.001,
+        help="learning rate of Adam, also when going on from a checkpoint",
+    )
     add("--min-num-params", type=count, default=20_000, help="smallest part sharded by itself")
     add("--mixed-precision", action="store_true", help="compute in bfloat16")
     mnist.add_data_options(parser)
     add("--checkpoint-dir", help="save here after every epoch, and go on from the newest one")
     add("--export", metavar="FILE", help="write the whole state_dict here, for model.load_state_dict in plain PyTorch")
-    add("--seed", type=dist.seed, default=0, help="of the drawn digits, the weights and the order of samples")
+    add("--seed", type=options.seed_number, default=0, help="of the drawn digits, the weights and the order of samples")
     parser.add_nproc(help="processes, unless under torchrun; 1 if local")
     args = parser.parse_args()
     if args.strategy == "local" and dist.get_world_size() == 1:  # of torchrun, if it has started this

@@ -31,18 +31,22 @@ from torch.nn import functional as F
 
 import distributed as dist
 import gpt
+import options
 
 
 def parse_args():
-    parser = dist.ArgumentParser(__doc__)
+    parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
     parser.add_argument("--method", choices=("join", "weights"), default="join", help="how ranks without data go on")
-    parser.add_argument("--least", type=dist.at_least(0), default=300, help="batches of the last process")
-    args = gpt.parse_args(parser)
+    parser.add_argument("--least", type=options.whole_number(0), default=300, help="batches of the last process")
+    args = parser.parse_args()
+    gpt.check_model_options(parser, args)
     if args.least > args.steps:
         parser.error(f"argument --least: {args.least} is more than --steps {args.steps}, the batches of the first one")
-    if args.batch_size % args.nproc:
-        parser.error(f"argument --batch-size: {args.batch_size} is not a multiple of the processes, {args.nproc}")
+    if args.global_batch_size % args.nproc:
+        parser.error(
+            f"argument --batch-size: {args.global_batch_size} is not a multiple of the processes, {args.nproc}"
+        )
     return args
 
 
@@ -75,11 +79,11 @@ def train(model, optimizer, text, held_out, args):
     plain = getattr(model, "module", model)  # which sends nothing
     progress = gpt.Progress(lambda x, y: gpt.loss_fn(plain(part_of(x)), part_of(y)), text, held_out, args)
     own_steps = args.steps - (args.steps - args.least) * dist.get_rank() // max(1, dist.get_world_size() - 1)
-    dist.print_primary(f"batches of each process: {dist.agree(own_steps)}")
+    dist.print_primary(f"batches of each process: {dist.gather_objects(own_steps)}")
     for start in range(0, args.steps, args.log_every):
         end = min(start + args.log_every, args.steps)
         sums, steps = torch.zeros(end - start, 2, device=dist.get_device()), range(start, min(end, own_steps))
-        shape = (args.batch_size, args.length, args.seed, dist.get_device())
+        shape = (args.global_batch_size, args.length, args.seed, dist.get_device())
         batches = (map(part_of, gpt.batch(text, step, *shape)) for step in steps)
         for loss in (joined if args.method == "join" else weighted)(model, batches, sums):
             optimizer.zero_grad()

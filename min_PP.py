@@ -34,6 +34,7 @@ from torch.distributed import pipelining
 
 import distributed as dist
 import gpt
+import options
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
@@ -46,16 +47,19 @@ def stage_ranks(schedule, processes):
 
 
 def parse_args():
-    parser = dist.ArgumentParser(__doc__)
+    parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
     parser.set_defaults(layers=max(4, parser.get_default("nproc")), steps=600)
     # Those that this torch has; 2.11 fails with gloo where two stages that follow each other share a process.
     missing = ("ZBVZeroBubble", "DualPipeV") if torch.__version__ < "2.12" else ()
     choices = [name for name in SCHEDULES if hasattr(pipelining, f"Schedule{name}") and name not in missing]
     parser.add_argument("--schedule", choices=choices, default="1F1B", help="order of forwards and backwards")
-    parser.add_argument("--micro-batches", type=dist.at_least(1), default=8, help="parts of each pipeline's batch")
-    parser.add_argument("--data-parallel", type=dist.at_least(1), default=1, help="pipelines beside each other")
-    args = gpt.parse_args(parser)
+    parser.add_argument(
+        "--micro-batches", type=options.whole_number(1), default=8, help="parts of each pipeline's batch"
+    )
+    parser.add_argument("--data-parallel", type=options.whole_number(1), default=1, help="pipelines beside each other")
+    args = parser.parse_args()
+    gpt.check_model_options(parser, args)
     schedule, micro, replicas = args.schedule, args.micro_batches, args.data_parallel
     processes, parts = args.nproc // replicas, micro * replicas
     stages = len(stage_ranks(schedule, processes))
@@ -64,7 +68,7 @@ def parse_args():
     for option, wrong, problem in (
         ("data-parallel", args.nproc % replicas, f"not a divisor of the number of processes, {args.nproc}"),
         ("layers", args.layers < stages, f"less than {stages}, the stages of --schedule {schedule}"),
-        ("batch-size", args.batch_size % parts, f"not a multiple of {parts}, --micro-batches x --data-parallel"),
+        ("batch-size", args.global_batch_size % parts, f"not a multiple of {parts}, --micro-batches x --data-parallel"),
         ("micro-batches", micro < least, f"less than {stages}, the stages of --schedule {schedule}"),
         ("micro-batches", group and micro % group, f"not a multiple of {group}, the processes of a pipeline"),
     ):
@@ -132,7 +136,7 @@ def train(pipeline, optimizer, text, held_out, args):
     """Every step's loss, over all processes."""
     progress = gpt.Progress(pipeline.loss, text, held_out, args)
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.batch_size, args.length, args.seed, dist.get_device())
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
         optimizer.zero_grad()
         loss = pipeline.loss(x, y, backward=True)
         for param in pipeline.params:  # the average over the pipelines

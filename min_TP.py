@@ -36,18 +36,20 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import distributed as dist
 import gpt
+import options
 
 # On the CPU, DTensor's all-to-all is an all-gather, of which every process would tell.
 logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
 
 
 def parse_args():
-    parser = dist.ArgumentParser(__doc__)
+    parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
     add = parser.add_argument
     add("--sequence-parallel", action="store_true", help="split norms and residuals as well, along the sequence")
     add("--loss-parallel", action="store_true", help="leave the logits split, and compute the loss of their parts")
-    args = gpt.parse_args(parser)
+    args = parser.parse_args()
+    gpt.check_model_options(parser, args)
     if args.heads % args.nproc:
         parser.error(f"argument --heads: {args.heads} is not a multiple of the {args.nproc} processes")
     if args.sequence_parallel and args.length % args.nproc:
@@ -102,7 +104,7 @@ def train(model, optimizer, text, held_out, args):
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
     for step in range(args.steps):
         # The whole batch, on every process.
-        x, y = gpt.batch(text, step, args.batch_size, args.length, args.seed, dist.get_device())
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
         loss = local_loss(model, x, y)
         optimizer.zero_grad()
         loss.backward()

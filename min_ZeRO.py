@@ -29,15 +29,17 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import distributed as dist
 import gpt
+import options
 
 
 def parse_args():
-    parser = dist.ArgumentParser(__doc__)
+    parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
     parser.add_argument("--library", action="store_true", help="split the state by ZeroRedundancyOptimizer")
-    args = gpt.parse_args(parser)
-    if args.batch_size % args.nproc:
-        parser.error(f"argument --batch-size: {args.batch_size} is not a multiple of the {args.nproc} processes")
+    args = parser.parse_args()
+    gpt.check_model_options(parser, args)
+    if args.global_batch_size % args.nproc:
+        parser.error(f"argument --batch-size: {args.global_batch_size} is not a multiple of the {args.nproc} processes")
     args.library &= args.nproc > 1  # it cannot be without a process group
     return args
 
@@ -96,7 +98,7 @@ def train(model, optimizer, text, held_out, args):
     """The loss of every step, over all processes."""
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.batch_size, args.length, args.seed, dist.get_device())
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
         loss = local_loss(model, x, y)
         optimizer.zero_grad()
         loss.backward()

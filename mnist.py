@@ -95,7 +95,10 @@ def load_data(name, data_dir, train, seed=0):
     from torchvision.datasets import MNIST  # takes 0.4 s, which synthetic data need not wait for
 
     # The other ranks wait here, and learn from it if one has failed: none would come to a barrier that it skips.
-    dist.agree(error=_fetch_mnist(MNIST, data_dir, train) if dist.get_local_rank() == 0 else None)
+    error = None
+    if dist.get_local_rank() == 0:
+        error = _fetch_mnist(MNIST, data_dir, train)
+    dist.raise_on_all(error)
     data = MNIST(data_dir, train)
     return Digits(data.data[:, None], data.targets)
 

@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader
 import checkpoint
 import distributed as dist
 import mnist
+import options
 
 # ---- hyperparameters, which are the command line ------------------------------------------------------------------
 
@@ -59,13 +60,15 @@ class Hyperparameters:
 
     backend: str = option("auto", "auto is nccl for GPUs and gloo for CPUs", choices=("auto", "nccl", "gloo"))
     momentum: float = option(0.9, "of SGD", type=below_one)
-    batch_size: int = option(64, "samples per process, in one forward pass", type=dist.at_least(1))
-    test_batch_size: int = option(1000, "the same, for the evaluation", type=dist.at_least(1))
-    epochs: int = option(5, "passes over the data", type=dist.at_least(1))
-    lr: float = option(0.05, "learning rate of SGD at first; it falls to 0 as a cosine does", type=dist.positive)
-    log_interval: int = option(100, "steps between two lines", type=dist.at_least(1))
-    seed: int = option(0, "of the drawn digits, the weights and the order of samples", type=dist.seed)
-    grad_accumulation: int = option(1, "batches per step", metavar="K", type=dist.at_least(1))
+    batch_size: int = option(64, "samples per process, in one forward pass", type=options.whole_number(1))
+    test_batch_size: int = option(1000, "the same, for the evaluation", type=options.whole_number(1))
+    epochs: int = option(5, "passes over the data", type=options.whole_number(1))
+    lr: float = option(
+        0.05, "learning rate of SGD at first; it falls to 0 as a cosine does", type=options.positive_number
+    )
+    log_interval: int = option(100, "steps between two lines", type=options.whole_number(1))
+    seed: int = option(0, "of the drawn digits, the weights and the order of samples", type=options.seed_number)
+    grad_accumulation: int = option(1, "batches per step", metavar="K", type=options.whole_number(1))
     amp: bool = option(False, "compute in bfloat16 where it is safe")
     wandb: bool = option(False, "track with Weights & Biases")
     tensorboard: str = option("", "track with TensorBoard, in this folder", metavar="DIR")
@@ -103,7 +106,7 @@ def parse_hyperparameters(parser):
 
 
 def parse_args():
-    parser = dist.ArgumentParser(__doc__)
+    parser = options.ArgumentParser(__doc__)
     parser.add_argument("--output-dir", default=".", help="where to write the weights and accuracies")
     parser.add_nproc()
     hp, args = parse_hyperparameters(parser)

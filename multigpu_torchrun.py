@@ -27,13 +27,14 @@ from torch.utils.data import DataLoader, Dataset
 
 import checkpoint
 import distributed as dist
+import options
 
 
 def parse_args():
-    parser = dist.ArgumentParser(__doc__)
-    parser.add_argument("total_epochs", type=dist.at_least(1), help="epochs to train")
-    parser.add_argument("save_every", type=dist.at_least(1), help="epochs between snapshots")
-    parser.add_argument("--batch-size", type=dist.at_least(1), default=32, help="samples per process")
+    parser = options.ArgumentParser(__doc__)
+    parser.add_argument("total_epochs", type=options.whole_number(1), help="epochs to train")
+    parser.add_argument("save_every", type=options.whole_number(1), help="epochs between snapshots")
+    parser.add_argument("--batch-size", type=options.whole_number(1), default=32, help="samples per process")
     parser.add_argument("--snapshot-path", default="snapshot.pt", help="where to save and resume")
     args = parser.parse_args()
     checkpoint.check_writable("--snapshot-path", os.path.dirname(os.path.abspath(args.snapshot_path)))
@@ -71,7 +72,7 @@ class Trainer:
             dist.print_primary(f"Resuming from {snapshot_path} at Epoch {self.first_epoch}")
 
     def train(self, total_epochs):
-        checkpoint.settle_buckets(self.model, lambda: self.compute_loss(*next(iter(self.loader))))
+        checkpoint.rebuild_buckets(self.model, lambda: self.compute_loss(*next(iter(self.loader))))
         for epoch in range(self.first_epoch, total_epochs):
             self.run_epoch(epoch)
             if (epoch + 1) % self.save_every == 0 or epoch + 1 == total_epochs:

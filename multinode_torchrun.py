@@ -48,6 +48,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 import checkpoint
 import distributed as dist
+import options
 
 
 def log(message):
@@ -56,14 +57,16 @@ def log(message):
 
 
 def parse_args():
-    parser = dist.ArgumentParser(__doc__)
-    parser.add_argument("total_epochs", type=dist.at_least(1), help="epochs to train")
-    parser.add_argument("save_every", type=dist.at_least(1), help="epochs between snapshots")
-    size = dist.at_least(1, len(ToyDataset()), ", the number of samples")
+    parser = options.ArgumentParser(__doc__)
+    parser.add_argument("total_epochs", type=options.whole_number(1), help="epochs to train")
+    parser.add_argument("save_every", type=options.whole_number(1), help="epochs between snapshots")
+    size = options.whole_number(1, len(ToyDataset()), ", the number of samples")
     parser.add_argument("--global-batch-size", type=size, default=64, help="samples per step, of all ranks")
     parser.add_argument("--snapshot-path", default="snapshot.pt", help="where to save and resume")
-    parser.add_argument("--num-workers", type=dist.at_least(0), default=0, help="processes that load data, per rank")
-    parser.add_argument("--timeout", type=dist.at_least(1), default=300, help="seconds that a step may wait")
+    parser.add_argument(
+        "--num-workers", type=options.whole_number(0), default=0, help="processes that load data, per rank"
+    )
+    parser.add_argument("--timeout", type=options.whole_number(1), default=300, help="seconds that a step may wait")
     args = parser.parse_args()
     size, ranks = args.global_batch_size, dist.get_world_size()
     if size % ranks:
@@ -157,7 +160,7 @@ class Trainer:
 
     def train(self, total_epochs):
         """Returns whether all epochs are done; if not, a SIGTERM has come, and all that was done is saved."""
-        checkpoint.settle_buckets(self.model, lambda: self.compute_loss(*next(iter(self.loader(0, 0)))))
+        checkpoint.rebuild_buckets(self.model, lambda: self.compute_loss(*next(iter(self.loader(0, 0)))))
         for epoch in range(self.first_epoch, total_epochs):
             step, preempted = self.run_epoch(epoch, self.first_step if epoch == self.first_epoch else 0)
             next_epoch, next_step = (epoch + 1, 0) if step == self.steps else (epoch, step)

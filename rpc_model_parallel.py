@@ -40,15 +40,22 @@ from torch.utils.data import DataLoader
 
 import distributed as dist
 import mnist
+import options
 
 
 def parse_args():
-    parser = dist.ArgumentParser(__doc__)
-    parser.add_argument("--epochs", type=dist.at_least(1), default=2, help="passes over the data")
-    parser.add_argument("--batch-size", type=dist.at_least(1), default=64, help="samples per step")
-    parser.add_argument("--micro-batches", type=dist.at_least(1), default=4, help="parts of a batch, in flight at once")
-    parser.add_argument("--lr", type=dist.positive, default=0.05, help="learning rate of SGD with momentum 0.9")
-    parser.add_argument("--seed", type=dist.seed, default=0, help="of the data, the weights and the order of samples")
+    parser = options.ArgumentParser(__doc__)
+    parser.add_argument("--epochs", type=options.whole_number(1), default=2, help="passes over the data")
+    parser.add_argument("--batch-size", type=options.whole_number(1), default=64, help="samples per step")
+    parser.add_argument(
+        "--micro-batches", type=options.whole_number(1), default=4, help="parts of a batch, in flight at once"
+    )
+    parser.add_argument(
+        "--lr", type=options.positive_number, default=0.05, help="learning rate of SGD with momentum 0.9"
+    )
+    parser.add_argument(
+        "--seed", type=options.seed_number, default=0, help="of the data, the weights and the order of samples"
+    )
     mnist.add_data_options(parser)
     args = parser.parse_args()
     if args.micro_batches > args.batch_size:

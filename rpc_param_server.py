@@ -51,18 +51,25 @@ from torch.utils.data.distributed import DistributedSampler
 
 import distributed as dist
 import mnist
+import options
 
 
 def parse_args():
-    parser = dist.ArgumentParser(__doc__)
-    parser.add_argument("--trainers", type=dist.at_least(1), default=2, help="processes beside the server")
+    parser = options.ArgumentParser(__doc__)
+    parser.add_argument("--trainers", type=options.whole_number(1), default=2, help="processes beside the server")
     parser.add_argument("--mode", choices=("hogwild", "sync"), default="hogwild", help="when the server updates")
     parser.add_argument("--model", choices=mnist.MODELS, default="simple", help="the network")
-    parser.add_argument("--epochs", type=dist.at_least(1), default=2, help="passes over the data")
-    parser.add_argument("--batch-size", type=dist.at_least(1), default=32, help="samples per trainer")
-    parser.add_argument("--lr", type=dist.positive, default=0.01, help="learning rate of SGD with momentum 0.9")
-    parser.add_argument("--seed", type=dist.seed, default=0, help="of the data, the weights and the order of samples")
-    parser.add_argument("--timeout", type=dist.positive, default=60, help="seconds for all to join, and for an answer")
+    parser.add_argument("--epochs", type=options.whole_number(1), default=2, help="passes over the data")
+    parser.add_argument("--batch-size", type=options.whole_number(1), default=32, help="samples per trainer")
+    parser.add_argument(
+        "--lr", type=options.positive_number, default=0.01, help="learning rate of SGD with momentum 0.9"
+    )
+    parser.add_argument(
+        "--seed", type=options.seed_number, default=0, help="of the data, the weights and the order of samples"
+    )
+    parser.add_argument(
+        "--timeout", type=options.positive_number, default=60, help="seconds for all to join, and for an answer"
+    )
     mnist.add_data_options(parser)
     args = parser.parse_args()
     if os.environ.get("WORLD_SIZE") == "1":

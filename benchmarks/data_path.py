@@ -15,6 +15,7 @@ from torchvision import transforms
 
 import distributed as dist
 import mnist
+import options
 from benchmarks import common
 
 
@@ -41,7 +42,7 @@ def read(loader, prepare):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=dist.at_least(1), default=5, help="passes of each pipeline")
+    parser.add_argument("--rounds", type=options.whole_number(1), default=5, help="passes of each pipeline")
     args = parser.parse_args()
     torch.set_num_threads(1)  # a batch is small: more threads only wait for each other
     digits = mnist.load_data("synthetic", None, train=True)

@@ -18,6 +18,7 @@ import torch
 import distributed as dist
 import min_FSDP
 import mnist
+import options
 from benchmarks import common
 
 BATCH, STEPS = 8, 2
@@ -51,7 +52,7 @@ def measure(model_name, strategy, nprocs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=tuple(mnist.MODELS), default="deep")
-    parser.add_argument("--sizes", type=dist.at_least(1), nargs="+", default=[1, 2, 4], help="processes")
+    parser.add_argument("--sizes", type=options.whole_number(1), nargs="+", default=[1, 2, 4], help="processes")
     args = parser.parse_args()
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # for one process too, as `launch` has it for several
     gpus = torch.cuda.device_count()

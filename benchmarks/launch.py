@@ -21,6 +21,7 @@ import time
 import torch
 
 import distributed as dist
+import options
 from benchmarks import common
 
 PROMISES = {8: 3, 16: 5}  # so many times faster than each peer, as whole commands
@@ -104,8 +105,8 @@ def command(launcher, nprocs, job):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=dist.at_least(1), default=3, help="of each measurement")
-    parser.add_argument("--sizes", type=dist.at_least(1), nargs="+", default=[1, 2, 4, 8, 16], help="processes")
+    parser.add_argument("--rounds", type=options.whole_number(1), default=3, help="of each measurement")
+    parser.add_argument("--sizes", type=options.whole_number(1), nargs="+", default=[1, 2, 4, 8, 16], help="processes")
     parser.add_argument("--job", choices=tuple(JOBS), default="all-reduce")
     parser.add_argument("--no-peers", action="store_true", help="leave out what requirements-bench.txt installs")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)

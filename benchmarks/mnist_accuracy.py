@@ -15,20 +15,20 @@ import tempfile
 import time
 from pathlib import Path
 
-import distributed as dist
 import mnist_DDP
+import options
 from benchmarks import common
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data-dir", default="data", help="where MNIST is, or is downloaded to")
-    parser.add_argument("--seed", type=dist.seed, default=0, help="of the weights and the order of samples")
+    parser.add_argument("--seed", type=options.seed_number, default=0, help="of the weights and the order of samples")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        options = ["--data", "mnist", "--data-dir", args.data_dir, "--seed", str(args.seed), "--output-dir", folder]
+        flags = ["--data", "mnist", "--data-dir", args.data_dir, "--seed", str(args.seed), "--output-dir", folder]
         begin, log = time.perf_counter(), []
-        command = [sys.executable, mnist_DDP.__file__, "--nproc", "2", *options]
+        command = [sys.executable, mnist_DDP.__file__, "--nproc", "2", *flags]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             for line in process.stdout:

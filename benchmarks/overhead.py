@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import distributed as dist
 import mnist
+import options
 from benchmarks import common
 from benchmarks.throughput import MODELS
 
@@ -90,8 +91,8 @@ def main_worker(local_rank, world_size, args, report):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     gpus = torch.cuda.device_count()
-    parser.add_argument("--rounds", type=dist.at_least(1), default=40, help=f"of {STEPS} steps of each kind")
-    parser.add_argument("--nproc", type=dist.at_least(2), default=gpus or 2, help="processes")
+    parser.add_argument("--rounds", type=options.whole_number(1), default=40, help=f"of {STEPS} steps of each kind")
+    parser.add_argument("--nproc", type=options.whole_number(2), default=gpus or 2, help="processes")
     args = parser.parse_args()
     times = common.launch(main_worker, args, nprocs=args.nproc)
     results = {name: common.summary(values) for name, values in times.items()}

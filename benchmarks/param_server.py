@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 import distributed as dist
 import mnist
+import options
 import rpc_param_server
 from benchmarks import common
 
@@ -141,9 +142,11 @@ def measure(results, name, worker_fn, nprocs, *args):
 
 
 def main():
-    parser = dist.ArgumentParser(__doc__)
-    parser.add_argument("--rounds", type=dist.at_least(1), default=5, help="of each measurement")
-    parser.add_argument("--steps", type=dist.at_least(5), default=40, help="of each trainer; the usual server: a third")
+    parser = options.ArgumentParser(__doc__)
+    parser.add_argument("--rounds", type=options.whole_number(1), default=5, help="of each measurement")
+    parser.add_argument(
+        "--steps", type=options.whole_number(5), default=40, help="of each trainer; the usual server: a third"
+    )
     args = parser.parse_args()
 
     few = max(1, args.steps // 3)

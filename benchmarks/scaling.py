@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 import distributed as dist
 import mnist
+import options
 from benchmarks import common
 
 BATCH, STEPS = 32, 4
@@ -86,8 +87,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     gpus = torch.cuda.device_count()
     sizes = [n for n in range(1, 9) if not gpus or n <= gpus]
-    parser.add_argument("--sizes", type=dist.at_least(1), nargs="+", default=sizes, help="processes; has 1 and 2")
-    parser.add_argument("--rounds", type=dist.at_least(1), default=3, help=f"of {STEPS} steps at each size")
+    parser.add_argument(
+        "--sizes", type=options.whole_number(1), nargs="+", default=sizes, help="processes; has 1 and 2"
+    )
+    parser.add_argument("--rounds", type=options.whole_number(1), default=3, help=f"of {STEPS} steps at each size")
     args = parser.parse_args()
     if not {1, 2} <= set(args.sizes) and gpus != 1:
         parser.error(f"argument --sizes: {args.sizes} must have 1 and 2, from which the model is measured")

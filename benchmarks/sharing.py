@@ -20,6 +20,7 @@ import torch
 
 import distributed as dist
 import gpt
+import options
 import min_DiLoCo
 import min_EP
 import min_ZeRO
@@ -29,9 +30,9 @@ WIDTHS, CASES, STATE_STEPS, ROUNDS = (256, 512), ("DDP", "ZeRO", "ZeRO --library
 PERIODS, MARKS = (1, 5, 20, 50), (1, 10, 25, 50, 100, 200, 400)
 
 
-def options(nproc, steps, **changes):
+def make_args(nproc, steps, **changes):
     """The default model and training of the scripts."""
-    shape = {"layers": 2, "width": 128, "heads": 4, "length": 128, "batch_size": 8 * nproc}
+    shape = {"layers": 2, "width": 128, "heads": 4, "length": 128, "global_batch_size": 8 * nproc}
     training = {"steps": steps, "log_every": steps, "lr": 0.003, "clip": None, "seed": 0, "library": True}
     return argparse.Namespace(**{**shape, **training, **changes})
 
@@ -85,7 +86,7 @@ def measure_state(nproc, small):
     rows = {f"width {width}: {case}": [] for width, case in cases}
     for _ in range(1 if small else ROUNDS):
         for width, case in cases:
-            args = options(nproc, STATE_STEPS, width=width, **shape)
+            args = make_args(nproc, STATE_STEPS, width=width, **shape)
             rows[f"width {width}: {case}"].append(common.launch(state_worker, case, args, nprocs=nproc))
     columns = ("state MB", "ms of a step", "peak MB")
     rows = {name: dict(zip(columns, zip(*row, strict=True), strict=True)) for name, row in rows.items()}
@@ -123,7 +124,7 @@ def talk_worker(local_rank, world_size, train, args, report):
 def measure_talk(nproc, small):
     outer = {"outer_lr": 0.7, "outer_momentum": 0.9}  # min_DiLoCo.py's defaults
     steps, periods = (10, PERIODS[:2]) if small else (400, PERIODS)
-    make = functools.partial(options, nproc, steps, **outer)
+    make = functools.partial(make_args, nproc, steps, **outer)
     cases = {f"DDP, rate {lr}": (min_ZeRO.train, make(lr=lr, sync_every=1)) for lr in (0.001, 0.003)}
     cases |= {f"H {h}: DiLoCo, rate 0.001": (min_DiLoCo.train, make(lr=0.001, sync_every=h)) for h in periods}
     results = {name: common.launch(talk_worker, *case, nprocs=nproc) for name, case in cases.items()}
@@ -157,7 +158,7 @@ def measure_tokens(nproc, small):
     experts = {"experts": 4 * nproc, "top": 2}
     results, losses = {}, {}
     for balance in (0.01, 0):
-        args = options(nproc, MARKS[1 if small else -1], balance=balance, **experts)
+        args = make_args(nproc, MARKS[1 if small else -1], balance=balance, **experts)
         losses[f"balance {balance}"], *blocks = common.launch(tokens_worker, args, nprocs=nproc)
         results |= {f"balance {balance}: block {i + 1}": shares for i, shares in enumerate(blocks)}
     for name, shares in results.items():
@@ -173,7 +174,9 @@ PARTS = {"state": measure_state, "talk": measure_talk, "tokens": measure_tokens}
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", choices=PARTS, help="one part of three")
-    parser.add_argument("--nproc", type=dist.at_least(2), default=torch.cuda.device_count() or 2, help="processes")
+    parser.add_argument(
+        "--nproc", type=options.whole_number(2), default=torch.cuda.device_count() or 2, help="processes"
+    )
     parser.add_argument("--small", action="store_true", help="little of each, to see that it runs")
     args = parser.parse_args()
     for name, measure in PARTS.items():

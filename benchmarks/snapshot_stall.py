@@ -16,14 +16,15 @@ import torch
 
 import checkpoint
 import distributed as dist
+import options
 from benchmarks import common
 
 
 def parse_args():
-    parser = dist.ArgumentParser(__doc__)
-    parser.add_argument("--megabytes", type=dist.at_least(1), default=1130, help="size of the snapshot")
-    parser.add_argument("--nproc", type=dist.at_least(1), default=2, help="processes")
-    parser.add_argument("--repeats", type=dist.at_least(1), default=7, help="saves of each kind")
+    parser = options.ArgumentParser(__doc__)
+    parser.add_argument("--megabytes", type=options.whole_number(1), default=1130, help="size of the snapshot")
+    parser.add_argument("--nproc", type=options.whole_number(1), default=2, help="processes")
+    parser.add_argument("--repeats", type=options.whole_number(1), default=7, help="saves of each kind")
     parser.add_argument("--folder", default=None, help="where to write; the system's temporary folder if not given")
     return parser.parse_args()
 

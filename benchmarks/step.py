@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 import distributed as dist
 import mnist
+import options
 from benchmarks import common
 from benchmarks.throughput import TinyNet
 
@@ -116,10 +117,12 @@ def main_worker(local_rank, world_size, name, rounds, report):
 
 
 def main():
-    parser = dist.ArgumentParser(__doc__)
+    parser = options.ArgumentParser(__doc__)
     parser.add_argument("--model", choices=tuple(MODELS), nargs="+", default=list(MODELS), help="which to train")
-    parser.add_argument("--rounds", type=dist.at_least(1), default=10, help="of all cases")
-    parser.add_argument("--nproc", type=dist.at_least(2), default=torch.cuda.device_count() or 2, help="processes")
+    parser.add_argument("--rounds", type=options.whole_number(1), default=10, help="of all cases")
+    parser.add_argument(
+        "--nproc", type=options.whole_number(2), default=torch.cuda.device_count() or 2, help="processes"
+    )
     args = parser.parse_args()
     results, ratios = {}, {}
     kinds = [None] if torch.cuda.device_count() else ["4 KB pages", "huge pages"]

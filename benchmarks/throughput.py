@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import distributed as dist
 import min_FSDP
 import mnist
+import options
 from benchmarks import common
 from benchmarks.data_path import PerSample
 
@@ -187,11 +188,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     gpus = torch.cuda.device_count()
     parser.add_argument("--model", choices=tuple(MODELS), nargs="+", default=list(MODELS))
-    parser.add_argument("--rounds", type=dist.at_least(1), default=8, help="epochs of each case, at least")
-    parser.add_argument("--steps", type=dist.at_least(1), help="of an epoch (default: 25 of small, 40 of tiny)")
-    parser.add_argument("--nproc", type=dist.at_least(2), default=gpus or 2, help="processes")
+    parser.add_argument("--rounds", type=options.whole_number(1), default=8, help="epochs of each case, at least")
+    parser.add_argument("--steps", type=options.whole_number(1), help="of an epoch (default: 25 of small, 40 of tiny)")
+    parser.add_argument("--nproc", type=options.whole_number(2), default=gpus or 2, help="processes")
     parser.add_argument(
-        "--workers", type=dist.at_least(0), default=4 if gpus else 0, help="per process, of the per-sample loaders"
+        "--workers",
+        type=options.whole_number(0),
+        default=4 if gpus else 0,
+        help="per process, of the per-sample loaders",
     )
     parser.add_argument("--no-peers", action="store_true", help="leave out what requirements-bench.txt installs")
     args = parser.parse_args()

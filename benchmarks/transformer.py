@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import distributed as dist
 import gpt
+import options
 import min_2D
 import min_CP
 import min_PP
@@ -46,7 +47,7 @@ class Clock:
         self.losses.append(time.perf_counter())
 
 
-def options(nproc, steps, **changes):
+def make_args(nproc, steps, **changes):
     shape = {"layers": LAYERS, "width": 128, "heads": 4, "length": LENGTH, "batch_size": BATCH}
     split = {"replicate": 1, "shard": nproc, "tensor": 1, "checkpoint_dir": None, "checkpoint_activations": False}
     split |= {"sequence_parallel": False, "loss_parallel": False, "attention": "ulysses"}
@@ -79,7 +80,7 @@ def worker(local_rank, world_size, case, args, threads, report):
     text, held_out = gpt.load_text()
     times = train(model, optimizer, text, held_out, args)
     steps_per_second = (len(times) - WARM_UP) / (times[-1] - times[WARM_UP - 1])
-    speed = steps_per_second * args.batch_size * args.length
+    speed = steps_per_second * args.global_batch_size * args.length
     loss_of = {
         "one process": functools.partial(min_2D.local_loss, model, args),
         "CP": functools.partial(min_CP.local_loss, model),
@@ -91,7 +92,7 @@ def worker(local_rank, world_size, case, args, threads, report):
 
 def saved_bytes(local_loss, text, args):
     """What a forward pass keeps for the backward pass, without the parameters; each storage once."""
-    x, y = gpt.batch(text, 0, args.batch_size, args.length, args.seed, dist.get_device())
+    x, y = gpt.batch(text, 0, args.global_batch_size, args.length, args.seed, dist.get_device())
     sizes = {}
 
     def pack(tensor):
@@ -129,13 +130,13 @@ def measure(cases, rounds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     gpus = torch.cuda.device_count()
-    parser.add_argument("--rounds", type=dist.at_least(1), default=2, help="of all cases")
-    parser.add_argument("--steps", type=dist.at_least(WARM_UP + 1), default=8, help="of each case")
-    parser.add_argument("--nproc", type=dist.at_least(2), default=gpus or 2, help="processes")
+    parser.add_argument("--rounds", type=options.whole_number(1), default=2, help="of all cases")
+    parser.add_argument("--steps", type=options.whole_number(WARM_UP + 1), default=8, help="of each case")
+    parser.add_argument("--nproc", type=options.whole_number(2), default=gpus or 2, help="processes")
     parser.add_argument("--small", action="store_true", help="one of each, to see that it runs")
     args = parser.parse_args()
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # for one process too, as `launch` has it for several
-    n, make = args.nproc, functools.partial(options, steps=args.steps)
+    n, make = args.nproc, functools.partial(make_args, steps=args.steps)
     widths, micro, lengths = (values[: 1 if args.small else None] for values in (WIDTHS, MICRO_BATCHES, LENGTHS))
     cases = {}
     for width in widths:
@@ -145,7 +146,7 @@ def main():
         for case in ("DDP", "FSDP", "TP"):
             cases[f"width {width}: {case}"] = (case, make(n, width=width), None)
     for m in micro:
-        cases[f"micro-batches {m}: PP"] = ("PP", make(n, micro_batches=m, batch_size=16), None)
+        cases[f"micro-batches {m}: PP"] = ("PP", make(n, micro_batches=m, global_batch_size=16), None)
     for length in lengths:
         shape = {"length": length, "batch_size": 1}
         cases[f"length {length}: one process"] = ("one process", make(1, **shape), None)

@@ -77,7 +77,7 @@ def give_up(local_rank, world_size):
     dist.init_process_group()
     model = dist.prepare_ddp_model(torch.nn.Linear(2, 1))
     model.in_a_cycle = [model]
-    dist.agree(error="no room")
+    dist.raise_on_all("no room")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ import psutil
 import torch
 
 import distributed as dist
+import options
 from benchmarks import common
 
 ROOT = Path(__file__).parent.parent
@@ -225,10 +226,12 @@ def run_trial(kind, seed):
 
 
 def main():
-    parser = dist.ArgumentParser(__doc__)
-    parser.add_argument("--minutes", type=dist.positive, default=30, help="how long")
-    parser.add_argument("--seed", type=dist.seed, default=0, help="of the first trial; each has the next one")
-    parser.add_argument("--load", type=dist.at_least(0), default=os.cpu_count(), help="processes that only compute")
+    parser = options.ArgumentParser(__doc__)
+    parser.add_argument("--minutes", type=options.positive_number, default=30, help="how long")
+    parser.add_argument("--seed", type=options.seed_number, default=0, help="of the first trial; each has the next one")
+    parser.add_argument(
+        "--load", type=options.whole_number(0), default=os.cpu_count(), help="processes that only compute"
+    )
     parser.add_argument("--only", choices=tuple(TRIALS), help="trials of one kind")
     parser.add_argument("--replay", metavar="KIND:SEED", help="one trial again")
     args = parser.parse_args()

@@ -50,7 +50,7 @@ def assert_same_states(actual, expected):
 def agreed_message(function, *args, **kwargs):
     """The line with which all ranks leave `function`, the same on each of them."""
     message = exit_message(function, *args, **kwargs)
-    assert set(dist.agree(message)) == {message}
+    assert set(dist.gather_objects(message)) == {message}
     return message
 
 
@@ -242,7 +242,11 @@ def bad_files(folder):
     torch.save({"model": [], "optimizer": None, "scheduler": None, "epoch": 1, "step": 0}, folder / "own")
     checkpoint.save(folder / "unscheduled", model, optimizer, epoch=1)
     without = "holds the state of model and optimizer, not of model and optimizer and scheduler"
-    return expected | {"unscheduled": without, "wider": "is another model's", "own": "is another model's"}
+    return expected | {
+        "unscheduled": without,
+        "wider": "does not match this model or optimizer",
+        "own": "does not match this model or optimizer",
+    }
 
 
 def bad_worker(local_rank, world_size, folder, expected):
@@ -362,7 +366,7 @@ def settle_worker(local_rank, world_size):
     ddp_model = dist.prepare_ddp_model(model)
     model.body[1].running_mean.fill_(local_rank)
     before = copy.deepcopy(model.state_dict())
-    checkpoint.settle_buckets(ddp_model, lambda: sum(ddp_model(torch.randn(4, 4))).sum())
+    checkpoint.rebuild_buckets(ddp_model, lambda: sum(ddp_model(torch.randn(4, 4))).sum())
     assert_same(model.state_dict(), before)
     assert ddp_model.training and all(not param.grad.any() for param in model.parameters() if param.grad is not None)
     assert sum(ddp_model(torch.randn(4, 4))).sum().backward() is None

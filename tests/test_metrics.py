@@ -79,7 +79,9 @@ def check_identity(rank, n):
     wrapped = dist.prepare_ddp_model(model, device_ids=[rank])  # ignored on the CPU
     assert (wrapped is model) == (n == 1)
     dist.barrier()
-    assert [len(value) for value in dist.agree(bytes(rank << 23))] == [r << 23 for r in range(n)], "of any size"
+    assert [len(value) for value in dist.gather_objects(bytes(rank << 23))] == [r << 23 for r in range(n)], (
+        "of any size"
+    )
 
 
 def check_everything(local_rank, world_size):
@@ -128,5 +130,5 @@ def test_device_is_the_local_rank_and_must_exist(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert dist.get_device() == torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(SystemExit, match="local rank 1 has no GPU: start at most 1 processes"):
+    with pytest.raises(dist.DistributedError, match="local rank 1 has no GPU: start at most 1 processes"):
         dist.get_device()

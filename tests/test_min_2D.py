@@ -60,14 +60,14 @@ def test_a_block_that_is_computed_again_keeps_only_its_input():
     for again in (False, True):
         args = transformer.arguments(checkpoint_activations=again)
         model = min_2D.parallelize(transformer.make_model(args), args)
-        x, y = gpt.batch(transformer.small_text()[0], 0, args.batch_size, args.length)
+        x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length)
         sizes = {}
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, s=sizes: s.update({t.data_ptr(): t.nbytes}) or t, lambda t: t
         ):
             gpt.loss_fn(model(x), y)
         kept[again] = sum(sizes.values())
-    features = 4 * args.batch_size * args.length * args.width
+    features = 4 * args.global_batch_size * args.length * args.width
     assert kept[True] < kept[False] - args.layers * 10 * features
 
 
@@ -98,7 +98,7 @@ def test_a_run_goes_from_mesh_to_mesh_and_from_and_to_one_process_as_if_it_had_n
 
 @pytest.mark.slow
 def test_the_script_holds_a_quarter_and_goes_on_on_another_mesh(job_of, tmp_path):
-    options = ("--checkpoint-dir", tmp_path / "runs", "--batch-size", 4)
+    options = ("--checkpoint-dir", tmp_path / "runs", "--global-batch-size", 4)
     mesh, held, step = job_of("min_2D.py", "--nproc", 4, "--tensor", 2, "--steps", 2, *options).splitlines()
     assert mesh == "Training on 4 x cpu: replicate 1 x shard 2 x tensor 2"
     held, total = re.fullmatch(r"parameters held: ([\d,]+) of ([\d,]+) \(0.25\d\)", held).groups()
@@ -108,5 +108,5 @@ def test_the_script_holds_a_quarter_and_goes_on_on_another_mesh(job_of, tmp_path
     mesh, held, going_on, step = stdout.splitlines()
     assert mesh == "Training on 2 x cpu: replicate 2 x shard 1 x tensor 1"
     assert held.endswith("(1.000)")
-    assert going_on == f"Going on from {tmp_path}/runs/epoch-2"
+    assert going_on == f"Resuming from {tmp_path}/runs/epoch-2"
     assert step.startswith("step 4 | loss ")

@@ -53,9 +53,9 @@ def simulate(n, name):
     velocity = {name: torch.zeros_like(value) for name, value in start.items()}
     losses = torch.zeros(args.steps, n)
     for step in range(args.steps):
-        x, y = gpt.batch(small_text()[0], step, args.batch_size, args.length, args.seed)
+        x, y = gpt.batch(small_text()[0], step, args.global_batch_size, args.length, args.seed)
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            own = slice(rank * args.batch_size // n, (rank + 1) * args.batch_size // n)
+            own = slice(rank * args.global_batch_size // n, (rank + 1) * args.global_batch_size // n)
             loss = transformer.plain_loss(model, x[own], y[own])
             losses[step, rank], _ = take_step(model, optimizer, loss, args.clip)
         if step % args.sync_every == args.sync_every - 1 or step == args.steps - 1:
@@ -93,7 +93,7 @@ def test_processes_do_what_one_does_with_a_copy_after_the_other(n, names, tmp_pa
 
 @pytest.mark.slow
 def test_says_what_it_sends(job_of):
-    small = ("--layers", 1, "--width", 16, "--heads", 2, "--length", 16, "--batch-size", 4)
+    small = ("--layers", 1, "--width", 16, "--heads", 2, "--length", 16, "--global-batch-size", 4)
     stdout = job_of("min_DiLoCo.py", *small, "--steps", 7, "--sync-every", 3, "--log-every", 3)
     lines = stdout.splitlines()
     assert [line.split(" | ")[0] for line in lines[:-1]] == ["step 3", "step 6", "step 7"]

@@ -96,7 +96,7 @@ def test_processes_do_what_one_does(n, tmp_path):
                 assert torch.equal(whole[key], parameters[key]), f"{key} differs from rank to rank"
             whole.update(parameters)
             for counts in tokens:
-                assert sum(counts.tolist()) == args.top * args.batch_size * args.length
+                assert sum(counts.tolist()) == args.top * args.global_batch_size * args.length
                 assert all(counts[list(args.idle)] == 0)
         for results in ranks:
             transformer.assert_equal(results[number][0], whole, expected(number))
@@ -104,7 +104,7 @@ def test_processes_do_what_one_does(n, tmp_path):
 
 @pytest.mark.slow
 def test_prints_the_tokens_of_each_expert(job_of):
-    small = ("--layers", 2, "--width", 16, "--heads", 2, "--length", 16, "--batch-size", 4, "--experts", 4)
+    small = ("--layers", 2, "--width", 16, "--heads", 2, "--length", 16, "--global-batch-size", 4, "--experts", 4)
     stdout = job_of("min_EP.py", *small, "--nproc", 2, "--steps", 3, "--log-every", 2, "--clip", 1)
     first, *lines = stdout.splitlines()
     shared, expert = (sum(p.numel() for p in model.parameters()) for model in (gpt.GPT(2, 16, 2, 16), gpt.MLP(16)))

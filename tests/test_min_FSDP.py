@@ -334,7 +334,7 @@ def test_resume_on_another_number_of_ranks(nprocs, uninterrupted, references, tm
         state, lines, output, drawn = trained(tmp_path, strategy)
         assert_equal_states(state, references["adam"][0])
         assert_equal_lines(lines, references["adam"], nprocs, first_epoch=1)
-        assert f"Going on from {tmp_path / strategy / 'epoch-1'}\n" in output
+        assert f"Resuming from {tmp_path / strategy / 'epoch-1'}\n" in output
         assert drawn == [numbers[20:] for numbers in drawn_before[:nprocs]], "as if it had not been interrupted"
     for name, optimizer, folder in (("other rate", "adam", "other rate"), ("whole", "layerwise", "layerwise")):
         state, lines, *_ = trained(tmp_path, name)
@@ -375,7 +375,7 @@ def test_kill_in_a_save(moment, uninterrupted, references, tmp_path):
     assert (tmp_path / "epoch-2").is_dir()
     dist.launch(again_worker, folder, nprocs=2)
     state, lines, output, _ = trained(tmp_path)
-    assert f"Going on from {tmp_path / f'epoch-{epoch}'}" in output and len(lines) == 2 - epoch
+    assert f"Resuming from {tmp_path / f'epoch-{epoch}'}" in output and len(lines) == 2 - epoch
     assert_equal_states(state, references["adam"][0])
     dcp_to_torch_save(tmp_path / "epoch-2", tmp_path / "saved.pt")  # and it was completed
     assert_equal_states(torch.load(tmp_path / "saved.pt", weights_only=True)["model"], references["adam"][0])

@@ -51,7 +51,7 @@ def whole_model(pipeline):
     own = {name: param.detach() for stage in pipeline.stages.values() for name, param in stage.named_parameters()}
     assert sum(param.numel() for param in own.values()) == sum(param.numel() for param in pipeline.params)
     replicas, processes = pipeline.mesh.shape
-    everyone = dist.agree(own)
+    everyone = dist.gather_objects(own)
     assert sum(map(len, everyone)) == replicas * len(set().union(*everyone)), "each once in every pipeline"
     for rank, theirs in enumerate(everyone):  # the same in every pipeline
         first = everyone[rank % processes]

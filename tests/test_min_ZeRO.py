@@ -57,7 +57,7 @@ def expected_with_groups(**changes):
         optimizer = torch.optim.AdamW(groups_of(model), lr=args.lr)
         losses = []
         for step in range(args.steps):
-            x, y = gpt.batch(transformer.small_text()[0], step, args.batch_size, args.length, args.seed)
+            x, y = gpt.batch(transformer.small_text()[0], step, args.global_batch_size, args.length, args.seed)
             loss = gpt.loss_fn(model(x), y)
             optimizer.zero_grad()
             loss.backward()
@@ -108,7 +108,7 @@ def test_it_gives_what_one_process_gives_and_holds_a_part_of_the_state(tmp_path,
 def test_the_script_by_hand_and_by_the_library():
     outputs = []
     for start, options in ((run, ("min_ZeRO.py",)), (torchrun, (2, "min_ZeRO.py", "--library"))):
-        status, stdout, stderr = start(*options, "--steps", 2, "--clip", 1, "--batch-size", 2)
+        status, stdout, stderr = start(*options, "--steps", 2, "--clip", 1, "--global-batch-size", 2)
         assert status == 0, stderr
         outputs.append(stdout.splitlines())
     hand, library = outputs

@@ -152,7 +152,7 @@ def load_worker(local_rank, world_size, url, resources, data_dir):
         try:
             train, test = (mnist.load_data("mnist", data_dir, half) for half in (True, False))
         except SystemExit as error:
-            assert set(dist.agree(error.code)) == {error.code}, "the same on every rank"
+            assert set(dist.gather_objects(error.code)) == {error.code}, "the same on every rank"
             raise
     assert train.images.shape == (60_000, 1, 28, 28) and len(test) == 10_000
     assert (train.images.dtype, train.labels.dtype) == (torch.uint8, torch.int64)

@@ -12,6 +12,7 @@ from conftest import ROOT
 
 import distributed as dist
 import gpt
+import options
 import single_gpu
 
 TRANSFORMERS = ["min_2D", "min_CP", "min_DiLoCo", "min_EP", "min_Join", "min_PP", "min_TP", "min_ZeRO"]
@@ -35,7 +36,7 @@ REFUSED = {
         -5 1 | argument total_epochs: '-5' is not a whole number of at least 1
         5 0 | argument save_every: '0' is not a whole number of at least 1
         5 1 --batch-size 0 | argument --batch-size/--batch_size: '0' is not a whole number of at least 1
-        5 1 --batch_size=2.5 | argument --batch-size/--batch_size: '2.5' is not a whole number of at least 1
+        5 1 --global_batch_size=2.5 | argument --batch-size/--batch_size: '2.5' is not a whole number of at least 1
     """,
     "multigpu_torchrun.py": """
         0 1 | argument total_epochs: '0' is not a whole number of at least 1
@@ -172,9 +173,9 @@ def launched(monkeypatch, script, *options):
 
 @pytest.mark.parametrize("script", NPROC)
 def test_nproc_is_the_number_of_processes(script, main_of, monkeypatch):
-    for gpus, options, nprocs in ((0, (), 2), (0, ("--nproc", 4), 4), (4, (), 4), (4, ("--nproc", 1), 1)):
+    for gpus, given, nprocs in ((0, (), 1), (0, ("--nproc", 4), 4), (4, (), 4), (4, ("--nproc", 1), 1)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        assert launched(monkeypatch, script, *options).kwargs == {"nprocs": nprocs}
+        assert launched(monkeypatch, script, *given).kwargs == {"nprocs": nprocs}
     message = "argument --nproc: '8' is not a whole number from 1 to 4, the number of visible GPUs"
     assert main_of(f"{script}.py", "--nproc", "8") == (2, f"{script}.py: error: {message}\n")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -195,7 +196,7 @@ def test_other_numbers_of_processes(monkeypatch):
 
 
 def test_a_scripts_own_options_may_be_spelt_with_underscores():
-    parser = dist.ArgumentParser(None)  # as under python -OO
+    parser = options.ArgumentParser(None)  # as under python -OO
     parser.add_argument_group().add_argument("--data_size", type=int)
     parser.add_argument("--run-name")
     parser.add_subparsers().add_parser("train").add_argument("--max_steps", type=int)

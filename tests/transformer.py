@@ -12,17 +12,19 @@ import distributed as dist
 import gpt
 
 HELD = re.compile(r"parameters held: ([\d,]+) of ([\d,]+) \((\d\.\d{3})\)")
+GUESSES = re.compile(
+    r"loss in nats per byte; guessing by bigrams (?P<bigram>\d\.\d{4}), by trigrams (?P<trigram>\d\.\d{4})"
+)
 LINE = re.compile(
-    r"step (?P<step>\d+) \| loss (?P<loss>\d+\.\d{4}) \| held-out (?P<held_out>\d+\.\d{4}) nats per byte "
-    r"\(bigram (?P<bigram>\d\.\d{4}), trigram (?P<trigram>\d\.\d{4})\) \| (?P<speed>[\d,]+) tokens/s \| "
-    r"peak memory (?P<memory>\d+) MB"
+    r"step (?P<step>\d+) \| loss (?P<loss>\d+\.\d{4}) \| held-out (?P<held_out>\d+\.\d{4}) \| "
+    r"(?P<speed>[\d,]+) tokens/s \| (?P<memory>\d+) MB"
 )
 
 
 def arguments(nprocs=1, **changes):
     """As a script's parse_args would give them: 4 layers and heads of little width, so that 4 ranks can share them."""
     values = {
-        **{"layers": 4, "width": 32, "heads": 4, "length": 32, "batch_size": 8, "steps": 20, "log_every": 10},
+        **{"layers": 4, "width": 32, "heads": 4, "length": 32, "global_batch_size": 8, "steps": 20, "log_every": 10},
         **{"lr": 0.01, "clip": None, "seed": 3, "nproc": nprocs},
     }
     return argparse.Namespace(**{**values, **changes})
@@ -73,7 +75,7 @@ def train_alone(model, optimizer, args, loss_of=plain_loss, part_of=lambda step,
         before, steps = full_parameters(model), []
         optimizer = make_optimizer(optimizer, model.parameters(), args.lr)
         for step in range(args.steps):
-            x, y = gpt.batch(small_text()[0], step, args.batch_size, args.length, args.seed)
+            x, y = gpt.batch(small_text()[0], step, args.global_batch_size, args.length, args.seed)
             steps.append(take_step(model, optimizer, loss_of(model, *part_of(step, x, y)), args.clip))
         losses, clipped = zip(*steps, strict=True)
         after = full_parameters(model)
@@ -148,6 +150,8 @@ def assert_equal(losses, parameters, expected, tolerance=1e-9):
 
 
 def progress_lines(stdout):
-    """What each line of a script's progress says, as numbers by name."""
+    """What each line of a script's progress says, and the guesses printed before them, as numbers by name."""
+    (guesses,) = [match for line in stdout.splitlines() if (match := GUESSES.fullmatch(line))]
     matches = [LINE.fullmatch(line) for line in stdout.splitlines() if line.startswith("step ")]
-    return [{name: float(value.replace(",", "")) for name, value in m.groupdict().items()} for m in matches]
+    values = [{**guesses.groupdict(), **match.groupdict()} for match in matches]
+    return [{name: float(value.replace(",", "")) for name, value in line.items()} for line in values]

@@ -1,0 +1,211 @@
+"""Start the processes of a job on this machine, and end them together. `distributed.launch` is its only caller.
+
+torch.multiprocessing.start_processes is not enough: every process imports torch anew, which takes minutes for 64 of
+them; workers survive a launcher that is killed; and when one worker fails, the error shown may be that of a peer.
+Here workers are forked from a server that has imported torch once, each ends when the launcher ends, and the first
+failure is the one that is raised. It needs a POSIX system: Linux, macOS or WSL.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+
+import torch
+import torch.distributed as torch_dist
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+# A worker may import only what the server has imported already. Nothing here touches CUDA: a fork after that would
+# break it in every worker.
+PRELOADED = ("torch", "torch.distributed.nn.functional", "torch._dynamo", "torchvision")
+
+IMPORTING_MAIN = 77  # exit status of a worker whose script calls `launch` while it is imported
+
+
+def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
+    """Run `worker_fn(*args)` in `nprocs` new processes and wait until all are done.
+
+    Each process has its own copy of `args`, and RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT in its environment. The first failure ends all processes, and is raised here:
+    torch.multiprocessing.ProcessRaisedException with the worker's traceback, SystemExit with the message of
+    `sys.exit(message)`, or ProcessExitedException with the rank and its signal or exit status. With
+    `tolerate_killed` the others continue when a worker other than rank 0 is killed by a signal.
+    """
+    work = _pickle_work(worker_fn, args)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([name for name in PRELOADED if name in sys.modules])
+    store = _start_store()
+    environment = _worker_environment(nprocs, store.port)
+    # A Connection can be sent to the fork server's children. These two are stdout and stderr.
+    outputs = [Connection(os.dup(1), readable=False), Connection(os.dup(2), readable=False)]
+    processes = []
+    for rank in range(nprocs):
+        processes.append(context.Process(target=_worker, args=(rank, work, environment, outputs)))
+    try:
+        for process in processes:
+            process.start()
+        _wait_for(processes, store, tolerate_killed)
+    finally:
+        for process in processes:
+            _end(process)
+
+
+def _pickle_work(worker_fn, args):
+    """The function and its arguments as bytes: multiprocessing itself would put tensors into shared memory."""
+    # multiprocessing sets this attribute in a child that is still importing the script.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(IMPORTING_MAIN)
+    try:
+        work = pickle.dumps((worker_fn, args))
+    except (AttributeError, pickle.PicklingError) as error:
+        if "local" in str(error) or "lambda" in str(error):
+            line = "the function given to launch, and its arguments, must be defined at the top level of a file"
+            raise SystemExit(f"{line}: {error}") from None
+        raise
+    if b"__main__" in work and not hasattr(sys.modules["__main__"], "__file__"):
+        raise SystemExit("launch needs a script that new processes can import: save this code to a file, and run that")
+    return work
+
+
+def _start_store():
+    """A rendezvous store in this process, on a free port of loopback that no other job can take."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    listener_fd = listener.detach()
+    return torch_dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener_fd)
+
+
+def _worker_environment(nprocs, port):
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    environment = {
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+        "TP_SOCKET_IFNAME": loopback,
+        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // nprocs)),
+        "THP_MEM_ALLOC_ENABLE": "1",  # huge pages on the CPU: what FSDP2 gathers is new memory each time
+    }
+    environment.update(os.environ)  # the user's settings override those above, never those below
+    environment.update(
+        WORLD_SIZE=str(nprocs),
+        LOCAL_WORLD_SIZE=str(nprocs),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # rank 0 joins the launcher's store, as under torchrun, and starts none
+    )
+    return environment
+
+
+def _wait_for(processes, store, tolerate_killed):
+    """Return when all processes have ended; raise the first failure."""
+    failed = {}
+    while not failed:
+        running = [process.sentinel for process in processes if process.exitcode is None]
+        if not running:
+            return
+        wait(running)
+        failed = _failed(processes, tolerate_killed)
+    # The fork server may report a consequence before its cause.
+    time.sleep(0.2)
+    failed = _failed(processes, tolerate_killed)
+    raise _root_cause(failed, store)
+
+
+def _failed(processes, tolerate_killed):
+    """The processes that failed, by rank."""
+    failed = {}
+    for rank, process in enumerate(processes):
+        was_killed = process.exitcode is not None and process.exitcode < 0
+        tolerated = tolerate_killed and rank > 0 and was_killed
+        if process.exitcode and not tolerated:
+            failed[rank] = process
+    return failed
+
+
+def _root_cause(failed, store):
+    """The failure that came first: a worker that died without a report, or else the first report.
+
+    A worker reports before its sockets close, and its peers fail when they close. So peers report later.
+    """
+    reports = {}
+    while store.queue_len("failures"):
+        rank, failure = pickle.loads(store.queue_pop("failures"))
+        reports[rank] = failure
+    silent = sorted(failed.keys() - reports.keys())
+    if reports:
+        # NCCL's watchdog aborts a process whose peer has failed: a consequence, if there is a report.
+        silent = [rank for rank in silent if failed[rank].exitcode != -signal.SIGABRT]
+    if not silent:
+        return next(iter(reports.values()))
+    rank = silent[0]
+    process = failed[rank]
+    if process.exitcode == IMPORTING_MAIN:
+        return SystemExit('launch is called while a worker imports the script: put it under if __name__ == "__main__":')
+    if process.exitcode < 0:
+        name = signal.Signals(-process.exitcode).name
+        message = f"rank {rank} was killed by {name}"
+    else:
+        name = None
+        message = f"rank {rank} exited with status {process.exitcode}"
+    return ProcessExitedException(message, rank, process.pid, process.exitcode, name)
+
+
+def _end(process):
+    if not process.pid:  # interrupted before it was started
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter on macOS, for a process that has ended
+        os.killpg(process.pid, signal.SIGKILL)  # its children too, which may outlive it
+    process.kill()  # it may not yet lead a process group
+    process.join()
+
+
+# ---- in the started process ---------------------------------------------------------------------------------------
+
+
+def _worker(rank, work, environment, outputs):
+    """Run `worker_fn` with the caller's environment and outputs. Report what it raises."""
+    os.setsid()  # a process group of the worker and its children, which are ended together
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    _take_over_outputs(outputs)
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    multiprocessing.set_start_method(None, force=True)  # for a DataLoader: the platform's default, not the launcher's
+    try:
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
+        worker_fn, args = pickle.loads(work)
+        worker_fn(*args)
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            raise
+        _report(rank, SystemExit(str(error.code)), environment)
+    except BaseException:
+        message = f"rank {rank} raised:\n\n{traceback.format_exc()[-30_000:]}"
+        _report(rank, ProcessRaisedException(message, rank, os.getpid()), environment)
+
+
+def _end_with_launcher():
+    """Wait, in a daemon thread, until the launcher has ended for whatever reason; then end this process."""
+    multiprocessing.parent_process().join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _take_over_outputs(outputs):
+    """Write to the launcher's stdout and stderr of now; the fork server has those of the moment when it started."""
+    for fd, output in enumerate(outputs, start=1):
+        os.dup2(output.fileno(), fd)
+    sys.stdout.reconfigure(line_buffering=True)  # nothing printed is lost when another rank's failure ends this one
+
+
+def _report(rank, failure, environment):
+    """Put the failure into the launcher's store, before this process's sockets close, and leave."""
+    store = torch_dist.TCPStore("127.0.0.1", int(environment["MASTER_PORT"]), is_master=False)
+    store.queue_push("failures", pickle.dumps((rank, failure)))
+    store.queue_len("failures")  # a round trip: the report has arrived
+    sys.stdout.flush()
+    os._exit(1)
