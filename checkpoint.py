@@ -181,7 +181,7 @@ def _restore(parts, snapshot, location):
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as failure:
         cause = " ".join(str(failure).split())[:300]
         line = (
-            f"{location} does not match this model or optimizer ({cause}): delete it, rename it, or choose another path"
+            f"{location} does not match this model or optimizer ({cause}): delete or rename it, or choose another path"
         )
         raise dist.DistributedError(line) from None
 
@@ -220,21 +220,17 @@ def _read(path):
             raise ValueError(f"checksum of {damaged}")
         refused = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path))
         if refused:
-            error = (
-                f"{location} contains {refused}, which weights_only=True cannot load: convert it, or delete the file"
-            )
+            error = f"{location} contains {refused}, which weights_only=True cannot load: convert it, or delete or rename the file"
             return None, NO_SNAPSHOT, error
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         return snapshot, (int(snapshot["epoch"]), int(snapshot["step"])), None
     except FileNotFoundError:
         return None, NO_SNAPSHOT, None
     except OSError as failure:
-        return None, NO_SNAPSHOT, f"cannot read {location}: {failure.strerror}: correct that, or delete the file"
+        return None, NO_SNAPSHOT, f"cannot read {location}: {failure.strerror}: correct that, or delete or rename it"
     except Exception as failure:  # whatever the two readers raise on bytes that are no snapshot
         first_line = str(failure).partition("\n")[0][:200]
-        error = (
-            f"{location} is damaged or not a snapshot ({type(failure).__name__}: {first_line}): delete or replace it"
-        )
+        error = f"{location} is damaged or not a snapshot ({type(failure).__name__}: {first_line}): delete or rename it"
         return None, NO_SNAPSHOT, error
 
 

@@ -232,8 +232,8 @@ def bad_files(folder):
     torch.save({"epoch": 1, "step": 0, "model": Bomb("exploded")}, folder / "bomb")
     torch.save({"epoch": 1, "model": model.state_dict()}, folder / "foreign")
     torch.save(model[0].weight.detach(), folder / "tensor")
-    expected = dict.fromkeys([*cases, "foreign", "tensor"], "is damaged or no snapshot")
-    expected["bomb"] = f"holds {os.mknod.__module__}.mknod, which is not loaded"
+    expected = dict.fromkeys([*cases, "foreign", "tensor"], "is damaged or not a snapshot")
+    expected["bomb"] = f"contains {os.mknod.__module__}.mknod, which weights_only=True cannot load"
     (folder / "directory").mkdir()
     checkpoint.save(folder / "unreadable", model, optimizer, scheduler, epoch=1)
     (folder / "unreadable").chmod(0)
@@ -258,7 +258,7 @@ def bad_worker(local_rank, world_size, folder, expected):
         message = agreed_message(checkpoint.load, name, *objects())
         assert str(Path(folder, name)) in message
         assert reason in message, name
-        assert "move it away" in message or "save and load the same parts" in message
+        assert "delete or rename" in message or "save and load the same parts" in message
     message = agreed_message(checkpoint.load, "good", *objects()[:2])
     assert "holds the state of model and optimizer and scheduler, not of model and optimizer:" in message
 
@@ -326,7 +326,7 @@ def test_containers_are_sent_as_they_are():
         "list": [1, (2, torch.ones(2))],
         "model": nn.BatchNorm1d(2).state_dict(),
     }
-    sent = checkpoint._over_tensors(lambda tensor: tensor, state)
+    sent = checkpoint._with_tensors(state, lambda tensor: tensor)
     assert_same(sent, state)
     assert sent is not state and type(sent["milestones"]) is Counter
     assert sent["model"]._metadata == state["model"]._metadata != {}
@@ -400,7 +400,10 @@ def test_an_error_that_only_the_background_sees_is_not_lost(tmp_path, monkeypatc
         raise OSError(errno.EIO, os.strerror(errno.EIO))  # the kernel tells it to one fsync only
 
     monkeypatch.setattr(os, "fsync", fail_once)
-    with pytest.raises(SystemExit, match=os.strerror(errno.EIO)), checkpoint.atomic(tmp_path / "file") as file:
+    with (
+        pytest.raises(dist.DistributedError, match=os.strerror(errno.EIO)),
+        checkpoint.atomic(tmp_path / "file") as file,
+    ):
         file.write(b"new")
         assert called.wait(30)
     assert not os.listdir(tmp_path)

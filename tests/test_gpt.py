@@ -23,7 +23,7 @@ def test_the_text_is_python_and_its_last_tenth_is_held_out():
 
 def test_batches_come_from_seed_and_step_alone():
     text = torch.arange(200, dtype=torch.uint8)
-    x, y = gpt.batch(text, 2, global_batch_size=3, length=5, seed=1)
+    x, y = gpt.batch(text, 2, batch_size=3, length=5, seed=1)
     torch.manual_seed(7)
     assert x.tolist() == [[first + i for i in range(5)] for first in (191, 81, 4)], "on every machine and version"
     assert torch.equal(y, x + 1) and x.dtype == y.dtype == torch.int64
@@ -33,7 +33,7 @@ def test_batches_come_from_seed_and_step_alone():
 
 def test_batches_reach_from_the_first_byte_to_the_last():
     text = torch.arange(20, dtype=torch.uint8)
-    x, y = gpt.batch(text, 0, global_batch_size=1000, length=5)
+    x, y = gpt.batch(text, 0, batch_size=1000, length=5)
     assert (x.min(), x.max(), y.min(), y.max()) == (0, 18, 1, 19)
     assert x[:, 0].unique().tolist() == list(range(15))
 
@@ -47,7 +47,7 @@ def load_another_text(local_rank, world_size, folder):
 
 def test_ranks_with_different_texts_are_one_line(tmp_path):
     (tmp_path / "abc.py").write_text("import this\n")
-    message = "the standard library of rank 1 is not that of rank 0: use one version of Python everywhere"
+    message = "the standard libraries of rank 1 and rank 0 differ: use one version of Python everywhere"
     with pytest.raises(SystemExit) as error:
         dist.launch(load_another_text, str(tmp_path), nprocs=2)
     assert error.value.code == message
