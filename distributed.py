@@ -386,13 +386,10 @@ def _run_worker(worker_fn, *args):
     try:
         worker_fn(get_local_rank(), get_world_size(), *args)
     except DistributedError as error:
-        _note_exit(1)
+        _note_exit_status(1)
         raise SystemExit(str(error)) from None
     except SystemExit as error:
-        _note_exit(error.code)
-        raise
-    except BaseException:
-        _note_exit(1)
+        _note_exit_status(error.code)
         raise
     if not had_group:
         cleanup()
@@ -446,12 +443,12 @@ def _fresh_store(rank, world_size, timeout):
     raise TimeoutError(f"not all of {world_size} ranks have joined within {timeout}")
 
 
-_exit_status = 1
+_exit_status = 0
 _destroyed_groups = []
 
 
-def _note_exit(code):
-    """Remember the exit status of a worker that fails, for `_leave`."""
+def _note_exit_status(code):
+    """Remember for `_leave` with which status a worker calls sys.exit."""
     global _exit_status
     if code is None:
         _exit_status = 0
@@ -463,16 +460,20 @@ def _note_exit(code):
 
 @atexit.register
 def _leave():
-    """End the process without waiting for its peers.
+    """End a process that fails without waiting for its peers, which do not know yet.
 
-    A process group that is still there belongs to a rank that fails alone. To destroy it is a collective under NCCL,
-    whose destructor warns instead; gloo's waits for a peer (torch 2.11 and 2.13). So leave at once: what was
-    registered with atexit before this module was imported is not run. Delete when a rank can leave a group alone.
+    To destroy the process group would be a collective under NCCL; not to destroy it makes NCCL's destructor warn, and
+    gloo's wait for a peer (torch 2.11 and 2.13). So a rank that fails leaves at once, and what was registered with
+    atexit before this module was imported is not run. Delete when a rank can leave a group alone.
     """
-    if is_dist_avail_and_initialized():
+    status = _exit_status
+    if hasattr(sys, "last_type"):  # an exception that nobody caught, and whose traceback is printed
+        status = 1
+    if is_dist_avail_and_initialized() and status != 0:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(_exit_status)
+        os._exit(status)
+    cleanup()
     _drop_destroyed_groups()
 
 

@@ -27,6 +27,11 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 
 
 def pytest_configure(config):
+    # Tests run on the CPU, except those that need a GPU: two ranks may not share one under NCCL.
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if getattr(config.option, "numprocesses", None):
+        return  # each of these processes has its own fork server, and comes here too
     # Two threads that wait for each other take a hundred times as long as one where other processes compute too.
     torch.set_num_threads(1)
     # All workers are forked from one server, which has what any script imports: none of them spends a second on that.

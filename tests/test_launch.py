@@ -71,6 +71,11 @@ def test_without_a_gpu_or_under_a_launcher_it_runs_in_this_process(monkeypatch, 
     assert capsys.readouterr().out == "0 1 a\n0 1 b\n1 8 c\n0 1\n"
 
 
+def test_quick_and_slow_tests_see_no_gpu():
+    """Two ranks cannot share one under NCCL, nor does it take tensors of the CPU."""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not torch.cuda.is_available()
+
+
 def test_one_process_per_visible_gpu_by_default(monkeypatch, capfd):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     dist.launch(print)
