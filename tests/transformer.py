@@ -1,8 +1,11 @@
 """What the tests of all transformer scripts share: a small case, and what one process of plain PyTorch makes of it."""
 
 import argparse
+import contextlib
 import functools
+import io
 import re
+from unittest import mock
 
 import torch
 from conftest import float64
@@ -122,6 +125,35 @@ def _train_worker(local_rank, world_size, train, cases, folder):
     with float64():
         results = [train(*case) for case in cases]
     torch.save(results, f"{folder}/{local_rank}.pt")
+
+
+def run_main_worker(script, args, optimizer, before_training=None):
+    """Run a script's main_worker on the small text. Returns what it trained, the losses and what it printed.
+
+    With optimizer="SGD" the script gets make_optimizer's SGD instead of AdamW. `before_training(model)` is called with
+    the first argument of the script's `train`.
+    """
+    text, train, result = small_text(), script.train, argparse.Namespace()
+
+    def recorded_train(model, *rest):
+        if before_training:
+            before_training(model)
+        result.model = model
+        result.losses = train(model, *rest)
+        return result.losses
+
+    def sgd(params, lr, fused):
+        return make_optimizer("SGD", params, lr)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(gpt, "load_text", lambda: text))
+        stack.enter_context(mock.patch.object(script, "train", recorded_train))
+        if optimizer == "SGD":
+            stack.enter_context(mock.patch("torch.optim.AdamW", sgd))
+        stdout = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        script.main_worker(dist.get_local_rank(), dist.get_world_size(), args)
+    result.stdout = stdout.getvalue()
+    return result
 
 
 def local(tensor):
