@@ -1,38 +1,40 @@
 """min_TP.py: equal to one process, and split for real."""
 
+import sys
+from unittest import mock
+
 import pytest
 import transformer
-from torch.distributed.tensor.parallel import loss_parallel
 
 import gpt
 import min_TP
 
-KINDS = {
-    "plain": {"sequence_parallel": False, "loss_parallel": False},
-    "sequence": {"sequence_parallel": True, "loss_parallel": False},
-    "sequence and loss": {"sequence_parallel": True, "loss_parallel": True},
+CASES = [("AdamW", None), ("SGD", None), ("SGD", 1.5)]  # the last one clips about half of the steps
+SIZES = {
+    1: {"layers": 1},
+    2: {"layers": 1},
+    3: {"layers": 1, "heads": 3, "width": 36, "length": 33},  # 256 bytes are not a multiple of 3
+    4: {"layers": 2},
 }
-CASES = [(kind, *how) for kind in KINDS for how in (("AdamW", None), ("SGD", 1.5))]  # clips about half of SGD's steps
-SMALL = {"layers": 1, "log_every": 100}
+MOST_HELD = {1: 1, 2: 0.52, 3: 0.36, 4: 0.27}
 
 
-def train(kind, optimizer, clip):
-    args = transformer.arguments(clip=clip, **SMALL, **KINDS[kind])
-    model = min_TP.parallelize(transformer.make_model(args), args)
-    made = transformer.make_optimizer(optimizer, model.parameters(), args.lr)
-    losses = min_TP.train(model, made, *transformer.small_text(), args)
-    return losses, transformer.full_parameters(model), held_fractions(kind) if optimizer == "AdamW" else []
+def train(nprocs, optimizer, clip):
+    args = transformer.arguments(clip=clip, log_every=100, **SIZES[nprocs])
+    run = transformer.run_main_worker(min_TP, args, optimizer)
+    return run.losses, transformer.full_parameters(run.model), held_fractions() if optimizer == "AdamW" else []
 
 
-def held_fractions(kind):
-    """Of parameters, gradients and Adam's state, that this process holds with the default sizes."""
-    args = transformer.arguments(layers=2, width=128, heads=4, length=128, **KINDS[kind])
+def held_fractions():
+    """Of parameters, gradients and Adam's state, that this process holds with the default options."""
+    with mock.patch.object(sys, "argv", ["min_TP.py"]):
+        args = min_TP.parse_args()
     model = transformer.make_model(args)
     total = sum(param.numel() for param in model.parameters())
-    model = min_TP.parallelize(model, args)
+    min_TP.split_layers(model)
     optimizer = transformer.make_optimizer("AdamW", model.parameters(), args.lr)
-    with loss_parallel():
-        min_TP.local_loss(model, *gpt.batch(transformer.small_text()[0], 0, 1, args.length)).backward()
+    x, y = gpt.batch(transformer.small_text()[0], 0, 1, args.length)
+    gpt.loss_fn(model(x), y).backward()
     optimizer.step()
     gradients = sum(transformer.local(param.grad).numel() for param in model.parameters())
     moments = [values[name] for values in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
@@ -40,21 +42,28 @@ def held_fractions(kind):
     return gpt.report_held(model.parameters(), total) / total, gradients / total, state / (2 * total)
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nprocs", [1, 2, *[pytest.param(n, marks=pytest.mark.slow) for n in (3, 4)]])
 def test_equal_to_one_process_and_split_for_real(nprocs, tmp_path):
-    most = {1: 1, 2: 0.52, 4: 0.27}[nprocs]
-    results = transformer.train_on(nprocs, train, CASES, tmp_path)[-1]
-    for (_, optimizer, clip), (losses, parameters, held) in zip(CASES, results, strict=True):
-        transformer.assert_equal(losses, parameters, transformer.reference(optimizer, clip=clip, **SMALL))
-        assert all(1 / nprocs <= fraction <= most for fraction in held), held
+    cases = [(nprocs, *case) for case in CASES]
+    results = transformer.train_on(nprocs, train, cases, tmp_path)[-1]
+    for (_, optimizer, clip), (losses, parameters, held) in zip(cases, results, strict=True):
+        expected = transformer.reference(optimizer, clip=clip, log_every=100, **SIZES[nprocs])
+        transformer.assert_equal(losses, parameters, expected)
+        assert all(1 / nprocs <= fraction <= MOST_HELD[nprocs] for fraction in held), held
+
+
+@pytest.mark.parametrize("nprocs", [*range(1, 9), 16])
+def test_defaults_fit_any_number_of_processes(nprocs, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["min_TP.py", "--nproc", str(nprocs)])
+    args = min_TP.parse_args()
+    assert args.heads % nprocs == args.length % nprocs == args.width % args.heads == 0
 
 
 @pytest.mark.slow
 def test_the_command_trains_and_prints(job_of):
-    options = ("--sequence-parallel", "--loss_parallel", "--steps", 3, "--log-every", 2, "--clip", 1)
     outputs = []
     for nprocs, most in ((2, 0.52), (1, 1)):
-        stdout = job_of("min_TP.py", *options, "--nproc", nprocs)
+        stdout = job_of("min_TP.py", "--steps", 3, "--log-every", 2, "--clip", 1, "--nproc", nprocs)
         held, lines = transformer.HELD.match(stdout), transformer.progress_lines(stdout)
         assert most - 0.02 < float(held[3]) <= most and [line["step"] for line in lines] == [2, 3]
         outputs.append(lines)
