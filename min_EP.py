@@ -1,31 +1,43 @@
-"""Split the experts: the minimum working example of expert parallelism, for a mixture of experts.
+"""Split the experts: expert parallelism (EP), for a mixture of experts.
 
-In place of its MLP each block has --experts of them. A router sends every token (here a byte) to the --top it rates
-best and adds up what they return, weighted: many more parameters, hardly more work. Each process trains on its share of
-the batch and holds attention and all else whole, as with DDP (min_DDP.py), but 1/N of the experts: an all-to-all takes
-tokens to their experts, another brings results back. Choose it where most parameters are experts and one device cannot
-hold them; min_FSDP.py splits them too, but sends parameters instead of tokens. No token is dropped, so N processes
-compute what one does. A loss evens out the use of experts, for which all wait: the sum of each one's share of tokens,
-over all processes, times its mean probability (Switch, arXiv:2101.03961).
-The host waits for the device once per block, forward: to make room for tokens, it has to know their number. Production
-systems avoid that by a fixed capacity of each expert, which drops tokens or pads (GShard, Switch), or by an all-to-all
-whose counts stay on the device (DeepEP, torchtitan), and loop over no experts (torch.nn.functional.grouped_mm).
+Each block has several MLPs, its experts, instead of one. A router gives every token (here a byte) a probability p_k for
+each expert. The token visits the --top experts with the highest probabilities, and their results are added up:
 
-Cost per process, for S float32 parameters that are shared and E of experts, L layers of width D, B sequences of T
-bytes, N processes: 16·(S + E/N) bytes (parameters 4, gradients 4, Adam 8). Each step sends DDP's 2·(N-1)/N · 4·S bytes
-and, forward and backward, for evenly used experts (N-1)/N · 16·L·top·D·B·T/N; uneven use can bring one N times that.
+    y = Σ_k p_k E_k(x)        over the chosen experts k
 
+So the model has many more parameters, but hardly more work per token. Each process holds 1/N of the experts and all the
+rest, and trains on its share of the batch. The way of 4 tokens a b c d on 2 ranks, with 4 experts and --top 2:
+
+                             rank 0: experts 0 and 1             rank 1: experts 2 and 3
+    route                    a to 0 and 2, b to 2 and 3          c to 0 and 1, d to 0 and 3
+    sort by expert           a0 a2 b2 b3                         c0 d0 c1 d3
+    all-to-all               a0 from rank 0, c0 d0 c1 from 1     a2 b2 b3 from rank 0, d3 from 1
+    sort by expert again     a0 c0 d0 | c1                       a2 b2 | b3 d3
+    experts                  E_0(a) E_0(c) E_0(d) | E_1(c)       E_2(a) E_2(b) | E_3(b) E_3(d)
+    all-to-all back          E_0(a) E_2(a) E_2(b) E_3(b)         E_0(c) E_0(d) E_1(c) E_3(d)
+    weighted sum             a becomes p_0 E_0(a) + p_2 E_2(a)   d becomes p_0 E_0(d) + p_3 E_3(d)
+
+Choose it when most parameters are experts and one device cannot hold them. FSDP (min_FSDP.py) splits them too, but
+sends parameters instead of tokens. Here no token is dropped, so N processes compute what one process computes. All
+processes wait for the busiest expert, so a second loss evens out the use of the experts (Switch, arXiv:2101.03961).
+
+The host waits for the device once per block: it needs the number of tokens to allocate memory for them. Production
+systems avoid the wait. Some give each expert a fixed capacity, and drop or pad tokens (GShard, Switch). Some keep the
+counts on the device (DeepEP, torchtitan), and replace the loop over experts by torch.nn.functional.grouped_mm.
+
+Cost per process, for S shared float32 parameters and E of experts, L layers of width D, B sequences of T bytes and N
+processes:
+    memory    16·(S + E/N) bytes (parameters 4, gradients 4, Adam 8)
+    sent      2·(N-1)/N · 4·S bytes in each step for the shared gradients, as with DDP, and (N-1)/N · 16·L·top·D·B·T/N
+              for the tokens if all experts are used evenly. The worst routing lets one process send N times that.
+
+    python min_EP.py --nproc 2                                        # two processes; without --nproc, all GPUs
     CUDA_VISIBLE_DEVICES=0,1 python min_EP.py --experts 64 --top 4    # two GPUs
-    python min_EP.py                                                  # all visible GPUs, or two CPU processes
-    python min_EP.py --nproc 1                                        # the same training, plain
     torchrun --standalone --nproc-per-node 4 min_EP.py --experts 4 --top 1
 
-It prints `parameters held: 1,271,040 of 2,324,736 (0.547)` and every --log-every steps the loss, balance included; the
-loss on held-out text, without it, beside that of guesses from one or two bytes before; tokens per second; the largest
-process's peak memory; and, block by block, how many tokens of that step's batch went to each expert.
+It prints `parameters held: 1,271,040 of 2,324,736 (0.547)`, and then lines of loss, speed and memory, each with the
+number of tokens that each expert of each block had: `step 50 | loss 3.1000 | held-out 3.0000 | 20,000 tokens/s | …`.
 """
-
-import functools
 
 import torch
 import torch.distributed as torch_dist
@@ -39,134 +51,198 @@ import options
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
-    parser.add_argument("--experts", type=options.whole_number(1), default=8, help="of each block, over all processes")
-    parser.add_argument("--top", type=options.whole_number(1), default=2, help="experts that each token goes to")
     parser.add_argument(
-        "--balance", type=options.positive_number, default=0.01, help="weight of the loss for their even use"
+        "--experts", type=options.whole_number(1), help="experts per block (default: 8, or what can be split)"
+    )
+    parser.add_argument("--top", type=options.whole_number(1), default=2, help="experts that each token visits")
+    parser.add_argument(
+        "--balance", type=options.positive_number, default=0.01, help="weight of the loss that evens out their use"
     )
     args = parser.parse_args()
-    gpt.check_model_options(parser, args)
-    for option, value in (("experts", args.experts), ("batch-size", args.global_batch_size)):
-        if value % args.nproc:
-            parser.error(f"argument --{option}: {value} is not a multiple of the {args.nproc} processes")
+    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
+    parser.require_multiple(args, "experts", args.nproc, "the number of processes", default=8)
     if args.top > args.experts:
         parser.error(f"argument --top: {args.top} is more than the {args.experts} experts")
     return args
 
 
+# ---- the way of a token -------------------------------------------------------------------------------------------
+
+
+class MixtureOfExperts(nn.Module):
+    """Stands in the place of an MLP. This rank holds the experts from `first_expert` to `first_expert + n_held - 1`.
+
+    forward also sets `tokens`, how many tokens of all ranks each expert had, and `balance`, the loss of their use.
+    """
+
+    def __init__(self, width, n_experts, top):
+        super().__init__()
+        self.n_experts = n_experts
+        self.top = top
+        self.router = nn.Linear(width, n_experts, bias=False)
+        experts = [gpt.MLP(width) for _ in range(n_experts)]  # all of them, so that all ranks draw the same numbers
+        self.n_held = n_experts // dist.get_world_size()
+        self.first_expert = dist.get_rank() * self.n_held
+        held = range(self.first_expert, self.first_expert + self.n_held)
+        self.experts = nn.ModuleDict({str(i): experts[i] for i in held})
+
+    def forward(self, x):
+        # Route.
+        tokens = x.flatten(0, -2)  # (tokens, width)
+        probabilities = self.router(tokens).softmax(dim=-1)  # (tokens, experts)
+        weights, chosen = probabilities.topk(self.top)  # both (tokens, top)
+        counts = count_visits(chosen, self.n_experts)  # (ranks, experts)
+        self.set_balance(counts, probabilities)
+
+        # Sort by expert, one row for each visit. A rank holds consecutive experts, so this sorts by rank too.
+        order = chosen.flatten().argsort(stable=True)
+        rows = tokens[order // self.top]
+
+        # All-to-all, experts, all-to-all back. The host waits for the counts, to allocate memory.
+        by_rank = counts.cpu().view(len(counts), -1, self.n_held)  # (from rank, to rank, to its expert)
+        sent = by_rank[dist.get_rank()]  # (to rank, to its expert)
+        received = by_rank[:, dist.get_rank()]  # (from rank, to this rank's expert)
+        n_sent = sent.sum(dim=1).tolist()
+        n_received = received.sum(dim=1).tolist()
+        visitors = all_to_all(rows, n_sent, n_received)
+        results = self.apply_experts(visitors, received)
+        results = all_to_all(results, n_received, n_sent)
+
+        # Weighted sum: y = Σ_k p_k E_k(x).
+        results = results[order.argsort()].view(*chosen.shape, -1)  # (tokens, top, width)
+        return (weights[..., None] * results).sum(dim=1).view_as(x)
+
+    def apply_experts(self, visitors, received):
+        """Each expert's results, in the order of `visitors`, which are sorted by rank and then by expert."""
+        expert_of_row = torch.arange(self.n_held).repeat(len(received)).repeat_interleave(received.flatten())
+        order = expert_of_row.argsort(stable=True).to(visitors.device)
+        parts = visitors[order].split(received.sum(dim=0).tolist())
+        # An expert without tokens runs too: without a gradient of zeros, AdamW would skip its weight decay.
+        results = [expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)]
+        return torch.cat(results)[order.argsort()]
+
+    def set_balance(self, counts, probabilities):
+        """The loss is smallest if all experts have equally many tokens. Its mean over ranks is the whole batch's."""
+        self.tokens = counts.sum(dim=0)
+        share = self.tokens / self.tokens.sum()
+        self.balance = self.n_experts * (share * probabilities.mean(dim=0)).sum()
+
+
+def count_visits(chosen, n_experts):
+    """How many tokens each rank sends to each expert, (ranks, experts), on every rank."""
+    counts = torch.zeros(dist.get_world_size(), n_experts, dtype=torch.long, device=chosen.device)
+    visits = chosen.flatten()
+    counts[dist.get_rank()].index_add_(0, visits, torch.ones_like(visits))
+    return dist.all_reduce(counts)
+
+
+def all_to_all(rows, n_sent, n_received):
+    """Send the first n_sent[0] rows to rank 0, the next n_sent[1] to rank 1, …; n_received[r] arrive from rank r."""
+    if dist.get_world_size() == 1:
+        return rows
+    return AllToAll.apply(rows, n_sent, n_received)
+
+
 class AllToAll(torch.autograd.Function):
-    """The first sent[0] rows to rank 0, and so on; received[r] from rank r. Gradients go the same ways back."""
+    """Gradients go back the way that the rows have come."""
 
     @staticmethod
-    def forward(ctx, rows, sent, received):
-        ctx.ways_back = received, sent
-        result = rows.new_empty(sum(received), *rows.shape[1:])
-        torch_dist.all_to_all_single(result, rows, received, sent)
+    def forward(ctx, rows, n_sent, n_received):
+        ctx.n_sent = n_sent
+        ctx.n_received = n_received
+        result = rows.new_empty(sum(n_received), *rows.shape[1:])
+        torch_dist.all_to_all_single(result, rows, n_received, n_sent)
         return result
 
     @staticmethod
     def backward(ctx, grad):
-        return AllToAll.apply(grad.contiguous(), *ctx.ways_back), None, None
+        return AllToAll.apply(grad.contiguous(), ctx.n_received, ctx.n_sent), None, None
 
 
-class MixtureOfExperts(nn.Module):
-    """Rank r of N keeps `count` / N experts, from number r · count / N on. All ranks must make it from one seed."""
-
-    def __init__(self, width, count, top):
-        super().__init__()
-        self.count, self.top = count, top
-        self.router = nn.Linear(width, count, bias=False)
-        held, experts = count // dist.get_world_size(), {str(i): gpt.MLP(width) for i in range(count)}
-        self.experts = nn.ModuleDict({i: expert for i, expert in experts.items() if int(i) // held == dist.get_rank()})
-
-    def forward(self, x):
-        """Sets also `tokens`, of each expert on all ranks, and `balance`, a loss to be averaged over ranks as any."""
-        tokens = x.flatten(0, -2)
-        probs = self.router(tokens).softmax(-1)
-        weights, chosen = probs.topk(self.top)
-        counts = torch.zeros(dist.get_world_size(), self.count, dtype=torch.long, device=x.device)
-        counts[dist.get_rank()].index_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
-        counts = dist.all_reduce(counts)  # of each rank, for each expert
-        self.tokens = counts.sum(0)
-        self.balance = self.count * (self.tokens / self.tokens.sum() * probs.mean(0)).sum()
-        order = chosen.flatten().argsort(stable=True)  # by expert, so by the rank that has it
-        results = self.visit_experts(tokens[order // self.top], counts.cpu())  # the host waits
-        return (weights.unsqueeze(-1) * results[order.argsort()].unflatten(0, chosen.shape)).sum(1).view_as(x)
-
-    def visit_experts(self, rows, counts):
-        """What its expert makes of each row; they are sorted by expert."""
-        counts = counts.unflatten(1, (len(counts), -1))  # of each rank, for each rank, for each of its experts
-        leave, come = counts[dist.get_rank()], counts[:, dist.get_rank()]
-        sent, received = leave.sum(1).tolist(), come.sum(1).tolist()
-        exchange = AllToAll.apply if len(counts) > 1 else lambda rows, *counts: rows
-        # They come rank by rank, and from each of them expert by expert: now all of the first expert first.
-        experts = torch.arange(len(self.experts)).repeat(len(counts)).repeat_interleave(come.flatten())
-        order = experts.argsort(stable=True).to(rows.device)
-        parts = exchange(rows, sent, received)[order].split(come.sum(0).tolist())
-        # One without tokens too: without gradients, of zeros, AdamW would not let its weights decay.
-        rows = torch.cat([expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)])
-        return exchange(rows[order.argsort()], received, sent)
+# ---- training -----------------------------------------------------------------------------------------------------
 
 
 def add_experts(model, args):
-    """Put a mixture of experts in place of each MLP."""
+    """Replace each MLP by a mixture of experts. All ranks must have the same random state."""
     for block in model.blocks:
         block.mlp = MixtureOfExperts(args.width, args.experts, args.top)
-    return model
 
 
 def split_params(model):
-    """What all ranks hold, and the experts' that only this one holds."""
-    params = list(model.named_parameters())
-    return [p for name, p in params if ".experts." not in name], [p for name, p in params if ".experts." in name]
+    """Two lists: the parameters that all ranks share, and those of the experts that only this rank holds."""
+    shared, experts = [], []
+    for name, param in model.named_parameters():
+        if ".experts." in name:
+            experts.append(param)
+        else:
+            shared.append(param)
+    return shared, experts
 
 
 def local_loss(model, x, y):
-    """The mean over this process's share of the batch. Shares are equal, so the mean over processes is the batch's."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    return gpt.loss_fn(model(x.chunk(world_size)[rank]), y.chunk(world_size)[rank])
+    """The mean over this rank's share of the batch. Shares are equal, so the mean over ranks is the whole batch's."""
+    x = x.chunk(dist.get_world_size())[dist.get_rank()]
+    y = y.chunk(dist.get_world_size())[dist.get_rank()]
+    return gpt.loss_fn(model(x), y)
 
 
 def backward(model, loss):
-    """The gradients of the mean of all ranks' losses. (DDP has no public way to leave the experts alone.)"""
-    (loss / dist.get_world_size()).backward()  # all that experts need, who saw the tokens of all ranks
-    grads = [param.grad for param in split_params(model)[0]]
-    nn.utils.vector_to_parameters(dist.all_reduce(nn.utils.parameters_to_vector(grads)), grads)
+    """The gradients of the mean of all ranks' losses."""
+    # The experts' gradients are complete after this line: an expert has seen its tokens of all ranks.
+    (loss / dist.get_world_size()).backward()
+    # The shared parameters' gradients are summed over the ranks. DDP has no public way to leave out the experts.
+    shared, _ = split_params(model)
+    grads = [param.grad for param in shared]
+    total = dist.all_reduce(nn.utils.parameters_to_vector(grads))
+    nn.utils.vector_to_parameters(total, grads)
 
 
-def clip(model, max_norm):
-    """As nn.utils.clip_grad_norm_, by the norm over the experts of all ranks, and of what they share once."""
-    shared, experts = (nn.utils.get_total_norm([p.grad for p in params]) for params in split_params(model))
-    norm = (shared**2 + dist.all_reduce(experts**2)).sqrt()
+def clip_gradients(model, max_norm):
+    """As nn.utils.clip_grad_norm_, with the experts of all ranks in the norm, and the shared parameters once."""
+    shared, experts = split_params(model)
+    shared_norm = nn.utils.get_total_norm([param.grad for param in shared])
+    experts_norm = nn.utils.get_total_norm([param.grad for param in experts])
+    norm = (shared_norm**2 + dist.all_reduce(experts_norm**2)).sqrt()
     nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
 
 
 def train(model, optimizer, text, held_out, args):
-    """The loss of every step over the whole batch, balance included, (steps,)."""
-    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
+    """Returns the loss of every step over the whole batch, (steps,). It includes the loss of the experts' use."""
+
+    def loss_of(x, y):
+        return local_loss(model, x, y)
+
+    progress = gpt.Progress(loss_of, text, held_out, args)
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
-        loss = local_loss(model, x, y) + args.balance * sum(block.mlp.balance for block in model.blocks)
+        loss = local_loss(model, x, y)
+        for block in model.blocks:
+            loss = loss + args.balance * block.mlp.balance
         optimizer.zero_grad()
         backward(model, loss)
         if args.clip:
-            clip(model, args.clip)
+            clip_gradients(model, args.clip)
         optimizer.step()
-        tokens = [block.mlp.tokens for block in model.blocks]  # before the held-out text is counted
+        tokens = [block.mlp.tokens for block in model.blocks]  # now: `progress` may run the model on held-out text
         progress(loss)
-        if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
-            dist.print_primary("    tokens per expert:", *(counts.tolist() for counts in tokens))
+        if progress.step % args.log_every == 0 or progress.step == args.steps:
+            dist.print_primary("    tokens per expert:", *[counts.tolist() for counts in tokens])
     return progress.losses
 
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    torch.manual_seed(args.seed)
-    model = add_experts(gpt.GPT(args.layers, args.width, args.heads, args.length), args).to(dist.get_device())
-    shared, experts = (sum(param.numel() for param in params) for params in split_params(model))
-    gpt.report_held(model.parameters(), shared + dist.get_world_size() * experts)
+    text, held_out = gpt.load_text()
+    torch.manual_seed(args.seed)  # the same weights on all ranks, before each keeps its experts
+    model = gpt.GPT(args.layers, args.width, args.heads, args.length)
+    add_experts(model, args)
+    model.to(dist.get_device())
+    shared, experts = split_params(model)
+    n_shared = sum(param.numel() for param in shared)
+    n_experts = world_size * sum(param.numel() for param in experts)
+    gpt.report_held(model.parameters(), n_shared + n_experts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    train(model, optimizer, *gpt.load_text(), args)
+    train(model, optimizer, text, held_out, args)
 
 
 if __name__ == "__main__":

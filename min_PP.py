@@ -1,31 +1,49 @@
 """Split the model by layers: pipeline parallelism (PP), with the schedules of torch.distributed.pipelining.
 
-Every process holds some consecutive blocks, a stage. The batch is cut into M micro-batches, so that all stages have
-work: activations go on to the next stage, their gradients come back, and the mean of the micro-batches' gradients is
-the batch's. Little is sent, and only to neighbours: choose it for a model that one device cannot hold, over slow
-connections, as between machines. Over fast ones, min_FSDP.py has no bubble and nothing to balance.
+Each process holds some consecutive blocks, a stage. The batch is cut into M micro-batches, so that all stages can work
+at the same time. A stage sends its activations to the next stage, and their gradients to the previous one. With N = 3
+processes and M = 4 micro-batches, F1 is the forward of micro-batch 1, B1 its backward, and the dots are the bubble, the
+time that a process waits for others:
 
-Cost per process, for P float32 parameters on N processes: 16·P/N bytes of parameters, gradients and AdamW state (more
-on the first and the last, for embeddings and head). With A = 4 · batch size · length · width, the bytes that leave one
-block, a step sends 2·A·(N-1) bytes, over all processes, and each waits for (N-1)/(M+N-1) of it, the bubble:
-    GPipe                  all forwards, then all backwards: keeps the activations of M micro-batches
-    1F1B                   each backward as soon as it can be: the same bubble, but keeps those of N at most
-    Interleaved1F1B        two stages in each process, N apart: bubble (N-1)/(2·M+N-1), sends 2·A·(2·N-1)
-    InterleavedZeroBubble  the same, and gradients of weights, for which nobody waits, fill the rest of the bubble
-    ZBVZeroBubble          the same, but there and back (process 0 has the first and the last stage): sends 4·A·(N-1)
-    DualPipeV              the same, and a forward beside a backward, for stages that themselves wait for others
-`--data-parallel D` makes D pipelines of N/D processes, each with its part of the batch. Three lines of `train` average
-their gradients; all processes together send 2·(D-1)·4·P bytes more, and not while backward runs, as DDP would.
+    GPipe    rank 0   F0 F1 F2 F3  .  .  .  . B0 B1 B2 B3
+             rank 1    . F0 F1 F2 F3  .  . B0 B1 B2 B3  .
+             rank 2    .  . F0 F1 F2 F3 B0 B1 B2 B3  .  .
 
-    python min_PP.py                                               # all visible GPUs, or two CPU processes
-    CUDA_VISIBLE_DEVICES=0,1 python min_PP.py --schedule GPipe     # GPUs 0 and 1
-    python min_PP.py --nproc 1                                     # the plain model, one micro-batch after another
+    1F1B     rank 0   F0 F1 F2  .  . B0 F3 B1  . B2  . B3
+             rank 1    . F0 F1  . B0 F2 B1 F3 B2  . B3  .
+             rank 2    .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
+
+Both wait for (N-1)/(M+N-1) of a step. GPipe keeps the activations of all M micro-batches, 1F1B those of N at most. The
+other schedules have two stages in each process and a smaller bubble:
+
+    Interleaved1F1B        stages 0 1 2 0 1 2, by rank: waits for (N-1)/(2·M+N-1)
+    InterleavedZeroBubble  the same, and computes the weights' gradients, which nobody waits for, in the bubble
+    ZBVZeroBubble          the same with stages 0 1 2 2 1 0, so rank 0 has the first and the last stage
+    DualPipeV              the same, and runs a forward together with a backward
+
+The gradient of the batch is the mean of the micro-batches' gradients, so the result does not depend on the schedule.
+
+Choose it when one device cannot hold the model and links are slow, as between machines: only neighbours communicate,
+and they send little. Over fast links FSDP (min_FSDP.py) is simpler: it has no bubble and no stages to balance.
+--data-parallel D trains D pipelines, each on its share of the batch, and averages their gradients. N is then the
+number of processes of one pipeline.
+
+Cost, for P float32 parameters and A = 4 · batch size · length · width, the bytes of the activations between two blocks:
+    memory    16·P/N bytes per process for parameters, gradients and AdamW's state; the first and the last stage have
+              the embeddings and the head besides
+    sent      in each step, by all processes together: 2·A·(N-1) bytes with one stage per process, 2·A·(2·N-1) with
+              Interleaved…, 4·A·(N-1) with ZBVZeroBubble and DualPipeV; for D pipelines, 2·(D-1)·4·P more
+
+    python min_PP.py --nproc 2                                     # two processes; without --nproc, all GPUs
     python min_PP.py --nproc 4 --data-parallel 2                   # two pipelines of two processes
+    CUDA_VISIBLE_DEVICES=0,1 python min_PP.py --schedule GPipe     # GPUs 0 and 1
     torchrun --standalone --nproc-per-node 2 min_PP.py --schedule ZBVZeroBubble
 
-It prints how many parameters the fullest process holds, and every 50 steps loss, held-out loss, speed and memory:
-`step 600 | loss 2.2643 | held-out 2.3043 nats per byte (bigram 2.4810, trigram 1.9042) | …`.
+It prints how many parameters the fullest process holds, and then lines of loss, speed and memory:
+`step 600 | loss 2.2643 | held-out 2.3043 | 20,000 tokens/s | 600 MB`.
 """
+
+import math
 
 import torch
 import torch.distributed as torch_dist
@@ -36,116 +54,188 @@ import distributed as dist
 import gpt
 import options
 
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-
-
-def stage_ranks(schedule, processes):
-    """Which process of a pipeline has each stage."""
-    ranks = list(range(processes))
-    second = {"GPipe": [], "1F1B": [], "ZBVZeroBubble": ranks[::-1], "DualPipeV": ranks[::-1]}
-    return ranks + second.get(schedule, ranks)
+ONE_STAGE = ("GPipe", "1F1B")
+INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble")
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
+    schedules = ONE_STAGE + INTERLEAVED + V_SHAPED
+    # torch.__version__ is a TorchVersion, for which "2.9" is less than "2.12".
+    if torch.__version__ < "2.12":
+        schedules = ONE_STAGE + INTERLEAVED  # with gloo, 2.11 fails if two stages in a row share a process
+    parser = options.ArgumentParser(__doc__, conflict_handler="resolve")  # allows another --layers
     gpt.add_model_options(parser)
-    parser.set_defaults(layers=max(4, parser.get_default("nproc")), steps=600)
-    # Those that this torch has; 2.11 fails with gloo where two stages that follow each other share a process.
-    missing = ("ZBVZeroBubble", "DualPipeV") if torch.__version__ < "2.12" else ()
-    choices = [name for name in SCHEDULES if hasattr(pipelining, f"Schedule{name}") and name not in missing]
-    parser.add_argument("--schedule", choices=choices, default="1F1B", help="order of forwards and backwards")
-    parser.add_argument(
-        "--micro-batches", type=options.whole_number(1), default=8, help="parts of each pipeline's batch"
-    )
-    parser.add_argument("--data-parallel", type=options.whole_number(1), default=1, help="pipelines beside each other")
+    count = options.whole_number(1)
+    parser.add_argument("--layers", type=count, help="blocks of attention and MLP (default: 4, or one per stage)")
+    parser.add_argument("--schedule", choices=schedules, default="1F1B", help="order of forwards and backwards")
+    parser.add_argument("--micro-batches", type=count, help="parts of a pipeline's batch (default: 8, or what fits)")
+    parser.add_argument("--data-parallel", type=count, default=1, help="number of pipelines")
+    parser.set_defaults(steps=600)
     args = parser.parse_args()
-    gpt.check_model_options(parser, args)
-    schedule, micro, replicas = args.schedule, args.micro_batches, args.data_parallel
-    processes, parts = args.nproc // replicas, micro * replicas
-    stages = len(stage_ranks(schedule, processes))
-    least = stages if schedule in ("1F1B", "DualPipeV") else 1
-    group = processes if schedule.startswith("Interleaved") else 1
-    for option, wrong, problem in (
-        ("data-parallel", args.nproc % replicas, f"not a divisor of the number of processes, {args.nproc}"),
-        ("layers", args.layers < stages, f"less than {stages}, the stages of --schedule {schedule}"),
-        ("batch-size", args.global_batch_size % parts, f"not a multiple of {parts}, --micro-batches x --data-parallel"),
-        ("micro-batches", micro < least, f"less than {stages}, the stages of --schedule {schedule}"),
-        ("micro-batches", group and micro % group, f"not a multiple of {group}, the processes of a pipeline"),
-    ):
-        if wrong:
-            parser.error(f"argument --{option}: {vars(args)[option.replace('-', '_')]} is {problem}")
+    check_options(parser, args)
     return args
 
 
 class Stage(nn.Module):
-    """Blocks `first` to `last` - 1 of a GPT, under their names in it, and the embeddings or the head beside them."""
+    """Blocks `first` to `last` - 1 of a GPT. The first stage has its embeddings too, the last one its head."""
 
     def __init__(self, model, first, last):
         super().__init__()
-        self.token, self.position = (model.token, model.position) if first == 0 else (None, None)
-        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in range(first, last)})
-        self.norm, self.head = (model.norm, model.head) if last == len(model.blocks) else (None, None)
+        self.is_first = first == 0
+        self.is_last = last == len(model.blocks)
+        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in range(first, last)})  # names as in the GPT
+        if self.is_first:
+            self.token = model.token
+            self.position = model.position
+        if self.is_last:
+            self.norm = model.norm
+            self.head = model.head
 
     def forward(self, x):
-        if self.token:
+        if self.is_first:
             x = self.token(x) + self.position(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks.values():
             x = block(x)
-        return self.head(self.norm(x)) if self.head else x
+        if self.is_last:
+            x = self.head(self.norm(x))
+        return x
 
 
 class Pipeline:
-    """This process's stages of `model`, which run together with those of the other processes of its pipeline."""
+    """This process's stages of `model`, and the schedule that runs them with the other processes of the pipeline."""
 
     def __init__(self, model, args):
-        if not dist.is_dist_avail_and_initialized():  # PipelineStage asks for a process group, in one process too
-            torch_dist.init_process_group(store=torch_dist.HashStore(), rank=0, world_size=1)
-        device, shape = dist.get_device(), (args.data_parallel, dist.get_world_size() // args.data_parallel)
-        self.mesh = torch_dist.init_device_mesh(device.type, shape, mesh_dim_names=("replica", "stage"))
-        self.rank, self.group, self.width = self.mesh.get_local_rank("stage"), self.mesh.get_group("stage"), args.width
-        self.ranks = stage_ranks(args.schedule, shape[1])
-        mine, n = [i for i, rank in enumerate(self.ranks) if rank == self.rank], len(self.ranks)
-        self.stages = {i: Stage(model, i * args.layers // n, (i + 1) * args.layers // n).to(device) for i in mine}
-        self.params = [param for stage in self.stages.values() for param in stage.parameters()]
-        parts = [pipelining.PipelineStage(self.stages[i], i, n, device, group=self.group) for i in mine]
-        # The micro-batches' gradients are summed; scale_grads, the default, divides them: right as the loss is a mean.
-        schedule = getattr(pipelining, f"Schedule{args.schedule}")
-        self.schedule = schedule(parts if len(parts) > 1 else parts[0], args.micro_batches, gpt.loss_fn)
+        device = dist.get_device()
+        self.n_ranks = dist.get_world_size() // args.data_parallel  # processes of this pipeline
+        self.mesh = torch_dist.init_device_mesh(
+            device.type, (args.data_parallel, self.n_ranks), mesh_dim_names=("replica", "stage")
+        )
+        self.group = self.mesh.get_group("stage")
+        self.rank = self.mesh.get_local_rank("stage")
+        self.width = args.width
 
-    def loss(self, x, y, backward=False):
-        """This process's loss, and gradients if `backward`: the mean over all is that of the global batch (x, y)."""
-        replicas, processes = self.mesh.shape
-        x, y = (part.chunk(replicas)[self.mesh.get_local_rank("replica")] for part in (x, y))
+        self.ranks = stage_ranks(args.schedule, self.n_ranks)
+        n_stages = len(self.ranks)
+        self.stages = {}
+        parts = []
+        for i in range(n_stages):
+            if self.ranks[i] == self.rank:
+                stage = Stage(model, i * args.layers // n_stages, (i + 1) * args.layers // n_stages).to(device)
+                self.stages[i] = stage
+                parts.append(pipelining.PipelineStage(stage, i, n_stages, device, group=self.group))
+        self.params = [param for stage in self.stages.values() for param in stage.parameters()]
+
+        schedule_class = getattr(pipelining, f"Schedule{args.schedule}")
+        if args.schedule in ONE_STAGE:
+            self.schedule = schedule_class(parts[0], args.micro_batches, gpt.loss_fn)
+        else:
+            self.schedule = schedule_class(parts, args.micro_batches, gpt.loss_fn)
+
+    def forward_backward(self, x, y):
+        """One step of the schedule: the gradients of this process's stages. Returns its loss, as `local_loss` says."""
+        x = self.share(x)
+        y = self.share(y)
+        inputs = (x,) if 0 in self.stages else ()  # the other stages receive activations
+        losses = []  # of the micro-batches, from the last stage
+        # The schedule divides the summed gradients by the number of micro-batches: right, because the loss is a mean.
+        self.schedule.step(*inputs, target=y, losses=losses, return_outputs=False)
+        return self.local_loss(losses)
+
+    def evaluate(self, x, y):
+        """The loss alone. The batch passes through the stages in one piece, so all but one process wait."""
+        # The schedules have an `eval`, but it fails if two stages in a row share a process (torch 2.15).
+        x = self.share(x)
+        y = self.share(y)
         losses = []
-        if backward:
-            self.schedule.step(*([x] if 0 in self.stages else []), target=y, losses=losses, return_outputs=False)
-        else:  # one batch follows the other; the schedule's own `eval` fails where neighbours share a process (2.15)
-            for i, stage in self.stages.items():
-                if i > 0 and self.ranks[i - 1] != self.rank:
-                    x = torch.empty(*x.shape[:2], self.width, device=x.device)
-                    torch_dist.recv(x, group=self.group, group_src=self.ranks[i - 1])
-                x = stage(x)
-                if i + 1 < len(self.ranks) and self.ranks[i + 1] != self.rank:
-                    torch_dist.send(x, group=self.group, group_dst=self.ranks[i + 1])
-            losses += [gpt.loss_fn(x, y)] if stage.head else []
-        # One process of each pipeline has losses, and stands for all of its processes.
-        return torch.stack(losses).mean() * processes if losses else torch.zeros((), device=y.device)
+        for i, stage in self.stages.items():
+            if i > 0 and self.ranks[i - 1] != self.rank:
+                x = torch.empty(*y.shape, self.width, device=y.device)
+                self.transfer(torch_dist.irecv, x, self.ranks[i - 1])
+            x = stage(x)
+            if stage.is_last:
+                losses.append(gpt.loss_fn(x, y))
+            elif self.ranks[i + 1] != self.rank:
+                self.transfer(torch_dist.isend, x, self.ranks[i + 1])
+        return self.local_loss(losses)
+
+    def transfer(self, op, tensor, rank):
+        """Send or receive `tensor`, as the schedule does: NCCL would serialize calls that are not batched, and warn."""
+        for work in torch_dist.batch_isend_irecv([torch_dist.P2POp(op, tensor, group=self.group, group_peer=rank)]):
+            work.wait()
+
+    def share(self, batch):
+        """This pipeline's part of the global batch."""
+        return batch.chunk(self.mesh.size(0))[self.mesh.get_local_rank("replica")]
+
+    def local_loss(self, losses):
+        """A loss whose mean over all processes is the global batch's. Only the last stage's process has `losses`."""
+        if not losses:
+            return torch.zeros((), device=dist.get_device())
+        return torch.stack(losses).mean() * self.n_ranks
+
+
+def stage_ranks(schedule, n_ranks):
+    """The rank of each stage in its pipeline. With 3 ranks it is 0 1 2, or 0 1 2 0 1 2, or 0 1 2 2 1 0."""
+    ranks = list(range(n_ranks))
+    if schedule in INTERLEAVED:
+        return ranks + ranks
+    if schedule in V_SHAPED:
+        return ranks + ranks[::-1]
+    return ranks
+
+
+def check_options(parser, args):
+    """End the program with one line if the options do not fit. Fill in those that were not given."""
+    if args.nproc % args.data_parallel:
+        line = f"{args.data_parallel} does not divide {args.nproc}, the number of processes"
+        parser.error(f"argument --data-parallel: {line}")
+    n_ranks = args.nproc // args.data_parallel
+    n_stages = len(stage_ranks(args.schedule, n_ranks))
+    if args.layers is None:
+        args.layers = max(4, n_stages)
+    if args.layers < n_stages:
+        line = f"{args.layers} is less than {n_stages}, the stages of {args.schedule}"
+        parser.error(f"argument --layers: {line}")
+    if args.micro_batches is None:
+        args.micro_batches = math.ceil(max(8, n_stages) / n_ranks) * n_ranks
+    if args.micro_batches < n_stages and args.schedule in ("1F1B", "DualPipeV"):
+        line = f"{args.micro_batches} is less than {n_stages}, the stages of {args.schedule}"
+        parser.error(f"argument --micro-batches: {line}")
+    if args.schedule in INTERLEAVED:
+        parser.require_multiple(args, "micro_batches", n_ranks, "the processes of a pipeline")
+    parts = args.micro_batches * args.data_parallel
+    gpt.check_model_options(parser, args, batch=(parts, "--micro-batches x --data-parallel"))
+
+
+def average_gradients(pipeline):
+    """Replace the gradients by their mean over the pipelines, in one all-reduce after backward."""
+    grads = [param.grad for param in pipeline.params]
+    flat = nn.utils.parameters_to_vector(grads)
+    torch_dist.all_reduce(flat, group=pipeline.mesh.get_group("replica"))
+    flat /= pipeline.mesh.size(0)
+    nn.utils.vector_to_parameters(flat, grads)
+
+
+def clip_gradients(pipeline, max_norm):
+    """As nn.utils.clip_grad_norm_, by the norm over all stages."""
+    norm = nn.utils.get_total_norm([param.grad for param in pipeline.params])
+    squares = norm**2
+    torch_dist.all_reduce(squares, group=pipeline.group)
+    nn.utils.clip_grads_with_norm_(pipeline.params, max_norm, squares.sqrt())
 
 
 def train(pipeline, optimizer, text, held_out, args):
-    """Every step's loss, over all processes."""
-    progress = gpt.Progress(pipeline.loss, text, held_out, args)
+    """Returns the loss of every step over all processes, (steps,)."""
+    progress = gpt.Progress(pipeline.evaluate, text, held_out, args)
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
         optimizer.zero_grad()
-        loss = pipeline.loss(x, y, backward=True)
-        for param in pipeline.params:  # the average over the pipelines
-            torch_dist.all_reduce(param.grad, group=pipeline.mesh.get_group("replica"))
-            param.grad /= args.data_parallel
-        if args.clip:  # by the norm of all stages together
-            squares = nn.utils.get_total_norm([param.grad for param in pipeline.params]) ** 2
-            torch_dist.all_reduce(squares, group=pipeline.group)
-            nn.utils.clip_grads_with_norm_(pipeline.params, args.clip, squares.sqrt())
+        loss = pipeline.forward_backward(x, y)
+        if args.data_parallel > 1:
+            average_gradients(pipeline)
+        if args.clip:
+            clip_gradients(pipeline, args.clip)
         optimizer.step()
         progress(loss)
     return progress.losses
@@ -153,17 +243,18 @@ def train(pipeline, optimizer, text, held_out, args):
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
+    if not dist.is_dist_avail_and_initialized():  # PipelineStage needs a process group, in one process too
+        torch_dist.init_process_group(store=torch_dist.HashStore(), rank=0, world_size=1)
     text, held_out = gpt.load_text()
-    torch.manual_seed(args.seed)
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length)  # whole, for a moment, in the CPU's memory
-    total = sum(param.numel() for param in model.parameters())
+    torch.manual_seed(args.seed)  # the same weights on all processes, before each keeps its stages
+    model = gpt.GPT(args.layers, args.width, args.heads, args.length)  # whole, on the CPU
+    n_params = sum(param.numel() for param in model.parameters())
     pipeline = Pipeline(model, args)
-    del model  # all but this process's stages
+    del model  # frees the blocks of the other processes' stages
     optimizer = torch.optim.AdamW(pipeline.params, lr=args.lr, fused=True)
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {args.schedule}")
-    gpt.report_held(pipeline.params, total)
+    gpt.report_held(pipeline.params, n_params)
     train(pipeline, optimizer, text, held_out, args)
-    dist.cleanup()
 
 
 if __name__ == "__main__":

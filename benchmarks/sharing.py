@@ -20,10 +20,10 @@ import torch
 
 import distributed as dist
 import gpt
-import options
 import min_DiLoCo
 import min_EP
 import min_ZeRO
+import options
 from benchmarks import common, transformer
 
 WIDTHS, CASES, STATE_STEPS, ROUNDS = (256, 512), ("DDP", "ZeRO", "ZeRO --library", "FSDP"), 8, 2
@@ -138,7 +138,9 @@ def measure_talk(nproc, small):
 
 def tokens_worker(local_rank, world_size, args, report):
     dist.init_process_group()
-    model = min_EP.add_experts(make_model(args), args).to(dist.get_device())
+    model = make_model(args)
+    min_EP.add_experts(model, args)
+    model.to(dist.get_device())
     shares = [{} for _ in model.blocks]
 
     class Counting(gpt.Progress):

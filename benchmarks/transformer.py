@@ -25,11 +25,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import distributed as dist
 import gpt
-import options
 import min_2D
 import min_CP
 import min_PP
 import min_TP
+import options
 from benchmarks import common
 
 WIDTHS, MICRO_BATCHES, LENGTHS = (128, 256, 512, 1024), (2, 4, 8, 16), (512, 2048, 8192)
@@ -48,12 +48,16 @@ class Clock:
 
 
 def make_args(nproc, steps, **changes):
-    shape = {"layers": LAYERS, "width": 128, "heads": 4, "length": LENGTH, "batch_size": BATCH}
+    shape = {"layers": LAYERS, "width": 128, "heads": 4, "length": LENGTH, "global_batch_size": BATCH}
     split = {"replicate": 1, "shard": nproc, "tensor": 1, "checkpoint_dir": None, "checkpoint_activations": False}
-    split |= {"sequence_parallel": False, "loss_parallel": False, "attention": "ulysses"}
-    split |= {"schedule": "1F1B", "micro_batches": 8, "data_parallel": 1, "log_every": steps}
+    split |= {"attention": "ulysses", "schedule": "1F1B", "micro_batches": 8, "data_parallel": 1, "log_every": steps}
     training = {"steps": steps, "lr": 0.001, "clip": None, "seed": 0, "nproc": nproc}
     return argparse.Namespace(**{**shape, **split, **training, **changes})
+
+
+def tensor_parallel(model, args):
+    min_TP.split_layers(model)
+    return model
 
 
 # How the model is split, and what trains it: min_2D.py's gives each data-parallel rank its part of a batch.
@@ -61,7 +65,7 @@ CASES = {
     "one process": (lambda model, args: model, min_2D.train),
     "DDP": (lambda model, args: dist.prepare_ddp_model(model), min_2D.train),
     "FSDP": (min_2D.parallelize, min_2D.train),
-    "TP": (min_TP.parallelize, min_TP.train),
+    "TP": (tensor_parallel, min_TP.train),
     "PP": (min_PP.Pipeline, min_PP.train),
     "CP": (lambda model, args: min_CP.parallelize(model, args.attention), min_CP.train),
 }
@@ -148,7 +152,7 @@ def main():
     for m in micro:
         cases[f"micro-batches {m}: PP"] = ("PP", make(n, micro_batches=m, global_batch_size=16), None)
     for length in lengths:
-        shape = {"length": length, "batch_size": 1}
+        shape = {"length": length, "global_batch_size": 1}
         cases[f"length {length}: one process"] = ("one process", make(1, **shape), None)
         cases[f"length {length}: CP"] = ("CP", make(n, **shape), None)
     results = measure(cases, args.rounds)

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import sys
 
 import pytest
 import torch
@@ -37,11 +38,8 @@ def leave_idle(model, idle):
 def train(optimizer, changes):
     """Losses, parameters, and how many tokens each block's experts have had."""
     args = arguments(changes)
-    model = min_EP.add_experts(transformer.make_model(args), args)
-    leave_idle(model, args.idle)
-    optimizer = transformer.make_optimizer(optimizer, model.parameters(), args.lr)
-    losses = min_EP.train(model, optimizer, *transformer.small_text(), args)
-    return losses, transformer.full_parameters(model), [block.mlp.tokens for block in model.blocks]
+    run = transformer.run_main_worker(min_EP, args, optimizer, lambda model: leave_idle(model, args.idle))
+    return run.losses, transformer.full_parameters(run.model), [block.mlp.tokens for block in run.model.blocks]
 
 
 class DenseExperts(torch.nn.Module):
@@ -100,6 +98,13 @@ def test_processes_do_what_one_does(n, tmp_path):
                 assert all(counts[list(args.idle)] == 0)
         for results in ranks:
             transformer.assert_equal(results[number][0], whole, expected(number))
+
+
+@pytest.mark.parametrize("nprocs", [*range(1, 9), 16])
+def test_defaults_fit_any_number_of_processes(nprocs, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["min_EP.py", "--nproc", str(nprocs)])
+    args = min_EP.parse_args()
+    assert args.experts >= 8 and args.experts % nprocs == args.global_batch_size % nprocs == 0
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import gc
 import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ CASES = {
         case("AdamW", "GPipe", 1, data_parallel=2),
         case("SGD", "GPipe", 8, clip=CLIP),
     ],
+    3: [case("SGD", schedule, 6, layers=6, global_batch_size=12, clip=CLIP) for schedule in SCHEDULES],
     4: [
         case("AdamW", "1F1B"),
         case("SGD", "1F1B", clip=CLIP),
@@ -62,18 +64,15 @@ def whole_model(pipeline):
 def train(optimizer, own, changes):
     """Losses, parameters, the held-out loss, and what was printed."""
     args = transformer.arguments(**own, **changes)
-    pipeline = min_PP.Pipeline(transformer.make_model(args), args)
-    optimizer = transformer.make_optimizer(optimizer, pipeline.params, args.lr)
-    with contextlib.redirect_stdout(io.StringIO()) as stdout:
-        losses = min_PP.train(pipeline, optimizer, *transformer.small_text(), args)
+    run = transformer.run_main_worker(min_PP, args, optimizer)
     batches = gpt.Progress(None, *transformer.small_text(), args).batches
     with torch.no_grad():
-        held_out = dist.reduce(torch.stack([pipeline.loss(x, y) for x, y in batches]).mean()).item()
-    return losses, whole_model(pipeline), held_out, stdout.getvalue()
+        held_out = dist.reduce(torch.stack([run.model.evaluate(x, y) for x, y in batches]).mean()).item()
+    return run.losses, whole_model(run.model), held_out, run.stdout
 
 
 @pytest.mark.timeout(300)  # seconds alone; minutes among many other processes
-@pytest.mark.parametrize("nprocs", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nprocs", [1, 2, *[pytest.param(n, marks=pytest.mark.slow) for n in (3, 4)]])
 def test_equals_one_process(nprocs, tmp_path):
     results = transformer.train_on(nprocs, train, CASES[nprocs], tmp_path)[0]
     for (optimizer, own, changes), (losses, parameters, held_out, stdout) in zip(CASES[nprocs], results, strict=True):
@@ -82,7 +81,7 @@ def test_equals_one_process(nprocs, tmp_path):
         expected = transformer.held_out_loss(parameters, transformer.arguments(**changes))
         assert abs(held_out - expected) <= 1e-9
         last = stdout.splitlines()[-1]
-        assert last.startswith(f"step {len(losses)} | ") and f"| held-out {expected:.4f} nats" in last
+        assert last.startswith(f"step {len(losses)} | ") and f" | held-out {expected:.4f} | " in last
 
 
 # ---- what a process holds -----------------------------------------------------------------------------------------
@@ -113,6 +112,21 @@ def test_the_stages_add_up_to_the_model_and_nothing_else_is_held(nprocs, schedul
     assert sum(own for own, _, _ in held) == total and all(own == alive for own, alive, _ in held)
     assert all(of == total for _, _, of in held)
     assert max(own for own, _, _ in held) <= 1.5 * total / nprocs, "narrow embeddings are a large part here"
+
+
+# ---- options and output -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nprocs", [*range(1, 9), 16])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_defaults_fit_any_number_of_processes(nprocs, schedule, monkeypatch):
+    for pipelines in range(1, nprocs + 1):
+        options = ["--schedule", schedule, "--data-parallel", str(pipelines), "--nproc", str(nprocs)]
+        monkeypatch.setattr(sys, "argv", ["min_PP.py", *options])
+        if nprocs % pipelines == 0:
+            args = min_PP.parse_args()
+            assert args.layers >= len(min_PP.stage_ranks(schedule, nprocs // pipelines))
+            assert args.global_batch_size % (args.micro_batches * pipelines) == 0
 
 
 @pytest.mark.slow

@@ -82,33 +82,34 @@ processes, 4
         --nproc 3 | argument --batch-size: 16 is not a multiple of the 3 processes
     """,
     "min_EP.py": """
-        --nproc 2 --experts 5 | argument --experts: 5 is not a multiple of the 2 processes
+        --nproc 2 --experts 5 | argument --experts: 5 is not a multiple of 2, the number of processes
         --nproc 2 --top 9 | argument --top: 9 is more than the 8 experts
-        --nproc 3 --experts 6 | argument --batch-size: 16 is not a multiple of the 3 processes
+        --nproc 3 --global-batch-size 16 | argument --global-batch-size: 16 is not a multiple of 3, the number of \
+processes
     """,
     "min_Join.py": """
         --steps 20 --least 21 | argument --least: 21 is more than --steps 20, the batches of the first one
         --nproc 3 | argument --batch-size: 16 is not a multiple of the processes, 3
     """,
     "min_PP.py": """
-        --nproc 5 --layers 4 | argument --layers: 4 is less than 5, the stages of --schedule 1F1B
-        --schedule DualPipeV --layers 3 | argument --layers: 3 is less than 4, the stages of --schedule DualPipeV
-        --batch_size 12 --micro-batches 4 --data-parallel 2 | argument --batch-size: 12 is not a multiple of 8, \
---micro-batches x --data-parallel
-        --micro-batches 1 | argument --micro-batches: 1 is less than 2, the stages of --schedule 1F1B
-        --schedule DualPipeV --micro-batches 2 | argument --micro-batches: 2 is less than 4, the stages of \
---schedule DualPipeV
-        --schedule Interleaved1F1B --micro-batches 5 --batch-size 5 | argument --micro-batches: 5 is not a multiple \
+        --nproc 4 --data-parallel 3 | argument --data-parallel: 3 does not divide 4, the number of processes
+        --nproc 1 --data-parallel 2 | argument --data-parallel: 2 does not divide 1, the number of processes
+        --nproc 5 --layers 4 | argument --layers: 4 is less than 5, the stages of 1F1B
+        --nproc 2 --schedule DualPipeV --layers 3 | argument --layers: 3 is less than 4, the stages of DualPipeV
+        --nproc 2 --micro-batches 1 | argument --micro-batches: 1 is less than 2, the stages of 1F1B
+        --nproc 2 --schedule DualPipeV --micro-batches 2 | argument --micro-batches: 2 is less than 4, the stages of \
+DualPipeV
+        --nproc 2 --schedule Interleaved1F1B --micro-batches 5 | argument --micro-batches: 5 is not a multiple of 2, \
+the processes of a pipeline
+        --nproc 2 --schedule InterleavedZeroBubble --micro-batches 3 | argument --micro-batches: 3 is not a multiple \
 of 2, the processes of a pipeline
-        --schedule InterleavedZeroBubble --micro-batches 3 --batch-size 3 | argument --micro-batches: 3 is not a \
-multiple of 2, the processes of a pipeline
-        --nproc 4 --data-parallel 3 | argument --data-parallel: 3 is not a divisor of the number of processes, 4
-        --nproc 1 --data-parallel 2 | argument --data-parallel: 2 is not a divisor of the number of processes, 1
+        --nproc 2 --global_batch_size 12 --micro-batches 4 --data-parallel 2 | argument --global-batch-size: 12 is \
+not a multiple of 8, --micro-batches x --data-parallel
     """,
     "min_TP.py": """
-        --nproc 3 | argument --heads: 4 is not a multiple of the 3 processes
-        --nproc 8 | argument --heads: 4 is not a multiple of the 8 processes
-        --sequence-parallel --length 9 | argument --length: 9 is not a multiple of the 2 processes
+        --nproc 3 --heads 4 | argument --heads: 4 is not a multiple of 3, the number of processes
+        --nproc 2 --length 9 | argument --length: 9 is not a multiple of 2, the number of processes
+        --heads 3 --width 128 | argument --width: 128 is not a multiple of 3, the number of heads
     """,
     "rpc_model_parallel.py": """
         --batch-size 4 --micro-batches 5 | argument --micro-batches: 5 is not in the range 1 to 4, the --batch-size

@@ -60,11 +60,11 @@ def prepare(script, model, args):
         pipeline = min_PP.Pipeline(model, args)
         return pipeline, make_optimizer("SGD", pipeline.params, LR)
     if script is min_TP:
-        model = min_TP.parallelize(model, args)
+        min_TP.split_layers(model)
     elif script is min_CP:
         model = min_CP.parallelize(model, args.attention)
     elif script is min_EP:
-        model = min_EP.add_experts(model, args)
+        min_EP.add_experts(model, args)
     return model, make_optimizer("SGD", model.parameters(), LR)
 
 
@@ -86,16 +86,15 @@ def count_worker(local_rank, world_size):
     dist.init_process_group()
     for nprocs, options, passes, pipelines in PIPELINES:
         if nprocs == world_size:
-            sizes = {"layers": 4, "width": 128, "length": 128, "batch_size": 16, "clip": 1.0}
+            sizes = {"layers": 4, "width": 128, "length": 128, "global_batch_size": 16, "clip": 1.0}
             n_params = sum(param.numel() for param in make_model(arguments(**sizes)).parameters())
             expected = (passes * 4 * 16 * 128 * 128 + 2 * (pipelines - 1) * 4 * n_params) / nprocs
             report(min_PP, expected, micro_batches=4, **options, **sizes)
     if world_size != N:
         return
     features = (N - 1) / N * 4 * LENGTH * WIDTH
-    for loss_parallel, logits in ((True, 0), (False, (N - 1) / N * 4 * BATCH * LENGTH * 256)):
-        expected = ((8 * LAYERS + 3) * BATCH + 1) * features + logits
-        report(min_TP, expected, sequence_parallel=False, loss_parallel=loss_parallel)
+    logits = (N - 1) / N * 4 * BATCH * LENGTH * 256
+    report(min_TP, ((12 * LAYERS + 5) * BATCH + 1) * features + logits)  # 8 L + 4, with gloo's reduce-scatter
     n_params = sum(param.numel() for param in make_model(arguments(layers=2, length=LENGTH, width=WIDTH)).parameters())
     ddp, on_gloo = 2 * (N - 1) / N * 4 * n_params, 1.5  # whose reduce-scatter is an all-reduce
     for attention, times in (("ulysses", 2 / N), ("all-gather", on_gloo)):
@@ -106,7 +105,8 @@ def count_worker(local_rank, world_size):
         report(min_DiLoCo, ddp / every, sync_every=every, outer_lr=0.7, outer_momentum=0.9)
     experts = {"experts": N, "top": 2, "balance": 0.01}  # both, so that all are used evenly
     args = arguments(layers=LAYERS, length=LENGTH, width=WIDTH, **experts)
-    model = min_EP.add_experts(make_model(args), args)
+    model = make_model(args)
+    min_EP.add_experts(model, args)
     shared = 2 * (N - 1) / N * sum(param.nbytes for param in min_EP.split_params(model)[0])
     report(min_EP, shared + 4 * LAYERS * 2 * BATCH * features / N, **experts)
 
@@ -127,7 +127,7 @@ def test_bytes_sent_are_those_of_the_docstrings():
     status, stdout, stderr = finish(job, timeout=200)
     assert status == 0, stderr
     lines = [json.loads(line) for line in stdout.splitlines()]
-    assert len(lines) == len(PIPELINES) + 9
+    assert len(lines) == len(PIPELINES) + 8
     for name, sent, expected in lines:
         print(f"{name}: {sent:,.0f} bytes, {sent / expected:.4f} of the formula")
         assert sent == pytest.approx(expected, rel=0.03)
