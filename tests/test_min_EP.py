@@ -111,7 +111,7 @@ def test_defaults_fit_any_number_of_processes(nprocs, monkeypatch):
 def test_prints_the_tokens_of_each_expert(job_of):
     small = ("--layers", 2, "--width", 16, "--heads", 2, "--length", 16, "--global-batch-size", 4, "--experts", 4)
     stdout = job_of("min_EP.py", *small, "--nproc", 2, "--steps", 3, "--log-every", 2, "--clip", 1)
-    first, *lines = stdout.splitlines()
+    first, _, *lines = stdout.splitlines()
     shared, expert = (sum(p.numel() for p in model.parameters()) for model in (gpt.GPT(2, 16, 2, 16), gpt.MLP(16)))
     shared += 2 * (16 * 4 - expert)  # routers, in place of MLPs
     total, held = shared + 2 * 4 * expert, shared + 2 * 2 * expert
