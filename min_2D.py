@@ -1,31 +1,36 @@
-"""Two dimensions at once: replicate, shard and split the layers of one model, on one DeviceMesh.
+"""Several dimensions at once: replicate a model, shard it and split its layers, on one DeviceMesh.
 
-Every process has a place in a mesh of R x S x T. Its T neighbours along `tensor` split each layer's work (min_TP.py)
-and take the same sequences; the S along `shard` split what is left of parameters, gradients and optimizer state
-(min_FSDP.py); the R along `replicate` hold the same as it does and average their gradients, as DDP would. Choose
+Every process has a place in a mesh of R x S x T processes. With 2 x 2 x 2 these are the ranks:
 
-- R x S, known as HSDP, when S processes, as those of one node, hold the model with ease: what goes from node to node is
-  the gradient of a shard once a step, where min_FSDP.py over all of them would gather every layer twice across nodes.
-- S x T when min_FSDP.py has more processes than the batch has sequences, or the activations of one do not fit.
-- All three on many nodes. Tensor neighbours have consecutive ranks, and replicas the most distant: the mesh puts the
-  most frequent talk on the fastest links.
+                    4 ------- 5
+                  / |       / |
+                6 ------- 7   |        --tensor     0-1  2-3  4-5  6-7    split the work of each layer (min_TP.py)
+                |   |     |   |        --shard      0-2  1-3  4-6  5-7    split the parameters (min_FSDP.py)
+                |   0 ----|-- 1        --replicate  0-4  1-5  2-6  3-7    average gradients, as DDP does
+                | /       | /
+                2 ------- 3
 
-Cost per process, for P float32 parameters: 16·P/(S·T) bytes (parameters 4, gradients 4, Adam 8; norms and the biases
-after a sum are not split by T), and while a block of L parameters computes, up to 8·L/T more. Each step sends
-3·(S-1)/S · 4·P/T bytes along shard, 2·(R-1)/R · 4·P/(S·T) along replicate, and along tensor 8·(T-1)/T · 4·a in each
-block, where a = batch size / (R·S) · length · width are the features of its sequences. --checkpoint-activations holds
-one such input, split by T, per block instead of all that is computed in it, computes a third more and sends 11 for 8.
+The T neighbours along `tensor` take the same sequences. The S neighbours along `shard` hold different parts of the
+parameters, gradients and optimizer state. The R neighbours along `replicate` hold the same parts. Tensor neighbours
+communicate most often and have consecutive ranks, so they are on the fastest links. Replicas communicate once per step.
 
-    python min_2D.py --nproc 4 --replicate 2                            # HSDP: 2 copies of 2 shards; all GPUs, or CPU
-    python min_2D.py --nproc 4 --tensor 2                               # FSDP x TP: 2 shards of layers split in 2
-    python min_2D.py --nproc 8 --replicate 2 --shard 2 --tensor 2       # all three
-    python min_2D.py --nproc 4 --tensor 2 --checkpoint-dir runs         # saves, and goes on where it was,
-    python min_2D.py --nproc 1 --checkpoint-dir runs --steps 600        # also on another mesh, or in one process
-    CUDA_VISIBLE_DEVICES=0,1 python min_2D.py --tensor 2                # two GPUs
-    torchrun --standalone --nproc-per-node 4 min_2D.py --replicate 2    # processes started by torchrun
+- R x S (HSDP): choose it when the S processes of one machine hold the model easily. Machines then exchange only the
+  gradients of a shard, once per step. min_FSDP.py over all machines would gather every layer across them.
+- S x T: choose it when min_FSDP.py has more processes than the batch has sequences, or when the activations of one
+  sequence do not fit.
+- R x S x T: on many machines.
 
-It prints the mesh, `parameters held: 120,128 of 478,720 (0.251)`, and every --log-every steps the losses, beside those
-of guessing each byte from the one or the two before it, tokens/s and peak memory. Open only checkpoints that you trust.
+Cost per process, for P float32 parameters: 16·P/(S·T) bytes (parameters 4, gradients 4, Adam 8; T splits neither norms
+nor the biases of RowwiseParallel layers), and up to 8·L/T more while a block of L parameters computes. Each step sends
+3·(S-1)/S · 4·P/T bytes along shard, 2·(R-1)/R · 4·P/(S·T) along replicate, and 8·(T-1)/T · 4·A per block along tensor,
+where A = global batch size / (R·S) · length · width. With --checkpoint-activations a block keeps only its input for
+backward, 4·A/T bytes. It computes a third more, and sends 11 instead of 8 along tensor.
+
+    python min_2D.py --nproc 4 --replicate 2                         # HSDP: 2 replicas of 2 shards
+    python min_2D.py --nproc 4 --tensor 2 --checkpoint-dir runs      # FSDP x TP: 2 shards of layers split in 2
+    python min_2D.py --nproc 1 --checkpoint-dir runs --steps 600     # resumes on another mesh, here in one process
+
+The second prints `parameters held: 120,128 of 478,720 (0.251)`. Load only checkpoints that you trust.
 """
 
 import functools
@@ -44,65 +49,63 @@ import distributed as dist
 import gpt
 import options
 
-# Operations in place on the logits would be wrong; the norm of all gradients takes two small reductions, not one.
-warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
-logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-
 
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
-    add, count = parser.add_argument, options.whole_number(1)
-    add("--replicate", type=count, default=1, help="copies of the model")
-    add("--shard", type=count, help="processes that share each copy by FSDP; None is all that the others leave")
-    add("--tensor", type=count, default=1, help="processes that share each layer's work")
-    add("--checkpoint-activations", action="store_true", help="compute each block again in backward, to save memory")
-    add("--checkpoint-dir", help="save here, and go on from the newest there")
-    add("--save-every", type=count, default=100, help="steps between two checkpoints")
+    count = options.whole_number(1)
+    parser.add_argument("--replicate", type=count, default=1, help="replicas of the model")
+    parser.add_argument(
+        "--shard", type=count, help="processes that shard each replica (default: all remaining processes)"
+    )
+    parser.add_argument("--tensor", type=count, default=1, help="processes that split the work of each layer")
+    parser.add_argument("--checkpoint-activations", action="store_true", help="recompute blocks to save memory")
+    parser.add_argument("--checkpoint-dir", help="save checkpoints in this folder, and resume from the newest")
+    parser.add_argument("--save-every", type=count, default=100, help="save a checkpoint every N steps", metavar="N")
     args = parser.parse_args()
-    gpt.check_model_options(parser, args)
 
-    args.shard = args.shard or max(1, args.nproc // (args.replicate * args.tensor))
-    mesh = f"replicate {args.replicate} x shard {args.shard} x tensor {args.tensor}"
-    if args.replicate * args.shard * args.tensor != args.nproc:
-        parser.error(f"argument --shard: {mesh} is not the number of processes, {args.nproc}")
-    if args.global_batch_size % (parts := args.replicate * args.shard):
-        parser.error(f"argument --batch-size: {args.global_batch_size} is not a multiple of replicate x shard, {parts}")
-    for option, value in (("--heads", args.heads), ("--length", args.length)):
-        if value % args.tensor:
-            parser.error(f"argument {option}: {value} is not a multiple of --tensor {args.tensor}")
+    parser.require_multiple(args, "nproc", args.replicate * args.tensor, "--replicate x --tensor")
+    remaining = args.nproc // (args.replicate * args.tensor)
+    if args.shard is None:
+        args.shard = remaining
+    if args.shard != remaining:
+        parser.error(f"argument --shard: {args.shard} is not {remaining}, --nproc / (--replicate x --tensor)")
+    shares = (args.replicate * args.shard, "--replicate x --shard")
+    parts = (args.tensor, "--tensor")
+    gpt.check_model_options(parser, args, batch=shares, heads=parts, length=parts)
     if args.checkpoint_dir:
         checkpoint.check_writable("--checkpoint-dir", args.checkpoint_dir)
     return args
 
 
 def parallelize(model, args):
-    """Lay out `model`, which is alike on all ranks, over the mesh. Build the optimizer afterwards."""
+    """Split `model`, which is the same on all ranks, over the mesh. Build the optimizer afterwards."""
     if args.checkpoint_activations:
         for block in model.blocks:
-            block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
+            recompute_in_backward(block)
     if dist.get_world_size() == 1:
         return model
-    names = ("replicate", "shard", "tensor")
-    mesh = init_device_mesh(dist.get_device().type, (args.replicate, args.shard, args.tensor), mesh_dim_names=names)
+    shape = (args.replicate, args.shard, args.tensor)
+    mesh = init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
     if args.tensor > 1:
         split_layers(model, mesh["tensor"])
-    # From the inside out: each block is gathered when it computes, what is left by itself. Gathered is only what
-    # this rank holds of the split layers.
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh["replicate", "shard"])
+        silence_false_alarms()
+    # FSDP shards only this rank's part of the split layers. Each block is gathered when it computes.
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["replicate", "shard"])
+    fully_shard(model, mesh=mesh["replicate", "shard"])  # the rest: embeddings, last norm and head
     return model
 
 
 def split_layers(model, mesh):
-    """Tensor parallel, with features between the split layers split along the sequence, dimension 1.
+    """Tensor parallel. Between the split layers, features are split along the sequence, which is dimension 1.
 
-    Every parameter is named, norms too: the norm of all gradients is taken over DTensors of one mesh.
+    The plan names every parameter, also those of the norms: clip_grad_norm_ needs DTensors of one mesh.
     """
     sequence = Shard(1)
     plan = {
         "token": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
-        "position": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),  # has no dimension of a batch
+        "position": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),  # has no batch dimension
         "blocks.*.norm1": SequenceParallel(),
         "blocks.*.attention.qkv": ColwiseParallel(input_layouts=sequence),
         "blocks.*.attention.out": RowwiseParallel(output_layouts=sequence),
@@ -115,28 +118,49 @@ def split_layers(model, mesh):
     parallelize_module(model, mesh, plan)
 
 
+def silence_false_alarms():
+    """Two warnings that torch 2.15 gives for this model when it is split by FSDP and by tensor."""
+    # The logits are a view. To edit them in place would be wrong, and nothing here does.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+    # clip_grad_norm_ sums a single number in one all-reduce per mesh dimension, where one could do.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def recompute_in_backward(block):
+    """Let `block` keep only its input for backward, and recompute everything else there."""
+    forward = block.forward
+
+    def forward_without_saving(x):
+        return recompute(forward, x, use_reentrant=False)
+
+    block.forward = forward_without_saving
+
+
 def local_loss(model, args, x, y):
-    """The loss on this process's part of the batch (x, y), which is its tensor neighbours' too."""
-    parts, part = args.replicate * args.shard, dist.get_rank() // args.tensor
-    return gpt.loss_fn(model(x.chunk(parts)[part]), y.chunk(parts)[part])
+    """The loss on this process's share of the batch. Tensor neighbours, whose ranks are consecutive, share one."""
+    n_shares = args.replicate * args.shard
+    share = dist.get_rank() // args.tensor
+    return gpt.loss_fn(model(x.chunk(n_shares)[share]), y.chunk(n_shares)[share])
 
 
 def train(model, optimizer, text, held_out, args):
-    """The loss of every step from the newest checkpoint on, over all processes."""
-    device = dist.get_device()
-    first_step = checkpoint.load_sharded(args.checkpoint_dir, model, optimizer) if args.checkpoint_dir else 0
+    """Returns the losses over all processes of all steps since the newest checkpoint."""
+    first_step = 0
+    if args.checkpoint_dir:
+        first_step = checkpoint.load_sharded(args.checkpoint_dir, model, optimizer)
     progress = gpt.Progress(functools.partial(local_loss, model, args), text, held_out, args, first_step)
     for step in range(first_step, args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, device)
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
         loss = local_loss(model, args, x, y)
         optimizer.zero_grad()
         loss.backward()
-        if args.clip:  # by the norm over all processes, as the gradients are DTensors
+        if args.clip:  # the gradients are DTensors, so this is the norm over all processes
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         progress(loss)
-        if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
-            checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, progress.step)
+        is_last = step + 1 == args.steps
+        if args.checkpoint_dir and ((step + 1) % args.save_every == 0 or is_last):
+            checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, step + 1)
     return progress.losses[first_step:]
 
 
@@ -144,14 +168,14 @@ def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     device = dist.get_device()
     text, held_out = gpt.load_text()
-    torch.manual_seed(args.seed)  # the same weights on all ranks
+    mesh = f"replicate {args.replicate} x shard {args.shard} x tensor {args.tensor}"
+    dist.print_primary(f"Training on {world_size} x {device.type}: {mesh}")
+    torch.manual_seed(args.seed)  # fully_shard and parallelize_module need the same weights on all ranks
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(device)
     n_params = sum(param.numel() for param in model.parameters())
     model = parallelize(model, args)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    mesh = f"replicate {args.replicate} x shard {args.shard} x tensor {args.tensor}"
-    dist.print_primary(f"Training on {world_size} x {device.type}: {mesh}")
     gpt.report_held(model.parameters(), n_params)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, text, held_out, args)
 
 

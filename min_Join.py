@@ -1,31 +1,43 @@
-"""Train on ranks with unequal amounts of data: none is dropped, none is repeated, and no rank waits for ever.
+"""Train on ranks with unequal amounts of data: no batch is dropped, none is repeated, and no rank waits for ever.
 
-If each rank just stops after its last batch, the others wait: DDP's backward needs every rank. They wait until a
-timeout ends the job, or until the next collective of a rank that has gone on, a metric's, pairs with their gradients.
-Two ways are right, where the loss of a step is the mean over its samples, not over ranks:
-    --method join     `Join` takes part with zeros for a rank without batches, and with the option used here, which is
-                      not the default, DDP divides by the ranks that have one: the mean, if all batches are of one size.
-                      For DDP and ZeroRedundancyOptimizer. A rank that leaves early gets the final weights, but not the
-                      optimizer's state: send that too before another pass over the data.
-    --method weights  A rank without batches takes an empty one, and every rank divides the sum of its losses by the
-                      samples of all: for any sizes, any way of sharding, any number of passes. A module that takes no
-                      empty batch (16-bit attention on GPUs) needs another, its loss times zero.
-Where data can be dealt out anew, as `dist.data_sampler` does, do that: a rank without data does nothing useful.
+In every step DDP averages the gradients of all ranks. Let rank 0 have 4 batches and rank 1 only 2. If each rank just
+stops after its last batch, rank 0 waits for gradients that never come, until a timeout ends the job:
 
-Cost per process as DDP's, for P float32 parameters on N processes: 16·P bytes with AdamW, and 2·(N-1)/N · 4·P bytes
-sent in each step, by a rank without data too; and one number more, for which `join` waits.
+    step                       1    2    3    4
+    rank 0                     b    b    b    .     waits in backward of step 3
+    rank 1                     b    b               has left the loop
 
-    python min_Join.py                                         # all visible GPUs, or two CPU processes
-    CUDA_VISIBLE_DEVICES=0,1 python min_Join.py --least 0      # the last process has no data at all
+There are two ways out.
+
+--method join    torch's Join lets a rank without batches answer DDP's all-reduce with zeros. With the option used here,
+    which is not the default, DDP divides the gradients by the number of ranks that still have a batch. The loop stays
+    as it is. All batches must be equally large. A rank that leaves early receives the final weights, but not the
+    optimizer's state: send that too before a second pass over the data.
+
+    step                       1    2    3    4
+    rank 0                     b    b    b    b
+    rank 1                     b    b    0    0     answers with zeros, inside of Join
+    gradients divided by       2    2    1    1
+
+--method weights    A rank without batches takes empty ones, and every rank divides the sum of its losses by the number
+    of samples on all ranks. It suits batches of any size and any number of passes. If a module refuses an empty batch,
+    as 16-bit attention does on GPUs, take a batch of one sequence and multiply its loss by zero.
+
+Both give the mean over all samples of a step. If you can redistribute the data, do that instead (dist.data_sampler
+gives all ranks equally many samples), because a rank without data does nothing useful.
+
+Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW, and 2·(N-1)/N · 4·P bytes
+sent in each step, also by a rank without data. Each step of both ways also all-reduces one number.
+
+    python min_Join.py --nproc 2                        # two processes with 400 and 300 batches
+    python min_Join.py --nproc 2 --least 0              # the last process has no data at all
     torchrun --standalone --nproc-per-node 2 min_Join.py --method weights
 
-It prints the number of batches of each process, and every 50 steps loss, held-out loss, speed and memory:
-`step 400 | loss 2.2886 | held-out 2.3419 nats per byte (bigram 2.4810, trigram 1.9042) | …`.
+It first prints `batches of each process: [400, 300]`.
 """
 
-import contextlib
-
 import torch
+from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
 
@@ -37,60 +49,92 @@ import options
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
-    parser.add_argument("--method", choices=("join", "weights"), default="join", help="how ranks without data go on")
-    parser.add_argument("--least", type=options.whole_number(0), default=300, help="batches of the last process")
+    parser.add_argument(
+        "--method", choices=("join", "weights"), default="join", help="how processes without data take part"
+    )
+    parser.add_argument(
+        "--least",
+        type=options.whole_number(0),
+        help="batches of the last process; the first has --steps (default: three quarters of --steps)",
+    )
     args = parser.parse_args()
-    gpt.check_model_options(parser, args)
+    if args.least is None:
+        args.least = args.steps * 3 // 4
     if args.least > args.steps:
-        parser.error(f"argument --least: {args.least} is more than --steps {args.steps}, the batches of the first one")
-    if args.global_batch_size % args.nproc:
-        parser.error(
-            f"argument --batch-size: {args.global_batch_size} is not a multiple of the processes, {args.nproc}"
-        )
+        parser.error(f"argument --least: {args.least} is not a whole number from 0 to {args.steps}, the --steps")
+    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
     return args
 
 
-def part_of(batch):
+def train_with_join(model, optimizer, batches, sums, clip):
+    """Row i of `sums` receives the sum of step i's losses over this process's bytes, and the number of these bytes."""
+    with Join([model], divide_by_initial_world_size=False):  # no collective but DDP's may be called inside
+        for step, (x, y) in enumerate(batches):
+            loss = gpt.loss_fn(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            sums[step, 0] = loss.detach() * y.numel()
+            sums[step, 1] = y.numel()
+
+
+def train_with_weights(model, optimizer, batches, sums, clip):
+    """The same, but every process takes all steps, which are the rows of `sums`."""
+    empty = torch.empty(0, 1, dtype=torch.long, device=sums.device)
+    for step in range(len(sums)):
+        x = y = empty
+        if step < len(batches):
+            x, y = batches[step]
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
+        sums[step, 0] = loss.detach()
+        sums[step, 1] = y.numel()
+        mean = loss / dist.all_reduce(sums[step, 1])
+        optimizer.zero_grad()
+        (mean * dist.get_world_size()).backward()  # DDP divides by the number of processes
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+
+
+def own_share(batch):
     """This process's sequences of a global batch."""
     return batch.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def joined(model, batches, sums):
-    """Yields each step's loss. `sums`, (steps, 2), get its sum over this process's bytes, and their number."""
-    with Join([model], divide_by_initial_world_size=False) if dist.get_world_size() > 1 else contextlib.nullcontext():
-        for own, (x, y) in zip(sums, batches, strict=False):
-            loss = gpt.loss_fn(model(x), y)
-            own[0], own[1] = loss.detach() * y.numel(), y.numel()
-            yield loss
-
-
-def weighted(model, batches, sums):
-    """The same, but in every step of `sums`, in which a process may have no batch."""
-    empty = torch.zeros(2, 0, 1, dtype=torch.long, device=sums.device)
-    for own in sums:
-        x, y = next(batches, empty)
-        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
-        own[0], own[1] = loss.detach(), y.numel()
-        yield loss * dist.get_world_size() / dist.all_reduce(own[1])  # DDP divides by the processes
+def number_of_batches(args):
+    """--steps on the first process, --least on the last, evenly spaced between: 400, 350 and 300 on three."""
+    missing_on_last = args.steps - args.least
+    last_rank = max(1, dist.get_world_size() - 1)
+    return args.steps - missing_on_last * dist.get_rank() // last_rank
 
 
 def train(model, optimizer, text, held_out, args):
-    """Every step's loss, over all samples. After --log-every steps all processes meet, as after an epoch elsewhere."""
-    plain = getattr(model, "module", model)  # which sends nothing
-    progress = gpt.Progress(lambda x, y: gpt.loss_fn(plain(part_of(x)), part_of(y)), text, held_out, args)
-    own_steps = args.steps - (args.steps - args.least) * dist.get_rank() // max(1, dist.get_world_size() - 1)
-    dist.print_primary(f"batches of each process: {dist.gather_objects(own_steps)}")
+    """Returns the loss of every step over all samples, (steps,).
+
+    Printing a line needs collectives, which Join does not allow inside. So training is cut into rounds of --log-every
+    steps. A process that has run out of batches has none in all later rounds.
+    """
+    n_batches = number_of_batches(args)
+    dist.print_primary(f"batches of each process: {dist.gather_objects(n_batches)}")
+    unwrapped = getattr(model, "module", model)  # the model without DDP
+
+    def local_loss(x, y):
+        return gpt.loss_fn(unwrapped(own_share(x)), own_share(y))
+
+    progress = gpt.Progress(local_loss, text, held_out, args)
     for start in range(0, args.steps, args.log_every):
-        end = min(start + args.log_every, args.steps)
-        sums, steps = torch.zeros(end - start, 2, device=dist.get_device()), range(start, min(end, own_steps))
-        shape = (args.global_batch_size, args.length, args.seed, dist.get_device())
-        batches = (map(part_of, gpt.batch(text, step, *shape)) for step in steps)
-        for loss in (joined if args.method == "join" else weighted)(model, batches, sums):
-            optimizer.zero_grad()
-            loss.backward()
-            if args.clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-            optimizer.step()
+        stop = min(start + args.log_every, args.steps)
+        batches = []
+        for step in range(start, min(stop, n_batches)):
+            x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
+            batches.append((own_share(x), own_share(y)))
+        sums = torch.zeros(stop - start, 2, device=dist.get_device())
+        if args.method == "join" and dist.get_world_size() > 1:  # a single process has no DDP model to join
+            train_with_join(model, optimizer, batches, sums, args.clip)
+        else:
+            train_with_weights(model, optimizer, batches, sums, args.clip)
         losses, sizes = dist.all_reduce(sums).unbind(1)
         for loss in losses / sizes:
             progress(loss)
@@ -102,11 +146,10 @@ def main_worker(local_rank, world_size, args):
     text, held_out = gpt.load_text()
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
-    model = dist.prepare_ddp_model(model, device_ids=[local_rank])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
+    model = dist.prepare_ddp_model(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, text, held_out, args)
-    dist.cleanup()
 
 
 if __name__ == "__main__":
