@@ -13,20 +13,18 @@ HSDP, FSDP_TP, CLIP, SMALL = (2, 2, 1), (1, 2, 2), 0.5, {"layers": 2}
 
 
 def train(mesh, optimizer, changes):
-    """Losses, and whole parameters by name, of the script's own training on replicate x shard x tensor processes."""
+    """Losses, and whole parameters by name, of the script's main_worker on replicate x shard x tensor processes."""
     replicate, shard, tensor = mesh
     layout = {"replicate": replicate, "shard": shard, "tensor": tensor, "nproc": replicate * shard * tensor}
     options = {"checkpoint_activations": False, "checkpoint_dir": None, "save_every": 100, "log_every": 100}
     args = transformer.arguments(**{**layout, **options, **SMALL, **changes})
-    model = min_2D.parallelize(transformer.make_model(args), args)
-    optimizer = transformer.make_optimizer(optimizer, model.parameters(), args.lr)
-    losses = min_2D.train(model, optimizer, *transformer.small_text(), args)
-    return losses, transformer.full_parameters(model)
+    result = transformer.run_main_worker(min_2D, args, optimizer)
+    return result.losses, transformer.full_parameters(result.model)
 
 
 def check(losses, parameters, mesh, optimizer, changes):
     """That they are what one process of plain PyTorch gives."""
-    batches = {name: changes[name] for name in ("clip", "batch_size") if name in changes}
+    batches = {name: changes[name] for name in ("clip", "global_batch_size") if name in changes}
     print(mesh, optimizer, changes)
     transformer.assert_equal(losses, parameters, transformer.reference(optimizer, **SMALL, **batches))
 
@@ -76,7 +74,7 @@ def test_three_dimensions_and_uneven_ones_give_what_one_process_gives(tmp_path):
     everything = {"clip": CLIP, "checkpoint_activations": True}
     check_all(tmp_path, 8, [((2, 2, 2), name, everything) for name in ("AdamW", "SGD")])
     # 32 features are no multiple of 3, and 256 bytes none of 3 or 6.
-    check_all(tmp_path, 6, [((1, 3, 2), "SGD", {"clip": CLIP, "batch_size": 6})])
+    check_all(tmp_path, 6, [((1, 3, 2), "SGD", {"clip": CLIP, "global_batch_size": 6})])
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
@@ -99,14 +97,14 @@ def test_a_run_goes_from_mesh_to_mesh_and_from_and_to_one_process_as_if_it_had_n
 @pytest.mark.slow
 def test_the_script_holds_a_quarter_and_goes_on_on_another_mesh(job_of, tmp_path):
     options = ("--checkpoint-dir", tmp_path / "runs", "--global-batch-size", 4)
-    mesh, held, step = job_of("min_2D.py", "--nproc", 4, "--tensor", 2, "--steps", 2, *options).splitlines()
+    mesh, held, _, step = job_of("min_2D.py", "--nproc", 4, "--tensor", 2, "--steps", 2, *options).splitlines()
     assert mesh == "Training on 4 x cpu: replicate 1 x shard 2 x tensor 2"
     held, total = re.fullmatch(r"parameters held: ([\d,]+) of ([\d,]+) \(0.25\d\)", held).groups()
     assert int(held.replace(",", "")) <= 0.26 * int(total.replace(",", ""))
     assert step.startswith("step 2 | loss 5.")
     stdout = job_of("min_2D.py", "--nproc", 2, "--replicate", 2, "--steps", 4, *options)
-    mesh, held, going_on, step = stdout.splitlines()
+    mesh, held, resuming, _, step = stdout.splitlines()
     assert mesh == "Training on 2 x cpu: replicate 2 x shard 1 x tensor 1"
     assert held.endswith("(1.000)")
-    assert going_on == f"Resuming from {tmp_path}/runs/epoch-2"
+    assert resuming == f"Resuming from {tmp_path}/runs/epoch-2"
     assert step.startswith("step 4 | loss ")

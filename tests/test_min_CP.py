@@ -12,11 +12,11 @@ SMALL = {"layers": 2, "log_every": 100}
 
 
 def train(kind, optimizer, clip):
-    args = transformer.arguments(clip=clip, **SMALL)
-    model = min_CP.parallelize(transformer.make_model(args), kind)
-    made = transformer.make_optimizer(optimizer, model.parameters(), args.lr)
-    losses = min_CP.train(model, made, *transformer.small_text(), args)
-    return losses, transformer.full_parameters(model), saved_bytes(kind) if optimizer == "AdamW" else None
+    """Losses and parameters of the script's main_worker, and what a loss on a long sequence saves for its backward."""
+    args = transformer.arguments(clip=clip, attention=kind, **SMALL)
+    result = transformer.run_main_worker(min_CP, args, optimizer)
+    saved = saved_bytes(kind) if optimizer == "AdamW" else None
+    return result.losses, transformer.full_parameters(result.model), saved
 
 
 def saved_bytes(kind):
@@ -55,6 +55,8 @@ def test_equal_to_one_process_and_activations_split(nprocs, tmp_path, plain_save
 
 @pytest.mark.slow
 def test_prints_what_it_holds_and_how_it_learns(job_of):
-    stdout = job_of("min_CP.py", "--attention", "all-gather", "--steps", 3, "--log_every", 2, "--heads", 1)
+    stdout = job_of(
+        "min_CP.py", "--attention", "all-gather", "--steps", 3, "--log_every", 2, "--heads", 1, "--nproc", 2
+    )
     assert stdout.startswith("parameters held: 478,720 of 478,720 (1.000)\n")
     assert [line["step"] for line in transformer.progress_lines(stdout)] == [2, 3]

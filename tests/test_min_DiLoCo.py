@@ -26,20 +26,18 @@ def arguments(changes):
 
 
 def train(name):
-    """Losses, parameters, and the sizes of what was sent."""
+    """Losses and parameters of the script's main_worker, and the sizes of what was sent."""
     optimizer, changes = CASES[name]
-    args, sent, all_reduce = arguments(changes), [], torch_dist.all_reduce
-    model = make_model(args)
-    optimizer = make_optimizer(optimizer, model.parameters(), args.lr)
+    sent, all_reduce = [], torch_dist.all_reduce
 
     def counted(tensor, *op):
         sent.append(tensor.nbytes)
         all_reduce(tensor, *op)
 
     with mock.patch.object(torch_dist, "all_reduce", counted):
-        losses = min_DiLoCo.train(model, optimizer, *small_text(), args)
+        result = transformer.run_main_worker(min_DiLoCo, arguments(changes), optimizer)
     # What reports, not the training, sends is tiny: it does not count.
-    return losses, full_parameters(model), [size for size in sent if size > 1000]
+    return result.losses, full_parameters(result.model), [size for size in sent if size > 1000]
 
 
 @transformer.float64()
@@ -94,8 +92,8 @@ def test_processes_do_what_one_does_with_a_copy_after_the_other(n, names, tmp_pa
 @pytest.mark.slow
 def test_says_what_it_sends(job_of):
     small = ("--layers", 1, "--width", 16, "--heads", 2, "--length", 16, "--global-batch-size", 4)
-    stdout = job_of("min_DiLoCo.py", *small, "--steps", 7, "--sync-every", 3, "--log-every", 3)
-    lines = stdout.splitlines()
+    stdout = job_of("min_DiLoCo.py", *small, "--steps", 7, "--sync-every", 3, "--log-every", 3, "--nproc", 2)
+    _, *lines = stdout.splitlines()
     assert [line.split(" | ")[0] for line in lines[:-1]] == ["step 3", "step 6", "step 7"]
     n_params = sum(param.numel() for param in gpt.GPT(1, 16, 2, 16).parameters())
     sent, ddp = (4 * n_params * count / 1e6 for count in (3, 7))  # half of it twice

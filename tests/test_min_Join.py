@@ -1,8 +1,5 @@
 """Both ways train on all data of all ranks, and on nothing else, as one process does."""
 
-import contextlib
-import io
-
 import pytest
 import torch
 import transformer
@@ -20,7 +17,7 @@ UNEVEN = [("uneven", "SGD")]
 
 
 def arguments(nprocs, method="join", least=18, clip=None):
-    sizes = {"steps": STEPS, "batch_size": BATCH[nprocs], "layers": 1}
+    sizes = {"steps": STEPS, "global_batch_size": BATCH[nprocs], "layers": 1}
     return transformer.arguments(nprocs, method=method, least=least, clip=clip, **sizes)
 
 
@@ -44,19 +41,22 @@ def uneven_batches(rank):
 
 
 def train(method, optimizer, least=18, clip=None):
-    """Losses, parameters, and what was printed, of the script's own train; or of `weighted` on uneven batches."""
+    """Losses, parameters, and what was printed, of the script's main_worker."""
     args = arguments(dist.get_world_size(), method, least, clip)
+    if method == "uneven":
+        return train_uneven(optimizer, args)
+    result = transformer.run_main_worker(min_Join, args, optimizer)
+    return result.losses, transformer.full_parameters(result.model), result.stdout
+
+
+def train_uneven(optimizer, args):
+    """The same of train_with_weights on uneven batches."""
     model = dist.prepare_ddp_model(transformer.make_model(args))
     optimizer = transformer.make_optimizer(optimizer, model.parameters(), args.lr)
-    if method == "uneven":
-        sums = torch.zeros(3, 2)
-        for loss in min_Join.weighted(model, iter(uneven_batches(dist.get_rank())), sums):
-            transformer.take_step(model, optimizer, loss)
-        sums = dist.all_reduce(sums)
-        return sums[:, 0] / sums[:, 1], transformer.full_parameters(model), ""
-    with contextlib.redirect_stdout(io.StringIO()) as stdout:
-        losses = min_Join.train(model, optimizer, *transformer.small_text(), args)
-    return losses, transformer.full_parameters(model), stdout.getvalue()
+    sums = torch.zeros(3, 2)
+    min_Join.train_with_weights(model, optimizer, uneven_batches(dist.get_rank()), sums, args.clip)
+    sums = dist.all_reduce(sums)
+    return sums[:, 0] / sums[:, 1], transformer.full_parameters(model), ""
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
@@ -70,11 +70,11 @@ def test_both_ways_equal_one_process(nprocs, tmp_path):
         for others in ranks[1:]:
             assert all(torch.equal(others[number][1][name], value) for name, value in parameters.items())
             assert others[number][2] == "", "only the primary rank prints"
-        lines = stdout.splitlines()
-        assert lines[0] == f"batches of each process: {COUNTS[nprocs, least]}"
-        assert [line.split(" | ")[0] for line in lines[1:]] == ["step 10", "step 20", "step 25"]
+        assert f"\nbatches of each process: {COUNTS[nprocs, least]}\n" in stdout
+        lines = transformer.progress_lines(stdout)
+        assert [line["step"] for line in lines] == [10, 20, 25]
         held_out = transformer.held_out_loss(parameters, arguments(nprocs))
-        assert f"| held-out {held_out:.4f} nats" in lines[-1]
+        assert lines[-1]["held_out"] == pytest.approx(held_out, abs=6e-5)
     if nprocs == 2:
         check_uneven(*ranks[0][-1])
 

@@ -1,5 +1,8 @@
+"""min_ZeRO.py: equal to one process, with a part of the optimizer's state on each process."""
+
 import math
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -24,34 +27,49 @@ def groups_of(model):
     return [{"params": group, **options} for group, options in zip(reversed(groups), GROUPS, strict=True)]
 
 
-def warm_up(optimizer):
-    """A scheduler, as a user adds it, that is stepped after each of the optimizer's steps."""
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / WARMUP))
-    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+def elements_held(optim):
+    return sum(value.numel() for state in optim.state.values() for value in state.values() if value.dim())
 
 
-def trained(optimizer, has_groups=False, library=False, **changes):
-    """Losses, parameters by name, and the sizes of the optimizer's state, of the script's own training.
+def train(optimizer):
+    """Losses, parameters by name, and the elements of the optimizer's state on this process, by the main_worker."""
+    args = transformer.arguments(dist.get_world_size(), log_every=20, **ODD)
+    report, held = min_ZeRO.report_state, []
 
-    The one with groups has a scheduler too.
-    """
-    args = transformer.arguments(**{"nproc": dist.get_world_size(), "log_every": 20, "library": library, **changes})
-    with transformer.float64():
-        model = transformer.make_model(args)
-        groups = groups_of(model) if has_groups else [{"params": list(model.parameters())}]
-        made = transformer.make_optimizer(optimizer, model.parameters(), args.lr)  # for its options alone
-        defaults = {name: made.defaults[name] for name in ("lr", "momentum", "fused") if name in made.defaults}
-        model, optimizer = min_ZeRO.prepare(model, groups, args, type(made), **defaults)
-        if has_groups:
-            warm_up(optimizer if library else optimizer.optim)
-        losses = min_ZeRO.train(model, optimizer, *transformer.small_text(), args)
-        held = [value.numel() for state in optimizer.optim.state.values() for value in state.values() if value.dim()]
-        return losses, transformer.full_parameters(model), sum(held)
+    def recorded_report(optim, n_params):
+        held.append(elements_held(optim))
+        report(optim, n_params)
+
+    with mock.patch.object(min_ZeRO, "report_state", recorded_report):
+        result = transformer.run_main_worker(min_ZeRO, args, optimizer)
+    if dist.is_primary():
+        n_params = sum(param.numel() for param in result.model.parameters())
+        line = f"optimizer state held: {8 * held[0]:,} of {8 * n_params:,} bytes ({held[0] / n_params:.3f})\n"
+        assert result.stdout.endswith(line), result.stdout
+    return result.losses, transformer.full_parameters(result.model), held[0]
 
 
-def expected_with_groups(**changes):
+def train_groups():
+    """The same with several groups, a scheduler, and other weights on each rank, of which rank 0's count."""
+    args = transformer.arguments(dist.get_world_size(), log_every=20, **ODD)
+    model = transformer.make_model(args)
+    with torch.no_grad():
+        for param in model.parameters():
+            param += dist.get_rank()
+    optimizer = min_ZeRO.ZeRO(groups_of(model), torch.optim.AdamW, args.clip, lr=args.lr, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.optim, lambda step: min(1, (step + 1) / WARMUP))
+    optimizer.optim.register_step_post_hook(lambda *_: scheduler.step())
+    losses = min_ZeRO.train(model, optimizer, *transformer.small_text(), args)
+    return losses, transformer.full_parameters(model), elements_held(optimizer.optim)
+
+
+def train_case(optimizer):
+    return train_groups() if optimizer == "groups" else train(optimizer)
+
+
+def expected_with_groups():
     """Losses and parameters that one process of plain PyTorch gives."""
-    args = transformer.arguments(**changes)
+    args = transformer.arguments(**ODD)
     with transformer.float64():
         model = transformer.make_model(args)
         optimizer = torch.optim.AdamW(groups_of(model), lr=args.lr)
@@ -69,72 +87,36 @@ def expected_with_groups(**changes):
     return torch.stack(losses), {name: param.detach() for name, param in model.named_parameters()}
 
 
-def train_all(local_rank, world_size, folder, cases):
-    dist.init_process_group()
-    for number, (optimizer, changes) in enumerate(cases):
-        losses, parameters, held = trained(optimizer, **changes)
-        for param in parameters.values():  # equal in every bit, not only nearly
-            assert torch.equal(dist.all_reduce(param, "min"), dist.all_reduce(param, "max"))
-        held = dist.gather(torch.tensor(held))
-        if dist.is_primary():
-            torch.save((losses, parameters, held), f"{folder}/{number}.pt")
-
-
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
 def test_it_gives_what_one_process_gives_and_holds_a_part_of_the_state(tmp_path, nprocs):
-    cases = [("AdamW", ODD), ("SGD", ODD), ("AdamW", {**ODD, "has_groups": True})]
-    if nprocs == 2:
-        cases += [("SGD", {**ODD, "library": True}), ("AdamW", {**ODD, "has_groups": True, "library": True})]
-    dist.launch(train_all, str(tmp_path), cases, nprocs=nprocs)
-    for number, (optimizer, changes) in enumerate(cases):
-        losses, parameters, held = torch.load(tmp_path / f"{number}.pt", weights_only=True)
-        shape = {name: value for name, value in changes.items() if name in ODD}
-        grouped = "has_groups" in changes
-        expected = expected_with_groups(**shape) if grouped else transformer.reference(optimizer, **shape)
+    cases = ["AdamW", "SGD", "groups"]
+    ranks = transformer.train_on(nprocs, train_case, [(case,) for case in cases], tmp_path)
+    for number, case in enumerate(cases):
+        losses, parameters, _ = ranks[0][number]
+        expected = expected_with_groups() if case == "groups" else transformer.reference(case, **ODD)
         transformer.assert_equal(losses, parameters, expected)
+        for other in ranks[1:]:  # equal in every bit, not only nearly
+            assert all(torch.equal(other[number][1][name], value) for name, value in parameters.items())
         # AdamW has two numbers for each parameter, SGD with momentum one.
-        n_params, each = sum(param.numel() for param in parameters.values()), 2 if optimizer == "AdamW" else 1
+        n_params, each = sum(param.numel() for param in parameters.values()), 1 if case == "SGD" else 2
+        held = [results[number][2] for results in ranks]
         assert sum(held) == each * n_params, "no element is stepped by two ranks, or by none"
-        if "library" not in changes:
-            assert n_params % 4, "the last part must be shorter"
-            size = math.ceil(n_params / nprocs)
-            assert held == [each * size] * (nprocs - 1) + [each * (n_params - size * (nprocs - 1))]
-
-
-# ---- command line -------------------------------------------------------------------------------------------------
+        assert n_params % 4, "the last part must be shorter"
+        size = math.ceil(n_params / nprocs)
+        assert held == [each * size] * (nprocs - 1) + [each * (n_params - size * (nprocs - 1))]
 
 
 @pytest.mark.slow
-def test_the_script_by_hand_and_by_the_library():
+def test_the_script_prints_what_it_holds_however_it_is_started():
     outputs = []
-    for start, options in ((run, ("min_ZeRO.py",)), (torchrun, (2, "min_ZeRO.py", "--library"))):
+    for start, options in ((run, ("min_ZeRO.py", "--nproc", 2)), (torchrun, (2, "min_ZeRO.py"))):
         status, stdout, stderr = start(*options, "--steps", 2, "--clip", 1, "--global-batch-size", 2)
-        assert status == 0, stderr
-        outputs.append(stdout.splitlines())
-    hand, library = outputs
-    assert hand[0] == library[0] and re.fullmatch(r"parameters held: ([\d,]+) of \1 \(1.000\)", hand[0])
-    assert [line.split(" | ")[:2] for line in hand[1:-1]] == [line.split(" | ")[:2] for line in library[1:-1]]
-    held, total = re.fullmatch(r"optimizer state held: ([\d,]+) of ([\d,]+) bytes \(0.500\)", hand[-1]).groups()
-    assert 2 * int(held.replace(",", "")) == int(total.replace(",", ""))
-    assert re.fullmatch(r"optimizer state held: [\d,]+ of [\d,]+ bytes \(0.5\d\d\)", library[-1])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("options", [(), ("--library",)])
-def test_it_learns_with_its_defaults(options):
-    status, stdout, stderr = run("min_ZeRO.py", "--nproc", 2, *options, timeout=600)
-    assert status == 0, stderr
-    held_out, bigram = re.findall(r"held-out ([\d.]+) nats per byte \(bigram ([\d.]+)", stdout)[-1]
-    assert float(held_out) < float(bigram)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ("--nproc 3", "argument --batch-size: 16 is not a multiple of the 3 processes"),
-        ("--batch-size 1", "argument --batch-size: 1 is not a multiple of the 2 processes"),
-    ],
-)
-def test_bad_options_are_one_line(main_of, args, message):
-    assert main_of("min_ZeRO.py", *args.split()) == (2, f"min_ZeRO.py: error: {message}\n")
+        assert (status, stderr) == (0, "")
+        outputs.append(stdout)
+    assert [line["loss"] for line in transformer.progress_lines(outputs[0])] == [
+        line["loss"] for line in transformer.progress_lines(outputs[1])
+    ]
+    for first, *_, last in map(str.splitlines, outputs):
+        assert re.fullmatch(r"parameters held: ([\d,]+) of \1 \(1.000\)", first)
+        held, total = re.fullmatch(r"optimizer state held: ([\d,]+) of ([\d,]+) bytes \(0.500\)", last).groups()
+        assert 2 * int(held.replace(",", "")) == int(total.replace(",", ""))
