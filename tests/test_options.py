@@ -63,23 +63,26 @@ the number of samples
         --nproc 2 | unrecognized arguments: --nproc 2
     """,
     "min_2D.py": """
-        --heads 3 | argument --heads: 3 is not a divisor of --width 128
+        --heads 3 --width 128 | argument --width: 128 is not a multiple of 3, the number of heads
         --length 1 | argument --length: '1' is not a whole number from 2 to 65536
-        --nproc 4 --replicate 2 --shard 4 | argument --shard: replicate 2 x shard 4 x tensor 1 is not the number of \
-processes, 4
-        --nproc 3 --tensor 2 | argument --shard: replicate 1 x shard 1 x tensor 2 is not the number of processes, 3
-        --nproc 2 --tensor 4 | argument --shard: replicate 1 x shard 1 x tensor 4 is not the number of processes, 2
-        --nproc 3 | argument --batch-size: 16 is not a multiple of replicate x shard, 3
-        --nproc 3 --tensor 3 | argument --heads: 4 is not a multiple of --tensor 3
-        --nproc 2 --tensor 2 --length 31 | argument --length: 31 is not a multiple of --tensor 2
+        --nproc 4 --replicate 2 --shard 4 | argument --shard: 4 is not 2, --nproc / (--replicate x --tensor)
+        --nproc 3 --tensor 2 | argument --nproc: 3 is not a multiple of 2, --replicate x --tensor
+        --nproc 2 --replicate 2 --tensor 2 | argument --nproc: 2 is not a multiple of 4, --replicate x --tensor
+        --nproc 4 --replicate 2 --global-batch-size 6 | argument --global-batch-size: 6 is not a multiple of 4, \
+--replicate x --shard
+        --nproc 3 --tensor 3 --heads 4 | argument --heads: 4 is not a multiple of 3, --tensor
+        --nproc 2 --tensor 2 --length 31 | argument --length: 31 is not a multiple of 2, --tensor
     """,
     "min_CP.py": """
-        --heads 1 | argument --heads: 1 is not a multiple of the 2 processes
-        --nproc 3 | argument --length: 128 is not a multiple of the 3 processes
+        --nproc 2 --heads 1 | argument --heads: 1 is not a multiple of 2, the number of processes
+        --nproc 3 --length 128 | argument --length: 128 is not a multiple of 3, the number of processes
+        --nproc 3 --length 128 --attention all-gather | argument --length: 128 is not a multiple of 3, the number \
+of processes
     """,
     "min_DiLoCo.py": """
         --outer-momentum 1 | argument --outer-momentum: 1.0 is not a number from 0 to below 1
-        --nproc 3 | argument --batch-size: 16 is not a multiple of the 3 processes
+        --nproc 3 --global-batch-size 16 | argument --global-batch-size: 16 is not a multiple of 3, the number of \
+processes
     """,
     "min_EP.py": """
         --nproc 2 --experts 5 | argument --experts: 5 is not a multiple of 2, the number of processes
@@ -88,8 +91,9 @@ processes, 4
 processes
     """,
     "min_Join.py": """
-        --steps 20 --least 21 | argument --least: 21 is more than --steps 20, the batches of the first one
-        --nproc 3 | argument --batch-size: 16 is not a multiple of the processes, 3
+        --steps 20 --least 21 | argument --least: 21 is not a whole number from 0 to 20, the --steps
+        --nproc 3 --global-batch-size 16 | argument --global-batch-size: 16 is not a multiple of 3, the number of \
+processes
     """,
     "min_PP.py": """
         --nproc 4 --data-parallel 3 | argument --data-parallel: 3 does not divide 4, the number of processes
@@ -110,6 +114,12 @@ not a multiple of 8, --micro-batches x --data-parallel
         --nproc 3 --heads 4 | argument --heads: 4 is not a multiple of 3, the number of processes
         --nproc 2 --length 9 | argument --length: 9 is not a multiple of 2, the number of processes
         --heads 3 --width 128 | argument --width: 128 is not a multiple of 3, the number of heads
+    """,
+    "min_ZeRO.py": """
+        --nproc 3 --global-batch-size 16 | argument --global-batch-size: 16 is not a multiple of 3, the number of \
+processes
+        --nproc 2 --global-batch-size 1 | argument --global-batch-size: 1 is not a multiple of 2, the number of \
+processes
     """,
     "rpc_model_parallel.py": """
         --batch-size 4 --micro-batches 5 | argument --micro-batches: 5 is not in the range 1 to 4, the --batch-size
@@ -187,6 +197,26 @@ def test_nproc_is_the_number_of_processes(script, main_of, monkeypatch):
     assert launched(monkeypatch, script).kwargs == {"nprocs": 4}, "those of a launcher"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert launched(monkeypatch, script, "--nproc", 4), "on two machines with two GPUs each"
+
+
+@pytest.mark.parametrize("script", ["min_2D", "min_CP", "min_DiLoCo", "min_Join", "min_ZeRO"])
+def test_defaults_suit_any_number_of_processes(script, monkeypatch):
+    options = {"min_2D": [(), ("--tensor", 0), ("--replicate", 0)], "min_CP": [(), ("--attention", "all-gather")]}
+    for nproc in (*range(1, 9), 16):
+        for given in options.get(script, [()]):
+            given = [nproc if value == 0 else value for value in given]
+            args = launched(monkeypatch, script, "--nproc", nproc, *given).args[1]
+            assert args.nproc == nproc and args.width % args.heads == 0
+            assert 16 <= args.global_batch_size < 16 + nproc and 128 <= args.width <= 160 and 4 <= args.heads <= 16
+            shares = nproc // getattr(args, "tensor", 1)
+            if script == "min_CP":
+                assert args.length % nproc == 0 and (given or args.heads % nproc == 0)
+            else:
+                assert args.global_batch_size % shares == 0
+            if script == "min_2D":
+                assert args.replicate * args.shard * args.tensor == nproc
+                assert args.heads % args.tensor == args.length % args.tensor == 0
+    assert getattr(launched(monkeypatch, script, "--steps", 4).args[1], "least", 3) == 3, "three quarters"
 
 
 def test_other_numbers_of_processes(monkeypatch):

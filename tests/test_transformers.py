@@ -23,7 +23,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("script", ["min_2D", "min_CP", "min_DiLoCo", "min_EP", "min_Join", "min_PP", "min_TP"])
+@pytest.mark.parametrize(
+    "script", ["min_2D", "min_CP", "min_DiLoCo", "min_EP", "min_Join", "min_PP", "min_TP", "min_ZeRO"]
+)
 def test_it_learns_more_than_pairs_of_bytes_within_two_minutes(script):
     status, stdout, stderr = run(f"{script}.py", "--nproc", 2, timeout=360)
     assert (status, stderr) == (0, "")
@@ -55,7 +57,7 @@ def sent_on_loopback():
 def prepare(script, model, args):
     """The model as a script splits it, and its optimizer."""
     if script is min_ZeRO:
-        return min_ZeRO.prepare(model, [{"params": list(model.parameters())}], args, torch.optim.SGD, lr=LR)
+        return model, min_ZeRO.ZeRO([{"params": list(model.parameters())}], torch.optim.SGD, lr=LR)
     if script is min_PP:
         pipeline = min_PP.Pipeline(model, args)
         return pipeline, make_optimizer("SGD", pipeline.params, LR)
@@ -99,8 +101,7 @@ def count_worker(local_rank, world_size):
     ddp, on_gloo = 2 * (N - 1) / N * 4 * n_params, 1.5  # whose reduce-scatter is an all-reduce
     for attention, times in (("ulysses", 2 / N), ("all-gather", on_gloo)):
         report(min_CP, ddp + times * 4 * LAYERS * BATCH * features, attention=attention)
-    for library in (False, True):  # gradients and parameters; by hand that is a reduce-scatter, too
-        report(min_ZeRO, 1.5 * ddp, library=library)
+    report(min_ZeRO, on_gloo * ddp)
     for every in (1, 2):
         report(min_DiLoCo, ddp / every, sync_every=every, outer_lr=0.7, outer_momentum=0.9)
     experts = {"experts": N, "top": 2, "balance": 0.01}  # both, so that all are used evenly
