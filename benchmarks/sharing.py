@@ -6,8 +6,8 @@
 All is trained by the scripts' own functions, each case in processes of its own.
 
 - state: Adam's state that a process holds, the time of a step and the largest process's peak memory (resident, or
-  allocated on the GPU), of ZeRO by hand and by the library, DDP and FSDP2, by the model's width. Rounds of all cases
-  alternate; the first two steps are not timed.
+  allocated on the GPU), of min_ZeRO.py, torch's ZeroRedundancyOptimizer, DDP and FSDP2, by the model's width. Rounds of
+  all cases alternate; the first two steps are not timed.
 - talk: held-out loss after as many tokens, and bytes sent, of DiLoCo by H and of DDP, with AdamW's rate of DiLoCo's
   processes and with the other scripts' default.
 - tokens: which share of a step's tokens each expert gets, over the steps, with the auxiliary loss and without.
@@ -17,6 +17,7 @@ import argparse
 import functools
 
 import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import distributed as dist
 import gpt
@@ -26,14 +27,14 @@ import min_ZeRO
 import options
 from benchmarks import common, transformer
 
-WIDTHS, CASES, STATE_STEPS, ROUNDS = (256, 512), ("DDP", "ZeRO", "ZeRO --library", "FSDP"), 8, 2
+WIDTHS, CASES, STATE_STEPS, ROUNDS = (256, 512), ("DDP", "ZeRO", "ZeroRedundancyOptimizer", "FSDP"), 8, 2
 PERIODS, MARKS = (1, 5, 20, 50), (1, 10, 25, 50, 100, 200, 400)
 
 
 def make_args(nproc, steps, **changes):
     """The default model and training of the scripts."""
     shape = {"layers": 2, "width": 128, "heads": 4, "length": 128, "global_batch_size": 8 * nproc}
-    training = {"steps": steps, "log_every": steps, "lr": 0.003, "clip": None, "seed": 0, "library": True}
+    training = {"steps": steps, "log_every": steps, "lr": 0.003, "clip": None, "seed": 0}
     return argparse.Namespace(**{**shape, **training, **changes})
 
 
@@ -55,10 +56,15 @@ def held_out_loss(local_loss, args):
 def prepare(case, args):
     """Model and optimizer, which min_ZeRO.py's loop trains whoever shards what."""
     model, how = make_model(args).to(dist.get_device()), {"lr": args.lr, "fused": True}
-    if case.startswith("ZeRO"):
-        args.library = case.endswith("--library")
-        return min_ZeRO.prepare(model, [{"params": list(model.parameters())}], args, torch.optim.AdamW, **how)
-    model = dist.prepare_fsdp_model(model) if case == "FSDP" else dist.prepare_ddp_model(model)
+    if case == "ZeRO":
+        return model, min_ZeRO.ZeRO([{"params": list(model.parameters())}], torch.optim.AdamW, **how)
+    if case == "FSDP":
+        model = dist.prepare_fsdp_model(model)
+        return model, torch.optim.AdamW(model.parameters(), **how)
+    model = dist.prepare_ddp_model(model)
+    if case == "ZeroRedundancyOptimizer":
+        how = {**how, "optimizer_class": torch.optim.AdamW, "parameters_as_bucket_view": True}
+        return model, ZeroRedundancyOptimizer(model.parameters(), **how)
     return model, torch.optim.AdamW(model.parameters(), **how)
 
 
@@ -81,7 +87,7 @@ def state_bytes(optimizer):
 
 
 def measure_state(nproc, small):
-    shape = {"layers": transformer.LAYERS, "length": transformer.LENGTH, "batch_size": 4 * nproc}
+    shape = {"layers": transformer.LAYERS, "length": transformer.LENGTH, "global_batch_size": 4 * nproc}
     cases = [(width, case) for width in WIDTHS[: 1 if small else None] for case in CASES]
     rows = {f"width {width}: {case}": [] for width, case in cases}
     for _ in range(1 if small else ROUNDS):
