@@ -242,7 +242,7 @@ def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
         is_shared = any(uses[param] > count for param, count in Counter(unsharded).items())
         is_unit = n_params >= min_num_params and _is_called(module) and not is_shared
         if is_unit or module is model:
-            sync_params(set(unsharded))
+            sync_params(dict.fromkeys(unsharded))  # each one once, in the same order on all ranks
             sync_params(module.buffers())
             fully_shard(module, **kwargs)
     return model
