@@ -3,7 +3,7 @@
     python -m benchmarks.fsdp_memory                       # 94 million parameters; DDP on 4 processes takes 12 GB
     python -m benchmarks.fsdp_memory --model shallow
 
-Each case trains two steps of batch 8 by min_FSDP.py's own functions, in processes of its own, and reports its largest
+Each case trains two steps of batch 8 by mnist_FSDP.py's own functions, in processes of its own, and reports its largest
 process. "held" is what stays between two steps: parameters, gradients and Adam's state. "peak" is resident memory on
 the CPU, of which 0.4 GB is Python and torch, and allocated memory on a GPU. A single process trains locally.
 """
@@ -16,8 +16,8 @@ from concurrent import futures
 import torch
 
 import distributed as dist
-import min_FSDP
 import mnist
+import mnist_FSDP
 import options
 from benchmarks import common
 
@@ -30,14 +30,14 @@ def main_worker(local_rank, world_size, model_name, strategy, report):
     torch.manual_seed(0)
     model = mnist.MODELS[model_name]()
     n_params = sum(param.numel() for param in model.parameters())
-    model = min_FSDP.wrap(model, strategy, device, 20_000, False)
+    model = mnist_FSDP.wrap(model, strategy, device, 20_000, False)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001, fused=True)
     images = torch.randint(256, (BATCH * STEPS, 1, 28, 28), dtype=torch.uint8)
     digits = mnist.Digits(images, torch.randint(10, (BATCH * STEPS,)))
     loader = torch.utils.data.DataLoader(digits, BATCH, collate_fn=mnist.collate)
-    min_FSDP.train_epoch(model, loader, optimizer, device, False, 0)
-    held, peak = sum(min_FSDP.held_by_this_rank(optimizer)), min_FSDP.peak_memory(device)
-    held, peak = min_FSDP.largest([held, peak], device)
+    mnist_FSDP.train_epoch(model, loader, optimizer, device, False, 0)
+    held, peak = sum(mnist_FSDP.held_by_this_rank(optimizer)), mnist_FSDP.peak_memory(device)
+    held, peak = mnist_FSDP.largest([held, peak], device)
     report({"held": held, "peak": peak, "parameters": n_params})
 
 

@@ -10,7 +10,7 @@ differ by a hundredth while single epochs differ by a tenth, so they are measure
 
 - "hand-written": DDP as its documentation has it, on bytes in memory that are indexed and normalized by the batch.
   Nothing else is in the loop. "hand-written, fused": the same with Adam's `fused=True`: it is the limit.
-- "ours": `min_FSDP.train_epoch` with its DataLoader, as min_FSDP.py runs it with --strategy ddp.
+- "ours": `mnist_FSDP.train_epoch` with its DataLoader, as mnist_FSDP.py runs it with --strategy ddp.
 - "tutorial": a dataset that takes each sample through ToTensor and Normalize, and `loss.item()` in every step.
 - "Accelerate", "Fabric": their documented loops, on that same dataset.
 - "... in memory": those loops, on the whole batches that "ours" reads.
@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import distributed as dist
-import min_FSDP
 import mnist
+import mnist_FSDP
 import options
 from benchmarks import common
 from benchmarks.data_path import PerSample
@@ -79,12 +79,12 @@ def hand_written(model, digits, batch_size, device, workers, **options):
 def ours(model, digits, batch_size, device, workers):
     sampler = dist.data_sampler(digits, True, shuffle=True)
     loader = DataLoader(digits, batch_size, sampler=sampler, collate_fn=tuple, pin_memory=device.type == "cuda")
-    model = min_FSDP.wrap(model, "ddp", device, None, False)
+    model = mnist_FSDP.wrap(model, "ddp", device, None, False)
     optimizer = torch.optim.Adam(model.parameters(), lr=LR, fused=True)
 
     def epoch(number):
         sampler.set_epoch(number)
-        min_FSDP.train_epoch(model, loader, optimizer, device, False, number)
+        mnist_FSDP.train_epoch(model, loader, optimizer, device, False, number)
 
     return epoch
 

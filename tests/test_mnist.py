@@ -69,7 +69,7 @@ def test_synthetic_digits_are_seeded(halves):
 
 
 def test_synthetic_digits_are_not_trivial(halves):
-    """A linear model learns something, but far from everything; tests/test_min_FSDP.py shows that a CNN does."""
+    """A linear model learns something, but far from everything; tests/test_mnist_FSDP.py shows that a CNN does."""
     train, test = halves
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
@@ -219,7 +219,7 @@ def test_no_network_is_one_line_on_every_rank(nprocs, tmp_path):
 @pytest.mark.slow
 def test_no_network_in_a_script(tmp_path):
     environment = {"http_proxy": NOWHERE, "https_proxy": NOWHERE}
-    command = ("min_FSDP.py", "--data", "mnist", "--data-dir", tmp_path / "data", "--nproc", 2)
+    command = ("mnist_FSDP.py", "--data", "mnist", "--data-dir", tmp_path / "data", "--nproc", 2)
     status, _, stderr = run(*command, env=environment)
     assert status == 1
     assert stderr.startswith(f"MNIST is not in {tmp_path / 'data' / 'MNIST' / 'raw'} and cannot be downloaded"), stderr

@@ -1,4 +1,4 @@
-"""min_FSDP.py: equal to one process, sharded for real, checkpoints that any number of ranks can read."""
+"""mnist_FSDP.py: equal to one process, sharded for real, checkpoints that any number of ranks can read."""
 
 import argparse
 import contextlib
@@ -24,8 +24,8 @@ from torch.multiprocessing import ProcessExitedException
 
 import checkpoint
 import distributed as dist
-import min_FSDP
 import mnist
+import mnist_FSDP
 
 GLOBAL_BATCH, EPOCHS, SIZES, LR = 24, 2, (480, 250), 0.002  # 20 steps per epoch; 250 is no multiple of 3, 4 or a batch
 DEEP = 94_104_234
@@ -55,14 +55,14 @@ def train(local_rank, world_size, folder, name="run", optimizer="adam", model=Ne
     with (
         few_digits(*SIZES, kind=kind, dtype=torch.float32 if args.mixed_precision else torch.float64),
         mock.patch.dict(mnist.MODELS, simple=model),
-        mock.patch.multiple("min_FSDP", time=clock, peak_memory=lambda device: (7 + local_rank) * 1_000_000),
+        mock.patch.multiple("mnist_FSDP", time=clock, peak_memory=lambda device: (7 + local_rank) * 1_000_000),
         mock.patch("torch.optim.Adam", OPTIMIZERS[optimizer]) if optimizer != "adam" else contextlib.nullcontext(),
         contextlib.redirect_stdout(io.StringIO()) as stdout,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("error", UserWarning)  # what a user would see at each checkpoint
         warnings.filterwarnings("ignore", "CUDA|cuda|TypedStorage")
-        min_FSDP.main_worker(local_rank, world_size, args)
+        mnist_FSDP.main_worker(local_rank, world_size, args)
     Path(f"{folder}/{name}-{local_rank}.json").write_text(json.dumps([stdout.getvalue(), list(map(float, Net.drawn))]))
 
 
@@ -161,7 +161,7 @@ def normed_worker(local_rank, world_size, folder):
         train(
             local_rank, world_size, folder, name, model=Normed, mixed_precision=mixed, checkpoint_dir=f"{folder}/{name}"
         )
-    model = min_FSDP.wrap(Normed(), "fsdp", dist.get_device(), 5000, False)
+    model = mnist_FSDP.wrap(Normed(), "fsdp", dist.get_device(), 5000, False)
     for buffer in model.buffers():
         buffer.fill_(local_rank)
     checkpoint.save_sharded(f"{folder}/without evaluation", model, torch.optim.Adam(model.parameters()), 1)
@@ -192,7 +192,7 @@ def two_steps(model, mixed):
     """By the script's own functions; returns the optimizer."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
     loader = torch.utils.data.DataLoader(mnist._draw_digits(16, dist.get_rank()), 8, collate_fn=mnist.collate)
-    min_FSDP.train_epoch(model, loader, optimizer, dist.get_device(), mixed, 0)
+    mnist_FSDP.train_epoch(model, loader, optimizer, dist.get_device(), mixed, 0)
     return optimizer
 
 
@@ -206,7 +206,7 @@ def mixed_worker(local_rank, world_size):
         return function(output, input, *args, **kwargs)
 
     for strategy in ("fsdp", "ddp"):
-        model = min_FSDP.wrap(mnist.ShallowNet(), strategy, dist.get_device(), 20_000, True)
+        model = mnist_FSDP.wrap(mnist.ShallowNet(), strategy, dist.get_device(), 20_000, True)
         layer = (model if strategy == "fsdp" else model.module).fc1
         layer.register_forward_pre_hook(lambda fc, _: gathered.add(fc.weight.dtype))
         layer.register_forward_hook(lambda _, inputs, output: computed.add(output.dtype))
@@ -230,11 +230,11 @@ def deep_worker(local_rank, world_size, strategy, folder):
     if strategy == "default ddp":
         model = nn.parallel.DistributedDataParallel(model)
     else:
-        model = min_FSDP.wrap(model, strategy, dist.get_device(), 20_000, False)
-    held = min_FSDP.held_by_this_rank(two_steps(model, False))
+        model = mnist_FSDP.wrap(model, strategy, dist.get_device(), 20_000, False)
+    held = mnist_FSDP.held_by_this_rank(two_steps(model, False))
     share = 16 * DEEP / (2 if strategy == "fsdp" else 1)
     assert sum(held) == pytest.approx(share, rel=0.02 if strategy == "fsdp" else 1e-4)
-    Path(f"{folder}/{strategy} {local_rank}").write_text(str(min_FSDP.peak_memory(dist.get_device())))
+    Path(f"{folder}/{strategy} {local_rank}").write_text(str(mnist_FSDP.peak_memory(dist.get_device())))
 
 
 @pytest.mark.slow
@@ -291,8 +291,8 @@ def resume_worker(local_rank, world_size, folder):
         train(local_rank, world_size, folder, part, "layerwise", **changes)
 
     bad = Path(folder, "bad")
-    expected = f"cannot load {bad / 'epoch-1'}: damaged, or of another model: name another folder"
-    missing = f"cannot load {bad / 'epoch-1'}: not all shards are here: all machines must share the folder"
+    expected = f"cannot load {bad / 'epoch-1'}: it is damaged, or of another model: name another folder"
+    missing = f"cannot load {bad / 'epoch-1'}: some shards are missing: all machines must share the folder"
     for another in (mnist.ShallowNet, Smaller):
         assert exit_message(again_worker, local_rank, world_size, str(bad), another).startswith(expected)
     files = {path: path.read_bytes() for path in bad.rglob("*") if path.is_file()}
@@ -319,7 +319,7 @@ def resume_worker(local_rank, world_size, folder):
         if local_rank == 0:
             shutil.copytree(bad, f"{folder}/own 0")
         message = exit_message(again_worker, local_rank, world_size, f"{folder}/own {local_rank}")
-        assert "not all shards are here" in message
+        assert "some shards are missing" in message
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -393,12 +393,12 @@ def full_disk_worker(local_rank, world_size, folder):
         message = exit_message(again_worker, local_rank, world_size, folder)
     assert message.startswith(f"cannot save {folder}/epoch-2, is the disk full? ")
     with few_digits(*SIZES):
-        model = min_FSDP.wrap(Net(), "fsdp", dist.get_device(), 5000, False)
+        model = mnist_FSDP.wrap(Net(), "fsdp", dist.get_device(), 5000, False)
     if local_rank == 0:
-        message = exit_message(min_FSDP.export, f"{folder}/old.pt", model)
+        message = exit_message(mnist_FSDP.export, f"{folder}/old.pt", model)
         assert message.startswith(f"cannot save {folder}/old.pt") and "File too large" in message
     else:
-        min_FSDP.export(f"{folder}/old.pt", model)
+        mnist_FSDP.export(f"{folder}/old.pt", model)
     dist.barrier()
 
 
@@ -419,7 +419,7 @@ def test_full_disk(uninterrupted, tmp_path):
 @pytest.mark.slow
 def test_under_torchrun(tmp_path):
     options = ("--epochs", 1, "--batch-size", 128, "--test-batch-size", 300, "--mixed-precision")
-    status, stdout, stderr = torchrun(2, "min_FSDP.py", *options, "--export", tmp_path / "model.pt", timeout=110)
+    status, stdout, stderr = torchrun(2, "mnist_FSDP.py", *options, "--export", tmp_path / "model.pt", timeout=110)
     assert status == 0, stderr
     assert "Training on 2 x cpu: fsdp" in stdout
     assert "Model simple: 50,186 parameters, of which this process holds 25,093" in stdout
@@ -444,7 +444,7 @@ REAL = ("--nproc", 2, "--model", "shallow", "--epochs", 1, "--data", "mnist", "-
     [((), 60, 2, 9500), pytest.param(REAL, 280, 1, 9800, marks=needs_mnist)],
 )
 def test_it_learns(options, timeout, epochs, hits):
-    status, stdout, stderr = run("min_FSDP.py", *options, timeout=timeout)
+    status, stdout, stderr = run("mnist_FSDP.py", *options, timeout=timeout)
     assert status == 0, stderr
     lines = re.findall(EPOCH_LINE, stdout)
     assert [int(epoch) for epoch, *_ in lines] == list(range(epochs))
