@@ -1,203 +1,153 @@
-"""Shard the model: the minimum working example of fully sharded data parallelism (FSDP2).
+"""Shard parameters, gradients and optimizer state over all processes: fully sharded data parallelism (FSDP2).
 
-Every process works on its own share of each batch, as with DDP, but holds only 1/N of the parameters, the gradients
-and the optimizer's state. A layer is gathered just before it computes and freed after it. Choose it when the model with
-its optimizer does not fit into one device; if it fits, min_DDP.py sends a third less.
+Each process computes its share of the batch, as with DDP, but holds only 1/N of the model. Each block is a unit. Its
+parameters are gathered from all processes just before it computes, and freed afterwards. In backward they are gathered
+again. Then each process receives its shard of the gradients, averaged over all processes, and AdamW updates the shard.
 
-Cost per process, for P float32 parameters on N processes trained by Adam: 16·P/N bytes (parameters 4, gradients 4,
-Adam 8), and while the largest layer of L parameters computes, up to 8·L more; with DDP it is 16·P. Each step sends
-up to 3·(N-1)/N · 4·P bytes: parameters gathered for forward and again for backward, gradients reduced. DDP sends two
-thirds of that. On the CPU two fifths of a step of --model deep are new pages of 4 KB for what is gathered: under
-torchrun, ask for huge pages by THP_MEM_ALLOC_ENABLE=1, as dist.launch does.
+    network    gather 1 | gather 2  |           | gather 2 | gather 1   | reduce 2   | reduce 1 |
+    compute             | forward 1 | forward 2 |          | backward 2 | backward 1 |          | AdamW on the shards
+    free                            | 1         | 2        |            | 2          | 1        |
 
-    CUDA_VISIBLE_DEVICES=0,1 python min_FSDP.py --model deep           # two GPUs, 94 million parameters
-    python min_FSDP.py                                                 # all visible GPUs, or two CPU processes
-    python min_FSDP.py --strategy ddp                                  # the same training, replicated; also: local
-    python min_FSDP.py --model shallow --mixed-precision               # gathered and computed in bfloat16
-    python min_FSDP.py --checkpoint-dir runs --export digits.pt        # saves every epoch, and goes on where it was,
-    python min_FSDP.py --checkpoint-dir runs --epochs 4 --nproc 1      # also with another --nproc or --strategy
-    torchrun --standalone --nproc-per-node 2 min_FSDP.py --data mnist  # processes started by torchrun, the real MNIST
+On GPUs the network works while the previous block computes, as drawn. On the CPU each block waits for its parameters.
 
-It prints how many parameters the model has and how many of them this process holds, a line per epoch, `epoch: 0 | train
-loss: 0.6352 | test loss: 0.1403 | test acc: 9617/10000 (0.9617) | memory: 771 MB | 4120 samples/s`, and last what each
-process holds in bytes. Loss and accuracy are of all samples, memory is the peak of the largest process: resident, or
-allocated on the GPU. Open only checkpoints that you trust: their index is a pickle. Machines must share the folder.
+Choose it if parameters, gradients and Adam's state do not fit into one device. If they do, min_DDP.py sends a third
+less. If only Adam's state does not fit, min_ZeRO.py shards just that and sends as little as DDP.
+
+Cost for P float32 parameters on N processes: a process holds 16·P/N bytes between two steps (parameters 4, gradients 4,
+Adam 8); with DDP it holds 16·P. While a block of B parameters computes, it holds up to 12·B bytes more: the block, its
+gradients, and the next block. The parameters outside the blocks stay gathered from forward to backward. A process sends
+up to 3·(N-1)/N · 4·P bytes per step: two gathers and one reduce-scatter. On gloo it sends up to 4·(N-1)/N · 4·P bytes,
+because gloo's reduce-scatter is an all-reduce.
+
+    python min_FSDP.py --nproc 2                                     # two GPUs, or two processes on the CPU
+    python min_FSDP.py --nproc 2 --mixed-precision                   # gather and compute in bfloat16
+    python min_FSDP.py --nproc 2 --checkpoint-dir runs               # save; run again to resume, with any --nproc
+    torchrun --standalone --nproc-per-node 2 min_FSDP.py             # processes started by torchrun
+
+It prints `parameters held: 239,360 of 478,720 (0.500)`, and every --log-every steps a line like
+`step 50 | loss 3.1585 | held-out 2.9212 | 24,000 tokens/s | 548 MB`. All machines must share --checkpoint-dir. Load
+only checkpoints that you trust, because their index is a pickle.
 """
 
-import os
-import random
-import resource
-import sys
-import threading
-import time
+import functools
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
-from tqdm import tqdm
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import checkpoint
 import distributed as dist
-import mnist
+import gpt
 import options
-
-tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a process that is killed would leave behind
 
 
 def parse_args():
-    parser, count = options.ArgumentParser(__doc__), options.whole_number(1)
-    add = parser.add_argument
-    add("--strategy", choices=("fsdp", "ddp", "local"), default="fsdp", help="shard, replicate, or use one process")
-    add("--model", choices=tuple(mnist.MODELS), default="simple", help="50 thousand, 1.2 or 94 million parameters")
-    add("--epochs", type=count, default=2, help="passes over the data")
-    add("--batch-size", type=count, default=64, help="samples per step and process")
-    add("--test-batch-size", type=count, default=1000, help="the same, for the evaluation")
-    add(
-        "--lr",
-        type=options.positive_number,
-        default=0.001,
-        help="learning rate of Adam, also when going on from a checkpoint",
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser)
+    parser.add_argument("--mixed-precision", action="store_true", help="gather and compute in bfloat16")
+    parser.add_argument("--checkpoint-dir", help="save checkpoints here, and resume from the newest one")
+    parser.add_argument(
+        "--save-every", type=options.whole_number(1), default=100, metavar="N", help="save a checkpoint every N steps"
     )
-    add("--min-num-params", type=count, default=20_000, help="smallest part sharded by itself")
-    add("--mixed-precision", action="store_true", help="compute in bfloat16")
-    mnist.add_data_options(parser)
-    add("--checkpoint-dir", help="save here after every epoch, and go on from the newest one")
-    add("--export", metavar="FILE", help="write the whole state_dict here, for model.load_state_dict in plain PyTorch")
-    add("--seed", type=options.seed_number, default=0, help="of the drawn digits, the weights and the order of samples")
-    parser.add_nproc(help="processes, unless under torchrun; 1 if local")
     args = parser.parse_args()
-    if args.strategy == "local" and dist.get_world_size() == 1:  # of torchrun, if it has started this
-        parser.set_defaults(nproc=1)
-        args = parser.parse_args()
-
-    if args.strategy == "local" and args.nproc > 1:
-        parser.error(f"argument --strategy: local trains in 1 process, not in {args.nproc}")
-    if args.export and os.path.isdir(args.export):
-        parser.error(f"argument --export: {args.export!r} is a folder, not a file")
+    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
+    if args.mixed_precision and args.nproc == 1:
+        parser.error("argument --mixed-precision: one process gathers nothing, use at least 2 (--nproc 2)")
     if args.checkpoint_dir:
         checkpoint.check_writable("--checkpoint-dir", args.checkpoint_dir)
-    if args.export:
-        checkpoint.check_writable("--export", os.path.dirname(os.path.abspath(args.export)))
     return args
+
+
+# ---- shard the model, then fill it --------------------------------------------------------------------------------
+
+
+def shard(model, args):
+    """Make each block a unit, which is gathered and freed by itself. Build the optimizer afterwards."""
+    mesh = init_device_mesh(dist.get_device().type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if args.mixed_precision:
+        # Only what is gathered is bfloat16. Shards, reduced gradients and the optimizer's state stay float32.
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # the rest: embeddings, last norm and head
+
+
+def make_model(args):
+    return gpt.GPT(args.layers, args.width, args.heads, args.length)
+
+
+def make_sharded_model(args):
+    """A sharded model with rank 0's weights. No other rank ever holds it whole, and rank 0 only in the CPU's memory.
+
+    In a single process it is the plain model.
+    """
+    if dist.get_world_size() == 1:
+        return make_model(args).to(dist.get_device())
+    with torch.device("meta"):
+        model = make_model(args)  # shapes without memory
+    shard(model, args)
+    model.to_empty(device=dist.get_device())  # memory for this rank's shards, not yet filled
+
+    weights = {}
+    if dist.is_primary():
+        weights = make_model(args).state_dict()  # a pretrained model would be loaded here
+    # Rank 0 sends one tensor after the other, and each rank keeps its shard. Buffers that are not in the state_dict
+    # are not sent: fill them by hand, if your model has any.
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    return model
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def wrap(model, strategy, device, min_num_params, mixed_precision):
-    if strategy == "fsdp":
-        policy = MixedPrecisionPolicy()
-        if mixed_precision:
-            # The optimizer sees the shards, which stay float32; what is gathered and computed with is bfloat16, but for
-            # batch norm, whose statistics are float32: the CPU wants its weights to be the same.
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            for module in model.modules():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                    dist.prepare_fsdp_model(module)
-        return dist.prepare_fsdp_model(model, min_num_params, mp_policy=policy)
-    model = model.to(device)
-    return dist.prepare_ddp_model(model, device_ids=[device]) if strategy == "ddp" else model
+def local_loss(model, args, x, y):
+    """The loss on this process's share of the batch (x, y)."""
+    x = x.chunk(dist.get_world_size())[dist.get_rank()]
+    y = y.chunk(dist.get_world_size())[dist.get_rank()]
+    logits = model(x)
+    if args.mixed_precision:
+        logits = logits.float()  # bfloat16 has too few digits for a mean over thousands of bytes
+    return gpt.loss_fn(logits, y)
 
 
-def train_epoch(model, loader, optimizer, device, mixed_precision, epoch):
-    """Mean loss, and samples per second, over all processes."""
-    model.train()
-    loss_sum, n = torch.zeros((), dtype=torch.float64, device=device), 0  # on the device: no wait for it in the loop
-    start = time.perf_counter()
-    for images, labels in tqdm(loader, f"epoch {epoch}", leave=False, disable=None if dist.is_primary() else True):
+def train(model, optimizer, text, held_out, args):
+    """The loss of every step since the newest checkpoint, over all processes."""
+    device = dist.get_device()
+    first_step = 0
+    if args.checkpoint_dir:
+        first_step = checkpoint.load_sharded(args.checkpoint_dir, model, optimizer)
+    progress = gpt.Progress(functools.partial(local_loss, model, args), text, held_out, args, first_step)
+    for step in range(first_step, args.steps):
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, device)
         optimizer.zero_grad()
-        _, _, losses = mnist.forward(model, images, labels, device, mixed_precision)
-        loss = losses.mean()
+        loss = local_loss(model, args, x, y)
         loss.backward()
+        if args.clip:
+            # The gradients are DTensors, so this is the norm over all shards.
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
-        loss_sum.add_(loss.detach(), alpha=len(labels))
-        n += len(labels)
-    loss_sum, n = dist.all_reduce(torch.stack([loss_sum, loss_sum.new_tensor(n)])).tolist()
-    return loss_sum / n, n / (time.perf_counter() - start)
-
-
-def held_by_this_rank(optimizer):
-    """Bytes of parameters, gradients and optimizer state that this process keeps between two steps."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    gradients = [param.grad for param in params if param.grad is not None]
-    state = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
-    return [sum(local(tensor).nbytes for tensor in tensors) for tensors in (params, gradients, state)]
-
-
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def peak_memory(device):
-    """Bytes: the most that this process has had allocated on its GPU, or resident in memory on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def largest(numbers, device):
-    """Each of a list of numbers as it is on the rank where it is largest."""
-    return dist.all_reduce(torch.tensor(numbers, device=device), op="max").tolist()
-
-
-def export(path, model):
-    """Write the whole state_dict, as the plain model has it: gathered by all ranks, and kept by rank 0."""
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if dist.is_primary():
-        with checkpoint.atomic(path) as file:
-            torch.save(state, file)
-        print(f"Exported to {path}")
-
-
-# ---- put together -------------------------------------------------------------------------------------------------
+        progress(loss)
+        if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
+            checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, progress.step)
+    return progress.losses[first_step:]
 
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    device, mixed = dist.get_device(), args.mixed_precision
-    strategy = args.strategy if world_size > 1 else "local"
-    dist.print_primary(f"Training on {world_size} x {device.type}: {strategy}")
-    if strategy != args.strategy:
-        dist.print_primary(f"A single device: there is nothing to share, so --strategy {args.strategy} trains locally")
-    if mixed:
-        how = "gathered in bfloat16, gradients reduced in float32" if strategy == "fsdp" else "by autocast"
-        dist.print_primary(f"Mixed precision: computing in bfloat16 ({how}); float32 parameters and optimizer state")
-
-    loader, test_loader = mnist.make_loaders(args, device)
+    device = dist.get_device()
+    text, held_out = gpt.load_text()
     torch.manual_seed(args.seed)
-    model = mnist.MODELS[args.model]()
+    model = make_sharded_model(args)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)  # of the shards, so after sharding
     n_params = sum(param.numel() for param in model.parameters())
-    model = wrap(model, strategy, device, args.min_num_params, mixed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)  # of the shards: built after the wrapping
-    n_held = sum(local(param).numel() for param in model.parameters())
-    dist.print_primary(f"Model {args.model}: {n_params:,} parameters, of which this process holds {n_held:,}")
-
-    first_epoch = checkpoint.load_sharded(args.checkpoint_dir, model, optimizer) if args.checkpoint_dir else 0
-    for epoch in range(first_epoch, args.epochs):
-        loader.sampler.set_epoch(epoch)
-        # All randomness of an epoch comes from these three, so a resumed run draws what the uninterrupted one draws.
-        torch.manual_seed(random.Random(f"{args.seed} {epoch} {dist.get_rank()}").getrandbits(63))
-        train_loss, speed = train_epoch(model, loader, optimizer, device, mixed, epoch)
-        test_loss, hits, n = mnist.evaluate(model, test_loader, device, mixed)
-        (memory,) = largest([peak_memory(device)], device)
-        dist.print_primary(
-            f"epoch: {epoch} | train loss: {train_loss:.4f} | test loss: {test_loss:.4f} | test acc: {hits}/{n} "
-            f"({hits / n:.4f}) | memory: {memory / 1e6:.0f} MB | {speed:.0f} samples/s"
-        )
-        if args.checkpoint_dir:
-            checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, epoch + 1)
-
-    params, gradients, state = largest(held_by_this_rank(optimizer), device)
-    dist.print_primary(
-        f"Held per process, in bytes: parameters {params:,} | gradients {gradients:,} | optimizer state {state:,} | "
-        f"in all {params + gradients + state:,}, {(params + gradients + state) / n_params:.2f} per parameter"
-    )
-    if args.export:
-        export(args.export, model)
+    dist.print_primary(f"Training on {world_size} x {device.type}")
+    gpt.report_held(model.parameters(), n_params)
+    train(model, optimizer, text, held_out, args)
 
 
 if __name__ == "__main__":
     cli_args = parse_args()
-    dist.launch(main_worker, cli_args, nprocs=cli_args.nproc)  # and leave the process group, once the model has gone
+    dist.launch(main_worker, cli_args, nprocs=cli_args.nproc)

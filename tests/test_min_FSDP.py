@@ -1,0 +1,284 @@
+"""min_FSDP.py: equal to one process, sharded for real from the start, resumed on another number of ranks."""
+
+import contextlib
+import io
+import re
+import resource
+import sys
+from unittest import mock
+
+import pytest
+import torch
+import transformer
+from conftest import ROOT, run
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import distributed as dist
+import gpt
+import min_FSDP
+
+CLIP = 0.5
+OPTIONS = {"mixed_precision": False, "checkpoint_dir": None, "save_every": 100, "log_every": 100}
+CASES = [("AdamW", {}), ("SGD", {"clip": CLIP})]
+SEGMENTS = [(1, 4), (4, 10), (2, 16), (1, 20)]  # ranks, and the step at which they stop: one run, resumed three times
+
+
+def make_sgd(params, lr, fused):
+    return transformer.make_optimizer("SGD", params, lr)
+
+
+def train(optimizer, changes):
+    """Losses, whole parameters by name, and the output of the script's own main_worker."""
+    args = transformer.arguments(dist.get_world_size(), **{**OPTIONS, **changes})
+    text = transformer.small_text()
+    script_train = min_FSDP.train
+    results = []
+
+    def record(model, optimizer, *arguments):
+        trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        assert trained == {id(param) for param in model.parameters()}, "the optimizer is built after sharding"
+        losses = script_train(model, optimizer, *arguments)
+        results.append((losses, transformer.full_parameters(model)))
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("gpt.load_text", return_value=text))
+        stack.enter_context(mock.patch("min_FSDP.train", record))
+        if optimizer == "SGD":
+            stack.enter_context(mock.patch("torch.optim.AdamW", make_sgd))
+        stdout = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        min_FSDP.main_worker(dist.get_rank(), dist.get_world_size(), args)
+    ((losses, parameters),) = results
+    return losses, parameters, stdout.getvalue()
+
+
+# ---- what is sent, gathered and held ------------------------------------------------------------------------------
+
+
+class Watch(TorchDispatchMode):
+    """Notes the collectives on sharded parameters, (name, type, elements), and counts reads of a value by the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.collectives = []
+        self.host_reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # its own operations on the shards come here next
+        name = func.name()
+        if "_allgather_base_" in name:
+            self.collectives.append(("gather", args[0].dtype, args[0].numel()))
+        elif "_reduce_scatter_base_" in name:
+            self.collectives.append(("reduce", args[1].dtype, args[1].numel()))
+        elif "_local_scalar_dense" in name:
+            self.host_reads += 1
+        return func(*args, **(kwargs or {}))
+
+
+def unsharded(model):
+    """How many parameters are whole on this rank at this moment."""
+    return sum(param.numel() for param in model.parameters() if not isinstance(param, DTensor))
+
+
+def look_inside(mixed_precision):
+    """One step, looked at: collectives, whole parameters and types within forward and backward."""
+    torch.set_default_dtype(torch.float32)
+    args = transformer.arguments(dist.get_world_size(), **{**OPTIONS, "mixed_precision": mixed_precision})
+    torch.manual_seed(args.seed)
+    model = min_FSDP.make_sharded_model(args)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    seen = {"whole in forward": [], "whole in backward": [], "computed": set()}
+
+    def note_backward(gradient):
+        seen["whole in backward"].append(unsharded(model))
+
+    def note_forward(module, inputs, output):
+        seen["whole in forward"].append(unsharded(model))
+        seen["computed"] |= {str(tensor.dtype) for tensor in (module.weight, *inputs, output)}
+        output.register_hook(note_backward)
+
+    for block in model.blocks:
+        block.mlp.up.register_forward_hook(note_forward)
+    x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length, args.seed)
+    with Watch() as forward:
+        loss = min_FSDP.local_loss(model, args, x, y)
+    with Watch() as backward:
+        loss.backward()
+    optimizer.step()
+    kept = [*model.parameters(), *(param.grad for param in model.parameters())]
+    for state in optimizer.state.values():
+        kept.extend(state.values())
+    torch.set_default_dtype(torch.float64)
+    return {
+        **seen,
+        "forward": [[kind, str(dtype), n] for kind, dtype, n in forward.collectives],
+        "backward": [[kind, str(dtype), n] for kind, dtype, n in backward.collectives],
+        "computed": sorted(seen["computed"]),
+        "loss": str(loss.dtype),
+        "kept": sorted({str(tensor.dtype) for tensor in kept}),
+        "all sharded": all(isinstance(tensor, DTensor) for tensor in kept if tensor.dim()),
+    }
+
+
+def start_weights():
+    """The weights with which ranks start that draw different ones."""
+    torch.manual_seed(100 + dist.get_rank())
+    return transformer.full_parameters(min_FSDP.make_sharded_model(transformer.arguments(**OPTIONS)))
+
+
+def host_reads():
+    """How often two steps read a value from the device, as a print or an if would."""
+    args = transformer.arguments(dist.get_world_size(), **{**OPTIONS, "clip": CLIP, "steps": 2})
+    model = min_FSDP.make_sharded_model(args)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    with mock.patch("gpt.Progress"), Watch() as watch:
+        min_FSDP.train(model, optimizer, *transformer.small_text(), args)
+    assert len([kind for kind, *_ in watch.collectives if kind == "reduce"]) == 2 * (args.layers + 1)
+    return watch.host_reads
+
+
+# ---- all of it in one job of each number of ranks -----------------------------------------------------------------
+
+
+def call(name, *args):
+    return globals()[name](*args)
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """By number of ranks, the results of `CASES` and of what else is tried there; and of each of `SEGMENTS`."""
+    folder = tmp_path_factory.mktemp("jobs")
+    results, segments = {}, []
+    for nprocs, steps in SEGMENTS:
+        resumed = {"clip": CLIP, "steps": steps, "save_every": 4, "checkpoint_dir": f"{folder}/runs"}
+        cases = [("train", "AdamW", resumed)]
+        if nprocs not in results:
+            cases += [("train", *case) for case in CASES]
+        if nprocs == 2:
+            cases += [("look_inside", False), ("look_inside", True), ("start_weights",), ("host_reads",)]
+        # In a single process `launch` trains in this one.
+        segment, *results_of_cases = transformer.train_on(nprocs, call, cases, folder)[0]
+        segments.append(segment)
+        results.setdefault(nprocs, results_of_cases)
+    saved = {path.name for path in (folder / "runs").iterdir()}
+    return results, segments, saved
+
+
+def assert_held(stdout, nprocs):
+    held, total, _ = transformer.HELD.search(stdout).groups()
+    held = int(held.replace(",", ""))
+    total = int(total.replace(",", ""))
+    assert total == sum(param.numel() for param in transformer.make_model(transformer.arguments()).parameters())
+    assert total / nprocs <= held <= 1.01 * total / nprocs
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 4])
+def test_it_gives_what_one_process_gives_and_holds_its_share(jobs, nprocs):
+    for (optimizer, changes), (losses, parameters, stdout) in zip(CASES, jobs[0][nprocs], strict=False):
+        transformer.assert_equal(losses, parameters, transformer.reference(optimizer, **changes))
+        assert stdout.startswith(f"Training on {nprocs} x cpu\n")
+        assert_held(stdout, nprocs)
+
+
+@pytest.mark.slow
+def test_it_gives_what_one_process_gives_where_nothing_divides_evenly(tmp_path):
+    changes = {"global_batch_size": 6, "clip": CLIP}
+    ((losses, parameters, _),) = transformer.train_on(3, train, [("SGD", changes)], tmp_path)[0]
+    transformer.assert_equal(losses, parameters, transformer.reference("SGD", **changes))
+
+
+def test_a_run_that_changes_its_number_of_ranks_equals_the_uninterrupted_one(jobs):
+    _, segments, saved = jobs
+    losses = torch.cat([losses for losses, *_ in segments])
+    transformer.assert_equal(losses, segments[-1][1], transformer.reference("AdamW", clip=CLIP))
+    assert saved == {f"epoch-{step}" for step in (4, 8, 10, 12, 16, 20)}
+
+
+def test_all_ranks_start_from_rank_0s_weights(jobs):
+    *_, weights, _ = jobs[0][2]
+    with transformer.float64():
+        expected = dict(transformer.make_model(transformer.arguments(seed=100)).named_parameters())
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(weights[name], value), name
+
+
+def test_the_loop_never_waits_for_the_device(jobs):
+    *_, host_reads = jobs[0][2]
+    assert host_reads == 0
+
+
+def test_each_block_is_gathered_by_itself_and_freed(jobs):
+    _, _, plain, *_ = jobs[0][2]
+    model = transformer.make_model(transformer.arguments())
+    block = sum(param.numel() for param in model.blocks[0].parameters())
+    rest = sum(param.numel() for param in model.parameters()) - 4 * block
+    sent_whole = [["gather", "torch.float32", rest]] + 4 * [["gather", "torch.float32", block]]
+    assert plain["forward"] == sent_whole
+    gathered = [n for kind, _, n in plain["backward"] if kind == "gather"]
+    reduced = [n for kind, _, n in plain["backward"] if kind == "reduce"]
+    assert (gathered, reduced) == (4 * [block], [*4 * [block], rest])  # at most 3 times the model is sent
+    assert plain["whole in forward"] == 4 * [rest + block], "the blocks before it are freed"
+    assert plain["whole in backward"] == [*3 * [rest + 2 * block], rest + block], "the next one is gathered ahead"
+    assert plain["all sharded"]
+    for types in ("computed", "kept"):
+        assert plain[types] == ["torch.float32"]
+
+
+def test_mixed_precision_gathers_and_computes_in_bfloat16_and_keeps_float32(jobs):
+    _, _, _, mixed, *_ = jobs[0][2]
+    gathered = {dtype for kind, dtype, _ in mixed["forward"] + mixed["backward"] if kind == "gather"}
+    reduced = {dtype for kind, dtype, _ in mixed["forward"] + mixed["backward"] if kind == "reduce"}
+    assert (gathered, reduced) == ({"torch.bfloat16"}, {"torch.float32"})
+    assert mixed["computed"] == ["torch.bfloat16"]
+    assert mixed["kept"] == ["torch.float32"] and mixed["loss"] == "torch.float32"
+    assert mixed["all sharded"]
+
+
+# ---- memory at the start ------------------------------------------------------------------------------------------
+
+
+def peak_worker(local_rank, world_size, folder):
+    """How far the peak of resident memory rises while the model is made, in bytes."""
+    dist.init_process_group()
+    small = transformer.arguments(**OPTIONS)
+    min_FSDP.make_sharded_model(small)  # takes what is needed once
+    unit = 1 if sys.platform == "darwin" else 1024
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model = min_FSDP.make_sharded_model(transformer.arguments(width=1024, **OPTIONS))
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    whole = 4 * sum(param.numel() for param in model.parameters())
+    torch.save(unit * (after - before) / whole, f"{folder}/{local_rank}.pt")
+
+
+def test_no_rank_but_rank_0_ever_holds_the_whole_model(tmp_path):
+    """203 MB, the largest tensor being 17 MB: one shard, and one tensor at a time."""
+    dist.launch(peak_worker, str(tmp_path), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert second < 0.75, "half of the model, and the tensor that is sent"
+    assert first < 1.75, "the model too"
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+def parse(monkeypatch, *options):
+    monkeypatch.setattr(sys, "argv", ["min_FSDP.py", *map(str, options)])
+    return min_FSDP.parse_args()
+
+
+def test_the_defaults_fit_any_number_of_processes(monkeypatch):
+    for nprocs in (*range(1, 9), 16):
+        args = parse(monkeypatch, "--nproc", nprocs)
+        assert args.global_batch_size % nprocs == 0 and args.global_batch_size >= 16
+
+
+def test_the_script_prints_its_lines_and_nothing_on_stderr(tmp_path):
+    options = ("--mixed-precision", "--clip", 1, "--checkpoint-dir", tmp_path, "--steps", 2, "--log-every", 1)
+    status, stdout, stderr = run(ROOT / "min_FSDP.py", "--nproc", 2, "--width", 64, *options)
+    assert (status, stderr) == (0, "")
+    assert re.match(r"Training on 2 x cpu\nparameters held: ([\d,]+) of ([\d,]+) \(0.500\)\n", stdout)
+    first, second = transformer.progress_lines(stdout)
+    assert (first["step"], second["step"]) == (1, 2) and second["held_out"] < first["held_out"] < 5.7
+    assert (tmp_path / "epoch-2" / ".metadata").exists()
