@@ -14,10 +14,10 @@ Choose it if parameters, gradients and Adam's state do not fit into one device. 
 less. If only Adam's state does not fit, min_ZeRO.py shards just that and sends as little as DDP.
 
 Cost for P float32 parameters on N processes: a process holds 16·P/N bytes between two steps (parameters 4, gradients 4,
-Adam 8); with DDP it holds 16·P. While a block of B parameters computes, it holds up to 12·B bytes more: the block, its
-gradients, and the next block. The parameters outside the blocks stay gathered from forward to backward. A process sends
-up to 3·(N-1)/N · 4·P bytes per step: two gathers and one reduce-scatter. On gloo it sends up to 4·(N-1)/N · 4·P bytes,
-because gloo's reduce-scatter is an all-reduce.
+Adam 8); with DDP it holds 16·P. While a block of B parameters computes, it holds up to 20·B bytes more: the block and
+its gradients, the next block, and the buffers that are sent. The parameters outside the blocks stay gathered from
+forward to backward. A process sends up to 3·(N-1)/N · 4·P bytes per step, for two gathers and one reduce-scatter. On
+gloo it sends up to 4·(N-1)/N · 4·P bytes, because gloo's reduce-scatter is an all-reduce.
 
     python min_FSDP.py --nproc 2                                     # two GPUs, or two processes on the CPU
     python min_FSDP.py --nproc 2 --mixed-precision                   # gather and compute in bfloat16
