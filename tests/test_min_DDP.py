@@ -28,24 +28,23 @@ def test_the_snippet_gives_the_metrics_of_one_process_on_1_2_and_4(capfd, monkey
         assert capfd.readouterr().out == expected
 
 
-def arguments(nprocs, data_size):
+def arguments(nprocs):
     """Of a global batch of 16, for any number of processes."""
-    options = {"epochs": 3, "n_classes": 4, "hidden_dim": 8, "lr": 0.05, "seed": 3}
-    return argparse.Namespace(**options, batch_size=16 // nprocs, data_size=data_size)
+    return argparse.Namespace(epochs=3, seed=3, batch_size=16 // nprocs)
 
 
-def train_alone(optimizer_class, args, nprocs):
+def train_alone(optimizer_class, args, nprocs, data_size):
     """Plain PyTorch on the global batches of `nprocs` ranks; the state_dict and the lines that are to be printed."""
     torch.manual_seed(args.seed)
-    model = min_DDP.DummyModel(args.hidden_dim, args.n_classes)
-    optimizer = optimizer_class(model.parameters(), lr=args.lr)
-    data = min_DDP.DummyDataset(args.data_size, args.n_classes, args.seed)
+    model = min_DDP.DummyModel()
+    optimizer = optimizer_class(model.parameters(), lr=0.01)
+    data = min_DDP.DummyDataset(args.seed, data_size)
     lines = []
     for epoch in range(args.epochs):
         lines.append(f"------- Epoch {epoch + 1}")
         generator = torch.Generator().manual_seed(args.seed + epoch)
-        order = torch.randperm(args.data_size, generator=generator)
-        order = torch.cat([order, order[: -args.data_size % nprocs]])  # ranks take turns, and get equally many
+        order = torch.randperm(data_size, generator=generator)
+        order = torch.cat([order, order[: -data_size % nprocs]])  # ranks take turns, and get equally many
         for iteration, batch in enumerate(order.split(args.batch_size * nprocs)):
             logits, y = model(data.points[batch]), data.labels[batch]
             loss = torch.nn.functional.cross_entropy(logits, y)
@@ -54,7 +53,7 @@ def train_alone(optimizer_class, args, nprocs):
             optimizer.step()
             hits, n = (logits.argmax(dim=1) == y).sum().item(), len(batch)
             lines.append(f"Finish iteration {iteration} - acc: {hits / n:.4f} ({hits}/{n}) - loss: {loss.item():.4f}")
-    hits, n = (model(data.points).argmax(dim=1) == data.labels).sum().item(), args.data_size
+    hits, n = (model(data.points).argmax(dim=1) == data.labels).sum().item(), data_size
     lines.append(f"Finished: accuracy {hits / n:.4f} ({hits}/{n})")
     return model.state_dict(), lines
 
@@ -71,9 +70,10 @@ def train_worker(local_rank, world_size, path, optimizer_name, data_size):
     with (
         float64(),
         mock.patch("torch.optim.Adam", getattr(torch.optim, optimizer_name)),
+        mock.patch("min_DDP.DummyDataset", functools.partial(min_DDP.DummyDataset, length=data_size)),
         mock.patch("min_DDP.evaluate", save_and_evaluate),
     ):
-        min_DDP.main_worker(local_rank, world_size, arguments(world_size, data_size))
+        min_DDP.main_worker(local_rank, world_size, arguments(world_size))
 
 
 @pytest.mark.parametrize("optimizer_name", ["SGD", "Adam"])
@@ -82,7 +82,7 @@ def test_it_trains_and_prints_as_one_process_does(nprocs, optimizer_name, tmp_pa
     data_size = 126  # no multiple of 4: two samples are drawn twice, and counted once
     dist.launch(train_worker, str(tmp_path), optimizer_name, data_size, nprocs=nprocs)
     with float64():
-        expected, lines = train_alone(getattr(torch.optim, optimizer_name), arguments(nprocs, data_size), nprocs)
+        expected, lines = train_alone(getattr(torch.optim, optimizer_name), arguments(nprocs), nprocs, data_size)
     for rank in range(nprocs):
         assert_equal_states(torch.load(tmp_path / f"{rank}.pt", weights_only=True), expected)
     assert capfd.readouterr().out.splitlines()[1:] == lines, "only the primary rank prints"
@@ -91,8 +91,8 @@ def test_it_trains_and_prints_as_one_process_does(nprocs, optimizer_name, tmp_pa
 @pytest.mark.parametrize(
     ("command", "options", "iterations", "batch"),
     [
-        (run, (), 8, 32),
-        pytest.param(functools.partial(torchrun, 2), ("--batch_size", 32, "--lr", 0.02), 4, 64, marks=pytest.mark.slow),
+        (run, ("--nproc", 2), 8, 32),
+        pytest.param(functools.partial(torchrun, 2), ("--batch_size", 8), 16, 16, marks=pytest.mark.slow),
     ],
     ids=["python", "torchrun"],
 )
@@ -110,7 +110,7 @@ def test_it_starts_two_processes_and_learns(command, options, iterations, batch)
 
 
 def test_the_data_are_the_same_on_every_rank_and_in_every_run():
-    first, again = min_DDP.DummyDataset(50, 4, seed=1), min_DDP.DummyDataset(50, 4, seed=1)
+    first, again = min_DDP.DummyDataset(1), min_DDP.DummyDataset(1)
     torch.manual_seed(7)
     assert torch.equal(first.points, again.points) and torch.equal(first.labels, again.labels)
-    assert not torch.equal(first.points, min_DDP.DummyDataset(50, 4, seed=2).points)
+    assert not torch.equal(first.points, min_DDP.DummyDataset(2).points)

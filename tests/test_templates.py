@@ -186,8 +186,8 @@ def test_models_that_no_one_here_wrote(tmp_path):
 class Buffered(min_DDP.DummyModel):
     """With a buffer, which DDP sends at every forward of the wrapped model."""
 
-    def __init__(self, hidden_dim, n_classes):
-        super().__init__(hidden_dim, n_classes)
+    def __init__(self):
+        super().__init__()
         self.register_buffer("scale", torch.ones(()))
 
     def forward(self, x):
@@ -195,18 +195,19 @@ class Buffered(min_DDP.DummyModel):
 
 
 class Normed(Buffered):
-    def __init__(self, hidden_dim, n_classes):
-        super().__init__(hidden_dim, n_classes)
-        self.layers.insert(1, nn.BatchNorm1d(hidden_dim))
+    def __init__(self):
+        super().__init__()
+        self.layers.insert(1, nn.BatchNorm1d(32))
         self.layers.insert(2, nn.Dropout(0.1))
 
 
 def min_ddp_worker(local_rank, world_size, folder, model, data_size):
-    args = {"epochs": 2, "batch_size": 4, "n_classes": 3, "hidden_dim": 8, "lr": 0.1, "seed": 0, "data_size": data_size}
+    args = argparse.Namespace(epochs=2, batch_size=4, seed=0)
     min_DDP.DummyModel = model
+    min_DDP.DummyDataset = functools.partial(min_DDP.DummyDataset, length=data_size)
     min_DDP.DataLoader = functools.partial(DataLoader, num_workers=2)
     with open(f"{folder}/{local_rank}", "w") as file, contextlib.redirect_stdout(file):
-        min_DDP.main_worker(local_rank, world_size, argparse.Namespace(**args))
+        min_DDP.main_worker(local_rank, world_size, args)
 
 
 @pytest.mark.parametrize(("model", "data_size"), [(Buffered, 3), (Normed, 38)])
