@@ -26,9 +26,8 @@ PATHS = {"snapshot-path", "data-dir", "checkpoint-dir", "output-dir", "export", 
 # As typed into a shell, and the line that answers.
 REFUSED = {
     "min_DDP.py": """
-        --data_size -1 | argument --data-size: '-1' is not a whole number of at least 1
-        --n_classes=1 | argument --n-classes: '1' is not a whole number of at least 2
-        --lr inf | argument --lr: 'inf' is not a finite number above 0
+        --batch_size=-1 | argument --batch-size: '-1' is not a whole number of at least 1
+        --epochs 0 | argument --epochs: '0' is not a whole number of at least 1
         --seed 4294967296 | argument --seed: '4294967296' is not a whole number from 0 to 4294967295
         --nproc a_b | argument --nproc: 'a_b' is not a whole number of at least 1
         --frobnicate | unrecognized arguments: --frobnicate
@@ -235,6 +234,15 @@ def test_a_scripts_own_options_may_be_spelt_with_underscores():
     parser.add_subparsers().add_parser("train").add_argument("--max_steps", type=int)
     args = parser.parse_args(["--data_size", "3", "--run_name=a_b", "train", "--max_steps=7"])
     assert (args.data_size, args.run_name, args.max_steps) == (3, "a_b", 7)
+
+
+@pytest.mark.parametrize("wrong", ["inf", "nan", "0", "-1", "1e999", "x"])
+def test_a_positive_number_is_finite(wrong, capsys):
+    parser = options.ArgumentParser(prog="script.py")
+    parser.add_argument("--lr", type=options.positive_number)
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--lr={wrong}"])
+    assert capsys.readouterr().err == f"script.py: error: argument --lr: '{wrong}' is not a finite number above 0\n"
 
 
 FOLDERS = [
