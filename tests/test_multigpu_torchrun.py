@@ -15,7 +15,7 @@ from ladder import (
     adam,
     assert_close,
     assert_same_models,
-    mlp,
+    mlp_and_adam,
     no_seed_twice,
     order,
     random_model,
@@ -92,20 +92,21 @@ def trainer(model, optimizer, path, dataset=None, batch_size=32, **kwargs):
 
 
 @float64()
-def equal_worker(local_rank, world_size, args, path):
-    multigpu_torchrun.main_worker(local_rank, world_size, args)
-    trainer(mlp(), adam, path, batch_size=args.batch_size).train(args.total_epochs)
+def equal_worker(local_rank, world_size, by_sgd, by_adam):
+    multigpu_torchrun.main_worker(local_rank, world_size, by_sgd)
+    with mlp_and_adam():
+        multigpu_torchrun.main_worker(local_rank, world_size, by_adam)
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
 def test_n_processes_compute_what_one_computes(nprocs, tmp_path, capfd):
     """The parameters and the printed losses, with a last batch that does not fill."""
-    args, path = options(tmp_path / "sgd.pt", 2, 2, 96 // nprocs), tmp_path / "adam.pt"
-    dist.launch(equal_worker, args, str(path), nprocs=nprocs)
+    by_sgd, by_adam = (options(tmp_path / name, 2, 2, 96 // nprocs) for name in ("sgd.pt", "adam.pt"))
+    dist.launch(equal_worker, by_sgd, by_adam, nprocs=nprocs)
     total = -(-2048 // nprocs) * nprocs  # the first samples again, until all ranks have equally many
     runs = [train_alone(*what, 2, 96, total, lambda epoch: order(epoch).repeat(2)) for what in BOTH]
-    assert_close(args.snapshot_path, runs[0][0])
-    assert_close(path, runs[1][0])
+    assert_close(by_sgd.snapshot_path, runs[0][0])
+    assert_close(by_adam.snapshot_path, runs[1][0])
     lines = EPOCH_LINE.findall(capfd.readouterr().out)
     assert [line[1:4] for line in lines] == [(epoch, str(96 // nprocs), "22") for epoch in "0101"]
     assert [float(line[-1]) for line in lines] == pytest.approx([*runs[0][1], *runs[1][1]], abs=5.1e-5)

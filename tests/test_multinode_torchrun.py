@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from ladder import (
     adam,
     assert_close,
     assert_same_models,
-    mlp,
+    mlp_and_adam,
     no_seed_twice,
     random_model,
     train_alone,
@@ -52,39 +53,50 @@ def options(path, total_epochs, **changes):
     return SimpleNamespace(snapshot_path=str(path), total_epochs=total_epochs, **{**defaults, **changes})
 
 
-def trainer(model, optimizer, path, dataset=None, num_workers=0):
-    dataset, device = dataset or multinode_torchrun.ToyDataset(), dist.get_device()
-    rest = (1000, str(path), multinode_torchrun.Preemption(None), num_workers)
-    return multinode_torchrun.Trainer(model, dataset, 96, optimizer(model), device, *rest)
+def trainer(model, optimizer, path, dataset, num_workers):
+    args = options(path, None, global_batch_size=96, num_workers=num_workers)
+    preemption = multinode_torchrun.Preemption(None)
+    return multinode_torchrun.Trainer(model, dataset, optimizer(model), dist.get_device(), preemption, args)
 
 
 @float64()
-def equal_worker(local_rank, world_size, args, path):
+def equal_worker(local_rank, world_size, by_sgd, by_adam):
     """The script's own, then Adam and a model of several layers, which three ranks leave inside an epoch."""
-    multinode_torchrun.main_worker(local_rank, world_size, args)
-    job = trainer(mlp(), adam, path)
-    if world_size == 3:
-        job.preemption.signals.append(signal.SIGTERM)
-    assert job.train(args.total_epochs) == (world_size != 3)
+    multinode_torchrun.main_worker(local_rank, world_size, by_sgd)
+    with mlp_and_adam():
+        if world_size != 3:
+            multinode_torchrun.main_worker(local_rank, world_size, by_adam)
+            return
+
+        def get_sigterm(*args):
+            if local_rank == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+        with mock.patch("checkpoint.rebuild_buckets", get_sigterm), pytest.raises(SystemExit, match="143"):
+            multinode_torchrun.main_worker(local_rank, world_size, by_adam)
+        assert not dist.is_dist_avail_and_initialized(), "all ranks leave together"
 
 
 def test_the_number_of_ranks_may_change(tmp_path, capfd):
-    """Parameters and printed losses are those of plain training without what does not fill a last batch."""
-    ranks, path = [4, 3, 2, 1], tmp_path / "adam.pt"
-    for epochs, nprocs in enumerate(ranks, 1):
-        args = options(tmp_path / "sgd.pt", epochs, global_batch_size=96)
-        dist.launch(equal_worker, args, str(path), nprocs=nprocs)
-    assert 2048 % 96 % 3
-    (by_sgd, sgd_losses), (by_adam, adam_losses) = (train_alone(*what, 4, 96, 2016) for what in BOTH)
-    assert_close(args.snapshot_path, by_sgd)
-    assert_close(path, by_adam)
+    """Parameters and printed losses are those of plain training without what does not fill a last batch.
+
+    Shares differ: of 100 samples three ranks have 34, 33 and 33.
+    """
+    by_sgd, by_adam = (options(tmp_path / name, 0, global_batch_size=100) for name in ("sgd.pt", "adam.pt"))
+    for nprocs in (4, 3, 2, 1):
+        by_sgd.total_epochs += 1
+        by_adam.total_epochs += 1
+        dist.launch(equal_worker, by_sgd, by_adam, nprocs=nprocs)
+    (of_sgd, sgd_losses), (of_adam, adam_losses) = (train_alone(*what, 4, 100, 2000) for what in BOTH)
+    assert_close(by_sgd.snapshot_path, of_sgd)
+    assert_close(by_adam.snapshot_path, of_adam)
     lines = [(*map(int, line), float(loss)) for *line, loss in EPOCH_LINE.findall(capfd.readouterr().out)]
-    shown = [(4, 0, 24, 21), (4, 0, 24, 21), (3, 1, 32, 21), (3, 1, 32, 2)]  # learnt of after one step more
-    shown += [(2, 2, 48, 21), (2, 1, 48, 19), (2, 2, 48, 21), (1, 3, 96, 21), (1, 3, 96, 21)]
+    shown = [(4, 0, 100, 20), (4, 0, 100, 20), (3, 1, 100, 20), (3, 1, 100, 2)]  # learnt of after one step more
+    shown += [(2, 2, 100, 20), (2, 1, 100, 18), (2, 2, 100, 20), (1, 3, 100, 20), (1, 3, 100, 20)]
     assert [line[:4] for line in lines] == shown
     losses = [line[-1] for line in lines]
     assert [losses[i] for i in (0, 2, 4, 7)] == pytest.approx(sgd_losses, abs=5.1e-5)
-    inside = (2 * losses[3] + 19 * losses[5]) / 21
+    inside = (2 * losses[3] + 18 * losses[5]) / 20
     assert [losses[1], inside, losses[6], losses[8]] == pytest.approx(adam_losses, abs=5.1e-5)
 
 
@@ -183,9 +195,12 @@ def test_sigterm_to_a_single_process(tmp_path):
 def test_another_batch_size_inside_an_epoch_is_refused(tmp_path):
     path = str(tmp_path / "snapshot.pt")
     model = nn.Linear(20, 1)
-    checkpoint.save(path, model, torch.optim.SGD(model.parameters(), lr=5e-3), epoch=1, step=96)
-    with pytest.raises(SystemExit, match=f"{path} is 96 samples into an epoch: use a --global-batch-size"):
-        dist.launch(multinode_torchrun.main_worker, options(path, 2), nprocs=2)
+    checkpoint.save(path, model, torch.optim.SGD(model.parameters(), lr=5e-3), epoch=1, step=1920)
+    with pytest.raises(SystemExit, match=f"^{path} is 1920 samples into an epoch: use the --global-batch-size .*$"):
+        dist.launch(multinode_torchrun.main_worker, options(path, 2, global_batch_size=50), nprocs=2)
+    for wrong in (50, 1920, 960):  # no step begins there, or the epoch is over by then
+        with pytest.raises(SystemExit, match="is 1920 samples into an epoch"):
+            dist.launch(multinode_torchrun.main_worker, options(path, 2, global_batch_size=wrong), nprocs=1)
     dist.launch(multinode_torchrun.main_worker, options(path, 2, global_batch_size=48), nprocs=2)
 
 

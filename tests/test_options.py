@@ -36,7 +36,7 @@ REFUSED = {
         -5 1 | argument total_epochs: '-5' is not a whole number of at least 1
         5 0 | argument save_every: '0' is not a whole number of at least 1
         5 1 --batch-size 0 | argument --batch-size/--batch_size: '0' is not a whole number of at least 1
-        5 1 --global_batch_size=2.5 | argument --batch-size/--batch_size: '2.5' is not a whole number of at least 1
+        5 1 --batch_size=2.5 | argument --batch-size/--batch_size: '2.5' is not a whole number of at least 1
     """,
     "multigpu_torchrun.py": """
         0 1 | argument total_epochs: '0' is not a whole number of at least 1
@@ -44,7 +44,8 @@ REFUSED = {
     """,
     "multinode_torchrun.py": """
         5 0 | argument save_every: '0' is not a whole number of at least 1
-        RANK=0 WORLD_SIZE=3 5 1 | argument --global-batch-size: 64 is not a multiple of 3, the number of ranks
+        RANK=0 WORLD_SIZE=3 5 1 --global-batch-size 2 | argument --global-batch-size: 2 is less than 3, the number of \
+ranks
         5 1 --global-batch-size 2049 | argument --global-batch-size: '2049' is not a whole number from 1 to 2048, \
 the number of samples
     """,

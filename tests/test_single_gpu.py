@@ -1,10 +1,11 @@
+import contextlib
 import re
 from unittest import mock
 
 import pytest
 import torch
 from conftest import ROOT, float64, run
-from ladder import BOTH, assert_close, linear, sgd, train_alone
+from ladder import BOTH, assert_close, mlp, mlp_and_adam, sgd, train_alone
 from torch.utils.data import DataLoader
 
 import single_gpu
@@ -47,15 +48,17 @@ def test_it_computes_what_a_plain_loop_computes(model, optimizer, tmp_path, monk
     assert [float(loss) for *_, loss in lines] == pytest.approx(losses, abs=5.1e-5)
 
 
+@pytest.mark.parametrize(("model", "optimizer"), BOTH)
 @float64()
-def test_its_own_main_trains_by_sgd_on_all_samples(tmp_path, monkeypatch, capsys):
+def test_its_main_trains_on_all_samples(model, optimizer, tmp_path, monkeypatch, capsys):
     """In an order that a DataLoader's shuffle draws."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["single_gpu.py", "3", "5", "--batch_size", "96"])
-    single_gpu.main(single_gpu.parse_args())
     expected, losses = train_alone(
-        linear, sgd, 3, 96, order=lambda epoch: torch.cat(list(DataLoader(range(2048), 96, shuffle=True)))
+        model, optimizer, 3, 96, order=lambda epoch: torch.cat(list(DataLoader(range(2048), 96, shuffle=True)))
     )
+    with mlp_and_adam() if model is mlp else contextlib.nullcontext():
+        single_gpu.main(single_gpu.parse_args())
     assert_close("checkpoint.pt", expected)
     assert [float(loss) for *_, loss in LINE.findall(capsys.readouterr().out)] == pytest.approx(losses, abs=5.1e-5)
 

@@ -197,10 +197,10 @@ def test_a_killed_agent_requeues_and_a_mistake_does_not(cluster, tmp_path):
     assert int(epoch) >= 2 and step == "0"
     job.cancel()
 
-    mistaken = Job(tmp_path, 5, 1, "--global-batch-size", 3)
+    mistaken = Job(tmp_path, 5, 1, "--global-batch-size", 1)
     wait_until(mistaken.ended)
     assert (mistaken.field("JobState"), mistaken.field("Restarts")) == ("FAILED", "0")
-    assert "3 is not a multiple of 2, the number of ranks" in mistaken.text()
+    assert "1 is less than 2, the number of ranks" in mistaken.text()
 
 
 def is_of(process, job, node):
