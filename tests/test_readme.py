@@ -1,6 +1,7 @@
 """Every command of README.md, of docs/*.md and of a script's docstring runs; what is quoted is what is printed."""
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -8,23 +9,37 @@ import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, float64
 
-README, DOCS = ROOT / "README.md", sorted((ROOT / "docs").glob("*.md"))
-PAGES = {path: path.read_text() for path in (README, *DOCS)}
+import distributed as dist
+
+README, AGENTS, DOCS = ROOT / "README.md", ROOT / "AGENTS.md", sorted((ROOT / "docs").glob("*.md"))
+PAGES = {path: path.read_text() for path in (README, AGENTS, *DOCS)}
 SCRIPTS = {path.name: path.read_text() for path in ROOT.glob("*.py")}
+FOUNDATION = {"distributed.py", "spawn.py", "options.py", "checkpoint.py", "mnist.py", "gpt.py"}
+TEST = r"\[`(test_\w+)`\]\((.*?)\)"
+DIFF = re.search(r"^```diff\n(.*?)^```", PAGES[README], re.M | re.S)[1]
 
 
 def blocks(language):
     return [block for page in PAGES.values() for block in re.findall(rf"^```{language}\n(.*?)^```", page, re.M | re.S)]
 
 
-def commands(block):
-    """The commands of a block as they are typed, without the lines that they print."""
-    return re.findall(r"^\$ (.*)$", block.replace("\\\n", ""), re.M)
+def sessions(block):
+    """(command, lines that it prints) for each `$ command` of a block."""
+    parts = re.split(r"^\$ ", block.replace("\\\n", ""), flags=re.M)[1:]
+    return [(lines[0], lines[1:]) for lines in map(str.splitlines, parts)]
+
+
+def inline_sessions(page):
+    """The same for `$ command` → `line` in the text; not all have a line."""
+    found = re.findall(r"`\$ ([^`]+)`(?:\s+→\s+`([^`]+)`)?", page)
+    return [(" ".join(command.split()), [line] if line else []) for command, line in found]
 
 
 def docstring_commands(source):
@@ -33,17 +48,18 @@ def docstring_commands(source):
     return [command for command in found if "--data mnist" not in command or "MNIST_ROOT" in os.environ]
 
 
-# A block shows what one command prints, or commands alone.
-QUOTED = {commands(block)[0]: block.splitlines()[1:] for block in blocks("console") if block.count("$ ") == 1}
-QUOTED = {command: lines for command, lines in QUOTED.items() if lines}
-PLAIN = [commands(block) for block in blocks("console") if commands(block)[0] not in QUOTED]
-PLAIN = {lines[0].partition("  #")[0].strip(): lines for lines in PLAIN}
+QUOTED, PLAIN = {}, {}  # commands whose output is shown; lists of commands that are run one after the other
+for session in [*map(sessions, blocks("console")), *([found] for found in inline_sessions(PAGES[README]))]:
+    QUOTED |= {command: lines for command, lines in session if lines}
+    if silent := [command for command, lines in session if not lines]:
+        PLAIN[silent[0].partition("  #")[0].strip()] = silent
 PLAIN |= {name: lines for name, source in SCRIPTS.items() if (lines := docstring_commands(source))}
 
 # The same on a machine without GPUs, or in less time.
 SMALLER = {
     "make test": "make --dry-run test",
     "_node gpu": "_node 2",
+    "-node gpu": "-node 2",
     "--model deep": "--model simple",
     "--data mnist": f"--data mnist --data-dir {os.environ.get('MNIST_ROOT', 'data')}",
     "--nnodes 1:4": "--nnodes 1:4 --rdzv-conf last_call_timeout=1",
@@ -59,9 +75,10 @@ def free_port():
 def smaller(command):
     command = command.partition("  #")[0]
     script = next((name for name in SCRIPTS if f" {name}" in command), None)
-    if script and "\nimport gpt\n" in SCRIPTS[script]:
+    source = SCRIPTS.get(script, "")
+    if "\nimport gpt\n" in source:
         command += " --steps 4 --log-every 1 --width 64 --length 64" + " --least 1" * (script == "min_Join.py")
-    elif script and re.match("min_FSDP|mnist_DDP|rpc_|flyte_", script) and "epochs" not in command:
+    elif re.search(r'"--epochs"|\bepochs: int|^import mnist_DDP', source, re.M) and "epochs" not in command:
         command += " --epochs 1"
     for text, replacement in SMALLER.items():
         command = command.replace(text, replacement)
@@ -77,6 +94,7 @@ def bash(script, folder, timeout):
     """Run as typed into a shell, in a folder that holds nothing but the scripts; returns what is printed."""
     for name in SCRIPTS:
         shutil.copy(ROOT / name, folder)
+    apply_diff(folder)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": "", "HOME": str(folder)}  # where Flyte keeps its cache
     # `timeout` signals everything that the shell has started: torchrun then ends its workers.
@@ -84,6 +102,15 @@ def bash(script, folder, timeout):
     done = subprocess.run(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, f"status {done.returncode} of {script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
+
+
+def apply_diff(folder):
+    """Write the plain script of README.md's diff as plain.py and, changed by `patch`, as train.py."""
+    lines = DIFF.splitlines(keepends=True)[3:]  # after the names of the files, and the numbers of the lines
+    plain = "".join(line[1:] for line in lines if line[0] in " -")
+    for name in ("plain.py", "train.py"):
+        (folder / name).write_text(plain)
+    subprocess.run(["patch", "--quiet", "--strip=0"], input=DIFF, cwd=folder, text=True, check=True)
 
 
 def shape(line):
@@ -127,24 +154,82 @@ def test_two_machines_on_one(tmp_path):
     assert (tmp_path / "a" / "snapshot.pt").exists() and (tmp_path / "b" / "snapshot.pt").exists()
 
 
-def test_the_python_of_the_readme(tmp_path):
-    main_worker, example = blocks("python")
-    assert f"\n{main_worker}\n" in SCRIPTS["min_DDP.py"], "the README does not show main_worker as it is"
-    script = """import torch
-from torch.utils.data import DataLoader
+@pytest.fixture
+def run_in(tmp_path, monkeypatch, capfd):
+    """Write a script to a file and run a function of it in `nprocs` processes; returns what they print."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
 
-dataset = torch.arange(64.0)[:, None]
+    def run(name, source, function, nprocs):
+        (tmp_path / f"{name}.py").write_text(source)
+        importlib.invalidate_caches()
+        dist.launch(getattr(importlib.import_module(name), function), nprocs=nprocs)
+        return capfd.readouterr().out
 
-def Net():
-    return torch.nn.Linear(1, 1)
+    return run
 
-def train(model, loader, optimizer):
-    assert type(model).__name__ == "DistributedDataParallel"
-    return torch.cat(list(loader)).mean()
 
-""" + example.replace("(main_worker)", "(main_worker, nprocs=2)")
-    (tmp_path / "example.py").write_text(script)
-    assert bash("python example.py", tmp_path, 60) == "".join(f"epoch {epoch}: 31.5000\n" for epoch in range(10))
+@pytest.mark.parametrize("optimizer", ["AdamW(model.parameters(), lr=0.02)", "SGD(model.parameters(), lr=0.5)"])
+def test_the_diff_makes_a_plain_script_distributed(optimizer, tmp_path, run_in, capfd):
+    """Two processes end where the plain script does; shuffled, where one process does."""
+    apply_diff(tmp_path)
+    outputs, states = {}, {}
+
+    def train(name, nprocs, shuffle):
+        source = (tmp_path / ("train.py" if nprocs else "plain.py")).read_text()
+        assert "AdamW(model.parameters(), lr=0.02)" in source and "shuffle=True" in source
+        source = source.replace("AdamW(model.parameters(), lr=0.02)", optimizer)
+        source = source.replace("shuffle=True", f"shuffle={shuffle}")
+        source = source.replace("import torch\n", "import torch\n\ntorch.set_default_dtype(torch.float64)\n", 1)
+        name = f"{name}_{optimizer[:3]}"
+        if nprocs:
+            outputs[nprocs, shuffle] = run_in(name, source, "main", nprocs)
+        else:
+            (tmp_path / f"{name}.py").write_text(source)
+            importlib.import_module(name).main()
+            outputs[nprocs, shuffle] = capfd.readouterr().out
+        states[nprocs, shuffle] = torch.load("model.pt")
+
+    with float64():
+        for nprocs in (0, 1, 2):  # 0 is the plain script
+            train(f"ordered_{nprocs}", nprocs, False)
+        for nprocs in (1, 2):
+            train(f"shuffled_{nprocs}", nprocs, True)
+    assert outputs[0, False] == outputs[1, False] == outputs[2, False] and outputs[1, True] == outputs[2, True]
+    assert outputs[1, True] != outputs[1, False], "shuffling changes the order"
+    for a, b in (((0, False), (1, False)), ((0, False), (2, False)), ((1, True), (2, True))):
+        torch.testing.assert_close(states[a], states[b], rtol=0, atol=1e-12)
+    accuracies = re.findall(r"accuracy (.*)", outputs[2, True])
+    assert len(accuracies) == 5 and float(accuracies[-1]) > 0.9
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_the_example_in_the_helper(nprocs, run_in):
+    """It learns, and prints once."""
+    docstring = ast.get_docstring(ast.parse(SCRIPTS["distributed.py"]))
+    (example,) = re.findall(r"^    import torch\n.*^        dist\.launch\(main_worker\)\n", docstring, re.M | re.S)
+    losses = re.findall(
+        r"^epoch (\d): loss (.*)$", run_in(f"example_{nprocs}", textwrap.dedent(example), "main_worker", nprocs), re.M
+    )
+    assert [epoch for epoch, _ in losses] == ["0", "1", "2"]
+    assert float(losses[2][1]) < float(losses[1][1]) < float(losses[0][1]) and float(losses[2][1]) < 2
+
+
+def test_the_recipe_for_an_iterable_dataset(run_in):
+    """Two processes with two loader processes each see every sample once, in equally many batches."""
+    (recipe,) = blocks("python")
+    source = (
+        recipe
+        + """
+
+def main_worker(local_rank, world_size):
+    dist.init_process_group()
+    batches = dist.gather_objects([batch.tolist() for batch in loader])
+    dist.print_primary([len(part) for part in batches], sorted(sum(sum(batches, []), [])) == list(range(1000)))
+"""
+    )
+    for nprocs, lengths in ((1, [100]), (2, [50, 50])):
+        assert run_in(f"recipe_{nprocs}", source, "main_worker", nprocs) == f"{lengths} True\n"
 
 
 @pytest.mark.slow
@@ -173,31 +258,34 @@ def test_results_are_those_that_are_stored():
     def seconds(processes, *cases):
         return [f"{stored['launch']['results'][case][processes]['median']:.1f} s" for case in cases]
 
-    def speeds(*cases):
-        return ratios("throughput", *(f"{model}: ours / {case}" for model in ("tiny", "small") for case in cases))
+    def speeds(model, *cases):
+        return ratios("throughput", *(f"{model}: ours / {case}" for case in cases))
 
     def tokens(size, *cases):
         one, two = (stored["transformer"]["results"][f"{size}: {case}"]["tokens/s"]["median"] for case in cases)
         return f"{one / two:.2f}"
 
     steps = [row["median"] for row in stored["scaling"]["ratios"].values()]
+    in_memory = ("Accelerate in memory", "Fabric in memory")
     expected = {
-        "Starting 8": seconds("8", "launch", "torchrun", "accelerate", "spawn"),
-        "Starting 16": seconds("16", "launch", "torchrun", "accelerate", "spawn", "import torch"),
-        "Samples per second": speeds("hand-written", "hand-written, fused", "Accelerate in memory", "Fabric in memory"),
-        "The same / the usual loop": speeds("tutorial", "Accelerate", "Fabric"),
-        "Time of a step": ratios("overhead", "with distributed.py / plain torch"),
+        "Seconds to start 8": seconds("8", "launch", "torchrun", "accelerate", "spawn"),
+        "Seconds to start 16": seconds("16", "launch", "torchrun", "accelerate", "spawn", "import torch"),
+        "Samples per second, 784-128-10 / DDP": speeds("tiny", "hand-written", "hand-written, fused", *in_memory),
+        "Samples per second, SimpleCNN / the same four": speeds(
+            "small", "hand-written", "hand-written, fused", *in_memory
+        ),
+        "Samples per second, 784-128-10 / the usual": speeds("tiny", "tutorial", "Accelerate", "Fabric"),
+        "Samples per second, SimpleCNN / the same three": speeds("small", "tutorial", "Accelerate", "Fabric"),
+        "Time of a step with": ratios("overhead", "with distributed.py / plain torch"),
         "Speed of reading": [f"{stored['data_path']['ratio']:.0f}"],
         "Time of a snapshot": [f"{stored[f'snapshot_stall_{size}MB']['ratio']:.2f}" for size in (1130, 300)],
         "Speed of HogWild": ratios(
             "param_server", *(f"hogwild / {case}" for case in ("usual", "usual, same", "usual, same, 2 threads", "DDP"))
         ),
         "DeepNet's peak": ratios("fsdp_memory", *(f"N = {n}: peak of fsdp / of ddp" for n in (2, 4))),
-        "Tokens/s": [
-            *(tokens(f"width {width}", "TP", "DDP") for width in (128, 1024)),
-            *(tokens(f"length {length}", "CP", "one process") for length in (512, 8192)),
-        ],
-        "Steps by ZeRO": ratios(
+        "Tokens per second, TP": [tokens(f"width {width}", "TP", "DDP") for width in (128, 1024)],
+        "Tokens per second, CP": [tokens(f"length {length}", "CP", "one process") for length in (512, 8192)],
+        "Time of a step, width 512": ratios(
             "sharing_state", *(f"width 512: step of {case} / of DDP" for case in ("ZeRO", "ZeRO --library", "FSDP"))
         ),
         "Held-out loss": [
@@ -206,8 +294,8 @@ def test_results_are_those_that_are_stored():
         ],
         "Step time": [f"{min(steps):.2f}", f"{max(steps):.2f}"],
     }
-    results = PAGES[README].partition("\n## Results\n")[2].partition("\n## ")[0]
-    rows = [re.sub(r"\(.*?\)", "", row).split("|")[1:-1] for row in re.findall(r"^\|.*\d.*", results, re.M)]
+    page = PAGES[ROOT / "docs" / "results.md"]
+    rows = [row.split("|")[1:-1] for row in re.findall(r"^\|.*\d.*", section(page, "Summary"), re.M)]
     rows = {what.strip(): re.findall(r"\d[\d.]*(?: s\b)?", measured) for what, measured in rows}
     assert len(rows) == len(expected)
     for start, numbers in expected.items():
@@ -215,29 +303,65 @@ def test_results_are_those_that_are_stored():
     for strategy in ("fsdp", "ddp"):
         memory = stored["fsdp_memory"]["results"][strategy]["2"]
         row = f"| `--strategy {strategy}` | {memory['held']:.0f} MB | {memory['peak']:.0f} MB |\n"
-        assert row in PAGES[ROOT / "docs" / "results.md"]
+        assert row in page
     steps = stored["step"]["results"].values()
     for case in {case for row in steps for case in row}:
         medians = [row[case]["median"] if case in row else None for row in steps]
         cells = ["" if ms is None else f" {ms:.2f}" if ms < 10 else f" {ms:.0f}" for ms in medians]
-        assert f"| {case} |{' |'.join(cells)} |\n" in PAGES[ROOT / "docs" / "results.md"]
-    assert ", ".join(f"{accuracy:.4f}" for accuracy in stored["mnist_accuracy"]["accuracies"]) in PAGES[README]
+        assert f"| {case} |{' |'.join(cells)} |\n" in page
+    assert ", ".join(f"{accuracy:.4f}" for accuracy in stored["mnist_accuracy"]["accuracies"]) in page.replace(
+        "\n", " "
+    )
+
+
+def section(page, heading):
+    return page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
 def test_every_script_and_page_is_named_and_every_named_test_exists():
-    assert not [name for name in SCRIPTS if f"[`{name}`]({name})" not in PAGES[README]]
+    costs = PAGES[ROOT / "docs" / "costs.md"]
+    for name in SCRIPTS.keys() - FOUNDATION:
+        for part in (section(PAGES[README], "Which script?"), section(PAGES[README], "The scripts")):
+            assert f"[`{name}`]({name})" in part, name
+        assert f"[`{name}`](../{name})" in costs, name
+        assert (ROOT / "tests" / f"test_{name}").exists()
     assert not [path.name for path in DOCS if f"](docs/{path.name})" not in PAGES[README]]
-    named = SCRIPTS.keys() - {"distributed.py"}
-    assert not [name for name in named if not (ROOT / "tests" / f"test_{name}").exists()]
-    named = re.findall(r"\[`(test_\w+)`\]\((.*?)\)", PAGES[README])
-    assert named and not [name for name, path in named if f"\ndef {name}(" not in (ROOT / path).read_text()]
-    assert PAGES[README].count("\n") <= 350 and "<!--" not in "".join(PAGES.values())
+    named = [(page.parent / path, name) for page in PAGES for name, path in re.findall(TEST, PAGES[page])]
+    assert len(named) > 20 and not [name for path, name in named if f"\ndef {name}(" not in path.read_text()]
+    assert PAGES[README].count("\n") <= 300 and PAGES[AGENTS].count("\n") <= 40
+    assert "<!--" not in "".join(PAGES.values())
+
+
+def imports(name):
+    """The modules of this project that a script imports, themselves and by what they import."""
+    found, new = set(), {name}
+    while new:
+        nodes = [node for script in new for node in ast.walk(ast.parse(SCRIPTS[script]))]
+        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        names += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+        found |= new
+        new = {f"{name}.py" for name in names if f"{name}.py" in SCRIPTS} - found
+    return found - {name}
+
+
+def test_the_files_that_a_copied_script_needs():
+    rows = re.findall(r"^\| .* \| `(\w+\.py)` \| (.*?) ?\| `(.*)` \|$", PAGES[AGENTS], re.M)
+    assert {script for script, _, _ in rows} == SCRIPTS.keys() - FOUNDATION
+    for script, needed, test in rows:
+        assert re.findall(r"`(.*?)`", needed) == sorted(imports(script)), script
+        assert test == f"tests/test_{script}" and (ROOT / test).exists()
+    assert imports("distributed.py") == {"spawn.py"}, "the README says to copy these two"
+    (advice,) = re.findall(r"\*\*Further files\.\*\* (.*?)\n\n", PAGES[README], re.S)
+    named = set(re.findall(r"\[`(\w+\.py)`\]", advice))
+    assert named == FOUNDATION - {"distributed.py", "spawn.py"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_linked_file_and_heading_exists(page):
-    headings = re.findall(r"^#+ (.*)$", PAGES[page], re.M)
-    headings = {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
-    links = re.findall(r"\]\(([^):]+)\)", PAGES[page])
-    assert not [link for link in links if not (link.startswith("#") or (page.parent / link).exists())]
-    assert not [link for link in links if link.startswith("#") and link[1:] not in headings]
+    for link in re.findall(r"\]\(([^):]+)\)", PAGES[page]):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", PAGES[target], re.M)
+            assert anchor in [re.sub(r"[^\w -]", "", text).strip().lower().replace(" ", "-") for text in headings], link
