@@ -119,7 +119,7 @@ def split_layers(model, mesh):
 
 
 def silence_false_alarms():
-    """Two warnings that torch 2.15 gives for this model when it is split by FSDP and by tensor."""
+    """Two warnings that torch 2.15 gives when FSDP and tensor parallelism meet. Neither applies here."""
     # The logits are a view. To edit them in place would be wrong, and nothing here does.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     # clip_grad_norm_ sums a single number in one all-reduce per mesh dimension, where one could do.
@@ -170,7 +170,7 @@ def main_worker(local_rank, world_size, args):
     text, held_out = gpt.load_text()
     mesh = f"replicate {args.replicate} x shard {args.shard} x tensor {args.tensor}"
     dist.print_primary(f"Training on {world_size} x {device.type}: {mesh}")
-    torch.manual_seed(args.seed)  # fully_shard and parallelize_module need the same weights on all ranks
+    torch.manual_seed(args.seed)  # each rank cuts its shards from its own weights: they must be equal on all ranks
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(device)
     n_params = sum(param.numel() for param in model.parameters())
     model = parallelize(model, args)

@@ -1,12 +1,13 @@
 """Train on ranks with unequal amounts of data: no batch is dropped, none is repeated, and no rank waits for ever.
 
-In every step DDP averages the gradients of all ranks. Let rank 0 have 4 batches and rank 1 only 2. If each rank just
-stops after its last batch, rank 0 waits for gradients that never come, until a timeout ends the job:
+In every step DDP averages the gradients of all ranks. Let rank 0 have 4 batches (b) and rank 1 only 2. If each rank
+just stops after its last batch, rank 0 waits for gradients that never come, until a timeout ends the job:
 
     step                       1    2    3    4
-    rank 0                     b    b    b    .     waits in backward of step 3
+    rank 0                     b    b    b          waits in backward of step 3
     rank 1                     b    b               has left the loop
 
+If rank 1 then calls another collective, for instance for a metric, DDP may even take that for the missing gradients.
 There are two ways out.
 
 --method join    torch's Join lets a rank without batches answer DDP's all-reduce with zeros. With the option used here,
@@ -81,7 +82,7 @@ def train_with_join(model, optimizer, batches, sums, clip):
 
 
 def train_with_weights(model, optimizer, batches, sums, clip):
-    """The same, but every process takes all steps, which are the rows of `sums`."""
+    """The same, but every process takes every step (a row of `sums`), with an empty batch if it has no other."""
     empty = torch.empty(0, 1, dtype=torch.long, device=sums.device)
     for step in range(len(sums)):
         x = y = empty

@@ -58,7 +58,8 @@ class ZeRO:
     """
 
     def __init__(self, groups, optim_class, clip=None, **defaults):
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
         self.clip = clip
         self.flat, self.grad = flatten(groups, world_size)  # all parameters and all gradients
         dist.sync_params([self.flat])  # start from rank 0's weights, as DDP does
