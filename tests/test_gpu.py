@@ -20,12 +20,12 @@ pytestmark = [
 STEPS = ("--steps", 4, "--log-every", 2)
 SCRIPTS = {
     "min_DDP.py": ("--epochs", 1),
-    "min_FSDP.py": ("--epochs", 1, "--mixed-precision"),
+    "mnist_FSDP.py": ("--epochs", 1, "--mixed-precision"),
     "mnist_DDP.py": ("--epochs", 1, "--amp"),
     "multigpu_torchrun.py": (2, 1),
     "multinode_torchrun.py": (2, 1),
     **dict.fromkeys(("min_TP.py", "min_CP.py", "min_PP.py", "min_2D.py", "min_ZeRO.py"), STEPS),
-    **dict.fromkeys(("min_EP.py", "min_DiLoCo.py", "min_Join.py"), STEPS),
+    **dict.fromkeys(("min_EP.py", "min_DiLoCo.py", "min_FSDP.py", "min_Join.py"), STEPS),
 }
 
 

@@ -15,8 +15,8 @@ import gpt
 import options
 import single_gpu
 
-TRANSFORMERS = ["min_2D", "min_CP", "min_DiLoCo", "min_EP", "min_Join", "min_PP", "min_TP", "min_ZeRO"]
-NPROC = ["min_DDP", "min_FSDP", "mnist_DDP", *TRANSFORMERS]
+TRANSFORMERS = ["min_2D", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP", "min_Join", "min_PP", "min_TP", "min_ZeRO"]
+NPROC = ["min_DDP", "mnist_DDP", "mnist_FSDP", *TRANSFORMERS]
 POSITIONAL = {"multigpu_torchrun": ["5", "1"], "multinode_torchrun": ["5", "1"]}
 SCRIPTS = [*NPROC, *POSITIONAL, "rpc_param_server", "rpc_model_parallel"]
 MAY_BE_0 = {"seed", "least", "num-workers", "momentum", "outer-momentum"}
@@ -50,6 +50,11 @@ ranks
 the number of samples
     """,
     "min_FSDP.py": """
+        --nproc 3 --global-batch-size 16 | argument --global-batch-size: 16 is not a multiple of 3, the number of \
+processes
+        --mixed-precision | argument --mixed-precision: one process gathers nothing, use at least 2 (--nproc 2)
+    """,
+    "mnist_FSDP.py": """
         --strategy local --nproc 2 | argument --strategy: local trains in 1 process, not in 2
         RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 --strategy local | argument --strategy: local trains in 1 process, not in 2
         --export . | argument --export: '.' is a folder, not a file
@@ -220,7 +225,7 @@ def test_defaults_suit_any_number_of_processes(script, monkeypatch):
 
 
 def test_other_numbers_of_processes(monkeypatch):
-    assert launched(monkeypatch, "min_FSDP", "--strategy", "local").kwargs == {"nprocs": 1}
+    assert launched(monkeypatch, "mnist_FSDP", "--strategy", "local").kwargs == {"nprocs": 1}
     assert launched(monkeypatch, "rpc_model_parallel").kwargs == {"nprocs": 2}
     assert launched(monkeypatch, "rpc_param_server", "--trainers", 4).kwargs["nprocs"] == 5
     for gpus, layers in ((0, 4), (2, 4), (8, 8)):  # enough for a stage on each
@@ -250,7 +255,8 @@ FOLDERS = [
     ("multigpu_torchrun", "--snapshot-path", "snapshot.pt"),
     ("multinode_torchrun", "--snapshot-path", "snapshot.pt"),
     ("min_FSDP", "--checkpoint-dir", ""),
-    ("min_FSDP", "--export", "model.pt"),
+    ("mnist_FSDP", "--checkpoint-dir", ""),
+    ("mnist_FSDP", "--export", "model.pt"),
     ("mnist_DDP", "--output-dir", ""),
     ("mnist_DDP", "--tensorboard", ""),
     ("min_2D", "--checkpoint-dir", ""),

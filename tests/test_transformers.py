@@ -15,6 +15,7 @@ import distributed as dist
 import min_CP
 import min_DiLoCo
 import min_EP
+import min_FSDP
 import min_PP
 import min_TP
 import min_ZeRO
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "script", ["min_2D", "min_CP", "min_DiLoCo", "min_EP", "min_Join", "min_PP", "min_TP", "min_ZeRO"]
+    "script", ["min_2D", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP", "min_Join", "min_PP", "min_TP", "min_ZeRO"]
 )
 def test_it_learns_more_than_pairs_of_bytes_within_two_minutes(script):
     status, stdout, stderr = run(f"{script}.py", "--nproc", 2, timeout=360)
@@ -61,7 +62,9 @@ def prepare(script, model, args):
     if script is min_PP:
         pipeline = min_PP.Pipeline(model, args)
         return pipeline, make_optimizer("SGD", pipeline.params, LR)
-    if script is min_TP:
+    if script is min_FSDP:
+        min_FSDP.shard(model, args)
+    elif script is min_TP:
         min_TP.split_layers(model)
     elif script is min_CP:
         model = min_CP.parallelize(model, args.attention)
@@ -101,6 +104,10 @@ def count_worker(local_rank, world_size):
     ddp, on_gloo = 2 * (N - 1) / N * 4 * n_params, 1.5  # whose reduce-scatter is an all-reduce
     for attention, times in (("ulysses", 2 / N), ("all-gather", on_gloo)):
         report(min_CP, ddp + times * 4 * LAYERS * BATCH * features, attention=attention)
+    blocks = sum(param.numel() for param in make_model(arguments(layers=2, width=WIDTH)).blocks.parameters())
+    whole = {"mixed_precision": False, "checkpoint_dir": None}
+    # Blocks are gathered twice and the rest once, and all is reduced, which takes twice as much on gloo.
+    report(min_FSDP, (N - 1) / N * 4 * (4 * blocks + 3 * (n_params - blocks)), **whole)
     report(min_ZeRO, on_gloo * ddp)
     for every in (1, 2):
         report(min_DiLoCo, ddp / every, sync_every=every, outer_lr=0.7, outer_momentum=0.9)
@@ -128,7 +135,7 @@ def test_bytes_sent_are_those_of_the_docstrings():
     status, stdout, stderr = finish(job, timeout=200)
     assert status == 0, stderr
     lines = [json.loads(line) for line in stdout.splitlines()]
-    assert len(lines) == len(PIPELINES) + 8
+    assert len(lines) == len(PIPELINES) + 9
     for name, sent, expected in lines:
         print(f"{name}: {sent:,.0f} bytes, {sent / expected:.4f} of the formula")
         assert sent == pytest.approx(expected, rel=0.03)
