@@ -6,6 +6,7 @@ Here workers are forked from a server that has imported torch once, each ends wh
 failure is the one that is raised. It needs a POSIX system: Linux, macOS or WSL.
 """
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -169,7 +170,7 @@ def _end(process):
 
 
 def _worker(rank, work, environment, outputs):
-    """Run `worker_fn` with the caller's environment and outputs. Report what it raises."""
+    """Run `worker_fn` with the caller's environment and outputs, then atexit's handlers. Report what it raises."""
     os.setsid()  # a process group of the worker and its children, which are ended together
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     _take_over_outputs(outputs)
@@ -181,12 +182,17 @@ def _worker(rank, work, environment, outputs):
         worker_fn, args = pickle.loads(work)
         worker_fn(*args)
     except SystemExit as error:
-        if error.code is None or isinstance(error.code, int):
+        failed = error.code not in (None, 0)
+        if failed and isinstance(error.code, int):
             raise
-        _report(rank, SystemExit(str(error.code)), environment)
+        if failed:
+            _report(rank, SystemExit(str(error.code)), environment)
     except BaseException:
         message = f"rank {rank} raised:\n\n{traceback.format_exc()[-30_000:]}"
         _report(rank, ProcessRaisedException(message, rank, os.getpid()), environment)
+    # multiprocessing ends this process by os._exit, which skips the handlers. Libraries remove their temporary files
+    # there. One that raises is printed and does no further harm, as in a process of the user's own.
+    atexit._run_exitfuncs()
 
 
 def _end_with_launcher():

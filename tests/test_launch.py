@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import finish, run, start, torchrun
+from conftest import ROOT, finish, run, start, torchrun
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import distributed as dist
@@ -301,6 +301,75 @@ def join_by_hand(local_rank, world_size):
 
 def test_processes_that_the_caller_has_started_use_a_gpu_each():
     dist.launch(join_by_hand, nprocs=2)
+
+
+# ---- the end of a started process -----------------------------------------------------------------------------------
+
+PRELOADED = """
+import atexit
+import os
+
+server = os.getpid()  # which runs the handler too, when it ends
+
+
+def break_down():
+    if os.getpid() != server:
+        print("inherited")
+        raise RuntimeError("the handler's own mistake")
+
+
+atexit.register(break_down)
+"""
+
+WITH_HANDLERS = """
+import atexit, os, sys, tempfile
+import distributed as dist
+import spawn
+import preloaded
+
+spawn.PRELOADED = (*spawn.PRELOADED, "preloaded")
+
+def worker(local_rank, world_size, folder, status):
+    dist.init_process_group()
+    atexit.register(print, "handler of rank", local_rank)
+    worker.temporary = tempfile.TemporaryDirectory(dir=folder)
+    if status == "none":
+        return
+    dist.barrier()
+    print("worker of rank", local_rank)
+    dist.cleanup()
+    sys.exit(int(status))
+
+if __name__ == "__main__":
+    atexit.unregister(preloaded.break_down)
+    print("before")
+    sys.stdout.flush()
+    dist.launch(worker, sys.argv[1], sys.argv[2], nprocs=2)
+    print("after")
+"""
+
+
+@pytest.mark.parametrize("status", ["none", "0", "3"])
+def test_a_started_process_runs_its_exit_handlers_if_it_succeeds(status, tmp_path):
+    """Also where a handler that the fork server had registered raises. A failed process leaves at once."""
+    (tmp_path / "preloaded.py").write_text(PRELOADED)
+    (tmp_path / "script.py").write_text(WITH_HANDLERS)
+    (tmp_path / "temporary").mkdir()
+    environment = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    code, stdout, stderr = run(tmp_path / "script.py", tmp_path / "temporary", status, env=environment)
+    lines = stdout.splitlines()
+    if status == "3":
+        assert code == 1 and "exited with status 3" in stderr
+        assert not {"after", "inherited", "handler of rank 0", "handler of rank 1"} & set(lines)
+        return
+    assert code == 0, stderr
+    assert (lines[0], lines[-1]) == ("before", "after")
+    for rank in range(2):
+        own = [line for line in lines if line.endswith(f"of rank {rank}")]
+        assert own == [f"worker of rank {rank}", f"handler of rank {rank}"][-len(own) :]
+        assert len(own) == 1 + (status == "0")
+    assert lines.count("inherited") == 2 and stderr.count("RuntimeError: the handler's own mistake") == 2
+    assert not list((tmp_path / "temporary").iterdir()), "temporary files are removed"
 
 
 # ---- nothing left behind, nothing open, no collisions ---------------------------------------------------------------
