@@ -56,7 +56,7 @@ def atomic(path):
         with contextlib.suppress(OSError):
             os.remove(temporary)
         # torch.save turns the OSError of a full disk into a RuntimeError.
-        cause = failure.__context__ if isinstance(failure, RuntimeError) else failure
+        cause = failure.__context__ if type(failure) is RuntimeError else failure
         if not isinstance(cause, OSError):
             raise
         line = f"cannot save {_location(path)}: {cause.strerror}: make room there, or choose another path"
@@ -114,14 +114,15 @@ def _patient_group():
 # ---- one file, written by local rank 0 of every node ----------------------------------------------------------------
 
 
-def save(path, model, optimizer, scheduler=None, epoch=0, step=0):
+def save(path, model, optimizer, scheduler=None, epoch=0, step=0, **more):
     """Write to `path`, once per node, everything needed to resume at `step` of `epoch`, the next to run.
 
+    `more` names further objects that have state_dict and load_state_dict, like a second optimizer or a GradScaler.
     Every rank must call it. The model is saved unwrapped, so any number of processes can load it. Raises
     DistributedError on every rank if a node cannot write, or if a state holds a value that could not be loaded again,
     like a numpy number or a Path; that node's old file is then unchanged.
     """
-    parts = _parts(model, optimizer, scheduler)
+    parts = _parts(model, optimizer, scheduler, more)
     dist.sync_params(parts["model"].buffers())  # with rank 0's, as DDP does: all nodes save the same
     error = None
     if dist.get_local_rank() == 0:
@@ -146,12 +147,13 @@ def _write(path, snapshot):
             )
 
 
-def load(path, model, optimizer, scheduler=None):
+def load(path, model, optimizer, scheduler=None, **more):
     """Restore the newest snapshot of all nodes on every rank; returns its (epoch, step), the next to run.
 
-    Without a snapshot anywhere it changes nothing and returns (0, 0). Every rank must call it; local rank 0 of each
-    node looks for `path`, and one that has the newest sends it to all, tensor by tensor. Raises DistributedError on
-    every rank if any node's file is damaged, cannot be read, or was saved from another model or other parts.
+    Without a snapshot anywhere it changes nothing and returns (0, 0). Every rank must call it, with `more` as in
+    `save`; local rank 0 of each node looks for `path`, and one that has the newest sends it to all, tensor by tensor.
+    Raises DistributedError on every rank if any node's file is damaged, cannot be read, or was saved from another
+    model or other parts.
     """
     snapshot, position, error = None, NO_SNAPSHOT, None
     if dist.get_local_rank() == 0:
@@ -165,7 +167,7 @@ def load(path, model, optimizer, scheduler=None):
         snapshot = None  # an older one makes room for the newest
     if dist.get_world_size() > 1:
         snapshot = _send(snapshot, holder)
-    _restore(_parts(model, optimizer, scheduler), snapshot, location)
+    _restore(_parts(model, optimizer, scheduler, more), snapshot, location)
     return position
 
 
@@ -203,11 +205,12 @@ def rebuild_buckets(model, compute_loss):
         buffer.copy_(before)
 
 
-def _parts(model, optimizer, scheduler):
+def _parts(model, optimizer, scheduler, more):
     """What is saved, by name; the model without torch.compile's and DDP's wrappers."""
     while hasattr(model, "_orig_mod") or isinstance(model, DistributedDataParallel):
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    parts.update(more)
     return {name: part for name, part in parts.items() if part is not None}
 
 

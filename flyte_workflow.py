@@ -1,22 +1,23 @@
 """The same experiment as the task of an orchestrator: mnist_DDP.py under Flyte.
 
-Flyte runs a task in a container with the GPUs and the memory that it asks for, tries it again after a failure, keeps
-what it returns, and answers from there when it is called again with the same inputs and the same code. Choose it over
-`python mnist_DDP.py` when training is one step of several, or the machines are a cluster's. Needs
-requirements-flyte.txt.
+Flyte runs a task in a container with the GPUs and the memory that the task requests. It retries a task that failed,
+and keeps what the task returns. It returns the cached result if neither the inputs nor the code have changed. Choose
+it over `python mnist_DDP.py` when training is one step of several, or when the machines belong to a cluster. Install
+requirements-flyte.txt first.
 
-Inside `pytorch_mnist_task` there is one process per GPU of its container, started by `distributed.launch`; it costs
-per process, and sends, what mnist_DDP.py does. `pytorch_mnist_elastic_task` is the same on several machines, where the
-kfpytorch plugin runs torchrun's elastic agent on each; then gradients cross the network between them.
+`pytorch_mnist_task` starts one process per GPU of its container, by `distributed.launch`. Memory per process and bytes
+sent are those of mnist_DDP.py. `pytorch_mnist_elastic_task` trains on several machines: the kfpytorch plugin runs
+torchrun's elastic agent on each of them, and the gradients cross the network.
 
-    python flyte_workflow.py                            # the workflow, here, without a cluster
+    python flyte_workflow.py                            # the workflow on this machine, without a cluster
     python flyte_workflow.py --data mnist --epochs 1    # with options of mnist_DDP.py
     pyflyte run flyte_workflow.py pytorch_training_wf --hp '{"data": "mnist", "epochs": 1}'
     pyflyte run --remote --image IMAGE flyte_workflow.py pytorch_training_wf              # on a cluster
-    pyflyte run --remote --image IMAGE flyte_workflow.py pytorch_mnist_elastic_task       # on NODES machines of it
+    pyflyte run --remote --image IMAGE flyte_workflow.py pytorch_mnist_elastic_task       # on NODES of its machines
 
-It prints what mnist_DDP.py prints, and last the outputs: the accuracy after each epoch, and where the weights are. A
-local execution keeps them in a temporary folder: when that is gone, `pyflyte local-cache clear` makes it train again.
+It prints what mnist_DDP.py prints, and then the outputs: the accuracy after each epoch, and the path of the weights.
+A local execution writes the weights to a temporary folder. When that folder is gone, `pyflyte local-cache clear` makes
+Flyte train again.
 """
 
 import hashlib
@@ -34,21 +35,29 @@ from flytekitplugins.kfpytorch import Elastic
 import checkpoint
 import distributed as dist
 import mnist
-import options
 import mnist_DDP
+import options
+import spawn
+import tracking
 from mnist_DDP import Hyperparameters
 
-sys.path.append(str(Path(__file__).resolve().parent))  # for the workers: pyflyte removes it after this import
-dataclass_json(Hyperparameters, undefined=Undefined.RAISE)  # or pyflyte ignores an option that does not exist
+# pyflyte removes this folder from sys.path after it has imported this file, but the started processes need it.
+sys.path.append(str(Path(__file__).resolve().parent))
 
-NODES, GPUS = 2, 2  # machines of the elastic task; GPUs, and processes, per machine of both
+# Let pyflyte refuse an unknown hyperparameter. By default it ignores one.
+dataclass_json(Hyperparameters, undefined=Undefined.RAISE)
 
-SOURCES = (__file__, mnist_DDP.__file__, mnist.__file__, checkpoint.__file__, dist.__file__)
+NODES = 2  # machines of the elastic task
+GPUS = 2  # GPUs per machine, with one process each
+
+MODULES = (mnist_DDP, mnist, tracking, checkpoint, dist, spawn, options)
+SOURCES = [__file__, *(module.__file__ for module in MODULES)]
 
 
 def version_of(sources):
-    """Of a cache: changed code has another, so that no result of the code before is taken for one of its own."""
-    return hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources)).hexdigest()[:16]
+    """The cache version. It changes with the code, so stale results are never reused."""
+    code = b"".join(Path(source).read_bytes() for source in sources)
+    return hashlib.sha256(code).hexdigest()[:16]
 
 
 VERSION = version_of(SOURCES)
@@ -57,7 +66,7 @@ DEFAULTS = Hyperparameters()
 REQUESTS = {
     "requests": Resources(cpu="4", mem="8Gi", gpu=str(GPUS)),
     "limits": Resources(mem="16Gi", gpu=str(GPUS)),
-    "shared_memory": True,  # for NCCL between the processes of a container
+    "shared_memory": True,  # NCCL needs it between the processes of a container
     "retries": 2,
     "cache": True,
     "cache_version": VERSION,
@@ -65,17 +74,19 @@ REQUESTS = {
 
 
 class TrainingOutputs(NamedTuple):
-    epoch_accuracies: list[float]  # of all test samples, after each epoch
-    model_state: FlyteFile  # for torch.load(..., weights_only=True) and load_state_dict
+    epoch_accuracies: list[float]  # on the test set, after each epoch
+    model_state: FlyteFile  # load it with torch.load(..., weights_only=True) and load_state_dict
 
 
 def train(hp):
-    """Train in one process per GPU, or in GPUS of them where there is none, so that the global batch is the same."""
+    """Train in one process per GPU, or in GPUS processes if there is no GPU."""
     folder = Path(current_context().working_directory)
-    dist.launch(mnist_DDP.train_mnist, hp, str(folder), nprocs=torch.cuda.device_count() or GPUS)
-    if dist.is_primary():  # under the elastic agent every process comes here, and rank 0's outputs count
-        accuracies = json.loads((folder / "mnist_cnn_accuracies.json").read_text())
-        return TrainingOutputs(accuracies, FlyteFile(str(folder / "mnist_cnn.pt")))
+    processes = torch.cuda.device_count() or GPUS
+    dist.launch(mnist_DDP.main_worker, hp, str(folder), nprocs=processes)
+    if not dist.is_primary():  # under the elastic agent every process comes here, and rank 0 returns the outputs
+        return None
+    accuracies = json.loads((folder / "mnist_cnn_accuracies.json").read_text())
+    return TrainingOutputs(accuracies, FlyteFile(str(folder / "mnist_cnn.pt")))
 
 
 @task(**REQUESTS)
@@ -96,8 +107,8 @@ def pytorch_training_wf(hp: Hyperparameters = DEFAULTS) -> TrainingOutputs:
 if __name__ == "__main__":
     cli_hp, _ = mnist_DDP.parse_hyperparameters(options.ArgumentParser(__doc__))
     outputs = pytorch_training_wf(hp=cli_hp)
-    if not Path(outputs.model_state.path).exists():  # it is in a temporary folder
-        path = outputs.model_state.path
-        sys.exit(f"{path}, kept from an earlier run, is gone: `pyflyte local-cache clear`, and again")
+    path = outputs.model_state.path
+    if not Path(path).exists():  # the cached result of a local execution is in a temporary folder
+        sys.exit(f"{path}, which an earlier run saved, is gone: run `pyflyte local-cache clear`, then start again")
     print(f"epoch_accuracies: {outputs.epoch_accuracies}")
-    print(f"model_state: {outputs.model_state.path}")
+    print(f"model_state: {path}")

@@ -1,248 +1,440 @@
-"""A complete experiment: DDP as one runs it for a result, with hyperparameters, evaluation, tracking and artefacts.
+"""The file to start from: a complete experiment with DDP, to copy for a data set and a model of your own.
 
-Every process trains on its share of the digits and evaluates on its share of the test images: the accuracy is that of
-all of them, each counted once. Choose min_DDP.py to learn DDP, this file as the beginning of a project of your own,
-flyte_workflow.py to run it as the task of an orchestrator, and multigpu_torchrun.py if it must survive a crash.
+Four places say CHANGE HERE: the data, the model, the loss, the optimizer. Keep the rest. All processes train and
+evaluate, gradients are accumulated, the run resumes where it was killed, and it is tracked. The number of processes
+changes the speed and not the result. In each step all processes together take one global batch B of a shuffled order,
+and each of them splits its share of B into K micro-batches:
 
-Cost per process, for P float32 parameters on N processes trained by SGD with momentum: 4·P bytes of parameters, 4·P of
-gradients and 4·P of momentum, whatever N. Each optimizer step sends 2·(N-1)/N · 4·P bytes. --grad-accumulation K does
-so for K batches at once: the step of a batch K times as large, in the memory of one.
+    2 processes, --grad-accumulation 2
 
-    python mnist_DDP.py                                           # all visible GPUs; two CPU processes without one
+    rank 0   forward backward   forward backward --+-- all-reduce --- clip --- optimizer --- next step
+    rank 1   forward backward   forward backward --+
+             (no_sync)          gradient of the mean over B, on every rank:  g = 1/B * sum of the gradients of B
+
+Choose min_DDP.py to learn DDP, flyte_workflow.py to run this experiment as the task of an orchestrator, and
+multinode_torchrun.py for machines that come and go.
+
+Cost per process, for P float32 parameters trained by SGD with momentum on N processes: 4·P bytes of parameters, 4·P of
+gradients, 4·P of momentum, and the activations of one micro-batch. Each step sends 2·(N-1)/N · 4·P bytes, whatever K.
+
+    python mnist_DDP.py                                           # all visible GPUs; on the CPU add --nproc 2
+    python mnist_DDP.py --snapshot-path snapshot.pt               # save snapshots; the same command again resumes
     python mnist_DDP.py --data mnist                              # the real MNIST, 99 % after five epochs
-    python mnist_DDP.py --grad-accumulation 4 --amp               # four batches per step, computed in bfloat16
-    WANDB_MODE=offline python mnist_DDP.py --wandb                # tracked by Weights & Biases, without an account
-    python mnist_DDP.py --tensorboard runs --output-dir results   # tracked by TensorBoard: tensorboard --logdir runs
+    python mnist_DDP.py --grad-accumulation 4 --amp --compile     # four micro-batches per step, bfloat16, compiled
+    WANDB_MODE=offline python mnist_DDP.py --wandb                # Weights & Biases, without an account
+    python mnist_DDP.py --tensorboard runs --output-dir results   # TensorBoard: tensorboard --logdir runs
     torchrun --standalone --nproc-per-node 2 mnist_DDP.py         # processes started by torchrun
 
-It prints `Train Epoch: 1 [12800/60000 (21%)]	loss=0.1234`, the average loss of all processes' samples since the line
-before, and after each epoch `test_loss=0.0512 accuracy=0.9837 (9837/10000)`. Last it writes mnist_cnn.pt, the plain
-model's state_dict, and mnist_cnn_accuracies.json, the list of the accuracies after each epoch.
+It prints `Train Epoch: 1 [12800/60000 (21%)]	loss=0.1234`, the mean loss of all samples since the line before, and
+after each epoch `test_loss=0.0512 accuracy=0.9837 (9837/10000)`. At the end it writes mnist_cnn.pt, the state_dict of
+the plain model, and mnist_cnn_accuracies.json, the accuracy after each epoch.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import importlib.util
-import itertools
 import json
+import math
 import os
 import sys
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
 
 import checkpoint
 import distributed as dist
 import mnist
 import options
+import tracking
 
-# ---- hyperparameters, which are the command line ------------------------------------------------------------------
-
-
-def below_one(text):
-    """An argparse `type`: a number from 0 to below 1."""
-    with contextlib.suppress(ValueError):
-        if 0 <= float(text) < 1:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+# ---- hyperparameters: one line is one option of the command line --------------------------------------------------
 
 
-def option(default, help, **how):
-    """A field of `Hyperparameters` and, as its metadata, how argparse's add_argument is called for it."""
-    how = {"action": "store_true"} if default is False else how
-    return dataclasses.field(default=default, metadata={"help": help, **how})
+def option(default, check, help):
+    """A field of `Hyperparameters`: its default, the function that checks it (an argparse `type`), and its help."""
+    return dataclasses.field(default=default, metadata={"check": check, "help": help})
 
 
 @dataclasses.dataclass
 class Hyperparameters:
-    """What is trained and how it is watched. Raises ValueError for a value that the command line would refuse."""
+    """What is trained, and how. Raises ValueError for a value that the command line would refuse."""
 
-    backend: str = option("auto", "auto is nccl for GPUs and gloo for CPUs", choices=("auto", "nccl", "gloo"))
-    momentum: float = option(0.9, "of SGD", type=below_one)
-    batch_size: int = option(64, "samples per process, in one forward pass", type=options.whole_number(1))
-    test_batch_size: int = option(1000, "the same, for the evaluation", type=options.whole_number(1))
-    epochs: int = option(5, "passes over the data", type=options.whole_number(1))
-    lr: float = option(
-        0.05, "learning rate of SGD at first; it falls to 0 as a cosine does", type=options.positive_number
-    )
-    log_interval: int = option(100, "steps between two lines", type=options.whole_number(1))
-    seed: int = option(0, "of the drawn digits, the weights and the order of samples", type=options.seed_number)
-    grad_accumulation: int = option(1, "batches per step", metavar="K", type=options.whole_number(1))
-    amp: bool = option(False, "compute in bfloat16 where it is safe")
-    wandb: bool = option(False, "track with Weights & Biases")
-    tensorboard: str = option("", "track with TensorBoard, in this folder", metavar="DIR")
-    data: str = "synthetic"  # this and the next as mnist.add_data_options has them
-    data_dir: str = "data"
+    data: str = option("synthetic", options.one_of(*mnist.DATA_SETS), "synthetic digits, or mnist, downloaded once")
+    data_dir: str = option("data", str, "folder that holds MNIST, or to which it is downloaded")
+    global_batch_size: int = option(128, options.whole_number(1), "samples per step, over all processes")
+    grad_accumulation: int = option(1, options.whole_number(1), "micro-batches per step and process")
+    test_batch_size: int = option(1000, options.whole_number(1), "samples per process and batch of the evaluation")
+    num_workers: int = option(0, options.whole_number(0), "processes that load data, per training process")
+    epochs: int = option(5, options.whole_number(1), "passes over the training data")
+    lr: float = option(0.05, options.positive_number, "largest learning rate; it falls to 0 along a cosine")
+    warmup: int = option(0, options.whole_number(0), "steps in which the learning rate rises to --lr")
+    momentum: float = option(0.9, options.number(0, below=1), "momentum of SGD")
+    clip: float = option(0.0, options.number(0), "clip the global gradient norm to this; 0 does not clip")
+    amp: bool = option(False, bool, "compute in bfloat16 where it is safe")
+    compile: bool = option(False, bool, "compile the model with torch.compile")
+    seed: int = option(0, options.seed_number, "random seed")
+    log_interval: int = option(100, options.whole_number(1), "print every N steps")
+    save_every: int = option(500, options.whole_number(1), "save a snapshot every N steps, and after each epoch")
+    backend: str = option("auto", options.one_of("auto", "nccl", "gloo"), "auto, nccl or gloo; auto is nccl for GPUs")
+    wandb: bool = option(False, bool, "track with Weights & Biases")
+    tensorboard: str = option("", str, "track with TensorBoard, in this folder")
 
-    def __post_init__(self):  # an orchestrator fills it in without argparse
+    def __post_init__(self):
+        """Check every value: an orchestrator fills them in without a command line."""
         for field in dataclasses.fields(self):
-            value, how = getattr(self, field.name), field.metadata
+            value = getattr(self, field.name)
+            check = field.metadata["check"]
             try:
-                how.get("type", str)(str(value))
-            except (argparse.ArgumentTypeError, ValueError) as error:
+                check(str(value))
+            except argparse.ArgumentTypeError as error:
                 raise ValueError(f"{field.name}: {error}") from None
-            if value not in how.get("choices", [value]):
-                raise ValueError(f"{field.name}: {value!r} is not one of {', '.join(how['choices'])}")
 
 
 def parse_hyperparameters(parser):
-    """Add an option for every field of `Hyperparameters`, and parse; returns them, and all options."""
+    """Add an option for every field of `Hyperparameters`, and parse. Returns the hyperparameters and all options."""
     fields = dataclasses.fields(Hyperparameters)
     for field in fields:
-        if field.metadata:
-            parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, **field.metadata)
-    mnist.add_data_options(parser)
+        name = "--" + field.name.replace("_", "-")
+        help = field.metadata["help"]
+        if field.type is bool:
+            parser.add_argument(name, action="store_true", help=help)
+        else:
+            parser.add_argument(name, type=field.metadata["check"], default=field.default, help=help)
     args = parser.parse_args()
-    if args.backend == "nccl" and not torch.cuda.device_count():
+    hp = Hyperparameters(**{field.name: getattr(args, field.name) for field in fields})
+    if hp.backend == "nccl" and not torch.cuda.device_count():
         parser.error("argument --backend: 'nccl' needs a GPU, and none is visible: choose auto or gloo")
-    for package in (name for name in ("wandb", "tensorboard") if getattr(args, name)):
-        found = importlib.util.find_spec(package)
-        if not (found and found.origin):  # without an origin it is a folder of that name, as wandb itself makes one
-            sys.exit(f"--{package}: {package} is not installed: pip install -r requirements-tracking.txt")
-    if args.tensorboard:
-        checkpoint.check_writable("--tensorboard", args.tensorboard)
-    return Hyperparameters(**{field.name: getattr(args, field.name) for field in fields}), args
+    if hp.wandb:
+        check_installed("wandb")
+    if hp.tensorboard:
+        check_installed("tensorboard")
+        checkpoint.check_writable("--tensorboard", hp.tensorboard)
+    return hp, args
+
+
+def check_installed(package):
+    spec = importlib.util.find_spec(package)
+    is_folder = spec is not None and spec.origin is None  # of that name, as W&B makes one in the current folder
+    if spec is None or is_folder:
+        sys.exit(f"--{package}: {package} is not installed: pip install -r requirements-tracking.txt")
 
 
 def parse_args():
     parser = options.ArgumentParser(__doc__)
-    parser.add_argument("--output-dir", default=".", help="where to write the weights and accuracies")
     parser.add_nproc()
+    parser.add_argument("--output-dir", default=".", help="folder for the weights and the accuracies")
+    parser.add_argument("--snapshot-path", help="file to save snapshots to, and to resume from (default: no snapshots)")
     hp, args = parse_hyperparameters(parser)
+    problem = batch_size_problem(hp, args.nproc)
+    if problem:
+        parser.error(f"argument --global-batch-size: {problem}")
     checkpoint.check_writable("--output-dir", args.output_dir)
+    if args.snapshot_path:
+        checkpoint.check_writable("--snapshot-path", os.path.dirname(os.path.abspath(args.snapshot_path)))
     return hp, args
+
+
+def batch_size_problem(hp, world_size):
+    """Why the global batch is too small, in a line; None if it is not."""
+    micro_batches = world_size * hp.grad_accumulation
+    if hp.global_batch_size >= micro_batches:
+        return None
+    return (
+        f"{hp.global_batch_size} is less than {micro_batches}, "
+        f"the micro-batches of {world_size} x --grad-accumulation {hp.grad_accumulation}"
+    )
+
+
+# ---- data, model, loss and optimizer ------------------------------------------------------------------------------
+
+
+def load_datasets(hp):
+    # CHANGE HERE, 1 of 4: the data. Any two Datasets with a length, whose samples are (input, label). Augment with
+    # torch's random numbers: each micro-batch has a seed of its own.
+    train_set = mnist.load_data(hp.data, hp.data_dir, train=True, seed=hp.seed)
+    test_set = mnist.load_data(hp.data, hp.data_dir, train=False, seed=hp.seed)
+    return train_set, test_set
+
+
+def make_model():
+    # CHANGE HERE, 2 of 4: the model. Any nn.Module.
+    return mnist.SimpleCNN()
+
+
+def forward(model, inputs, labels, device, amp):
+    """Outputs, labels and losses of a batch, on `device`."""
+    inputs = inputs.to(device, non_blocking=True)
+    labels = labels.to(device, non_blocking=True)
+    autocast = contextlib.nullcontext()
+    if amp:
+        autocast = torch.autocast(device.type, torch.bfloat16)
+    with autocast:
+        # CHANGE HERE, 3 of 4: the loss. One number per sample, not their mean, since ranks may have unequal shares.
+        outputs = model(mnist.normalize(inputs))
+        losses = F.cross_entropy(outputs, labels, reduction="none")
+    return outputs, labels, losses
+
+
+def make_optimizer(model, hp, steps):
+    """The optimizer, and a scheduler that is stepped after each of `steps` steps."""
+    # CHANGE HERE, 4 of 4: the optimizer. fused=True is faster, but not every optimizer has it.
+    optimizer = torch.optim.SGD(model.parameters(), lr=hp.lr, momentum=hp.momentum, fused=True)
+
+    def factor(step):
+        """The learning rate of `step`, as a fraction of --lr."""
+        if step < hp.warmup:
+            return (step + 1) / hp.warmup
+        progress = (step - hp.warmup) / max(1, steps - hp.warmup)
+        return (1 + math.cos(math.pi * progress)) / 2
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+# ---- batches that a resumed run repeats exactly -------------------------------------------------------------------
+
+
+def seed_of(*numbers):
+    """A random seed that depends on all of these whole numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+
+
+class SeededBatches(Dataset):
+    """A whole batch of `dataset` at each access. Its augmentation has the batch's seed, in any worker process."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __getitem__(self, seed_and_indices):
+        seed, indices = seed_and_indices
+        torch.manual_seed(seed)
+        if hasattr(self.dataset, "__getitems__"):
+            batch = self.dataset.__getitems__(indices)
+        else:
+            batch = [self.dataset[index] for index in indices]
+        return mnist.collate(batch)
+
+
+def micro_batches(n, hp, epoch, first_step):
+    """The seed and the indices of each micro-batch of this rank, from `first_step` of `epoch` on.
+
+    The order of the `n` samples depends on --seed and epoch alone, so any number of ranks trains on the same global
+    batches, also after a resume. The samples that do not fill a last global batch are left out: others in each epoch.
+    """
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    generator = torch.Generator().manual_seed(hp.seed + epoch)
+    order = torch.randperm(n, generator=generator).tolist()
+    for step in range(first_step, n // hp.global_batch_size):
+        start = step * hp.global_batch_size
+        global_batch = order[start : start + hp.global_batch_size]
+        share = global_batch[rank::world_size]
+        for k in range(hp.grad_accumulation):
+            seed = seed_of(hp.seed, epoch, step, k, rank, 0)
+            yield seed, share[k :: hp.grad_accumulation]
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def train_epoch(model, loader, optimizer, scheduler, device, hp, epoch, tracker):
-    model.train()
-    size, steps = len(loader.dataset), -(-len(loader) // hp.grad_accumulation)
-    loss_sum, count = torch.zeros((), dtype=torch.float64, device=device), 0  # on the device: no wait for it in a step
-    batches = iter(loader)
-    for step in range(1, steps + 1):
-        group = list(itertools.islice(batches, hp.grad_accumulation))  # the last one of an epoch may have fewer
-        n = sum(len(labels) for _, labels in group)
-        optimizer.zero_grad()
-        for i, (images, labels) in enumerate(group, 1):
-            model.require_backward_grad_sync = i == len(group)  # DDP adds the others' up and sends nothing
-            _, _, losses = mnist.forward(model, images, labels, device, hp.amp)
-            (losses.sum() / n).backward()  # so that all of them make the mean of the group's samples
+class Trainer:
+    def __init__(self, hp, device, snapshot_path):
+        self.hp = hp
+        self.device = device
+        self.snapshot_path = snapshot_path
+        self.train_set, self.test_set = load_datasets(hp)
+        self.steps = len(self.train_set) // hp.global_batch_size  # of an epoch
+        if self.steps == 0:
+            line = f"--global-batch-size {hp.global_batch_size} is more than the {len(self.train_set)} training samples"
+            raise dist.DistributedError(line)
+        torch.manual_seed(hp.seed)
+        self.net = make_model().to(device)
+        self.model = dist.prepare_ddp_model(self.net)
+        if hp.compile:
+            self.model.compile()  # after DDP: the all-reduces then start while backward computes
+        self.optimizer, self.scheduler = make_optimizer(self.model, hp, hp.epochs * self.steps)
+        self.tracker = tracking.Tracker("mnist_DDP", hp.wandb, hp.tensorboard)
+
+    def train(self):
+        """Returns the accuracy after each epoch."""
+        epoch, step = self.resume()
+        self.tracker.start(self.net, self.hp, self.samples(epoch, step))
+        while epoch < self.hp.epochs:
+            self.train_epoch(epoch, step)
+            self.test_epoch(epoch)
+            epoch += 1
+            step = 0
+            self.save_snapshot(epoch, step)
+        return self.tracker.accuracies
+
+    def train_epoch(self, epoch, first_step):
+        self.model.train()
+        n = len(self.train_set)
+        loader = DataLoader(
+            SeededBatches(self.train_set),
+            batch_size=None,  # each item is a whole micro-batch
+            sampler=micro_batches(n, self.hp, epoch, first_step),
+            num_workers=self.hp.num_workers,
+            pin_memory=self.device.type == "cuda",
+        )
+        batches = iter(loader)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)  # on the device, to avoid a sync every step
+        last_line = first_step
+        for step in range(first_step + 1, self.steps + 1):
+            loss_sum += self.train_step(batches, epoch, step - 1)
+            saves = self.snapshot_path and step % self.hp.save_every == 0 and step < self.steps
+            # A snapshot begins a new line, so that a resumed run prints the same ones.
+            if step % self.hp.log_interval == 0 or step == self.steps or saves:
+                samples = (step - last_line) * self.hp.global_batch_size
+                loss = dist.all_reduce(loss_sum).item() / samples
+                loss_sum.zero_()
+                last_line = step
+                seen = step * self.hp.global_batch_size
+                line = f"Train Epoch: {epoch + 1} [{seen}/{n} ({seen / n:.0%})]\tloss={loss:.4f}"
+                dist.print_primary(line, flush=True)
+                lr = self.scheduler.get_last_lr()[0]
+                self.tracker.log(self.samples(epoch, step), loss=loss, lr=lr, epoch=epoch + 1)
+            if saves:
+                self.save_snapshot(epoch, step)
+
+    def train_step(self, batches, epoch, step):
+        """Train on the next global batch. Returns the sum of the losses of this rank's share."""
+        hp = self.hp
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.optimizer.zero_grad()
+        for k in range(hp.grad_accumulation):
+            inputs, labels = next(batches)
+            torch.manual_seed(seed_of(hp.seed, epoch, step, k, dist.get_rank(), 1))  # of dropout: it differs by rank
+            is_last = k == hp.grad_accumulation - 1
+            # Only the last micro-batch needs the all-reduce. no_sync has no effect if it is not around forward too.
+            with contextlib.nullcontext() if is_last or dist.get_world_size() == 1 else self.model.no_sync():
+                _, _, losses = forward(self.model, inputs, labels, self.device, hp.amp)
+                # DDP divides the sum over all ranks by their number. So this makes the mean over the global batch.
+                loss = losses.sum() * dist.get_world_size() / hp.global_batch_size
+                loss.backward()
             loss_sum += losses.detach().sum()
-        count += n
-        optimizer.step()
-        scheduler.step()
+        if hp.clip > 0:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), hp.clip)
+        self.optimizer.step()
+        self.scheduler.step()
+        return loss_sum
 
-        if step % hp.log_interval == 0 or step == steps:
-            total, n = dist.all_reduce(torch.stack([loss_sum, loss_sum.new_tensor(count)])).tolist()
-            loss_sum, count = torch.zeros_like(loss_sum), 0
-            seen = min(step * hp.grad_accumulation * hp.batch_size * dist.get_world_size(), size)
-            line = f"Train Epoch: {epoch} [{seen}/{size} ({seen / size:.0%})]\tloss={total / n:.4f}"
-            dist.print_primary(line, flush=True)
-            tracker.log((epoch - 1) * size + seen, loss=total / n, epoch=epoch)
-
-
-def train_mnist(rank, world_size, hp, output_dir="."):
-    """Train, evaluate after every epoch, and write both files to `output_dir`. `rank` is the local one."""
-    dist.init_process_group(backend=None if hp.backend == "auto" else hp.backend)
-    device = dist.get_device()
-    global_batch = world_size * hp.batch_size * hp.grad_accumulation
-    dist.print_primary(f"Training on {world_size} x {device.type}, global batch {global_batch}", flush=True)
-
-    loader, test_loader = mnist.make_loaders(hp, device)
-    torch.manual_seed(hp.seed + dist.get_rank())  # dropout should differ; DDP starts all from rank 0's weights
-    net = mnist.SimpleCNN().to(device)
-    model = dist.prepare_ddp_model(net, device_ids=[rank])
-    optimizer = torch.optim.SGD(model.parameters(), lr=hp.lr, momentum=hp.momentum, fused=True)
-    steps = hp.epochs * -(-len(loader) // hp.grad_accumulation)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    tracker, accuracies = Tracker(hp, net), []
-
-    for epoch in range(1, hp.epochs + 1):
-        loader.sampler.set_epoch(epoch)  # another order in each epoch, the same on every rank
-        train_epoch(model, loader, optimizer, scheduler, device, hp, epoch, tracker)
-        test_loss, hits, n = mnist.evaluate(net, test_loader, device, hp.amp)
-        accuracies.append(hits / n)
-        dist.print_primary(f"test_loss={test_loss:.4f} accuracy={hits / n:.4f} ({hits}/{n})", flush=True)
-        tracker.log(epoch * len(loader.dataset), test_loss=test_loss, accuracy=hits / n, epoch=epoch)
-        tracker.log_predictions(epoch * len(loader.dataset), net, test_loader.dataset, device)
-    if dist.is_primary():
-        try:
-            tracker.close()
-        finally:
-            save(output_dir, net, accuracies)
-
-
-def save(folder, net, accuracies):
-    """Write both files to `folder`, or neither. Raises SystemExit with one line if it cannot."""
-    with checkpoint.atomic(os.path.join(folder, "mnist_cnn_accuracies.json")) as results:
-        results.write(json.dumps(accuracies).encode())
-        results.flush()
-        os.fsync(results.fileno())  # a full disk is met before the other file takes its place
-        with checkpoint.atomic(os.path.join(folder, "mnist_cnn.pt")) as weights:
-            torch.save({name: tensor.cpu() for name, tensor in net.state_dict().items()}, weights)  # needs no GPU
-
-
-# ---- tracking -----------------------------------------------------------------------------------------------------
-
-
-class Tracker:
-    """What --wandb and --tensorboard log, by the primary rank. Without them, and on other ranks, it does nothing."""
-
-    def __init__(self, hp, net):
-        self.run = self.writer = None
-        if hp.wandb and dist.is_primary():
-            import wandb
-
-            try:
-                self.run = wandb.init(project="mnist_DDP", config=dataclasses.asdict(hp))
-            except wandb.Error as error:
-                reason = str(error).partition("\n")[0]
-                sys.exit(f"--wandb: {reason}: `wandb login` once, or set WANDB_MODE=offline")
-            self.run.define_metric("*", step_metric="samples")
-            self.run.watch(net, log="gradients", log_freq=hp.log_interval * hp.grad_accumulation)
-        if hp.tensorboard and dist.is_primary():
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.writer = SummaryWriter(hp.tensorboard)
-
-    def log(self, samples, **scalars):
-        """Log what is known after `samples` samples of training."""
-        if self.run:
-            self.run.log({"samples": samples, **scalars})
-        if self.writer:
-            for name, value in scalars.items():
-                self.writer.add_scalar(name, value, samples)
+    def test_epoch(self, epoch):
+        test_loss, hits, n = self.evaluate()
+        accuracy = hits / n
+        dist.print_primary(f"test_loss={test_loss:.4f} accuracy={accuracy:.4f} ({hits}/{n})", flush=True)
+        samples = self.samples(epoch + 1, 0)
+        self.tracker.accuracies.append(accuracy)
+        self.tracker.log(samples, test_loss=test_loss, accuracy=accuracy, epoch=epoch + 1)
+        if self.tracker.is_active():
+            self.log_predictions(samples)
 
     @torch.no_grad()
-    def log_predictions(self, samples, net, test_set, device, n=10 * 32):
-        """Log the first `n` test images, with guess, truth and class scores."""
-        if not (self.run or self.writer):
-            return
-        images, labels = next(iter(DataLoader(test_set, n, collate_fn=mnist.collate)))
-        if self.run:
-            import wandb
+    def evaluate(self):
+        """Mean loss, correct predictions and samples. Over all processes each sample counts once."""
+        self.net.eval()
+        dist.sync_params(self.net.buffers())  # batch norm's differ between ranks, and rank 0's are saved
+        loader = DataLoader(
+            self.test_set,
+            self.hp.test_batch_size,
+            sampler=dist.data_sampler(self.test_set, True, shuffle=False, pad=False),
+            collate_fn=mnist.collate,
+            num_workers=self.hp.num_workers,
+            pin_memory=self.device.type == "cuda",
+        )
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        hits = torch.zeros((), dtype=torch.float64, device=self.device)
+        for inputs, labels in loader:
+            outputs, labels, losses = forward(self.net, inputs, labels, self.device, self.hp.amp)
+            loss_sum += losses.sum(dtype=torch.float64)
+            hits += (outputs.argmax(dim=1) == labels).sum()
+        loss_sum, hits = dist.all_reduce(torch.stack([loss_sum, hits])).tolist()
+        n = len(self.test_set)
+        return loss_sum / n, int(hits), n
 
-            scores = net(mnist.normalize(images.to(device))).softmax(dim=1).cpu()
-            table = wandb.Table(columns=["image", "guess", "truth", *(f"score_{digit}" for digit in range(10))])
-            for image, label, row in zip(images, labels.tolist(), scores, strict=True):
-                table.add_data(wandb.Image(image[0].numpy()), row.argmax().item(), label, *row.tolist())
-            self.run.log({"samples": samples, "test_predictions": table})
-        if self.writer:
-            self.writer.add_images("test_images", images, samples)
+    @torch.no_grad()
+    def log_predictions(self, samples, n=320):
+        """Log the first `n` test images with their labels and the model's scores. Rank 0 alone calls it."""
+        images, labels = next(iter(DataLoader(self.test_set, n, collate_fn=mnist.collate)))
+        outputs, _, _ = forward(self.net, images, labels, self.device, self.hp.amp)
+        self.tracker.log_predictions(samples, images, labels, outputs.float().softmax(dim=1).cpu())
 
-    def close(self):
-        if self.run:
-            self.run.finish()
-        if self.writer:
-            try:
-                self.writer.close()
-            except OSError as error:
-                sys.exit(f"--tensorboard: cannot write to {os.path.abspath(self.writer.log_dir)}: {error.strerror}")
+    def samples(self, epoch, step):
+        """The number of samples trained before `step` of `epoch`: the x-axis of everything that is tracked."""
+        return (epoch * self.steps + step) * self.hp.global_batch_size
+
+    def resume(self):
+        """Load the snapshot, if there is one. Returns the epoch and the step to run next."""
+        # DDP arranges its buckets in the first backward. Do that before the first step, as each resumed run does: the
+        # buckets decide in which order gradients are summed, and so their last bits.
+        checkpoint.rebuild_buckets(self.model, self.loss_of_two_samples)
+        if not self.snapshot_path:
+            return 0, 0
+        parts = {"scheduler": self.scheduler, "tracker": self.tracker}
+        epoch, step = checkpoint.load(self.snapshot_path, self.model, self.optimizer, **parts)
+        if self.scheduler.last_epoch != epoch * self.steps + step:
+            raise dist.DistributedError(
+                f"{self.snapshot_path} was saved with another --global-batch-size or another number of samples: "
+                "use the same, or choose another path"
+            )
+        if (epoch, step) != (0, 0):
+            dist.print_primary(f"Resuming from {self.snapshot_path} at epoch {epoch + 1}, step {step}", flush=True)
+        return epoch, step
+
+    def loss_of_two_samples(self):
+        inputs, labels = SeededBatches(self.train_set)[0, [0, 1]]
+        _, _, losses = forward(self.model, inputs, labels, self.device, self.hp.amp)
+        return losses.sum()
+
+    def save_snapshot(self, epoch, step):
+        if self.snapshot_path:
+            parts = {"scheduler": self.scheduler, "tracker": self.tracker}
+            checkpoint.save(self.snapshot_path, self.model, self.optimizer, epoch=epoch, step=step, **parts)
+
+
+def save_results(folder, net, accuracies):
+    """Write the weights and the accuracies to `folder`. Raises DistributedError on every rank if rank 0 cannot."""
+    error = None
+    if dist.is_primary():
+        try:
+            write_results(folder, net, accuracies)
+        except dist.DistributedError as failure:
+            error = str(failure)
+    dist.raise_on_all(error)
+
+
+def write_results(folder, net, accuracies):
+    """Write both files, or neither."""
+    weights = {name: tensor.cpu() for name, tensor in net.state_dict().items()}  # to be loaded without a GPU
+    with checkpoint.atomic(os.path.join(folder, "mnist_cnn_accuracies.json")) as results_file:
+        results_file.write(json.dumps(accuracies).encode())
+        results_file.flush()
+        os.fsync(results_file.fileno())  # a full disk is noticed here, before the other file is replaced
+        with checkpoint.atomic(os.path.join(folder, "mnist_cnn.pt")) as weights_file:
+            torch.save(weights, weights_file)
+
+
+def main_worker(local_rank, world_size, hp, output_dir=".", snapshot_path=None):
+    """Train and evaluate, then write the weights and the accuracies to `output_dir`."""
+    problem = batch_size_problem(hp, world_size)
+    if problem:
+        raise dist.DistributedError(f"global_batch_size: {problem}")
+    backend = hp.backend
+    if backend == "auto":
+        backend = None
+    dist.init_process_group(backend=backend)
+    device = dist.get_device()
+    line = f"Training on {world_size} x {device.type}, global batch {hp.global_batch_size}"
+    dist.print_primary(line, flush=True)
+
+    trainer = Trainer(hp, device, snapshot_path)
+    accuracies = trainer.train()
+    save_results(output_dir, trainer.net, accuracies)
+    trainer.tracker.close()
 
 
 if __name__ == "__main__":
     cli_hp, cli_args = parse_args()
-    dist.launch(train_mnist, cli_hp, cli_args.output_dir, nprocs=cli_args.nproc)
+    dist.launch(main_worker, cli_hp, cli_args.output_dir, cli_args.snapshot_path, nprocs=cli_args.nproc)

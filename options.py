@@ -109,3 +109,32 @@ def positive_number(text):
     if 0 < number < math.inf:
         return number
     raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
+
+
+def number(minimum, below=math.inf):
+    """An argparse `type`: a number that is at least `minimum` and below `below`."""
+
+    def parse(text):
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if minimum <= value < below:
+            return value
+        bounds = f"of at least {minimum}"
+        if below < math.inf:
+            bounds += f" and below {below}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {bounds}")
+
+    return parse
+
+
+def one_of(*names):
+    """An argparse `type`: one of `names`."""
+
+    def parse(text):
+        if text in names:
+            return text
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(names)}")
+
+    return parse

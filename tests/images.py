@@ -12,7 +12,7 @@ import mnist
 
 
 def digits(n, seed=0):
-    """Noise, and what is to be learnt: a white row."""
+    """Noise, and a white row that tells the digit."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (n,), generator=generator)
     images = torch.randint(200, (n, 1, 28, 28), generator=generator, dtype=torch.uint8)
@@ -21,7 +21,7 @@ def digits(n, seed=0):
 
 
 class Plain(Dataset):
-    """A data set as most people write one: sample by sample, with a number as label."""
+    """A data set as most people write one: one sample at a time, with a number as its label."""
 
     def __init__(self, whole):
         self.whole = whole
@@ -35,7 +35,7 @@ class Plain(Dataset):
 
 @contextlib.contextmanager
 def few_digits(train, test, kind=lambda whole: whole, dtype=torch.float64):
-    """`train` and `test` samples in the place of the thousands, in float64."""
+    """Replace the data sets by `train` and `test` samples, in float64."""
 
     def load(name="", data_dir="", train=True, seed=0):
         return kind(digits(sizes[train], int(train)))
@@ -50,9 +50,9 @@ def few_digits(train, test, kind=lambda whole: whole, dtype=torch.float64):
 
 
 class Net(nn.Module):
-    """Other features in training, something random, no empty batch."""
+    """It behaves differently in training, draws random numbers as dropout would, and refuses an empty batch."""
 
-    drawn = []  # noqa: RUF012  by this process, as dropout would draw
+    drawn = []  # noqa: RUF012  by this process
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ class Net(nn.Module):
 
 
 class Pooled(Net):
-    """With a layer that never gets a gradient, as BERT's pooler."""
+    """With a layer that never gets a gradient, like BERT's pooler."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ class Pooled(Net):
 
 
 class Normed(nn.Module):
-    """With buffers, which after a step are those of each rank's own last batch."""
+    """With buffers that differ between ranks after a step, and with dropout."""
 
     def __init__(self):
         super().__init__()
@@ -95,8 +95,8 @@ def make_adam(params, lr, fused=False, **_):
     return torch.optim.Adam(params, lr=lr, fused=fused)
 
 
-def make_layerwise(params, lr, fused=False):
-    """AdamW with a rate per layer, and all of them on a schedule."""
+def make_layerwise(params, lr, fused=False, **_):
+    """AdamW with one learning rate per layer, and a schedule for all of them."""
     params = list(params)
     groups = [{"params": params[:2], "lr": lr / 2}, {"params": params[2:]}]
     optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=0.1, fused=fused)
@@ -117,7 +117,7 @@ def normal(images):
 
 
 def outputs_of(net, dataset):
-    """As plain PyTorch has them, for all of a data set's images."""
+    """The outputs for all images of a data set, by plain PyTorch."""
     with torch.no_grad():
         return torch.cat([net(normal(images)) for images in dataset.images.split(1000)])
 
@@ -129,10 +129,8 @@ def result_of(net, dataset):
     return F.cross_entropy(outputs, dataset.labels).item(), hits, len(dataset)
 
 
-def train_alone(
-    make_optimizer, rates, sizes, batch, ranks=1, seed=3, first_epoch=0, anneal=False, model=Net, order_of=None
-):
-    """Plain PyTorch in one process and float64, an epoch for each of `rates`: the reference.
+def train_alone(make_optimizer, rates, sizes, batch, ranks=1, seed=3, first_epoch=0, model=Net, order_of=None):
+    """The reference: plain PyTorch in one process and float64, one epoch for each of `rates`.
 
     Returns the weights, (loss, samples) of every step, and `result_of` after every epoch.
     """
@@ -141,7 +139,6 @@ def train_alone(
         net, losses, tests = model(), [], []
         train_set, test_set = (mnist.load_data("", "", train=train, seed=seed) for train in (True, False))
         optimizer = make_optimizer(net.parameters(), rates[0])
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(rates) * -(-sizes[0] // batch))
         for epoch, rate in enumerate(rates):
             for group in optimizer.param_groups:
                 group["lr"] *= rate / rates[max(0, epoch - 1)]
@@ -153,8 +150,6 @@ def train_alone(
                 loss = F.cross_entropy(net.train()(normal(train_set.images[index])), train_set.labels[index])
                 loss.backward()
                 optimizer.step()
-                if anneal:
-                    scheduler.step()
                 losses.append((loss.item(), len(index)))
             tests.append(result_of(net, test_set))
         assert tests[-1][1] > 0.3 * sizes[1], "the reference must learn, or equality means little"

@@ -63,14 +63,19 @@ def save_worker(local_rank, world_size, path):
     wrapped = dist.prepare_ddp_model(model)
     if world_size == 2:
         wrapped = torch.compile(wrapped)
-    checkpoint.save(path, wrapped, optimizer, scheduler, epoch=7, step=3)
+    critic, second = nn.Linear(2, 2), torch.optim.SGD([torch.ones(1)], lr=0.5)
+    nn.init.constant_(critic.weight, 5)
+    checkpoint.save(path, wrapped, optimizer, scheduler, epoch=7, step=3, critic=critic, second=second)
 
 
 def load_worker(local_rank, world_size, path):
     dist.init_process_group()
     model, optimizer, scheduler = objects(9)
-    assert checkpoint.load(path, dist.prepare_ddp_model(model), optimizer, scheduler) == (7, 3)
+    critic, second = nn.Linear(2, 2), torch.optim.SGD([torch.ones(1)], lr=0.1)
+    model_and_more = (dist.prepare_ddp_model(model), optimizer, scheduler)
+    assert checkpoint.load(path, *model_and_more, critic=critic, second=second) == (7, 3)
     assert_same_states((model, optimizer, scheduler), objects(1))
+    assert (critic.weight == 5).all() and second.param_groups[0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize(("savers", "loaders"), [(1, 1), (3, 1), (1, 3), (2, 3)])
@@ -78,7 +83,7 @@ def test_any_number_of_processes_loads_what_any_number_saved(savers, loaders, tm
     path = str(tmp_path / "snapshot.pt")
     dist.launch(save_worker, path, nprocs=savers)
     snapshot = torch.load(path, weights_only=True)
-    assert snapshot.keys() == {"model", "optimizer", "scheduler", "epoch", "step"}
+    assert snapshot.keys() == {"model", "optimizer", "scheduler", "critic", "second", "epoch", "step"}
     assert snapshot["model"].keys() == objects()[0].state_dict().keys(), "of the unwrapped model"
     dist.launch(load_worker, path, nprocs=loaders)
     assert os.listdir(tmp_path) == ["snapshot.pt"]

@@ -138,7 +138,8 @@ def test_the_elastic_task_asks_for_machines():
 
 
 def test_another_code_is_another_version(tmp_path):
-    names = (SCRIPT, "mnist_DDP.py", "mnist.py", "checkpoint.py", "distributed.py")
+    names = (SCRIPT, "mnist_DDP.py", "mnist.py", "tracking.py", "checkpoint.py", "distributed.py", "spawn.py")
+    names += ("options.py",)
     versions = set()
     for name in ("", *names):
         sources = [tmp_path / f"{name}-{Path(source).name}" for source in flyte_workflow.SOURCES]
@@ -156,7 +157,7 @@ def test_a_task_trains_in_a_process_per_gpu_of_its_container(monkeypatch, tmp_pa
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         hp = Hyperparameters(epochs=7)
         outputs = flyte_workflow.train(hp)
-        assert launch.call_args == mock.call(mnist_DDP.train_mnist, hp, str(tmp_path), nprocs=nprocs)
+        assert launch.call_args == mock.call(mnist_DDP.main_worker, hp, str(tmp_path), nprocs=nprocs)
         assert (outputs.epoch_accuracies, outputs.model_state.path) == ([0.5], str(tmp_path / "mnist_cnn.pt"))
 
 

@@ -1,13 +1,14 @@
-"""The experiment: gradients accumulated as in one batch, an exact accuracy, artefacts whole, and what is tracked."""
+"""The experiment: any number of processes equals one, a killed run resumes exactly, results are whole and tracked."""
 
 import contextlib
 import dataclasses
 import errno
 import io
 import json
+import math
 import os
+import random
 import re
-import resource
 import struct
 import sys
 from importlib.machinery import ModuleSpec
@@ -25,16 +26,19 @@ from images import (
     assert_equal_states,
     digits,
     few_digits,
+    normal,
     outputs_of,
     result_of,
-    train_alone,
 )
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.run import get_args_parser
+from torch.multiprocessing import ProcessExitedException
+from torch.nn import functional as F
 
 import distributed as dist
 import mnist
 import mnist_DDP
+import spawn
 from mnist_DDP import Hyperparameters
 
 SCRIPT = "mnist_DDP.py"
@@ -43,10 +47,13 @@ TRAIN_LINE = re.compile(r"Train Epoch: (\d+) \[(\d+)/(\d+) \((\d+)%\)\]\tloss=(\
 TEST_LINE = re.compile(r"test_loss=(\d+\.\d{4}) accuracy=(\d\.\d{4}) \((\d+)/(\d+)\)")
 
 
-def train_worker(local_rank, world_size, hp, output_dir, sizes=(320, 101), model=mnist.SimpleCNN, **options):
-    options = {"dtype": torch.float32, **options}
-    with few_digits(*sizes, **options), mock.patch("mnist.SimpleCNN", model):
-        mnist_DDP.train_mnist(local_rank, world_size, hp, str(output_dir))
+def train_worker(
+    local_rank, world_size, hp, output_dir, sizes=(320, 101), model=mnist.SimpleCNN, snapshot_path=None, **data
+):
+    """Train on a few samples, by the script's own main_worker."""
+    data.setdefault("dtype", torch.float32)
+    with few_digits(*sizes, **data), mock.patch("mnist.SimpleCNN", model):
+        mnist_DDP.main_worker(local_rank, world_size, hp, str(output_dir), snapshot_path)
     if world_size > 1 and not (hp.wandb or hp.tensorboard):
         assert not {"wandb", "tensorboard", "flytekit"} & sys.modules.keys(), "extras are for who asks for them"
 
@@ -64,12 +71,12 @@ def accuracies_of(folder):
 
 def check_output(stdout, epochs, size=20_000, global_batch=128):
     """One process prints; returns the accuracies."""
-    lines = stdout.splitlines()
+    lines, trained_on = stdout.splitlines(), size // global_batch * global_batch
     assert lines[0] == f"Training on 2 x cpu, global batch {global_batch}"
     trained = [match.groups() for match in map(TRAIN_LINE.fullmatch, lines) if match]
     tested = [match.groups() for match in map(TEST_LINE.fullmatch, lines) if match]
     assert len(lines) == 1 + len(trained) + len(tested), stdout
-    seen = [*range(100 * global_batch, size, 100 * global_batch), size]
+    seen = [*range(100 * global_batch, trained_on, 100 * global_batch), trained_on]
     assert [(int(epoch), int(n)) for epoch, n, *_ in trained] == [(e + 1, n) for e in range(epochs) for n in seen]
     assert all(int(of) == size and percent == f"{100 * int(n) / size:.0f}" for _, n, of, percent, _ in trained)
     assert all(n == "10000" and accuracy == f"{int(hits) / 10_000:.4f}" for _, accuracy, hits, n in tested)
@@ -80,9 +87,14 @@ def check_output(stdout, epochs, size=20_000, global_batch=128):
 
 @pytest.mark.slow
 def test_the_command_tracked(tmp_path):
-    options = ("--epochs", 1, "--wandb", "--tensorboard", tmp_path / "runs", "--output-dir", tmp_path / "results")
-    status, stdout, stderr = run(SCRIPT, *options, env=wandb_offline(tmp_path))
+    """W&B leaves no temporary file."""
+    options = ("--nproc", 2, "--epochs", 1, "--wandb", "--tensorboard", tmp_path / "runs")
+    (tmp_path / "temporary").mkdir()
+    environment = {**wandb_offline(tmp_path), "TMPDIR": str(tmp_path / "temporary")}
+    command = (SCRIPT, *options, "--output-dir", tmp_path / "results")
+    status, stdout, stderr = run(*command, env=environment, timeout=200)
     assert status == 0, stderr
+    assert not [path.name for path in (tmp_path / "temporary").iterdir() if "wandb" in path.name]
     accuracies = check_output(stdout, 1)
     assert accuracies[0] > 0.95
     assert accuracies_of(tmp_path / "results") == accuracies
@@ -91,13 +103,14 @@ def test_the_command_tracked(tmp_path):
     test_set = mnist.load_data("synthetic", "", train=False)
     assert result_of(net, test_set)[1] == round(accuracies[0] * 10_000)
     losses = [float(line[-1]) for line in TRAIN_LINE.findall(stdout)]
-    check_wandb(tmp_path, net, test_set, [12_800, 20_000], losses, accuracies)
-    check_tensorboard(tmp_path / "runs", [12_800, 20_000], accuracies)
+    check_wandb(tmp_path, net, test_set, [12_800, 19_968], losses, accuracies)
+    check_tensorboard(tmp_path / "runs", [12_800, 19_968], accuracies)
 
 
 def check_wandb(folder, net, test_set, seen, losses, accuracies):
     """The history, the gradients of every layer, the configuration, and the table of the last epoch."""
-    rows, config, tables = read_wandb(folder)
+    rows, config, tables, metrics = read_wandb(folder)
+    assert metrics == {"*": "samples"}, "the x-axis"
     assert config["epochs"] == len(accuracies) and config["lr"] == 0.05
     logged = [row for row in rows if "loss" in row]
     assert [row["samples"] for row in logged] == seen
@@ -123,7 +136,7 @@ def check_tensorboard(folder, seen, accuracies):
 
     assert len(list(folder.iterdir())) == 1, "one process writes"
     events = EventAccumulator(str(folder)).Reload()
-    assert set(events.Tags()["scalars"]) == {"loss", "epoch", "test_loss", "accuracy"}
+    assert set(events.Tags()["scalars"]) == {"loss", "lr", "epoch", "test_loss", "accuracy"}
     assert [event.step for event in events.Scalars("loss")] == seen
     assert [event.value for event in events.Scalars("accuracy")] == pytest.approx(accuracies)
     assert events.Images("test_images")[-1].step == seen[-1] and events.Images("test_images")[-1].width > 28
@@ -136,12 +149,12 @@ def wandb_offline(folder):
 
 
 def read_wandb(folder):
-    """History, config and tables of the only run there, whose file is a LevelDB log: records in blocks of 32 KiB."""
+    """History, config, tables and metrics of the only run. Its file is a LevelDB log: records in blocks of 32 KiB."""
     from wandb.proto import wandb_internal_pb2
 
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     data, position, record = path.read_bytes(), 7, b""
-    rows, config, tables = [], {}, []
+    rows, config, tables, metrics = [], {}, [], {}
     while position < len(data):
         left = 32768 - position % 32768
         if left < 7:  # the rest of a block that has no room for a header
@@ -157,19 +170,21 @@ def read_wandb(folder):
             if items:
                 rows.append({item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items})
             config.update({item.key: json.loads(item.value_json) for item in message.run.config.update})
+            if message.metric.glob_name:
+                metrics[message.metric.glob_name] = message.metric.step_metric
             files = {file.path: file.local_path for file in message.artifact.manifest.contents}
             if "test_predictions.table.json" in files:
                 table = json.loads(Path(files["test_predictions.table.json"]).read_text())
                 assert {row[0]["path"] for row in table["data"]} < files.keys(), "the images are there"
                 tables.append(table)
-    return rows, config, tables
+    return rows, config, tables, metrics
 
 
 @pytest.mark.slow
 def test_the_same_under_torchrun(tmp_path):
-    options = ("--grad_accumulation", 2, "--epochs", 2, "--output_dir", tmp_path, "--amp")
-    status, stdout, stderr = torchrun(2, SCRIPT, *options)
-    assert status == 0, stderr
+    options = ("--global_batch_size", 256, "--grad_accumulation", 2, "--epochs", 2, "--output_dir", tmp_path, "--amp")
+    status, stdout, stderr = torchrun(2, SCRIPT, *options, timeout=200)
+    assert (status, [line for line in stderr.splitlines() if "OMP_NUM" not in line and "****" not in line]) == (0, [])
     assert accuracies_of(tmp_path) == check_output(stdout, 2, global_batch=256)
     assert accuracies_of(tmp_path)[-1] > 0.97
 
@@ -193,7 +208,7 @@ def check_record(path):
     record = json.loads(path.read_text())
     defaults = dataclasses.asdict(Hyperparameters(data="mnist"))
     del defaults["data_dir"]
-    assert record["hyperparameters"] == defaults and record["processes"] == 2 and defaults["batch_size"] == 64
+    assert record["hyperparameters"] == defaults and record["processes"] == 2 and defaults["global_batch_size"] == 128
     assert record["versions"]["torch"] and record["machine"]["cores"]
     accuracies = check_output("\n".join(record["log"]), 5, size=60_000)
     assert accuracies == record["accuracies"]
@@ -212,8 +227,9 @@ def test_the_hyperparameters_are_the_command_line(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     hp, args = parse(monkeypatch)
     assert hp == Hyperparameters()
-    assert (args.nproc, args.output_dir) == (2, ".")
+    assert (args.nproc, args.output_dir, args.snapshot_path) == (1, ".", None)
     given = {"backend": "gloo", "amp": True, "wandb": True, "tensorboard": "runs", "data": "mnist", "data_dir": "there"}
+    given["compile"] = True
     for field in FIELDS:
         given.setdefault(field.name, 0.5 if field.type is float else 7)
     for spelling in (str, lambda name: name.replace("_", "-")):
@@ -224,7 +240,7 @@ def test_the_hyperparameters_are_the_command_line(monkeypatch, tmp_path):
         assert dataclasses.asdict(hp) == given
 
 
-@pytest.mark.parametrize("name", [field.name for field in FIELDS] + ["output_dir"])
+@pytest.mark.parametrize("name", [field.name for field in FIELDS] + ["output_dir", "snapshot_path"])
 def test_torchrun_leaves_the_options_to_the_script(name):
     for option in (f"--{name}", f"--{name.replace('_', '-')}"):
         args = get_args_parser().parse_args(["--standalone", SCRIPT, option, "7"])
@@ -233,7 +249,19 @@ def test_torchrun_leaves_the_options_to_the_script(name):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"epochs": 0}, {"lr": float("nan")}, {"momentum": 1.0}, {"backend": "mpi"}, {"seed": -1}, {"batch_size": 1.5}],
+    [
+        {"epochs": 0},
+        {"lr": float("nan")},
+        {"lr": 0},
+        {"momentum": 1.0},
+        {"backend": "mpi"},
+        {"data": "cifar"},
+        {"seed": -1},
+        {"global_batch_size": 1.5},
+        {"clip": -1.0},
+        {"clip": float("inf")},
+        {"warmup": -1},
+    ],
 )
 def test_wrong_hyperparameters_are_refused_without_a_command_line_too(wrong):
     with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: "):
@@ -260,19 +288,55 @@ def test_without_an_account_it_is_one_line(tmp_path):
 
 # ---- training -------------------------------------------------------------------------------------------------------
 
-RATES = {"sgd": 0.01, "adam": 0.003}
-CASES = [(name, accumulation) for name in RATES for accumulation in (1, 3)]
+SIZES = (300, 101)
+TRICKS = {"grad_accumulation": 3, "clip": 4.0, "warmup": 5}
+CASES = {"plain": ("sgd", {}), "sgd": ("sgd", TRICKS), "adamw": ("layerwise", TRICKS), "rare": ("sgd", TRICKS)}
 
 
-def hyperparameters(name, accumulation, **changes):
-    values = {"batch_size": 12 // accumulation, "grad_accumulation": accumulation, "lr": RATES[name]}
-    return Hyperparameters(**{**values, "epochs": 3, "test_batch_size": 11, "log_interval": 1, "seed": 3, **changes})
+def hyperparameters(name, **changes):
+    """13 steps of 22 samples per epoch: 14 samples are left out, and 4 ranks have unequal shares."""
+    values = {"global_batch_size": 22, "lr": 0.003 if name == "layerwise" else 0.02, "epochs": 3, "seed": 3}
+    return Hyperparameters(**{**values, "test_batch_size": 11, "log_interval": 1, **changes})
+
+
+def train_alone(name, hp, model=Net):
+    """Plain PyTorch in one process and float64: weights, loss of every step, result after every epoch."""
+    with few_digits(*SIZES):
+        torch.manual_seed(hp.seed)
+        net, losses, tests, clipped = model(), [], [], []
+        train_set, test_set = (mnist.load_data(train=train) for train in (True, False))
+        optimizer = OPTIMIZERS[name](net.parameters(), hp.lr)
+        initial = [group["lr"] for group in optimizer.param_groups]
+        per_epoch = SIZES[0] // hp.global_batch_size
+        steps = hp.epochs * per_epoch
+        for epoch in range(hp.epochs):
+            order = torch.randperm(SIZES[0], generator=torch.Generator().manual_seed(hp.seed + epoch))
+            for index in order.split(hp.global_batch_size)[:per_epoch]:
+                done = len(losses)
+                factor = (1 + math.cos(math.pi * (done - hp.warmup) / (steps - hp.warmup))) / 2
+                if done < hp.warmup:
+                    factor = (done + 1) / hp.warmup
+                for group, lr in zip(optimizer.param_groups, initial, strict=True):
+                    group["lr"] = lr * factor
+                optimizer.zero_grad()
+                loss = F.cross_entropy(net.train()(normal(train_set.images[index])), train_set.labels[index])
+                loss.backward()
+                norm = sum((param.grad**2).sum() for param in net.parameters()).sqrt()
+                clipped.append(bool(hp.clip and norm > hp.clip))
+                if clipped[-1]:
+                    for param in net.parameters():
+                        param.grad *= hp.clip / (norm + 1e-6)  # as torch adds it
+                optimizer.step()
+                losses.append(loss.item())
+            tests.append(result_of(net, test_set))
+        assert tests[-1][1] > 0.3 * SIZES[1], "the reference must learn, or equality means little"
+        assert not hp.clip or 0 < sum(clipped) < len(clipped), "some steps are clipped"
+        return net.state_dict(), losses, tests
 
 
 def cases_worker(local_rank, world_size, folder):
     """Train in float64; record what was printed, drawn, sent and waited for. The last case prints less."""
-    cases = [(f"{name}-{k}", name, hyperparameters(name, k)) for name, k in CASES]
-    for case, name, hp in [*cases, ("rare", "sgd", hyperparameters("sgd", 1, log_interval=100))]:
+    for case, (name, changes) in CASES.items():
         sent, waits, prepare = [], [], dist.prepare_ddp_model
         stdout = io.StringIO()
         Net.drawn.clear()
@@ -292,6 +356,8 @@ def cases_worker(local_rank, world_size, folder):
             return mock.patch.object(torch.Tensor, name, lambda self: waits.append(name) or function(self))
 
         os.makedirs(f"{folder}/{case}", exist_ok=True)
+        rare = case == "rare"
+        hp = hyperparameters(name, **{**changes, "log_interval": 100 if rare else 1})
         with (
             mock.patch("distributed.prepare_ddp_model", prepare_and_count),
             mock.patch("torch.optim.SGD", OPTIMIZERS[name]) if name != "sgd" else contextlib.nullcontext(),
@@ -299,50 +365,192 @@ def cases_worker(local_rank, world_size, folder):
             counted("tolist"),
             contextlib.redirect_stdout(stdout),
         ):
-            options = {"model": Net, "dtype": torch.float64, **({"kind": Plain} if case == "rare" else {})}
-            train_worker(local_rank, world_size, hp, f"{folder}/{case}", (300, 101), **options)
+            data = {"dtype": torch.float64, **({"kind": Plain} if rare else {})}
+            train_worker(local_rank, world_size, hp, f"{folder}/{case}", SIZES, Net, **data)
         torch.save((sent, waits, stdout.getvalue(), torch.stack(Net.drawn)), f"{folder}/{case}/{local_rank}.pt")
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
 def test_equals_one_process(nprocs, tmp_path):
-    """300 samples in groups of 12 per process, the last one smaller; with 4 processes, one more than divides evenly."""
     dist.launch(cases_worker, str(tmp_path), nprocs=nprocs)
-    for name, lr in RATES.items():
-        reference = {"first_epoch": 1, "anneal": True, "ranks": nprocs}
-        state, losses, tests = train_alone(OPTIMIZERS[name], [lr] * 3, (300, 101), 12 * nprocs, **reference)
-        steps = len(losses) // 3
-        for case in [f"{name}-{k}" for _, k in CASES] + ["rare"] * (name == "sgd"):
-            assert_equal_states(weights_of(tmp_path / case), state)
-            assert accuracies_of(tmp_path / case) == [hits / n for _, hits, n in tests]
-            ranks = [torch.load(tmp_path / case / f"{rank}.pt", weights_only=True) for rank in range(nprocs)]
-            sent, waits, stdout, _ = ranks[0]
-            assert not any(output for _, _, output, _ in ranks[1:]), "rank 0 alone prints"
-            if nprocs > 1:
-                assert sent == [19_090] * len(losses), "one bucket of all gradients, once per step"
-            drawn = torch.cat([numbers for *_, numbers in ranks]).tolist()
-            assert len(set(drawn)) == len(drawn) >= nprocs * len(losses), "dropout differs between ranks and steps"
+    for case, (name, changes) in CASES.items():
+        hp = hyperparameters(name, **changes)
+        state, losses, tests = train_alone(name, hp)
+        assert_equal_states(weights_of(tmp_path / case), state)
+        assert accuracies_of(tmp_path / case) == [hits / n for _, hits, n in tests]
+        ranks = [torch.load(tmp_path / case / f"{rank}.pt", weights_only=True) for rank in range(nprocs)]
+        sent, waits, stdout, _ = ranks[0]
+        assert not any(output for _, _, output, _ in ranks[1:]), "rank 0 alone prints"
+        assert stdout.startswith(f"Training on {nprocs} x cpu, global batch 22\n")
+        if nprocs > 1:
+            assert sent == [19_090] * (1 + len(losses)), "one bucket of all gradients, once per step, and once before"
+        before = int(nprocs > 1)  # forward passes to arrange DDP's buckets
+        drawn = torch.cat([numbers[before:] for *_, numbers in ranks]).tolist()
+        assert len(drawn) == nprocs * hp.grad_accumulation * len(losses)
+        assert len(set(drawn)) == len(drawn), "dropout differs between ranks, steps and micro-batches"
 
-            trained = [(int(seen), float(loss)) for _, seen, _, _, loss in TRAIN_LINE.findall(stdout)]
-            if case == "rare":
-                epochs = [losses[i * steps : (i + 1) * steps] for i in range(3)]
-                means = [sum(loss * n for loss, n in epoch) / sum(n for _, n in epoch) for epoch in epochs]
-                assert [loss for _, loss in trained] == pytest.approx(means, abs=6e-5)
-                assert len(waits) <= 15, "a few per epoch, none per step"
-            else:
-                assert [loss for _, loss in trained] == pytest.approx([loss for loss, _ in losses], abs=6e-5)
-                assert [seen for seen, _ in trained] == [min(12 * nprocs * (i + 1), 300) for i in range(steps)] * 3
-                assert len(waits) <= len(losses) + 15, "a wait per line, here per step"
-            tested = [(float(loss), int(hits), int(n)) for loss, _, hits, n in TEST_LINE.findall(stdout)]
-            assert [counts for _, *counts in tested] == [counts for _, *counts in tests], "each sample once"
-            assert [loss for loss, *_ in tested] == pytest.approx([loss for loss, *_ in tests], abs=6e-5)
+        trained = [(int(seen), float(loss)) for _, seen, _, _, loss in TRAIN_LINE.findall(stdout)]
+        if case == "rare":
+            means = [sum(losses[i : i + 13]) / 13 for i in range(0, 39, 13)]
+            assert trained == [(286, pytest.approx(mean, abs=6e-5)) for mean in means]
+            assert len(waits) <= 60, "some per epoch, none per step"
+        else:
+            assert [loss for _, loss in trained] == pytest.approx(losses, abs=6e-5)
+            assert [seen for seen, _ in trained] == [22 * (i + 1) for i in range(13)] * 3
+            assert len(waits) <= len(losses) + 60, "a wait per line, here per step"
+        tested = [(float(loss), int(hits), int(n)) for loss, _, hits, n in TEST_LINE.findall(stdout)]
+        assert [counts for _, *counts in tested] == [counts for _, *counts in tests], "each sample once"
+        assert [loss for loss, *_ in tested] == pytest.approx([loss for loss, *_ in tests], abs=6e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiled_it_is_the_same(tmp_path):
+    hp = hyperparameters("sgd", **{**TRICKS, "epochs": 1, "compile": True})
+    dist.launch(compiled_worker, hp, str(tmp_path), nprocs=2)
+    assert_equal_states(weights_of(tmp_path), train_alone("sgd", hp)[0])
+
+
+class Quiet(Net):
+    """Net without random numbers, which a compiled model cannot put into a list."""
+
+    def forward(self, x):
+        x = self.first(x.flatten(1)).relu()
+        if self.training:
+            x = 2 * x
+        return self.second(x)
+
+
+def compiled_worker(local_rank, world_size, hp, folder):
+    from torch._dynamo.utils import counters
+
+    train_worker(local_rank, world_size, hp, folder, SIZES, Quiet, dtype=torch.float64)
+    assert counters["stats"]["unique_graphs"] > 0, "it was compiled"
+
+
+# ---- killed and resumed ---------------------------------------------------------------------------------------------
+
+
+class Noisy(Plain):
+    """Noise from torch's random numbers, drawn by whichever process loads a sample."""
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return (image + torch.randint(20, image.shape, dtype=torch.uint8)).clamp(max=255), label
+
+
+def killed_worker(local_rank, world_size, at, hp, folder, model, dtype, kind=None):
+    """Train with snapshots. The last rank is killed in its `at`-th forward pass, in training or in evaluation."""
+    forward, calls = mnist_DDP.forward, []
+
+    def count(*args):
+        calls.append(None)
+        if len(calls) == at and local_rank == world_size - 1:
+            os.kill(os.getpid(), 9)
+        return forward(*args)
+
+    data = {"dtype": dtype, "snapshot_path": f"{folder}/snapshot.pt", **({"kind": kind} if kind else {})}
+    with mock.patch("mnist_DDP.forward", count):
+        train_worker(local_rank, world_size, hp, folder, SIZES, model, **data)
+
+
+def train_killed(nprocs, moments, hp, *args):
+    """Kill it at these `moments`, and then let it end. `nprocs` is a number per run."""
+    for n, at in zip(nprocs, [*moments, None], strict=True):
+        work = (killed_worker, at, hp, *args)
+        if at is None:
+            spawn.run_processes(dist._run_worker, work, n)
+        else:
+            with pytest.raises(ProcessExitedException, match=f"^rank {n - 1} was killed by SIGKILL$"):
+                spawn.run_processes(dist._run_worker, work, n)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_killed_ten_times_and_resumed_by_other_numbers_of_processes(tmp_path, capfd):
+    """The same curve, accuracies and weights as one process has that nobody kills."""
+    draw = random.Random(1)
+    changes = {**TRICKS, "grad_accumulation": 2, "save_every": 1}
+    hp = hyperparameters("sgd", **changes)
+    moments = [draw.randint(3, 20) for _ in range(10)]
+    nprocs = [1, 2, 3, 2, 1, 3, 3, 1, 2, 3, 2]
+    train_killed(nprocs, moments, hp, str(tmp_path), Net, torch.float64)
+    state, losses, tests = train_alone("sgd", hp)
+    assert_equal_states(weights_of(tmp_path), state)
+    assert accuracies_of(tmp_path) == [hits / n for _, hits, n in tests]
+
+    stdout = capfd.readouterr().out
+    resumed = re.findall(r"Resuming from \S+ at epoch (\d+), step (\d+)\n", stdout)
+    assert len(resumed) >= 9 and len(set(resumed)) > 5, "each run came further"
+    curve = {(int(epoch), int(seen)): set() for epoch, seen, *_ in TRAIN_LINE.findall(stdout)}
+    for epoch, seen, _, _, loss in TRAIN_LINE.findall(stdout):
+        curve[int(epoch), int(seen)].add(float(loss))
+    assert sorted(curve) == [(epoch, 22 * (i + 1)) for epoch in (1, 2, 3) for i in range(13)]
+    assert [min(curve[where]) for where in sorted(curve)] == pytest.approx(losses, abs=6e-5)
+    assert [max(curve[where]) for where in sorted(curve)] == pytest.approx(losses, abs=6e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_killed_and_resumed_it_ends_with_the_same_bits(nprocs, tmp_path, capfd):
+    """With batch norm, dropout, augmentation in workers, and lines that are not those of the snapshots."""
+    draw = random.Random(nprocs)
+    for folder, moments, num_workers in (("killed", [draw.randint(8, 30) for _ in range(4)], 1), ("whole", [], 0)):
+        changes = {**TRICKS, "grad_accumulation": 2, "global_batch_size": 24, "log_interval": 3, "save_every": 2}
+        hp = hyperparameters("sgd", **{**changes, "num_workers": num_workers})
+        (tmp_path / folder).mkdir()
+        args = (hp, str(tmp_path / folder), Normed, torch.float32, Noisy)
+        train_killed([nprocs] * (1 + len(moments)), moments, *args)
+        lines = TRAIN_LINE.findall(capfd.readouterr().out)
+        lines = {line[:2]: line for line in lines}
+        if folder == "killed":
+            killed_lines = lines
+    assert killed_lines == lines
+    for name in ("mnist_cnn.pt", "mnist_cnn_accuracies.json"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    snapshots = [torch.load(tmp_path / folder / "snapshot.pt", weights_only=True) for folder in ("killed", "whole")]
+    killed, whole = (snapshot["optimizer"]["state"] for snapshot in snapshots)
+    assert all(torch.equal(killed[i]["momentum_buffer"], whole[i]["momentum_buffer"]) for i in whole)
+
+
+def test_a_snapshot_of_another_global_batch_is_refused(tmp_path, capfd):
+    path = str(tmp_path / "snapshot.pt")
+    train_worker(0, 1, hyperparameters("sgd", epochs=1), tmp_path, SIZES, Net, path)
+    message = exit_message(
+        train_worker, 0, 1, hyperparameters("sgd", epochs=2, global_batch_size=20), tmp_path, SIZES, Net, path
+    )
+    assert message.startswith(f"{path} was saved with another --global-batch-size")
+    capfd.readouterr()
+    train_worker(0, 1, hyperparameters("sgd", epochs=1), tmp_path, SIZES, Net, path)
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[1:] == [f"Resuming from {path} at epoch 2, step 0"], "all is done: nothing is trained"
+
+
+def test_a_global_batch_that_does_not_fit_is_one_line(tmp_path, main_of, monkeypatch):
+    message = "4 is less than 6, the micro-batches of 2 x --grad-accumulation 3"
+    options = ("--nproc", "2", "--grad-accumulation", "3", "--global-batch-size", "4")
+    assert main_of(SCRIPT, *options) == (2, f"{SCRIPT}: error: argument --global-batch-size: {message}\n")
+    hp = Hyperparameters(global_batch_size=4, grad_accumulation=3)
+    assert exit_message(train_worker, 0, 2, hp, tmp_path) == f"global_batch_size: {message}"
+    message = exit_message(train_worker, 0, 1, Hyperparameters(global_batch_size=321), tmp_path)
+    assert message == "--global-batch-size 321 is more than the 320 training samples"
+
+
+def test_nccl_without_a_gpu_is_one_line(main_of, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    message = "argument --backend: 'nccl' needs a GPU, and none is visible: choose auto or gloo"
+    assert main_of(SCRIPT, "--backend", "nccl") == (2, f"{SCRIPT}: error: {message}\n")
+
+
+# ---- the rest -------------------------------------------------------------------------------------------------------
 
 
 def more_worker(local_rank, world_size, folder):
     """Batch norm, and what the seed and the tracking decide."""
     tracking = {"log_interval": 1, "wandb": True, "tensorboard": f"{folder}/runs"}
     runs = {
-        "normed": (Hyperparameters(epochs=2, batch_size=8, test_batch_size=5, lr=0.01), {"model": Normed}),
+        "normed": (Hyperparameters(epochs=2, global_batch_size=16, test_batch_size=5, lr=0.01), {"model": Normed}),
         "first": (Hyperparameters(epochs=2), {}),
         "other": (Hyperparameters(epochs=2, seed=1), {}),
         "tracked": (Hyperparameters(epochs=2, **tracking), {"kind": Plain}),
@@ -368,40 +576,76 @@ def test_batch_norm_the_seed_and_tracking(tmp_path, monkeypatch, capfd):
     net = mnist.SimpleCNN()
     net.load_state_dict(weights_of(tmp_path / "tracked"))
     accuracies = accuracies_of(tmp_path / "tracked")
-    losses = [float(line[-1]) for line in TRAIN_LINE.findall(capfd.readouterr().out)][-6:]
-    check_wandb(tmp_path, net, digits(101), [128, 256, 320, 448, 576, 640], losses, accuracies)
-    check_tensorboard(tmp_path / "runs", [128, 256, 320, 448, 576, 640], accuracies)
+    losses = [float(line[-1]) for line in TRAIN_LINE.findall(capfd.readouterr().out)][-4:]
+    check_wandb(tmp_path, net, digits(101), [128, 256, 384, 512], losses, accuracies)
+    check_tensorboard(tmp_path / "runs", [128, 256, 384, 512], accuracies)
 
 
 def test_amp_and_the_backend_reach_where_they_count(tmp_path):
-    seen, forward = [], mnist.forward
+    seen, forward = [], mnist_DDP.forward
     with (
-        mock.patch("mnist.forward", lambda *args: seen.append(args[4]) or forward(*args)),
+        mock.patch("mnist_DDP.forward", lambda *args: seen.append(forward(*args)) or seen[-1]),
         mock.patch("distributed.init_process_group") as init,
     ):
         train_worker(0, 1, Hyperparameters(epochs=1, amp=True, backend="gloo"), tmp_path)
-    assert seen == [True] * (5 + 1) and init.mock_calls == [mock.call(backend="gloo")]
+        train_worker(0, 1, Hyperparameters(epochs=1), tmp_path)
+    assert [outputs.dtype for outputs, *_ in seen] == [torch.bfloat16] * 3 + [torch.float32] * 3
+    assert {losses.dtype for *_, losses in seen} == {torch.float32}
+    assert init.mock_calls == [mock.call(backend="gloo"), mock.call(backend=None)]
 
 
-# ---- artefacts ------------------------------------------------------------------------------------------------------
+# ---- tracking -------------------------------------------------------------------------------------------------------
+
+GFILE = "tensorboard.compat.tensorflow_stub.io.gfile.LocalFileSystem.append"
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
-def test_a_full_disk_for_the_tracking_is_one_line_and_the_results_are_saved(tmp_path):
-    close, (soft, hard) = mnist_DDP.Tracker.close, resource.getrlimit(resource.RLIMIT_FSIZE)
+def full_disk_worker(local_rank, world_size, folder, first):
+    """TensorBoard can write until its `first`-th write."""
+    from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 
-    def close_on_a_full_disk(self):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-        try:
-            close(self)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    append, calls = LocalFileSystem.append, []
 
-    hp = Hyperparameters(epochs=2, tensorboard=str(tmp_path / "runs"))
-    with mock.patch("mnist_DDP.Tracker.close", close_on_a_full_disk):
-        message = exit_message(train_worker, 0, 1, hp, tmp_path)
-    assert message == f"--tensorboard: cannot write to {tmp_path / 'runs'}: File too large"
+    def fail(*args):
+        calls.append(None)
+        if len(calls) >= first:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(*args)
+
+    hp = Hyperparameters(epochs=2, tensorboard=f"{folder}/runs")
+    with mock.patch(GFILE, fail):
+        train_worker(local_rank, world_size, hp, folder)
+
+
+@pytest.mark.parametrize("first", [3, 8, 14])
+def test_a_full_disk_for_the_tracking_is_one_line_and_the_results_are_saved(first, tmp_path, capfd):
+    message = exit_message(dist.launch, full_disk_worker, str(tmp_path), first, nprocs=2)
+    assert message == f"--tensorboard: cannot write to {tmp_path / 'runs'}: No space left on device"
     assert len(accuracies_of(tmp_path)) == 2 and weights_of(tmp_path)
+    stdout, stderr = capfd.readouterr()
+    assert len(TEST_LINE.findall(stdout)) == 2 and stderr == ""
+
+
+def resumed_worker(local_rank, world_size, epochs, folder):
+    hp = Hyperparameters(epochs=epochs, log_interval=1, wandb=True, tensorboard=f"{folder}/runs")
+    train_worker(local_rank, world_size, hp, folder, snapshot_path=f"{folder}/snapshot.pt")
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_same_run_of_the_trackers(tmp_path, monkeypatch):
+    for name, value in wandb_offline(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    for epochs in (1, 2):
+        dist.launch(resumed_worker, epochs, str(tmp_path), nprocs=2)
+    ids = {path.name.rpartition("-")[2] for path in tmp_path.glob("wandb/offline-run-*")}
+    assert len(ids) == 1
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "runs")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [128, 256, 384, 512]
+    assert len(accuracies_of(tmp_path)) == 2
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_is_gone_at_the_end_is_one_line(tmp_path, capfd):
@@ -430,6 +674,6 @@ def test_both_files_are_written_or_neither(name, moment, tmp_path, monkeypatch):
         temporary.symlink_to("/dev/full")
     else:
         monkeypatch.setattr(os, "fsync", fsync_full)
-    message = exit_message(mnist_DDP.save, tmp_path, mnist.SimpleCNN(), [0.5])
+    message = exit_message(mnist_DDP.save_results, tmp_path, mnist.SimpleCNN(), [0.5])
     assert message.startswith(f"cannot save {tmp_path / name}") and "No space left on device" in message
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(FILES, "old")

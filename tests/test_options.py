@@ -19,7 +19,7 @@ TRANSFORMERS = ["min_2D", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP", "min_Joi
 NPROC = ["min_DDP", "mnist_DDP", "mnist_FSDP", *TRANSFORMERS]
 POSITIONAL = {"multigpu_torchrun": ["5", "1"], "multinode_torchrun": ["5", "1"]}
 SCRIPTS = [*NPROC, *POSITIONAL, "rpc_param_server", "rpc_model_parallel"]
-MAY_BE_0 = {"seed", "least", "num-workers", "momentum", "outer-momentum"}
+MAY_BE_0 = {"seed", "least", "num-workers", "momentum", "outer-momentum", "warmup"}
 WITHOUT_DEFAULT = {"clip", "checkpoint-dir", "export", "tensorboard", "snapshot-path"}  # left out, nothing is done
 PATHS = {"snapshot-path", "data-dir", "checkpoint-dir", "output-dir", "export", "tensorboard"}
 
@@ -60,7 +60,11 @@ processes
         --export . | argument --export: '.' is a folder, not a file
     """,
     "mnist_DDP.py": """
-        --momentum 1 | argument --momentum: '1' is not a number from 0 to below 1
+        --momentum 1 | argument --momentum: '1' is not a number of at least 0 and below 1
+        --clip -1 | argument --clip: '-1' is not a number of at least 0
+        --data cifar | argument --data: 'cifar' is not one of synthetic, mnist
+        --nproc 64 --grad-accumulation 4 | argument --global-batch-size: 128 is less than 256, the micro-batches of \
+64 x --grad-accumulation 4
         --backend nccl | argument --backend: 'nccl' needs a GPU, and none is visible: choose auto or gloo
     """,
     "flyte_workflow.py": """
@@ -258,6 +262,7 @@ FOLDERS = [
     ("mnist_FSDP", "--checkpoint-dir", ""),
     ("mnist_FSDP", "--export", "model.pt"),
     ("mnist_DDP", "--output-dir", ""),
+    ("mnist_DDP", "--snapshot-path", "snapshot.pt"),
     ("mnist_DDP", "--tensorboard", ""),
     ("min_2D", "--checkpoint-dir", ""),
 ]
