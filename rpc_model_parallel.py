@@ -1,17 +1,25 @@
 """A model split over two workers: RRef, remote modules, distributed autograd, distributed optimizer.
 
-PyTorch maintains torch.distributed.rpc but no longer develops it. For new work choose torch.distributed.pipelining to
-split a model by layers, DTensor (tensor parallel) to split the layers, or FSDP2 (min_FSDP.py) to shard its memory. This
-script shows the general mechanism: any worker may hold any part of a computation.
+`worker0` drives and holds the convolutions of mnist.ShallowNet, `worker1` holds its linear layers:
 
-`worker0` drives and holds the convolutions of mnist.ShallowNet, `worker1` holds its linear layers. The four pillars:
-- remote calls: `rpc.remote` creates the second part on worker1, `rpc_async` runs it there (`SplitModel`);
-- RRef: a reference to what another worker holds: the second part, and every parameter (`SplitModel`);
-- distributed autograd: one `backward` runs through both workers, and the gradients lie in its context, not in `.grad`
-  (`train_epoch`);
-- distributed optimizer: each worker steps the parameters that it holds (`main_worker`).
-A batch is cut into micro-batches: while worker1 computes one of them, worker0 computes the next, and so in backward.
-The gradient is that of the whole batch.
+    worker0                                    worker1
+    images -> convolutions -> features ------> linear layers -> logits
+                                       <------
+    loss                               ------> backward
+    backward                           <------ gradients of the features
+    step its own parameters            ------> step its own parameters
+
+A batch is cut into micro-batches. While worker1 computes one of them, worker0 computes the next, in forward and in
+backward. The gradient is that of the whole batch. Four parts of torch.distributed make this short:
+- remote calls: `rpc.remote` creates the second half on worker1, `rpc_async` runs it there (`SplitModel`);
+- RRef: a reference to an object in another process, here the second half and every parameter (`SplitModel`);
+- distributed autograd: one `backward` runs through both workers, and stores the gradients in its context instead of in
+  `.grad` (`train_epoch`);
+- distributed optimizer: each worker steps the parameters that it holds (`drive`).
+
+Choose it to learn RPC: any worker may hold any part of a computation. To split a model for training, choose min_PP.py
+(torch.distributed.pipelining) or min_TP.py (DTensor), or shard its memory with min_FSDP.py. PyTorch maintains
+torch.distributed.rpc but no longer develops it.
 
 Cost, for P float32 parameters: a worker holds 12·P' bytes (parameters, gradients, momentum) for its own P' of them. A
 step sends the activations at the cut and their gradients, here 2 · 4 · 9216 bytes per sample, and no parameters,
@@ -21,26 +29,30 @@ whatever P. Each micro-batch costs two round trips, so do not make them too smal
     python rpc_model_parallel.py --micro-batches 8 --batch-size 256
     torchrun --standalone --nproc-per-node 2 rpc_model_parallel.py
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 rpc_model_parallel.py
-Each worker uses a GPU of its own where there is one. RPC has no authentication and executes what it receives: keep
-torchrun jobs to networks that you trust, and name the interface to listen on in TP_SOCKET_IFNAME.
+
+Each worker uses a GPU of its own if there are two. For two machines see remote.py: RPC has no authentication.
 
 It prints a line per epoch, `Epoch 1 - loss: 0.4127 - acc: 0.9632 (9632/10000) - 731.4 samples/s`, with the average
 training loss, the accuracy on all test samples and the speed of training.
 """
 
+import logging
 import os
+import sys
 import time
 
 import torch
 from torch import nn
-from torch.distributed import autograd, init_process_group, rpc
+from torch.distributed import autograd, rpc
 from torch.distributed.optim import DistributedOptimizer
+from torch.multiprocessing import ProcessExitedException
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import distributed as dist
 import mnist
 import options
+import remote
 
 
 def parse_args():
@@ -48,13 +60,12 @@ def parse_args():
     parser.add_argument("--epochs", type=options.whole_number(1), default=2, help="passes over the data")
     parser.add_argument("--batch-size", type=options.whole_number(1), default=64, help="samples per step")
     parser.add_argument(
-        "--micro-batches", type=options.whole_number(1), default=4, help="parts of a batch, in flight at once"
+        "--micro-batches", type=options.whole_number(1), default=4, help="parts of a batch, computed at the same time"
     )
+    parser.add_argument("--lr", type=options.positive_number, default=0.05, help="learning rate; the momentum is 0.9")
+    parser.add_argument("--seed", type=options.seed_number, default=0, help="random seed of data, weights and order")
     parser.add_argument(
-        "--lr", type=options.positive_number, default=0.05, help="learning rate of SGD with momentum 0.9"
-    )
-    parser.add_argument(
-        "--seed", type=options.seed_number, default=0, help="of the data, the weights and the order of samples"
+        "--timeout", type=remote.timeout_seconds, default=60, help="seconds to wait for both workers, or for an answer"
     )
     mnist.add_data_options(parser)
     args = parser.parse_args()
@@ -66,13 +77,41 @@ def parse_args():
     return args
 
 
-class Part(nn.Module):
-    """Some of a model's layers, on their worker's device. Takes and gives tensors (n, ...) on the CPU."""
+# ---- the model on two workers -------------------------------------------------------------------------------------
+
+
+class SplitModel:
+    """Two halves on two workers, used like one model."""
+
+    def __init__(self, seed, micro_batches):
+        torch.manual_seed(seed)
+        self.first = convolutions()
+        self.second = rpc.remote("worker1", linear_layers, (seed + 1,))  # an RRef: the layers exist on worker1 only
+        self.micro_batches = micro_batches
+
+    def __call__(self, images):
+        """Logits (n, 10), on the CPU, of uint8 images (n, 1, 28, 28)."""
+        answers = []
+        for micro_batch in images.chunk(self.micro_batches):
+            features = self.first(mnist.normalize(micro_batch))
+            answers.append(self.second.rpc_async().forward(features))  # returns at once
+        return torch.cat(torch.futures.wait_all(answers))
+
+    def train(self, mode=True):
+        self.first.train(mode)
+        self.second.rpc_sync().train(mode)  # dropout runs on worker1, so its mode must be set there
+
+    def parameter_rrefs(self):
+        return self.first.parameter_rrefs() + self.second.rpc_sync().parameter_rrefs()
+
+
+class Half(nn.Module):
+    """Some of a model's layers, on their worker's device. Takes and returns tensors (n, ...) on the CPU."""
 
     def __init__(self, *layers):
         super().__init__()
         self.layers = nn.Sequential(*layers)
-        self.device = get_device()
+        self.device = remote.get_device()
         self.to(self.device)
 
     def forward(self, x):
@@ -84,39 +123,24 @@ class Part(nn.Module):
 
 def convolutions():
     """The first half of mnist.ShallowNet: normalized images (n, 1, 28, 28) to features (n, 9216)."""
-    layers = nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)
-    return Part(*layers, nn.Dropout(0.25), nn.Flatten())
+    return Half(
+        nn.Conv2d(1, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.25),
+        nn.Flatten(),
+    )
 
 
 def linear_layers(seed):
     """The second half: features (n, 9216) to logits (n, 10)."""
     torch.manual_seed(seed)
-    return Part(nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10))
+    return Half(nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10))
 
 
-class SplitModel:
-    """Two parts on two workers, used like one model."""
-
-    def __init__(self, seed, micro_batches):
-        torch.manual_seed(seed)
-        self.first = convolutions()
-        self.second = rpc.remote("worker1", linear_layers, (seed + 1,))  # returns at once: an RRef
-        self.micro_batches = micro_batches
-
-    def __call__(self, images):
-        """Logits (n, 10), on the CPU, of uint8 images (n, 1, 28, 28)."""
-        futures = [
-            self.second.rpc_async().forward(self.first(mnist.normalize(micro_batch)))
-            for micro_batch in images.chunk(self.micro_batches)
-        ]
-        return torch.cat(torch.futures.wait_all(futures))
-
-    def train(self, mode=True):
-        self.first.train(mode)
-        self.second.rpc_sync().train(mode)  # the dropout there knows nothing of a flag here
-
-    def parameter_rrefs(self):
-        return self.first.parameter_rrefs() + self.second.rpc_sync().parameter_rrefs()
+# ---- train and evaluate, on worker0 -------------------------------------------------------------------------------
 
 
 def train_epoch(model, loader, optimizer):
@@ -124,7 +148,7 @@ def train_epoch(model, loader, optimizer):
     model.train()
     total = torch.zeros(())
     for images, labels in loader:
-        with autograd.context() as context:  # holds this step's gradients on both workers
+        with autograd.context() as context:  # holds this step's gradients, on each worker those of its parameters
             loss = F.cross_entropy(model(images), labels)
             autograd.backward(context, [loss])
             optimizer.step(context)
@@ -134,43 +158,63 @@ def train_epoch(model, loader, optimizer):
 
 @torch.no_grad()
 def evaluate(model, loader):
-    """Correct predictions."""
+    """The number of correct predictions."""
     model.train(False)
-    return sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader).item()
+    hits = torch.zeros((), dtype=torch.int64)
+    for images, labels in loader:
+        hits += (model(images).argmax(dim=1) == labels).sum()
+    return hits.item()
 
 
-def get_device():
-    """This worker's device. Two share a GPU if there is only one."""
-    count = torch.cuda.device_count()
-    return torch.device("cuda", dist.get_local_rank() % count) if count else torch.device("cpu")
+def make_optimizer(params, lr):
+    return torch.optim.SGD(params, lr=lr, momentum=0.9)
+
+
+def make_distributed_optimizer(model, lr):
+    """A DistributedOptimizer of SGD, without the warning that torch has for either way to make one."""
+    # Given the class torch.optim.SGD, each worker would warn that the TorchScript version of it, which is used then, is
+    # deprecated. Given a function, worker0 logs that it is not used.
+    logger = logging.getLogger("torch.distributed.optim.optimizer")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    optimizer = DistributedOptimizer(make_optimizer, model.parameter_rrefs(), lr=lr)
+    logger.setLevel(level)
+    return optimizer
+
+
+def drive(train_set, test_set, args):
+    """Train and evaluate from worker0."""
+    generator = torch.Generator().manual_seed(args.seed)
+    loader = DataLoader(train_set, args.batch_size, shuffle=True, generator=generator, collate_fn=tuple)
+    test_loader = DataLoader(test_set, 1000, collate_fn=tuple)
+    model = SplitModel(args.seed, args.micro_batches)
+    optimizer = make_distributed_optimizer(model, args.lr)
+    print(f"Training on 2 x {remote.get_device().type}, {args.micro_batches} micro-batches", flush=True)
+    for epoch in range(1, args.epochs + 1):
+        begin = time.perf_counter()
+        loss = train_epoch(model, loader, optimizer)
+        speed = len(train_set) / (time.perf_counter() - begin)
+        hits = evaluate(model, test_loader)
+        n = len(test_set)
+        print(
+            f"Epoch {epoch} - loss: {loss:.4f} - acc: {hits / n:.4f} ({hits}/{n}) - {speed:.1f} samples/s", flush=True
+        )
 
 
 def main_worker(local_rank, world_size, args):
-    init_process_group("gloo")  # for the data; it is not used later
-    # Only worker0 needs them, but all must call it.
-    train_set, test_set = (mnist.load_data(args.data, args.data_dir, train, args.seed) for train in (True, False))
-    # The default transport, shared memory, polls busily: it takes the cores that the workers need. This is TCP; on one
-    # machine, the tensors' bytes are copied from process to process by the kernel.
-    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["cma", "basic"])
     rank = dist.get_rank()
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+    remote.join(f"worker{rank}", args.timeout)
+    # Only worker0 needs the data, but both must call load_data: it is a collective if MNIST has to be downloaded.
+    train_set = mnist.load_data(args.data, args.data_dir, train=True, seed=args.seed)
+    test_set = mnist.load_data(args.data, args.data_dir, train=False, seed=args.seed)
     if rank == 0:
-        generator = torch.Generator().manual_seed(args.seed)
-        loader = DataLoader(train_set, args.batch_size, shuffle=True, generator=generator, collate_fn=tuple)
-        model = SplitModel(args.seed, args.micro_batches)
-        optimizer = DistributedOptimizer(torch.optim.SGD, model.parameter_rrefs(), lr=args.lr, momentum=0.9)
-        print(f"Training on 2 x {get_device().type}, {args.micro_batches} micro-batches", flush=True)
-        for epoch in range(args.epochs):
-            begin = time.perf_counter()
-            loss = train_epoch(model, loader, optimizer)
-            speed = len(train_set) / (time.perf_counter() - begin)
-            hits, n = evaluate(model, DataLoader(test_set, 1000, collate_fn=tuple)), len(test_set)
-            print(
-                f"Epoch {epoch + 1} - loss: {loss:.4f} - acc: {hits / n:.4f} ({hits}/{n}) - {speed:.1f} samples/s",
-                flush=True,
-            )
-    rpc.shutdown()  # worker1 waits here, and serves
+        drive(train_set, test_set, args)
+    rpc.shutdown()  # worker1 waits here until worker0 is done, and answers its calls
 
 
 if __name__ == "__main__":
-    dist.launch(main_worker, parse_args(), nprocs=2)
+    cli_args = parse_args()
+    try:
+        dist.launch(main_worker, cli_args, nprocs=2)
+    except ProcessExitedException as error:
+        sys.exit(f"a worker is lost: {error}")

@@ -1,48 +1,57 @@
 """A parameter server: one process holds the parameters, trainers send it gradients over RPC.
 
-PyTorch maintains torch.distributed.rpc but no longer develops it. For new work choose DistributedDataParallel or FSDP2
-(min_DDP.py, min_FSDP.py), torchft where machines get lost, and torch.distributed.pipelining or DTensor for models that
-do not fit. A parameter server is still the plainest way to train asynchronously: no trainer waits for another.
+Each trainer works on its own share of the data. A step is one remote call. The trainer sends its gradient, and the
+answer is the new parameters, each as one flat tensor. With `--mode hogwild`, the default, the server applies each
+gradient as soon as it comes, in the spirit of https://arxiv.org/abs/1106.5730:
 
-Each trainer works on its own share of the data. A step is one round trip: it sends its gradient, one flat tensor, and
-is answered with the parameters, another. The server either applies each gradient as it comes (`--mode hogwild`, the
-default, in the spirit of https://arxiv.org/abs/1106.5730), or waits for one of every trainer, applies their average
-and answers all (`--mode sync`), which equals DDP on the same global batch. The update is locked, so that none is lost.
-Reading is not: an answer may hold a part of the update that another trainer's gradient is just making.
+    trainer 1               server                      trainer 2
+    g = dL(w)
+    push(g) --------------> w <- SGD(w, g)
+            <-------------- w                           g' = dL(w)     with the w before trainer 1's update: stale
+                            w <- SGD(w, g') <---------- push(g')
+                            w               ---------->
 
-Cost, for P float32 parameters and N trainers: 12·P bytes on a trainer (parameters, gradients, the flat gradient); on
-the server 16·P (parameters, momentum, a gradient, a copy to evaluate), for sync 12·P + 4·P·N. A step sends 4·P bytes
-each way per trainer, so 8·P·N through the server, where an all-reduce sends 2·(N-1)/N · 4·P per process.
+With `--mode sync` it waits for a gradient of every trainer, applies their average and answers all. That equals DDP on
+the same global batch:
+
+    push(g) -------------->                 <---------- push(g')
+            <-------------- w <- SGD(w, (g + g') / 2) ---------->
+
+No update is lost, because the server updates under a lock. Reading takes no lock, so with hogwild an answer may hold a
+part of the next update already.
+
+Choose it when trainers should not wait for each other, or may get lost. Otherwise choose DDP (min_DDP.py), which sends
+less and is not stale, or FSDP (min_FSDP.py) if the model does not fit. PyTorch maintains torch.distributed.rpc but no
+longer develops it.
+
+Cost, for P float32 parameters and N trainers: a trainer holds 12·P bytes (parameters, gradients, the flat gradient).
+The server holds 16·P (parameters, momentum, a gradient, a copy to evaluate), with sync 12·P + 4·P·N. A step sends 4·P
+bytes each way per trainer, so 8·P·N through the server, where an all-reduce sends 2·(N-1)/N · 4·P per process.
 
     python rpc_param_server.py                                        # a server and two trainers on this machine
     python rpc_param_server.py --trainers 4 --mode sync
     torchrun --standalone --nproc-per-node 3 rpc_param_server.py      # rank 0 is the server
-    export TP_SOCKET_IFNAME=eth1 GLOO_SOCKET_IFNAME=eth1              # on each of three machines
+    export TP_SOCKET_IFNAME=eth1 GLOO_SOCKET_IFNAME=eth1              # on each of three machines: see remote.py
     torchrun --nnodes 3 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 rpc_param_server.py
 
-RPC has no authentication and executes what it receives. On one machine it listens on loopback only. On several, name
-the interface of a network that you trust, as above: else it listens where the machine's own name leads.
-
-When a trainer is killed, the others go on without its share of the data, unless under torchrun, which ends a job that
-lost a process. A trainer that loses the server ends. One that hangs without dying, stopped or cut off, is not taken for
-lost: with sync the job ends after `--timeout` seconds without an answer, with hogwild it waits at its end.
+When a trainer is killed, the others continue without its share of the data. Under torchrun the job ends, because
+torchrun ends a job that has lost a process. When the server is killed, all trainers end. A trainer that hangs without
+dying does not count as lost: with sync the job ends after `--timeout` seconds, with hogwild it waits at its end.
 
 It prints a line per epoch, `Epoch 1 - loss: 0.0754 - acc: 0.9765 (9765/10000) - 74.2 updates/s - 29.8 MB/s -
-staleness: 0.71`: loss and accuracy on all test samples, gradients and parameters sent, and how many updates the server
-made, on average, between a trainer's pull and push. Parameters are all that is sent: mnist's models have no buffers.
+staleness: 0.71`: loss and accuracy on all test samples, updates and bytes per second, and how many updates the server
+made, on average, between sending parameters to a trainer and receiving the gradient. Only parameters are sent, because
+the models of mnist.py have no buffers.
 """
 
-import contextlib
 import os
 import queue
-import socket
 import sys
 import threading
 import time
-from datetime import timedelta
 
 import torch
-from torch.distributed import init_process_group, rpc
+from torch.distributed import rpc
 from torch.multiprocessing import ProcessExitedException
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -52,23 +61,25 @@ from torch.utils.data.distributed import DistributedSampler
 import distributed as dist
 import mnist
 import options
+import remote
 
 
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     parser.add_argument("--trainers", type=options.whole_number(1), default=2, help="processes beside the server")
-    parser.add_argument("--mode", choices=("hogwild", "sync"), default="hogwild", help="when the server updates")
-    parser.add_argument("--model", choices=mnist.MODELS, default="simple", help="the network")
+    parser.add_argument(
+        "--mode",
+        choices=("hogwild", "sync"),
+        default="hogwild",
+        help="update with each gradient at once, or with the average over all trainers",
+    )
+    parser.add_argument("--model", choices=mnist.MODELS, default="simple", help="network to train")
     parser.add_argument("--epochs", type=options.whole_number(1), default=2, help="passes over the data")
-    parser.add_argument("--batch-size", type=options.whole_number(1), default=32, help="samples per trainer")
+    parser.add_argument("--batch-size", type=options.whole_number(1), default=32, help="samples per trainer and step")
+    parser.add_argument("--lr", type=options.positive_number, default=0.01, help="learning rate; the momentum is 0.9")
+    parser.add_argument("--seed", type=options.seed_number, default=0, help="random seed of data, weights and order")
     parser.add_argument(
-        "--lr", type=options.positive_number, default=0.01, help="learning rate of SGD with momentum 0.9"
-    )
-    parser.add_argument(
-        "--seed", type=options.seed_number, default=0, help="of the data, the weights and the order of samples"
-    )
-    parser.add_argument(
-        "--timeout", type=options.positive_number, default=60, help="seconds for all to join, and for an answer"
+        "--timeout", type=remote.timeout_seconds, default=60, help="seconds to wait for all processes, or for an answer"
     )
     mnist.add_data_options(parser)
     args = parser.parse_args()
@@ -77,183 +88,197 @@ def parse_args():
     return args
 
 
-# ---- the server ---------------------------------------------------------------------------------------------------
+# ---- what trainers call in the server's process, each call in a thread of RPC -------------------------------------
+
+server = None  # the Server, in the server's process
 
 
-class Server:
-    """The parameters, as one flat tensor, and how far the trainers are, whose ranks are `ranks`."""
-
-    def __init__(self, model, ranks, lr):
-        self.params = parameters_to_vector(model.parameters()).detach().cpu()
-        self.optimizer = torch.optim.SGD([self.params], lr=lr, momentum=0.9, fused=True)
-        self.lock = threading.Lock()  # guards all of this but the reading of the parameters
-        self.steps = self.begin = None  # steps of each trainer in an epoch; when the first one began
-        self.at_work, self.lost = set(ranks), []
-        self.taken = dict.fromkeys(ranks, 0)  # steps, by those who are not lost
-        self.seen = dict.fromkeys(ranks, 0)  # updates in the parameters that a trainer computes with
-        self.updates = self.pushes = self.staleness = 0
-        self.gradients, self.answer = {}, torch.futures.Future()  # sync: those of this round
-        self.epochs, self.finished_epochs = queue.Queue(), 0  # to be evaluated; None at the end
-        self.end = torch.futures.Future()  # at the end of all work: is nobody lost?
-
-    def receive(self, rank):
-        self.taken[rank] += 1
-        self.pushes += 1
-        self.staleness += self.updates - self.seen[rank]
-
-    def update(self, gradient):
-        self.params.grad = gradient
-        self.optimizer.step()
-        self.updates += 1
-
-    def finish_round(self):
-        """Sync: update and answer, if all trainers at work have sent a gradient."""
-        if not self.gradients or self.at_work - self.gradients.keys():
-            return
-        total, *others = (self.gradients[rank] for rank in sorted(self.gradients))
-        for gradient in others:
-            total += gradient  # in place: new memory would cost more than the sum
-        self.update(total.div_(len(self.gradients)))
-        self.finish_epochs()
-        self.seen.update(dict.fromkeys(self.gradients, self.updates))
-        answer, self.gradients, self.answer = self.answer, {}, torch.futures.Future()
-        answer.set_result(self.params)  # no copy: the next update waits for those who wait for these
-
-    def finish_epochs(self):
-        """Hand over a copy of the parameters when every trainer has done its share of an epoch. The others go on."""
-        while self.steps and min(self.taken.values(), default=0) >= (self.finished_epochs + 1) * self.steps:
-            self.finished_epochs += 1
-            counts = (time.monotonic() - self.begin, self.updates, self.pushes, self.staleness)
-            self.epochs.put((self.params.clone(), counts))
-
-    def leave(self, rank, lost):
-        """A trainer has no more work, or is lost."""
-        with self.lock:
-            self.at_work.discard(rank)
-            if lost:
-                print(f"trainer {rank} is lost", flush=True)
-                self.lost.append(rank)
-                del self.taken[rank]
-                self.finish_epochs()
-            self.finish_round()  # nobody need wait for it
-            if not self.at_work:
-                self.epochs.put(None)
-
-
-server = None  # in the server's process, where the next four functions run, in threads of RPC
-
-
-def pull(rank, steps):
-    """The first parameters of a trainer that takes `steps` steps in an epoch."""
+def pull(rank):
+    """The first parameters of a trainer."""
     with server.lock:
-        server.begin = server.begin or time.monotonic()
-        server.steps, server.seen[rank] = steps, server.updates
+        server.progress.answer(rank)
     return server.params
 
 
 def push(rank, gradient):
-    """Hogwild: apply the gradient at once. Gives the parameters."""
+    """Hogwild: update with this gradient at once. Returns the parameters."""
     with server.lock:
-        server.receive(rank)
+        server.progress.receive(rank)
         server.update(gradient)
-        server.seen[rank] = server.updates
-        server.finish_epochs()
-    return server.params  # sent as they are in memory, while others may change them
+        server.progress.answer(rank)
+    return server.params
 
 
-@rpc.functions.async_execution
+@rpc.functions.async_execution  # the trainer waits for the Future, while this thread serves other calls
 def push_and_wait(rank, gradient):
-    """Sync: a Future of the parameters after the update with the average gradient of all trainers at work."""
+    """Sync: update once all trainers have sent a gradient. Returns a Future of the parameters."""
     with server.lock:
-        server.receive(rank)
-        server.gradients[rank], answer = gradient, server.answer
-        server.finish_round()
+        server.progress.receive(rank)
+        server.gradients[rank] = gradient
+        answer = server.answer
+        server.update_if_all_have_sent()
     return answer
 
 
-@rpc.functions.async_execution
-def finish(rank):
-    """A trainer has no more work. Gives a Future, at the end of all work, of whether nobody is lost."""
-    server.leave(rank, lost=False)
-    return server.end
+def finish_epoch(rank):
+    """Note that a trainer has finished an epoch. The trainer does not wait for the others."""
+    with server.lock:
+        server.progress.finish_epoch(rank, server.params)
+
+
+# ---- the server ---------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """The parameters, as one flat tensor, and their optimizer. Whoever changes anything here holds the lock."""
+
+    def __init__(self, model, ranks, lr):
+        self.params = parameters_to_vector(model.parameters()).detach().cpu()
+        self.optimizer = torch.optim.SGD([self.params], lr=lr, momentum=0.9, fused=True)
+        self.lock = threading.Lock()
+        self.trainers = set(ranks)  # the ranks of those that are not lost
+        self.gradients = {}  # sync: the gradients of this step, by rank
+        self.answer = torch.futures.Future()  # sync: the parameters after this step
+        self.progress = Progress(ranks)
+
+    def update(self, gradient):
+        self.params.grad = gradient
+        self.optimizer.step()
+        self.progress.updates += 1
+
+    def update_if_all_have_sent(self):
+        """Sync: update with the average gradient and answer all trainers, if none is missing."""
+        if not self.gradients or not self.gradients.keys() >= self.trainers:
+            return
+        ranks = sorted(self.gradients)  # in this order, so that each run rounds alike
+        total = self.gradients[ranks[0]]
+        for rank in ranks[1:]:
+            total += self.gradients[rank]  # in place: new memory would cost more than the sum
+        total /= len(ranks)
+        self.update(total)
+        for rank in ranks:
+            self.progress.answer(rank)
+        answer = self.answer
+        self.gradients = {}
+        self.answer = torch.futures.Future()
+        # Needs no copy: the next update waits for the next gradients, and so until all have their answers.
+        answer.set_result(self.params)
+
+    def lose(self, rank):
+        """Continue without a trainer that has died."""
+        with self.lock:
+            print(f"trainer {rank} is lost", flush=True)
+            self.trainers.discard(rank)
+            self.update_if_all_have_sent()  # the others wait for it no longer
+            self.progress.lose(rank, self.params)
+
+
+class Progress:
+    """What the server prints: how many updates, how stale, and which epochs are finished."""
+
+    def __init__(self, ranks):
+        self.begin = None  # when the first trainer began
+        self.updates = 0
+        self.pushes = 0  # gradients received
+        self.staleness = 0  # summed over all pushes
+        self.updates_seen = dict.fromkeys(ranks, 0)  # updates in the parameters that each trainer computes with
+        self.epochs = dict.fromkeys(ranks, 0)  # epochs that each trainer has finished, if it is not lost
+        self.snapshots = queue.Queue()  # for each epoch that all have finished a copy of the parameters and counts()
+        self.n_snapshots = 0
+
+    def answer(self, rank):
+        """A trainer gets the current parameters."""
+        if self.begin is None:
+            self.begin = time.monotonic()
+        self.updates_seen[rank] = self.updates
+
+    def receive(self, rank):
+        """A trainer has sent a gradient."""
+        self.pushes += 1
+        self.staleness += self.updates - self.updates_seen[rank]
+
+    def finish_epoch(self, rank, params):
+        self.epochs[rank] += 1
+        self.take_snapshots(params)
+
+    def lose(self, rank, params):
+        """Wait for this trainer's epochs no longer."""
+        del self.epochs[rank]
+        self.take_snapshots(params)
+        if not self.epochs:
+            self.snapshots.put(None)  # every trainer is lost
+
+    def take_snapshots(self, params):
+        """Copy the parameters if all trainers have finished another epoch."""
+        finished = min(self.epochs.values(), default=0)
+        while self.n_snapshots < finished:
+            self.n_snapshots += 1
+            self.snapshots.put((params.clone(), self.counts()))
+
+    def counts(self):
+        return time.monotonic() - self.begin, self.updates, self.pushes, self.staleness
+
+
+def serve(model, dataset, device, ranks, args):
+    """Evaluate each epoch while the trainers train."""
+    for rank in ranks:
+        remote.watch(f"trainer{rank}", server.lose, rank)
+    print(f"Training on {len(ranks)} x {device.type}, {args.mode}, batch {args.batch_size} each", flush=True)
+    loader = DataLoader(dataset, 1000, collate_fn=tuple)
+    before = (0, 0, 0, 0)
+    for epoch in range(1, args.epochs + 1):
+        snapshot = server.progress.snapshots.get()
+        if snapshot is None:
+            raise dist.DistributedError(f"every trainer is lost, after {server.progress.updates} updates")
+        params, counts = snapshot
+        vector_to_parameters(params.to(device), model.parameters())
+        loss, hits, n = evaluate(model, loader, device)
+        print_epoch(epoch, loss / n, hits, n, before, counts, params.numel() * params.element_size())
+        before = counts
+    remote.end()
+    lost = [f"trainer {rank}" for rank in ranks if rank not in server.trainers]
+    print(f"Finished: {server.progress.updates} updates, {', '.join(lost) or 'no trainer'} lost")
 
 
 @torch.no_grad()
 def evaluate(model, loader, device):
     """Sum of the losses, correct predictions, samples."""
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    hits = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in loader:
-        output, labels = model(mnist.normalize(images.to(device))), labels.to(device)
-        loss = F.cross_entropy(output, labels, reduction="sum")
-        hits = (output.argmax(dim=1) == labels).sum()
-        sums += torch.stack([loss, hits, torch.tensor(len(labels), device=device)])
-    return sums.tolist()
+        labels = labels.to(device)
+        output = model(mnist.normalize(images.to(device)))
+        loss_sum += F.cross_entropy(output, labels, reduction="sum")
+        hits += (output.argmax(dim=1) == labels).sum()
+    return loss_sum.item(), hits.item(), len(loader.dataset)
 
 
-def serve(model, dataset, device, ranks, args):
-    """Evaluate each epoch while the trainers train. Returns whether nobody is lost."""
-    calls = [rpc.rpc_async(f"trainer{rank}", wait_until_the_end, timeout=0) for rank in ranks]
-    for rank, call in zip(ranks, calls, strict=True):  # one that ends before the end has failed: its trainer is lost
-        call.add_done_callback(lambda _, rank=rank: server.end.done() or server.leave(rank, lost=True))
-    print(f"Training on {len(ranks)} x {device.type}, {args.mode}, batch {args.batch_size} each", flush=True)
-    loader = DataLoader(dataset, 1000, collate_fn=tuple)
-    before = (0, 0, 0, 0)
-    for epoch, (params, counts) in enumerate(iter(server.epochs.get, None)):
-        vector_to_parameters(params.to(device), model.parameters())
-        loss, hits, n = evaluate(model, loader, device)
-        seconds, updates, pushes, staleness = (b - a for a, b in zip(before, counts, strict=True))
-        megabytes = 2 * pushes * params.numel() * params.element_size() / 1e6
-        staleness /= max(1, pushes)  # there are none if two epochs end at once, because a slow trainer is lost
-        print(
-            f"Epoch {epoch + 1} - loss: {loss / n:.4f} - acc: {hits / n:.4f} ({hits:.0f}/{n:.0f}) - "
-            f"{updates / seconds:.1f} updates/s - {megabytes / seconds:.1f} MB/s - staleness: {staleness:.2f}",
-            flush=True,
-        )
-        before = counts
-    server.end.set_result(not server.lost)
-    for call in calls:
-        with contextlib.suppress(RuntimeError):
-            call.wait()  # until its trainer has heard of the end
-    if server.finished_epochs < args.epochs:
-        rpc.shutdown(graceful=False)
-        sys.exit(f"every trainer is lost, after {server.updates} updates")
-    lost = ", ".join(f"trainer {rank}" for rank in sorted(server.lost)) or "no trainer"
-    print(f"Finished: {server.updates} updates, {lost} lost")
-    return not server.lost
+def print_epoch(epoch, loss, hits, n, before, counts, size):
+    """Print the test results, and what has been done since `before`; the parameters have `size` bytes."""
+    seconds = counts[0] - before[0]
+    updates = counts[1] - before[1]
+    pushes = counts[2] - before[2]
+    staleness = counts[3] - before[3]
+    megabytes = 2 * pushes * size / 1e6  # a gradient and an answer for each push
+    average_staleness = staleness / max(1, pushes)  # two epochs end at once if a slow trainer is lost
+    print(
+        f"Epoch {epoch} - loss: {loss:.4f} - acc: {hits / n:.4f} ({hits}/{n}) - {updates / seconds:.1f} updates/s - "
+        f"{megabytes / seconds:.1f} MB/s - staleness: {average_staleness:.2f}",
+        flush=True,
+    )
 
 
 # ---- a trainer ----------------------------------------------------------------------------------------------------
 
-end = torch.futures.Future()
-
-
-@rpc.functions.async_execution
-def wait_until_the_end():
-    """The server makes one such call of each trainer: it fails at once when the trainer dies."""
-    return end
-
-
-def call_server(function, *args, **kwargs):
-    """Call one of the functions above in the server. Raises SystemExit if the server is lost."""
-    try:
-        return rpc.rpc_sync("server", function, args, **kwargs)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        if reason.startswith("On WorkerInfo"):  # raised by the function itself
-            raise
-        rpc.shutdown(graceful=False)  # or its threads, which still run when the interpreter ends, may abort
-        cause = "the server, or with sync another trainer, hangs" if "timeout" in reason else "the server is lost"
-        sys.exit(f"rank {dist.get_rank()}: {cause}: {reason}")
-
 
 def train(model, dataset, device, ranks, args):
-    """Train on this trainer's share of the data. Returns, at the end of all work, whether nobody is lost."""
+    """Train on this trainer's share of the data."""
     rank = dist.get_rank()
     sampler = DistributedSampler(dataset, len(ranks), ranks.index(rank), seed=args.seed)
     loader = DataLoader(dataset, args.batch_size, sampler=sampler, collate_fn=tuple)
     send = push if args.mode == "hogwild" else push_and_wait
-    params = call_server(pull, rank, len(loader))
+    params = remote.call("server", pull, rank)
     model.train()
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)  # another order in each epoch
@@ -262,58 +287,31 @@ def train(model, dataset, device, ranks, args):
             loss = F.cross_entropy(model(mnist.normalize(images.to(device))), labels.to(device))
             model.zero_grad()
             loss.backward()
-            params = call_server(send, rank, parameters_to_vector(p.grad for p in model.parameters()).cpu())
-    nobody_is_lost = call_server(finish, rank, timeout=0)
-    end.set_result(None)
-    return nobody_is_lost
+            gradient = parameters_to_vector(p.grad for p in model.parameters())
+            params = remote.call("server", send, rank, gradient.cpu())
+        remote.call("server", finish_epoch, rank)
+    remote.leave("server")
 
 
 # ---- start --------------------------------------------------------------------------------------------------------
 
 
-def choose_interface():
-    """On one machine loopback, unless the user has named another; on several what was named, with a warning."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
-    interface = os.environ.get("TP_SOCKET_IFNAME", f"the address of {socket.gethostname()}")
-    if dist.is_primary() and not interface.startswith("lo"):
-        print(f"warning: RPC listens on {interface}, without authentication: trust its network", file=sys.stderr)
-
-
-def join(name, rank, world_size, timeout):
-    """Start RPC, and a process group for the data. SystemExit if not all are there within `timeout` seconds."""
-    # init_rpc has a group of its own, for which it knows no other timeout than this one, of 24 days.
-    rpc.constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=timeout)
-    # The default transport, shared memory, polls busily: it takes the cores that the trainers need. This is TCP; on one
-    # machine, the tensors' bytes are copied from process to process by the kernel.
-    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=timeout, _transports=["uv"], _channels=["cma", "basic"])
-    try:
-        init_process_group("gloo", timeout=timedelta(seconds=timeout))
-        rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
-    except RuntimeError as error:
-        sys.exit(f"rank {rank}: not all {world_size} have joined within {timeout:g} s: {str(error).splitlines()[0]}")
-
-
-def get_device():
-    """This process's device. Trainers share the GPUs if there are too few; the server needs one to evaluate only."""
-    count = torch.cuda.device_count()
-    return torch.device("cuda", dist.get_local_rank() % count) if count else torch.device("cpu")
-
-
 def main_worker(local_rank, world_size, args):
     global server
-    rank, device, ranks = dist.get_rank(), get_device(), range(1, world_size)
-    torch.manual_seed(args.seed + rank)  # dropout should differ; the weights are the server's
+    rank = dist.get_rank()
+    ranks = range(1, world_size)  # the trainers'
+    device = remote.get_device()  # the server needs one only to evaluate
+    torch.manual_seed(args.seed + rank)  # dropout should differ; all weights come from the server
     model = mnist.MODELS[args.model]().to(device)
-    server = Server(model, ranks, args.lr) if rank == 0 else None  # before the first call comes
-    choose_interface()
-    join(f"trainer{rank}" if rank else "server", rank, world_size, args.timeout)
-    dataset = mnist.load_data(args.data, args.data_dir, train=rank > 0, seed=args.seed)
-    nobody_is_lost = (train if rank else serve)(model, dataset, device, ranks, args)
-    with contextlib.suppress(RuntimeError):  # one may be lost in this very moment
-        rpc.shutdown(graceful=nobody_is_lost, timeout=args.timeout)
+    if rank == 0:
+        server = Server(model, ranks, args.lr)  # before it joins, because then the first call may come
+        remote.join("server", args.timeout)
+        test_set = mnist.load_data(args.data, args.data_dir, train=False, seed=args.seed)
+        serve(model, test_set, device, ranks, args)
+    else:
+        remote.join(f"trainer{rank}", args.timeout)
+        train_set = mnist.load_data(args.data, args.data_dir, train=True, seed=args.seed)
+        train(model, train_set, device, ranks, args)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import rpc_param_server
 from benchmarks import common
 
 BATCH, LR, WARM_UP = 32, 0.01, 3
-SAME = {"_transports": ["uv"], "_channels": ["cma", "basic"]}  # as rpc_param_server.join
+SAME = {"_transports": ["uv"], "_channels": ["cma", "basic"]}  # as in remote.py
 RATIOS = [  # what is promised of them
     ("hogwild", "usual", "at least 6"),
     ("hogwild", "usual, same", "at least 2.5"),

@@ -23,6 +23,7 @@ from torch.multiprocessing import ProcessExitedException
 
 import distributed as dist
 import mnist
+import remote
 import rpc_param_server
 
 SCRIPT = ROOT / "rpc_param_server.py"
@@ -52,11 +53,11 @@ def train_and_record(local_rank, world_size, folder, mode):
     """Save the weights at each evaluation, or of each call of the server its function and the bytes it cost."""
     torch.set_default_dtype(torch.float64)
     records = []
-    rpc_sync, evaluate = rpc.rpc_sync, rpc_param_server.evaluate
+    call, evaluate = remote.call, rpc_param_server.evaluate
 
-    def recording_call(to, function, args, **kwargs):
+    def recording_call(name, function, *args, **kwargs):
         before = io_bytes()
-        answer = rpc_sync(to, function, args, **kwargs)
+        answer = call(name, function, *args, **kwargs)
         records.append((function.__name__, (io_bytes() - before).tolist()))
         return answer
 
@@ -70,7 +71,7 @@ def train_and_record(local_rank, world_size, folder, mode):
     sockets = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     init_rpc = rpc.init_rpc
     rpc.init_rpc = lambda *args, **kwargs: init_rpc(*args, **{**kwargs, "rpc_backend_options": sockets})
-    rpc_param_server.rpc.rpc_sync = recording_call
+    remote.call = recording_call
     rpc_param_server.evaluate = recording_evaluate
     run_role(local_rank, world_size, mode)
     torch.save(records, f"{folder}/{local_rank}.pt")
@@ -80,7 +81,7 @@ def train_and_record(local_rank, world_size, folder, mode):
 def test_one_round_trip_a_step_and_sync_equals_one_process(mode, tmp_path, capfd):
     dist.launch(train_and_record, str(tmp_path), mode, nprocs=3)
     stdout, stderr = capfd.readouterr()
-    assert own_lines(stderr) == [], "a healthy job ends without a word of the library's"
+    assert stderr == "", "a healthy job ends without a word of torch's"
     *lines, last = stdout.splitlines()[1:]
     updates = 24 if mode == "sync" else 48
     assert last == f"Finished: {updates} updates, no trainer lost"
@@ -96,8 +97,9 @@ def test_one_round_trip_a_step_and_sync_equals_one_process(mode, tmp_path, capfd
     send = {"sync": "push_and_wait", "hogwild": "push"}[mode]
     for rank in (1, 2):
         calls = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        assert [name for name, _ in calls] == ["pull"] + [send] * 24 + ["finish"], "one round trip a step"
-        for _, (received, sent) in calls[1:25]:
+        names = [name for name, _ in calls]
+        assert names == ["pull", *([send] * 12 + ["finish_epoch"]) * EPOCHS, "_say_goodbye"], "one round trip a step"
+        for received, sent in [cost for name, cost in calls if name == send]:
             assert payload <= received <= 1.01 * payload, "the parameters once"
             assert payload <= sent <= 1.01 * payload, "the gradient once"
 
@@ -120,38 +122,50 @@ def test_updates_from_many_threads_are_neither_lost_nor_torn():
     together = new_server(range(1, 9))
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda i: rpc_param_server.push(1 + i % 8, gradient), range(200)))
-    assert together.updates == 200 and torch.equal(together.params, alone.params)
+    assert together.progress.updates == 200 and torch.equal(together.params, alone.params)
 
 
 def test_staleness_counts_the_updates_between_pull_and_push():
     server, gradient = new_server([1, 2]), torch.zeros(50_186)
-    rpc_param_server.pull(1, steps=2)
-    rpc_param_server.pull(2, steps=2)
+    rpc_param_server.pull(1)
+    rpc_param_server.pull(2)
     for rank in (1, 1, 2, 2):  # the third was computed before the first two
         rpc_param_server.push(rank, gradient)
-    assert server.staleness == 0 + 0 + 2 + 0
-    _, (_, updates, pushes, staleness) = server.epochs.get_nowait()
-    assert (updates, pushes, staleness) == (4, 4, 2), "an epoch ends when every trainer has done its share"
+    assert server.progress.counts()[1:] == (4, 4, 0 + 0 + 2 + 0)
+
+
+def test_an_epoch_is_evaluated_when_every_trainer_at_work_has_finished_it():
+    server = new_server([1, 2])
+    rpc_param_server.pull(1)
+    rpc_param_server.finish_epoch(1)
+    rpc_param_server.finish_epoch(1)
+    assert server.progress.snapshots.empty(), "trainer 2 has not finished one"
+    rpc_param_server.finish_epoch(2)
+    before = server.params.clone()
+    rpc_param_server.push(2, torch.ones(50_186))
+    params, _ = server.progress.snapshots.get_nowait()
+    assert torch.equal(params, before) and not torch.equal(params, server.params), "a copy"
+    assert server.progress.snapshots.empty()
+    server.lose(2)
+    assert torch.equal(server.progress.snapshots.get_nowait()[0], server.params), "nobody waits for who is lost"
+    server.lose(1)
+    assert server.progress.snapshots.get_nowait() is None, "every trainer is lost"
 
 
 def test_sync_waits_for_the_trainers_at_work_only(capsys):
     server = new_server([1, 2, 3])
     start = server.params.clone()
-    for rank in (1, 2, 3):
-        rpc_param_server.pull(rank, steps=1)
     first = rpc_param_server.push_and_wait(1, torch.full((50_186,), 1.0))
     second = rpc_param_server.push_and_wait(3, torch.full((50_186,), 3.0))
     assert not first.done() and not second.done()
-    server.leave(2, lost=True)
+    server.lose(2)
     assert first.done() and second.done(), "nobody waits for who is lost"
     assert torch.allclose(first.wait(), start - 0.01 * 2) and torch.equal(second.wait(), first.wait())
     late = rpc_param_server.push_and_wait(1, torch.ones(50_186))
     assert not late.done()
-    end = rpc_param_server.finish(3)
-    assert late.done(), "no other trainer has work left"
-    rpc_param_server.finish(1)
-    assert [server.epochs.get_nowait() is None for _ in range(2)] == [False, True] and not end.done()
-    assert capsys.readouterr().out == "trainer 2 is lost\n"
+    server.lose(3)
+    assert late.done() and server.progress.updates == 2
+    assert capsys.readouterr().out == "trainer 2 is lost\ntrainer 3 is lost\n"
 
 
 # ---- loss of a process ----------------------------------------------------------------------------------------------
@@ -164,19 +178,19 @@ def own_lines(stderr):
 
 
 def wait_for_updates(n):
-    while rpc_param_server.server.updates < n:
+    while rpc_param_server.server.progress.updates < n:
         time.sleep(0.01)
 
 
 def lose_one(local_rank, world_size, mode, victim, where, how=signal.SIGKILL, timeout=60.0):
     """`victim` is hit at its tenth step or update, or when the others have made all of theirs, or while it joins."""
     owner, name, call = {
-        "update": (rpc_param_server.Server, "receive", 10),
+        "update": (rpc_param_server.Server, "update", 10),
         "step": (rpc_param_server, "parameters_to_vector", 10),
         "straggler": (rpc_param_server, "parameters_to_vector", 10),
-        "goodbye": (rpc_param_server, "call_server", 26),  # the last one, of every trainer
+        "goodbye": (remote, "call", 1 + 24 + 2 + 1),  # the last one, of every trainer
         "data": (mnist, "Digits", 1),
-        "group": (rpc_param_server, "init_process_group", 1),
+        "group": (remote.torch_dist, "init_process_group", 1),
         "rpc": (rpc, "init_rpc", 1),
         "rpc, its group": (rpc.backend_registry, "_init_process_group", 1),
         "rpc, its agent": (rpc.api, "_all_gather", 1),
@@ -216,21 +230,31 @@ def test_the_others_go_on_without_a_lost_trainer(mode, where, trainers, updates,
     assert sorted(re.findall(r"rank (\d) ends well", stdout)) == [str(r) for r in range(trainers + 1) if r != 2]
 
 
-JOIN = r"^rank [01]: not all 3 have joined within 2 s: .+$"
-HANG = r"^rank 1: the server, or with sync another trainer, hangs: .*for more than set timeout \(6000 ms\)"
+JOIN = r"^rank [01]: not all 3 processes have joined within 2 s: .+ \(rank 2 was killed by SIGKILL\)$"
+STOPPED = r"^rank [01]: not all 3 processes have joined within 2 s: [^()]+(\([^()]*\))?$"
+ALL_LOST = r"^every trainer is lost, after 9 updates \(rank 1 was killed by SIGKILL\)$"
+HANG = r"^rank 1: server does not answer, it or a process that it waits for hangs: .*more than set timeout \(6000 ms\)"
 
 
 @pytest.mark.parametrize(
     ("mode", "victim", "where", "how", "timeout", "nprocs", "message"),
     [
-        ("hogwild", 1, "step", signal.SIGKILL, 60.0, 2, r"^every trainer is lost, after 9 updates$"),
+        (
+            "hogwild",
+            1,
+            "step",
+            signal.SIGKILL,
+            60.0,
+            2,
+            r"^every trainer is lost, after 9 updates \(rank 1 was killed by SIGKILL\)$",
+        ),
         ("hogwild", 0, "update", signal.SIGKILL, 60.0, 3, r"^rank 0 was killed by SIGKILL$"),
         ("sync", 0, "update", signal.SIGKILL, 60.0, 3, r"^rank 0 was killed by SIGKILL$"),
         pytest.param("sync", 2, "group", signal.SIGKILL, 2.0, 3, JOIN, marks=pytest.mark.slow),
         ("sync", 2, "rpc", signal.SIGKILL, 2.0, 3, JOIN),
         pytest.param("sync", 2, "rpc, its group", signal.SIGKILL, 2.0, 3, JOIN, marks=pytest.mark.slow),
         pytest.param("sync", 2, "rpc, its agent", signal.SIGKILL, 2.0, 3, JOIN, marks=pytest.mark.slow),
-        pytest.param("sync", 2, "rpc", signal.SIGSTOP, 2.0, 3, JOIN, marks=pytest.mark.slow),
+        pytest.param("sync", 2, "rpc", signal.SIGSTOP, 2.0, 3, STOPPED, marks=pytest.mark.slow),
         pytest.param("sync", 2, "step", signal.SIGSTOP, 6.0, 3, HANG, marks=pytest.mark.slow),
     ],
 )
@@ -238,7 +262,7 @@ def test_a_job_that_cannot_go_on_ends_with_one_line(mode, victim, where, how, ti
     begin = time.monotonic()
     with pytest.raises((SystemExit, ProcessExitedException), match=message):
         dist.launch(lose_one, mode, victim, where, how, timeout, nprocs=nprocs, tolerate_killed=True)
-    assert time.monotonic() - begin < 30 and "ends well" not in capfd.readouterr().out
+    assert time.monotonic() - begin < 60 and "ends well" not in capfd.readouterr().out
 
 
 # ---- where it listens, and what is left -----------------------------------------------------------------------------
@@ -269,7 +293,7 @@ def test_it_listens_on_the_named_interface_only_and_trainers_end_with_their_serv
     for rank in (1, 2):
         status, stdout, stderr = finish(jobs[rank], timeout=20)
         assert (status, stdout, len(own_lines(stderr))) == (1, "", 1), stderr
-        assert own_lines(stderr)[0].startswith(f"rank {rank}: the server is lost: ")
+        assert own_lines(stderr)[0].startswith(f"rank {rank}: server is lost: ")
 
 
 @pytest.mark.parametrize(
@@ -278,7 +302,7 @@ def test_it_listens_on_the_named_interface_only_and_trainers_end_with_their_serv
 def test_on_one_machine_it_listens_on_loopback_unless_told_otherwise(here, named, warned, capsys):
     given = {"TP_SOCKET_IFNAME": named, "GLOO_SOCKET_IFNAME": named} if named else {}
     with mock.patch.dict(os.environ, {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": str(here), **given}, clear=True):
-        rpc_param_server.choose_interface()
+        remote._choose_interface()
         expected = named or ("lo" if here == 3 else None)
         assert os.environ.get("TP_SOCKET_IFNAME") == os.environ.get("GLOO_SOCKET_IFNAME") == expected
     where = named or f"the address of {socket.gethostname()}"
