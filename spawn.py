@@ -37,7 +37,8 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
     MASTER_PORT in its environment. The first failure ends all processes, and is raised here:
     torch.multiprocessing.ProcessRaisedException with the worker's traceback, SystemExit with the message of
     `sys.exit(message)`, or ProcessExitedException with the rank and its signal or exit status. With
-    `tolerate_killed` the others continue when a worker other than rank 0 is killed by a signal.
+    `tolerate_killed` the others continue when a worker other than rank 0 is killed by a signal. The message of
+    a later `sys.exit` then names that worker too.
     """
     work = _pickle_work(worker_fn, args)
     context = multiprocessing.get_context("forkserver")
@@ -115,7 +116,12 @@ def _wait_for(processes, store, tolerate_killed):
     # The fork server may report a consequence before its cause.
     time.sleep(0.2)
     failed = _failed(processes, tolerate_killed)
-    raise _root_cause(failed, store)
+    failure = _root_cause(failed, store)
+    killed = _failed(processes, tolerate_killed=False).keys() - failed.keys()
+    if killed and isinstance(failure, SystemExit):
+        notes = [_how_it_ended(rank, processes[rank]) for rank in sorted(killed)]
+        failure = SystemExit(f"{failure} ({', '.join(notes)})")  # it may be what the others failed for
+    raise failure
 
 
 def _failed(processes, tolerate_killed):
@@ -148,13 +154,14 @@ def _root_cause(failed, store):
     process = failed[rank]
     if process.exitcode == IMPORTING_MAIN:
         return SystemExit('launch is called while a worker imports the script: put it under if __name__ == "__main__":')
+    name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else None
+    return ProcessExitedException(_how_it_ended(rank, process), rank, process.pid, process.exitcode, name)
+
+
+def _how_it_ended(rank, process):
     if process.exitcode < 0:
-        name = signal.Signals(-process.exitcode).name
-        message = f"rank {rank} was killed by {name}"
-    else:
-        name = None
-        message = f"rank {rank} exited with status {process.exitcode}"
-    return ProcessExitedException(message, rank, process.pid, process.exitcode, name)
+        return f"rank {rank} was killed by {signal.Signals(-process.exitcode).name}"
+    return f"rank {rank} exited with status {process.exitcode}"
 
 
 def _end(process):
