@@ -29,15 +29,19 @@ LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 # ---- options ------------------------------------------------------------------------------------------------------
 
 
-def add_model_options(parser):
-    """Add the options that all transformer scripts share, of the model and of its training."""
+def add_model_options(parser, length=None):
+    """Add the options that all transformer scripts share, of the model and of its training.
+
+    `length` is the default of --length, for a script that does not split the sequence.
+    """
     count = options.whole_number(1)
+    length_help = "bytes per sequence"
+    if length is None:
+        length_help += " (default: 128, or what can be split)"
     parser.add_argument("--layers", type=count, default=2, help="blocks of attention and MLP")
     parser.add_argument("--width", type=count, help="features per byte (default: 128, or what the heads divide)")
     parser.add_argument("--heads", type=count, help="attention heads per block (default: 4, or what can be split)")
-    parser.add_argument(
-        "--length", type=options.whole_number(2, 2**16), help="bytes per sequence (default: 128, or what can be split)"
-    )
+    parser.add_argument("--length", type=options.whole_number(2, 2**16), default=length, help=length_help)
     parser.add_argument(
         "--global-batch-size",
         type=count,
@@ -165,8 +169,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Logits (batch, length, 256) of `tokens` (batch, length), which stand at `positions` (length,): 0, 1, … if None.
+    """Logits (batch, length, 256) of `tokens` (batch, length), which stand at `positions`: 0, 1, … if None.
 
+    `positions` are (length,), or (batch, length) where rows differ.
     Neither dropout nor tied weights: both change silently where a model is split.
     """
 
