@@ -1,0 +1,282 @@
+"""Stream data that does not fit into memory, and resume at the exact document on any number of processes.
+
+The data are shards: .jsonl files with a document per line. Their order is a function of seed, epoch and position alone.
+
+    shards, shuffled in each epoch      c c c c c|a a a|d|b b b b b b b
+    cut into blocks of --buffer         c c c c|c a a a|d b b b|b b b b
+    shuffled inside each block          c c c c|a c a a|b b d b|b b b b
+    position                            0 1 2 3 4 5 6 7 8 ...            counts on through all epochs
+
+Each step takes the next --global-batch-size positions, and each rank an equal share of them. Its loader processes take
+steps in turn. The numbers of ranks and loader processes decide who reads a document, but never which one comes next.
+So the state to save is one number, the position after the last step. Batches that loader processes have fetched ahead
+do not count, and the resumed run fetches them again.
+
+An index beside each shard holds the start of each line, so a rank reads its own documents and nothing else. The usual
+stream reads shards from their first line through a shuffle buffer. Its order depends on which process reads which
+shard, and to resume, it must save the buffers or read again all that came before. Choose it for files that cannot be
+read from the middle, as compressed ones. If the data fit into memory, `dist.data_sampler` is simpler (min_DDP.py).
+
+Cost per process: as with DDP, and in memory --buffer numbers, one number per shard, and the batches fetched ahead. For
+a document, 16 bytes of an index and its own line are read. The first start reads all shards once, for the indexes,
+which take 8 bytes per document on disk. A larger --buffer shuffles better, and scatters reads over more of the disk.
+
+    python min_Stream.py --nproc 2                                          # two CPU processes; or all visible GPUs
+    CUDA_VISIBLE_DEVICES=0,1 python min_Stream.py --snapshot-path run.pt    # saves; rerun it with any --nproc to resume
+    torchrun --standalone --nproc-per-node 2 min_Stream.py --data-dir shards --num-workers 2    # your own .jsonl files
+
+It prints every --log-every steps a line like `step 400 | epoch 3.57 | loss 2.0411 | 310 documents/s`. Without
+--data-dir the shards are made at the first start from Python's standard library.
+"""
+
+import array
+import bisect
+import functools
+import itertools
+import json
+import os
+import random
+import shutil
+import struct
+import time
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+import checkpoint
+import distributed as dist
+import gpt
+import options
+
+LIBRARY_SHARDS = "data/library"
+IGNORED = -100  # what cross_entropy leaves out
+
+
+def parse_args():
+    count = options.whole_number(1)
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser, length=128)
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        help='folder of .jsonl shards, each line a JSON object with a "text" (default: the standard library)',
+    )
+    parser.add_argument("--buffer", type=count, default=512, help="documents that are shuffled among themselves")
+    parser.add_argument(
+        "--num-workers", type=options.whole_number(0), default=1, help="loader processes per training process"
+    )
+    parser.add_argument("--snapshot-path", help="save to this file, and resume from it (default: do not save)")
+    parser.add_argument("--save-every", type=count, default=50, help="steps between two snapshots")
+    args = parser.parse_args()
+    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
+    if args.data_dir and not any(args.data_dir.glob("*.jsonl")):
+        parser.error(f"argument --data-dir: {str(args.data_dir)!r} has no .jsonl files")
+    if args.snapshot_path:
+        checkpoint.check_writable("--snapshot-path", os.path.dirname(os.path.abspath(args.snapshot_path)))
+    return args
+
+
+# ---- the order ----------------------------------------------------------------------------------------------------
+
+
+class Stream(Dataset):
+    """`stream[position]` is this rank's share of the global batch that begins at `position`.
+
+    `counts` has the number of documents of each shard by its path.
+    """
+
+    def __init__(self, counts, args):
+        self.paths = sorted(counts)
+        self.counts = [counts[path] for path in self.paths]
+        self.n_documents = sum(self.counts)
+        self.seed = args.seed
+        self.buffer = args.buffer
+        self.length = args.length
+        self.share = args.global_batch_size // dist.get_world_size()
+        self.rank = dist.get_rank()  # a loader process could not ask for it
+        self.epoch = None
+
+    def __getitem__(self, position):
+        first = position + self.rank * self.share
+        texts = []
+        for own_position in range(first, first + self.share):
+            shard, line = self.locate(own_position)
+            texts.append(read_document(self.paths[shard], line))
+        return make_rows(texts, self.length)
+
+    def locate(self, position):
+        """The number of the shard and the line in it of the document at a global position."""
+        epoch, place = divmod(position, self.n_documents)
+        self.set_epoch(epoch)
+        block, place_in_block = divmod(place, self.buffer)
+        start = block * self.buffer
+        size = min(self.buffer, self.n_documents - start)
+        place = start + shuffled(size, self.seed, epoch, block)[place_in_block]
+        turn = bisect.bisect_right(self.ends, place)  # passes over empty shards
+        shard = self.order[turn]
+        return shard, place - (self.ends[turn] - self.counts[shard])
+
+    def set_epoch(self, epoch):
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.order = shuffled(len(self.counts), self.seed, epoch)
+            self.ends = list(itertools.accumulate(self.counts[shard] for shard in self.order))
+
+    def state_dict(self):
+        """What the order depends on: it must be the same when a run resumes."""
+        shards = {path.name: count for path, count in zip(self.paths, self.counts, strict=True)}
+        return {"seed": self.seed, "buffer": self.buffer, "shards": shards}
+
+    def load_state_dict(self, state):
+        self.saved = state
+
+
+@functools.lru_cache(maxsize=4)
+def shuffled(n, *seeds):
+    """The numbers below n in an order that depends on `seeds` alone."""
+    order = list(range(n))
+    random.Random(repr(seeds)).shuffle(order)
+    return order
+
+
+def make_loader(stream, position, args):
+    """Batches from a global position to the end of training. Each loader process takes the next step that is free."""
+    end = args.steps * args.global_batch_size
+    return DataLoader(
+        stream,
+        batch_size=None,  # an item of the stream is a batch
+        sampler=range(position, end, args.global_batch_size),  # DataLoader keeps this order for any num_workers
+        num_workers=args.num_workers,
+        pin_memory=dist.get_device().type == "cuda",
+    )
+
+
+def make_rows(texts, length):
+    """Tokens and targets (batch, length) of the first bytes of each text, filled up where a text is shorter."""
+    tokens = torch.zeros(len(texts), length, dtype=torch.long)
+    targets = torch.full((len(texts), length), IGNORED)
+    for row, text in enumerate(texts):
+        numbers = torch.tensor(list(text[: length + 1]), dtype=torch.long)
+        n_targets = max(0, len(numbers) - 1)
+        tokens[row, :n_targets] = numbers[:-1]
+        targets[row, :n_targets] = numbers[1:]
+    return tokens, targets
+
+
+# ---- shards and their indexes -------------------------------------------------------------------------------------
+
+
+def index_of(path):
+    """The file that holds the start of each document in a shard, and the shard's end, as 64-bit numbers."""
+    return path.with_name(path.name + ".index")
+
+
+def read_document(path, line):
+    with open(index_of(path), "rb") as index:
+        index.seek(8 * line)
+        start, end = struct.unpack("2q", index.read(16))
+    with open(path, "rb") as shard:
+        shard.seek(start)
+        return parse(shard.read(end - start))
+
+
+def parse(line):
+    """The text of a line as bytes, or None if the line is no document."""
+    try:
+        document = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(document, dict) or not isinstance(document.get("text"), str):
+        return None
+    return document["text"].encode(errors="replace")
+
+
+def build_index(path):
+    starts = array.array("q")
+    end = 0
+    with open(path, "rb") as shard:
+        for number, line in enumerate(shard, 1):
+            if line.strip():
+                if parse(line) is None:
+                    line = f'{path}: line {number} is not a JSON object with a "text": was the file cut off?'
+                    raise dist.DistributedError(line)
+                starts.append(end)
+            end += len(line)
+    starts.append(end)
+    with checkpoint.atomic(index_of(path)) as index:
+        starts.tofile(index)
+
+
+def read_count(path):
+    """The number of documents according to the index, or None if there is no index or the shard has changed since."""
+    index = index_of(path)
+    if not index.exists() or index.stat().st_mtime_ns < path.stat().st_mtime_ns:
+        return None
+    with open(index, "rb") as file:
+        file.seek(-8, os.SEEK_END)
+        (end,) = struct.unpack("q", file.read(8))
+        if end != path.stat().st_size:
+            return None
+        return file.tell() // 8 - 1
+
+
+def open_shards(folder):
+    """The number of documents of each shard by its path. Every rank must call it: together they build the indexes."""
+    paths = sorted(folder.glob("*.jsonl"))
+    first = dist.get_rank() * len(paths) // dist.get_world_size()
+    counts, error = {}, None
+    try:
+        # Each rank begins elsewhere and skips what others have built. So machines may share the folder, but need not.
+        for path in paths[first:] + paths[:first]:
+            if read_count(path) is None:
+                build_index(path)
+            counts[path] = read_count(path)
+    except OSError as failure:
+        error = f"cannot read {failure.filename}: {failure.strerror}"
+    except dist.DistributedError as failure:
+        error = str(failure)
+    dist.raise_on_all(error)
+    if sum(counts.values()) == 0:
+        raise dist.DistributedError(f"{folder} has no documents: its .jsonl files are empty")
+    return counts
+
+
+def find_change(before, now):
+    """What differs between two state_dicts of a stream, a phrase, or None."""
+    for name in ("seed", "buffer"):
+        if before[name] != now[name]:
+            return f"--{name} was {before[name]} and is {now[name]}"
+    for name in sorted(before["shards"] | now["shards"]):
+        count_before, count = before["shards"].get(name), now["shards"].get(name)
+        if count is None:
+            return f"the shard {name} is gone"
+        if count_before is None:
+            return f"the shard {name} is new"
+        if count_before != count:
+            return f"the shard {name} had {count_before:,} documents and has {count:,}"
+    return None
+
+
+def raise_on_change(before, since):
+    """Raise DistributedError on every rank if any rank's stream differs from the state that it must have."""
+    pass
+
+
+def write_library(folder):
+    """Make shards of Python's standard library: 8 files to a shard, a class or function to a document."""
+    temporary = folder.with_name(f"{folder.name}.{dist.get_rank()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    sources = sorted(gpt.LIBRARY.glob("*.py"))
+    for number in range(0, len(sources), 8):
+        with open(temporary / f"{number:04}.jsonl", "w") as shard:
+            for source in sources[number : number + 8]:
+                text = source.read_text(encoding="utf-8", errors="replace")
+                for definition in text.split("\n\n\n"):  # two blank lines
+                    shard.write(json.dumps({"text": definition.strip("\n") + "\n"}) + "\n")
+    try:
+        os.rename(temporary, folder)  # all shards or none
+    except OSError:  # another machine that shares the folder was faster
+        shutil.rmtree(temporary)

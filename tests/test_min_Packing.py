@@ -1,0 +1,252 @@
+"""Packed documents train as the same documents do alone, whatever the numbers of processes and micro-batches."""
+
+import collections
+import functools
+import random
+from unittest import mock
+
+import pytest
+import torch
+import transformer
+from conftest import exit_message, float64
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
+
+import distributed as dist
+import min_Packing
+
+STEPS = 6
+LENGTH = 48
+CASES = [("SGD", 1, {}), ("SGD", 3, {}), ("AdamW", 1, {}), ("AdamW", 3, {"clip": 0.3}), ("SGD", 3, {"pad": True})]
+
+
+@functools.cache
+def small_documents():
+    """80 pairs, whose answers have 1 to 30 bytes: means of means are far from the mean."""
+    draw = random.Random(0)
+    documents = []
+    for number in range(80):
+        prompt = bytes(draw.choices(b"abcd", k=draw.randint(1, 12)))
+        answer = bytes(draw.choices(b"xyz", k=draw.choice((1, 2, 3, 30))))
+        documents.append((prompt + bytes([number]), answer))
+    return documents
+
+
+def arguments(nprocs, accumulate=1, **changes):
+    sizes = {"layers": 2, "width": 16, "heads": 2, "length": LENGTH, "global_batch_size": 12, "steps": STEPS}
+    return transformer.arguments(nprocs, accumulate=accumulate, **{"pad": False, **sizes, **changes})
+
+
+# ---- one process of plain PyTorch, one document to a row ------------------------------------------------------------
+
+
+def padded(documents):
+    """Inputs and targets (documents, length). Each document stands at the beginning of a row."""
+    tokens = torch.zeros(len(documents), LENGTH, dtype=torch.long)
+    targets = torch.full((len(documents), LENGTH), -100)
+    for row, (prompt, answer) in enumerate(documents):
+        for place, byte in enumerate((prompt + answer)[:-1]):
+            tokens[row, place] = byte
+        for place, byte in enumerate(answer):
+            targets[row, len(prompt) - 1 + place] = byte
+    return tokens, targets
+
+
+def documents_of(step, args):
+    """The documents in the rows of a step's global batch."""
+    lists = min_Packing.pack(small_documents()[:-4], LENGTH)  # the last 4 are held out
+    if args.pad:
+        lists = [[document] for document in small_documents()[:-4]]
+    chosen = random.Random(f"{args.seed} {step}").choices(lists, k=12)
+    return [document for documents in chosen for document in documents]
+
+
+@functools.cache
+def reference(optimizer, **changes):
+    """Every step's loss, and the parameters."""
+    args = arguments(1, **changes)
+    with float64():
+        model = transformer.make_model(args)
+        before = transformer.full_parameters(model)
+        optimizer = transformer.make_optimizer(optimizer, model.parameters(), args.lr)
+        losses = []
+        for step in range(STEPS):
+            tokens, targets = padded(documents_of(step, args))
+            summed = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
+            loss, clipped = transformer.take_step(model, optimizer, summed / (targets != -100).sum(), args.clip)
+            assert clipped or not args.clip
+            losses.append(loss)
+        assert losses[-1] < losses[0] - 0.5, "the reference must learn, or equality means little"
+        after = transformer.full_parameters(model)
+        assert all((after[name] - before[name]).abs().max() > 1e-4 for name in before)
+    return torch.stack(losses), after
+
+
+# ---- the script -----------------------------------------------------------------------------------------------------
+
+
+def count_sends(counter):
+    """dist.prepare_ddp_model with a hook that counts the buckets that it reduces."""
+    prepare = dist.prepare_ddp_model
+
+    def hook(state, bucket):
+        counter["sends"] += 1
+        return allreduce_hook(state, bucket)
+
+    def prepare_counting(model):
+        model = prepare(model)
+        if dist.get_world_size() > 1:
+            model.register_comm_hook(None, hook)
+        return model
+
+    return mock.patch.object(dist, "prepare_ddp_model", prepare_counting)
+
+
+def train(optimizer, accumulate, changes):
+    """What the script's main_worker trains: losses, parameters, the number of reductions."""
+    results, counter = [], collections.Counter()
+    own_train = min_Packing.train
+
+    def train_and_keep(model, *args):
+        results.append(own_train(model, *args))
+        results.append(transformer.full_parameters(model))
+
+    def make_optimizer(params, lr, fused):
+        return transformer.make_optimizer(optimizer, params, lr)
+
+    documents = mock.patch.object(min_Packing, "load_documents", small_documents)
+    keep = mock.patch.object(min_Packing, "train", train_and_keep)
+    optimizers = mock.patch.object(torch.optim, "AdamW", make_optimizer if optimizer == "SGD" else torch.optim.AdamW)
+    args = arguments(dist.get_world_size(), accumulate, **changes)
+    with documents, keep, optimizers, count_sends(counter):
+        min_Packing.main_worker(dist.get_rank(), dist.get_world_size(), args)
+    return *results, counter["sends"]
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 4])
+def test_equals_one_process_and_documents_one_to_a_row(nprocs, tmp_path):
+    ranks = transformer.train_on(nprocs, train, CASES, tmp_path)
+    for number, (optimizer, accumulate, changes) in enumerate(CASES):
+        print(nprocs, optimizer, accumulate, changes)
+        for results in ranks:
+            losses, parameters, sends = results[number]
+            transformer.assert_equal(losses, parameters, reference(optimizer, **changes))
+            assert sends == (STEPS if nprocs > 1 else 0), "gradients are reduced once per step"
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_hold_each_document_once():
+    documents = small_documents()
+    lists = min_Packing.pack(documents, LENGTH)
+    assert sorted(document for row in lists for document in row) == sorted(documents)
+    rows = min_Packing.make_rows(lists, LENGTH)
+    tokens, positions, owners, targets = rows.unbind(1)
+    for row, packed in enumerate(lists):
+        for number, (prompt, answer) in enumerate(packed):
+            mine = owners[row] == number
+            text = list(prompt + answer)
+            assert tokens[row][mine].tolist() == text[:-1]
+            assert positions[row][mine].tolist() == list(range(len(text) - 1))
+            assert targets[row][mine].tolist() == [-100] * (len(prompt) - 1) + list(answer)
+        unused = owners[row] == min_Packing.PADDING
+        assert (targets[row][unused] == -100).all()
+    alone = min_Packing.make_rows([[document] for document in documents], LENGTH)
+    assert min_Packing.wasted(rows) < 0.1 < 0.5 < min_Packing.wasted(alone)
+
+
+def test_functions_become_documents():
+    source = b'''
+class A:
+    @decorated
+    def method(self, x):
+        """Says
+        what."""
+        y = x
+        return y
+
+    def without(self):
+        return 1
+
+    def only(self):
+        """A docstring."""
+
+def short(): "One line."; return 2
+'''
+    documents = list(min_Packing.functions_in(source))
+    assert documents == [
+        (
+            b'    def method(self, x):\n        """Says\n        what."""\n',
+            b"        y = x\n        return y\n\0",
+        )
+    ]
+
+
+def test_length_must_fit_documents():
+    args = arguments(1, length=2)
+    assert exit_message(min_Packing.prepare_rows, small_documents(), args) == (
+        "--length 2: only 4 documents fit, choose a larger one"
+    )
+
+
+def test_shares_must_divide_the_batch(main_of):
+    assert main_of("min_Packing.py", "--nproc", "2", "--accumulate", "3", "--global-batch-size", "16") == (
+        2,
+        "min_Packing.py: error: argument --global-batch-size: 16 is not a multiple of 6, "
+        "the number of processes times --accumulate\n",
+    )
+
+
+# ---- leaks ----------------------------------------------------------------------------------------------------------
+
+
+def probe(attention_within=min_Packing.attention_within):
+    """For each position of a row of 3 documents: has its logit changed, since a byte of the second one did?"""
+    documents = sorted(small_documents(), key=min_Packing.n_positions)[40:43]
+    rows = min_Packing.make_rows([documents], LENGTH)
+    tokens, positions, owners, _ = rows.unbind(1)
+    second = owners == 1
+    with float64(), torch.no_grad(), mock.patch.object(min_Packing, "attention_within", attention_within):
+        torch.manual_seed(0)
+        model = min_Packing.PackedGPT(2, 16, 2, LENGTH)
+        before = model(tokens, positions, owners)
+        changed = tokens.clone()
+        changed[0, second[0].nonzero()[0]] += 1
+        after = model(changed, positions, owners)
+    return (before != after).any(-1), owners, second
+
+
+def test_a_changed_byte_changes_its_own_document_only():
+    changed, _, second = probe()
+    assert torch.equal(changed, second)
+
+
+def test_without_the_mask_it_changes_all_that_follows():
+    def causal(owners):
+        return functools.partial(F.scaled_dot_product_attention, is_causal=True)
+
+    changed, owners, _ = probe(causal)
+    assert torch.equal(changed, owners != 0)
+    assert changed.double().mean() > 0.5
+
+
+def test_the_mask_for_gpus_is_the_same(monkeypatch):
+    monkeypatch.setattr(min_Packing, "compiled_flex_attention", lambda: flex_attention)  # compiled, it needs a GPU
+    owners = torch.tensor([[0, 0, 1, 1, 1, 2, -1, -1], [0, 1, 1, 1, 1, 1, 1, -1]])
+    q, k, v = torch.randn(3, 2, 2, 8, 16, dtype=torch.float64, generator=torch.manual_seed(0))
+    expected = min_Packing.masked_attention(owners)(q, k, v)
+    assert (min_Packing.block_sparse_attention(owners)(q, k, v) - expected).abs().max() < 1e-9
+
+
+# ---- the whole command ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_prints_what_is_wasted(job_of):
+    options = ("--nproc", 2, "--width", 32, "--steps", 4, "--log-every", 2, "--accumulate", 2, "--global-batch-size", 4)
+    first, *lines = job_of("min_Packing.py", *options, "--pad").splitlines()
+    assert " documents fit; packed: " in first
+    assert [line.split(" | ")[0] for line in lines] == ["step 2", "step 4"]
+    assert float(lines[-1].split()[-2]) > 30
