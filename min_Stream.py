@@ -57,7 +57,7 @@ IGNORED = -100  # what cross_entropy leaves out
 def parse_args():
     count = options.whole_number(1)
     parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser, length=128)
+    gpt.add_model_options(parser)
     parser.add_argument(
         "--data-dir",
         type=Path,
@@ -95,8 +95,9 @@ class Stream(Dataset):
         self.buffer = args.buffer
         self.length = args.length
         self.share = args.global_batch_size // dist.get_world_size()
-        self.rank = dist.get_rank()  # a loader process could not ask for it
+        self.rank = dist.get_rank()  # here, since a loader process belongs to no process group
         self.epoch = None
+        self.set_epoch(0)
 
     def __getitem__(self, position):
         first = position + self.rank * self.share
@@ -259,13 +260,17 @@ def find_change(before, now):
     return None
 
 
-def raise_on_change(before, since):
-    """Raise DistributedError on every rank if any rank's stream differs from the state that it must have."""
-    pass
+def check_same(before, stream, situation):
+    """Raise DistributedError on every rank unless all ranks' streams have the order that `before` describes."""
+    change = find_change(before, stream.state_dict())
+    error = None
+    if change is not None:
+        error = f"{situation}: {change}"
+    dist.raise_on_all(error)
 
 
-def write_library(folder):
-    """Make shards of Python's standard library: 8 files to a shard, a class or function to a document."""
+def make_library_shards(folder):
+    """Write Python's standard library as shards: 8 files to a shard, a class or function to a document."""
     temporary = folder.with_name(f"{folder.name}.{dist.get_rank()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -277,6 +282,88 @@ def write_library(folder):
                 for definition in text.split("\n\n\n"):  # two blank lines
                     shard.write(json.dumps({"text": definition.strip("\n") + "\n"}) + "\n")
     try:
-        os.rename(temporary, folder)  # all shards or none
-    except OSError:  # another machine that shares the folder was faster
+        os.rename(temporary, folder)  # all shards appear at once, or none
+    except OSError:
         shutil.rmtree(temporary)
+        if not folder.is_dir():  # if it is there, another machine that shares it was faster
+            raise
+
+
+def find_data(args):
+    """The folder of the shards. Local rank 0 of each machine makes them if they are the default ones and missing."""
+    folder = args.data_dir or Path(LIBRARY_SHARDS)
+    error = None
+    if not folder.exists() and dist.get_local_rank() == 0:
+        try:
+            make_library_shards(folder)
+        except OSError as failure:
+            error = f"cannot write {folder}: {failure.strerror}"
+    dist.raise_on_all(error)
+    return folder
+
+
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
+def sum_of_losses(model, tokens, targets):
+    logits = model(tokens)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def train(model, optimizer, stream, position, args):
+    """Train from a global position to the end. Returns the loss of every step of this run, over all processes."""
+    device = dist.get_device()
+    losses = torch.zeros(args.steps, device=device)  # this process's shares, to avoid a sync every step
+    first_step = first_unprinted = position // args.global_batch_size
+    start = time.perf_counter()
+    for step, batch in enumerate(make_loader(stream, position, args), first_step + 1):
+        tokens, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+        # Ranks hold unequal numbers of targets, so divide by the number of all of them. See min_Packing.py.
+        n_targets = dist.all_reduce((targets != IGNORED).sum()).clamp(min=1)
+        loss = sum_of_losses(model, tokens, targets) / n_targets
+        optimizer.zero_grad()
+        (loss * dist.get_world_size()).backward()  # DDP divides by the world size
+        if args.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+        losses[step - 1] = loss.detach()
+        position += args.global_batch_size
+        is_last = step == args.steps
+        if step % args.log_every == 0 or is_last:
+            loss = dist.all_reduce(losses[first_unprinted:step]).mean().item()
+            speed = (step - first_unprinted) * args.global_batch_size / (time.perf_counter() - start)
+            dist.print_primary(
+                f"step {step} | epoch {position / stream.n_documents:.2f} | loss {loss:.4f} | {speed:,.0f} documents/s",
+                flush=True,
+            )
+            first_unprinted = step
+            start = time.perf_counter()
+        if args.snapshot_path and (step % args.save_every == 0 or is_last):
+            checkpoint.save(args.snapshot_path, model, optimizer, stream, step=position)  # the whole state
+    return dist.all_reduce(losses[first_step:])
+
+
+def main_worker(local_rank, world_size, args):
+    dist.init_process_group()
+    counts = open_shards(find_data(args))
+    stream = Stream(counts, args)
+    first_rank = dist.gather_objects(stream.state_dict())[0]
+    check_same(first_rank, stream, f"rank {dist.get_rank()} does not have the data of rank 0")
+    dist.print_primary(f"{len(counts):,} shards of {stream.n_documents:,} documents")
+
+    torch.manual_seed(args.seed)
+    model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
+    model = dist.prepare_ddp_model(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    position = 0
+    if args.snapshot_path:
+        _, position = checkpoint.load(args.snapshot_path, model, optimizer, stream)
+    if position > 0:
+        check_same(stream.saved, stream, f"cannot resume from {args.snapshot_path}, the order would differ")
+        dist.print_primary(f"Resuming at document {position:,}")
+    train(model, optimizer, stream, position, args)
+
+
+if __name__ == "__main__":
+    cli_args = parse_args()
+    dist.launch(main_worker, cli_args, nprocs=cli_args.nproc)

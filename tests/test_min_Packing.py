@@ -232,6 +232,7 @@ def test_without_the_mask_it_changes_all_that_follows():
     assert changed.double().mean() > 0.5
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_the_mask_for_gpus_is_the_same(monkeypatch):
     monkeypatch.setattr(min_Packing, "compiled_flex_attention", lambda: flex_attention)  # compiled, it needs a GPU
     owners = torch.tensor([[0, 0, 1, 1, 1, 2, -1, -1], [0, 1, 1, 1, 1, 1, 1, -1]])
