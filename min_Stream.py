@@ -18,7 +18,7 @@ shard, and to resume, it must save the buffers or read again all that came befor
 read from the middle, as compressed ones. If the data fit into memory, `dist.data_sampler` is simpler (min_DDP.py).
 
 Cost per process: as with DDP, and in memory --buffer numbers, one number per shard, and the batches fetched ahead. For
-a document, 16 bytes of an index and its own line are read. The first start reads all shards once, for the indexes,
+a document, a block of an index and its own line are read. The first start reads all shards once, for the indexes,
 which take 8 bytes per document on disk. A larger --buffer shuffles better, and scatters reads over more of the disk.
 
     python min_Stream.py --nproc 2                                          # two CPU processes; or all visible GPUs
@@ -361,6 +361,12 @@ def main_worker(local_rank, world_size, args):
     if position > 0:
         check_same(stream.saved, stream, f"cannot resume from {args.snapshot_path}, the order would differ")
         dist.print_primary(f"Resuming at document {position:,}")
+
+    def first_loss():
+        batch = [tensor.to(dist.get_device()) for tensor in stream[position]]
+        return sum_of_losses(model, *batch)
+
+    checkpoint.rebuild_buckets(model, first_loss)
     train(model, optimizer, stream, position, args)
 
 

@@ -1,0 +1,408 @@
+"""Whatever the numbers of processes, and wherever a run was killed: every document once, in the same order."""
+
+import contextlib
+import functools
+import json
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import transformer
+from conftest import exit_message, float64
+from torch.nn import functional as F
+
+import distributed as dist
+import min_Stream
+import spawn
+
+BATCH = 12
+BUFFER = 16
+STEPS = 12
+LENGTH = 16
+SIZES = {"many": (9, 0, 30, 1, 17), "single": (50,)}  # documents of each shard: fewer shards than processes
+CASES = [("SGD", 0, "many"), ("AdamW", 1, "many"), ("SGD", 2, "many"), ("SGD", 2, "single")]
+
+
+def text_of(number):
+    """Begins with its number, and has 7 to 26 bytes: some are shorter than a row."""
+    draw = random.Random(number)
+    return f"{number:03}" + "".join(draw.choices("abc", k=draw.randint(4, 23)))
+
+
+def write_shards(folder, sizes):
+    """Documents 0, 1, 2, …; some shards have blank lines, or end without a line end."""
+    folder.mkdir()
+    number = 0
+    for shard, size in enumerate(sizes):
+        lines = []
+        for _ in range(size):
+            lines.append(json.dumps({"text": text_of(number), "source": "é"}, ensure_ascii=shard % 2 == 0))
+            number += 1
+        if shard == 2:
+            lines.insert(3, "")
+        end = "\n" if shard != 4 and lines else ""
+        (folder / f"{shard}.jsonl").write_text("\n".join(lines) + end)
+    return folder
+
+
+def arguments(folder, nprocs=1, num_workers=0, **changes):
+    values = {"layers": 1, "width": 16, "heads": 2, "length": LENGTH, "global_batch_size": BATCH, "steps": STEPS}
+    values |= {"data_dir": folder, "buffer": BUFFER, "snapshot_path": None, "save_every": 3, "num_workers": num_workers}
+    return transformer.arguments(nprocs, **{**values, **changes})
+
+
+# ---- one process of plain PyTorch, all documents in memory ----------------------------------------------------------
+
+
+def expected_order(sizes, n, seed=3):
+    """The numbers of the first n documents."""
+    result = []
+    for epoch in range(n // sum(sizes) + 1):
+        shards, first = [], 0
+        for size in sizes:
+            shards.append(list(range(first, first + size)))
+            first += size
+        random.Random(repr((seed, epoch))).shuffle(shards)
+        documents = [number for shard in shards for number in shard]
+        for block in range(0, len(documents), BUFFER):
+            part = documents[block : block + BUFFER]
+            random.Random(repr((seed, epoch, block // BUFFER))).shuffle(part)
+            result += part
+    return result[:n]
+
+
+@functools.cache
+def reference(optimizer, name, steps=STEPS):
+    """Every step's loss, and the parameters."""
+    args = arguments(None)
+    order = expected_order(SIZES[name], steps * BATCH)
+    with float64():
+        model = transformer.make_model(args)
+        before = transformer.full_parameters(model)
+        optimizer = transformer.make_optimizer(optimizer, model.parameters(), args.lr)
+        losses = []
+        for step in range(steps):
+            tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+            targets = torch.full((BATCH, LENGTH), -100)
+            for row, number in enumerate(order[step * BATCH : (step + 1) * BATCH]):
+                text = text_of(number).encode()[: LENGTH + 1]
+                for place in range(len(text) - 1):
+                    tokens[row, place], targets[row, place] = text[place], text[place + 1]
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+            losses.append(transformer.take_step(model, optimizer, loss)[0])
+        assert losses[-1] < losses[0] - 0.5, "the reference must learn, or equality means little"
+        after = transformer.full_parameters(model)
+        moved = [(after[name] - before[name]).abs().max() > 1e-4 for name in before]
+        assert all(moved)
+    return torch.stack(losses), after
+
+
+# ---- the script -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def watched(optimizer="AdamW", on_batch=None):
+    """Calls on_batch(numbers) with the documents of each local batch on which the script trains.
+
+    Gives a list, in which the script's losses and parameters are put when it is done.
+    """
+    results = []
+    own_train, own_sum = min_Stream.train, min_Stream.sum_of_losses
+    training = False
+
+    def train(model, *args):
+        nonlocal training
+        training = True
+        results.append(own_train(model, *args))
+        training = False
+        results.append(transformer.full_parameters(model))
+
+    def sum_of_losses(model, tokens, targets):
+        if training and on_batch:
+            on_batch([int(bytes(row[:3].tolist())) for row in tokens])
+        return own_sum(model, tokens, targets)
+
+    def make_optimizer(params, lr, fused):
+        return transformer.make_optimizer(optimizer, params, lr)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(min_Stream, "train", train))
+        stack.enter_context(mock.patch.object(min_Stream, "sum_of_losses", sum_of_losses))
+        if optimizer == "SGD":
+            stack.enter_context(mock.patch.object(torch.optim, "AdamW", make_optimizer))
+        yield results
+
+
+def train(optimizer, num_workers, folder):
+    """Losses, parameters, and the documents that this rank has trained on, step by step."""
+    batches = []
+    args = arguments(Path(folder), dist.get_world_size(), num_workers)
+    with watched(optimizer, batches.append) as results:
+        min_Stream.main_worker(dist.get_local_rank(), dist.get_world_size(), args)
+    return *results, batches
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+def test_the_order_depends_on_neither_ranks_nor_loader_processes(nprocs, tmp_path):
+    for name, sizes in SIZES.items():
+        write_shards(tmp_path / name, sizes)
+    cases = [(optimizer, num_workers, str(tmp_path / name)) for optimizer, num_workers, name in CASES]
+    ranks = transformer.train_on(nprocs, train, cases, tmp_path)
+    for case, (optimizer, num_workers, name) in enumerate(CASES):
+        print(nprocs, optimizer, num_workers, name)
+        steps = zip(*(results[case][2] for results in ranks), strict=True)
+        order = [number for shares in steps for share in shares for number in share]
+        assert order == expected_order(SIZES[name], STEPS * BATCH)
+        for results in ranks:
+            losses, parameters, _ = results[case]
+            transformer.assert_equal(losses, parameters, reference(optimizer, name))
+
+
+def test_each_epoch_has_every_document_once_in_another_order(tmp_path):
+    stream = min_Stream.Stream(min_Stream.open_shards(write_shards(tmp_path / "many", SIZES["many"])), arguments(None))
+    n = sum(SIZES["many"])
+    epochs = []
+    for epoch in range(3):
+        epochs.append([stream.locate(epoch * n + place) for place in range(n)])
+        assert len(set(epochs[-1])) == n
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert [stream.locate(place) for place in range(n)] == epochs[0], "to go back is possible too"
+
+
+# ---- kills ----------------------------------------------------------------------------------------------------------
+
+LONG_STEPS = 60
+
+
+def killed_worker(local_rank, world_size, args, log, victim, n_steps):
+    """The script in float64; rank `victim` is killed in its step number `n_steps`."""
+    n_batches = 0
+
+    def on_batch(numbers):
+        nonlocal n_batches
+        n_batches += 1
+        if local_rank == victim and n_batches == n_steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with open(f"{log}.{local_rank}", "a") as file:
+            print(*numbers, file=file)
+
+    with float64(), watched(on_batch=on_batch):
+        min_Stream.main_worker(local_rank, world_size, args)
+
+
+def run_until_killed(args, log, victim=None, n_steps=None):
+    """Returns the documents of each whole step."""
+    if victim is None:
+        dist.launch(killed_worker, args, log, victim, n_steps, nprocs=args.nproc)
+    else:
+        with pytest.raises(spawn.ProcessExitedException):
+            dist.launch(killed_worker, args, log, victim, n_steps, nprocs=args.nproc)
+    shares = []
+    for rank in range(args.nproc):
+        path = Path(f"{log}.{rank}")
+        lines = path.read_text().splitlines() if path.exists() else []
+        shares.append([[int(number) for number in line.split()] for line in lines])
+    return [[number for share in step for number in share] for step in zip(*shares, strict=False)]
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
+def test_killed_and_resumed_by_other_numbers_of_processes(kills, tmp_path, capfd):
+    folder = write_shards(tmp_path / "many", SIZES["many"])
+    draw = random.Random(kills)
+    trained, runs = [], []
+    for run in range(kills + 1):
+        nprocs, num_workers = draw.choice([2, 3, 4]), draw.choice([0, 1, 2])
+        args = arguments(folder, nprocs, num_workers, steps=LONG_STEPS, snapshot_path=str(tmp_path / "snapshot.pt"))
+        victim, n_steps = draw.randrange(nprocs), draw.randint(2, 3 * LONG_STEPS // (2 * kills))
+        if run == kills:
+            victim = n_steps = None
+        batches = run_until_killed(args, tmp_path / str(run), victim, n_steps)
+        resumed = re.search(r"Resuming at document ([\d,]+)\n", capfd.readouterr().out)
+        position = int(resumed[1].replace(",", "")) if resumed else 0
+        assert position % (3 * BATCH) == 0 and position <= len(trained)
+        runs.append((nprocs, num_workers, position, n_steps))
+        del trained[position:]  # what was trained since the last snapshot was lost with the killed run
+        trained += [number for batch in batches for number in batch]
+    print(runs)
+    assert runs[-1][2] > 0
+    assert trained == expected_order(SIZES["many"], LONG_STEPS * BATCH)
+    snapshot = torch.load(tmp_path / "snapshot.pt", weights_only=True)
+    assert snapshot["step"] == LONG_STEPS * BATCH
+    for name, value in reference("AdamW", "many", LONG_STEPS)[1].items():
+        assert (snapshot["model"][name] - value).abs().max() <= 1e-9, name
+
+
+def test_killed_and_resumed_by_as_many_processes_it_ends_bit_for_bit_alike(tmp_path):
+    folder = write_shards(tmp_path / "many", SIZES["many"])
+    models = []
+    for name, victim in (("whole", None), ("killed", 1)):
+        args = arguments(folder, 3, 1, snapshot_path=str(tmp_path / f"{name}.pt"))
+        if victim is not None:
+            run_until_killed(args, tmp_path / name, victim, n_steps=8)
+        run_until_killed(args, tmp_path / name)
+        models.append(torch.load(args.snapshot_path, weights_only=True)["model"])
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def bytes_read():
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="counts what a process reads as Linux does")
+def test_resuming_far_in_reads_less_than_a_shard(tmp_path):
+    for shard, n_documents in enumerate((3000, 4000, 2000)):
+        lines = [json.dumps({"text": f"{number:03}" + 500 * "x"}) + "\n" for number in range(n_documents)]
+        (tmp_path / f"{shard}.jsonl").write_text("".join(lines))
+    counts = min_Stream.open_shards(tmp_path)
+    args = arguments(None, steps=10**9, buffer=1000)
+    for position in (0, 1_234_567 * BATCH):
+        before, start = bytes_read(), time.perf_counter()
+        stream = min_Stream.Stream(min_Stream.open_shards(tmp_path), args)
+        next(iter(min_Stream.make_loader(stream, position, args)))
+        read = bytes_read() - before
+        print(f"position {position}: {read} bytes, {1000 * (time.perf_counter() - start):.1f} ms")
+        assert read < min(path.stat().st_size for path in counts) / 5
+
+
+def test_a_document_is_read_as_it_stands(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = ['\n{"text": "\\u00e9\\ud800"}', "", '  {"text": ""}  ', '{"text": "last", "other": [1]}']
+    path.write_text("\n".join(lines))
+    assert min_Stream.open_shards(tmp_path) == {path: 3}
+    texts = [min_Stream.read_document(path, line) for line in range(3)]
+    assert texts == ["é?".encode(), b"", b"last"]
+    tokens, targets = min_Stream.make_rows([*texts, b"abcdef"], 3)
+    assert tokens.tolist() == [[0xC3, 0xA9, 0], [0, 0, 0], [*b"las"], [*b"abc"]]
+    assert targets.tolist() == [[0xA9, ord("?"), -100], [-100, -100, -100], [*b"ast"], [*b"bcd"]]
+
+
+def test_an_index_is_built_once_and_again_when_the_shard_changes(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n')
+    built = []
+    own_build = min_Stream.build_index
+
+    def build(path):
+        built.append(path)
+        own_build(path)
+
+    with mock.patch.object(min_Stream, "build_index", build):
+        assert min_Stream.open_shards(tmp_path) == {path: 1}
+        assert min_Stream.open_shards(tmp_path) == {path: 1}
+        assert len(built) == 1
+        before = path.stat()
+        with open(path, "a") as shard:
+            shard.write('{"text": "b"}\n')
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # its size alone tells
+        assert min_Stream.open_shards(tmp_path) == {path: 2}
+        path.write_text('{"text": "b"}\n\n\n{"text":""}\n')
+        later = min_Stream.index_of(path).stat().st_mtime_ns + 1
+        os.utime(path, ns=(later, later))
+        assert min_Stream.open_shards(tmp_path) == {path: 2}
+    assert len(built) == 3
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "a.jsonl.index"]
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last_line", ['{"text": "abc', '{"txt": "abc"}', '{"text": 1}', '["text"]', "abc"])
+def test_a_line_that_is_no_document(last_line, tmp_path):
+    folder = write_shards(tmp_path / "many", SIZES["many"])
+    with open(folder / "0.jsonl", "a") as shard:
+        shard.write(last_line)
+    assert exit_message(min_Stream.open_shards, folder) == (
+        f'{folder}/0.jsonl: line 10 is not a JSON object with a "text": was the file cut off?'
+    )
+
+
+def test_shards_without_documents(tmp_path, main_of):
+    assert main_of("min_Stream.py", "--data-dir", str(tmp_path)) == (
+        2,
+        f"min_Stream.py: error: argument --data-dir: {str(tmp_path)!r} has no .jsonl files\n",
+    )
+    (tmp_path / "a.jsonl").write_text("\n\n")
+    assert exit_message(min_Stream.open_shards, tmp_path) == f"{tmp_path} has no documents: its .jsonl files are empty"
+
+
+def test_what_the_order_depends_on_must_not_change(tmp_path):
+    folder = write_shards(tmp_path / "many", SIZES["many"])
+    path = str(tmp_path / "snapshot.pt")
+    args = arguments(folder, steps=3, snapshot_path=path)
+    min_Stream.main_worker(0, 1, args)
+    expected = f"cannot resume from {path}, the order would differ: "
+
+    def resume(**changes):
+        changed = arguments(folder, steps=4, snapshot_path=path, **changes)
+        return exit_message(min_Stream.main_worker, 0, 1, changed)
+
+    assert resume(seed=4) == expected + "--seed was 3 and is 4"
+    assert resume(buffer=8) == expected + "--buffer was 16 and is 8"
+    (folder / "5.jsonl").write_text('{"text": "new"}')
+    assert resume() == expected + "the shard 5.jsonl is new"
+    (folder / "5.jsonl").unlink()
+    shard = (folder / "2.jsonl").read_text()
+    (folder / "2.jsonl").write_text(shard[: shard.index("\n") + 1])
+    assert resume() == expected + "the shard 2.jsonl had 30 documents and has 1"
+    (folder / "2.jsonl").unlink()
+    assert resume() == expected + "the shard 2.jsonl is gone"
+
+
+def see_other_data(first, second):
+    folder = Path(second if dist.get_rank() == 1 else first)
+    args = arguments(folder, dist.get_world_size())
+    return exit_message(min_Stream.main_worker, dist.get_local_rank(), dist.get_world_size(), args)
+
+
+def test_ranks_that_see_other_shards(tmp_path):
+    write_shards(tmp_path / "many", SIZES["many"])
+    write_shards(tmp_path / "fewer", SIZES["many"][:-1])
+    case = (str(tmp_path / "many"), str(tmp_path / "fewer"))
+    for message in transformer.train_on(2, see_other_data, [case], tmp_path):
+        assert message == ["rank 1 does not have the data of rank 0: the shard 4.jsonl is gone"]
+
+
+# ---- the standard library -------------------------------------------------------------------------------------------
+
+
+def test_library_shards_appear_at_once_or_not_at_all(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = arguments(None)
+    with mock.patch("json.dumps", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        min_Stream.find_data(args)
+    assert not os.path.exists("data/library")
+    folder = min_Stream.find_data(args)
+    counts = min_Stream.open_shards(folder)
+    assert len(counts) > 15 and len(set(counts.values())) > 10 and sum(counts.values()) > 1000
+    assert os.listdir("data") == ["library"]
+    first = min_Stream.read_document(folder / "0000.jsonl", 0).decode()
+    assert first.endswith("\n") and first.strip()
+    with mock.patch.object(min_Stream, "make_library_shards", side_effect=AssertionError):
+        assert min_Stream.find_data(args) == folder
+
+
+def test_where_no_library_can_be_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").write_text("a file")
+    assert exit_message(min_Stream.find_data, arguments(None)) == "cannot write data/library: Not a directory"
+
+
+@pytest.mark.slow
+def test_resumes_where_it_was(job_of, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ["--width", 32, "--log-every", 2, "--snapshot-path", "run.pt", "--save-every", 2]
+    first = job_of("min_Stream.py", *options, "--steps", 4, "--nproc", 2).splitlines()
+    assert re.fullmatch(r"\d+ shards of [\d,]+ documents", first[0])
+    assert re.fullmatch(r"step 2 \| epoch 0\.\d\d \| loss \d\.\d{4} \| [\d,]+ documents/s", first[1])
+    second = job_of("min_Stream.py", *options, "--steps", 6, "--num-workers", 0).splitlines()
+    assert second[1] == "Resuming at document 64"
+    assert second[2].startswith("step 6 | ")
