@@ -347,8 +347,11 @@ def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     counts = open_shards(find_data(args))
     stream = Stream(counts, args)
-    first_rank = dist.gather_objects(stream.state_dict())[0]
-    check_same(first_rank, stream, f"rank {dist.get_rank()} does not have the data of rank 0")
+    expected = None
+    if dist.is_primary():
+        expected = stream.state_dict()
+    expected = dist.gather_objects(expected)[0]
+    check_same(expected, stream, f"rank {dist.get_rank()} does not have the data of rank 0")
     dist.print_primary(f"{len(counts):,} shards of {stream.n_documents:,} documents")
 
     torch.manual_seed(args.seed)

@@ -357,6 +357,16 @@ def test_what_the_order_depends_on_must_not_change(tmp_path):
     assert resume() == expected + "the shard 2.jsonl is gone"
 
 
+def test_resumes_with_another_batch_size(tmp_path):
+    folder = write_shards(tmp_path / "many", SIZES["many"])
+    trained = []
+    with watched(on_batch=trained.extend):
+        for sizes in ({"steps": 2}, {"steps": 7, "global_batch_size": 5}, {"steps": 7, "global_batch_size": 5}):
+            args = arguments(folder, snapshot_path=str(tmp_path / "snapshot.pt"), **sizes)
+            min_Stream.main_worker(0, 1, args)
+    assert trained == expected_order(SIZES["many"], 2 * BATCH + 15)  # the last batch begins before 7 * 5
+
+
 def see_other_data(first, second):
     folder = Path(second if dist.get_rank() == 1 else first)
     args = arguments(folder, dist.get_world_size())
