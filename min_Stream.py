@@ -9,17 +9,18 @@ The data are shards: .jsonl files with a document per line. Their order is a fun
 
 Each step takes the next --global-batch-size positions, and each rank an equal share of them. Its loader processes take
 steps in turn. The numbers of ranks and loader processes decide who reads a document, but never which one comes next.
-So the state to save is one number, the position after the last step. Batches that loader processes have fetched ahead
-do not count, and the resumed run fetches them again.
+So the state to save is one number, the position after the last step. What loader processes have fetched ahead is not
+part of it: the resumed run fetches that again.
 
-An index beside each shard holds the start of each line, so a rank reads its own documents and nothing else. The usual
-stream reads shards from their first line through a shuffle buffer. Its order depends on which process reads which
-shard, and to resume, it must save the buffers or read again all that came before. Choose it for files that cannot be
-read from the middle, as compressed ones. If the data fit into memory, `dist.data_sampler` is simpler (min_DDP.py).
+An index beside each shard holds the start of each line, so any document can be read by itself. The usual stream reads
+each shard from its first line through a shuffle buffer. Its order depends on which process reads which shard, and a
+resumed run must either load saved buffers or read all earlier documents again. Choose it for files that cannot be read
+from the middle, such as compressed ones. If the data fit into memory, use `dist.data_sampler`, as min_DDP.py does.
 
-Cost per process: as with DDP, and in memory --buffer numbers, one number per shard, and the batches fetched ahead. For
-a document, a block of an index and its own line are read. The first start reads all shards once, for the indexes,
-which take 8 bytes per document on disk. A larger --buffer shuffles better, and scatters reads over more of the disk.
+Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW, and 2·(N-1)/N · 4·P bytes
+sent in each step. The data add --buffer numbers, one number per shard, and the batches fetched ahead. The first start
+reads all shards once and writes the indexes, 8 bytes per document. After that a process reads only its own documents. A
+larger --buffer shuffles better, but scatters reads over more of the disk.
 
     python min_Stream.py --nproc 2                                          # two CPU processes; or all visible GPUs
     CUDA_VISIBLE_DEVICES=0,1 python min_Stream.py --snapshot-path run.pt    # saves; rerun it with any --nproc to resume
@@ -143,7 +144,7 @@ def shuffled(n, *seeds):
 
 
 def make_loader(stream, position, args):
-    """Batches from a global position to the end of training. Each loader process takes the next step that is free."""
+    """This rank's batches from a global position to the end of training."""
     end = args.steps * args.global_batch_size
     return DataLoader(
         stream,
@@ -155,15 +156,13 @@ def make_loader(stream, position, args):
 
 
 def make_rows(texts, length):
-    """Tokens and targets (batch, length) of the first bytes of each text, filled up where a text is shorter."""
-    tokens = torch.zeros(len(texts), length, dtype=torch.long)
-    targets = torch.full((len(texts), length), IGNORED)
-    for row, text in enumerate(texts):
-        numbers = torch.tensor(list(text[: length + 1]), dtype=torch.long)
-        n_targets = max(0, len(numbers) - 1)
-        tokens[row, :n_targets] = numbers[:-1]
-        targets[row, :n_targets] = numbers[1:]
-    return tokens, targets
+    """Tokens and targets (batch, length) of the first bytes of each text. Padding follows a text that is shorter."""
+    texts = [text[: length + 1] for text in texts]
+    padded = b"".join(text.ljust(length + 1, b"\0") for text in texts)
+    rows = torch.frombuffer(bytearray(padded), dtype=torch.uint8).view(-1, length + 1).long()
+    sizes = torch.tensor([len(text) for text in texts])
+    is_padding = torch.arange(1, length + 1) >= sizes[:, None]
+    return rows[:, :-1].contiguous(), rows[:, 1:].masked_fill(is_padding, IGNORED)
 
 
 # ---- shards and their indexes -------------------------------------------------------------------------------------
@@ -359,7 +358,7 @@ def main_worker(local_rank, world_size, args):
     model = dist.prepare_ddp_model(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     position = 0
-    if args.snapshot_path:
+    if args.snapshot_path:  # the stream stands in the place of a scheduler: anything with a state_dict may
         _, position = checkpoint.load(args.snapshot_path, model, optimizer, stream)
     if position > 0:
         check_same(stream.saved, stream, f"cannot resume from {args.snapshot_path}, the order would differ")
