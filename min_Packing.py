@@ -8,10 +8,12 @@ signature and docstring) and an answer (its body). Only the answer is in the los
     position   0 1 2 3 0 1 2 0 1 2 3 4 0 0
     in loss    - - x x - - x - - - x x - -     targets in the answers
 
-    attention  a x                             rows: the position that looks
-               a x x                           columns: the position that it sees
+    attention    a a b b b
+               a x                             a position (row) sees itself and the earlier positions (columns)
+               a x x                           of its own document
                b     x
                b     x x
+               b     x x x
 
 Packed rows hold unequal numbers of targets. A mean over ranks of means over micro-batches then weights some tokens more
 than others, and no error is raised. The loss of a step is instead one fraction:
@@ -19,8 +21,8 @@ than others, and no error is raised. The loss of a step is instead one fraction:
     loss = (sum of the losses of all targets of all ranks and micro-batches) / (number of all these targets)
 
 The denominator must be known before the first backward, so each step begins with an all-reduce of one number.
-Choose packing over padding (--pad) when lengths vary: attention apart, padding costs as much as text. If documents may
-see each other, cut one long text into rows, as `gpt.batch` does: nothing is wasted then, and no mask is needed.
+Choose packing over padding (--pad) when lengths vary, because padding costs as much time as text. If documents may see
+each other, cut one long text into rows, as `gpt.batch` does: then nothing is wasted, and no mask is needed.
 
 Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW. Each step sends
 2·(N-1)/N · 4·P bytes, once for all micro-batches, and 8 bytes more. The CPU's mask has rows · length² bytes.
@@ -47,8 +49,8 @@ import distributed as dist
 import gpt
 import options
 
-IGNORED = -100  # what cross_entropy leaves out
-PADDING = -1  # in the place of a document's number
+IGNORED = -100  # a target that is not in the loss
+PADDING = -1  # the owner of a position that no document uses
 TOKENS, POSITIONS, OWNERS, TARGETS = range(4)  # the second dimension of a tensor of rows
 
 

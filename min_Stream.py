@@ -52,7 +52,7 @@ import gpt
 import options
 
 LIBRARY_SHARDS = "data/library"
-IGNORED = -100  # what cross_entropy leaves out
+IGNORED = -100  # a target that is not in the loss
 
 
 def parse_args():
