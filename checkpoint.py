@@ -223,8 +223,8 @@ def _read(path):
             raise ValueError(f"checksum of {damaged}")
         refused = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path))
         if refused:
-            error = f"{location} contains {refused}, which weights_only=True cannot load: convert it, or delete or rename the file"
-            return None, NO_SNAPSHOT, error
+            line = f"{location} contains {refused}, which weights_only=True cannot load"
+            return None, NO_SNAPSHOT, f"{line}: convert it, or delete or rename the file"
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         return snapshot, (int(snapshot["epoch"]), int(snapshot["step"])), None
     except FileNotFoundError:
