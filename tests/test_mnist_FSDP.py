@@ -196,6 +196,23 @@ def two_steps(model, mixed):
     return optimizer
 
 
+def alike_layers(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
+
+
+def start_worker(local_rank, world_size):
+    """Ranks that draw different weights, and tensors of one shape, which nothing but their order tells apart."""
+    dist.init_process_group()
+    model = dist.prepare_fsdp_model(alike_layers(seed=local_rank))
+    for param, expected in zip(model.parameters(), alike_layers(seed=0).parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), expected)
+
+
+def test_all_ranks_start_from_rank_0s_weights():
+    dist.launch(start_worker, nprocs=2)
+
+
 def mixed_worker(local_rank, world_size):
     dist.init_process_group()
     name = "reduce_scatter_single" if hasattr(torch_dist, "reduce_scatter_single") else "reduce_scatter_tensor"
