@@ -198,7 +198,7 @@ def test_a_killed_agent_requeues_and_a_mistake_does_not(cluster, tmp_path):
     job.cancel()
 
     mistaken = Job(tmp_path, 5, 1, "--global-batch-size", 1)
-    wait_until(mistaken.ended)
+    wait_until(mistaken.ended, 240)  # torchrun starts it four times
     assert (mistaken.field("JobState"), mistaken.field("Restarts")) == ("FAILED", "0")
     assert "1 is less than 2, the number of ranks" in mistaken.text()
 
