@@ -9,6 +9,7 @@ number of ranks, and these resume from the newest snapshot that any node has. Tw
        share of rank 1 of 4:   | . x . . . x . . . | . x . . . x . . . | . x . . . x . . . |
 
    So a step computes the same on any number of ranks, up to rounding, and the run ends where it would have ended.
+   (BatchNorm and dropout see the shares, so with them this holds only for one number of ranks. Then it is exact.)
 
 2. A SIGTERM loses no step. A scheduler sends it before it takes a node away, torchrun when a node joins. After each
    step the ranks ask each other whether one of them got it. The answer arrives while they compute the next step:
@@ -67,8 +68,8 @@ def parse_args():
     batch_size = options.whole_number(1, len(ToyDataset()), "the number of samples")
     parser.add_argument("--global-batch-size", type=batch_size, default=64, help="samples per step of all processes")
     parser.add_argument("--snapshot-path", default="snapshot.pt", help="file to save to and to resume from")
-    parser.add_argument("--num-workers", type=options.whole_number(0), default=0, help="data loaders per process")
-    parser.add_argument("--timeout", type=options.whole_number(1), default=300, help="seconds until a step fails")
+    parser.add_argument("--num-workers", type=options.whole_number(0), default=0, help="data loaders per rank")
+    parser.add_argument("--timeout", type=options.whole_number(1), default=300, help="seconds until a hung step fails")
     args = parser.parse_args()
     size = args.global_batch_size
     if size < dist.get_world_size():
