@@ -242,10 +242,13 @@ def test_the_advice_on_logs(tmp_path):
 
 @pytest.mark.parametrize(
     "old, new, most",
-    [("single_gpu.py", "multigpu_torchrun.py", 130), ("multigpu_torchrun.py", "multinode_torchrun.py", 250)],
+    [("single_gpu.py", "multigpu_torchrun.py", 100), ("multigpu_torchrun.py", "multinode_torchrun.py", 200)],
 )
-def test_the_rungs_of_the_ladder_are_close(old, new, most):
-    changes = subprocess.run(["diff", old, new], cwd=ROOT, capture_output=True, text=True).stdout
+def test_the_rungs_of_the_ladder_are_close(old, new, most, tmp_path):
+    """Below their docstrings."""
+    for name in (old, new):
+        (tmp_path / name).write_text(SCRIPTS[name].split('"""', 2)[2])
+    changes = subprocess.run(["diff", old, new], cwd=tmp_path, capture_output=True, text=True).stdout
     assert 0 < len(re.findall("^[<>]", changes, re.M)) <= most
 
 
