@@ -2,8 +2,8 @@
 
     # in the process that the others depend on
     remote.join("server", timeout=60)  # every process joins, under a name of its own
-    remote.watch("worker1", on_loss)  # calls on_loss() as soon as worker1 dies
-    remote.end()  # waits until each watched process has left or is lost
+    remote.watch("worker1")  # notices when worker1 dies
+    remote.end()  # waits until each watched process has left; raises DistributedError if one is lost
 
     # in the other processes
     remote.join("worker1", timeout=60)
@@ -140,8 +140,8 @@ _changed = threading.Condition()  # guards the two sets
 _end = torch.futures.Future()  # set when this process may shut RPC down
 
 
-def watch(name, on_loss, *args):
-    """Call `on_loss(*args)`, in another thread, as soon as the process `name` dies before the end of the job."""
+def watch(name, on_loss=None, *args):
+    """Notice when the process `name` dies before the end of the job, and call `on_loss(*args)` in another thread."""
 
     def note_end(_):
         if _end.done():
@@ -149,7 +149,8 @@ def watch(name, on_loss, *args):
         with _changed:
             _lost.add(name)
             _changed.notify_all()
-        on_loss(*args)
+        if on_loss is not None:
+            on_loss(*args)
 
     _watched[name] = rpc.rpc_async(name, _stay, timeout=0)
     _watched[name].add_done_callback(note_end)
@@ -169,18 +170,24 @@ def _say_goodbye(name):
     return _end
 
 
-def end():
-    """Wait until each watched process has left or is lost, and shut RPC down. Returns whether no process was lost."""
+def end(tolerate_lost=False):
+    """Wait until each watched process has left or is lost, and shut RPC down.
+
+    Raises DistributedError as soon as a process is lost, unless `tolerate_lost`.
+    """
     with _changed:
         while not _watched.keys() <= _left | _lost:
+            if _lost and not tolerate_lost:
+                break
             _changed.wait()
+        if _lost and not tolerate_lost:
+            raise dist.DistributedError(f"{', '.join(sorted(_lost))} is lost")
     nobody_is_lost = not _lost
     _end.set_result(nobody_is_lost)
     for answer in _watched.values():
         with contextlib.suppress(RuntimeError):  # this one is lost
             answer.wait()  # until the process has heard of the end
     _shut_down(nobody_is_lost)
-    return nobody_is_lost
 
 
 def leave(name):

@@ -235,7 +235,7 @@ def serve(model, dataset, device, ranks, args):
         loss, hits, n = evaluate(model, loader, device)
         print_epoch(epoch, loss / n, hits, n, before, counts, params.numel() * params.element_size())
         before = counts
-    remote.end()
+    remote.end(tolerate_lost=True)
     lost = [f"trainer {rank}" for rank in ranks if rank not in server.trainers]
     print(f"Finished: {server.progress.updates} updates, {', '.join(lost) or 'no trainer'} lost")
 

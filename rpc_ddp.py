@@ -1,0 +1,312 @@
+"""DDP with a parameter server: a large table of embeddings on servers, dense layers on every trainer.
+
+Some models are mostly a table, of which a batch uses few rows: recommenders with a row per user and product, here a row
+per group of bytes. The table lives on a server. Trainers train the dense layers with DDP, ask for the rows that their
+share of the batch needs, and send back the gradients of those rows:
+
+    trainer, one of N                               server
+    ids of the rows in its share of the batch ----> look_up
+                                              <---- table[ids]
+    loss = mean over its share
+    loss.backward()     DDP averages the gradients of the dense layers over the trainers
+    step the dense layers
+    ids, gradients of the rows -------------------> push: waits for all N, then makes one update:
+                                              <---- table <- step(table, 1/N · sum of all gradients)
+
+All trainers wait for that one update, so N trainers do what one process would do with the whole batch. The usual way,
+torch.distributed.autograd with DistributedOptimizer, lets each trainer step the table by itself. The table would then
+move N times in each step, with gradients that are N times too large.
+
+Choose it when a table is too large for a trainer. If the whole model fits, min_DDP.py is simpler. If a large model uses
+all of its parameters in each step, choose min_FSDP.py. PyTorch maintains torch.distributed.rpc but no longer develops
+it.
+
+Cost, for a table of R rows of W float32, S servers, D dense parameters, and N trainers whose batches use U rows each:
+a server holds 8·R·W/S bytes (the table and Adagrad's sums), a trainer 12·D bytes and 8·U·W. A step sends U·(16 + 8·W)
+bytes between a trainer and the servers: ids twice, rows, and gradients. It does not depend on R. DDP sends
+2·(N-1)/N · 4·D per trainer.
+
+    python rpc_ddp.py                                                # a server and two trainers on this machine
+    python rpc_ddp.py --trainers 4 --servers 2                       # the rows are divided over two servers
+    torchrun --standalone --nproc-per-node 3 rpc_ddp.py              # rank 0 is the server
+    export TP_SOCKET_IFNAME=eth1 GLOO_SOCKET_IFNAME=eth1             # on each of two machines: see remote.py
+    torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 rpc_ddp.py --servers 2
+
+The task is to guess the next byte of Python's standard library from the 1 to 4 bytes before it. Each group of bytes is
+hashed to the number of a row. It prints `step 50 | loss 1.9341 | held-out 1.7613 | 3,405 tokens/s | 2,911 rows of
+1,048,576`: the loss on the training batches and on other text in nats per byte, and the rows that one trainer used in
+the last step. When a process is lost, the job ends with one line that names it.
+"""
+
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+from torch.distributed import rpc
+from torch.multiprocessing import ProcessExitedException
+from torch.nn import functional as F
+
+import distributed as dist
+import gpt
+import options
+import remote
+
+ORDERS = 4  # rows that each byte looks up: for the last 1, 2, 3 and 4 bytes
+OPTIMIZERS = {"adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}  # both can step some rows of a table alone
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    count = options.whole_number(1)
+    trainers = options.whole_number(1, torch.cuda.device_count() or options.LARGEST, "the number of visible GPUs")
+    parser.add_argument("--trainers", type=trainers, default=2, help="processes that train; ignored under torchrun")
+    parser.add_argument("--servers", type=count, default=1, help="processes that share the rows of the table")
+    parser.add_argument("--rows", type=count, default=2**20, help="rows of the table")
+    parser.add_argument("--width", type=count, default=16, help="numbers per row")
+    parser.add_argument("--hidden", type=count, default=128, help="width of the hidden dense layer")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adagrad", help="for the table and the dense layers")
+    parser.add_argument("--lr", type=options.positive_number, default=0.1, help="learning rate")
+    parser.add_argument(
+        "--global-batch-size",
+        type=count,
+        help="sequences per step, over all trainers (default: 16, or the next multiple of --trainers)",
+    )
+    parser.add_argument("--length", type=options.whole_number(1, 2**16), default=128, help="bytes per sequence")
+    parser.add_argument("--steps", type=count, default=200, help="steps to train")
+    parser.add_argument("--log-every", type=count, default=50, help="print every N steps", metavar="N")
+    parser.add_argument("--seed", type=options.seed_number, default=0, help="random seed of the weights and batches")
+    parser.add_argument(
+        "--timeout", type=remote.timeout_seconds, default=60, help="seconds to wait for all processes, or for an answer"
+    )
+    args = parser.parse_args()
+    if dist.is_launched():
+        args.trainers = dist.get_world_size() - args.servers
+        if args.trainers < 1:
+            parser.error(f"argument --servers: {args.servers} leaves no trainer of {dist.get_world_size()} processes")
+    parser.require_multiple(args, "global_batch_size", args.trainers, "the number of trainers", default=16)
+    return args
+
+
+# ---- a step of a trainer ------------------------------------------------------------------------------------------
+
+
+def train_step(model, optimizer, x, y, trainer, device, args):
+    """Train on this trainer's share (n, length) of a batch. Returns the loss and how many rows it used."""
+    ids, places = row_ids(x, args.rows).unique(return_inverse=True)  # each row once, and where it is used
+    rows = look_up_everywhere(ids, args).to(device).requires_grad_()
+    loss = gpt.loss_fn(model(rows[places.to(device)]), y.to(device))
+    optimizer.zero_grad()
+    loss.backward()  # DDP averages the gradients of the dense layers; rows.grad is this trainer's own
+    optimizer.step()
+    push_everywhere(trainer, ids, rows.grad.cpu(), args)
+    return loss.detach(), len(ids)
+
+
+def look_up_everywhere(ids, args):
+    """The rows `ids` (u,) of the table, (u, width). Row i is row i // S of server i % S, for S servers."""
+    answers = []
+    for server in range(args.servers):
+        own = ids[ids % args.servers == server]
+        answers.append(rpc.rpc_async(f"server{server}", look_up, (own // args.servers,)))
+    rows = torch.empty(len(ids), args.width)
+    for server, answer in enumerate(answers):
+        rows[ids % args.servers == server] = remote.wait(f"server{server}", answer)
+    return rows
+
+
+def push_everywhere(trainer, ids, gradients, args):
+    """Send the gradients (u, width) of the rows `ids` to their servers, and wait until all have updated the table."""
+    answers = []
+    for server in range(args.servers):
+        own = ids % args.servers == server
+        answers.append(rpc.rpc_async(f"server{server}", push, (trainer, ids[own] // args.servers, gradients[own])))
+    for server, answer in enumerate(answers):
+        remote.wait(f"server{server}", answer)
+
+
+# ---- a server -----------------------------------------------------------------------------------------------------
+
+table_server = None  # the TableServer, in a server's process, where the next two functions run in threads of RPC
+
+
+def look_up(ids):
+    """Rows of this server's table."""
+    # Needs no lock: an update waits for a push of every trainer, and no trainer looks up rows during its push.
+    return table_server.table[ids]
+
+
+@rpc.functions.async_execution  # the trainer waits for the Future, while this thread serves other calls
+def push(trainer, ids, gradients):
+    """Update these rows once every trainer has pushed. Returns a Future that is done then."""
+    with table_server.lock:
+        table_server.pushed[trainer] = (ids, gradients)
+        updated = table_server.updated
+        if len(table_server.pushed) == table_server.n_trainers:
+            table_server.update()
+    return updated
+
+
+class TableServer:
+    """A share of the table's rows, and their optimizer."""
+
+    def __init__(self, n_rows, args):
+        self.table = torch.zeros(n_rows, args.width)  # so a row that was never trained says nothing
+        self.optimizer = OPTIMIZERS[args.optimizer]([self.table], lr=args.lr)
+        self.n_trainers = args.trainers
+        self.lock = threading.Lock()
+        self.pushed = {}  # ids and gradients of this step, by trainer
+        self.updated = torch.futures.Future()
+
+    def update(self):
+        """Step the table with the mean of the trainers' gradients, and answer all of them."""
+        trainers = sorted(self.pushed)  # in this order, so that each run rounds alike
+        ids = torch.cat([self.pushed[trainer][0] for trainer in trainers])
+        gradients = torch.cat([self.pushed[trainer][1] for trainer in trainers]) / self.n_trainers
+        with torch.sparse.check_sparse_tensor_invariants():  # torch warns unless this is turned on or off
+            # A row that several trainers have used is in it several times. The optimizers add up its gradients.
+            self.table.grad = torch.sparse_coo_tensor(ids[None], gradients, self.table.shape)
+            self.optimizer.step()
+        updated = self.updated
+        self.pushed = {}
+        self.updated = torch.futures.Future()
+        updated.set_result(None)
+
+
+# ---- model and data -----------------------------------------------------------------------------------------------
+
+
+class Dense(nn.Module):
+    """Logits (..., 256) for the next byte, of the rows (..., ORDERS, width) that were looked up."""
+
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(ORDERS * width, hidden), nn.ReLU(), nn.Linear(hidden, 256))
+
+    def forward(self, rows):
+        return self.layers(rows.flatten(-2))
+
+
+def row_ids(x, n_rows):
+    """The rows for the last 1 to ORDERS bytes at each place of `x` (n, length): (n, length, ORDERS)."""
+    ids = []
+    hashed = torch.zeros_like(x)
+    for order in range(ORDERS):
+        earlier = F.pad(x, (order, 0))[:, : x.shape[1]]  # the byte `order` places before; zeros before the first
+        hashed = (hashed + earlier + 1) * 6364136223846793005  # overflows, which is well defined and mixes the bits
+        ids.append((hashed >> 24) % n_rows)
+    return torch.stack(ids, dim=-1)
+
+
+# ---- a trainer ----------------------------------------------------------------------------------------------------
+
+
+def train(text, held_out, trainer, trainers_group, args):
+    """Train as number `trainer` of the trainers, whose process group is `trainers_group`."""
+    device = remote.get_device()
+    torch.manual_seed(args.seed)
+    model = Dense(args.width, args.hidden).to(device)
+    optimizer = OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
+    model = dist.prepare_ddp_model(model, process_group=trainers_group)
+    evaluation = held_out_sequences(text, held_out, trainer, args)
+    losses = torch.zeros(args.log_every, device=device)
+    start = time.perf_counter()
+    first = 0
+    for step in range(args.steps):
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed)
+        x = x.chunk(args.trainers)[trainer]
+        y = y.chunk(args.trainers)[trainer]
+        loss, n_rows = train_step(model, optimizer, x, y, trainer, device, args)
+        losses[step - first] = loss
+        if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
+            n_steps = step + 1 - first
+            loss = mean_over_trainers(losses[:n_steps].mean(), trainers_group)
+            speed = n_steps * args.global_batch_size * args.length / (time.perf_counter() - start)
+            held_out_loss = mean_over_trainers(evaluate(model, evaluation, device, args), trainers_group)
+            if trainer == 0:
+                print(
+                    f"step {step + 1} | loss {loss:.4f} | held-out {held_out_loss:.4f} | {speed:,.0f} tokens/s | "
+                    f"{n_rows:,} rows of {args.rows:,}",
+                    flush=True,
+                )
+            first = step + 1
+            start = time.perf_counter()
+
+
+def held_out_sequences(text, held_out, trainer, args):
+    """This trainer's share of 8 batches of held-out text, (8 · batch / trainers, length + 1)."""
+    starts = torch.linspace(0, len(held_out) - args.length - 1, 8 * args.global_batch_size).long()
+    sequences = held_out[starts[:, None] + torch.arange(args.length + 1)]
+    if trainer == 0:
+        dense = sum(param.numel() for param in Dense(args.width, args.hidden).parameters())
+        bigram = gpt.ngram_loss(text, sequences, 2)
+        trigram = gpt.ngram_loss(text, sequences, 3)
+        print(
+            f"table {args.rows * args.width:,} parameters on {args.servers} server(s), dense layers {dense:,} on each "
+            f"of {args.trainers} trainer(s)\n"
+            f"loss in nats per byte; guessing by bigrams {bigram:.4f}, by trigrams {trigram:.4f}",
+            flush=True,
+        )
+    return sequences.chunk(args.trainers)[trainer].long()
+
+
+@torch.no_grad()
+def evaluate(model, sequences, device, args):
+    """The mean loss of `sequences`."""
+    losses = []
+    for part in sequences.split(args.global_batch_size // args.trainers):
+        ids, places = row_ids(part[:, :-1], args.rows).unique(return_inverse=True)
+        rows = look_up_everywhere(ids, args).to(device)
+        losses.append(gpt.loss_fn(model(rows[places.to(device)]), part[:, 1:].to(device)))
+    return torch.stack(losses).mean()
+
+
+def mean_over_trainers(tensor, trainers_group):
+    total = tensor.clone()
+    torch_dist.all_reduce(total, group=trainers_group)
+    return (total / trainers_group.size()).item()
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
+
+
+def name_of(rank, args):
+    """Servers have the first ranks."""
+    return f"server{rank}" if rank < args.servers else f"trainer{rank - args.servers}"
+
+
+def main_worker(local_rank, world_size, args):
+    global table_server
+    rank = dist.get_rank()
+    if rank < args.servers:
+        n_rows = len(range(rank, args.rows, args.servers))  # rows rank, rank + S, rank + 2·S, ...
+        table_server = TableServer(n_rows, args)  # before it joins, because then the first call may come
+    remote.join(name_of(rank, args), args.timeout)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    trainers_group = torch_dist.new_group(range(args.servers, world_size), backend=backend)  # a collective of all ranks
+    text, held_out = gpt.load_text()  # a collective of all ranks, too
+    if rank == 0:
+        for other in range(1, world_size):
+            remote.watch(name_of(other, args))
+    if rank >= args.servers:
+        try:
+            train(text, held_out, rank - args.servers, trainers_group, args)
+        except RuntimeError as error:
+            if "gloo/transport" not in str(error):
+                raise
+            reason = str(error).splitlines()[0]
+            raise dist.DistributedError(f"{name_of(rank, args)}: another trainer is lost: {reason}") from None
+    if rank == 0:
+        remote.end()
+    else:
+        remote.leave("server0")
+
+
+if __name__ == "__main__":
+    cli_args = parse_args()
+    try:
+        dist.launch(main_worker, cli_args, nprocs=cli_args.servers + cli_args.trainers)
+    except ProcessExitedException as error:
+        sys.exit(f"{name_of(error.error_index, cli_args)} is lost: {error}")

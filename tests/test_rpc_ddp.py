@@ -1,0 +1,218 @@
+"""A table on servers and dense layers under DDP: as one process, with traffic of the batch's size, and no hang."""
+
+import argparse
+import re
+import time
+import uuid
+
+import pytest
+import torch
+from conftest import ROOT, finish, run, start
+from test_launch import listening, members, wait_for_the_end_of
+from test_rpc_param_server import io_bytes, own_lines, through_sockets
+from torch import nn
+from torch.distributed import TCPStore
+from torch.nn import functional as F
+
+import distributed as dist
+import gpt
+import rpc_ddp
+
+SCRIPT = ROOT / "rpc_ddp.py"
+ROWS, WIDTH, HIDDEN, LENGTH, BATCH, STEPS, SEED = 509, 64, 24, 16, 6, 6, 3
+RATES = {"sgd": 0.7, "adagrad": 0.05}
+TEXT = torch.randint(97, 110, (4000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+LINE = re.compile(r"step (\d+) \| loss ([\d.]+) \| held-out ([\d.]+) \| [\d,]+ tokens/s \| ([\d,]+) rows of 1,048,576")
+
+
+def arguments(trainers, servers, optimizer):
+    sizes = {"rows": ROWS, "width": WIDTH, "hidden": HIDDEN, "length": LENGTH, "global_batch_size": BATCH}
+    run = {"steps": STEPS, "log_every": 4, "seed": SEED, "timeout": 60, "lr": RATES[optimizer]}
+    return argparse.Namespace(trainers=trainers, servers=servers, optimizer=optimizer, **sizes, **run)
+
+
+def few_words():
+    return TEXT[:3000], TEXT[3000:]
+
+
+def train_and_record(local_rank, world_size, folder, args):
+    """Save a server's table, or a trainer's losses, dense parameters, and each step's rows and bytes."""
+    torch.set_default_dtype(torch.float64)
+    gpt.load_text = few_words
+    through_sockets()
+    losses, costs, models = [], [], []
+    train_step, look_up, push = rpc_ddp.train_step, rpc_ddp.look_up_everywhere, rpc_ddp.push_everywhere
+    prepare = dist.prepare_ddp_model
+
+    def recording_step(*args):
+        loss, n_rows = train_step(*args)
+        losses.append(loss)
+        costs[-1] += (n_rows,)
+        return loss, n_rows
+
+    def recording_look_up(*args):
+        before = io_bytes()
+        rows = look_up(*args)
+        if torch.is_grad_enabled():  # in training
+            costs.append((io_bytes() - before,))
+        return rows
+
+    def recording_push(*args):
+        before = io_bytes()
+        push(*args)
+        costs[-1] += (io_bytes() - before,)
+
+    def recording_prepare(model, **kwargs):
+        models.append(model)
+        return prepare(model, **kwargs)
+
+    rpc_ddp.train_step = recording_step
+    rpc_ddp.look_up_everywhere = recording_look_up
+    rpc_ddp.push_everywhere = recording_push
+    dist.prepare_ddp_model = recording_prepare
+    rpc_ddp.main_worker(local_rank, world_size, args)
+    if rpc_ddp.table_server is not None:
+        torch.save(rpc_ddp.table_server.table, f"{folder}/{rpc_ddp.name_of(local_rank, args)}.pt")
+    else:
+        parameters = [param.detach() for param in models[0].parameters()]
+        bytes_of_steps = [((look_up + push).tolist(), n_rows) for look_up, push, n_rows in costs]
+        state = {"losses": torch.stack(losses), "parameters": parameters, "costs": bytes_of_steps}
+        torch.save(state, f"{folder}/{rpc_ddp.name_of(local_rank, args)}.pt")
+
+
+def rows_of(sequence):
+    """The rows for the 1 to 4 bytes that end at each place, by whole numbers of Python."""
+    rows = []
+    for place in range(len(sequence)):
+        hashed = 0
+        row = []
+        for order in range(4):
+            earlier = sequence[place - order] if place >= order else 0
+            hashed = (hashed + earlier + 1) * 6364136223846793005 % 2**64
+            signed = hashed - 2**64 if hashed >= 2**63 else hashed
+            row.append((signed >> 24) % ROWS)
+        rows.append(row)
+    return rows
+
+
+def train_alone(optimizer):
+    """The whole batch, an embedding and plain layers in one process."""
+    torch.manual_seed(SEED)
+    model = nn.Sequential(nn.Linear(4 * WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 256)).double()
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        torch.set_default_dtype(torch.float64)
+        for layer in (model[0], model[2]):
+            layer.reset_parameters()
+        torch.set_default_dtype(torch.float32)
+    table = nn.Embedding(ROWS, WIDTH, dtype=torch.float64)
+    nn.init.zeros_(table.weight)
+    kind = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[optimizer]
+    stepper = kind([*model.parameters(), table.weight], lr=RATES[optimizer])
+    losses = []
+    for step in range(STEPS):
+        x, y = gpt.batch(few_words()[0], step, BATCH, LENGTH, SEED)
+        rows = torch.tensor([rows_of(sequence) for sequence in x.tolist()])
+        loss = F.cross_entropy(model(table(rows).flatten(2)).flatten(0, 1), y.flatten())
+        stepper.zero_grad()
+        loss.backward()
+        stepper.step()
+        losses.append(loss.detach())
+    return torch.stack(losses), [param.detach() for param in model.parameters()], table.weight.detach()
+
+
+@pytest.mark.parametrize(
+    ("trainers", "servers", "optimizer"),
+    [(1, 2, "sgd"), (1, 1, "adagrad"), (2, 1, "sgd"), (2, 2, "adagrad"), (3, 2, "sgd"), (3, 1, "adagrad")],
+)
+def test_it_equals_one_process_and_sends_the_rows_of_the_batch(trainers, servers, optimizer, tmp_path, capfd):
+    losses, parameters, expected_table = train_alone(optimizer)
+    assert losses[-1] < losses[0] - 0.1, "the reference must learn, or equality means little"
+    args = arguments(trainers, servers, optimizer)
+    dist.launch(train_and_record, str(tmp_path), args, nprocs=servers + trainers)
+    stdout, stderr = capfd.readouterr()
+    assert stderr == "" and [line.split(" |")[0] for line in stdout.splitlines()[2:]] == ["step 4", "step 6"]
+
+    table = torch.empty(ROWS, WIDTH, dtype=torch.float64)
+    for server in range(servers):
+        table[server::servers] = torch.load(tmp_path / f"server{server}.pt", weights_only=True)
+    assert (table - expected_table).abs().max() <= 1e-9
+    states = [torch.load(tmp_path / f"trainer{i}.pt", weights_only=True) for i in range(trainers)]
+    assert (torch.stack([state["losses"] for state in states]).mean(0) - losses).abs().max() <= 1e-9
+    for state in states:
+        for actual, expected in zip(state["parameters"], parameters, strict=True):
+            assert (actual - expected).abs().max() <= 1e-9
+        for (received, sent), n_rows in state["costs"]:
+            assert received + sent == pytest.approx(n_rows * (16 + 2 * 8 * WIDTH), rel=0.05)
+
+
+def test_the_table_is_updated_once_when_all_have_pushed():
+    server = rpc_ddp.table_server = rpc_ddp.TableServer(10, arguments(2, 1, "sgd"))
+    try:
+        first = rpc_ddp.push(1, torch.tensor([2, 3]), torch.full((2, WIDTH), 2.0))
+        assert not first.done() and not server.table.any()
+        second = rpc_ddp.push(0, torch.tensor([3, 7]), torch.full((2, WIDTH), 4.0))
+        assert first.done() and second.done()
+    finally:
+        rpc_ddp.table_server = None
+    expected = torch.zeros(10, WIDTH)
+    for row, mean in {2: 1.0, 3: 3.0, 7: 2.0}.items():
+        expected[row] = -RATES["sgd"] * mean
+    assert torch.allclose(server.table, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_on_several_machines_a_killed_process_ends_all_others_and_is_named():
+    """One command per process, as torchrun's agents on machines of their own would start them."""
+    options = ("--steps", 100_000, "--rows", 1000, "--log-every", 1, "--timeout", 30)
+    for victim, name in ((3, "trainer1"), (1, "server1")):
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        env |= {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}
+        jobs = []
+        for rank in range(4):
+            env_of_rank = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            jobs.append(start(SCRIPT, "--servers", 2, *options, env=env_of_rank))
+        for _ in range(3):
+            jobs[2].stdout.readline()  # two lines about the job, and that of the first step
+        begin = time.monotonic()
+        jobs[victim].kill()
+        errors = {}
+        for rank in set(range(4)) - {victim}:
+            status, _, errors[rank] = finish(jobs[rank], timeout=60)
+            assert status == 1 and "Traceback" not in errors[rank], errors[rank]
+            # The line may stand in the middle of a warning that a thread of torch's logs at the same moment.
+            assert errors[rank].count(" is lost") == 1, errors[rank]
+        finish(jobs[victim])
+        assert f"{name} is lost" in errors[0] and time.monotonic() - begin < 30
+        if name == "server1":
+            assert "server1 is lost" in errors[2] and "server1 is lost" in errors[3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("victim", "name"), [(0, "server0"), (2, "trainer1")])
+def test_the_command_listens_on_loopback_only_and_names_a_killed_process(victim, name):
+    mark = uuid.uuid4().hex
+    job = start(SCRIPT, "--steps", 100_000, "--log-every", 1, env={"JOB_MARK": mark})
+    for _ in range(3):
+        job.stdout.readline()
+    assert listening(mark) == {"127.0.0.1"}
+    server = min((p for p in members(mark) if "forkserver" in " ".join(p.cmdline())), key=lambda p: p.pid)
+    sorted(server.children(), key=lambda child: child.pid)[victim].kill()
+    status, _, stderr = finish(job, timeout=30)
+    assert (status, own_lines(stderr)[-1]) == (1, f"{name} is lost: rank {victim} was killed by SIGKILL")
+    wait_for_the_end_of(mark, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("options", [(), ("--trainers", 1), ("--servers", 2, "--optimizer", "sgd", "--lr", 1)])
+def test_it_beats_the_guess_by_bigrams(options):
+    steps = ("--steps", 400) if "sgd" in options else ()
+    status, stdout, stderr = run(SCRIPT, *options, *steps, timeout=380)
+    assert (status, stderr) == (0, "")
+    _, guesses, *lines = stdout.splitlines()
+    bigram = float(re.search(r"bigrams ([\d.]+)", guesses)[1])
+    assert float(LINE.fullmatch(lines[-1])[3]) < bigram
