@@ -22,7 +22,10 @@ MOST_HELD = {1: 1, 2: 0.52, 3: 0.36, 4: 0.27}
 def train(nprocs, optimizer, clip):
     args = transformer.arguments(clip=clip, log_every=100, **SIZES[nprocs])
     run = transformer.run_main_worker(min_TP, args, optimizer)
-    return run.losses, transformer.full_parameters(run.model), held_fractions() if optimizer == "AdamW" else []
+    held = [float(transformer.HELD.search(run.stdout)[3])]  # by the model that was trained
+    if optimizer == "AdamW":
+        held += held_fractions()
+    return run.losses, transformer.full_parameters(run.model), held
 
 
 def held_fractions():
