@@ -1,0 +1,310 @@
+"""Reinforcement learning with many observers and one learner: one forward pass answers all observers.
+
+Each observer steps an environment of its own, here a cart that balances a pole. The learner holds the policy. In each
+step every observer sends its state and gets the probability of pushing the cart to the right. The learner waits until
+all observers have asked, and computes all answers as one batch:
+
+    observer 1                  learner                              observer 2
+    act(state) ---------------->                   <---------------- act(state')
+               <---------------- policy([state, state']) ---------->
+    ...
+    finish_episode(...) ------->                   <---------------- finish_episode(...)
+               <---------------- update the policy ---------------->
+
+The update is REINFORCE: with the return G of step t, the discounted sum of the rewards from t on,
+
+    loss = - mean over all steps of (G - baseline) / deviation · log p(action | state)
+
+where baseline and deviation are the mean and the standard deviation of G over all steps of all episodes.
+
+A call without batching would be answered at once, but the policy would run once per observer. Batching pays where the
+policy is large or on a GPU. benchmarks/actor_learner.py compares the two. Choose this script where environments are
+slow or need machines of their own. If each process can hold a copy of the policy, step environments in each process
+and train with DDP (min_DDP.py). PyTorch maintains torch.distributed.rpc but no longer develops it.
+
+Cost, for P float32 parameters and N observers: the learner holds 16·P bytes (parameters, gradients, Adam), an observer
+nothing. A step is one remote call per observer: a state of 4 numbers, and one number back, about a kilobyte with RPC's
+own data. At the end of an episode an observer sends 40 bytes per step.
+
+    python rpc_actor_learner.py                                      # a learner and four observers on this machine
+    python rpc_actor_learner.py --observers 8 --lr 0.02
+    torchrun --standalone --nproc-per-node 5 rpc_actor_learner.py    # rank 0 is the learner
+    export TP_SOCKET_IFNAME=eth1 GLOO_SOCKET_IFNAME=eth1             # on each of two machines: see remote.py
+    torchrun --nnodes 2 --nproc-per-node 3 --rdzv-backend c10d --rdzv-endpoint HOST:29500 rpc_actor_learner.py
+
+All randomness comes from the seed, the observer, its episode and the step, so a run can be repeated exactly. When an
+observer is killed, the others continue without it. When the learner is killed, all end.
+
+It prints `update 20 | 80 episodes | mean return 61.4 | 872 actions/s`. The mean return is over the last 100 episodes.
+An episode ends when the pole falls, and after 200 steps, so 200 is the best return.
+"""
+
+import math
+import os
+import random
+import sys
+import threading
+import time
+
+import torch
+from torch import nn
+from torch.distributed import rpc
+from torch.multiprocessing import ProcessExitedException
+from torch.nn import functional as F
+
+import distributed as dist
+import options
+import remote
+
+MAX_STEPS = 200  # of an episode
+DISCOUNT = 0.99  # of the next step's reward
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    count = options.whole_number(1)
+    parser.add_argument("--observers", type=count, default=4, help="processes beside the learner")
+    parser.add_argument("--updates", type=count, default=500, help="updates at most")
+    parser.add_argument(
+        "--goal", type=options.positive_number, default=195, help="stop at this mean return over 100 episodes"
+    )
+    parser.add_argument("--hidden", type=count, default=64, help="width of the policy's hidden layer")
+    parser.add_argument("--lr", type=options.positive_number, default=0.01, help="learning rate of Adam")
+    parser.add_argument("--log-every", type=count, default=10, help="print every N updates", metavar="N")
+    parser.add_argument(
+        "--seed", type=options.seed_number, default=0, help="random seed of weights, states and actions"
+    )
+    parser.add_argument(
+        "--timeout", type=remote.timeout_seconds, default=60, help="seconds to wait for all processes, or for an answer"
+    )
+    args = parser.parse_args()
+    if os.environ.get("WORLD_SIZE") == "1":
+        parser.error("WORLD_SIZE: 1 process is too few for a learner and an observer")
+    return args
+
+
+# ---- what observers call in the learner's process, each call in a thread of RPC -----------------------------------
+
+learner = None  # the Learner, in the learner's process
+
+
+@rpc.functions.async_execution  # the observer waits for the Future, while this thread serves other calls
+def act(observer, state):
+    """Returns a Future of the probability to push the cart to the right."""
+    answer = torch.futures.Future()
+    with learner.lock:
+        learner.requests[observer] = (state, answer)
+        learner.answer_if_all_have_asked()
+    return answer
+
+
+@rpc.functions.async_execution
+def finish_episode(observer, states, actions):
+    """Returns a Future, after the update with the episodes of all observers, of whether to play another episode."""
+    with learner.lock:
+        learner.episodes[observer] = (states, actions)
+        learner.playing.discard(observer)
+        updated = learner.updated
+        learner.answer_if_all_have_asked()  # the others wait for this observer no longer
+        learner.update_if_all_have_finished()
+    return updated
+
+
+# ---- the learner --------------------------------------------------------------------------------------------------
+
+
+class Learner:
+    """The policy, its optimizer, and what the observers are doing. Whoever changes anything here holds the lock."""
+
+    def __init__(self, observers, device, args):
+        torch.manual_seed(args.seed)
+        self.policy = nn.Sequential(nn.Linear(4, args.hidden), nn.Tanh(), nn.Linear(args.hidden, 1)).to(device)
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=args.lr)
+        self.device = device
+        self.args = args
+        self.lock = threading.Lock()
+        self.observers = set(observers)  # those that are not lost
+        self.playing = set(observers)  # those in an episode
+        self.requests = {}  # a state and the Future of its answer, by observer
+        self.episodes = {}  # states and actions of a finished episode, by observer
+        self.updated = torch.futures.Future()  # done after the next update
+        self.returns = []  # of all episodes
+        self.updates = 0
+        self.done = False  # has it reached the goal, or made all updates?
+        self.begin = time.perf_counter()
+
+    @torch.no_grad()
+    def answer_if_all_have_asked(self):
+        """One forward pass for all observers that are in an episode, if none of them is still on its way."""
+        if not self.requests or self.requests.keys() != self.playing:
+            return
+        requests = self.requests
+        self.requests = {}
+        observers = sorted(requests)
+        states = torch.tensor([requests[observer][0] for observer in observers], device=self.device)
+        probabilities = self.policy(states).sigmoid().flatten().tolist()
+        for observer, probability in zip(observers, probabilities, strict=True):
+            requests[observer][1].set_result(probability)
+
+    def update_if_all_have_finished(self):
+        """Update the policy, and let all observers begin the next episode, if all have finished theirs."""
+        if self.playing or not self.episodes:
+            return
+        self.reinforce()
+        self.updates += 1
+        mean_return = self.mean_return()
+        self.done = self.updates == self.args.updates or (len(self.returns) >= 100 and mean_return >= self.args.goal)
+        if self.updates % self.args.log_every == 0 or self.done:
+            speed = sum(self.returns) / (time.perf_counter() - self.begin)
+            print(
+                f"update {self.updates} | {len(self.returns)} episodes | mean return {mean_return:.1f} | "
+                f"{speed:,.0f} actions/s",
+                flush=True,
+            )
+        updated = self.updated
+        self.episodes = {}
+        self.playing = set(self.observers)
+        self.updated = torch.futures.Future()
+        updated.set_result(not self.done)
+
+    def reinforce(self):
+        """Make actions more probable whose return was above the mean."""
+        all_states = []
+        all_actions = []
+        all_returns = []
+        for observer in sorted(self.episodes):
+            states, actions = self.episodes[observer]
+            all_states.append(states)
+            all_actions.append(actions)
+            all_returns.append(discounted_returns(len(states)))
+            self.returns.append(len(states))  # the reward of each step is 1
+        states = torch.cat(all_states).to(self.device)
+        actions = torch.cat(all_actions).to(self.device)
+        returns = torch.cat(all_returns).to(self.device)
+        advantages = (returns - returns.mean()) / (returns.std() + 1e-6)
+        logits = self.policy(states).flatten()  # of pushing to the right
+        log_probabilities = torch.where(actions == 1, F.logsigmoid(logits), F.logsigmoid(-logits))
+        loss = -(advantages * log_probabilities).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    def mean_return(self):
+        """Over the last 100 episodes."""
+        recent = self.returns[-100:]
+        return sum(recent) / max(1, len(recent))
+
+    def lose(self, observer):
+        """Continue without an observer that has died."""
+        with self.lock:
+            print(f"observer {observer} is lost", flush=True)
+            self.observers.discard(observer)
+            self.playing.discard(observer)
+            self.requests.pop(observer, None)
+            self.answer_if_all_have_asked()
+            self.update_if_all_have_finished()
+
+
+def discounted_returns(steps):
+    """The return of each step of an episode in which each step is rewarded with 1."""
+    returns = torch.zeros(steps)
+    rest = 0.0
+    for step in reversed(range(steps)):
+        rest = 1 + DISCOUNT * rest
+        returns[step] = rest
+    return returns
+
+
+def learn(observers):
+    """Answer the observers until they have done."""
+    for observer in observers:
+        remote.watch(f"observer{observer}", learner.lose, observer)
+    remote.end(tolerate_lost=True)
+    if not learner.done:
+        raise dist.DistributedError(f"every observer is lost, after {learner.updates} updates")
+    lost = [f"observer {observer}" for observer in observers if observer not in learner.observers]
+    print(
+        f"Finished: {learner.updates} updates, mean return {learner.mean_return():.1f}, "
+        f"{', '.join(lost) or 'no observer'} lost"
+    )
+
+
+# ---- an observer --------------------------------------------------------------------------------------------------
+
+
+def observe(observer, args):
+    """Play episodes until the learner has done."""
+    episode = 0
+    play_another = True
+    while play_another:
+        states, actions = play(observer, episode, args.seed)
+        play_another = remote.call("learner", finish_episode, observer, states, actions)
+        episode += 1
+    remote.leave("learner")
+
+
+def play(observer, episode, seed):
+    """Play an episode. Returns its states (steps, 4) and actions (steps,): 1 is a push to the right."""
+    start = random.Random(f"{seed} {observer} {episode}")
+    state = [start.uniform(-0.05, 0.05) for _ in range(4)]
+    states = []
+    actions = []
+    for step in range(MAX_STEPS):
+        probability = remote.call("learner", act, observer, state)
+        action = int(random.Random(f"{seed} {observer} {episode} {step}").random() < probability)
+        states.append(state)
+        actions.append(action)
+        state = next_state(state, action)
+        if has_fallen(state):
+            break
+    return torch.tensor(states), torch.tensor(actions)
+
+
+def next_state(state, action):
+    """The cart and the pole 0.02 s later: https://coneural.org/florian/papers/05_cart_pole.pdf, without friction."""
+    gravity = 9.8
+    pole_mass, total_mass = 0.1, 1.1
+    half_length = 0.5  # of the pole
+    force = 10.0 if action == 1 else -10.0
+
+    position, speed, angle, turning = state  # the angle is 0 when the pole stands upright
+    sine, cosine = math.sin(angle), math.cos(angle)
+    push = (force + pole_mass * half_length * turning**2 * sine) / total_mass
+    inertia = half_length * (4 / 3 - pole_mass * cosine**2 / total_mass)
+    turning_acceleration = (gravity * sine - cosine * push) / inertia
+    acceleration = push - pole_mass * half_length * turning_acceleration * cosine / total_mass
+    return [
+        position + 0.02 * speed,
+        speed + 0.02 * acceleration,
+        angle + 0.02 * turning,
+        turning + 0.02 * turning_acceleration,
+    ]
+
+
+def has_fallen(state):
+    """Has the cart left its track, or the pole fallen by more than 12 degrees?"""
+    return abs(state[0]) > 2.4 or abs(state[2]) > math.radians(12)
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
+
+
+def main_worker(local_rank, world_size, args):
+    global learner
+    rank = dist.get_rank()
+    observers = range(1, world_size)  # their ranks
+    if rank == 0:
+        learner = Learner(observers, remote.get_device(), args)  # before it joins, because then the first call may come
+        remote.join("learner", args.timeout)
+        learn(observers)
+    else:
+        remote.join(f"observer{rank}", args.timeout)
+        observe(rank, args)
+
+
+if __name__ == "__main__":
+    cli_args = parse_args()
+    try:
+        dist.launch(main_worker, cli_args, nprocs=cli_args.observers + 1, tolerate_killed=True)
+    except ProcessExitedException as error:
+        sys.exit(f"the learner is lost: {error}")

@@ -1,0 +1,232 @@
+"""Observers and a learner: as one process that steps all environments; one forward pass a step; observers may die."""
+
+import argparse
+import math
+import os
+import random
+import re
+import signal
+import time
+import uuid
+
+import pytest
+import torch
+from conftest import ROOT, finish, run, start
+from test_launch import listening, members, wait_for_the_end_of
+from test_rpc_param_server import own_lines
+from torch import nn
+from torch.multiprocessing import ProcessExitedException
+
+import distributed as dist
+import remote
+import rpc_actor_learner
+
+SCRIPT = ROOT / "rpc_actor_learner.py"
+SEED, HIDDEN, LR, UPDATES = 3, 16, 0.02, 20
+LINE = re.compile(r"update (\d+) \| (\d+) episodes \| mean return ([\d.]+) \| [\d,]+ actions/s")
+
+
+def arguments(updates=UPDATES, timeout=60):
+    sizes = {"hidden": HIDDEN, "lr": LR, "seed": SEED, "goal": 201, "log_every": 10}
+    return argparse.Namespace(updates=updates, timeout=timeout, **sizes)
+
+
+# ---- equal to one process -------------------------------------------------------------------------------------------
+
+
+def learn_and_record(local_rank, world_size, folder):
+    """Save the learner's returns and parameters, and the size of each batch."""
+    torch.set_default_dtype(torch.float64)
+    batches = []
+    make_learner = rpc_actor_learner.Learner
+
+    def recording_learner(*args):
+        learner = make_learner(*args)
+        learner.policy.register_forward_pre_hook(lambda _, states: batches.append(len(states[0])))
+        return learner
+
+    rpc_actor_learner.Learner = recording_learner
+    rpc_actor_learner.main_worker(local_rank, world_size, arguments())
+    if local_rank == 0:
+        learner = rpc_actor_learner.learner
+        parameters = [param.detach() for param in learner.policy.parameters()]
+        state = {"returns": learner.returns, "parameters": parameters, "batches": batches}
+        torch.save(state, f"{folder}/learner.pt")
+
+
+def pushed(state, action):
+    """Barto, Sutton and Anderson's equations."""
+    x, x_dot, theta, theta_dot = state
+    force = 10.0 if action else -10.0
+    temp = (force + 0.05 * theta_dot**2 * math.sin(theta)) / 1.1
+    theta_acc = (9.8 * math.sin(theta) - math.cos(theta) * temp) / (0.5 * (4 / 3 - 0.1 * math.cos(theta) ** 2 / 1.1))
+    x_acc = temp - 0.05 * theta_acc * math.cos(theta) / 1.1
+    return x + 0.02 * x_dot, x_dot + 0.02 * x_acc, theta + 0.02 * theta_dot, theta_dot + 0.02 * theta_acc
+
+
+def learn_alone(n):
+    """One process that steps n environments, and one backward pass through the steps of all."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(SEED)
+    policy = nn.Sequential(nn.Linear(4, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
+    optimizer = torch.optim.Adam(policy.parameters(), lr=LR)
+    all_returns, batches = [], []
+    for episode in range(UPDATES):
+        states = {}
+        for i in range(1, n + 1):
+            draw = random.Random(f"{SEED} {i} {episode}").uniform
+            states[i] = [draw(-0.05, 0.05) for _ in range(4)]
+        chosen, lengths = {i: [] for i in states}, dict.fromkeys(states, 0)
+        for step in range(200):
+            if not states:
+                break
+            batches.append(len(states))
+            log_probabilities = torch.cat(
+                [-policy(torch.tensor(list(states.values()))), policy(torch.tensor(list(states.values())))], dim=1
+            )
+            log_probabilities = nn.functional.logsigmoid(log_probabilities)
+            for (i, state), row in zip(list(states.items()), log_probabilities, strict=True):
+                action = int(random.Random(f"{SEED} {i} {episode} {step}").random() < row[1].exp().item())
+                chosen[i].append(row[action])
+                lengths[i] += 1
+                states[i] = pushed(state, action)
+                if abs(states[i][0]) > 2.4 or abs(states[i][2]) > 12 * 2 * math.pi / 360:
+                    del states[i]
+        batches.append(sum(lengths.values()))
+        gains = torch.cat(
+            [
+                torch.tensor([sum(0.99**k for k in range(length - t)) for t in range(length)])
+                for length in lengths.values()
+            ]
+        )
+        gains = (gains - gains.mean()) / (gains.std() + 1e-6)
+        loss = -(gains * torch.stack([term for i in chosen for term in chosen[i]])).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        all_returns += lengths.values()
+    torch.set_default_dtype(torch.float32)
+    return all_returns, [param.detach() for param in policy.parameters()], batches
+
+
+@pytest.mark.parametrize("observers", [1, 3])
+def test_it_equals_one_process_and_each_step_is_one_forward_pass(observers, tmp_path, capfd):
+    returns, parameters, batches = learn_alone(observers)
+    dist.launch(learn_and_record, str(tmp_path), nprocs=observers + 1)
+    stdout, stderr = capfd.readouterr()
+    assert stderr == ""
+    assert [match[:2] for match in LINE.findall(stdout)] == [(str(n), str(n * observers)) for n in (10, 20)]
+    mean = sum(returns[-100:]) / min(100, len(returns))
+    assert stdout.splitlines()[-1] == f"Finished: 20 updates, mean return {mean:.1f}, no observer lost"
+    state = torch.load(tmp_path / "learner.pt", weights_only=True)
+    assert state["returns"] == returns and state["batches"] == batches
+    for actual, expected in zip(state["parameters"], parameters, strict=True):
+        assert (actual - expected).abs().max() <= 1e-9
+
+
+# ---- the learner's state --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def learner():
+    """A learner of three observers in this process."""
+    rpc_actor_learner.learner = rpc_actor_learner.Learner([1, 2, 3], torch.device("cpu"), arguments(updates=2))
+    yield rpc_actor_learner.learner
+    rpc_actor_learner.learner = None
+
+
+def test_it_waits_for_those_in_an_episode_only(learner, capsys):
+    states, actions = torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64)
+    first = rpc_actor_learner.act(1, [0.1, 0.0, 0.0, 0.0])
+    assert not first.done()
+    finished = rpc_actor_learner.finish_episode(2, states, actions)
+    assert not first.done() and not finished.done()
+    learner.lose(3)
+    expected = learner.policy(torch.tensor([[0.1, 0.0, 0.0, 0.0]])).sigmoid().item()
+    assert first.wait() == pytest.approx(expected), "nobody waits for who is lost, or has finished"
+    last = rpc_actor_learner.finish_episode(1, states[:2], actions[:2])
+    assert finished.wait() and last.wait() and learner.returns == [2, 5]
+    alone = rpc_actor_learner.act(1, [0.0] * 4)
+    learner.lose(2)
+    assert alone.done()
+    assert rpc_actor_learner.finish_episode(1, states, actions).wait() is False, "all updates are made"
+    assert capsys.readouterr().out.startswith("observer 3 is lost\nobserver 2 is lost\nupdate 2 | 3 episodes | ")
+
+
+def test_it_has_done_when_the_last_100_episodes_reach_the_goal(learner):
+    learner.args.goal, learner.args.updates = 150, 1000
+    learner.returns = [200] * 96
+    for returns, play_another in (((200, 200), True), ((200, 60), False)):
+        learner.playing.clear()
+        learner.episodes = {i: (torch.zeros(n, 4), torch.zeros(n)) for i, n in enumerate(returns)}
+        updated = learner.updated
+        learner.update_if_all_have_finished()
+        assert updated.wait() is play_another
+
+
+# ---- loss of a process ----------------------------------------------------------------------------------------------
+
+
+def lose_one(local_rank, world_size, victim, updates):
+    """`victim` is killed in its 30th step, or when the learner has answered 30 times."""
+    calls = []
+
+    def count(function):
+        def counting(*args, **kwargs):
+            calls.append(1)
+            if local_rank == victim and len(calls) == 30:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return counting
+
+    if local_rank == 0:
+        rpc_actor_learner.Learner.answer_if_all_have_asked = count(rpc_actor_learner.Learner.answer_if_all_have_asked)
+    else:
+        remote.call = count(remote.call)
+    rpc_actor_learner.main_worker(local_rank, world_size, arguments(updates))
+    print(f"rank {local_rank} ends well")
+
+
+def test_the_others_go_on_without_a_lost_observer(capfd):
+    dist.launch(lose_one, 2, 5, nprocs=4, tolerate_killed=True)
+    stdout, stderr = capfd.readouterr()
+    assert own_lines(stderr) == [] and stdout.count("observer 2 is lost\n") == 1
+    assert re.search(r"^Finished: 5 updates, mean return [\d.]+, observer 2 lost$", stdout, re.M)
+    assert sorted(re.findall(r"rank (\d) ends well", stdout)) == ["0", "1", "3"]
+
+
+def test_a_job_that_cannot_go_on_ends_with_one_line(capfd):
+    with pytest.raises(ProcessExitedException, match=r"^rank 0 was killed by SIGKILL$"):
+        dist.launch(lose_one, 0, 5, nprocs=3, tolerate_killed=True)
+    with pytest.raises(
+        SystemExit, match=r"^every observer is lost, after \d updates \(rank 1 was killed by SIGKILL\)$"
+    ):
+        dist.launch(lose_one, 1, 50, nprocs=2, tolerate_killed=True)
+    assert "ends well" not in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_command_listens_on_loopback_only_and_ends_with_its_learner():
+    mark = uuid.uuid4().hex
+    job = start(SCRIPT, "--goal", 201, "--updates", 100_000, "--log-every", 1, env={"JOB_MARK": mark})
+    assert LINE.fullmatch(job.stdout.readline().strip())
+    assert listening(mark) == {"127.0.0.1"}
+    server = min((p for p in members(mark) if "forkserver" in " ".join(p.cmdline())), key=lambda p: p.pid)
+    min(server.children(), key=lambda child: child.pid).kill()  # rank 0
+    status, _, stderr = finish(job, timeout=20)
+    assert (status, own_lines(stderr)[-1]) == (1, "the learner is lost: rank 0 was killed by SIGKILL")
+    wait_for_the_end_of(mark, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("seed", range(5))
+def test_it_learns(seed):
+    begin = time.monotonic()
+    status, stdout, stderr = run(SCRIPT, "--seed", seed, timeout=900)
+    assert (status, stderr) == (0, "")
+    mean = float(
+        re.fullmatch(r"Finished: \d+ updates, mean return ([\d.]+), no observer lost", stdout.splitlines()[-1])[1]
+    )
+    assert mean >= 195, f"after {time.monotonic() - begin:.0f} s"
