@@ -2,9 +2,9 @@
 
     python -m benchmarks.actor_learner [--rounds 3] [--updates 4]
 
-"batched" is the script. "each" answers every observer's call at once with a forward pass of its own. The policy's hidden
-layer has 64 or 4096 units. No episode ends before its 200 steps, so all observers always act. The time of updates is
-counted, too; it is the same in both. The cases alternate, and only ratios within a round mean something.
+"batched" is the script. "each" answers every observer's call at once, with a forward pass of its own. The policy's
+hidden layer has 64 or 4096 units. No episode ends before its 200 steps, so all observers always act. The time of
+updates is counted too. It is the same in both. The cases alternate, and only ratios within a round mean something.
 """
 
 import argparse
