@@ -2,17 +2,22 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 MINUTES ?= 30
+# Two files of tests at a time: they wait more than they compute.
+SIDE_BY_SIDE := -n 2 --dist loadfile
 
-.PHONY: demo test test-slow test-gpu soak lint bench plots clean
+.PHONY: demo test test-slow test-guard test-gpu soak lint bench plots clean
 
 demo: .venv/installed  ## train the minimal example
 	$(BIN)/python min_DDP.py
 
 test: .venv/installed-dev  ## the quick tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 test-slow: .venv/installed-dev  ## the tests that need minutes
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow
+
+test-guard: .venv/installed-dev  ## those of them that CI runs
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "slow and guard"
 
 test-gpu: .venv/installed-dev  ## what needs a GPU
 	$(BIN)/python -m pytest -m gpu

@@ -41,6 +41,33 @@ def pytest_configure(config):
         forkserver.ensure_running()
 
 
+# The slow tests that CI runs too, since users lose most by what they guard: results, snapshots, whole jobs.
+GUARDS = {
+    "test_bytes_sent_are_those_of_the_docstrings",
+    "test_equal_to_one_process_and_split_for_real",
+    "test_equals_one_process",
+    "test_finished_torchrun_jobs_exit_with_status_0",
+    "test_gloo_threads_end_before_the_interpreter",
+    "test_kill_in_a_save",
+    "test_killed_and_resumed_by_other_numbers_of_processes",
+    "test_killed_ten_times_and_resumed_by_other_numbers_of_processes",
+    "test_models_that_no_one_here_wrote",
+    "test_preempted_it_saves_is_requeued_resumes_at_that_step_and_finishes",
+    "test_processes_do_what_one_does",
+    "test_sigterm_to_torchrun",
+    "test_ten_kills_change_nothing",
+    "test_three_dimensions_and_uneven_ones_give_what_one_process_gives",
+    "test_two_dimensions_give_what_one_process_gives",
+    "test_two_nodes_of_which_one_is_lost_and_comes_back_empty",
+}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.originalname in GUARDS:
+            item.add_marker("guard")
+
+
 def pytest_addoption(parser):
     parser.addoption("--torchrun-jobs", type=int, default=20, help="jobs of the stress test of the end of a job")
 
