@@ -1,9 +1,9 @@
 """The file to start from: a complete experiment with DDP, to copy for a data set and a model of your own.
 
 Four places say CHANGE HERE: the data, the model, the loss, the optimizer. Keep the rest. All processes train and
-evaluate, gradients are accumulated, the run resumes where it was killed, and it is tracked. The number of processes
-changes the speed and not the result. In each step all processes together take one global batch B of a shuffled order,
-and each of them splits its share of B into K micro-batches:
+evaluate, gradients are accumulated, the run resumes from its last snapshot, and it is tracked. The number of processes
+changes the speed and, but for rounding and dropout, not the result. In each step all processes together take one global
+batch B of a shuffled order, and each of them splits its share of B into K micro-batches:
 
     2 processes, --grad-accumulation 2
 
@@ -16,6 +16,7 @@ multinode_torchrun.py for machines that come and go.
 
 Cost per process, for P float32 parameters trained by SGD with momentum on N processes: 4·P bytes of parameters, 4·P of
 gradients, 4·P of momentum, and the activations of one micro-batch. Each step sends 2·(N-1)/N · 4·P bytes, whatever K.
+A snapshot is 8·P bytes.
 
     python mnist_DDP.py                                           # all visible GPUs; on the CPU add --nproc 2
     python mnist_DDP.py --snapshot-path snapshot.pt               # save snapshots; the same command again resumes

@@ -1,4 +1,4 @@
-"""The accuracy that mnist_DDP.py reaches on the real MNIST with its defaults, in two CPU processes of batch 64.
+"""The accuracy that mnist_DDP.py reaches on the real MNIST with its defaults, in two CPU processes.
 
     python -m benchmarks.mnist_accuracy [--data-dir data] [--seed 0]
 
