@@ -22,10 +22,8 @@ import threading
 import warnings
 import zipfile
 from concurrent import futures
-from datetime import timedelta
 
 import torch
-import torch.distributed as torch_dist
 from torch.nn.parallel import DistributedDataParallel
 
 import distributed as dist
@@ -38,17 +36,19 @@ def atomic(path):
     """Write to a temporary file; rename it to `path` if the block succeeds. Gives the file, open to write and read.
 
     A power cut leaves the old file or the new one; a block that fails leaves the old one. Raises DistributedError if
-    the disk is full or refuses. It is faster than to write and then to sync: the disk works while the block does, and
-    the old file is freed in the background.
+    the disk is full or refuses. A second thread syncs during the write, which is faster than one sync at the end, and
+    another one frees the old file.
     """
     temporary = f"{path}.{dist.get_rank()}.tmp"  # the rank, as nodes may share the folder
-    writing = threading.Lock()
+    written = threading.Event()
     try:
         with open(temporary, "w+b") as file, futures.ThreadPoolExecutor(max_workers=1) as pool:
-            with writing:
-                syncing = pool.submit(_sync_while, writing, file.fileno())
+            syncing = pool.submit(_sync_until, written, file.fileno())
+            try:
                 yield file
-            syncing.result()  # raises what it has met
+            finally:
+                written.set()
+            syncing.result()  # raises the error that the thread has met
             file.flush()
             os.fsync(file.fileno())
         _replace(temporary, path)
@@ -63,8 +63,8 @@ def atomic(path):
         raise dist.DistributedError(line) from None
 
 
-def _sync_while(writing, fd):
-    while not writing.acquire(timeout=0.1):
+def _sync_until(written, fd):
+    while not written.wait(timeout=0.1):
         os.fsync(fd)
 
 
@@ -94,28 +94,11 @@ def _location(path):
     return f"{os.path.abspath(path)} on {socket.gethostname()}"
 
 
-_group = None
-
-
-def _patient_group():
-    """A gloo group for what ranks tell each other about files, made at first use; None is the job's own.
-
-    One rank may write for hours while the others wait, longer than a step may take. And under NCCL, the object
-    collectives of torch.distributed.checkpoint would have the job aborted after 10 minutes.
-    """
-    global _group
-    if not dist.is_dist_avail_and_initialized():
-        return None
-    if _group is None or _group not in torch_dist.distributed_c10d._world.pg_map:  # the job may have a new group
-        _group = torch_dist.new_group(backend="gloo", timeout=timedelta(hours=12))
-    return _group
-
-
 # ---- one file, written by local rank 0 of every node ----------------------------------------------------------------
 
 
 def save(path, model, optimizer, scheduler=None, epoch=0, step=0, **more):
-    """Write to `path`, once per node, everything needed to resume at `step` of `epoch`, the next to run.
+    """Save everything needed to resume. `epoch` and `step` are the next to run. One process per node writes to `path`.
 
     `more` names further objects that have state_dict and load_state_dict, like a second optimizer or a GradScaler.
     Every rank must call it. The model is saved unwrapped, so any number of processes can load it. Raises
@@ -132,7 +115,7 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0, **more):
             _write(path, snapshot)
         except dist.DistributedError as failure:
             error = str(failure)
-    dist.raise_on_all(error, _patient_group())
+    dist.raise_on_all(error, dist.patient_group())
 
 
 def _write(path, snapshot):
@@ -158,8 +141,8 @@ def load(path, model, optimizer, scheduler=None, **more):
     snapshot, position, error = None, NO_SNAPSHOT, None
     if dist.get_local_rank() == 0:
         snapshot, position, error = _read(path)
-    dist.raise_on_all(error, _patient_group())
-    found = dist.gather_objects((position, dist.get_rank(), _location(path)), _patient_group())
+    dist.raise_on_all(error, dist.patient_group())
+    found = dist.gather_objects((position, dist.get_rank(), _location(path)), dist.patient_group())
     position, holder, location = max(found)  # the newest; of equals, the highest rank's
     if position == NO_SNAPSHOT:
         return 0, 0
@@ -240,7 +223,7 @@ def _read(path):
 def _send(snapshot, holder):
     """Rank `holder`'s `snapshot` on every rank: the containers at once, then one tensor after the other."""
     frame = _with_tensors(snapshot, lambda tensor: tensor.to("meta"))
-    frame = dist.gather_objects(frame, _patient_group())[holder]
+    frame = dist.gather_objects(frame, dist.patient_group())[holder]
     if dist.get_rank() != holder:
         snapshot = _with_tensors(frame, lambda tensor: torch.empty_like(tensor, device="cpu"))
     dist.sync_params(_tensors_in(snapshot), src=holder)
@@ -291,7 +274,7 @@ def save_sharded(folder, model, optimizer, epoch):
             os.remove(os.path.join(path, ".metadata"))
         shutil.rmtree(path, ignore_errors=True)
     dist.sync_params(model.buffers())  # which each rank has whole: rank 0's are saved
-    dist.raise_on_all(None, _patient_group())  # wait until the folder is removed
+    dist.raise_on_all(None, dist.patient_group())  # wait until the folder is removed
     failure = _run_dcp(dcp.save, _sharded_state(model, optimizer), path)
     if failure is not None:
         if dist.is_primary():
@@ -310,7 +293,7 @@ def load_sharded(folder, model, optimizer):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-    newest = max(dist.gather_objects(_newest_complete(folder), _patient_group()))
+    newest = max(dist.gather_objects(_newest_complete(folder), dist.patient_group()))
     if newest == 0:
         return 0
     path = os.path.join(os.path.abspath(folder), f"epoch-{newest}")
@@ -322,7 +305,7 @@ def load_sharded(folder, model, optimizer):
         _refuse_missing_in_model(saved, state["model"])
     except Exception as failure:  # whatever unpickling raises on bytes that are no index
         error = _unreadable(path, failure)
-    dist.raise_on_all(error, _patient_group())
+    dist.raise_on_all(error, dist.patient_group())
     # A parameter that has never had a gradient has no optimizer state in the checkpoint.
     moments = state["optimizer"]["state"]
     known = [name for name in moments if any(key.startswith(f"optimizer.state.{name}.") for key in saved)]
@@ -382,7 +365,7 @@ def _run_dcp(function, state, path):
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process, where it is right
-            function(state, checkpoint_id=path, process_group=_patient_group())
+            function(state, checkpoint_id=path, process_group=dist.patient_group())
     except CheckpointException as failure:  # raised on every rank, after all have ended
         cause, _ = next(iter(failure.failures.values()))
         return cause

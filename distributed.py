@@ -45,6 +45,7 @@ import sys
 import time
 import uuid
 from collections import Counter
+from datetime import timedelta
 
 import torch
 import torch.distributed as torch_dist
@@ -122,10 +123,10 @@ def get_device():
 def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     """Bind this process to its device and join the job's process group: nccl for GPUs, gloo for CPUs.
 
-    RANK and WORLD_SIZE of a launcher win over the arguments, so a caller may pass its local rank. Without a launcher
-    `rank` is the local rank too, unless LOCAL_RANK says otherwise. A collective fails after `timeout`, a
-    datetime.timedelta; None is torch's default, 10 minutes for nccl and 30 for gloo. Raise it if one rank prepares
-    data for longer while the others wait. Does nothing if a group exists, or in one process without a launcher.
+    Under a launcher, `rank` and `world_size` are ignored. Otherwise `rank` is also used as the local rank, unless
+    LOCAL_RANK is set. A collective fails after `timeout`, a datetime.timedelta; None is torch's default, 10 minutes for
+    nccl and 30 for gloo. Raise it if one rank prepares data for longer while the others wait. It does nothing if a
+    group exists. In one process without a launcher it binds the device and makes no group.
     """
     if is_dist_avail_and_initialized():
         return
@@ -148,7 +149,7 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
         timeout=timeout,
         device_id=device if backend == "nccl" else None,
     )
-    # To connect to all peers is not to wait for them: if this rank left now, a peer that still connects would fail.
+    # Wait until every rank is connected. A rank that leaves earlier makes those fail that still connect to it.
     torch_dist.barrier()
 
 
@@ -157,13 +158,33 @@ def is_dist_avail_and_initialized():
     return torch_dist.is_available() and torch_dist.is_initialized()
 
 
+_patient_group = None
+
+
+def patient_group():
+    """A gloo group of all ranks that waits for up to 12 hours, made at first use; None if there is no process group.
+
+    For what the ranks tell each other about files: one rank may write for hours, longer than a step may take. And
+    under NCCL, torch.distributed.checkpoint would exchange objects on the GPUs, and the job would be aborted after 10
+    minutes. It notices a lost peer at once. All ranks must call it.
+    """
+    global _patient_group
+    if _patient_group is None and is_dist_avail_and_initialized():
+        _patient_group = torch_dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+    return _patient_group
+
+
 def cleanup():
     """Destroy the process group. All ranks must call it; `launch` does when `worker_fn` returns.
 
-    It does nothing while an exception is handled: peers would fail before this rank's failure is reported.
+    It does nothing inside an `except` block, or a `finally` after an error, so that this rank's error is reported
+    before its peers fail.
     """
+    global _patient_group
     if is_dist_avail_and_initialized() and sys.exc_info()[0] is None:
         _destroyed_groups.append(torch_dist.group.WORLD)
+        _destroyed_groups.append(_patient_group)
+        _patient_group = None
         torch_dist.destroy_process_group()
 
 
@@ -205,8 +226,8 @@ def data_sampler(dataset, distributed, shuffle, pad=True, seed=0):
 def prepare_ddp_model(model, device_ids=None, **kwargs):
     """`model`, already on its device, wrapped in DistributedDataParallel; `model` itself at world size 1.
 
-    `device_ids` need not be given, and is ignored on the CPU. `kwargs` go to DistributedDataParallel. Gradients are
-    views of the buckets that are reduced, which saves a copy of them in memory and in time.
+    `kwargs` go to DistributedDataParallel. `device_ids` may be left out: it is for scripts that pass it, and is ignored
+    on the CPU. Gradients are views of the buckets that are reduced, which saves memory and the time of a copy.
     https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
     if get_world_size() == 1:
@@ -220,10 +241,10 @@ def prepare_ddp_model(model, device_ids=None, **kwargs):
 def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
     """`model` sharded in place over all ranks by FSDP2; `model` itself at world size 1. Build the optimizer afterwards.
 
-    For a model that you have not written: for your own, call fully_shard on its blocks, as min_FSDP.py does.
-    Bottom-up, each submodule is sharded that has at least `min_num_params` parameters which its children have not
-    sharded; the root takes the rest, and any parameter that two submodules share. A unit moves to this process's
-    device only when it is sharded, and all ranks start from rank 0's weights, as with DDP. `kwargs` go to fully_shard.
+    For a model that you have not written: for your own, call fully_shard on its blocks, as min_FSDP.py does. It goes
+    from the leaves to the root, and shards a submodule if at least `min_num_params` of its parameters are not sharded
+    yet. The root takes the rest, and any parameter that two submodules share. A unit moves to this process's device
+    only when it is sharded. All ranks start from rank 0's weights, as with DDP. `kwargs` go to fully_shard.
     Raises ValueError for `min_num_params` < 1.
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
@@ -332,8 +353,8 @@ def gather(tensor):
 def gather_objects(value, group=None):
     """Every rank's `value`, any that can be pickled, as a list in rank order, on every rank.
 
-    It is a collective over `group`, by default the job's own, and fails after that group's timeout. Under gloo it
-    fails at once if a peer has died; under nccl at the timeout, unless the launcher ends this process before.
+    It is a collective over `group`, a group of all ranks, by default the job's own, and fails after its timeout. Under
+    gloo it fails at once if a peer has died; under nccl at the timeout, unless the launcher ends this process before.
     """
     if get_world_size() == 1:
         return [value]
@@ -462,9 +483,9 @@ def _note_exit_status(code):
 def _leave():
     """End a process that fails without waiting for its peers, which do not know yet.
 
-    To destroy the process group would be a collective under NCCL; not to destroy it makes NCCL's destructor warn, and
-    gloo's wait for a peer (torch 2.11 and 2.13). So a rank that fails leaves at once, and what was registered with
-    atexit before this module was imported is not run. Delete when a rank can leave a group alone.
+    Under NCCL, destroying the process group needs all ranks. If it is not destroyed, NCCL warns, and gloo may wait for
+    a peer (torch 2.11 and 2.13). So a rank that fails leaves at once. What was registered with atexit before this
+    module was imported is then not run. Delete when one rank can leave a group alone.
     """
     status = _exit_status
     if hasattr(sys, "last_type"):  # an exception that nobody caught, and whose traceback is printed
@@ -478,12 +499,12 @@ def _leave():
 
 
 def _drop_destroyed_groups():
-    """Let gloo's threads end before the interpreter does: one that drops its last tensors later aborts the process.
+    """Free the destroyed groups now: a thread of gloo that still runs when Python ends aborts the process.
 
-    The status is then -6, and torchrun calls a finished job failed: https://github.com/pytorch/pytorch/issues/190489,
-    torch 2.11 to 2.15. `cleanup` keeps each group until here, since a DDP model must not be the last to drop it: it
-    would wait for gloo's threads while it has Python's lock, which they may need (torch 2.11). Delete when jobs of
-    DDP under torchrun end well without it.
+    Its status is then -6, and torchrun calls a finished job failed: https://github.com/pytorch/pytorch/issues/190489,
+    torch 2.11 to 2.15. `cleanup` keeps each group until here, because a DDP model must not be the last to drop it. The
+    model would wait for gloo's threads while it has Python's lock, which they may need (torch 2.11). Delete when jobs
+    of DDP under torchrun end well without it.
     """
     if _destroyed_groups:
         gc.collect()  # the model holds the group too, and may be in a reference cycle

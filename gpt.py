@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # every process's first optimizer takes a second to import it; the fork server has it then
+import torch._dynamo  # so that the fork server imports it once; each process's first optimizer would take 1 s for it
 from torch import nn
 from torch.nn import functional as F
 
@@ -37,15 +37,17 @@ def add_model_options(parser, length=None):
     count = options.whole_number(1)
     length_help = "bytes per sequence"
     if length is None:
-        length_help += " (default: 128, or what can be split)"
+        length_help += " (default: 128, rounded up so that processes share)"
     parser.add_argument("--layers", type=count, default=2, help="blocks of attention and MLP")
-    parser.add_argument("--width", type=count, help="features per byte (default: 128, or what the heads divide)")
-    parser.add_argument("--heads", type=count, help="attention heads per block (default: 4, or what can be split)")
+    parser.add_argument("--width", type=count, help="features per byte (default: 128, rounded up for the heads)")
+    parser.add_argument(
+        "--heads", type=count, help="attention heads per block (default: 4, rounded up so that processes share)"
+    )
     parser.add_argument("--length", type=options.whole_number(2, 2**16), default=length, help=length_help)
     parser.add_argument(
         "--global-batch-size",
         type=count,
-        help="sequences per step, over all processes (default: 16, or what they share)",
+        help="sequences per step, over all processes (default: 16, rounded up so that they share)",
     )
     parser.add_argument("--steps", type=count, default=400, help="steps to train")
     parser.add_argument("--log-every", type=count, default=50, help="print every N steps", metavar="N")
@@ -102,7 +104,7 @@ def batch(text, step, batch_size, length, seed=0, device="cpu"):
 
 
 def to_device(tensor, device):
-    """A copy for a GPU that the host does not wait for: it would, if the memory were not pinned."""
+    """Copy to a GPU without blocking the CPU, which needs pinned memory. To the CPU it is an ordinary copy."""
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -172,7 +174,7 @@ class GPT(nn.Module):
     """Logits (batch, length, 256) of `tokens` (batch, length), which stand at `positions`: 0, 1, … if None.
 
     `positions` are (length,), or (batch, length) where rows differ.
-    Neither dropout nor tied weights: both change silently where a model is split.
+    It has no dropout and no tied weights, because splitting a model changes both without an error.
     """
 
     def __init__(self, layers, width, heads, length):
@@ -247,8 +249,8 @@ class Progress:
             self.print_line()
 
     def print_line(self):
-        recent = self.losses[self.first_unprinted : self.step]
-        recent[:] = dist.reduce(recent)
+        recent = dist.reduce(self.losses[self.first_unprinted : self.step])
+        self.losses[self.first_unprinted : self.step] = recent
         loss = recent.mean().item()  # waits for the device, so the clock is read after it
         tokens = len(recent) * self.args.global_batch_size * self.args.length
         speed = tokens / (time.perf_counter() - self.start)

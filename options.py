@@ -33,7 +33,7 @@ class ArgumentParser(argparse.ArgumentParser):
         gpus = torch.cuda.device_count()
         if dist.is_launched():
             default = dist.get_world_size()
-            nproc_type = whole_number(1)
+            nproc_type = _number_of_launched
         else:
             default = max(1, gpus)
             nproc_type = whole_number(1, gpus or LARGEST, "the number of visible GPUs")
@@ -93,6 +93,12 @@ def whole_number(minimum, maximum=LARGEST, why=""):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
 
     return parse
+
+
+def _number_of_launched(text):
+    """Under a launcher any --nproc is ignored: the launcher has started the processes already."""
+    whole_number(1)(text)
+    return dist.get_world_size()
 
 
 def seed_number(text):

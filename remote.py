@@ -132,7 +132,7 @@ def wait(name, answer):
 
 # ---- watch, leave and end -----------------------------------------------------------------------------------------
 
-# A process is watched by a call to it that it answers when it leaves. The call fails at once if the process dies.
+# To watch a process, call it. It answers only when it leaves, and the call fails at once if the process dies.
 _watched = {}  # name: the call
 _left = set()  # names of watched processes that have done their work
 _lost = set()  # names of watched processes that died before the end

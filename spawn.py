@@ -23,8 +23,8 @@ import torch
 import torch.distributed as torch_dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-# A worker may import only what the server has imported already. Nothing here touches CUDA: a fork after that would
-# break it in every worker.
+# The fork server imports these once, so that the workers need not. Importing them does not touch CUDA, which a fork
+# would break in every worker.
 PRELOADED = ("torch", "torch.distributed.nn.functional", "torch._dynamo", "torchvision")
 
 IMPORTING_MAIN = 77  # exit status of a worker whose script calls `launch` while it is imported
@@ -91,7 +91,8 @@ def _worker_environment(nprocs, port):
         "NCCL_SOCKET_IFNAME": loopback,
         "TP_SOCKET_IFNAME": loopback,
         "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // nprocs)),
-        "THP_MEM_ALLOC_ENABLE": "1",  # huge pages on the CPU: what FSDP2 gathers is new memory each time
+        # Use huge pages on the CPU: FSDP2 allocates new memory for each gather, which is slow with small ones.
+        "THP_MEM_ALLOC_ENABLE": "1",
     }
     environment.update(os.environ)  # the user's settings override those above, never those below
     environment.update(
@@ -209,7 +210,7 @@ def _end_with_launcher():
 
 
 def _take_over_outputs(outputs):
-    """Write to the launcher's stdout and stderr of now; the fork server has those of the moment when it started."""
+    """Use the launcher's current stdout and stderr. The fork server's may be out of date."""
     for fd, output in enumerate(outputs, start=1):
         os.dup2(output.fileno(), fd)
     sys.stdout.reconfigure(line_buffering=True)  # nothing printed is lost when another rank's failure ends this one
