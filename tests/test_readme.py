@@ -1,4 +1,4 @@
-"""Every command of README.md, of docs/*.md and of a script's docstring runs; what is quoted is what is printed."""
+"""Every command of README.md, of docs/*.md and of a script's docstring runs, and prints lines of the quoted form."""
 
 import ast
 import importlib
@@ -238,10 +238,10 @@ def main_worker(local_rank, world_size):
 
 @pytest.mark.slow
 def test_the_advice_on_logs(tmp_path):
-    (options,) = re.findall(r"`torchrun (--log-dir .*?) …`", PAGES[README])
+    (options,) = re.findall(r"`torchrun (--log-dir .*?) …`", PAGES[ROOT / "docs" / "mistakes.md"])
     stdout = bash(f"torchrun --standalone --nproc-per-node 2 {options} multigpu_torchrun.py 1 1", tmp_path, 90)
     assert "[default0]:[CPU] Epoch 0 " in stdout
-    assert list(tmp_path.glob("logs/*/attempt_0/1/stderr.log")), "as the README says"
+    assert list(tmp_path.glob("logs/*/attempt_0/1/stderr.log")), "as the page says"
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_every_script_and_page_is_named_and_every_named_test_exists():
     assert len(named) > 20 and not [name for path, name in named if f"\ndef {name}(" not in path.read_text()]
     guesses = re.findall(r"`(loss in nats per byte; guessing by bigrams )\d", PAGES[README])
     assert guesses and guesses[0] in SCRIPTS["gpt.py"]
-    assert PAGES[README].count("\n") <= 310 and PAGES[AGENTS].count("\n") <= 40
+    assert PAGES[README].count("\n") < 300 and PAGES[AGENTS].count("\n") <= 40
     assert "<!--" not in "".join(PAGES.values())
 
 
