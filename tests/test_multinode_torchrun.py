@@ -27,6 +27,7 @@ from ladder import (
 )
 from torch import nn
 from torch.multiprocessing import ProcessRaisedException
+from torch.utils.data import Subset
 
 import checkpoint
 import distributed as dist
@@ -148,6 +149,20 @@ def preempted_jobs(local_rank, world_size, folder):
 def test_sigterm_loses_nothing(nprocs, tmp_path):
     dist.launch(preempted_jobs, str(tmp_path), nprocs=nprocs)
     assert_same_models(tmp_path / "snapshot.pt", tmp_path / "expected.pt")
+
+
+def test_a_batch_of_any_dataset():
+    """Of one that gives a whole batch, a sample at a time, or a list of samples, as Subset does."""
+    samples = Augmented()
+    data = samples.data
+    for dataset in (data, Subset(data, range(9))):
+        x, y = multinode_torchrun.SeededBatches(dataset)[7, [8, 3]]
+        assert torch.equal(x, data.x[[8, 3]]) and torch.equal(y, data.y[[8, 3]])
+    torch.manual_seed(7)
+    noise = torch.stack([torch.randn(20), torch.randn(20)])
+    for dataset in (samples, Subset(samples, range(9))):
+        x, y = multinode_torchrun.SeededBatches(dataset)[7, [8, 3]]
+        assert torch.equal(x, data.x[[8, 3]] + noise) and torch.equal(y, data.y[[8, 3]])
 
 
 def test_torchruns_report_has_the_traceback(tmp_path, monkeypatch):
