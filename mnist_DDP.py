@@ -26,8 +26,8 @@ A snapshot is 8·P bytes.
     python mnist_DDP.py --tensorboard runs --output-dir results   # TensorBoard: tensorboard --logdir runs
     torchrun --standalone --nproc-per-node 2 mnist_DDP.py         # processes started by torchrun
 
-It prints `Train Epoch: 1 [12800/60000 (21%)]	loss=0.1234`, the mean loss of all samples since the line before, and
-after each epoch `test_loss=0.0512 accuracy=0.9837 (9837/10000)`. At the end it writes mnist_cnn.pt, the state_dict of
+It prints `Train Epoch: 1 [12800/20000 (64%)]	loss=0.6582`, the mean loss of all samples since the line before, and
+after each epoch `test_loss=0.0588 accuracy=0.9864 (9864/10000)`. At the end it writes mnist_cnn.pt, the state_dict of
 the plain model, and mnist_cnn_accuracies.json, the accuracy after each epoch.
 """
 
@@ -61,7 +61,10 @@ def option(default, check, help):
 
 @dataclasses.dataclass
 class Hyperparameters:
-    """What is trained, and how. Raises ValueError for a value that the command line would refuse."""
+    """What is trained, and how. Raises ValueError for a number that is out of its range, or an unknown choice.
+
+    It checks the text of each value, not its type. Only the command line checks that GPUs and packages are there.
+    """
 
     data: str = option("synthetic", options.one_of(*mnist.DATA_SETS), "synthetic digits, or mnist, downloaded once")
     data_dir: str = option("data", str, "folder that holds MNIST, or to which it is downloaded")
@@ -84,7 +87,7 @@ class Hyperparameters:
     tensorboard: str = option("", str, "track with TensorBoard, in this folder")
 
     def __post_init__(self):
-        """Check every value: an orchestrator fills them in without a command line."""
+        """Check each value by itself: an orchestrator fills them in without a command line."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             check = field.metadata["check"]
@@ -152,12 +155,21 @@ def batch_size_problem(hp, world_size):
 # ---- data, model, loss and optimizer ------------------------------------------------------------------------------
 
 
+# CHANGE HERE, 1 of 4: the data, in both of these functions.
 def load_datasets(hp):
-    # CHANGE HERE, 1 of 4: the data. Any two Datasets with a length, whose samples are (input, label). Augment with
-    # torch's random numbers: each micro-batch has a seed of its own.
+    """Any two Datasets with a length, whose samples are (input, label).
+
+    Every rank calls this. If you download, let one process per machine do it while the others wait, as mnist.load_data
+    does. Augment with torch's random numbers: each micro-batch has a seed of its own.
+    """
     train_set = mnist.load_data(hp.data, hp.data_dir, train=True, seed=hp.seed)
     test_set = mnist.load_data(hp.data, hp.data_dir, train=False, seed=hp.seed)
     return train_set, test_set
+
+
+def prepare(inputs):
+    """The model's input from a batch of the datasets' inputs, on the device. Here bytes become normalized floats."""
+    return mnist.normalize(inputs)  # if your inputs are ready for the model, return them unchanged
 
 
 def make_model():
@@ -174,7 +186,7 @@ def forward(model, inputs, labels, device, amp):
         autocast = torch.autocast(device.type, torch.bfloat16)
     with autocast:
         # CHANGE HERE, 3 of 4: the loss. One number per sample, not their mean, since ranks may have unequal shares.
-        outputs = model(mnist.normalize(inputs))
+        outputs = model(prepare(inputs))
         losses = F.cross_entropy(outputs, labels, reduction="none")
     return outputs, labels, losses
 
@@ -309,8 +321,10 @@ class Trainer:
             inputs, labels = next(batches)
             torch.manual_seed(seed_of(hp.seed, epoch, step, k, dist.get_rank(), 1))  # of dropout: it differs by rank
             is_last = k == hp.grad_accumulation - 1
-            # Only the last micro-batch needs the all-reduce. no_sync has no effect if it is not around forward too.
-            with contextlib.nullcontext() if is_last or dist.get_world_size() == 1 else self.model.no_sync():
+            sync = contextlib.nullcontext()
+            if not is_last and dist.get_world_size() > 1:
+                sync = self.model.no_sync()  # only the last micro-batch needs the all-reduce
+            with sync:  # no_sync has no effect if it is not around forward too
                 _, _, losses = forward(self.model, inputs, labels, self.device, hp.amp)
                 # DDP divides the sum over all ranks by their number. So this makes the mean over the global batch.
                 loss = losses.sum() * dist.get_world_size() / hp.global_batch_size
@@ -385,7 +399,10 @@ class Trainer:
         return epoch, step
 
     def loss_of_two_samples(self):
-        inputs, labels = SeededBatches(self.train_set)[0, [0, 1]]
+        batches = SeededBatches(self.train_set)
+        seed = 0
+        indices = [0, 1]
+        inputs, labels = batches[seed, indices]
         _, _, losses = forward(self.model, inputs, labels, self.device, self.hp.amp)
         return losses.sum()
 
@@ -407,7 +424,7 @@ def save_results(folder, net, accuracies):
 
 
 def write_results(folder, net, accuracies):
-    """Write both files, or neither."""
+    """A failure to write leaves both old files. A kill between the two renames leaves one new and one old file."""
     weights = {name: tensor.cpu() for name, tensor in net.state_dict().items()}  # to be loaded without a GPU
     with checkpoint.atomic(os.path.join(folder, "mnist_cnn_accuracies.json")) as results_file:
         results_file.write(json.dumps(accuracies).encode())
