@@ -45,7 +45,8 @@ class Tracker:
     def start(self, net, hyperparameters, samples):
         """Begin to track `net` after `samples` samples. Raises DistributedError on every rank if it cannot.
 
-        `hyperparameters` is a dataclass. Call it when a snapshot, if any, has been loaded.
+        `hyperparameters` is a dataclass. W&B needs its fields `log_interval`, in steps, and `grad_accumulation`, the
+        backwards per step. Call it when a snapshot, if any, has been loaded.
         """
         if dist.is_primary():
             if self.wandb:
