@@ -34,7 +34,8 @@ sent in each step, also by a rank without data. Each step of both ways also all-
     python min_Join.py --nproc 2 --least 0              # the last process has no data at all
     torchrun --standalone --nproc-per-node 2 min_Join.py --method weights
 
-It first prints `batches of each process: [400, 300]`.
+It first prints `batches of each process: [400, 300]`. Its tokens/s counts every batch as a full one, so the number is
+too high once a process has run out of data.
 """
 
 import torch
@@ -118,7 +119,8 @@ def train(model, optimizer, text, held_out, args):
     steps. A process that has run out of batches has none in all later rounds.
     """
     n_batches = number_of_batches(args)
-    dist.print_primary(f"batches of each process: {dist.gather_objects(n_batches)}")
+    all_n_batches = dist.gather_objects(n_batches)
+    dist.print_primary(f"batches of each process: {all_n_batches}")
     unwrapped = getattr(model, "module", model)  # the model without DDP
 
     def local_loss(x, y):
