@@ -76,10 +76,11 @@ def backward(model, micro_batches):
     for number, rows in enumerate(micro_batches, 1):
         sync = contextlib.nullcontext()
         if number < len(micro_batches) and dist.get_world_size() > 1:
-            sync = model.no_sync()  # add gradients up here; the last micro-batch's backward reduces the sum
+            sync = model.no_sync()  # only accumulate here; the last micro-batch's backward reduces the sum
         with sync:
             loss = sum_of_losses(model, rows) / n_targets
-            # DDP divides by the world size, so multiply by it. Micro-batches are summed, so divide by nothing.
+            # DDP divides by the world size, so multiply by it. The micro-batches' gradients are summed, which needs no
+            # further division.
             (loss * dist.get_world_size()).backward()
         share += loss.detach()
     return share
@@ -238,8 +239,9 @@ def train(model, optimizer, rows, held_out, args):
             recent = shares[first_unprinted : step + 1]
             loss = dist.all_reduce(recent).mean().item()  # waits for the device, so the clock is read after it
             speed = dist.all_reduce(n_tokens).item() / (time.perf_counter() - start)
+            held_out_loss = evaluate(model, held_out)
             dist.print_primary(
-                f"step {step + 1} | loss {loss:.4f} | held-out {evaluate(model, held_out):.4f} | "
+                f"step {step + 1} | loss {loss:.4f} | held-out {held_out_loss:.4f} | "
                 f"{speed:,.0f} tokens/s | wasted {100 * wasted(rows):.1f} %",
                 flush=True,
             )
