@@ -107,7 +107,10 @@ def train(model, optimizer, text, held_out, args):
 
 
 def report_sent(model, args):
-    """Print and return the bytes that each process has sent, and print what it would have sent with DDP."""
+    """Print and return the bytes that each process has sent, and print what it would have sent with DDP.
+
+    They are not measured. They follow from the formula for a ring all-reduce of all parameters.
+    """
     world_size = dist.get_world_size()
     all_reduce = 2 * (world_size - 1) / world_size * sum(param.nbytes for param in model.parameters())
     outer_steps = math.ceil(args.steps / args.sync_every)
