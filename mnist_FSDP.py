@@ -75,12 +75,14 @@ def parse_args():
     parser.add_argument("--export", metavar="FILE", help="write the whole state_dict here, for plain PyTorch")
     parser.add_argument("--seed", type=options.seed_number, default=0, help="random seed")
     parser.add_nproc(help="processes to start; ignored under torchrun (default: one per visible GPU, or 1; 1 if local)")
+    default_nproc = parser.get_default("nproc")
+    parser.set_defaults(nproc=None)  # shows below that it was not given
     args = parser.parse_args()
 
-    if args.strategy == "local" and dist.get_world_size() == 1:
-        # Several GPUs are no reason to start several processes.
-        parser.set_defaults(nproc=1)
-        args = parser.parse_args()
+    if args.nproc is None:
+        args.nproc = default_nproc
+        if args.strategy == "local" and dist.get_world_size() == 1:
+            args.nproc = 1  # several GPUs are no reason to start several processes
     if args.strategy == "local" and args.nproc > 1:
         parser.error(f"argument --strategy: local trains in 1 process, not in {args.nproc}")
     if args.export and os.path.isdir(args.export):
@@ -112,7 +114,7 @@ def shard(model, min_num_params, mixed_precision):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                # Its statistics are float32, and on the CPU its weights must be too: a unit without the policy.
+                # BatchNorm must stay float32 on the CPU, so it becomes a unit without mixed precision.
                 dist.prepare_fsdp_model(module)
     return dist.prepare_fsdp_model(model, min_num_params, mp_policy=policy)
 
