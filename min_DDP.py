@@ -51,7 +51,7 @@ def main_worker(local_rank, world_size, args):
     sampler = dist.data_sampler(dataset, distributed=True, shuffle=True, seed=args.seed)  # this rank's share
     loader = DataLoader(dataset, args.batch_size, sampler=sampler)
 
-    # A seed per rank, so that dropout would differ between ranks. The weights do not: DDP copies those of rank 0.
+    # Different dropout on each rank. The weights are equal anyway: DDP copies rank 0's.
     torch.manual_seed(args.seed + dist.get_rank())
     model = DummyModel().to(device)
     ddp_model = dist.prepare_ddp_model(model)  # averages the gradients over all ranks during backward
@@ -63,7 +63,7 @@ def main_worker(local_rank, world_size, args):
         sampler.set_epoch(epoch)  # a new order in each epoch, the same on every rank
         train_epoch(ddp_model, loader, optimizer, device)
 
-    correct = evaluate(model, dataset, args.batch_size, device)
+    correct = evaluate(model, dataset, args.batch_size, device)  # on the training set; a real run has a test set
     n = len(dataset)
     dist.print_primary(f"Finished: accuracy {correct / n:.4f} ({correct}/{n})")
 
