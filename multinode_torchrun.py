@@ -176,7 +176,8 @@ class Trainer:
         if samples % self.global_batch_size != 0 or self.step >= self.steps:
             raise dist.DistributedError(
                 f"{self.snapshot_path} is {samples} samples into an epoch: "
-                "use the --global-batch-size that it was saved with, or another one of which a step begins there"
+                f"use the --global-batch-size that it was saved with, or one that divides {samples} "
+                f"and is at most {len(self.dataset) - samples}"
             )
         log(f"{self.name} | Starting at Epoch {self.epoch}, Step {self.step}")
 
