@@ -33,9 +33,10 @@ bytes between a trainer and the servers: ids twice, rows, and gradients. It does
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 rpc_ddp.py --servers 2
 
 The task is to guess the next byte of Python's standard library from the 1 to 4 bytes before it. Each group of bytes is
-hashed to the number of a row. It prints `step 50 | loss 1.9341 | held-out 1.7613 | 3,405 tokens/s | 2,911 rows of
+hashed to the number of a row. It prints `step 200 | loss 1.9341 | held-out 1.7613 | 3,405 tokens/s | 2,911 rows of
 1,048,576`: the loss on the training batches and on other text in nats per byte, and the rows that one trainer used in
-the last step. When a process is lost, the job ends with one line that names it.
+the last step. When a process is lost, the job ends with one line that names it. On GPUs, where trainers communicate by
+NCCL, the other trainers may print NCCL's own lines besides.
 """
 
 import sys
@@ -294,7 +295,7 @@ def main_worker(local_rank, world_size, args):
         try:
             train(text, held_out, rank - args.servers, trainers_group, args)
         except RuntimeError as error:
-            if "gloo/transport" not in str(error):
+            if "gloo/transport" not in str(error):  # of NCCL's errors, none is made one line
                 raise
             reason = str(error).splitlines()[0]
             raise dist.DistributedError(f"{name_of(rank, args)}: another trainer is lost: {reason}") from None
