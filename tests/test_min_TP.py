@@ -22,7 +22,8 @@ MOST_HELD = {1: 1, 2: 0.52, 3: 0.36, 4: 0.27}
 def train(nprocs, optimizer, clip):
     args = transformer.arguments(clip=clip, log_every=100, **SIZES[nprocs])
     run = transformer.run_main_worker(min_TP, args, optimizer)
-    held = [float(transformer.HELD.search(run.stdout)[3])]  # by the model that was trained
+    params = list(run.model.parameters())  # of the model that main_worker has trained; a DTensor's numel is the whole's
+    held = [sum(transformer.local(param).numel() for param in params) / sum(param.numel() for param in params)]
     if optimizer == "AdamW":
         held += held_fractions()
     return run.losses, transformer.full_parameters(run.model), held
