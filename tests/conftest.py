@@ -46,7 +46,6 @@ GUARDS = {
     "test_bytes_sent_are_those_of_the_docstrings",
     "test_equal_to_one_process_and_split_for_real",
     "test_equals_one_process",
-    "test_finished_torchrun_jobs_exit_with_status_0",
     "test_gloo_threads_end_before_the_interpreter",
     "test_kill_in_a_save",
     "test_killed_and_resumed_by_other_numbers_of_processes",
