@@ -147,7 +147,7 @@ def load(path, model, optimizer, scheduler=None, **more):
     if position == NO_SNAPSHOT:
         return 0, 0
     if dist.get_rank() != holder:
-        snapshot = None  # an older one makes room for the newest
+        snapshot = None  # free the older snapshot before the newest is received
     if dist.get_world_size() > 1:
         snapshot = _send(snapshot, holder)
     _restore(_parts(model, optimizer, scheduler, more), snapshot, location)

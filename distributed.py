@@ -149,7 +149,7 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
         timeout=timeout,
         device_id=device if backend == "nccl" else None,
     )
-    # Wait until every rank is connected. A rank that leaves earlier makes those fail that still connect to it.
+    # Wait until all ranks are connected. If a rank exits before that, the others fail.
     torch_dist.barrier()
 
 
@@ -164,9 +164,9 @@ _patient_group = None
 def patient_group():
     """A gloo group of all ranks that waits for up to 12 hours, made at first use; None if there is no process group.
 
-    For what the ranks tell each other about files: one rank may write for hours, longer than a step may take. And
-    under NCCL, torch.distributed.checkpoint would exchange objects on the GPUs, and the job would be aborted after 10
-    minutes. It notices a lost peer at once. All ranks must call it.
+    It is used while saving and loading, when one rank may write for hours. Under NCCL, torch.distributed.checkpoint
+    would otherwise exchange objects on the GPUs, and NCCL would abort the job after 10 minutes. A lost peer is noticed
+    at once. All ranks must call it.
     """
     global _patient_group
     if _patient_group is None and is_dist_avail_and_initialized():
@@ -328,7 +328,7 @@ def all_reduce(tensor, op="sum"):
 
 
 def gather(tensor):
-    """Every rank's `tensor`, as a list in rank order, on every rank. First dimensions may differ, also be 0.
+    """Every rank's `tensor`, as a list in rank order, on every rank. Their first dimensions may differ, and may be 0.
 
     For metrics: no gradient flows through it.
     """
@@ -502,9 +502,9 @@ def _drop_destroyed_groups():
     """Free the destroyed groups now: a thread of gloo that still runs when Python ends aborts the process.
 
     Its status is then -6, and torchrun calls a finished job failed: https://github.com/pytorch/pytorch/issues/190489,
-    torch 2.11 to 2.15. `cleanup` keeps each group until here, because a DDP model must not be the last to drop it. The
-    model would wait for gloo's threads while it has Python's lock, which they may need (torch 2.11). Delete when jobs
-    of DDP under torchrun end well without it.
+    torch 2.11 to 2.15. `cleanup` keeps each group until here: a DDP model that frees the group last holds Python's lock
+    while it joins gloo's threads, which may need it (torch 2.11). Delete when jobs of DDP under torchrun end well
+    without it.
     """
     if _destroyed_groups:
         gc.collect()  # the model holds the group too, and may be in a reference cycle

@@ -308,7 +308,7 @@ def evaluate(model, loader, device, mixed_precision=False):
     all ranks get equally many batches, which a sharded model needs. The repeated samples are not counted.
     """
     model.eval()
-    dist.sync_params(model.buffers())  # batch norm's differ between ranks, and rank 0's are saved
+    dist.sync_params(model.buffers())  # BatchNorm's differ between ranks; rank 0's are saved
     n = len(loader.dataset)
     share = len(range(dist.get_rank(), n, dist.get_world_size()))  # samples of this rank
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)

@@ -319,7 +319,8 @@ class Trainer:
         self.optimizer.zero_grad()
         for k in range(hp.grad_accumulation):
             inputs, labels = next(batches)
-            torch.manual_seed(seed_of(hp.seed, epoch, step, k, dist.get_rank(), 1))  # of dropout: it differs by rank
+            # Dropout differs between ranks.
+            torch.manual_seed(seed_of(hp.seed, epoch, step, k, dist.get_rank(), 1))
             is_last = k == hp.grad_accumulation - 1
             sync = contextlib.nullcontext()
             if not is_last and dist.get_world_size() > 1:
@@ -350,7 +351,7 @@ class Trainer:
     def evaluate(self):
         """Mean loss, correct predictions and samples. Over all processes each sample counts once."""
         self.net.eval()
-        dist.sync_params(self.net.buffers())  # batch norm's differ between ranks, and rank 0's are saved
+        dist.sync_params(self.net.buffers())  # BatchNorm's differ between ranks; rank 0's are saved
         loader = DataLoader(
             self.test_set,
             self.hp.test_batch_size,

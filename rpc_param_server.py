@@ -202,7 +202,7 @@ class Progress:
         self.take_snapshots(params)
 
     def lose(self, rank, params):
-        """Wait for this trainer's epochs no longer."""
+        """Stop waiting for this trainer."""
         del self.epochs[rank]
         self.take_snapshots(params)
         if not self.epochs:

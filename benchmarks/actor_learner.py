@@ -3,7 +3,7 @@
     python -m benchmarks.actor_learner [--rounds 3] [--updates 4]
 
 "batched" is the script. "each" answers every observer's call at once, with a forward pass of its own. The policy's
-hidden layer has 64 or 4096 units. No episode ends before its 200 steps, so all observers always act. The time of
+hidden layer has 64 or 1024 units. No episode ends before its 200 steps, so all observers always act. The time of
 updates is counted too. It is the same in both. The cases alternate, and only ratios within a round mean something.
 """
 
@@ -23,7 +23,7 @@ import rpc_actor_learner
 from benchmarks import common
 
 OBSERVERS = (1, 2, 4, 8)
-WIDTHS = (64, 4096)
+WIDTHS = (64, 1024)
 
 
 @torch.no_grad()
