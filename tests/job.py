@@ -71,7 +71,7 @@ def fail_early(local_rank, world_size):
 
 
 def give_up(local_rank, world_size):
-    """Exit right after the ranks have agreed to, when gloo's threads still hold what was exchanged."""
+    """Exit right after all ranks have learnt of an error, when gloo's threads still hold what was exchanged."""
     # Of the interpreter's exit the last part in Python: multiprocessing was imported before distributed.py.
     Finalize(None, lambda: print(f"after:{gloo_threads()}", flush=True), exitpriority=0)
     dist.init_process_group()

@@ -466,12 +466,12 @@ def test_a_failed_command_prints_the_traceback_and_exits_non_zero(jobs):
     [
         ("ddp_step", 0, {"during:2", "after:0"}, ""),
         pytest.param("leave_early", 0, {"after:0"}, "", marks=pytest.mark.slow),
-        pytest.param("give_up", 1, {"after:0"}, "no room\n", marks=pytest.mark.slow),
+        pytest.param("give_up", 1, set(), "no room\n", marks=pytest.mark.slow),
         ("fail_early", 1, set(), "ZeroDivisionError: the cause"),  # some versions of torch would wait for gloo for ever
     ],
 )
 def test_gloo_threads_end_before_the_interpreter(name, status, printed, error):
-    """What prevents the abort at exit: the process group is gone by then, and its threads are joined."""
+    """What prevents the abort at exit: the threads are joined by then, or a process that fails leaves at once."""
     actual, stdout, stderr = torchrun(2, JOB, name, timeout=60)
     assert actual == status and error in stderr, stderr
     assert set(re.findall(r"[a-z]+:\d|waits for gloo", stdout)) == printed
