@@ -142,9 +142,8 @@ def main_worker(local_rank, world_size, args):
     text, held_out = gpt.load_text()
     torch.manual_seed(args.seed)
     model = make_sharded_model(args)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.lr, fused=True
-    )  # built after sharding, because it steps the shards
+    # Built after sharding, because it steps the shards.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     n_params = sum(param.numel() for param in model.parameters())
     dist.print_primary(f"Training on {world_size} x {device.type}")
     gpt.report_held(model.parameters(), n_params)
