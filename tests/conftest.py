@@ -106,7 +106,7 @@ def start(*command, cwd=ROOT, env=None, log=None, prefix=()):
         )
 
 
-def finish(process, timeout=90):
+def finish(process, timeout=240):
     """Wait for a started command; returns (exit status, stdout, stderr)."""
     try:
         stdout, stderr = process.communicate(timeout=timeout)
@@ -121,7 +121,7 @@ def finish(process, timeout=90):
     return process.returncode, stdout, stderr
 
 
-def run(*command, timeout=90, **kwargs):
+def run(*command, timeout=240, **kwargs):
     """Run a Python command line to its end; returns (exit status, stdout, stderr)."""
     return finish(start(*command, **kwargs), timeout)
 
@@ -155,7 +155,7 @@ def killed_in(target, call=1, at_its_end=False):
     return mock.patch(target, count)
 
 
-def wait_for(condition, process, timeout=90):
+def wait_for(condition, process, timeout=240):
     """Poll `condition` until it is true, and return its value; fail if `process` ends before, or after `timeout` s."""
     end = time.monotonic() + timeout
     while not (value := condition()):
