@@ -40,6 +40,7 @@ communication, so a script needs no `if world_size > 1`.
 import atexit
 import gc
 import itertools
+import multiprocessing
 import os
 import sys
 import time
@@ -506,7 +507,8 @@ def _drop_destroyed_groups():
     while it joins gloo's threads, which may need it (torch 2.11). Delete when jobs of DDP under torchrun end well
     without it.
     """
-    if _destroyed_groups:
+    # A process that `launch` has started ends by os._exit, and gc would copy all memory that it shares with the others.
+    if _destroyed_groups and multiprocessing.parent_process() is None:
         gc.collect()  # the model holds the group too, and may be in a reference cycle
         _destroyed_groups.clear()
 
