@@ -145,7 +145,7 @@ def test_the_first_failure_ends_the_job_names_its_cause_and_loses_no_output(how,
         begin = time.monotonic()
         with pytest.raises(error, match=message):
             dist.launch(fail_while_others_wait, mark, how, nprocs=3)
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 60
         assert sorted(capfd.readouterr().out.splitlines()) == [f"rank {rank} has begun" for rank in range(3)]
         wait_for_the_end_of(mark)
     left = [p.cmdline() for p in set(psutil.Process().children(recursive=True)) - before if p.status() != "zombie"]
@@ -221,7 +221,7 @@ def test_a_lost_peer_is_noticed_at_once():
     """As when a node is lost during a save, of which the other nodes' agents know nothing."""
     begin = time.monotonic()
     dist.launch(lose_a_peer, nprocs=2, tolerate_killed=True)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
 
 
 def expect_one_line(local_rank, world_size):
@@ -392,7 +392,7 @@ def listening(mark):
     return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
 
 
-def wait_for_the_end_of(mark, seconds=10):
+def wait_for_the_end_of(mark, seconds=30):
     end = time.monotonic() + seconds
     while left := members(mark):
         assert time.monotonic() < end, left
@@ -438,7 +438,7 @@ def test_no_process_outlives_the_launcher(jobs, name):
     process, mark, _ = jobs[name]
     assert len(members(mark)) >= 1 + 2 + 2 + 2  # launcher, two servers, two workers, a process of each
     process.send_signal(SIGNALS[name][0])
-    assert finish(process, timeout=20)[0] != 0
+    assert finish(process, timeout=60)[0] != 0
     wait_for_the_end_of(mark)
 
 
