@@ -55,8 +55,9 @@ def atomic(path):
     except BaseException as failure:
         with contextlib.suppress(OSError):
             os.remove(temporary)
-        # torch.save turns the OSError of a full disk into a RuntimeError.
-        cause = failure.__context__ if type(failure) is RuntimeError else failure
+        cause = failure
+        if type(failure) is RuntimeError:
+            cause = failure.__context__  # torch.save raises it after the OSError of a full disk
         if not isinstance(cause, OSError):
             raise
         line = f"cannot save {_location(path)}: {cause.strerror}: make room there, or choose another path"
@@ -110,7 +111,8 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0, **more):
     error = None
     if dist.get_local_rank() == 0:
         snapshot = {name: part.state_dict() for name, part in parts.items()}
-        snapshot.update(epoch=epoch, step=step)
+        snapshot["epoch"] = epoch
+        snapshot["step"] = step
         try:
             _write(path, snapshot)
         except dist.DistributedError as failure:
@@ -236,8 +238,8 @@ def _with_tensors(value, replace):
         return replace(value)
     if isinstance(value, dict):
         result = copy.copy(value)  # keeps a state_dict's versions of the modules, which are an attribute
-        parts = [(key, _with_tensors(part, replace)) for key, part in value.items()]
-        dict.update(result, parts)  # a Counter's own update would add
+        for key, part in value.items():
+            result[key] = _with_tensors(part, replace)
         return result
     if isinstance(value, list | tuple):
         return type(value)([_with_tensors(part, replace) for part in value])

@@ -182,7 +182,8 @@ def cleanup():
     before its peers fail.
     """
     global _patient_group
-    if is_dist_avail_and_initialized() and sys.exc_info()[0] is None:
+    error, _, _ = sys.exc_info()  # the error that is being handled
+    if is_dist_avail_and_initialized() and error is None:
         _destroyed_groups.append(torch_dist.group.WORLD)
         _destroyed_groups.append(_patient_group)
         _patient_group = None
@@ -280,9 +281,10 @@ def _unsharded_params(module):
 
 def _is_called(module):
     """Does its forward run? FSDP gathers a unit when it is called."""
-    # A ModuleList has no forward. MultiheadAttention reads the weight of its out_proj, of this class, without a call.
-    has_forward = type(module).forward is not nn.Module.forward
-    return has_forward and type(module).__name__ != "NonDynamicallyQuantizableLinear"
+    has_forward = type(module).forward is not nn.Module.forward  # a ModuleList has none
+    # nn.MultiheadAttention reads the weight of its output projection without calling it. Only there is this class used.
+    is_attention_output = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    return has_forward and not is_attention_output
 
 
 def sync_params(params, src=0):
@@ -455,13 +457,15 @@ def _fresh_store(rank, world_size, timeout):
     store.set(f"rank {rank}", name)
     # Wait until all ranks have read the same names. A process that has ended never reads the name of a new one.
     deadline = time.monotonic() + timeout.total_seconds()
+    pause = 0.01
     while time.monotonic() < deadline:
         names = [peer.decode() for peer in store.multi_get([f"rank {peer}" for peer in range(world_size)])]
         prefix = uuid.uuid5(uuid.NAMESPACE_OID, "".join(names)).hex
         store.set(f"{prefix} read by {name}", "")
         if store.check([f"{prefix} read by {peer}" for peer in names]):
             return torch_dist.PrefixStore(prefix, store)
-        time.sleep(0.01)
+        time.sleep(pause)
+        pause = min(2 * pause, 1)  # many ranks must not keep the store busy
     raise TimeoutError(f"not all of {world_size} ranks have joined within {timeout}")
 
 

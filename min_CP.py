@@ -68,15 +68,17 @@ def parse_args():
 
 
 def ulysses(q, k, v):
-    q, k, v = exchange(torch.stack([q, k, v]), split=2, join=3)  # all heads of my piece -> my heads of all pieces
+    qkv = torch.stack([q, k, v])
+    q, k, v = exchange(qkv, split=2, join=3)  # all heads of my piece -> my heads of all pieces
     result = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return exchange(result, split=2, join=1)  # my heads of all pieces -> all heads of my piece
 
 
 def exchange(x, split, join):
     """Cut x along dimension `split`, send piece r to rank r, and join the received pieces along dimension `join`."""
-    pieces = torch.stack(x.chunk(dist.get_world_size(), split))
-    return torch.cat(AllToAll.apply(pieces).unbind(), join)
+    sent = torch.stack(x.chunk(dist.get_world_size(), split))
+    received = AllToAll.apply(sent)
+    return torch.cat(received.unbind(), join)
 
 
 class AllToAll(torch.autograd.Function):
@@ -94,9 +96,10 @@ class AllToAll(torch.autograd.Function):
 
 
 def all_gather(q, k, v):
-    k, v = torch.cat(AllGather.apply(torch.stack([k, v])).unbind(), 3)  # keys and values of all pieces
+    pieces = AllGather.apply(torch.stack([k, v]))  # keys and values of all ranks: (ranks, 2, batch, heads, piece, ...)
+    k, v = torch.cat(pieces.unbind(), dim=3)  # in the order of the sequence
     piece = q.shape[2]
-    end = (dist.get_rank() + 1) * piece  # of my piece in the whole sequence: no query may see further
+    end = (dist.get_rank() + 1) * piece  # where my piece ends in the whole sequence: no query may see further
     return F.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], causal_lower_right(piece, end))
 
 

@@ -111,7 +111,7 @@ def train(pipeline, optimizer, text, held_out, args):
         y = pipeline.share(y)
         optimizer.zero_grad()
         inputs = (x,) if 0 in pipeline.stages else ()  # the other stages receive activations instead
-        losses = []  # of the micro-batches, from the last stage
+        losses = []  # filled by the last stage, one per micro-batch
         # All forwards and backwards. The schedule sums the micro-batches' gradients and divides by their number: right,
         # because the loss is a mean.
         pipeline.schedule.step(*inputs, target=y, losses=losses, return_outputs=False)

@@ -71,7 +71,7 @@ def parse_args():
 def backward(model, micro_batches):
     """Leave the gradients of the global batch on every rank; returns this process's share of its loss."""
     n_targets = torch.stack([(rows[:, TARGETS] != IGNORED).sum() for rows in micro_batches]).sum()
-    n_targets = dist.all_reduce(n_targets)  # of all ranks and micro-batches
+    n_targets = dist.all_reduce(n_targets)  # now counts all ranks and micro-batches
     share = 0
     for number, rows in enumerate(micro_batches, 1):
         sync = contextlib.nullcontext()
@@ -223,7 +223,7 @@ def own_rows(rows, step, args):
 def train(model, optimizer, rows, held_out, args):
     """Returns the loss of every step, over all processes."""
     device = dist.get_device()
-    shares = torch.zeros(args.steps, device=device)  # of the losses; on the device, to avoid a sync every step
+    shares = torch.zeros(args.steps, device=device)  # this rank's part of each loss; on the device, to avoid a sync
     n_tokens = torch.zeros((), device=device)
     first_unprinted = 0
     start = time.perf_counter()

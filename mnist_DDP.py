@@ -51,107 +51,6 @@ import mnist
 import options
 import tracking
 
-# ---- hyperparameters: one line is one option of the command line --------------------------------------------------
-
-
-def option(default, check, help):
-    """A field of `Hyperparameters`: its default, the function that checks it (an argparse `type`), and its help."""
-    return dataclasses.field(default=default, metadata={"check": check, "help": help})
-
-
-@dataclasses.dataclass
-class Hyperparameters:
-    """What is trained, and how. Raises ValueError for a number that is out of its range, or an unknown choice.
-
-    It checks the text of each value, not its type. Only the command line checks that GPUs and packages are there.
-    """
-
-    data: str = option("synthetic", options.one_of(*mnist.DATA_SETS), "synthetic digits, or mnist, downloaded once")
-    data_dir: str = option("data", str, "folder that holds MNIST, or to which it is downloaded")
-    global_batch_size: int = option(128, options.whole_number(1), "samples per step, over all processes")
-    grad_accumulation: int = option(1, options.whole_number(1), "micro-batches per step and process")
-    test_batch_size: int = option(1000, options.whole_number(1), "samples per process and batch of the evaluation")
-    num_workers: int = option(0, options.whole_number(0), "processes that load data, per training process")
-    epochs: int = option(5, options.whole_number(1), "passes over the training data")
-    lr: float = option(0.05, options.positive_number, "largest learning rate; it falls to 0 along a cosine")
-    warmup: int = option(0, options.whole_number(0), "steps in which the learning rate rises to --lr")
-    momentum: float = option(0.9, options.number(0, below=1), "momentum of SGD")
-    clip: float = option(0.0, options.number(0), "clip the global gradient norm to this; 0 does not clip")
-    amp: bool = option(False, bool, "compute in bfloat16 where it is safe")
-    compile: bool = option(False, bool, "compile the model with torch.compile")
-    seed: int = option(0, options.seed_number, "random seed")
-    log_interval: int = option(100, options.whole_number(1), "print every N steps")
-    save_every: int = option(500, options.whole_number(1), "save a snapshot every N steps, and after each epoch")
-    backend: str = option("auto", options.one_of("auto", "nccl", "gloo"), "auto, nccl or gloo; auto is nccl for GPUs")
-    wandb: bool = option(False, bool, "track with Weights & Biases")
-    tensorboard: str = option("", str, "track with TensorBoard, in this folder")
-
-    def __post_init__(self):
-        """Check each value by itself: an orchestrator fills them in without a command line."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            check = field.metadata["check"]
-            try:
-                check(str(value))
-            except argparse.ArgumentTypeError as error:
-                raise ValueError(f"{field.name}: {error}") from None
-
-
-def parse_hyperparameters(parser):
-    """Add an option for every field of `Hyperparameters`, and parse. Returns the hyperparameters and all options."""
-    fields = dataclasses.fields(Hyperparameters)
-    for field in fields:
-        name = "--" + field.name.replace("_", "-")
-        help = field.metadata["help"]
-        if field.type is bool:
-            parser.add_argument(name, action="store_true", help=help)
-        else:
-            parser.add_argument(name, type=field.metadata["check"], default=field.default, help=help)
-    args = parser.parse_args()
-    hp = Hyperparameters(**{field.name: getattr(args, field.name) for field in fields})
-    if hp.backend == "nccl" and not torch.cuda.device_count():
-        parser.error("argument --backend: 'nccl' needs a GPU, and none is visible: choose auto or gloo")
-    if hp.wandb:
-        check_installed("wandb")
-    if hp.tensorboard:
-        check_installed("tensorboard")
-        checkpoint.check_writable("--tensorboard", hp.tensorboard)
-    return hp, args
-
-
-def check_installed(package):
-    spec = importlib.util.find_spec(package)
-    is_folder = spec is not None and spec.origin is None  # of that name, as W&B makes one in the current folder
-    if spec is None or is_folder:
-        sys.exit(f"--{package}: {package} is not installed: pip install -r requirements-tracking.txt")
-
-
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    parser.add_nproc()
-    parser.add_argument("--output-dir", default=".", help="folder for the weights and the accuracies")
-    parser.add_argument("--snapshot-path", help="file to save snapshots to, and to resume from (default: no snapshots)")
-    hp, args = parse_hyperparameters(parser)
-    problem = batch_size_problem(hp, args.nproc)
-    if problem:
-        parser.error(f"argument --global-batch-size: {problem}")
-    checkpoint.check_writable("--output-dir", args.output_dir)
-    if args.snapshot_path:
-        checkpoint.check_writable("--snapshot-path", os.path.dirname(os.path.abspath(args.snapshot_path)))
-    return hp, args
-
-
-def batch_size_problem(hp, world_size):
-    """Why the global batch is too small, in a line; None if it is not."""
-    micro_batches = world_size * hp.grad_accumulation
-    if hp.global_batch_size >= micro_batches:
-        return None
-    return (
-        f"{hp.global_batch_size} is less than {micro_batches}, "
-        f"the micro-batches of {world_size} x --grad-accumulation {hp.grad_accumulation}"
-    )
-
-
 # ---- data, model, loss and optimizer ------------------------------------------------------------------------------
 
 
@@ -206,49 +105,6 @@ def make_optimizer(model, hp, steps):
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-# ---- batches that a resumed run repeats exactly -------------------------------------------------------------------
-
-
-def seed_of(*numbers):
-    """A random seed that depends on all of these whole numbers."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
-
-
-class SeededBatches(Dataset):
-    """A whole batch of `dataset` at each access. Its augmentation has the batch's seed, in any worker process."""
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __getitem__(self, seed_and_indices):
-        seed, indices = seed_and_indices
-        torch.manual_seed(seed)
-        if hasattr(self.dataset, "__getitems__"):
-            batch = self.dataset.__getitems__(indices)
-        else:
-            batch = [self.dataset[index] for index in indices]
-        return mnist.collate(batch)
-
-
-def micro_batches(n, hp, epoch, first_step):
-    """The seed and the indices of each micro-batch of this rank, from `first_step` of `epoch` on.
-
-    The order of the `n` samples depends on --seed and epoch alone, so any number of ranks trains on the same global
-    batches, also after a resume. The samples that do not fill a last global batch are left out: others in each epoch.
-    """
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    generator = torch.Generator().manual_seed(hp.seed + epoch)
-    order = torch.randperm(n, generator=generator).tolist()
-    for step in range(first_step, n // hp.global_batch_size):
-        start = step * hp.global_batch_size
-        global_batch = order[start : start + hp.global_batch_size]
-        share = global_batch[rank::world_size]
-        for k in range(hp.grad_accumulation):
-            seed = seed_of(hp.seed, epoch, step, k, rank, 0)
-            yield seed, share[k :: hp.grad_accumulation]
-
-
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
@@ -258,7 +114,7 @@ class Trainer:
         self.device = device
         self.snapshot_path = snapshot_path
         self.train_set, self.test_set = load_datasets(hp)
-        self.steps = len(self.train_set) // hp.global_batch_size  # of an epoch
+        self.steps = len(self.train_set) // hp.global_batch_size  # per epoch
         if self.steps == 0:
             line = f"--global-batch-size {hp.global_batch_size} is more than the {len(self.train_set)} training samples"
             raise dist.DistributedError(line)
@@ -270,17 +126,30 @@ class Trainer:
         self.optimizer, self.scheduler = make_optimizer(self.model, hp, hp.epochs * self.steps)
         self.tracker = tracking.Tracker("mnist_DDP", hp.wandb, hp.tensorboard)
 
-    def train(self):
-        """Returns the accuracy after each epoch."""
-        epoch, step = self.resume()
-        self.tracker.start(self.net, self.hp, self.samples(epoch, step))
-        while epoch < self.hp.epochs:
-            self.train_epoch(epoch, step)
-            self.test_epoch(epoch)
-            epoch += 1
-            step = 0
-            self.save_snapshot(epoch, step)
-        return self.tracker.accuracies
+    def train_step(self, batches, epoch, step):
+        """Train on the next global batch. Returns the sum of the losses of this rank's share."""
+        hp = self.hp
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.optimizer.zero_grad()
+        for k in range(hp.grad_accumulation):
+            inputs, labels = next(batches)
+            # Dropout differs between ranks.
+            torch.manual_seed(seed_of(hp.seed, epoch, step, k, dist.get_rank(), 1))
+            is_last = k == hp.grad_accumulation - 1
+            sync = contextlib.nullcontext()
+            if not is_last and dist.get_world_size() > 1:
+                sync = self.model.no_sync()  # only the last micro-batch needs the all-reduce
+            with sync:  # no_sync has no effect if it is not around forward too
+                _, _, losses = forward(self.model, inputs, labels, self.device, hp.amp)
+                # DDP divides the sum over all ranks by their number. So this makes the mean over the global batch.
+                loss = losses.sum() * dist.get_world_size() / hp.global_batch_size
+                loss.backward()
+            loss_sum += losses.detach().sum()
+        if hp.clip > 0:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), hp.clip)
+        self.optimizer.step()
+        self.scheduler.step()
+        return loss_sum
 
     def train_epoch(self, epoch, first_step):
         self.model.train()
@@ -312,30 +181,17 @@ class Trainer:
             if saves:
                 self.save_snapshot(epoch, step)
 
-    def train_step(self, batches, epoch, step):
-        """Train on the next global batch. Returns the sum of the losses of this rank's share."""
-        hp = self.hp
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.optimizer.zero_grad()
-        for k in range(hp.grad_accumulation):
-            inputs, labels = next(batches)
-            # Dropout differs between ranks.
-            torch.manual_seed(seed_of(hp.seed, epoch, step, k, dist.get_rank(), 1))
-            is_last = k == hp.grad_accumulation - 1
-            sync = contextlib.nullcontext()
-            if not is_last and dist.get_world_size() > 1:
-                sync = self.model.no_sync()  # only the last micro-batch needs the all-reduce
-            with sync:  # no_sync has no effect if it is not around forward too
-                _, _, losses = forward(self.model, inputs, labels, self.device, hp.amp)
-                # DDP divides the sum over all ranks by their number. So this makes the mean over the global batch.
-                loss = losses.sum() * dist.get_world_size() / hp.global_batch_size
-                loss.backward()
-            loss_sum += losses.detach().sum()
-        if hp.clip > 0:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), hp.clip)
-        self.optimizer.step()
-        self.scheduler.step()
-        return loss_sum
+    def train(self):
+        """Returns the accuracy after each epoch."""
+        epoch, step = self.resume()
+        self.tracker.start(self.net, self.hp, self.samples(epoch, step))
+        while epoch < self.hp.epochs:
+            self.train_epoch(epoch, step)
+            self.test_epoch(epoch)
+            epoch += 1
+            step = 0
+            self.save_snapshot(epoch, step)
+        return self.tracker.accuracies
 
     def test_epoch(self, epoch):
         test_loss, hits, n = self.evaluate()
@@ -413,6 +269,52 @@ class Trainer:
             checkpoint.save(self.snapshot_path, self.model, self.optimizer, epoch=epoch, step=step, **parts)
 
 
+# ---- batches that a resumed run repeats exactly -------------------------------------------------------------------
+
+
+def seed_of(*numbers):
+    """A random seed that depends on all of these whole numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+
+
+class SeededBatches(Dataset):
+    """A whole batch of `dataset` at each access. Its augmentation has the batch's seed, in any worker process."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __getitem__(self, seed_and_indices):
+        seed, indices = seed_and_indices
+        torch.manual_seed(seed)
+        if hasattr(self.dataset, "__getitems__"):
+            batch = self.dataset.__getitems__(indices)
+        else:
+            batch = [self.dataset[index] for index in indices]
+        return mnist.collate(batch)
+
+
+def micro_batches(n, hp, epoch, first_step):
+    """The seed and the indices of each micro-batch of this rank, from `first_step` of `epoch` on.
+
+    The order of the `n` samples depends on --seed and epoch alone, so any number of ranks trains on the same global
+    batches, also after a resume. The samples that do not fill a last global batch are left out: others in each epoch.
+    """
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    generator = torch.Generator().manual_seed(hp.seed + epoch)
+    order = torch.randperm(n, generator=generator).tolist()
+    for step in range(first_step, n // hp.global_batch_size):
+        start = step * hp.global_batch_size
+        global_batch = order[start : start + hp.global_batch_size]
+        share = global_batch[rank::world_size]
+        for k in range(hp.grad_accumulation):
+            seed = seed_of(hp.seed, epoch, step, k, rank, 0)
+            yield seed, share[k :: hp.grad_accumulation]
+
+
+# ---- weights and accuracies ---------------------------------------------------------------------------------------
+
+
 def save_results(folder, net, accuracies):
     """Write the weights and the accuracies to `folder`. Raises DistributedError on every rank if rank 0 cannot."""
     error = None
@@ -433,6 +335,110 @@ def write_results(folder, net, accuracies):
         os.fsync(results_file.fileno())  # a full disk is noticed here, before the other file is replaced
         with checkpoint.atomic(os.path.join(folder, "mnist_cnn.pt")) as weights_file:
             torch.save(weights, weights_file)
+
+
+# ---- hyperparameters: one line is one option of the command line --------------------------------------------------
+
+
+def option(default, check, help):
+    """A field of `Hyperparameters`: its default, the function that checks it (an argparse `type`), and its help."""
+    return dataclasses.field(default=default, metadata={"check": check, "help": help})
+
+
+@dataclasses.dataclass
+class Hyperparameters:
+    """What is trained, and how. Raises ValueError for a number that is out of its range, or an unknown choice.
+
+    It checks the text of each value, not its type. Only the command line checks that GPUs and packages are there.
+    """
+
+    data: str = option("synthetic", options.one_of(*mnist.DATA_SETS), "synthetic digits, or mnist, downloaded once")
+    data_dir: str = option("data", str, "folder that holds MNIST, or to which it is downloaded")
+    global_batch_size: int = option(128, options.whole_number(1), "samples per step, over all processes")
+    grad_accumulation: int = option(1, options.whole_number(1), "micro-batches per step and process")
+    test_batch_size: int = option(1000, options.whole_number(1), "samples per process and batch of the evaluation")
+    num_workers: int = option(0, options.whole_number(0), "processes that load data, per training process")
+    epochs: int = option(5, options.whole_number(1), "passes over the training data")
+    lr: float = option(0.05, options.positive_number, "largest learning rate; it falls to 0 along a cosine")
+    warmup: int = option(0, options.whole_number(0), "steps in which the learning rate rises to --lr")
+    momentum: float = option(0.9, options.number(0, below=1), "momentum of SGD")
+    clip: float = option(0.0, options.number(0), "clip the global gradient norm to this; 0 does not clip")
+    amp: bool = option(False, bool, "compute in bfloat16 where it is safe")
+    compile: bool = option(False, bool, "compile the model with torch.compile")
+    seed: int = option(0, options.seed_number, "random seed")
+    log_interval: int = option(100, options.whole_number(1), "print every N steps")
+    save_every: int = option(500, options.whole_number(1), "save a snapshot every N steps, and after each epoch")
+    backend: str = option("auto", options.one_of("auto", "nccl", "gloo"), "auto, nccl or gloo; auto is nccl for GPUs")
+    wandb: bool = option(False, bool, "track with Weights & Biases")
+    tensorboard: str = option("", str, "track with TensorBoard, in this folder")
+
+    def __post_init__(self):
+        """Check each value by itself: an orchestrator fills them in without a command line."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            check = field.metadata["check"]
+            try:
+                check(str(value))
+            except argparse.ArgumentTypeError as error:
+                raise ValueError(f"{field.name}: {error}") from None
+
+
+def parse_hyperparameters(parser):
+    """Add an option for every field of `Hyperparameters`, and parse. Returns the hyperparameters and all options."""
+    fields = dataclasses.fields(Hyperparameters)
+    for field in fields:
+        name = "--" + field.name.replace("_", "-")
+        help = field.metadata["help"]
+        if field.type is bool:
+            parser.add_argument(name, action="store_true", help=help)
+        else:
+            parser.add_argument(name, type=field.metadata["check"], default=field.default, help=help)
+    args = parser.parse_args()
+    hp = Hyperparameters(**{field.name: getattr(args, field.name) for field in fields})
+    if hp.backend == "nccl" and not torch.cuda.device_count():
+        parser.error("argument --backend: 'nccl' needs a GPU, and none is visible: choose auto or gloo")
+    if hp.wandb:
+        check_installed("wandb")
+    if hp.tensorboard:
+        check_installed("tensorboard")
+        checkpoint.check_writable("--tensorboard", hp.tensorboard)
+    return hp, args
+
+
+def check_installed(package):
+    spec = importlib.util.find_spec(package)
+    is_folder = spec is not None and spec.origin is None  # W&B makes a folder `wandb`, which Python takes for a package
+    if spec is None or is_folder:
+        sys.exit(f"--{package}: {package} is not installed: pip install -r requirements-tracking.txt")
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    parser.add_nproc()
+    parser.add_argument("--output-dir", default=".", help="folder for the weights and the accuracies")
+    parser.add_argument("--snapshot-path", help="file to save snapshots to, and to resume from (default: no snapshots)")
+    hp, args = parse_hyperparameters(parser)
+    problem = batch_size_problem(hp, args.nproc)
+    if problem:
+        parser.error(f"argument --global-batch-size: {problem}")
+    checkpoint.check_writable("--output-dir", args.output_dir)
+    if args.snapshot_path:
+        checkpoint.check_writable("--snapshot-path", os.path.dirname(os.path.abspath(args.snapshot_path)))
+    return hp, args
+
+
+def batch_size_problem(hp, world_size):
+    """Why the global batch is too small, in a line; None if it is not."""
+    micro_batches = world_size * hp.grad_accumulation
+    if hp.global_batch_size >= micro_batches:
+        return None
+    return (
+        f"{hp.global_batch_size} is less than {micro_batches}, "
+        f"the micro-batches of {world_size} x --grad-accumulation {hp.grad_accumulation}"
+    )
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, hp, output_dir=".", snapshot_path=None):

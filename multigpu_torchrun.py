@@ -16,9 +16,9 @@ go. `diff single_gpu.py multigpu_torchrun.py` shows everything that is new.
 Cost per process, for P float32 parameters trained by SGD on N processes: 4·P bytes of parameters and 4·P of gradients.
 Each step sends 2·(N-1)/N · 4·P bytes (a ring all-reduce). A save stops training while 4·P bytes are written.
 
-    torchrun --standalone --nproc_per_node gpu multigpu_torchrun.py 50 10    # train 50 epochs, save every 10 epochs
-    torchrun --standalone --nproc_per_node gpu --max-restarts 3 multigpu_torchrun.py 50 10    # survive three crashes
-    torchrun --standalone --nproc_per_node 2 multigpu_torchrun.py 50 10      # two processes, on GPUs or on the CPU
+    torchrun --standalone --nproc-per-node gpu multigpu_torchrun.py 50 10    # train 50 epochs, save every 10 epochs
+    torchrun --standalone --nproc-per-node gpu --max-restarts 3 multigpu_torchrun.py 50 10    # survive three crashes
+    torchrun --standalone --nproc-per-node 2 multigpu_torchrun.py 50 10      # two processes, on GPUs or on the CPU
 
 It prints the average loss of each epoch, `[GPU0] Epoch 0 | Batchsize: 32 | Steps: 32 | Loss: 17.2381`, over the samples
 of all processes, and a line for each snapshot. Batch size and steps are those of one process.
@@ -44,23 +44,6 @@ def parse_args():
     args = parser.parse_args()
     checkpoint.check_writable("--snapshot-path", os.path.dirname(os.path.abspath(args.snapshot_path)))
     return args
-
-
-class ToyDataset(Dataset):
-    """2048 samples of 20 features. The target is a fixed linear function of the features plus a little noise."""
-
-    def __init__(self):
-        generator = torch.Generator().manual_seed(0)
-        self.x = torch.randn(2048, 20, generator=generator)
-        weights = torch.randn(20, 1, generator=generator)
-        self.y = self.x @ weights + 0.1 * torch.randn(2048, 1, generator=generator)
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitems__(self, indices):
-        """A whole batch at once: a DataLoader calls this instead of __getitem__, which takes one sample."""
-        return self.x[indices], self.y[indices]
 
 
 class Trainer:
@@ -117,6 +100,23 @@ class Trainer:
     def save_snapshot(self, epoch):
         checkpoint.save(self.snapshot_path, self.model, self.optimizer, epoch=epoch + 1)  # the next epoch to run
         dist.print_primary(f"Epoch {epoch} | Snapshot saved at {self.snapshot_path}")
+
+
+class ToyDataset(Dataset):
+    """2048 samples of 20 features. The target is a fixed linear function of the features plus a little noise."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(2048, 20, generator=generator)
+        weights = torch.randn(20, 1, generator=generator)
+        self.y = self.x @ weights + 0.1 * torch.randn(2048, 1, generator=generator)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitems__(self, indices):
+        """A whole batch at once: a DataLoader calls this instead of __getitem__, which takes one sample."""
+        return self.x[indices], self.y[indices]
 
 
 def main_worker(local_rank, world_size, args):

@@ -26,13 +26,13 @@ Choose it over multigpu_torchrun.py for several machines, for spot instances, or
 Cost per process, for P float32 parameters trained by SGD on N processes: 4·P bytes of parameters and 4·P of gradients.
 Each step sends 2·(N-1)/N · 4·P bytes (a ring all-reduce), and 4 bytes to ask. A resume sends the snapshot, 4·P bytes.
 
-    torchrun --standalone --nproc_per_node gpu multinode_torchrun.py 50 10    # one machine
+    torchrun --standalone --nproc-per-node gpu multinode_torchrun.py 50 10    # one machine
     sbatch launchers/slurm.sbatch                                             # SLURM; Kubernetes: see launchers/
 
     # One to four machines: the same command on each, HOST is one of them. The variable lets machines join later
     # (https://github.com/pytorch/pytorch/issues/135712).
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 \
-    torchrun --nnodes 1:4 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc_per_node gpu \
+    torchrun --nnodes 1:4 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc-per-node gpu \
         multinode_torchrun.py 50 10
 
 Each rank prints where it starts, and rank 0 prints the average loss of each epoch and a line for each snapshot:
@@ -76,46 +76,6 @@ def parse_args():
         parser.error(f"argument --global-batch-size: {size} is less than {dist.get_world_size()}, the number of ranks")
     checkpoint.check_writable("--snapshot-path", os.path.dirname(os.path.abspath(args.snapshot_path)))
     return args
-
-
-class ToyDataset(Dataset):
-    """2048 samples of 20 features. The target is a fixed linear function of the features plus a little noise."""
-
-    def __init__(self):
-        generator = torch.Generator().manual_seed(0)
-        self.x = torch.randn(2048, 20, generator=generator)
-        weights = torch.randn(20, 1, generator=generator)
-        self.y = self.x @ weights + 0.1 * torch.randn(2048, 1, generator=generator)
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitems__(self, indices):
-        """A whole batch at once: a DataLoader calls this instead of __getitem__, which takes one sample."""
-        return self.x[indices], self.y[indices]
-
-
-class SeededBatches(Dataset):
-    """Batches of `dataset`. Each is drawn with a seed of its own, so augmentation is the same after a restart."""
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __getitem__(self, seed_and_indices):
-        seed, indices = seed_and_indices
-        torch.manual_seed(seed)
-        if hasattr(self.dataset, "__getitems__"):
-            batch = self.dataset.__getitems__(indices)
-        else:
-            batch = [self.dataset[index] for index in indices]
-        if isinstance(batch, list):
-            batch = default_collate(batch)
-        return batch
-
-
-def ignore_sigterm(worker_id):
-    """For the data loaders, which get SIGTERM too. The ranks need one more batch before they save."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class Preemption:
@@ -169,6 +129,27 @@ class Trainer:
         self.snapshot_path = args.snapshot_path
         self.load_snapshot()
 
+    def loader(self, epoch, first_step):
+        """Loads this rank's share of each global batch of the epoch, from `first_step` on."""
+        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(epoch)).tolist()
+        shares = []
+        for step in range(first_step, self.steps):
+            global_batch = order[step * self.global_batch_size : (step + 1) * self.global_batch_size]
+            share = global_batch[dist.get_rank() :: dist.get_world_size()]
+            shares.append((self.seed(epoch, step), share))
+        return DataLoader(
+            SeededBatches(self.dataset),
+            batch_size=None,  # an entry of `shares` is a batch
+            sampler=shares,
+            num_workers=self.num_workers,
+            worker_init_fn=ignore_sigterm,
+            pin_memory=self.device.type == "cuda",
+        )
+
+    def seed(self, epoch, step):
+        """An even number, different for each epoch, step and rank."""
+        return 2 * ((epoch * self.steps + step) * dist.get_world_size() + dist.get_rank())
+
     def load_snapshot(self):
         """Sets self.epoch and self.step, the next to run."""
         self.epoch, samples = checkpoint.load(self.snapshot_path, self.model, self.optimizer)
@@ -198,27 +179,6 @@ class Trainer:
     def first_loss(self):
         x, y = next(iter(self.loader(epoch=0, first_step=0)))
         return self.compute_loss(x, y)
-
-    def loader(self, epoch, first_step):
-        """Loads this rank's share of each global batch of the epoch, from `first_step` on."""
-        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(epoch)).tolist()
-        shares = []
-        for step in range(first_step, self.steps):
-            global_batch = order[step * self.global_batch_size : (step + 1) * self.global_batch_size]
-            share = global_batch[dist.get_rank() :: dist.get_world_size()]
-            shares.append((self.seed(epoch, step), share))
-        return DataLoader(
-            SeededBatches(self.dataset),
-            batch_size=None,  # an entry of `shares` is a batch
-            sampler=shares,
-            num_workers=self.num_workers,
-            worker_init_fn=ignore_sigterm,
-            pin_memory=self.device.type == "cuda",
-        )
-
-    def seed(self, epoch, step):
-        """An even number, different for each epoch, step and rank."""
-        return 2 * ((epoch * self.steps + step) * dist.get_world_size() + dist.get_rank())
 
     def run_epoch(self):
         """Trains from self.step to the end of the epoch, or until a SIGTERM. Returns whether one came."""
@@ -254,6 +214,46 @@ class Trainer:
         checkpoint.save(self.snapshot_path, self.model, self.optimizer, epoch=self.epoch, step=samples)
         if dist.is_primary():
             log(f"Snapshot saved at {self.snapshot_path}: next is Epoch {self.epoch}, Step {self.step}")
+
+
+def ignore_sigterm(worker_id):
+    """For the data loaders, which get SIGTERM too. The ranks need one more batch before they save."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+class SeededBatches(Dataset):
+    """Batches of `dataset`. Each is drawn with a seed of its own, so augmentation is the same after a restart."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __getitem__(self, seed_and_indices):
+        seed, indices = seed_and_indices
+        torch.manual_seed(seed)
+        if hasattr(self.dataset, "__getitems__"):
+            batch = self.dataset.__getitems__(indices)
+        else:
+            batch = [self.dataset[index] for index in indices]
+        if isinstance(batch, list):
+            batch = default_collate(batch)
+        return batch
+
+
+class ToyDataset(Dataset):
+    """2048 samples of 20 features. The target is a fixed linear function of the features plus a little noise."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(2048, 20, generator=generator)
+        weights = torch.randn(20, 1, generator=generator)
+        self.y = self.x @ weights + 0.1 * torch.randn(2048, 1, generator=generator)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitems__(self, indices):
+        """A whole batch at once: a DataLoader calls this instead of __getitem__, which takes one sample."""
+        return self.x[indices], self.y[indices]
 
 
 @record  # puts a traceback into torchrun's report

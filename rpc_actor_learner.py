@@ -56,8 +56,8 @@ import distributed as dist
 import options
 import remote
 
-MAX_STEPS = 200  # of an episode
-DISCOUNT = 0.99  # of the next step's reward
+MAX_STEPS = 200  # an episode ends here
+DISCOUNT = 0.99  # what a reward counts for, one step before it
 
 
 def parse_args():
@@ -128,7 +128,7 @@ class Learner:
         self.requests = {}  # a state and the Future of its answer, by observer
         self.episodes = {}  # states and actions of a finished episode, by observer
         self.updated = torch.futures.Future()  # done after the next update
-        self.returns = []  # of all episodes
+        self.returns = []  # one per episode
         self.updates = 0
         self.done = False  # has it reached the goal, or made all updates?
         self.begin = time.perf_counter()
@@ -182,7 +182,7 @@ class Learner:
         actions = torch.cat(all_actions).to(self.device)
         returns = torch.cat(all_returns).to(self.device)
         advantages = (returns - returns.mean()) / (returns.std() + 1e-6)
-        logits = self.policy(states).flatten()  # of pushing to the right
+        logits = self.policy(states).flatten()  # for pushing to the right
         log_probabilities = torch.where(actions == 1, F.logsigmoid(logits), F.logsigmoid(-logits))
         loss = -(advantages * log_probabilities).mean()
         self.optimizer.zero_grad()
@@ -264,7 +264,7 @@ def next_state(state, action):
     """The cart and the pole 0.02 s later: https://coneural.org/florian/papers/05_cart_pole.pdf, without friction."""
     gravity = 9.8
     pole_mass, total_mass = 0.1, 1.1
-    half_length = 0.5  # of the pole
+    half_length = 0.5  # half of the pole's length
     force = 10.0 if action == 1 else -10.0
 
     position, speed, angle, turning = state  # the angle is 0 when the pole stands upright

@@ -295,7 +295,7 @@ def main_worker(local_rank, world_size, args):
         try:
             train(text, held_out, rank - args.servers, trainers_group, args)
         except RuntimeError as error:
-            if "gloo/transport" not in str(error):  # of NCCL's errors, none is made one line
+            if "gloo/transport" not in str(error):  # NCCL's errors stay as they are
                 raise
             reason = str(error).splitlines()[0]
             raise dist.DistributedError(f"{name_of(rank, args)}: another trainer is lost: {reason}") from None

@@ -40,23 +40,6 @@ def parse_args():
     return parser.parse_args()
 
 
-class ToyDataset(Dataset):
-    """2048 samples of 20 features. The target is a fixed linear function of the features plus a little noise."""
-
-    def __init__(self):
-        generator = torch.Generator().manual_seed(0)
-        self.x = torch.randn(2048, 20, generator=generator)
-        weights = torch.randn(20, 1, generator=generator)
-        self.y = self.x @ weights + 0.1 * torch.randn(2048, 1, generator=generator)
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitems__(self, indices):
-        """A whole batch at once: a DataLoader calls this instead of __getitem__, which takes one sample."""
-        return self.x[indices], self.y[indices]
-
-
 class Trainer:
     def __init__(self, model, loader, optimizer, device, save_every):
         self.model = model.to(device)
@@ -97,6 +80,23 @@ class Trainer:
         }
         save_atomically(checkpoint, "checkpoint.pt")
         print(f"Epoch {epoch} | Checkpoint saved at checkpoint.pt")
+
+
+class ToyDataset(Dataset):
+    """2048 samples of 20 features. The target is a fixed linear function of the features plus a little noise."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(2048, 20, generator=generator)
+        weights = torch.randn(20, 1, generator=generator)
+        self.y = self.x @ weights + 0.1 * torch.randn(2048, 1, generator=generator)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitems__(self, indices):
+        """A whole batch at once: a DataLoader calls this instead of __getitem__, which takes one sample."""
+        return self.x[indices], self.y[indices]
 
 
 def save_atomically(checkpoint, path):

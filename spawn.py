@@ -117,13 +117,19 @@ def _wait_for(processes, store, tolerate_killed):
         failed = _failed(processes, tolerate_killed)
     # The fork server may report a consequence before its cause.
     time.sleep(0.2)
+    # No variable holds the failure here: a cycle with its traceback would keep the port of the store open.
+    raise _failure(processes, store, tolerate_killed)
+
+
+def _failure(processes, store, tolerate_killed):
+    """The exception to raise for the processes that failed."""
     failed = _failed(processes, tolerate_killed)
     failure = _root_cause(failed, store)
     killed = _failed(processes, tolerate_killed=False).keys() - failed.keys()
     if killed and isinstance(failure, SystemExit):
         notes = [_how_it_ended(rank, processes[rank]) for rank in sorted(killed)]
         failure = SystemExit(f"{failure} ({', '.join(notes)})")  # it may be what the others failed for
-    raise failure
+    return failure
 
 
 def _failed(processes, tolerate_killed):

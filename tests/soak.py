@@ -184,7 +184,7 @@ def server_trial(rng, folder, kills):
         if "Training on" in text:
             assert status == 0 and "Finished: " in text, text
         else:  # it was killed before all had joined: the job ends, and says so
-            assert status and re.search(r"not all \d have joined within", text), text
+            assert status and re.search(r"not all \d processes have joined within", text), text
 
 
 # ---- put together ---------------------------------------------------------------------------------------------------

@@ -150,6 +150,8 @@ def test_the_first_failure_ends_the_job_names_its_cause_and_loses_no_output(how,
         wait_for_the_end_of(mark)
     left = [p.cmdline() for p in set(psutil.Process().children(recursive=True)) - before if p.status() != "zombie"]
     assert all("forkserver" in " ".join(c) or "resource_tracker" in " ".join(c) for c in left[:2]) and len(left) <= 2
+    listening = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+    assert not listening, "the launcher's own store is closed when its failure has been handled"
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def test_usr1_saves_and_requeues_also_when_scancel_fails_once(tmp_path):
     status, text = run_job(tmp_path, signal.SIGUSR1)
     assert (status, text.count("saved"), text.count("scontrol requeue 7")) == (1, 1, 1)
     assert "--cpus-per-task 5" in text
-    assert "torchrun --nproc_per_node 2 --nnodes 1 --max-restarts 3" in text
+    assert "torchrun --nproc-per-node 2 --nnodes 1 --max-restarts 3" in text
     assert "multinode_torchrun.py 50 10; 100 s" in text
 
 
