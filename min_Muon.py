@@ -7,11 +7,11 @@ the momentum M:
     U S Vᵀ = (1-μ) G + μ M                          as singular values S and directions U and V (Nesterov's momentum)
     W ← (1 - η λ) W - η √max(1, rows/columns) U Vᵀ  with the learning rate η and the weight decay λ
 
-`orthogonalize` computes about U Vᵀ by matrix products alone (Newton-Schulz). Every element of it depends on the whole
-matrix, so no process can compute it from a shard, nor from the gradients of its own share of the batch. Therefore each
-matrix has one process that owns it: only this process receives its averaged gradient, holds its momentum and steps it.
-All matrices are views of one flat vector of N equal parts, and part r holds those that process r owns. With N = 2 and
-two blocks, this is a step of process 1:
+`orthogonalize` computes about U Vᵀ by matrix products alone (Newton-Schulz). Each of its elements depends on the whole
+matrix, so it cannot be computed from a shard, nor from the gradient of a part of the batch. Therefore each matrix has
+an owner. Only this process receives the matrix's averaged gradient, holds its momentum and steps it. All matrices are
+views of one flat vector, which is cut into N parts of equal length. Part r holds the matrices of process r. With N = 2
+and two blocks, this is a step of process 1:
 
     gradients    | up0  up1  qkv0  out0 | down0  down1  qkv1  out1 |    computed on this process's share of the batch
                                                      |     1. reduce-scatter: part 1, averaged over all processes
@@ -23,15 +23,18 @@ two blocks, this is a step of process 1:
 
 The rest of the parameters are embeddings, norms, biases and the head. AdamW steps them on every process, as with DDP.
 
-Choose it over AdamW (min_DDP.py, min_ZeRO.py) to reach a lower loss in as many steps: `python min_ZeRO.py` trains the
-same model on the same batches with AdamW. It needs a second learning rate. For an optimizer that treats each element
-by itself, min_ZeRO.py cuts anywhere, and all parts are equal.
+Choose it over AdamW (min_DDP.py, min_ZeRO.py) to reach a lower loss in the same number of steps. To compare, run
+`python min_ZeRO.py`: it trains the same model on the same batches with AdamW. Muon needs a learning rate of its own,
+and a scheduler of its own. min_ZeRO.py shards optimizers that treat every element by itself. There a part may end in
+the middle of a matrix, so all parts are equally long.
 
 Cost per process, for P float32 parameters, M of them in matrices and R in the rest, on N processes:
-    memory    8·P bytes of parameters and gradients, 4·M/N of momentum, up to one matrix, and 8·R of Adam's state
-    sent      2·(N-1)/N · 4·P bytes in each step, as with DDP, but after backward. Parts of unequal length are padded
-              to the longest, S parameters, and 8·(N-1)·S bytes are sent for the matrices instead of 8·(N-1)/N · M
-    compute   5·m/B of the forward and backward, if a matrix's smaller side is m and the batch has B tokens
+    memory    8·P bytes of parameters and gradients, 4·M/N of momentum and at most one matrix more, and 8·R of Adam's
+              state. DDP with AdamW needs 16·P.
+    sent      8·(N-1)·S bytes in each step for the matrices and 8·(N-1)/N · R for the rest, if the longest part has S
+              parameters. With equal parts S = M/N, and the sum is what DDP sends. It is sent after backward.
+    compute   Newton-Schulz adds at most 5·m/B to the work of forward and backward, for matrices whose smaller side is
+              m and global batches of B tokens. The processes share it.
 
     python min_Muon.py --nproc 2                            # two GPUs, or two processes on the CPU
     python min_Muon.py --nproc 2 --snapshot-path run.pt     # saves; run it again with any --nproc to resume
@@ -124,7 +127,7 @@ class Muon(torch.optim.Optimizer):
         self.grad.zero_()  # model.zero_grad() would set the gradients to None: they must stay views of `grad`
 
     def gather_state(self):
-        """Give every process the momentum of all matrices, for a snapshot. The others' is on the CPU."""
+        """Give every process the momentum of all matrices, for a snapshot. What it receives is kept on the CPU."""
         for owner, matrices in enumerate(self.parts):
             for matrix in matrices:
                 if owner != dist.get_rank():
@@ -132,7 +135,7 @@ class Muon(torch.optim.Optimizer):
                 dist.sync_params([self.state[matrix]["momentum_buffer"]], src=owner)
 
     def drop_state(self):
-        """Free the momentum of all matrices that other processes own, after a snapshot is saved or loaded."""
+        """Free the momentum of the matrices that other processes own, after a snapshot is saved or loaded."""
         for matrix in list(self.state):
             if matrix not in self.own_matrices:
                 del self.state[matrix]
@@ -141,8 +144,9 @@ class Muon(torch.optim.Optimizer):
 def orthogonalize(matrix):
     """About U Vᵀ for U S Vᵀ: five steps bring all but tiny singular values between 0.7 and 1.2.
 
-    The polynomial is Keller Jordan's: https://kellerjordan.github.io/posts/muon/. It is steep at 0, to need few steps,
-    and does not converge to 1. This computes in the matrix's own type. On GPUs, bfloat16 is much faster and will do.
+    The coefficients are Keller Jordan's: https://kellerjordan.github.io/posts/muon/. The polynomial is steep at 0, so
+    few steps suffice, but it does not converge to 1. torch.optim.Muon computes it in bfloat16, which is faster on GPUs.
+    Here it has the matrix's own type, so that any number of processes gives the same result.
     """
     x = matrix / matrix.norm().clamp(min=1e-7)  # all singular values are at most 1
     is_tall = matrix.shape[0] > matrix.shape[1]
