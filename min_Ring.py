@@ -1,0 +1,316 @@
+"""Pass keys and values around a ring: the minimum working example of ring attention, a form of context parallelism.
+
+Every process has the whole model and its share, T/N bytes, of every sequence of the batch. Only attention needs the
+other shares. Each process keeps its queries. Keys and values travel from rank to rank, and are sent on while attention
+to them is computed. On rank r of N = 4:
+
+    step          0                 1                  2                  3
+    compute       own keys          keys of r-1        keys of r-2        keys of r-3
+    meanwhile     own -> r+1        r-1's -> r+1       r-2's -> r+1
+
+Attention to one block of keys gives a result and, per query, the log-sum-exp (lse) of its scores. Two blocks a and b
+merge into attention to both:
+
+    lse = log(exp(lse_a) + exp(lse_b))        out = out_a + sigmoid(lse_b - lse_a) · (out_b - out_a)
+
+Under the causal mask the last queries see most keys. So a sequence is cut into 2·N pieces, and rank r has pieces r and
+2·N-1-r (a zigzag). Then all ranks compute equally much in every step. With N = 2:
+
+                         keys of rank 0    keys of rank 1
+                           0       3         1       2
+    queries          0     c       .         .       .       c  the same piece: causal mask
+    of rank 0        3     x       c         x       x       x  an earlier piece: no mask
+                                                             .  a later piece: skipped
+    queries          1     x       .         c       .
+    of rank 1        2     x       .         x       c
+
+The backward pass needs only the final out and lse, so a process saves nothing of other shares. It sends keys and values
+around again, and their gradients behind them.
+
+Choose this script over min_CP.py if there are more processes than heads, or if sending takes long: the computation
+that hides it grows with T² and the bytes with T. With enough heads and fast links choose Ulysses in min_CP.py, which
+sends fewer bytes.
+
+Cost per process, for P float32 parameters, L layers of width D, B sequences of T bytes, N processes: 16·P bytes, as
+with DDP, and 1/N of the activations. Each step sends DDP's 2·(N-1)/N · 4·P bytes. Attention sends 3·N-2 times the keys
+and values of a share, (3·N-2) · 8·L·B·T·D/N bytes: Ulysses sends (N-1)/N · 32·L·B·T·D/N.
+
+    python min_Ring.py --length 8192         # one process per visible GPU, or one on the CPU
+    python min_Ring.py --nproc 2             # two processes
+    python min_Ring.py --nproc 3 --heads 1   # more processes than heads
+
+It prints the loss, tokens per second and memory every 50 steps, at last `step 400 | loss 0.0000 | held-out 0.0000 | …`.
+"""
+
+import functools
+import math
+
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+import distributed as dist
+import gpt
+import options
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser)
+    args = parser.parse_args()
+    gpt.check_model_options(parser, args, length=(2 * args.nproc, "twice the number of processes"))
+    return args
+
+
+# ---- ring attention -----------------------------------------------------------------------------------------------
+
+
+class RingAttention(torch.autograd.Function):
+    """Causal attention of this rank's queries to the keys and values of all ranks.
+
+    q, k and v are those of this rank's share: (batch, heads, positions, head width). So is the result.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        kernel = choose_kernel(q)
+        last_step = dist.get_world_size() - 1
+        kv = torch.stack([k, v])
+        out, lse = attention_to_nothing(q)
+        for step in range(last_step + 1):
+            if step < last_step:
+                kv_hop = start_hop(kv)  # travels while this block is computed
+            queries, keys = unmasked(step, q.shape[2])
+            block_k, block_v = kv[:, :, :, keys]
+            block_out, block_lse = kernel.forward(q[:, :, queries], block_k, block_v, causal=step == 0)
+            merge(out[:, :, queries], lse[:, :, queries], block_out, block_lse)
+            if step < last_step:
+                kv = finish_hop(kv_hop)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v, out, lse = ctx.saved_tensors
+        kernel = choose_kernel(q)
+        last_step = dist.get_world_size() - 1
+        kv = torch.stack([k, v])
+        grad_q = torch.zeros_like(q, dtype=lse.dtype)
+        grad_kv_hop = torch.zeros_like(kv, dtype=lse.dtype), []  # nothing to wait for: no rank has added anything yet
+        for step in range(last_step + 1):
+            if step < last_step:
+                kv_hop = start_hop(kv)
+            queries, keys = unmasked(step, q.shape[2])
+            block_k, block_v = kv[:, :, :, keys]
+            block_grad_q, block_grad_k, block_grad_v = kernel.backward(
+                grad[:, :, queries],
+                q[:, :, queries],
+                block_k,
+                block_v,
+                out[:, :, queries],
+                lse[:, :, queries],
+                causal=step == 0,
+            )
+            grad_q[:, :, queries] += block_grad_q
+            grad_kv = finish_hop(grad_kv_hop)  # what earlier ranks have added for the same keys and values
+            grad_kv[:, :, :, keys] += torch.stack([block_grad_k, block_grad_v])
+            grad_kv_hop = start_hop(grad_kv)  # travels while the next block is computed
+            if step < last_step:
+                kv = finish_hop(kv_hop)
+        grad_k, grad_v = finish_hop(grad_kv_hop)  # N hops lead home
+        return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype)
+
+
+def unmasked(step, length):
+    """Which of this rank's queries see which keys of rank r - step. Both ranks have `length` positions, two pieces."""
+    everything = slice(None)
+    first_piece = slice(0, length // 2)
+    second_piece = slice(length // 2, None)
+    if step == 0:  # its own keys: position i sees the positions up to i
+        return everything, everything
+    if step <= dist.get_rank():  # an earlier rank: its pieces lie before and after both of this rank's
+        return everything, first_piece
+    return second_piece, everything  # a later rank: its pieces lie between this rank's
+
+
+def attention_to_nothing(q):
+    """The out and lse to begin with, in float32 or wider: a sum over many blocks must not be rounded to 16 bits.
+
+    In memory out is (batch, positions, heads, head width), as the linear layer behind attention reads it.
+    """
+    batch, heads, length, head_width = q.shape
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros(batch, length, heads, head_width, dtype=dtype, device=q.device).transpose(1, 2)
+    lse = torch.full((batch, heads, length), -math.inf, dtype=dtype, device=q.device)
+    return out, lse
+
+
+def merge(out, lse, block_out, block_lse):
+    """Change out and lse in place to those of attention to this block's keys too. No exponential can overflow."""
+    weight = torch.sigmoid(block_lse - lse)
+    out += weight[..., None] * (block_out - out)
+    lse.copy_(torch.logaddexp(lse, block_lse))
+
+
+def start_hop(tensor):
+    """Start to send `tensor` to the next rank, and to receive the previous rank's. `finish_hop` waits for both."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    received = torch.empty_like(tensor)
+    send = torch_dist.P2POp(torch_dist.isend, tensor, (rank + 1) % world_size)
+    receive = torch_dist.P2POp(torch_dist.irecv, received, (rank - 1) % world_size)
+    return received, torch_dist.batch_isend_irecv([send, receive])
+
+
+def finish_hop(hop):
+    """Wait for the transfers of `start_hop`; returns what the previous rank has sent."""
+    received, transfers = hop
+    for transfer in transfers:
+        transfer.wait()
+    return received
+
+
+# ---- attention to one block of keys -------------------------------------------------------------------------------
+
+
+def choose_kernel(q):
+    """What computes attention to a block and gives its lse, for q's device and type."""
+    if q.device.type == "cpu":
+        return FlashOnCPU
+    if q.device.type == "cuda" and q.dtype != torch.float64:
+        return EfficientOnGPU
+    return Formula
+
+
+class Formula:
+    """Attention in plain operations, for any device and type. It holds the scores of a whole block.
+
+    `backward` is given out and lse of all keys. So exp(scores - lse) is the softmax over all keys, of which this block
+    has a part.
+    """
+
+    @staticmethod
+    def scores(q, k, causal):
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+        if causal:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(later, -math.inf)
+        return scores
+
+    @staticmethod
+    def forward(q, k, v, causal):
+        scores = Formula.scores(q, k, causal)
+        lse = scores.logsumexp(-1)
+        return (scores - lse[..., None]).exp() @ v, lse
+
+    @staticmethod
+    def backward(grad, q, k, v, out, lse, causal):
+        weights = (Formula.scores(q, k, causal) - lse[..., None]).exp()
+        grad_weights = grad @ v.transpose(-1, -2)
+        grad_scores = weights * (grad_weights - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+        return grad_scores @ k, grad_scores.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ grad
+
+
+class FlashOnCPU:
+    """The kernel of F.scaled_dot_product_attention on the CPU, which does not give its lse."""
+
+    @staticmethod
+    def forward(q, k, v, causal):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
+
+    @staticmethod
+    def backward(grad, q, k, v, out, lse, causal):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, dropout_p=0.0, is_causal=causal
+        )
+
+
+class EfficientOnGPU:
+    """The memory-efficient kernel of F.scaled_dot_product_attention on GPUs, not yet tried on one.
+
+    Its lse is padded to a multiple of 32 queries. Its backward expects so, and out as `attention_to_nothing` lays it.
+    """
+
+    @staticmethod
+    def forward(q, k, v, causal):
+        out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=causal
+        )
+        return out, lse[:, :, : q.shape[2]]
+
+    @staticmethod
+    def backward(grad, q, k, v, out, lse, causal):
+        no_dropout = torch.zeros((), dtype=torch.long, device=q.device)
+        grad_q, grad_k, grad_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            grad,
+            q,
+            k,
+            v,
+            attn_bias=None,
+            out=out,
+            logsumexp=F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf).contiguous(),
+            philox_seed=no_dropout,
+            philox_offset=no_dropout,
+            dropout_p=0.0,
+            grad_input_mask=[True, True, True, False],
+            is_causal=causal,
+        )
+        return grad_q, grad_k, grad_v
+
+
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
+def parallelize(model):
+    """Let attention reach all shares, and let DDP average the gradients. In one process the model stays as it is."""
+    if dist.get_world_size() > 1:
+        for block in model.blocks:
+            block.attention.attend = RingAttention.apply
+    return dist.prepare_ddp_model(model)
+
+
+def local_positions(length, device):
+    """The positions of this rank's share in a sequence of `length`: two of 2·N pieces, dealt in a zigzag."""
+    pieces = torch.arange(length, device=device).chunk(2 * dist.get_world_size())
+    first = dist.get_rank()
+    return torch.cat([pieces[first], pieces[-1 - first]])
+
+
+def local_loss(model, x, y):
+    """The loss of this process's share. Shares are equally long, so the mean over processes is the batch's loss."""
+    positions = local_positions(x.shape[1], x.device)
+    return gpt.loss_fn(model(x[:, positions], positions), y[:, positions])
+
+
+def train(model, optimizer, text, held_out, args):
+    """Returns the loss of every step over the whole batch, (steps,)."""
+    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
+    for step in range(args.steps):
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
+        loss = local_loss(model, x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        if args.clip:  # DDP has averaged the gradients, so every rank finds the same norm
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+        progress(loss)
+    return progress.losses
+
+
+def main_worker(local_rank, world_size, args):
+    dist.init_process_group()
+    text, held_out = gpt.load_text()
+    torch.manual_seed(args.seed)
+    model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
+    gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
+    model = parallelize(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    train(model, optimizer, text, held_out, args)
+
+
+if __name__ == "__main__":
+    cli_args = parse_args()
+    dist.launch(main_worker, cli_args, nprocs=cli_args.nproc)
