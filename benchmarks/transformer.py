@@ -2,13 +2,16 @@
 
     python -m benchmarks.transformer                        # on all GPUs, or two CPU processes
     python -m benchmarks.transformer --rounds 3 --steps 12
+    python -m benchmarks.transformer --only length          # prints the cases of one kind and stores nothing
 
 Each case is the script's own training function on the same batches, in processes of its own; rounds of all cases
 alternate. The first two steps are not timed. Memory is the largest process's peak: resident, or allocated on the GPU.
 
 - width: one process (with the threads of one rank, and with those of all), DDP, FSDP and TP, by the model's width.
 - pipeline: 1F1B by the number of micro-batches, beside the time that a bubble of (N-1)/(M+N-1) leaves of the longest.
-- length: CP and one process by the length of the sequences: speed, peak memory, and bytes saved for the backward pass.
+- length: one process, CP (Ulysses), CP by all-gather, and ring attention, by the length of the sequences: speed, peak
+  memory, bytes saved for the backward pass, bytes that attention sends by the formulas of the docstrings (on gloo
+  all-gather sends half as many again), and the part of the time in which attention waits for what is sent (on CPUs).
 """
 
 import argparse
@@ -21,6 +24,7 @@ from concurrent import futures
 
 import torch
 import torch._dynamo  # the first optimizer needs it: imported here, the started processes have it already
+import torch.distributed as torch_dist
 from torch.autograd.graph import saved_tensors_hooks
 
 import distributed as dist
@@ -28,6 +32,7 @@ import gpt
 import min_2D
 import min_CP
 import min_PP
+import min_Ring
 import min_TP
 import options
 from benchmarks import common
@@ -68,7 +73,54 @@ CASES = {
     "TP": (tensor_parallel, min_TP.train),
     "PP": (min_PP.Pipeline, min_PP.train),
     "CP": (lambda model, args: min_CP.parallelize(model, args.attention), min_CP.train),
+    "all-gather": (lambda model, args: min_CP.parallelize(model, "all-gather"), min_CP.train),
+    "ring": (lambda model, args: min_Ring.parallelize(model), min_Ring.train),
 }
+
+# What attention waits in: DDP, which averages the gradients in all these cases, uses none of them.
+WAITS_IN = {
+    "CP": [(torch_dist, "all_to_all_single")],
+    "all-gather": [(dist, "all_gather_single"), (dist, "reduce_scatter_single")],
+    "ring": [(min_Ring, "start_hop"), (min_Ring, "finish_hop")],
+}
+
+
+class Waits:
+    """When each call of the functions in WAITS_IN ended, and the seconds it took."""
+
+    def __init__(self, case):
+        self.calls = []
+        for module, name in WAITS_IN.get(case, []):
+            setattr(module, name, self.timed(getattr(module, name)))
+
+    def timed(self, function):
+        @functools.wraps(function)
+        def call(*args):
+            begin = time.perf_counter()
+            result = function(*args)
+            end = time.perf_counter()
+            self.calls.append((end, end - begin))
+            return result
+
+        return call
+
+    def percent(self, begin, end):
+        """Of the time from `begin` to `end`. On a GPU the calls return before anything is sent, so it is not known."""
+        if dist.get_device().type == "cuda":
+            return 0.0
+        return 100 * sum(seconds for ended, seconds in self.calls if begin < ended <= end) / (end - begin)
+
+
+def sent_by_attention(case, args):
+    """Bytes that one process sends per step, by the docstrings of min_CP.py and min_Ring.py, where tests count them."""
+    n = args.nproc
+    features = args.layers * args.global_batch_size * args.length * args.width
+    formulas = {
+        "CP": (n - 1) / n * 32 * features / n,
+        "all-gather": (n - 1) / n * 16 * features,
+        "ring": (3 * n - 2) * 8 * features / n,
+    }
+    return formulas.get(case, 0)
 
 
 def worker(local_rank, world_size, case, args, threads, report):
@@ -82,16 +134,21 @@ def worker(local_rank, world_size, case, args, threads, report):
     model = wrap(model, args)
     optimizer = torch.optim.AdamW(model.params if case == "PP" else model.parameters(), lr=args.lr, fused=True)
     text, held_out = gpt.load_text()
+    waits = Waits(case)
     times = train(model, optimizer, text, held_out, args)
+    waiting = waits.percent(times[WARM_UP - 1], times[-1])
     steps_per_second = (len(times) - WARM_UP) / (times[-1] - times[WARM_UP - 1])
     speed = steps_per_second * args.global_batch_size * args.length
     loss_of = {
         "one process": functools.partial(min_2D.local_loss, model, args),
         "CP": functools.partial(min_CP.local_loss, model),
+        "all-gather": functools.partial(min_CP.local_loss, model),
+        "ring": functools.partial(min_Ring.local_loss, model),
     }
     saved = saved_bytes(loss_of[case], text, args) if case in loss_of else 0
-    numbers = torch.tensor([peak_bytes(), saved], dtype=torch.float64, device=dist.get_device())
-    report([speed, *(dist.all_reduce(numbers, "max") / 1e6).tolist()])
+    numbers = torch.tensor([peak_bytes(), saved, waiting], dtype=torch.float64, device=dist.get_device())
+    peak, saved, waiting = dist.all_reduce(numbers, "max").tolist()
+    report([speed, peak / 1e6, saved / 1e6, sent_by_attention(case, args) / 1e6, waiting])
 
 
 def saved_bytes(local_loss, text, args):
@@ -124,7 +181,7 @@ def measure(cases, rounds):
             # One process would be this one, whose peak of memory is that of all cases before.
             with futures.ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
                 rows[name].append(pool.submit(launch).result() if args.nproc == 1 else launch())
-    columns = ("tokens/s", "peak MB", "saved MB")
+    columns = ("tokens/s", "peak MB", "saved MB", "MB sent by attention", "% waiting")
     return {
         name: {what: common.summary(values) for what, values in zip(columns, zip(*row, strict=True), strict=True)}
         for name, row in rows.items()
@@ -138,6 +195,7 @@ def main():
     parser.add_argument("--steps", type=options.whole_number(WARM_UP + 1), default=8, help="of each case")
     parser.add_argument("--nproc", type=options.whole_number(2), default=gpus or 2, help="processes")
     parser.add_argument("--small", action="store_true", help="one of each, to see that it runs")
+    parser.add_argument("--only", choices=("width", "micro-batches", "length"), help="the kind of cases (default: all)")
     args = parser.parse_args()
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # for one process too, as `launch` has it for several
     n, make = args.nproc, functools.partial(make_args, steps=args.steps)
@@ -154,10 +212,15 @@ def main():
     for length in lengths:
         shape = {"length": length, "global_batch_size": 1}
         cases[f"length {length}: one process"] = ("one process", make(1, **shape), None)
-        cases[f"length {length}: CP"] = ("CP", make(n, **shape), None)
+        for case in WAITS_IN:
+            cases[f"length {length}: {case}"] = (case, make(n, **shape), None)
+    if args.only:
+        cases = {name: case for name, case in cases.items() if name.startswith(args.only)}
     results = measure(cases, args.rounds)
     for name, row in results.items():
         print(f"{name:35}", *(f"{value['median']:10,.0f} {what}" for what, value in row.items()))
+    if args.only:
+        return
     longest = results[f"micro-batches {micro[-1]}: PP"]["tokens/s"]["median"] / micro[-1] * (micro[-1] + n - 1)
     bubbles = {m: longest * m / (m + n - 1) for m in micro}
     print("PP without waiting but for the bubble:", *(f"{m}: {speed:,.0f} tokens/s " for m, speed in bubbles.items()))
