@@ -25,7 +25,7 @@ SCRIPTS = {
     "multigpu_torchrun.py": (2, 1),
     "multinode_torchrun.py": (2, 1),
     **dict.fromkeys(("min_TP.py", "min_CP.py", "min_PP.py", "min_2D.py", "min_ZeRO.py"), STEPS),
-    **dict.fromkeys(("min_EP.py", "min_DiLoCo.py", "min_FSDP.py", "min_Join.py"), STEPS),
+    **dict.fromkeys(("min_EP.py", "min_DiLoCo.py", "min_FSDP.py", "min_Join.py", "min_Ring.py"), STEPS),
 }
 
 

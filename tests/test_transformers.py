@@ -17,6 +17,7 @@ import min_DiLoCo
 import min_EP
 import min_FSDP
 import min_PP
+import min_Ring
 import min_TP
 import min_ZeRO
 
@@ -25,7 +26,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "script", ["min_2D", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP", "min_Join", "min_PP", "min_TP", "min_ZeRO"]
+    "script",
+    ["min_2D", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP", "min_Join", "min_PP", "min_Ring", "min_TP", "min_ZeRO"],
 )
 def test_it_learns_more_than_pairs_of_bytes_within_two_minutes(script):
     status, stdout, stderr = run(f"{script}.py", "--nproc", 2, timeout=360)
@@ -68,6 +70,8 @@ def prepare(script, model, args):
         min_TP.split_layers(model)
     elif script is min_CP:
         model = min_CP.parallelize(model, args.attention)
+    elif script is min_Ring:
+        model = min_Ring.parallelize(model)
     elif script is min_EP:
         min_EP.add_experts(model, args)
     return model, make_optimizer("SGD", model.parameters(), LR)
@@ -104,6 +108,7 @@ def count_worker(local_rank, world_size):
     ddp, on_gloo = 2 * (N - 1) / N * 4 * n_params, 1.5  # whose reduce-scatter is an all-reduce
     for attention, times in (("ulysses", 2 / N), ("all-gather", on_gloo)):
         report(min_CP, ddp + times * 4 * LAYERS * BATCH * features, attention=attention)
+    report(min_Ring, ddp + (3 * N - 2) / N * 8 * LAYERS * BATCH * LENGTH * WIDTH)
     blocks = sum(param.numel() for param in make_model(arguments(layers=2, width=WIDTH)).blocks.parameters())
     whole = {"mixed_precision": False, "checkpoint_dir": None}
     # Blocks are gathered twice and the rest once, and all is reduced, which takes twice as much on gloo.
@@ -135,7 +140,7 @@ def test_bytes_sent_are_those_of_the_docstrings():
     status, stdout, stderr = finish(job, timeout=200)
     assert status == 0, stderr
     lines = [json.loads(line) for line in stdout.splitlines()]
-    assert len(lines) == len(PIPELINES) + 8
+    assert len(lines) == len(PIPELINES) + 9
     for name, sent, expected in lines:
         print(f"{name}: {sent:,.0f} bytes, {sent / expected:.4f} of the formula")
         assert sent == pytest.approx(expected, rel=0.03)
