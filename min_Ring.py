@@ -13,8 +13,8 @@ merge into attention to both:
 
     lse = log(exp(lse_a) + exp(lse_b))        out = out_a + sigmoid(lse_b - lse_a) · (out_b - out_a)
 
-Under the causal mask the last queries see most keys. So a sequence is cut into 2·N pieces, and rank r has pieces r and
-2·N-1-r (a zigzag). Then all ranks compute equally much in every step. With N = 2:
+Under the causal mask later queries see more keys. So a sequence is cut into 2·N pieces, and rank r has pieces r and
+2·N-1-r (a zigzag). Then all ranks have the same work in every step. With N = 2:
 
                          keys of rank 0    keys of rank 1
                            0       3         1       2
@@ -32,8 +32,9 @@ that hides it grows with T² and the bytes with T. With enough heads and fast li
 sends fewer bytes.
 
 Cost per process, for P float32 parameters, L layers of width D, B sequences of T bytes, N processes: 16·P bytes, as
-with DDP, and 1/N of the activations. Each step sends DDP's 2·(N-1)/N · 4·P bytes. Attention sends 3·N-2 times the keys
-and values of a share, (3·N-2) · 8·L·B·T·D/N bytes: Ulysses sends (N-1)/N · 32·L·B·T·D/N.
+with DDP, and 1/N of the activations. Each step sends DDP's 2·(N-1)/N · 4·P bytes. In each layer keys and values make
+N-1 hops in forward and in backward, and their gradients N hops. So attention sends (3·N-2) · 8·L·B·T·D/N bytes, where
+Ulysses sends (N-1)/N · 32·L·B·T·D/N.
 
     python min_Ring.py --length 8192         # one process per visible GPU, or one on the CPU
     python min_Ring.py --nproc 2             # two processes
@@ -76,17 +77,18 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v):
         kernel = choose_kernel(q)
-        last_step = dist.get_world_size() - 1
+        steps = dist.get_world_size()
         kv = torch.stack([k, v])
         out, lse = attention_to_nothing(q)
-        for step in range(last_step + 1):
-            if step < last_step:
+        for step in range(steps):
+            is_last = step == steps - 1
+            if not is_last:
                 kv_hop = start_hop(kv)  # travels while this block is computed
             queries, keys = unmasked(step, q.shape[2])
             block_k, block_v = kv[:, :, :, keys]
             block_out, block_lse = kernel.forward(q[:, :, queries], block_k, block_v, causal=step == 0)
             merge(out[:, :, queries], lse[:, :, queries], block_out, block_lse)
-            if step < last_step:
+            if not is_last:
                 kv = finish_hop(kv_hop)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -97,12 +99,14 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
         kernel = choose_kernel(q)
-        last_step = dist.get_world_size() - 1
+        steps = dist.get_world_size()
         kv = torch.stack([k, v])
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
-        grad_kv_hop = torch.zeros_like(kv, dtype=lse.dtype), []  # nothing to wait for: no rank has added anything yet
-        for step in range(last_step + 1):
-            if step < last_step:
+        grad_kv = torch.zeros_like(kv, dtype=lse.dtype)
+        grad_kv_hop = (grad_kv, [])  # the first step has no transfer to wait for: no rank has added anything yet
+        for step in range(steps):
+            is_last = step == steps - 1
+            if not is_last:
                 kv_hop = start_hop(kv)
             queries, keys = unmasked(step, q.shape[2])
             block_k, block_v = kv[:, :, :, keys]
@@ -119,7 +123,7 @@ class RingAttention(torch.autograd.Function):
             grad_kv = finish_hop(grad_kv_hop)  # what earlier ranks have added for the same keys and values
             grad_kv[:, :, :, keys] += torch.stack([block_grad_k, block_grad_v])
             grad_kv_hop = start_hop(grad_kv)  # travels while the next block is computed
-            if step < last_step:
+            if not is_last:
                 kv = finish_hop(kv_hop)
         grad_k, grad_v = finish_hop(grad_kv_hop)  # N hops lead home
         return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype)
@@ -157,7 +161,7 @@ def merge(out, lse, block_out, block_lse):
 
 
 def start_hop(tensor):
-    """Start to send `tensor` to the next rank, and to receive the previous rank's. `finish_hop` waits for both."""
+    """Start to send `tensor` to the next rank and to receive the previous rank's. `finish_hop` waits for both."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     received = torch.empty_like(tensor)
     send = torch_dist.P2POp(torch_dist.isend, tensor, (rank + 1) % world_size)
