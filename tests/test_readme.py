@@ -219,23 +219,6 @@ def test_the_example_in_the_helper(nprocs, run_in):
     assert float(losses[2][1]) < float(losses[1][1]) < float(losses[0][1]) and float(losses[2][1]) < 2
 
 
-def test_the_recipe_for_an_iterable_dataset(run_in):
-    """Two processes with two loader processes each see every sample once, in equally many batches."""
-    (recipe,) = blocks("python")
-    source = (
-        recipe
-        + """
-
-def main_worker(local_rank, world_size):
-    dist.init_process_group()
-    batches = dist.gather_objects([batch.tolist() for batch in loader])
-    dist.print_primary([len(part) for part in batches], sorted(sum(sum(batches, []), [])) == list(range(1000)))
-"""
-    )
-    for nprocs, lengths in ((1, [100]), (2, [50, 50])):
-        assert run_in(f"recipe_{nprocs}", source, "main_worker", nprocs) == f"{lengths} True\n"
-
-
 @pytest.mark.slow
 def test_the_advice_on_logs(tmp_path):
     (options,) = re.findall(r"`torchrun (--log-dir .*?) …`", PAGES[ROOT / "docs" / "mistakes.md"])

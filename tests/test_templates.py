@@ -180,6 +180,73 @@ def test_models_that_no_one_here_wrote(tmp_path):
     dist.launch(swap_worker, str(tmp_path), "transformers", 1e-6, nprocs=2)  # their losses are float32
 
 
+# ---- two models and two optimizers ----------------------------------------------------------------------------------
+
+
+class Generator(nn.Sequential):
+    """Images of 8x8 pixels from noise."""
+
+    def __init__(self):
+        layers = [nn.ConvTranspose2d(4, 8, 4), nn.ReLU(), nn.ConvTranspose2d(8, 1, 4, stride=2, padding=1), nn.Tanh()]
+        super().__init__(*layers)
+
+
+class Discriminator(nn.Sequential):
+    """One number for each image: is it real?"""
+
+    def __init__(self):
+        super().__init__(nn.Conv2d(1, 8, 4, stride=2, padding=1), nn.LeakyReLU(0.2), nn.Conv2d(8, 1, 4))
+
+
+def train_gan(generator, discriminator, optimizer_class, rank=0, world_size=1):
+    """The loop of PyTorch's DCGAN tutorial: two backwards for the discriminator, then one for the generator."""
+    discriminator_optimizer = optimizer_class(discriminator.parameters(), lr=0.02)
+    generator_optimizer = optimizer_class(generator.parameters(), lr=0.02)
+    losses = []
+    for step in range(STEPS):
+        draw = torch.Generator().manual_seed(step)
+        real = torch.rand(BATCH, 1, 8, 8, generator=draw)[rank::world_size]
+        noise = torch.randn(BATCH, 4, 1, 1, generator=draw)[rank::world_size]
+        ones, zeros = torch.ones(len(real)), torch.zeros(len(real))
+        discriminator_optimizer.zero_grad()
+        real_loss = F.binary_cross_entropy_with_logits(discriminator(real).flatten(), ones)
+        real_loss.backward()
+        fake = generator(noise)
+        fake_loss = F.binary_cross_entropy_with_logits(discriminator(fake.detach()).flatten(), zeros)
+        fake_loss.backward()
+        discriminator_optimizer.step()
+        generator_optimizer.zero_grad()  # generator.zero_grad() would clear nothing under FSDP2
+        generator_loss = F.binary_cross_entropy_with_logits(discriminator(fake).flatten(), ones)
+        generator_loss.backward()
+        generator_optimizer.step()
+        losses.append(dist.reduce(torch.stack([real_loss, fake_loss, generator_loss])))
+    return torch.stack(losses), full_parameters(generator), full_parameters(discriminator)
+
+
+@float64()
+def gan_worker(local_rank, world_size):
+    dist.init_process_group()
+    for optimizer_class in (torch.optim.SGD, torch.optim.Adam):
+        torch.manual_seed(0)
+        models = Generator(), Discriminator()
+        before = [full_parameters(model) for model in models]
+        expected = train_gan(*models, optimizer_class)
+        for name, wrap in (("DDP", dist.prepare_ddp_model), ("FSDP", dist.prepare_fsdp_model)):
+            torch.manual_seed(local_rank)  # rank 0's weights are taken
+            models = wrap(Generator()), wrap(Discriminator())
+            actual = train_gan(*models, optimizer_class, local_rank, world_size)
+            what = f"{name} with {optimizer_class.__name__}"
+            assert (actual[0] - expected[0]).abs().max() <= 1e-12, what
+            for start, params, expected_params in zip(before, actual[1:], expected[1:], strict=True):
+                for key, value in expected_params.items():
+                    assert (params[key] - value).abs().max() <= 1e-12, f"{what}: {key}"
+                    assert (start[key] - value).abs().max() > 1e-4, f"{key} must move"
+
+
+def test_a_gan_with_two_models_and_two_optimizers():
+    dist.launch(gan_worker, nprocs=2)
+
+
 # ---- in the scripts -------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,225 @@
+"""Mistakes of docs/mistakes.md that no script here makes: each is made on two processes, beside the right way."""
+
+import ast
+import contextlib
+
+import pytest
+import torch
+from conftest import ROOT, float64
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn import functional as F
+
+import checkpoint
+import distributed as dist
+
+X = torch.randn(12, 4, dtype=torch.float64, generator=torch.manual_seed(0))
+Y = torch.arange(12) % 4
+
+
+def make_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def make_sharded_model():
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(make_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def gradients(model):
+    return torch.cat([param.grad.flatten() for param in model.parameters()])
+
+
+def gradients_of_one_process():
+    model = make_model()
+    F.cross_entropy(model(X), Y).backward()
+    return gradients(model)
+
+
+# ---- the mistakes ---------------------------------------------------------------------------------------------------
+
+
+def accumulate(no_sync_around_forward):
+    """The all-reduces of a step of three micro-batches, and whether the gradients are right."""
+    model = dist.prepare_ddp_model(make_model())
+    x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (X, Y))
+    with CommDebugMode() as mode:
+        for number, (micro_x, micro_y) in enumerate(zip(x.chunk(3), y.chunk(3), strict=True), 1):
+            sync = model.no_sync() if number < 3 else contextlib.nullcontext()
+            if no_sync_around_forward:
+                with sync:
+                    (F.cross_entropy(model(micro_x), micro_y) / 3).backward()
+            else:
+                loss = F.cross_entropy(model(micro_x), micro_y) / 3
+                with sync:
+                    loss.backward()
+    return mode.get_total_counts(), (gradients(model) - gradients_of_one_process()).abs().max().item()
+
+
+def average(divide_by_all):
+    """How far the gradients are from right, if rank 0 has 2 samples and rank 1 has 10."""
+    model = dist.prepare_ddp_model(make_model())
+    x, y = (tensor.split([2, 10])[dist.get_rank()] for tensor in (X, Y))
+    if divide_by_all:
+        n_samples = dist.all_reduce(torch.tensor(len(y)))
+        loss = F.cross_entropy(model(x), y, reduction="sum") / n_samples * dist.get_world_size()
+    else:
+        loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    return (gradients(model) - gradients_of_one_process()).abs().max().item()
+
+
+def resume_from_rank_0(folder):
+    """How far Adam's first moments are from the saved ones: if rank 0 alone saves, and if all ranks save."""
+    model = make_sharded_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (X, Y))
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    saved = moments(optimizer)
+    if dist.is_primary():
+        torch.save(optimizer.state_dict(), f"{folder}/optimizer.pt")
+    checkpoint.save_sharded(folder, model, optimizer, 1)
+
+    fresh = torch.optim.Adam(model.parameters())
+    fresh.load_state_dict(torch.load(f"{folder}/optimizer.pt", weights_only=False))
+    wrong = (moments(fresh) - saved).abs().max().item()
+    fresh = torch.optim.Adam(model.parameters())
+    checkpoint.load_sharded(folder, model, fresh)
+    return wrong, (moments(fresh) - saved).abs().max().item()
+
+
+def moments(optimizer):
+    """Of all ranks, on every rank."""
+    states = [optimizer.state[param] for param in optimizer.param_groups[0]["params"]]
+    local = torch.cat([state["exp_avg"].to_local().flatten() for state in states])
+    return torch.cat(dist.gather(local))
+
+
+def log_norm():
+    """What a log would show of the gradients' norm, and what it is."""
+    model = make_sharded_model()
+    x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (X, Y))
+    F.cross_entropy(model(x), y).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1e9)
+    try:
+        formatted = f"{norm:.4f}"
+    except TypeError as error:
+        formatted = str(error)
+    one_gradient = model[0].weight.grad.norm()
+    return {
+        "formatted": formatted,
+        "printed": str(norm),
+        "full": norm.full_tensor().item(),
+        "right": gradients_of_one_process().norm().item(),
+        "one gradient, local": one_gradient.to_local().item(),
+        "one gradient, full": one_gradient.full_tensor().item(),
+    }
+
+
+def clear_between_forward_and_backward(by_optimizer):
+    """How far the gradients are from right, if old ones are cleared after the forward of a sharded model."""
+    model = make_sharded_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (X, Y))
+    for _ in range(2):
+        loss = F.cross_entropy(model(x), y)
+        if by_optimizer:
+            optimizer.zero_grad()
+        else:
+            model.zero_grad()
+        loss.backward()
+    full = torch.cat([param.grad.full_tensor().flatten() for param in model.parameters()])
+    return (full - gradients_of_one_process()).abs().max().item()
+
+
+def worker(local_rank, world_size, folder):
+    dist.init_process_group()
+    with float64():
+        results = {
+            "no_sync around backward only": accumulate(no_sync_around_forward=False),
+            "no_sync around both": accumulate(no_sync_around_forward=True),
+            "mean of means": average(divide_by_all=False),
+            "sum divided by the number": average(divide_by_all=True),
+            "resume": resume_from_rank_0(folder),
+            "norm": log_norm(),
+            "cleared by the model": clear_between_forward_and_backward(by_optimizer=False),
+            "cleared by the optimizer": clear_between_forward_and_backward(by_optimizer=True),
+        }
+    torch.save(results, f"{folder}/{local_rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Of both ranks."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    dist.launch(worker, str(folder), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+# ---- what they lead to ----------------------------------------------------------------------------------------------
+
+
+def test_no_sync_after_the_forward_sends_every_micro_batch(results):
+    """The gradients are right all the same, so nothing but the number of all-reduces shows it."""
+    for result in results:
+        sent, difference = result["no_sync around backward only"]
+        assert sent == 3 and difference < 1e-12
+        sent, difference = result["no_sync around both"]
+        assert sent == 1 and difference < 1e-12
+
+
+def test_a_mean_over_ranks_with_unequal_counts_is_not_the_mean(results):
+    for result in results:
+        assert result["mean of means"] > 0.01
+        assert result["sum divided by the number"] < 1e-12
+
+
+def test_rank_0_alone_saves_its_own_shard_of_the_optimizer_only(results):
+    """And without an error: all other ranks resume with rank 0's moments."""
+    for result in results:
+        rank_0_alone, all_ranks = result["resume"]
+        assert rank_0_alone > 1e-4
+        assert all_ranks == 0
+
+
+def test_a_norm_is_a_number_after_full_tensor_only(results):
+    for result in results:
+        norm = result["norm"]
+        assert abs(norm["full"] - norm["right"]) < 1e-12
+        assert norm["formatted"] == "unsupported format string passed to DTensor.__format__"
+        assert norm["printed"].startswith("DTensor(")
+        assert norm["one gradient, local"] < 0.99 * norm["one gradient, full"]
+    first, second = (result["norm"] for result in results)
+    assert first["one gradient, local"] != second["one gradient, local"]
+    assert first["one gradient, full"] == second["one gradient, full"]
+
+
+def test_a_sharded_model_does_not_clear_gradients_between_forward_and_backward(results):
+    """Its parameters are then gathered copies, so the gradients of two steps add up."""
+    for result in results:
+        assert result["cleared by the model"] > 0.01
+        assert result["cleared by the optimizer"] < 1e-12
+
+
+def calls(source):
+    """The names of all functions and methods that are called, with their lines."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            yield name, node.lineno
+
+
+def test_sends_and_receives_are_batched():
+    """gloo accepts separate calls, so the scripts are read: each send and receive is a P2POp of batch_isend_irecv."""
+    batched = 0
+    for path in ROOT.glob("*.py"):
+        for name, line in calls(path.read_text()):
+            assert name not in ("isend", "irecv"), f"{path.name}:{line}"
+            batched += name == "batch_isend_irecv"
+    assert batched > 0
+    assert [name for name, _ in calls("torch_dist.isend(x, 1).wait()")] == ["wait", "isend"]

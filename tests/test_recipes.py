@@ -1,0 +1,1056 @@
+"""Every block of docs/recipes.md runs on two processes, and keeps what the page promises.
+
+All recipes that are selected run in one job of two processes, one after the other. A recipe that fails does not stop
+the others: its processes leave the process group, and all meet in a new one.
+"""
+
+import contextlib
+import datetime
+import io
+import itertools
+import json
+import linecache
+import os
+import pty
+import random
+import re
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import types
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as torch_dist
+from conftest import ROOT, float64, run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from transformer import full_parameters
+
+import checkpoint
+import distributed as dist
+import gpt
+
+PAGE = ROOT / "docs" / "recipes.md"
+RATE = 0.1
+RECIPES = {}  # the functions that check them, by their names
+
+
+def recipe(check):
+    RECIPES[check.__name__] = check
+    return check
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def blocks_of(heading, language="python"):
+    """The code blocks under a heading of the page, each as it is printed."""
+    section = PAGE.read_text().partition(f"\n### {heading}\n")[2]
+    section = re.split(r"^##", section, maxsplit=1, flags=re.M)[0]
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", section, re.M | re.S)
+    assert blocks, f"no {language} under {heading!r}"
+    return blocks
+
+
+def execute(block, **names):
+    """Run a block with the names of the page's table and with `names`; returns all that it has defined."""
+    namespace = {
+        **{"torch": torch, "nn": nn, "F": F, "DataLoader": DataLoader, "dist": dist, "torch_dist": torch_dist},
+        **{"rank": dist.get_rank(), "world_size": dist.get_world_size(), "device": dist.get_device()},
+        **{"loss_fn": F.cross_entropy, **names},
+    }
+    path = f"<{block.splitlines()[0]} of docs/recipes.md>"
+    linecache.cache[path] = (len(block), None, block.splitlines(keepends=True), path)  # so that tracebacks show lines
+    exec(compile(block, path, "exec"), namespace)
+    return types.SimpleNamespace(**namespace)
+
+
+# ---- a job of two processes -----------------------------------------------------------------------------------------
+
+
+def run_recipes(local_rank, world_size, names, folder):
+    """Run the recipes one after the other, and write what each rank raises, {name: [traceback or ""]}, to a file."""
+    os.chdir(folder)
+    store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    errors = {}
+    for name in names:
+        dist.init_process_group(timeout=datetime.timedelta(seconds=60))
+        error = run_recipe(name)
+        if error:
+            dist.cleanup()  # a peer that waits for this rank now fails too
+        store.set(f"{name} {local_rank}", error)
+        errors[name] = [store.get(f"{name} {rank}").decode() for rank in range(world_size)]
+        if any(errors[name]):
+            dist.cleanup()
+    if local_rank == 0:
+        Path(folder, "errors.json").write_text(json.dumps(errors))
+
+
+def run_recipe(name):
+    torch.manual_seed(0)
+    try:
+        with float64():
+            RECIPES[name]()
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+@pytest.fixture(scope="module")
+def job_folder(request, tmp_path_factory):
+    """Where all recipes that are selected have run, and left their files and errors.json."""
+    items = [item for item in request.session.items if item.path == request.path and "name" in item.fixturenames]
+    names = dict.fromkeys(item.callspec.params["name"] for item in items)
+    folder = tmp_path_factory.mktemp("recipes")
+    dist.launch(run_recipes, list(names), str(folder), nprocs=2)
+    return folder
+
+
+def check_no_error(folder, name):
+    errors = json.loads((folder / "errors.json").read_text())
+    texts = [f"rank {rank}: {text}" for rank, text in enumerate(errors[name]) if text]
+    assert not texts, "\n".join(texts)
+
+
+# ---- what the recipes train -----------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Six numbers to five classes."""
+
+    def __init__(self, width=16, outputs=5):
+        super().__init__()
+        self.inner = nn.Linear(6, width)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2))
+        self.outer = nn.Linear(width, outputs)
+
+    def forward(self, x):
+        x = self.inner(x).tanh()
+        for block in self.blocks:
+            x = block(x)
+        return self.outer(x)
+
+
+def make_model(**sizes):
+    torch.manual_seed(1)
+    return Net(**sizes)
+
+
+def shard(model, mesh=None, **kwargs):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = mesh or make_mesh()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **kwargs)
+    fully_shard(model, mesh=mesh, **kwargs)
+    return model
+
+
+def make_mesh():
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def make_batch(n=12, seed=2):
+    """A global batch, the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 6, generator=generator), torch.randint(5, (n,), generator=generator)
+
+
+def own(*tensors):
+    """This rank's share of a global batch."""
+    return [tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in tensors]
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=RATE)
+
+
+def train_alone(model, loss, steps=1):
+    """One process of plain PyTorch; returns the parameters."""
+    optimizer = sgd(model)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(model).backward()
+        optimizer.step()
+    return full_parameters(model)
+
+
+def plain_step(n=12):
+    """The parameters after one step of one process on the whole batch."""
+    x, y = make_batch(n)
+    return train_alone(make_model(), lambda model: F.cross_entropy(model(x), y))
+
+
+def check_equal(actual, expected, tolerance=1e-12):
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        difference = (actual[name] - value).abs().max().item()
+        assert difference <= tolerance, f"{name} differs by {difference}"
+
+
+def check_same_on_all_ranks(values):
+    for name, value in values.items():
+        for other in dist.gather(value):
+            assert torch.equal(other, value), name
+
+
+@contextlib.contextmanager
+def count_collectives():
+    """How often each collective is called in the block, and the type of what the last call sent, by name."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    counts = {}
+    with CommDebugMode() as mode:
+        yield counts
+    for operation, count in mode.get_comm_counts().items():
+        name = str(operation).split(".")[-1].strip("_'>)\"").replace("_base", "")
+        counts[name] = counts.get(name, 0) + count
+
+
+def n_all_reduces(counts):
+    return counts.get("allreduce", 0)
+
+
+# ---- the training step ----------------------------------------------------------------------------------------------
+
+
+def own_micro_batches():
+    """Three of this rank, which together with the other's are the global batch."""
+    x, y = own(*make_batch())
+    return list(zip(x.chunk(3), y.chunk(3), strict=True))
+
+
+@recipe
+def accumulation_under_ddp():
+    (block,) = blocks_of("How do I accumulate gradients over several batches?")
+    model = make_model()
+    ddp_model = dist.prepare_ddp_model(model)
+    with count_collectives() as counts:
+        execute(block, ddp_model=ddp_model, optimizer=sgd(model), micro_batches=own_micro_batches())
+    check_equal(full_parameters(model), plain_step())
+    assert n_all_reduces(counts) == 1, "one bucket, once for three micro-batches"
+
+
+@recipe
+def accumulation_under_fsdp():
+    (block,) = blocks_of("How do I accumulate gradients under FSDP2?")
+    model = shard(make_model())
+    with count_collectives() as counts:
+        execute(block, fsdp_model=model, optimizer=sgd(model), micro_batches=own_micro_batches())
+    check_equal(full_parameters(model), plain_step())
+    assert counts["reduce_scatter"] == 3, "for each of three units once"
+
+
+@recipe
+def accumulation_under_hsdp():
+    """Two replicas of one shard each."""
+    (block,) = blocks_of("How do I accumulate gradients under HSDP?")
+    model = shard(make_model(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
+    with count_collectives() as counts:
+        execute(block, hsdp_model=model, optimizer=sgd(model), micro_batches=own_micro_batches())
+    check_equal(full_parameters(model), plain_step())
+    assert n_all_reduces(counts) == 3, "each of three units once"
+
+
+@recipe
+def unequal_numbers():
+    """Rank 0 has 2 samples and rank 1 has 10."""
+    (block,) = blocks_of("My batches have unequal numbers of samples or tokens. How do I average the loss?")
+    model = make_model()
+    x, y = (tensor.split([2, 10])[dist.get_rank()] for tensor in make_batch())
+    result = execute(block, ddp_model=dist.prepare_ddp_model(model), optimizer=sgd(model), x=x, y=y)
+    check_equal(full_parameters(model), plain_step())
+    x, y = make_batch()
+    assert (result.total_loss - F.cross_entropy(make_model()(x), y)).abs() < 1e-12
+
+
+@recipe
+def norm_of_gradients():
+    """Clipped: the norm is above 0.1."""
+    (block,) = blocks_of("How do I clip gradients and log their norm?")
+    x, y = make_batch()
+    alone = make_model()
+    optimizer = sgd(alone)
+    F.cross_entropy(alone(x), y).backward()
+    norm = torch.cat([param.grad.flatten() for param in alone.parameters()]).norm()
+    assert norm > 0.2
+    for param in alone.parameters():
+        param.grad *= 0.1 / (norm + 1e-6)
+    optimizer.step()
+
+    model = shard(make_model())
+    x, y = own(x, y)
+    F.cross_entropy(model(x), y).backward()
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        result = execute(block, fsdp_model=model, optimizer=sgd(model))
+    check_equal(full_parameters(model), full_parameters(alone))
+    assert type(result.norm) is torch.Tensor and (result.norm - norm).abs() < 1e-12
+    assert stdout.getvalue() == (f"gradient norm {norm:.4f}\n" if dist.is_primary() else "")
+
+
+def float32_step(tolerance_of):
+    """The parameters of one process in float32, and how far one step moves them."""
+    x, y = make_batch()
+    model = make_model().float()
+    before = full_parameters(model)
+    after = train_alone(model, lambda model: F.cross_entropy(model(x.float()), y))
+    return after, max((after[name] - before[name]).abs().max().item() for name in before) * tolerance_of
+
+
+@recipe
+def bfloat16_under_ddp():
+    (block,) = blocks_of("How do I use bfloat16 under DDP?")
+    expected, tolerance = float32_step(0.02)
+    model = make_model().float()
+    types_seen = set()
+    model.outer.register_forward_hook(lambda module, inputs, output: types_seen.add(output.dtype))
+    x, y = own(*make_batch())
+    execute(block, ddp_model=dist.prepare_ddp_model(model), optimizer=sgd(model), x=x.float(), y=y)
+    check_equal(full_parameters(model), expected, tolerance)
+    assert types_seen == {torch.bfloat16}
+    assert {tensor.dtype for param in model.parameters() for tensor in (param, param.grad)} == {torch.float32}
+
+
+@recipe
+def bfloat16_under_fsdp():
+    (block,) = blocks_of("How do I use bfloat16 under FSDP2?")
+    expected, tolerance = float32_step(0.02)
+    model = make_model().float()
+    execute(block, model=model, mesh=make_mesh())
+    types_seen = set()
+    model.outer.register_forward_hook(lambda module, inputs, output: types_seen.add(module.weight.dtype))
+    optimizer = sgd(model)
+    x, y = own(*make_batch())
+    with record_reduce_scatters() as reduced:
+        F.cross_entropy(model(x.float()).float(), y).backward()
+    optimizer.step()
+    check_equal(full_parameters(model), expected, tolerance)
+    assert types_seen == {torch.bfloat16}, "gathered in half of the bytes"
+    assert reduced == [torch.float32] * 3
+    assert {tensor.dtype for param in model.parameters() for tensor in (param, param.grad)} == {torch.float32}
+
+
+@contextlib.contextmanager
+def record_reduce_scatters():
+    """The types of all tensors that reduce-scatters send in the block."""
+    seen = []
+
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "_reduce_scatter_base_" in str(function):
+                seen.append(args[0].dtype)
+            return function(*args, **(kwargs or {}))
+
+    with Recorder():
+        yield seen
+
+
+class TwoTowers(nn.Module):
+    """Features of two kinds, as of images and of texts."""
+
+    def __init__(self):
+        super().__init__()
+        self.images = nn.Linear(6, 4)
+        self.texts = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.images(x), self.texts(x.flip(1))
+
+
+@recipe
+def contrastive_loss():
+    (block,) = blocks_of("My loss compares each sample with all others (contrastive loss). What do I gather?")
+    x, _ = make_batch()
+
+    def whole_loss(model):
+        images, texts = model(x)
+        targets = torch.arange(len(x))
+        return F.cross_entropy(images @ texts.T, targets) + F.cross_entropy(texts @ images.T, targets)
+
+    torch.manual_seed(1)
+    expected = train_alone(TwoTowers(), whole_loss)
+    torch.manual_seed(1)
+    model = TwoTowers()
+    optimizer = sgd(model)
+    (x_own,) = own(x)
+    execute(block, ddp_model=dist.prepare_ddp_model(model), x=x_own)
+    optimizer.step()
+    check_equal(full_parameters(model), expected)
+
+
+@recipe
+def batch_norm():
+    """On the CPU the model stays as it is; where it must become synchronous, the CPU says the quoted line."""
+    (block,) = blocks_of("How do I use BatchNorm?")
+    (quoted,) = re.findall(r"it raises `(.*?)`", PAGE.read_text())
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
+    result = execute(block, model=model)
+    assert result.model is model and isinstance(model[1], nn.BatchNorm1d)
+    with pytest.raises(ValueError, match=quoted):
+        execute(block, model=model, device=torch.device("cuda"))
+
+
+@recipe
+def moving_average():
+    replicated, sharded = blocks_of("How do I keep an exponential moving average (EMA) of the weights?")
+
+    def make():
+        torch.manual_seed(1)
+        return nn.Sequential(Net(), nn.BatchNorm1d(5))
+
+    batches = [make_batch(seed=seed) for seed in range(4)]
+    alone, model = make().eval(), make().eval()  # statistics of its own batch would differ from rank to rank
+    average = {name: value.detach().clone() for name, value in alone.state_dict().items()}
+    for number, (x, y) in enumerate(batches):
+        train_alone(alone, lambda model, x=x, y=y: F.cross_entropy(model(x), y))
+        for name, value in alone.state_dict().items():
+            keep = 0.99 if number and value.is_floating_point() else 0  # the first average is the model itself
+            average[name] = (keep * average[name] + (1 - keep) * value).to(value.dtype)
+    own_batches = [own(*batch) for batch in batches]
+    ddp_model = dist.prepare_ddp_model(model)
+    with count_collectives() as counts:
+        execute(replicated, model=model, ddp_model=ddp_model, optimizer=sgd(model), batches=own_batches)
+    dist.barrier()
+    check_equal(torch.load("ema.pt"), average)
+    assert n_all_reduces(counts) == len(batches), "the average sends nothing"
+
+    model, ema_model = shard(make_model()), shard(make_model())
+    optimizer = sgd(model)
+    x, y = own(*make_batch())
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    execute(sharded, fsdp_model=model, ema_model=ema_model)
+    before, after = full_parameters(make_model()), plain_step()
+    check_equal(full_parameters(ema_model), {name: 0.99 * before[name] + 0.01 * after[name] for name in before})
+
+
+def critic_loss(scores):
+    """The first half of the scores are of real samples."""
+    real, fake = scores.chunk(2)
+    return F.softplus(-real).mean() + F.softplus(fake).mean()
+
+
+def generator_loss(scores):
+    return F.softplus(-scores).mean()
+
+
+@recipe
+def two_optimizers():
+    (block,) = blocks_of("My script has two models and two optimizers, like a GAN. What do I wrap?")
+    torch.manual_seed(3)
+    batches = [(torch.randn(8, 6), torch.randn(8, 6)) for _ in range(3)]
+
+    def make():
+        generator, critic = make_model(outputs=6), make_model(outputs=1)
+        return {"generator": generator, "critic": critic}, sgd(generator), sgd(critic)
+
+    alone, generator_optimizer, critic_optimizer = make()
+    for real, noise in batches:
+        fake = alone["generator"](noise)
+        critic_optimizer.zero_grad()
+        critic_loss(torch.cat([alone["critic"](real), alone["critic"](fake.detach())])).backward()
+        critic_optimizer.step()
+        generator_optimizer.zero_grad()
+        generator_loss(alone["critic"](fake)).backward()
+        generator_optimizer.step()
+
+    models, generator_optimizer, critic_optimizer = make()
+    with count_collectives() as counts:
+        execute(
+            block,
+            **models,
+            generator_optimizer=generator_optimizer,
+            critic_optimizer=critic_optimizer,
+            generator_loss=generator_loss,
+            critic_loss=critic_loss,
+            batches=[own(*batch) for batch in batches],
+        )
+    for name, model in models.items():
+        check_equal(full_parameters(model), full_parameters(alone[name]))
+    assert n_all_reduces(counts) == 2 * len(batches), "one of each model per step"
+
+
+@recipe
+def evaluation():
+    """65 samples, so that ranks have unequal numbers of batches."""
+    (block,) = blocks_of("How do I evaluate on each sample exactly once?")
+    x, y = make_batch(129)
+    model = make_model()
+    result = execute(block, model=model, test_set=TensorDataset(x, y))
+    with torch.no_grad():
+        outputs = model(x)
+    assert abs(result.loss - F.cross_entropy(outputs, y).item()) < 1e-12
+    assert abs(result.accuracy - (outputs.argmax(dim=1) == y).double().mean().item()) < 1e-12
+    assert len({len(batches) for batches in dist.gather_objects(list(result.loader))}) == 2
+
+
+# ---- data, batch size and learning rate -----------------------------------------------------------------------------
+
+
+@recipe
+def number_of_gpus():
+    """The same steps as one process; and at N times the batch and rate, nearly as N steps."""
+    keep, scale = blocks_of("The number of GPUs changes. What about batch size and learning rate?")
+    x, y = make_batch(200)
+    result = execute(keep, train_set=TensorDataset(x, torch.arange(200)))
+    result.sampler.set_epoch(1)
+    steps = [torch.cat(dist.gather(indices)) for _, indices in result.loader]
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(1))
+    assert [sorted(step.tolist()) for step in steps] == [sorted(step.tolist()) for step in order.split(64)[:3]]
+    with pytest.raises(dist.DistributedError, match="64 samples cannot be split evenly among 3 processes"):
+        execute(keep, train_set=TensorDataset(x, y), world_size=3)
+
+    rate = 1e-4
+    small_steps = make_model()
+    optimizer = torch.optim.SGD(small_steps.parameters(), lr=rate)
+    for part_x, part_y in zip(x.chunk(4), y.chunk(4), strict=True):
+        optimizer.zero_grad()
+        F.cross_entropy(small_steps(part_x), part_y).backward()
+        optimizer.step()
+    one_step = make_model()
+    before = full_parameters(one_step)
+    optimizer = torch.optim.SGD(one_step.parameters(), lr=rate)
+    result = execute(scale, optimizer=optimizer, global_batch_size=50, new_global_batch_size=200)
+    assert abs(optimizer.param_groups[0]["lr"] - rate) < 1e-12, "the first step is of the old rate"
+    for _ in range(100):
+        optimizer.step()
+        result.warmup.step()
+    assert abs(optimizer.param_groups[0]["lr"] - 4 * rate) < 1e-12
+    F.cross_entropy(one_step(x), y).backward()
+    optimizer.step()
+    expected, actual = full_parameters(small_steps), full_parameters(one_step)
+    for name, start_value in before.items():
+        moved = (expected[name] - start_value).norm()
+        assert (actual[name] - expected[name]).norm() < 0.01 * moved, name
+
+
+class Augmented(Dataset):
+    """Each sample is random numbers of three kinds."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()])
+
+
+@recipe
+def loader_processes():
+    """No two samples of two ranks with two loader processes each draw the same, in two epochs."""
+    (block,) = blocks_of("How many loader processes, and how do I seed augmentation?")
+    torch.manual_seed(0)  # the same on all ranks
+    sampler = dist.data_sampler(Augmented(), distributed=True, shuffle=True)
+    result = execute(block, train_set=Augmented(), sampler=sampler, seed=0)
+    drawn = torch.cat([batch for _ in range(2) for batch in result.train_loader])
+    drawn = torch.cat(dist.gather(drawn))
+    assert drawn.shape == (128, 3)
+    for kind in drawn.T:
+        assert len(kind.unique()) == 128
+
+
+@recipe
+def iterable_data_set():
+    """Two processes with two loader processes each see every sample once, in equally many batches."""
+    (block,) = blocks_of("My data set is an `IterableDataset`")
+    result = execute(block)
+    batches = dist.gather_objects([batch.tolist() for batch in result.loader])
+    assert [len(part) for part in batches] == [50, 50]
+    assert sorted(itertools.chain.from_iterable(batches[0] + batches[1])) == list(range(1000))
+
+
+# ---- save, load and resume ------------------------------------------------------------------------------------------
+
+
+def resume(epochs):
+    """Run the recipe to resume, to epoch `epochs`, with momentum and a schedule; returns parameters and epochs."""
+    (block,) = blocks_of("How do I resume, perhaps with another number of GPUs?")
+    torch.manual_seed(dist.get_rank())  # rank 0's weights are taken
+    model = Net()
+    ddp_model = dist.prepare_ddp_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    trained = []
+
+    def train_epoch(epoch):
+        x, y = own(*make_batch(seed=epoch))
+        optimizer.zero_grad()
+        F.cross_entropy(ddp_model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+        trained.append(epoch)
+
+    names = {"ddp_model": ddp_model, "optimizer": optimizer, "scheduler": scheduler}
+    with mock.patch.object(checkpoint, "_sync_until", lambda written, fd: None):
+        execute(block, **names, train_epoch=train_epoch, epochs=epochs)
+    return full_parameters(model), trained
+
+
+@recipe
+def another_number_of_gpus():
+    """Two epochs of two processes here. `test_a_run_is_resumed_by_one_process` does the rest."""
+    parameters, trained = resume(2)
+    assert trained == [0, 1]
+    parameters, trained = resume(2)
+    assert trained == [], "the next epoch is stored"
+    check_same_on_all_ranks(parameters)
+
+
+@recipe
+def asynchronous_save():
+    """What is saved is what the model was at that step, although steps follow at once."""
+    (block,) = blocks_of("How do I save without stopping the training?")
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model = shard(make_model(width=400))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    x, y = own(*make_batch())
+    history = []
+
+    def train_step():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        history.append(full_parameters(model))
+
+    execute(block, fsdp_model=model, optimizer=optimizer, train_step=train_step, steps=9, save_every=3)
+    assert len(history) == 9
+    for step in (3, 6, 9):
+        state = {"model": get_model_state_dict(model)}
+        dcp.load(state, checkpoint_id=f"runs/step-{step}")
+        loaded = {name: value.full_tensor() for name, value in state["model"].items()}
+        check_equal(loaded, history[step - 1], tolerance=0)
+
+
+def split_two_layers(model):
+    """Tensor parallel: the first layer by columns, the second by rows."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    return parallelize_module(model, make_mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def two_layers(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+
+
+SHARDED = {"FSDP2": dist.prepare_fsdp_model, "TP": split_two_layers}
+
+
+@recipe
+def weights_of_somebody_else():
+    replicated, sharded = blocks_of("How do I load weights that somebody else has saved?")
+    weights = two_layers(seed=7).state_dict()
+    x, _ = make_batch()
+    expected = two_layers(seed=7)(x)
+    if dist.is_primary():
+        torch.save({f"module.{name}": value for name, value in weights.items()}, "weights.pt")
+    model = two_layers(seed=dist.get_rank())
+    result = execute(replicated, model=model)
+    check_equal(full_parameters(model), weights, tolerance=0)
+    assert isinstance(result.ddp_model, nn.parallel.DistributedDataParallel)
+
+    if dist.is_primary():
+        torch.save(weights, "weights.pt")
+    for name, wrap in SHARDED.items():
+        model = wrap(two_layers(seed=dist.get_rank()))
+        execute(sharded, sharded_model=model)
+        check_equal(full_parameters(model), weights, tolerance=0)
+        assert (model(x) - expected).abs().max() < 1e-12, name
+        with pytest.raises(RuntimeError):
+            model.load_state_dict(weights)
+
+
+@recipe
+def export():
+    gathered, converted = blocks_of("How do I export one plain file?")
+    for name, wrap in SHARDED.items():
+        model = wrap(two_layers(seed=7))
+        if name == "FSDP2":
+            checkpoint.save_sharded("runs", model, sgd(model), 1)
+        execute(gathered, sharded_model=model)
+        if dist.is_primary():
+            check_equal(torch.load("model.pt"), two_layers(seed=7).state_dict(), tolerance=0)
+    if dist.is_primary():
+        result = execute(converted)
+        check_equal(result.weights, two_layers(seed=7).state_dict(), tolerance=0)
+    dist.barrier()
+
+
+# ---- memory and speed -----------------------------------------------------------------------------------------------
+
+
+def train_steps(model, steps=2):
+    """Some steps of this rank on its share of a batch."""
+    optimizer = sgd(model)
+    x, y = own(*make_batch())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return full_parameters(model)
+
+
+def plain_steps(width, steps=2):
+    x, y = make_batch()
+    return train_alone(make_model(width=width), lambda model: F.cross_entropy(model(x), y), steps)
+
+
+def compile_with(backend):
+    """Let torch.compile use this backend."""
+    torch._dynamo.reset()
+    return mock.patch.object(torch, "compile", lambda model, *args, **kwargs: COMPILE(model, backend=backend))
+
+
+COMPILE = torch.compile
+
+
+@recipe
+def compile_under_ddp():
+    """The graph is cut at the buckets: more than one MB of gradients needs a second one."""
+    from torch._dynamo.testing import CompileCounter
+
+    block, _ = blocks_of("Where do I put `torch.compile`?")
+    counter = CompileCounter()
+    with compile_with(counter):
+        model = make_model(width=400)
+        result = execute(block, model=model)
+        check_equal(train_steps(result.ddp_model), plain_steps(400))
+    assert counter.frame_count > 1, "one graph for each bucket"
+
+
+@recipe
+def compile_under_fsdp():
+    """The two blocks share one graph, and are computed again in backward."""
+    from torch._dynamo.testing import CompileCounter
+
+    _, block = blocks_of("Where do I put `torch.compile`?")
+    (definition,) = blocks_of("How do I recompute activations in backward to save memory (activation checkpointing)?")
+    recompute_in_backward = execute(definition, model=make_model()).recompute_in_backward
+    counter = CompileCounter()
+    with compile_with(counter):
+        model = make_model()
+        execute(block, model=model, mesh=make_mesh(), recompute_in_backward=recompute_in_backward)
+        check_equal(train_steps(model), plain_steps(16))
+    assert counter.frame_count == 1
+
+
+@recipe
+def compile_for_real():
+    """With torch's own compiler."""
+    after, per_block = blocks_of("Where do I put `torch.compile`?")
+    torch._dynamo.reset()
+    result = execute(after, model=make_model())
+    check_equal(train_steps(result.ddp_model), plain_steps(16))
+    torch._dynamo.reset()
+    model = make_model()
+    execute(per_block, model=model, mesh=make_mesh(), recompute_in_backward=lambda block: None)
+    check_equal(train_steps(model), plain_steps(16))
+
+
+def kept_megabytes(loss):
+    """What is allocated in forward and still there when it ends."""
+    loss()
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        result = loss()
+    assert result.requires_grad
+    return sum(event.self_cpu_memory_usage for event in profiler.events()) / 1e6
+
+
+def small_gpt():
+    """The model and the batch of the page's table, in float32."""
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        model = gpt.GPT(4, 128, 4, 128).float()
+    return model, torch.randint(256, (8, 128)), torch.randint(256, (8, 128))
+
+
+def recompute_blocks(model):
+    (block,) = blocks_of("How do I recompute activations in backward to save memory (activation checkpointing)?")
+    execute(block, model=model)
+
+
+@recipe
+def activation_checkpointing():
+    """The same gradients, also under DDP, from less memory."""
+    model, x, y = small_gpt()
+    plain = kept_megabytes(lambda: gpt.loss_fn(model(x), y))
+    recompute_blocks(model)
+    assert kept_megabytes(lambda: gpt.loss_fn(model(x), y)) < 0.15 * plain
+    model = make_model()
+    recompute_blocks(model)
+    check_equal(train_steps(dist.prepare_ddp_model(model)), plain_steps(16))
+
+
+@recipe
+def offload():
+    """Each tensor that backward needs is packed."""
+    (block,) = blocks_of("How do I move activations to the CPU's memory?")
+    model = make_model()
+    optimizer = sgd(model)
+    packed = []
+    save_on_cpu = torch.autograd.graph.save_on_cpu
+
+    class Counting(save_on_cpu):
+        def __init__(self, pin_memory):
+            super().__init__(pin_memory)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: packed.append(pack(tensor)) or packed[-1]
+
+    x, y = own(*make_batch())
+    with mock.patch.object(torch.autograd.graph, "save_on_cpu", Counting):
+        execute(block, ddp_model=dist.prepare_ddp_model(model), x=x, y=y)
+    optimizer.step()
+    check_equal(full_parameters(model), plain_step())
+    assert len(packed) > 5
+
+
+@recipe
+def out_of_memory():
+    """What is held, and what the table says was measured."""
+    (block,) = blocks_of("I am out of memory. What do I do, in which order?")
+    model = shard(make_model())
+    optimizer = torch.optim.Adam(model.parameters())
+    x, y = own(*make_batch())
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    n_params = sum(param.numel() for param in make_model().parameters())
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        result = execute(block, model=model, optimizer=optimizer)
+    held = sum(dist.gather_objects(result.megabytes(result.params)))
+    assert abs(held - 8 * n_params / 1e6) < 1e-9, "float64, half of it on each of two ranks"
+    numbers = re.findall(r"[a-z]+ (\d+\.\d)", stdout.getvalue())
+    assert stdout.getvalue().startswith(f"rank {dist.get_rank()}: parameters ") and len(numbers) == 3
+    assert abs(result.megabytes(result.gradients) - result.megabytes(result.params)) < 1e-9
+    assert abs(result.megabytes(result.state) - 2 * result.megabytes(result.params)) < 0.001
+
+    def whole():
+        return gpt.loss_fn(model(x), y)
+
+    def half():
+        return gpt.loss_fn(model(x[:4]), y[:4])
+
+    def in_bfloat16():
+        with torch.autocast("cpu", torch.bfloat16):
+            return whole()
+
+    model, x, y = small_gpt()
+    with torch.random.fork_rng():
+        torch.set_default_dtype(torch.float32)
+        measured = [kept_megabytes(whole), kept_megabytes(half), kept_megabytes(in_bfloat16)]
+        recompute_blocks(model)
+        measured.append(kept_megabytes(whole))
+    plain, *others = [f"{value:.1f}" for value in measured]
+    quoted = re.findall(r"\| (\d+\.\d) → (\d+\.\d) MB \|", PAGE.read_text())
+    assert quoted == [(plain, other) for other in others]
+
+
+# ---- watch, debug and measure ---------------------------------------------------------------------------------------
+
+
+@recipe
+def weights_and_biases():
+    """One run, of rank 0, with the mean loss of both ranks."""
+    (block,) = blocks_of("How do I use Weights & Biases with several processes?")
+    calls = []
+
+    class Run:
+        def log(self, values):
+            calls.append(values)
+
+        def finish(self):
+            calls.append("finished")
+
+    def init(project, config):
+        calls.append(project)
+        return Run()
+
+    def train_step(x, y):
+        return torch.tensor(x + dist.get_rank(), requires_grad=True, dtype=torch.float64)
+
+    batches = [(step, None) for step in range(11)]
+    with mock.patch.dict(sys.modules, wandb=types.SimpleNamespace(init=init)):
+        execute(block, batches=batches, train_step=train_step)
+    expected = ["my project", {"loss": 0.5}, {"loss": 10.5}, "finished"]
+    assert calls == (expected if dist.is_primary() else [])
+
+
+@recipe
+def weights_and_biases_for_real():
+    (block,) = blocks_of("How do I use Weights & Biases with several processes?")
+    places = dict.fromkeys(("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"), os.getcwd())
+    with mock.patch.dict(os.environ, WANDB_MODE="offline", WANDB_SILENT="true", **places):
+        execute(block, batches=[(0, None)], train_step=lambda x, y: torch.tensor(1.0))
+    dist.barrier()
+    assert len(list(Path("wandb").glob("offline-run-*"))) == 1
+
+
+@recipe
+def profile_of_a_run():
+    """A trace of each rank, of its own: three steps, which all-reduce."""
+    (block,) = blocks_of("How do I profile a distributed run?")
+    model = dist.prepare_ddp_model(make_model())
+    execute(block, train_step=lambda: train_steps(model, 1))
+    dist.barrier()
+    for rank in range(dist.get_world_size()):
+        trace = json.loads(Path(f"trace-{rank}.json").read_text())
+        assert trace["distributedInfo"]["rank"] == rank
+        names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+        assert names.count("gloo:all_reduce") == 3, names
+
+
+@recipe
+def communication_that_is_not_hidden():
+    """Each all-reduce takes 50 ms longer, after backward has computed."""
+    (block,) = blocks_of("How much communication is not hidden behind computation?")
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    def slow_hook(state, bucket):
+        time.sleep(0.05)
+        return allreduce_hook(state, bucket)
+
+    ddp_model = dist.prepare_ddp_model(make_model())
+    ddp_model.register_comm_hook(None, slow_hook)
+    x, y = own(*make_batch())
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        result = execute(block, ddp_model=ddp_model, x=x, y=y)
+    assert 0.04 < result.total - result.alone < 1
+    assert result.alone < 0.04
+    printed = r"\d\.\d{4} s per step, \d\.\d{4} s of it wait for communication\n"
+    assert re.fullmatch(printed if dist.is_primary() else "", stdout.getvalue())
+
+
+SLOW = {"compile_for_real", "weights_and_biases_for_real"}
+
+
+def as_parameter(name):
+    return pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+
+
+@pytest.mark.parametrize("name", [as_parameter(name) for name in RECIPES])
+def test_recipe(name, job_folder):
+    check_no_error(job_folder, name)
+
+
+@pytest.mark.parametrize("name", ["another_number_of_gpus"])
+def test_a_run_is_resumed_by_one_process(name, job_folder, tmp_path, monkeypatch):
+    """Two epochs of two processes and two of one end where four epochs of one do."""
+    check_no_error(job_folder, name)
+    with float64():
+        monkeypatch.chdir(job_folder)
+        resumed, trained = resume(4)
+        assert trained == [2, 3]
+        monkeypatch.chdir(tmp_path)
+        alone, trained = resume(4)
+        assert trained == [0, 1, 2, 3]
+    check_equal(resumed, alone)
+
+
+def test_every_block_is_run():
+    """This file names the heading of each block of Python."""
+    source = Path(__file__).read_text()
+    sections = re.split(r"^#+ ", PAGE.read_text(), flags=re.M)
+    headings = [section.partition("\n")[0] for section in sections if "\n```python\n" in section]
+    assert len(headings) > 20
+    assert not [heading for heading in headings if f'"{heading}"' not in source]
+
+
+# ---- as a user would type it ----------------------------------------------------------------------------------------
+
+
+def write_script(folder, source):
+    """A folder with train.py, and the two files beside it that it needs."""
+    for name in ("distributed.py", "spawn.py"):
+        shutil.copy(ROOT / name, folder)
+    (folder / "train.py").write_text(source)
+
+
+@pytest.mark.slow
+def test_two_cells_of_a_notebook(tmp_path):
+    first, second = blocks_of("How do I train on several GPUs from a notebook?", "text")
+    magic, _, source = first.partition("\n")
+    assert magic == "%%writefile train.py" and second == "!python train.py\n"
+    write_script(tmp_path, source)
+    status, stdout, stderr = run("train.py", cwd=tmp_path, env={"PYTHONPATH": ""})
+    assert status == 0 and not stderr, stderr
+    assert sorted(stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+
+
+SCRIPT_TO_DEBUG = """import torch.distributed as torch_dist
+
+import distributed as dist
+
+
+def main(local_rank, world_size):
+    dist.init_process_group()
+    value = 40 + local_rank
+    {line}
+    print(f"rank {local_rank} continues", flush=True)
+
+
+if __name__ == "__main__":
+    dist.launch(main, nprocs=2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
+def test_a_breakpoint_on_one_rank(launcher, tmp_path):
+    """In a terminal, whichever way the processes are started."""
+    (block,) = blocks_of("How do I stop in a debugger on one rank?")
+    write_script(tmp_path, SCRIPT_TO_DEBUG.replace("{line}", block.strip()))
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": ""}
+    command = [sys.executable, *launcher, "train.py"]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **streams)
+    os.close(theirs)
+    try:
+        read_until(ours, "(Pdb) ")
+        for line, answer in (("up", "-> torch_dist.breakpoint(rank=1)"), ("p value * 2", "82")):
+            os.write(ours, f"{line}\n".encode())
+            assert answer in read_until(ours, "(Pdb) ")
+        os.write(ours, b"c\n")
+        printed = read_until(ours, "continues", 2)
+        assert "rank 0 continues" in printed and "rank 1 continues" in printed
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.terminate()
+        os.close(ours)
+
+
+def read_until(terminal, text, times=1):
+    """What a terminal prints until it has printed `text`."""
+    printed = ""
+    end = time.monotonic() + 120
+    while printed.count(text) < times:
+        assert time.monotonic() < end, printed
+        if select.select([terminal], [], [], 1)[0]:
+            printed += os.read(terminal, 4096).decode()
+    return printed
+
+
+@pytest.mark.slow
+def test_two_terminals(tmp_path):
+    (block,) = blocks_of("How do I stop in a debugger on one rank?", "text")
+    write_script(tmp_path, SCRIPT_TO_DEBUG.replace("{line}", "pass"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    first, second = block.replace("29500", str(port)).replace("python", sys.executable).splitlines()
+    environment = {**os.environ, "PYTHONPATH": ""}
+    options = {"cwd": tmp_path, "env": environment, "text": True, "shell": True, "stdout": subprocess.PIPE}
+    with subprocess.Popen(first, stdin=subprocess.DEVNULL, **options) as rank_0:
+        rank_1 = subprocess.run(second, input="b 9\nc\np value * 2\nc\nq\n", timeout=120, **options)
+        stdout, _ = rank_0.communicate(timeout=60)
+    assert stdout == "rank 0 continues\n" and rank_0.returncode == 0
+    assert "(Pdb) 82\n" in rank_1.stdout and "rank 1 continues" in rank_1.stdout
