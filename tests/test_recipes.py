@@ -221,6 +221,31 @@ def n_all_reduces(counts):
     return counts.get("allreduce", 0)
 
 
+# ---- first of all ---------------------------------------------------------------------------------------------------
+
+
+@recipe
+def equal_to_one_process():
+    """And the block sees a model that is not."""
+    (block,) = blocks_of("How do I check that my script still computes the same?")
+    expected = plain_steps(16)
+    if dist.is_primary():
+        torch.save(expected, "weights_of_one_process.pt")
+    dist.barrier()
+    model = make_model()
+    train_steps(dist.prepare_ddp_model(model))
+    wrong = make_model()
+    train_steps(wrong)
+    for trained, largest in ((model, (0, 1e-12)), (wrong, (1e-5, 1))):
+        with contextlib.redirect_stdout(io.StringIO()) as stdout:
+            execute(block, model=trained)
+        differences = [float(number) for number in re.findall(r" differs by (.*)\n", stdout.getvalue())]
+        if dist.is_primary():
+            assert len(differences) == len(expected) and largest[0] <= max(differences) <= largest[1]
+        else:
+            assert not stdout.getvalue()
+
+
 # ---- the training step ----------------------------------------------------------------------------------------------
 
 
