@@ -1,0 +1,686 @@
+"""Plan a training run: which of these scripts, on which mesh, for your model on your GPUs. A projection, no measurement.
+
+    time of a step  =  compute + bubble + communication that no compute hides + optimizer
+
+It needs no GPU and no torch. It tries all ways to split the model that fit into memory, and prints the simplest one
+that is within 5 % of the fastest: the command, the memory of a GPU by part, the seconds of a step by part, and the
+runner-up. docs/plan.md holds the same formulas against published measurements, so you can see how far to trust them.
+
+    replicate   every GPU holds the model, gradients are averaged        (DDP, min_DDP.py)
+    shard       parameters are gathered when a block computes            (FSDP, min_FSDP.py)
+    tensor      the work of each layer is split, inside a machine        (TP, min_TP.py)
+    context     each sequence is split                                   (CP, min_CP.py)
+    stages      the layers are split, micro-batches follow each other    (PP, min_PP.py)
+
+Use it before you write or rent anything. When you have the machines, `python -m benchmarks.check_cluster` measures them
+and --cluster takes its file. Mixture-of-experts models, ring attention and CPU offloading are not in it.
+
+    python plan.py --model llama3-8b --gpus 64
+    python plan.py --model llama3-70b --gpus 256 --gpu h200 --global-batch-size 512
+    python plan.py --layers 24 --width 2048 --heads 16 --gpus 8 --gpu "memory=48 flops=362 bandwidth=864"
+    python plan.py --model llama3-405b --gpus 512 --json
+
+The first prints `recommended   FSDP 64, recompute full`.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import sys
+from dataclasses import dataclass
+
+# ---- what is given: a model, a cluster, a layout ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder of `layers` blocks. `hidden` is the width inside an MLP of `matrices` matrices: 3 if it is gated."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    matrices: int
+    vocabulary: int
+    tied: bool = False  # embedding and head share one matrix
+    sequence: int = 8192
+
+    @property
+    def kv_width(self):
+        return self.width * self.kv_heads // self.heads
+
+
+MODELS = {  # name: layers, width, heads, KV heads, hidden, matrices, vocabulary
+    "llama2-7b": Model(32, 4096, 32, 32, 11008, 3, 32000, sequence=4096),
+    "llama2-13b": Model(40, 5120, 40, 40, 13824, 3, 32000, sequence=4096),
+    "llama2-70b": Model(80, 8192, 64, 8, 28672, 3, 32000, sequence=4096),
+    "llama3-1b": Model(16, 2048, 32, 8, 8192, 3, 128256, tied=True),  # https://arxiv.org/abs/2407.21783 and after it
+    "llama3-3b": Model(28, 3072, 24, 8, 8192, 3, 128256, tied=True),
+    "llama3-8b": Model(32, 4096, 32, 8, 14336, 3, 128256),
+    "llama3-70b": Model(80, 8192, 64, 8, 28672, 3, 128256),
+    "llama3-405b": Model(126, 16384, 128, 8, 53248, 3, 128256),
+    "gpt2": Model(12, 768, 12, 12, 3072, 2, 50257, tied=True, sequence=1024),
+    "gpt3-175b": Model(96, 12288, 96, 96, 49152, 2, 50257, tied=True, sequence=2048),
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Speeds of one GPU and of its links, in bytes and operations per second. Latencies are in seconds."""
+
+    name: str
+    memory: float
+    flops: float  # of dense matrices in bfloat16
+    bandwidth: float  # of its memory
+    inside: float  # sent by one GPU to others in its machine
+    between: float  # sent by one GPU to other machines
+    gpus_per_node: int = 8
+    efficiency: float = 0.67  # the middle of the sources of docs/plan.md, see `compute_seconds`
+    latency_inside: float = 1e-6
+    latency_between: float = 3e-6
+    overlaps: bool = True  # links work while the GPU computes
+    float32: float = 0.5  # speed of float32 matrices (TF32) in relation to bfloat16
+    device: str = "GPU"
+
+
+GPUS = {  # https://www.nvidia.com/en-us/data-center/ (H100, H200, A100, B200): dense, one direction of NVLink
+    "a100": Cluster("a100", 80e9, 312e12, 2.04e12, 300e9, 25e9),
+    "h100": Cluster("h100", 80e9, 989.5e12, 3.35e12, 450e9, 50e9),
+    "h200": Cluster("h200", 141e9, 989.5e12, 4.8e12, 450e9, 50e9),
+    "b200": Cluster("b200", 180e9, 2250e12, 8e12, 900e9, 50e9),
+}
+SHARE_OF_MEMORY = 0.94  # the rest is for CUDA, NCCL and fragments
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the work is split. The GPUs are replicate x shard x context x tensor x stages."""
+
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    context: int = 1
+    stages: int = 1
+    zero: bool = False  # replicas share the optimizer's state
+    micro: int = 1  # sequences of a micro-batch
+    count: int = 1  # micro-batches of a step
+    chunks: int = 1  # stages that each GPU has, interleaved
+    recompute: str = "none"  # or "selective", every second large matrix, or "full", whole blocks
+    precision: str = "bfloat16"  # or "float8" in the blocks' matrices, or "float32"
+    # What the scripts here do. Published measurements come from frameworks that do otherwise.
+    fused: bool = True  # element-wise operations are fused, as by torch.compile
+    fused_loss: bool = False  # the loss works on the logits in place
+    async_tensor: bool = False  # tensor parallelism communicates while it computes
+    balanced: bool = True  # every rank of `context` has the same share of attention
+    shard_context: bool = True  # ranks of `context` share the parameters, as those of `shard` do; min_CP.py: they do not
+    keep_gathered: bool = False  # shards are gathered once per micro-batch
+    overlap_gather: bool = False  # ZeRO gathers parameters while the next forward computes
+    reduce_bytes: int = 4  # gradients travel in float32
+
+    @property
+    def n_gpus(self):
+        return self.replicate * self.shard * self.context * self.tensor * self.stages
+
+    @property
+    def data(self):
+        """Groups of GPUs that take different sequences."""
+        return self.replicate * self.shard
+
+    @property
+    def shards(self):
+        """GPUs that share parameters by FSDP."""
+        return self.shard * self.context if self.shard_context else self.shard
+
+    @property
+    def copies(self):
+        """GPUs that hold the same parameters, and average their gradients."""
+        return self.replicate if self.shard_context else self.replicate * self.context
+
+    @property
+    def number_bytes(self):
+        """Of an activation or a gathered parameter."""
+        return 4 if self.precision == "float32" else 2
+
+
+# ---- parameters and operations ------------------------------------------------------------------------------------
+
+
+def block_params(model):
+    """Parameters of one block: q and output, k and v, the MLP. Norms and biases are less than 0.1 %."""
+    attention = 2 * model.width**2 + 2 * model.width * model.kv_width
+    return attention + model.matrices * model.width * model.hidden
+
+
+def embedding_params(model):
+    """Parameters of the embedding and the head."""
+    return model.vocabulary * model.width * (1 if model.tied else 2)
+
+
+def total_params(model):
+    return model.layers * block_params(model) + embedding_params(model)
+
+
+def local_params(model, layout):
+    """Parameters that a GPU computes with: tensor and stages split them. Embedding and head are spread evenly."""
+    return total_params(model) / layout.tensor / layout.stages
+
+
+def model_flops(model):
+    """Operations per token, as MFU counts them: 6 per parameter of the matrices, 12·layers·width·length for attention.
+
+    The embedding is no matrix product. Attention counts twice what a causal one needs. https://arxiv.org/abs/2204.02311
+    """
+    matrices = model.layers * block_params(model) + model.vocabulary * model.width
+    return 6 * matrices + 12 * model.layers * model.width * model.sequence
+
+
+def recomputed_share(model, layout):
+    """The share of a block's forward pass that backward computes again."""
+    if layout.recompute == "full":
+        return 1.0
+    if layout.recompute == "selective":  # of q k v o gate up down, torchtitan recomputes k, o and up
+        again = model.width * (model.kv_width + model.width + model.hidden)
+        return again / block_params(model)
+    return 0.0
+
+
+# ---- memory: bytes of one GPU -------------------------------------------------------------------------------------
+
+
+def state_bytes(model, layout):
+    """{part: bytes} of parameters, gradients and Adam's state: 16 per parameter in float32, as docs/costs.md has it.
+
+    In bfloat16 FSDP shards the same 16 bytes, and gathers copies. A replicated model holds 2 bytes of copies more, and
+    ZeRO shards the float32 parameters too: 6 bytes on each GPU, 12 shared by all. (arXiv:1910.02054)
+    """
+    params = local_params(model, layout) / layout.shards
+    held = {"parameters": 4 * params, "gradients": 4 * params, "Adam's state": 8 * params}
+    low_precision = layout.precision != "float32"
+    if layout.zero:
+        held["Adam's state"] /= layout.copies
+        if low_precision:
+            held["parameters"] /= layout.copies
+    if low_precision and layout.shards == 1:
+        held["parameters"] += 2 * params
+    return held
+
+
+def gathered_bytes(model, layout):
+    """Parameters that FSDP has gathered, and their gradients, at the peak: see min_FSDP.py and docs/costs.md.
+
+    While a block computes: the block, the next one, its gradients, and the float32 buffers that are sent. In float32
+    that is 20 bytes per parameter. The embedding and the head stay gathered from forward to backward. In a pipeline
+    everything stays gathered for the step, and float32 gradients of all micro-batches are summed unsharded.
+    """
+    if layout.shards == 1:
+        return 0.0
+    size = layout.number_bytes
+    if layout.stages > 1:
+        return (size + 4) * local_params(model, layout)
+    per_param = 3 * size + (8 if size == 4 else 4)
+    block = per_param * block_params(model)
+    ends = size * embedding_params(model) + (size + 4) * model.vocabulary * model.width
+    return (block + ends) / layout.tensor
+
+
+def activation_bytes(model, layout):
+    """Bytes per token that a block keeps for backward, before tensor parallelism splits them.
+
+    none: the inputs of both norms and of all matrices, q, k, v, and the output of attention; 34·width for GPT's shape,
+    as in arXiv:2205.05198, without the masks of dropout. Kernels that are not fused keep 1.4 times as much.
+    selective: the block's input and the outputs of q, v, attention, gate and down. full: the block's input.
+    """
+    if layout.recompute == "full":
+        numbers = model.width
+    elif layout.recompute == "selective":
+        numbers = 4 * model.width + model.kv_width + model.hidden
+    else:
+        numbers = 6 * model.width + 2 * model.kv_width + model.matrices * model.hidden
+        if not layout.fused:
+            numbers *= 1.4
+    return layout.number_bytes * numbers
+
+
+def tokens_of_micro_batch(model, layout):
+    """Tokens of one micro-batch, for all GPUs of `tensor` together."""
+    return layout.micro * model.sequence / layout.context
+
+
+def micro_batches_in_flight(layout):
+    """Micro-batches whose activations the first stage keeps: as many as there are stages in 1F1B.
+
+    Interleaved, a GPU holds those of (chunks - 1)/chunks · (stages - 1) micro-batches more. (arXiv:2104.04473)
+    """
+    if layout.stages == 1:
+        return 1
+    more = (layout.stages - 1) * (layout.chunks - 1) / layout.chunks
+    return min(layout.count, layout.stages + more)
+
+
+def kept_bytes(model, layout):
+    """Activations of all blocks of a stage, for all micro-batches in flight."""
+    tokens = tokens_of_micro_batch(model, layout) / layout.tensor
+    blocks = math.ceil(model.layers / layout.stages)
+    return activation_bytes(model, layout) * tokens * blocks * micro_batches_in_flight(layout)
+
+
+def working_bytes(model, layout):
+    """What is held for a moment: the logits when backward begins, or one block that is recomputed and its gradients.
+
+    Logits take 12 bytes: the softmax, its gradient and the gradient of the loss, in float32. If the loss is fused they
+    take 4. Tensor parallelism splits them by the vocabulary, and gathers the head's input, and its gradient.
+    In a pipeline only the last stage has logits, and keeps the activations of one micro-batch.
+    """
+    tokens = tokens_of_micro_batch(model, layout)
+    logits = (4 if layout.fused_loss else 12) * model.vocabulary * tokens / layout.tensor
+    whole = dataclasses.replace(layout, recompute="none")
+    block = 1.5 * activation_bytes(model, whole) * tokens / layout.tensor
+    if layout.tensor > 1:
+        gathered = 2 * layout.number_bytes * model.width * tokens
+        logits += gathered
+        block += gathered
+    if layout.stages > 1:
+        others = kept_bytes(model, layout) * (1 - 1 / micro_batches_in_flight(layout))
+        logits -= others
+    return max(logits, block)
+
+
+def memory(model, layout):
+    """{part: bytes} of the GPU that holds most, at the peak."""
+    return {
+        **state_bytes(model, layout),
+        "gathered": gathered_bytes(model, layout),
+        "activations": kept_bytes(model, layout),
+        "logits or a block": working_bytes(model, layout),
+    }
+
+
+# ---- time: seconds of a step --------------------------------------------------------------------------------------
+
+REACHABLE = 794.5 / 989  # best matrix product of an H100: github.com/stas00/ml-engineering, compute/accelerator
+FEW_TOKENS = 300  # a micro-batch of so many tokens computes at half of that
+NARROW = 250  # and so do matrices of this width, divided by tensor
+FLOAT8 = 1.6  # speed of blocks in float8, with all casts
+ATTENTION = 0.5  # speed of attention's products, in parts of the GPU's speed (FlashAttention-2 on H100)
+FORWARD = 0.25  # forward's share of a step: less than its third of the operations, since its kernels are faster
+PASSES = 6  # a kept activation is written and read, read again in backward; its gradient written, and read twice
+REACHABLE_LINK = 0.8  # of a link's bandwidth (nccl-tests, large messages)
+HIDDEN_COST = 0.3  # a second of hidden communication slows the computing that hides it by so many seconds
+ASYNC_HIDES = 0.6  # of tensor parallelism's communication, where a framework overlaps it with matrices
+
+
+def matrix_rate(model, layout, cluster):
+    """Operations per second of a block's matrices. It falls with few tokens, and with narrow slices of the layers."""
+    tokens = tokens_of_micro_batch(model, layout)
+    width = model.width / layout.tensor
+    speed = {"bfloat16": 1.0, "float8": FLOAT8, "float32": cluster.float32}[layout.precision]
+    return cluster.flops * REACHABLE * speed * tokens / (tokens + FEW_TOKENS) * width / (width + NARROW)
+
+
+def block_seconds(model, layout, cluster):
+    """Forward and backward of one block and one micro-batch: matrices, attention, and memory traffic of the rest."""
+    tokens = tokens_of_micro_batch(model, layout) / layout.tensor
+    again = recomputed_share(model, layout)
+    slowdown = 1 + again * FORWARD
+    matrices = 6 * block_params(model) * tokens * slowdown / matrix_rate(model, layout, cluster)
+
+    # Causal: 2·width·length operations per token forward, two and a half times as many backward.
+    passes = 3.5 + (1 if layout.recompute == "full" else 0)
+    imbalance = 1 if layout.balanced else 2 - 1 / layout.context  # the last of equal pieces attends to all others
+    speed = cluster.float32 if layout.precision == "float32" else 1.0
+    attention = 2 * model.width * model.sequence * tokens * passes * imbalance / (ATTENTION * cluster.flops * speed)
+
+    whole = dataclasses.replace(layout, recompute="none")
+    traffic = PASSES * activation_bytes(model, whole) * tokens * slowdown / cluster.bandwidth
+    return matrices + attention + traffic
+
+
+def head_seconds(model, layout, cluster):
+    """Forward and backward of the head and of the loss, for one micro-batch: 6 operations, and two passes of logits."""
+    tokens = tokens_of_micro_batch(model, layout) / layout.tensor
+    low = dataclasses.replace(layout, precision="bfloat16") if layout.precision == "float8" else layout
+    product = 6 * model.vocabulary * model.width * tokens / matrix_rate(model, low, cluster)
+    return product + 24 * model.vocabulary * tokens / cluster.bandwidth
+
+
+def compute_seconds(model, layout, cluster):
+    """Of one micro-batch in the slowest stage. Stages are as even as whole blocks allow.
+
+    `cluster.efficiency` divides it all: kernels, power limits and frameworks differ. It is the only number that
+    docs/plan.md fits, once for each source.
+    """
+    block = block_seconds(model, layout, cluster)
+    even = (model.layers * block + head_seconds(model, layout, cluster)) / layout.stages
+    slowest = math.ceil(model.layers / layout.stages) * block
+    return max(even, slowest) / cluster.efficiency
+
+
+def transfer_seconds(size, stride, n_bytes, messages, cluster):
+    """(seconds of the bytes, seconds of latency) that each of `size` GPUs needs to send `n_bytes` in a ring.
+
+    Neighbours are `stride` GPUs apart. Inside a machine a GPU sends over NVLink. Beyond it, all members of the group in
+    one machine share its network ports: a ring for each of them. Each message passes `size` - 1 hops, and stragglers
+    make it wait; this is never hidden.
+    """
+    if size == 1:
+        return 0.0, 0.0
+    if size * stride <= cluster.gpus_per_node:
+        return n_bytes / (cluster.inside * REACHABLE_LINK), messages * (size - 1) * cluster.latency_inside
+    members = max(1, cluster.gpus_per_node // stride)
+    bandwidth = min(cluster.inside, members * cluster.between) * REACHABLE_LINK
+    return n_bytes / bandwidth, messages * (size - 1) * cluster.latency_between
+
+
+def exposed(seconds, window, cluster):
+    """Seconds by which communication of `seconds` prolongs the computing of `window` seconds that hides it."""
+    if not cluster.overlaps:
+        return seconds
+    hidden = min(seconds, window)
+    return seconds - hidden + HIDDEN_COST * hidden
+
+
+def tensor_bytes(model, layout):
+    """Sent by a GPU for one block and one micro-batch: 8·(T-1)/T activations, 11 if the block is recomputed.
+
+    Four pairs of all-gather and reduce-scatter: see min_TP.py, min_2D.py and docs/costs.md.
+    """
+    activations = 11 if layout.recompute == "full" else 8
+    tokens = tokens_of_micro_batch(model, layout)
+    split = (layout.tensor - 1) / layout.tensor
+    return activations * split * layout.number_bytes * tokens * model.width
+
+
+def tensor_seconds(model, layout, cluster):
+    """Of one block and one micro-batch, all exposed unless the framework overlaps it."""
+    messages = 11 if layout.recompute == "full" else 8
+    seconds, latency = transfer_seconds(layout.tensor, 1, tensor_bytes(model, layout), messages, cluster)
+    if layout.async_tensor:
+        return (1 - ASYNC_HIDES) * (seconds + latency)
+    return seconds + latency
+
+
+def context_bytes(model, layout):
+    """Sent by a GPU for one block and one micro-batch by min_CP.py's all-to-alls: 8·(C-1)/C activations of its piece.
+
+    They are q, k, v and the output, forward and backward. Fewer KV heads make k and v smaller.
+    """
+    tokens = tokens_of_micro_batch(model, layout) / layout.tensor
+    split = (layout.context - 1) / layout.context
+    return 2 * split * layout.number_bytes * tokens * (2 * model.width + 2 * model.kv_width)
+
+
+def context_seconds(model, layout, cluster):
+    """Of one block and one micro-batch. Recomputing a block sends forward's half again."""
+    again = 1.5 if layout.recompute == "full" else 1.0
+    n_bytes = again * context_bytes(model, layout)
+    return sum(transfer_seconds(layout.context, layout.tensor, n_bytes, 4 * again, cluster))
+
+
+def shard_bytes(model, layout):
+    """(gathered, reduced): sent by a GPU in one gathering of all its parameters, and in one reduction of gradients.
+
+    (S-1)/S of the parameters each: see min_FSDP.py. In float8 parameters are gathered in one byte.
+    """
+    params = (layout.shards - 1) / layout.shards * local_params(model, layout)
+    gathered = 1 if layout.precision == "float8" else layout.number_bytes
+    return gathered * params, layout.reduce_bytes * params
+
+
+def shard_seconds(model, layout, window, cluster):
+    """FSDP's communication in a step that `window` seconds of computing per micro-batch do not hide."""
+    if layout.shards == 1:
+        return 0.0
+    gatherings = 1 if layout.keep_gathered or layout.stages > 1 else 2
+    rounds = 1 if layout.stages > 1 else layout.count  # a pipeline keeps all gathered, see gathered_bytes
+    gathered, reduced = shard_bytes(model, layout)
+    messages = (gatherings + 1) * model.layers / layout.stages
+    seconds, latency = transfer_seconds(
+        layout.shards, layout.tensor, gatherings * gathered + reduced, messages, cluster
+    )
+    return rounds * (exposed(seconds, window, cluster) + latency)
+
+
+def replicate_bytes(model, layout):
+    """Sent by a GPU to reduce gradients, and to gather again: (R-1)/R of its gradients, and as many again.
+
+    DDP's all-reduce is both, see min_DDP.py. ZeRO gathers parameters instead, see min_ZeRO.py.
+    """
+    params = (layout.copies - 1) / layout.copies * local_params(model, layout) / layout.shards
+    gathered = layout.number_bytes if layout.zero else layout.reduce_bytes
+    return layout.reduce_bytes * params, gathered * params
+
+
+def replicate_seconds(model, layout, window, cluster):
+    """What DDP or ZeRO adds to a step. Only backward of the last micro-batch, two thirds of `window`, hides gradients.
+
+    ZeRO gathers parameters after the optimizer's step, when nothing computes, unless the framework overlaps it.
+    """
+    if layout.copies == 1:
+        return 0.0
+    stride = layout.tensor * layout.shards
+    messages = model.layers / layout.stages
+    reduced, gathered = replicate_bytes(model, layout)
+    reducing, latency = transfer_seconds(layout.copies, stride, reduced, messages, cluster)
+    gathering, _ = transfer_seconds(layout.copies, stride, gathered, messages, cluster)
+    if not layout.zero:
+        return exposed(reducing + gathering, window * 2 / 3, cluster) + 2 * latency
+    if layout.overlap_gather:
+        gathering = exposed(gathering, window / 3, cluster)
+    return exposed(reducing, window * 2 / 3, cluster) + gathering + 2 * latency
+
+
+def optimizer_seconds(model, layout, cluster):
+    """Adam reads parameter, gradient and two moments, and writes three: 28 bytes per parameter."""
+    params = local_params(model, layout) / layout.shards
+    if layout.zero:
+        params /= layout.copies
+    return 28 * params / cluster.bandwidth
+
+
+def stage_bytes(model, layout):
+    """Sent by a GPU to the next stage and back, for one micro-batch: its activations and their gradients."""
+    tokens = tokens_of_micro_batch(model, layout) / layout.tensor
+    return 2 * layout.number_bytes * tokens * model.width * layout.chunks
+
+
+def stage_seconds(model, layout, window, cluster):
+    """What sending activations between stages adds to a micro-batch. It is hidden behind the next micro-batch."""
+    if layout.stages == 1:
+        return 0.0
+    inside = layout.n_gpus <= cluster.gpus_per_node
+    bandwidth = cluster.inside if inside else cluster.between
+    latency = 2 * layout.chunks * (cluster.latency_inside if inside else cluster.latency_between)
+    return exposed(stage_bytes(model, layout) / (bandwidth * REACHABLE_LINK), window, cluster) + latency
+
+
+def seconds(model, layout, cluster):
+    """{part: seconds} of a step. In the bubble of (K-1)/chunks micro-batches a stage waits for the others."""
+    blocks = model.layers / layout.stages
+    computing = compute_seconds(model, layout, cluster)
+    tensor = blocks * tensor_seconds(model, layout, cluster)
+    context = blocks * context_seconds(model, layout, cluster)
+    window = computing + tensor + context
+    stage = stage_seconds(model, layout, window, cluster)
+    return {
+        "compute": layout.count * computing,
+        "bubble": (layout.stages - 1) / layout.chunks * (window + stage),
+        "tensor": layout.count * tensor,
+        "context": layout.count * context,
+        "stages": layout.count * stage,
+        "shard": shard_seconds(model, layout, window, cluster),
+        "replicate": replicate_seconds(model, layout, window, cluster),
+        "optimizer": optimizer_seconds(model, layout, cluster),
+    }
+
+
+def tokens_per_second(model, layout, cluster):
+    """Of each GPU."""
+    tokens = layout.data * layout.micro * layout.count * model.sequence
+    return tokens / layout.n_gpus / sum(seconds(model, layout, cluster).values())
+
+
+# ---- all layouts, and the one to recommend ------------------------------------------------------------------------
+
+RECOMPUTE = ("none", "selective", "full")
+SHORTEST_PIECE = 8192  # tokens of a sequence per rank of `context`: Llama 3 has 8,192, torchtitan's runs 32,768
+WITHIN = 0.95  # of the fastest: the simplest of these is recommended
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the layouts have in common."""
+
+    model: Model
+    cluster: Cluster
+    n_gpus: int
+    batch: int  # sequences of a step, over all GPUs
+    precision: str = "bfloat16"
+    recompute: tuple = RECOMPUTE
+
+
+def powers_of_two(largest):
+    return [2**i for i in range(max(0, int(largest)).bit_length())]
+
+
+def splits(job):
+    """All (tensor, context, stages) that divide the GPUs, the heads and the layers.
+
+    Tensor parallelism stays inside a machine. Each of its ranks has at least one KV head. min_CP.py's all-to-all needs a
+    head for each rank of `context`.
+    """
+    model = job.model
+    for tensor in powers_of_two(min(job.cluster.gpus_per_node, model.kv_heads)):
+        for stages in powers_of_two(min(model.layers, job.n_gpus)):
+            longest = max(1, model.sequence // SHORTEST_PIECE)
+            for context in powers_of_two(min(longest, model.heads // tensor)):
+                fits = job.n_gpus % (tensor * stages * context) == 0
+                divides = model.kv_heads % tensor == 0 and model.heads % (tensor * context) == 0
+                if fits and divides and model.sequence % (tensor * context) == 0:
+                    yield tensor, context, stages
+
+
+def shardings(job, tensor, context, stages):
+    """The layouts of the remaining GPUs: DDP, ZeRO-1, FSDP, or FSDP in each machine (HSDP)."""
+    data = job.n_gpus // (tensor * context * stages)
+    split = Layout(tensor=tensor, context=context, stages=stages, precision=job.precision)
+    yield dataclasses.replace(split, replicate=data, shard_context=False)
+    if data > 1 and tensor * context * stages == 1:
+        yield dataclasses.replace(split, replicate=data, zero=True)
+    if data * context > 1:
+        yield dataclasses.replace(split, shard=data)
+    in_machine = job.cluster.gpus_per_node // tensor
+    if stages * context == 1 and 1 < in_machine < data and data % in_machine == 0:
+        yield dataclasses.replace(split, replicate=data // in_machine, shard=in_machine)
+
+
+def layouts(job):
+    """Every layout of the global batch. A pipeline has at least as many micro-batches as stages."""
+    for tensor, context, stages in splits(job):
+        data = job.n_gpus // (tensor * context * stages)
+        if job.batch % data:
+            continue
+        sequences = job.batch // data
+        for micro in powers_of_two(sequences):
+            count = sequences // micro
+            if sequences % micro or count < stages:
+                continue
+            for layout in shardings(job, tensor, context, stages):
+                for chunks in (1, 2) if 1 < stages <= job.model.layers // 2 and count % stages == 0 else (1,):
+                    for recompute in job.recompute:
+                        yield dataclasses.replace(
+                            layout, micro=micro, count=count, chunks=chunks, recompute=recompute
+                        )
+
+
+def axes(layout):
+    """The kind of a mesh, as a set of names."""
+    names = {name for name in ("tensor", "context", "stages") if getattr(layout, name) > 1}
+    if layout.replicate > 1:
+        names.add("replicate")
+    if layout.zero:
+        names.add("zero")
+    if layout.shards > 1 and layout.shard_context:
+        names.add("shard")
+    return frozenset(names)
+
+
+def complexity(layout):
+    """How much there is to understand and to go wrong: a weight for each axis, then for recomputing and chunks."""
+    weights = {"replicate": 1, "zero": 1, "shard": 2, "tensor": 4, "context": 4, "stages": 6}
+    total = sum(weights[name] for name in axes(layout))
+    return total, layout.chunks, RECOMPUTE.index(layout.recompute)
+
+
+@dataclass(frozen=True)
+class Result:
+    layout: Layout
+    speed: float  # tokens per second and GPU
+    memory: dict
+    seconds: dict
+
+
+def evaluate(job, layout):
+    parts = seconds(job.model, layout, job.cluster)
+    speed = job.batch * job.model.sequence / job.n_gpus / sum(parts.values())
+    return Result(layout, speed, memory(job.model, layout), parts)
+
+
+def search(job, kinds=None):
+    """(results that fit, the result that needs least memory). `kinds` limits the search to some `axes`."""
+    fitting = []
+    smallest = None
+    for layout in layouts(job):
+        if kinds and axes(layout) not in kinds:
+            continue
+        needed = sum(memory(job.model, layout).values())
+        if needed <= SHARE_OF_MEMORY * job.cluster.memory:
+            fitting.append(evaluate(job, layout))
+        if smallest is None or needed < sum(smallest.memory.values()):
+            smallest = evaluate(job, layout)
+    return fitting, smallest
+
+
+def fastest(results):
+    return max(results, key=lambda result: result.speed)
+
+
+def recommended(results):
+    """The simplest of those within 5 % of the fastest. Of equally simple ones, the fastest."""
+    best = fastest(results).speed
+    close = [result for result in results if result.speed >= WITHIN * best]
+    return min(close, key=lambda result: (complexity(result.layout), -result.speed))
+
+
+def runner_up(results, winner):
+    """The fastest of another kind of mesh, or None."""
+    others = [result for result in results if axes(result.layout) != axes(winner.layout)]
+    return fastest(others) if others else None
+
+
+def what_would_change_it(job, winner, other):
+    """The first of some changes with which `other`'s kind of mesh would be recommended over `winner`'s, or None."""
+    kinds = (axes(winner.layout), axes(other.layout))
+    for name, changed in changes(job):
+        results, _ = search(changed, kinds)
+        if results and axes(recommended(results).layout) == kinds[1]:
+            return name
+    return None
+
+
+def changes(job):
+    """(what changes, the job then), the smaller changes first."""
+    for factor in (2, 4, 8, 16):
+        cluster = dataclasses.replace(job.cluster, between=job.cluster.between / factor)
+        yield f"links between machines {factor} times slower", dataclasses.replace(job, cluster=cluster)
+        cluster = dataclasses.replace(job.cluster, between=job.cluster.between * factor)
+        yield f"links between machines {factor} times faster", dataclasses.replace(job, cluster=cluster)
+        cluster = dataclasses.replace(job.cluster, memory=job.cluster.memory / factor)
+        yield f"1/{factor} of the memory", dataclasses.replace(job, cluster=cluster)
+        cluster = dataclasses.replace(job.cluster, memory=job.cluster.memory * factor)
+        yield f"{factor} times the memory", dataclasses.replace(job, cluster=cluster)
+        if job.batch % factor == 0:
+            yield f"1/{factor} of the global batch", dataclasses.replace(job, batch=job.batch // factor)
+        yield f"{factor} times the global batch", dataclasses.replace(job, batch=job.batch * factor)
