@@ -1,4 +1,4 @@
-"""Plan a training run: which of these scripts, on which mesh, for your model on your GPUs. A projection, no measurement.
+"""Plan a training run: which of these scripts, on which mesh, for your model on your GPUs. It projects, from formulas.
 
     time of a step  =  compute + bubble + communication that no compute hides + optimizer
 
@@ -25,7 +25,6 @@ The first prints `recommended   FSDP 64, recompute full`.
 
 import argparse
 import dataclasses
-import functools
 import json
 import math
 import sys
@@ -78,7 +77,7 @@ class Cluster:
     inside: float  # sent by one GPU to others in its machine
     between: float  # sent by one GPU to other machines
     gpus_per_node: int = 8
-    efficiency: float = 0.67  # the middle of the sources of docs/plan.md, see `compute_seconds`
+    efficiency: float = 0.77  # the median of the H100 sources of docs/plan.md, see `compute_seconds`
     latency_inside: float = 1e-6
     latency_between: float = 3e-6
     overlaps: bool = True  # links work while the GPU computes
@@ -87,12 +86,13 @@ class Cluster:
 
 
 GPUS = {  # https://www.nvidia.com/en-us/data-center/ (H100, H200, A100, B200): dense, one direction of NVLink
-    "a100": Cluster("a100", 80e9, 312e12, 2.04e12, 300e9, 25e9),
+    "a100": Cluster("a100", 80e9, 312e12, 2.04e12, 300e9, 25e9, efficiency=0.99),  # of the A100 sources
     "h100": Cluster("h100", 80e9, 989.5e12, 3.35e12, 450e9, 50e9),
     "h200": Cluster("h200", 141e9, 989.5e12, 4.8e12, 450e9, 50e9),
     "b200": Cluster("b200", 180e9, 2250e12, 8e12, 900e9, 50e9),
 }
-SHARE_OF_MEMORY = 0.94  # the rest is for CUDA, NCCL and fragments
+SHARE_OF_MEMORY = 0.9  # the rest is for CUDA, NCCL and fragments: peaks in docs/plan.md are 1.1 times those projected
+TRUTH = (0.82, 1.12)  # measured / projected speed in docs/plan.md, from the 10th to the 90th percentile of its rows
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,9 @@ class Layout:
     fused_loss: bool = False  # the loss works on the logits in place
     async_tensor: bool = False  # tensor parallelism communicates while it computes
     balanced: bool = True  # every rank of `context` has the same share of attention
-    shard_context: bool = True  # ranks of `context` share the parameters, as those of `shard` do; min_CP.py: they do not
+    shard_context: bool = (
+        True  # ranks of `context` share the parameters, as those of `shard` do; min_CP.py: they do not
+    )
     keep_gathered: bool = False  # shards are gathered once per micro-batch
     overlap_gather: bool = False  # ZeRO gathers parameters while the next forward computes
     reduce_bytes: int = 4  # gradients travel in float32
@@ -383,19 +385,22 @@ def exposed(seconds, window, cluster):
 
 
 def tensor_bytes(model, layout):
-    """Sent by a GPU for one block and one micro-batch: 8·(T-1)/T activations, 11 if the block is recomputed.
+    """Sent by a GPU for one micro-batch: (T-1)/T · (8·blocks + 4) activations, or 11 for a block that is recomputed.
 
-    Four pairs of all-gather and reduce-scatter: see min_TP.py, min_2D.py and docs/costs.md.
+    A block has four pairs of all-gather and reduce-scatter, embedding and head two: see min_TP.py and docs/costs.md.
+    min_TP.py gathers the logits besides. Here each rank keeps its part of the vocabulary.
     """
-    activations = 11 if layout.recompute == "full" else 8
+    per_block = 11 if layout.recompute == "full" else 8
+    activations = (per_block * model.layers + 4) / layout.stages
     tokens = tokens_of_micro_batch(model, layout)
     split = (layout.tensor - 1) / layout.tensor
-    return activations * split * layout.number_bytes * tokens * model.width
+    return split * activations * layout.number_bytes * tokens * model.width
 
 
 def tensor_seconds(model, layout, cluster):
-    """Of one block and one micro-batch, all exposed unless the framework overlaps it."""
-    messages = 11 if layout.recompute == "full" else 8
+    """Of one micro-batch, all exposed unless the framework overlaps it."""
+    per_block = 11 if layout.recompute == "full" else 8
+    messages = (per_block * model.layers + 4) / layout.stages
     seconds, latency = transfer_seconds(layout.tensor, 1, tensor_bytes(model, layout), messages, cluster)
     if layout.async_tensor:
         return (1 - ASYNC_HIDES) * (seconds + latency)
@@ -403,20 +408,22 @@ def tensor_seconds(model, layout, cluster):
 
 
 def context_bytes(model, layout):
-    """Sent by a GPU for one block and one micro-batch by min_CP.py's all-to-alls: 8·(C-1)/C activations of its piece.
+    """Sent by a GPU for one micro-batch by min_CP.py's all-to-alls: 8·(C-1)/C activations of its piece for each block.
 
     They are q, k, v and the output, forward and backward. Fewer KV heads make k and v smaller.
     """
     tokens = tokens_of_micro_batch(model, layout) / layout.tensor
     split = (layout.context - 1) / layout.context
-    return 2 * split * layout.number_bytes * tokens * (2 * model.width + 2 * model.kv_width)
+    per_block = 2 * split * layout.number_bytes * tokens * (2 * model.width + 2 * model.kv_width)
+    return per_block * model.layers / layout.stages
 
 
 def context_seconds(model, layout, cluster):
-    """Of one block and one micro-batch. Recomputing a block sends forward's half again."""
+    """Of one micro-batch. Recomputing a block sends forward's half again."""
     again = 1.5 if layout.recompute == "full" else 1.0
+    messages = 4 * again * model.layers / layout.stages
     n_bytes = again * context_bytes(model, layout)
-    return sum(transfer_seconds(layout.context, layout.tensor, n_bytes, 4 * again, cluster))
+    return sum(transfer_seconds(layout.context, layout.tensor, n_bytes, messages, cluster))
 
 
 def shard_bytes(model, layout):
@@ -498,10 +505,9 @@ def stage_seconds(model, layout, window, cluster):
 
 def seconds(model, layout, cluster):
     """{part: seconds} of a step. In the bubble of (K-1)/chunks micro-batches a stage waits for the others."""
-    blocks = model.layers / layout.stages
     computing = compute_seconds(model, layout, cluster)
-    tensor = blocks * tensor_seconds(model, layout, cluster)
-    context = blocks * context_seconds(model, layout, cluster)
+    tensor = tensor_seconds(model, layout, cluster)
+    context = context_seconds(model, layout, cluster)
     window = computing + tensor + context
     stage = stage_seconds(model, layout, window, cluster)
     return {
@@ -548,8 +554,8 @@ def powers_of_two(largest):
 def splits(job):
     """All (tensor, context, stages) that divide the GPUs, the heads and the layers.
 
-    Tensor parallelism stays inside a machine. Each of its ranks has at least one KV head. min_CP.py's all-to-all needs a
-    head for each rank of `context`.
+    Tensor parallelism stays inside a machine, and each of its ranks has at least one KV head. min_CP.py's all-to-all
+    needs a head for each rank of `context`.
     """
     model = job.model
     for tensor in powers_of_two(min(job.cluster.gpus_per_node, model.kv_heads)):
@@ -590,9 +596,7 @@ def layouts(job):
             for layout in shardings(job, tensor, context, stages):
                 for chunks in (1, 2) if 1 < stages <= job.model.layers // 2 and count % stages == 0 else (1,):
                     for recompute in job.recompute:
-                        yield dataclasses.replace(
-                            layout, micro=micro, count=count, chunks=chunks, recompute=recompute
-                        )
+                        yield dataclasses.replace(layout, micro=micro, count=count, chunks=chunks, recompute=recompute)
 
 
 def axes(layout):
@@ -684,3 +688,355 @@ def changes(job):
         if job.batch % factor == 0:
             yield f"1/{factor} of the global batch", dataclasses.replace(job, batch=job.batch // factor)
         yield f"{factor} times the global batch", dataclasses.replace(job, batch=job.batch * factor)
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+def mesh_name(layout):
+    """For example FSDP 8 x TP 4."""
+    names = []
+    if layout.copies > 1:
+        kind = "ZeRO-1" if layout.zero else "DDP"
+        names.append(f"{kind} {layout.replicate}" if layout.replicate > 1 else "")
+    if layout.shards > 1 and layout.shard_context:
+        names.append(f"FSDP {layout.shard}" if layout.shard > 1 else "FSDP over CP's GPUs")
+    names += [f"{kind} {size}" for kind, size in (("TP", layout.tensor), ("CP", layout.context)) if size > 1]
+    if layout.stages > 1:
+        names.append(f"PP {layout.stages}" + (", interleaved" if layout.chunks > 1 else ""))
+    return " x ".join(name for name in names if name) or "one GPU"
+
+
+def script(layout):
+    """(the script that has this mesh, its options), or (None, advice)."""
+    kinds = axes(layout)
+    replicate, shard, tensor = layout.replicate, layout.shard, layout.tensor
+    schedule = ["--schedule", "Interleaved1F1B"] if layout.chunks > 1 else []
+    if "context" in kinds:
+        if kinds == {"context"} and not layout.shard_context:
+            return "min_CP.py", []
+        return None, "no script here has this mesh: attention as in min_CP.py, the rest as in the script for the others"
+    if kinds == {"zero", "replicate"}:
+        return "min_ZeRO.py", []
+    if kinds == {"tensor"}:
+        return "min_TP.py", []
+    if kinds in ({"stages"}, {"stages", "replicate"}):
+        micro_batches = ["--micro-batches", layout.count, "--data-parallel", replicate]
+        return "min_PP.py", [*micro_batches, *schedule]
+    if "stages" in kinds:
+        if "replicate" in kinds:
+            return None, "no script here has this mesh: min_3D.py shards instead of replicating"
+        return "min_3D.py", ["--stages", layout.stages, "--shard", shard, "--tensor", tensor]
+    if kinds == {"shard"} and layout.recompute == "none":
+        return "min_FSDP.py", ["--mixed-precision"] if layout.precision != "float32" else []
+    mesh = ["--replicate", replicate, "--shard", shard, "--tensor", tensor]
+    return "min_2D.py", mesh + (["--checkpoint-activations"] if layout.recompute == "full" else [])
+
+
+def command(job, layout):
+    """The command that starts gpt.py's model of this shape on this mesh, or None. On several machines: on each one."""
+    name, mesh = script(layout)
+    if name is None:
+        return None
+    model = job.model
+    n_machines = math.ceil(job.n_gpus / job.cluster.gpus_per_node)
+    shape = ["--layers", model.layers, "--width", model.width, "--heads", model.heads, "--length", model.sequence]
+    words = [name, *mesh, *shape, "--global-batch-size", job.batch]
+    if n_machines == 1:
+        start = ["python", name, "--nproc", job.n_gpus]
+    else:
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29400"]
+        start = ["torchrun", "--nnodes", n_machines, "--nproc-per-node", job.cluster.gpus_per_node, *rendezvous, name]
+    return " ".join(str(word) for word in start + words[1:])
+
+
+def missing(job, layout):
+    """What the plan assumes and the script does not do, as phrases."""
+    name, _ = script(layout)
+    found = []
+    if layout.precision == "bfloat16" and name != "min_FSDP.py":
+        found.append("bfloat16")
+    if layout.precision == "float8":
+        found.append("float8")
+    if layout.recompute == "selective" or (layout.recompute == "full" and name != "min_2D.py"):
+        found.append(f"{layout.recompute} recomputation")
+    if layout.count > 1 and layout.stages == 1:
+        found.append(f"gradient accumulation over {layout.count} micro-batches")
+    if job.model.matrices == 3:
+        found.append("gated MLPs")
+    if job.model.kv_heads < job.model.heads:
+        found.append("grouped KV heads")
+    if job.model.vocabulary != 256:
+        found.append(f"a vocabulary of {job.model.vocabulary:,}")
+    if job.model.sequence > 2**16:
+        found.append("sequences of more than 65,536 bytes")
+    return found
+
+
+# ---- what is printed ----------------------------------------------------------------------------------------------
+
+GIB = 2**30
+
+
+def bar(value, whole, width=40):
+    return "#" * round(width * value / whole)
+
+
+def describe(layout):
+    batches = "1 micro-batch" if layout.count == 1 else f"{layout.count} micro-batches"
+    sequences = "1 sequence" if layout.micro == 1 else f"{layout.micro} sequences"
+    return f"{mesh_name(layout)}, recompute {layout.recompute}, {batches} of {sequences}"
+
+
+def utilisation(job, result):
+    """(MFU, HFU): useful operations, and those with everything that is recomputed, as shares of the GPU's speed."""
+    useful = result.speed * model_flops(job.model) / job.cluster.flops
+    again = recomputed_share(job.model, result.layout)
+    return useful, useful * (1 + again / 3)
+
+
+def print_result(job, result):
+    line = command(job, result.layout)
+    lacking = missing(job, result.layout)
+    print(f"recommended   {describe(result.layout)}")
+    print(f"start         {line or script(result.layout)[1]}")
+    if lacking:
+        print(f"              gpt.py's model of this shape. The plan counts on more: {', '.join(lacking)}.")
+    used = sum(result.memory.values())
+    print(f"\nmemory of a {job.cluster.device}, GiB  {used / GIB:.1f} of {job.cluster.memory / GIB:.1f}")
+    for part, n_bytes in result.memory.items():
+        if n_bytes > 0:
+            print(f"  {part:18} {n_bytes / GIB:6.1f}  {bar(n_bytes, job.cluster.memory)}")
+    reserve = (1 - SHARE_OF_MEMORY) * job.cluster.memory
+    print(f"  {'reserve':18} {reserve / GIB:6.1f}  {bar(reserve, job.cluster.memory)}")
+    total = sum(result.seconds.values())
+    print(f"\nseconds of a step     {total:.3f}")
+    for part, time in result.seconds.items():
+        if time > 0:
+            print(f"  {part:18} {time:6.3f}  {bar(time, total)}")
+    mfu, hfu = utilisation(job, result)
+    low, high = (result.speed * factor for factor in TRUTH)
+    print(f"\ntokens/s per {job.cluster.device}      {result.speed:,.0f}, MFU {mfu:.0%}, HFU {hfu:.0%}")
+    print(f"the truth may lie    from {low:,.0f} to {high:,.0f}: so far were 8 of 10 published runs, see docs/plan.md")
+
+
+def print_runner_up(job, winner, results):
+    other = runner_up(results, winner)
+    if other is None:
+        return
+    difference = other.speed / winner.speed - 1
+    faster = f"{difference:.1%} faster, but less simple" if difference > 0 else f"{-difference:.1%} slower"
+    print(f"\nrunner-up     {describe(other.layout)}: {faster}")
+    change = what_would_change_it(job, winner, other)
+    if change:
+        print(f"              It would be recommended with {change}.")
+
+
+def print_no_fit(job, smallest):
+    """By how much it does not fit, and the first change that would make it fit."""
+    limit = SHARE_OF_MEMORY * job.cluster.memory
+    if smallest is None:
+        print(f"no layout     {job.batch} sequences cannot be shared by {job.n_gpus} {job.cluster.device}s")
+    else:
+        needed = sum(smallest.memory.values())
+        print(f"does not fit  the smallest layout needs {needed / GIB:.1f} GiB, {(needed - limit) / GIB:.1f} too many")
+        print(f"              {describe(smallest.layout)}")
+    change = what_makes_it_fit(job)
+    print(f"would fit     {change}" if change else "would not fit on 64 times as many either")
+
+
+def what_makes_it_fit(job):
+    if set(job.recompute) != set(RECOMPUTE):
+        results, _ = search(dataclasses.replace(job, recompute=RECOMPUTE))
+        if results:
+            return "with --recompute auto"
+    for factor in (2, 4, 8, 16, 32, 64):
+        more = dataclasses.replace(job, n_gpus=factor * job.n_gpus, batch=factor * job.batch)
+        results, _ = search(more)
+        if results:
+            return f"on {more.n_gpus} {job.cluster.device}s: {describe(recommended(results).layout)}"
+    return None
+
+
+def as_json(job, results, smallest):
+    """For programs: the same numbers in bytes and seconds."""
+    report = {"projection": True, "fits": bool(results), "gpus": job.n_gpus, "global batch": job.batch}
+    if not results:
+        if smallest:
+            report["smallest"] = result_as_json(job, smallest)
+        report["would fit"] = what_makes_it_fit(job)
+        return report
+    winner = recommended(results)
+    other = runner_up(results, winner)
+    report["recommended"] = result_as_json(job, winner)
+    report["measured / projected"] = TRUTH
+    if other:
+        report["runner-up"] = result_as_json(job, other)
+    return report
+
+
+def result_as_json(job, result):
+    mfu, hfu = utilisation(job, result)
+    return {
+        "mesh": mesh_name(result.layout),
+        "layout": dataclasses.asdict(result.layout),
+        "command": command(job, result.layout),
+        "not in the script": missing(job, result.layout),
+        "memory": result.memory,
+        "seconds": result.seconds,
+        "tokens/s per GPU": result.speed,
+        "MFU": mfu,
+        "HFU": hfu,
+    }
+
+
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Errors are one line. options.py has more, but needs torch."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def whole_number(text):
+    """An argparse `type`: a whole number of at least 1."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def parse_args(argv=None):
+    parser = ArgumentParser(
+        prog="plan.py", description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    models = ", ".join(MODELS)
+    parser.add_argument("--model", choices=MODELS, metavar="NAME", help=f"one of {models}")
+    for name, text in (
+        ("layers", "blocks of attention and MLP"),
+        ("width", "features per token"),
+        ("heads", "attention heads per block"),
+        ("kv-heads", "heads of keys and values (default: as many as heads)"),
+        ("hidden", "features inside an MLP (default: 4 x width)"),
+        ("vocabulary", "number of different tokens (default: 50257)"),
+        ("sequence", "tokens per sequence (default: the model's, or 8192)"),
+        ("global-batch-size", "sequences per step, over all GPUs (default: 8192 tokens per GPU)"),
+    ):
+        parser.add_argument(f"--{name}", type=whole_number, default=argparse.SUPPRESS, help=text)
+    parser.add_argument("--gated", action="store_true", help="MLPs have three matrices")
+    parser.add_argument("--gpus", type=whole_number, help="number of GPUs (default: all that --cluster measured, or 8)")
+    gpu_help = f'one of {", ".join(GPUS)}, or "memory=GB flops=TFLOP/s", with bandwidth=GB/s of the memory if known'
+    parser.add_argument("--gpu", default="h100", help=gpu_help)
+    parser.add_argument("--gpus-per-node", type=whole_number, help="GPUs of a machine (default: 8)")
+    parser.add_argument("--links", metavar='"inside=GB/s between=GB/s"', help="sent by one GPU, within and beyond it")
+    parser.add_argument("--cluster", metavar="FILE", help="what benchmarks/check_cluster.py has measured, for --gpu")
+    parser.add_argument(
+        "--precision", choices=("float32", "bfloat16", "float8"), default="bfloat16", help="of matrices"
+    )
+    parser.add_argument(
+        "--recompute", choices=("auto", *RECOMPUTE), default="auto", help="what backward computes again"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    args = parser.parse_args(argv)
+    model = parse_model(parser, args)
+    cluster, measured = parse_cluster(parser, args)
+    n_gpus = args.gpus or measured or 8
+    if n_gpus > cluster.gpus_per_node and n_gpus % cluster.gpus_per_node:
+        parser.error(f"argument --gpus: {n_gpus} is not a multiple of {cluster.gpus_per_node}, the GPUs of a machine")
+    batch = getattr(args, "global_batch_size", max(1, 8192 * n_gpus // model.sequence))
+    recompute = RECOMPUTE if args.recompute == "auto" else (args.recompute,)
+    return args, Job(model, cluster, n_gpus, batch, args.precision, recompute)
+
+
+def parse_model(parser, args):
+    """--model, changed by the options of its shape, or a shape from these options alone."""
+    given = {name: value for name, value in vars(args).items() if name in Model.__dataclass_fields__}
+    if args.gated:
+        given["matrices"] = 3
+    if args.model is None:
+        for name in ("layers", "width", "heads"):
+            if name not in given:
+                parser.error(f"argument --{name}: needed if there is no --model")
+        defaults = {"kv_heads": given["heads"], "hidden": 4 * given["width"], "matrices": 2, "vocabulary": 50257}
+        model = Model(**{**defaults, **given})
+    else:
+        model = dataclasses.replace(MODELS[args.model], **given)
+    for name, value, divisor, why in (
+        ("width", model.width, model.heads, "the number of heads"),
+        ("heads", model.heads, model.kv_heads, "the number of KV heads"),
+    ):
+        if value % divisor:
+            parser.error(f"argument --{name}: {value} is not a multiple of {divisor}, {why}")
+    return model
+
+
+def parse_cluster(parser, args):
+    """(the cluster, the number of GPUs that were measured or None)."""
+    measured = None
+    if args.cluster:
+        try:
+            with open(args.cluster) as file:
+                found = json.load(file)
+            measured = found.pop("gpus")
+            cluster = Cluster(**found)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            parser.error(f"argument --cluster: {args.cluster} is not a file of benchmarks/check_cluster.py: {error}")
+    elif args.gpu in GPUS:
+        cluster = GPUS[args.gpu]
+    else:
+        numbers = parse_numbers(
+            parser, "--gpu", args.gpu, ("memory", "flops", "bandwidth"), f"one of {', '.join(GPUS)}"
+        )
+        if not {"memory", "flops"} <= numbers.keys():
+            parser.error(f"argument --gpu: {args.gpu!r} must name memory and flops")
+        h100 = GPUS["h100"]
+        flops = numbers["flops"] * 1e12
+        bandwidth = numbers["bandwidth"] * 1e9 if "bandwidth" in numbers else h100.bandwidth * flops / h100.flops
+        cluster = dataclasses.replace(
+            h100, name="your GPU", memory=numbers["memory"] * 1e9, flops=flops, bandwidth=bandwidth
+        )
+    if args.gpus_per_node:
+        cluster = dataclasses.replace(cluster, gpus_per_node=args.gpus_per_node)
+    if args.links:
+        links = parse_numbers(parser, "--links", args.links, ("inside", "between"), "numbers")
+        cluster = dataclasses.replace(cluster, **{name: value * 1e9 for name, value in links.items()})
+    return cluster, measured
+
+
+def parse_numbers(parser, option, text, names, alternative):
+    """{name: number} of a text like "memory=80 flops=989"."""
+    numbers = {}
+    for word in text.split():
+        name, _, value = word.partition("=")
+        try:
+            numbers[name] = float(value)
+        except ValueError:
+            numbers[name] = math.nan
+        if name not in names or not 0 < numbers[name] < math.inf:
+            forms = " ".join(f"{name}=NUMBER" for name in names)
+            parser.error(f"argument {option}: {text!r} is neither {alternative} nor like {forms!r}")
+    return numbers
+
+
+def main(argv=None):
+    args, job = parse_args(argv)
+    results, smallest = search(job)
+    if args.json:
+        print(json.dumps(as_json(job, results, smallest), indent=1))
+        return
+    model = job.model
+    print(
+        f"PROJECTION    {args.model or 'your model'} of {total_params(model) / 1e9:.2f} billion parameters on "
+        f"{job.n_gpus} x {job.cluster.name}, {job.batch} sequences of {model.sequence:,} tokens, {job.precision}"
+    )
+    if not results:
+        print_no_fit(job, smallest)
+        sys.exit(1)
+    winner = recommended(results)
+    print_result(job, winner)
+    print_runner_up(job, winner, results)
+
+
+if __name__ == "__main__":
+    main()
