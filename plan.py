@@ -20,7 +20,7 @@ and --cluster takes its file. Mixture-of-experts models, ring attention and CPU 
     python plan.py --layers 24 --width 2048 --heads 16 --gpus 8 --gpu "memory=48 flops=362 bandwidth=864"
     python plan.py --model llama3-405b --gpus 512 --json
 
-The first prints `recommended   FSDP 64, recompute full`.
+The first prints `recommended   FSDP 64, recompute none, 1 micro-batch of 1 sequence`.
 """
 
 import argparse

@@ -117,8 +117,10 @@ published measurements. `python -m benchmarks.published` writes it from
 
 Each source has one constant, `efficiency`, which divides the time of all computing. It stands for kernels, power limits
 and frameworks. It is calibrated on the source's first row, its smallest run, and all other rows are predicted. The
-other constants are the same for all sources. Eight of them were chosen with all rows in view: {constants}. So the table
-shows how well the formulas describe known runs. Expect larger errors for a run that is unlike all of these.
+other constants are the same for all sources, and plan.py says what each means. These eight were chosen with all rows in
+view, so the table shows how well the formulas describe known runs. Expect larger errors for a run that is unlike them.
+
+{constants}
 """
 
 CONSTANTS = ("FEW_TOKENS", "NARROW", "FLOAT8", "ATTENTION", "FORWARD", "PASSES", "HIDDEN_COST", "ASYNC_HIDES")
@@ -204,7 +206,7 @@ def source_section(source, efficiency, rows):
 def page():
     results = project_all()
     sources = load()["sources"]
-    constants = ", ".join(f"{name} {getattr(plan, name)}" for name in CONSTANTS)
+    constants = "\n".join(f"- `{name} = {getattr(plan, name)}`" for name in CONSTANTS)
     lines = INTRODUCTION.format(constants=constants).splitlines()
     lines += ["", "## Summary", "", *summary_table(results), "", *scaling_table(results), ""]
     low, high = truth(results)
