@@ -38,7 +38,6 @@ bench: .venv/installed-bench  ## measure most, in less than ten minutes on two i
 	$(BIN)/python -m benchmarks.snapshot_stall --repeats 3
 	$(BIN)/python -m benchmarks.param_server --rounds 3
 	$(BIN)/python -m benchmarks.scaling
-	$(BIN)/python -m benchmarks.meshes
 
 plots: .venv/installed-bench  ## draw what was measured
 	$(BIN)/python -m benchmarks.plots

@@ -142,14 +142,6 @@ def line_panels(name, record):
     return [("", lines, (results, record["unit"]))]
 
 
-def projection_panels(name, record):
-    rows = {
-        f"{name}, projected": points({n: 100 * row[name]["efficiency"] for n, row in record["results"].items()})
-        for name in ("DDP", "FSDP")
-    }
-    return [("", lines, (rows, "efficiency in %", "H100 GPUs", rows))]
-
-
 def by_size(results, what, kind=""):
     """{case: {n: what}} of {"kind n: case": {what: summary}}."""
     rows = {}
@@ -219,11 +211,6 @@ def draw(name, record, folder):
         foot += f", n = {ns[0]}" + (f" to {ns[-1]}" if len(ns) > 1 else "")
     title = TITLES.get(name, f"Training stands still for a snapshot of {record.get('megabytes')} MB")
     draw_panels(make(name, record), *layout, folder / f"{name}.svg", title, foot)
-    if "projection" in record:
-        title = "PROJECTION, not measured: 10⁹ parameters on DGX H100 machines"
-        foot = "calculated from published speeds, see benchmarks/scaling.py"
-        panels = projection_panels(name, record["projection"])
-        draw_panels(panels, 1, False, folder / f"{name}_projection.svg", title, foot)
 
 
 def draw_panels(panels, columns, share_y, path, title, foot):

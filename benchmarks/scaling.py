@@ -1,4 +1,4 @@
-"""Step time of DDP on 1 to 8 processes against a model of it, and what the model says of up to 1024 GPUs.
+"""Step time of DDP on 1 to 8 processes against a model of it. For many GPUs see plan.py.
 
     python -m benchmarks.scaling                           # 1 to 8 processes, or as many as there are GPUs
     python -m benchmarks.scaling --sizes 1 2 3 --rounds 10
@@ -11,13 +11,6 @@ t is the step time of one process, measured at N = 1; B the bandwidth at which a
 all-reduce of 4·P bytes between 2 processes; s = max(1, N/cores) on the CPU, where more processes than cores take turns
 at computing and at copying alike, and 1 on GPUs. It lets nothing overlap, and knows neither latency nor stragglers.
 Each process computes with one thread.
-
-The projection is that formula and no measurement, for a transformer of P = 10⁹ on DGX H100 machines of 8 GPUs: t is
-6·P floating-point operations for each of 8192 tokens at 40 % of the published 989·10¹² per second in bfloat16, B half
-of NVLink's 900 GB/s (both directions) inside a machine, and beyond it what the eight 400 Gb/s InfiniBand ports of a
-machine carry together, 400 GB/s, since NCCL runs a ring through each of them. FSDP sends 3·(N-1)/N · 4·P.
-https://www.nvidia.com/en-us/data-center/h100/
-https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html
 """
 
 import argparse
@@ -36,25 +29,12 @@ from benchmarks import common
 
 BATCH, STEPS = 32, 4
 MODEL = mnist.ShallowNet
-H100 = {"parameters": 1e9, "compute": 6e9 * 8192 / (0.4 * 989e12), "nvlink": 450e9, "infiniband": 8 * 400e9 / 8}
 
 
-def predicted(n, compute, n_params, bandwidth, slots=None, sends=2):
+def predicted(n, compute, n_params, bandwidth, slots=None):
     """Seconds of a step of `n` processes, of which `slots` can run at once: T(N) of the docstring."""
     sharing = max(1, n / slots) if slots else 1
-    return sharing * (compute + sends * (n - 1) / n * 4 * n_params / bandwidth)
-
-
-def projection():
-    rows = {}
-    for n in (2**i for i in range(11)):
-        bandwidth = H100["nvlink"] if n <= 8 else H100["infiniband"]
-        step = {
-            name: predicted(n, H100["compute"], H100["parameters"], bandwidth, sends=sends)
-            for name, sends in (("DDP", 2), ("FSDP", 3))
-        }
-        rows[n] = {name: {"ms": 1000 * t, "efficiency": H100["compute"] / t} for name, t in step.items()}
-    return rows
+    return sharing * (compute + 2 * (n - 1) / n * 4 * n_params / bandwidth)
 
 
 def main_worker(local_rank, world_size, report):
@@ -113,13 +93,8 @@ def main():
         print(f"N = {n}:", *(f"{name} {row[n]['median']:7.1f} ms  " for name, row in results.items()))
     ratios = {f"N = {n}: measured / model": common.ratio(steps[n], model[n], "none") for n in args.sizes if n > 1}
     common.show(ratios)
-    projected = projection()
-    print("Projected, not measured: a step of 10^9 parameters on H100 GPUs, and its efficiency")
-    for n, row in projected.items():
-        print(f"N = {n:4}:", *(f"{name} {v['ms']:6.1f} ms, {100 * v['efficiency']:.0f} %  " for name, v in row.items()))
-    assumed = {"note": "a projection by the model, not a measurement", **H100, "results": projected}
     what = {"unit": "ms per step", "model": MODEL.__name__, "bandwidth": common.summary(bandwidths)}
-    common.write("scaling", {**what, "results": results, "ratios": ratios, "projection": assumed})
+    common.write("scaling", {**what, "results": results, "ratios": ratios})
 
 
 if __name__ == "__main__":
