@@ -82,6 +82,12 @@ class Cluster:
     latency_between: float = 3e-6
     overlaps: bool = True  # links work while the GPU computes
     float32: float = 0.5  # speed of float32 matrices (TF32) in relation to bfloat16
+    # Of an H100: github.com/stas00/ml-engineering, compute/accelerator; and of NVLink and InfiniBand, by nccl-tests.
+    reachable: float = 794.5 / 989  # the share of `flops` that large matrices reach
+    reachable_link: float = 0.8  # the share of `inside` and `between` that large messages reach
+    few_tokens: int = 300  # a micro-batch of so many tokens computes at half of the speed
+    narrow: int = 250  # and so do matrices of this width, divided by tensor
+    reduce_scatter: float = 1.0  # its time in relation to an all-gather's: gloo's is an all-reduce
     device: str = "GPU"
 
 
@@ -302,14 +308,10 @@ def memory(model, layout):
 
 # ---- time: seconds of a step --------------------------------------------------------------------------------------
 
-REACHABLE = 794.5 / 989  # best matrix product of an H100: github.com/stas00/ml-engineering, compute/accelerator
-FEW_TOKENS = 300  # a micro-batch of so many tokens computes at half of that
-NARROW = 250  # and so do matrices of this width, divided by tensor
 FLOAT8 = 1.6  # speed of blocks in float8, with all casts
 ATTENTION = 0.5  # speed of attention's products, in parts of the GPU's speed (FlashAttention-2 on H100)
 FORWARD = 0.25  # forward's share of a step: less than its third of the operations, since its kernels are faster
 PASSES = 6  # a kept activation is written and read, read again in backward; its gradient written, and read twice
-REACHABLE_LINK = 0.8  # of a link's bandwidth (nccl-tests, large messages)
 HIDDEN_COST = 0.3  # a second of hidden communication slows the computing that hides it by so many seconds
 ASYNC_HIDES = 0.6  # of tensor parallelism's communication, where a framework overlaps it with matrices
 
@@ -319,7 +321,8 @@ def matrix_rate(model, layout, cluster):
     tokens = tokens_of_micro_batch(model, layout)
     width = model.width / layout.tensor
     speed = {"bfloat16": 1.0, "float8": FLOAT8, "float32": cluster.float32}[layout.precision]
-    return cluster.flops * REACHABLE * speed * tokens / (tokens + FEW_TOKENS) * width / (width + NARROW)
+    fullness = tokens / (tokens + cluster.few_tokens) * width / (width + cluster.narrow)
+    return cluster.flops * cluster.reachable * speed * fullness
 
 
 def block_seconds(model, layout, cluster):
@@ -370,9 +373,9 @@ def transfer_seconds(size, stride, n_bytes, messages, cluster):
     if size == 1:
         return 0.0, 0.0
     if size * stride <= cluster.gpus_per_node:
-        return n_bytes / (cluster.inside * REACHABLE_LINK), messages * (size - 1) * cluster.latency_inside
+        return n_bytes / (cluster.inside * cluster.reachable_link), messages * (size - 1) * cluster.latency_inside
     members = max(1, cluster.gpus_per_node // stride)
-    bandwidth = min(cluster.inside, members * cluster.between) * REACHABLE_LINK
+    bandwidth = min(cluster.inside, members * cluster.between) * cluster.reachable_link
     return n_bytes / bandwidth, messages * (size - 1) * cluster.latency_between
 
 
@@ -401,7 +404,9 @@ def tensor_seconds(model, layout, cluster):
     """Of one micro-batch, all exposed unless the framework overlaps it."""
     per_block = 11 if layout.recompute == "full" else 8
     messages = (per_block * model.layers + 4) / layout.stages
-    seconds, latency = transfer_seconds(layout.tensor, 1, tensor_bytes(model, layout), messages, cluster)
+    half_reduced = (1 + cluster.reduce_scatter) / 2  # of each pair, one is a reduce-scatter
+    n_bytes = half_reduced * tensor_bytes(model, layout)
+    seconds, latency = transfer_seconds(layout.tensor, 1, n_bytes, messages, cluster)
     if layout.async_tensor:
         return (1 - ASYNC_HIDES) * (seconds + latency)
     return seconds + latency
@@ -444,9 +449,8 @@ def shard_seconds(model, layout, window, cluster):
     rounds = 1 if layout.stages > 1 else layout.count  # a pipeline keeps all gathered, see gathered_bytes
     gathered, reduced = shard_bytes(model, layout)
     messages = (gatherings + 1) * model.layers / layout.stages
-    seconds, latency = transfer_seconds(
-        layout.shards, layout.tensor, gatherings * gathered + reduced, messages, cluster
-    )
+    n_bytes = gatherings * gathered + cluster.reduce_scatter * reduced
+    seconds, latency = transfer_seconds(layout.shards, layout.tensor, n_bytes, messages, cluster)
     return rounds * (exposed(seconds, window, cluster) + latency)
 
 
@@ -470,6 +474,8 @@ def replicate_seconds(model, layout, window, cluster):
     stride = layout.tensor * layout.shards
     messages = model.layers / layout.stages
     reduced, gathered = replicate_bytes(model, layout)
+    if layout.zero:  # DDP's reduction is half of an all-reduce
+        reduced *= cluster.reduce_scatter
     reducing, latency = transfer_seconds(layout.copies, stride, reduced, messages, cluster)
     gathering, _ = transfer_seconds(layout.copies, stride, gathered, messages, cluster)
     if not layout.zero:
@@ -500,7 +506,7 @@ def stage_seconds(model, layout, window, cluster):
     inside = layout.n_gpus <= cluster.gpus_per_node
     bandwidth = cluster.inside if inside else cluster.between
     latency = 2 * layout.chunks * (cluster.latency_inside if inside else cluster.latency_between)
-    return exposed(stage_bytes(model, layout) / (bandwidth * REACHABLE_LINK), window, cluster) + latency
+    return exposed(stage_bytes(model, layout) / (bandwidth * cluster.reachable_link), window, cluster) + latency
 
 
 def seconds(model, layout, cluster):

@@ -117,13 +117,13 @@ published measurements. `python -m benchmarks.published` writes it from
 
 Each source has one constant, `efficiency`, which divides the time of all computing. It stands for kernels, power limits
 and frameworks. It is calibrated on the source's first row, its smallest run, and all other rows are predicted. The
-other constants are the same for all sources, and plan.py says what each means. These eight were chosen with all rows in
+other constants are the same for all sources, and plan.py says what each means. These nine were chosen with all rows in
 view, so the table shows how well the formulas describe known runs. Expect larger errors for a run that is unlike them.
 
 {constants}
 """
 
-CONSTANTS = ("FEW_TOKENS", "NARROW", "FLOAT8", "ATTENTION", "FORWARD", "PASSES", "HIDDEN_COST", "ASYNC_HIDES")
+CONSTANTS = ("FLOAT8", "ATTENTION", "FORWARD", "PASSES", "HIDDEN_COST", "ASYNC_HIDES")
 
 MISSES = """## What it misses
 
@@ -206,7 +206,10 @@ def source_section(source, efficiency, rows):
 def page():
     results = project_all()
     sources = load()["sources"]
-    constants = "\n".join(f"- `{name} = {getattr(plan, name)}`" for name in CONSTANTS)
+    h100 = plan.GPUS["h100"]
+    chosen = {name: getattr(plan, name) for name in CONSTANTS}
+    chosen |= {"few_tokens": h100.few_tokens, "narrow": h100.narrow, "latency_between": h100.latency_between}
+    constants = "\n".join(f"- `{name} = {value}`" for name, value in chosen.items())
     lines = INTRODUCTION.format(constants=constants).splitlines()
     lines += ["", "## Summary", "", *summary_table(results), "", *scaling_table(results), ""]
     low, high = truth(results)
