@@ -82,9 +82,9 @@ class Cluster:
     latency_between: float = 3e-6
     overlaps: bool = True  # links work while the GPU computes
     float32: float = 0.5  # speed of float32 matrices (TF32) in relation to bfloat16
-    # Of an H100: github.com/stas00/ml-engineering, compute/accelerator; and of NVLink and InfiniBand, by nccl-tests.
-    reachable: float = 794.5 / 989  # the share of `flops` that large matrices reach
-    reachable_link: float = 0.8  # the share of `inside` and `between` that large messages reach
+    reachable: float = 794.5 / 989  # of `flops`, by large matrices: github.com/stas00/ml-engineering, accelerator
+    reachable_link: float = 0.8  # of `inside` and `between`, by large messages: usual in nccl-tests
+    # Chosen with the rows of docs/plan.md in view, as the latencies are.
     few_tokens: int = 300  # a micro-batch of so many tokens computes at half of the speed
     narrow: int = 250  # and so do matrices of this width, divided by tensor
     reduce_scatter: float = 1.0  # its time in relation to an all-gather's: gloo's is an all-reduce
@@ -95,6 +95,7 @@ GPUS = {  # https://www.nvidia.com/en-us/data-center/ (H100, H200, A100, B200): 
     "a100": Cluster("a100", 80e9, 312e12, 2.04e12, 300e9, 25e9, efficiency=0.99),  # of the A100 sources
     "h100": Cluster("h100", 80e9, 989.5e12, 3.35e12, 450e9, 50e9),
     "h200": Cluster("h200", 141e9, 989.5e12, 4.8e12, 450e9, 50e9),
+    # No published run of a B200 is in docs/plan.md: its efficiency is an H100's.
     "b200": Cluster("b200", 180e9, 2250e12, 8e12, 900e9, 50e9),
 }
 SHARE_OF_MEMORY = 0.9  # the rest is for CUDA, NCCL and fragments: peaks in docs/plan.md are 1.1 times those projected
@@ -121,9 +122,7 @@ class Layout:
     fused_loss: bool = False  # the loss works on the logits in place
     async_tensor: bool = False  # tensor parallelism communicates while it computes
     balanced: bool = True  # every rank of `context` has the same share of attention
-    shard_context: bool = (
-        True  # ranks of `context` share the parameters, as those of `shard` do; min_CP.py: they do not
-    )
+    shard_context: bool = True  # FSDP shards over the ranks of `context` too; in min_CP.py they hold replicas
     keep_gathered: bool = False  # shards are gathered once per micro-batch
     overlap_gather: bool = False  # ZeRO gathers parameters while the next forward computes
     reduce_bytes: int = 4  # gradients travel in float32
@@ -237,8 +236,8 @@ def gathered_bytes(model, layout):
 def activation_bytes(model, layout):
     """Bytes per token that a block keeps for backward, before tensor parallelism splits them.
 
-    none: the inputs of both norms and of all matrices, q, k, v, and the output of attention; 34·width for GPT's shape,
-    as in arXiv:2205.05198, without the masks of dropout. Kernels that are not fused keep 1.4 times as much.
+    none: the inputs of both norms and of all matrices, q, k, v, and the output of attention: 32·width for GPT's shape.
+    (arXiv:2205.05198 has 34 with the masks of dropout.) Kernels that are not fused keep about 1.4 times as much.
     selective: the block's input and the outputs of q, v, attention, gate and down. full: the block's input.
     """
     if layout.recompute == "full":
@@ -269,10 +268,16 @@ def micro_batches_in_flight(layout):
 
 
 def kept_bytes(model, layout):
-    """Activations of all blocks of a stage, for all micro-batches in flight."""
-    tokens = tokens_of_micro_batch(model, layout) / layout.tensor
+    """Activations of all blocks of a stage, for all micro-batches in flight.
+
+    Tensor parallelism splits them, except the gathered inputs of attention and of the MLP: see min_TP.py.
+    """
+    tokens = tokens_of_micro_batch(model, layout)
+    block = activation_bytes(model, layout) * tokens / layout.tensor
+    if layout.recompute == "none":
+        block += 2 * (1 - 1 / layout.tensor) * layout.number_bytes * model.width * tokens
     blocks = math.ceil(model.layers / layout.stages)
-    return activation_bytes(model, layout) * tokens * blocks * micro_batches_in_flight(layout)
+    return block * blocks * micro_batches_in_flight(layout)
 
 
 def working_bytes(model, layout):
