@@ -220,7 +220,7 @@ def gathered_bytes(model, layout):
 
     While a block computes: the block, the next one, its gradients, and the float32 buffers that are sent. In float32
     that is 20 bytes per parameter. The embedding and the head stay gathered from forward to backward. In a pipeline
-    everything stays gathered for the step, and float32 gradients of all micro-batches are summed unsharded.
+    everything stays gathered for the step, and float32 gradients are summed unsharded: see min_3D.py.
     """
     if layout.shards == 1:
         return 0.0
@@ -722,7 +722,7 @@ def script(layout):
     """(the script that has this mesh, its options), or (None, advice)."""
     kinds = axes(layout)
     replicate, shard, tensor = layout.replicate, layout.shard, layout.tensor
-    schedule = ["--schedule", "Interleaved1F1B"] if layout.chunks > 1 else []
+    schedule = ["--schedule", "Interleaved1F1B" if layout.chunks > 1 else "1F1B"]
     if "context" in kinds:
         if kinds == {"context"} and not layout.shard_context:
             return "min_CP.py", []
@@ -737,7 +737,8 @@ def script(layout):
     if "stages" in kinds:
         if "replicate" in kinds:
             return None, "no script here has this mesh: min_3D.py shards instead of replicating"
-        return "min_3D.py", ["--stages", layout.stages, "--shard", shard, "--tensor", tensor]
+        mesh = ["--stages", layout.stages, "--shard", shard, "--tensor", tensor]
+        return "min_3D.py", [*mesh, "--micro-batches", layout.count, *schedule]
     if kinds == {"shard"} and layout.recompute == "none":
         return "min_FSDP.py", ["--mixed-precision"] if layout.precision != "float32" else []
     mesh = ["--replicate", replicate, "--shard", shard, "--tensor", tensor]

@@ -14,6 +14,7 @@ from pathlib import Path
 import plan
 
 FILE = Path(__file__).parent / "published.json"
+MEASURED = Path(__file__).parent / "results" / "check_cluster.json"
 PAGE = Path(__file__).parent.parent / "docs" / "plan.md"
 GIB = 2**30
 
@@ -203,6 +204,23 @@ def source_section(source, efficiency, rows):
     return lines
 
 
+def measured_section():
+    """What benchmarks/check_cluster.py --compare has measured and projected on the machine of the other benchmarks."""
+    record = json.loads(MEASURED.read_text())
+    lines = ["## Two processes on this project's machine", ""]
+    lines += [
+        "`python -m benchmarks.check_cluster --nproc 2 --compare` measures matrices, a block and the links of two CPU",
+        "processes, then trains the cases of `benchmarks/transformer.py`. Nothing is calibrated on these runs.",
+        "",
+        "| case | tokens/s | projected | error |",
+        "|---|---|---|---|",
+    ]
+    for name, row in record["results"].items():
+        measured, projected = row["measured"]["median"], row["projected"]
+        lines.append(f"| {name} | {measured:,.0f} | {projected:,.0f} | {percent(projected / measured - 1)} |")
+    return [*lines, ""]
+
+
 def page():
     results = project_all()
     sources = load()["sources"]
@@ -219,6 +237,8 @@ def page():
         "",
         *MISSES.splitlines(),
     ]
+    if MEASURED.exists():
+        lines += ["", *measured_section()[:-1]]
     for source in sources:
         lines += ["", *source_section(source, *results[source["name"]])]
     return "\n".join(lines) + "\n"
