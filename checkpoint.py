@@ -99,12 +99,12 @@ def _location(path):
 
 
 def save(path, model, optimizer, scheduler=None, epoch=0, step=0, **more):
-    """Save everything needed to resume. `epoch` and `step` are the next to run. One process per node writes to `path`.
+    """Save everything needed to resume. `epoch` and `step` say where to resume, in the caller's units.
 
-    `more` names further objects that have state_dict and load_state_dict, like a second optimizer or a GradScaler.
-    Every rank must call it. The model is saved unwrapped, so any number of processes can load it. Raises
-    DistributedError on every rank if a node cannot write, or if a state holds a value that could not be loaded again,
-    like a numpy number or a Path; that node's old file is then unchanged.
+    One process per node writes to `path`. `more` names further objects that have state_dict and load_state_dict, like a
+    second optimizer or a GradScaler. Every rank must call it. The model is saved unwrapped, so any number of processes
+    can load it. Raises DistributedError on every rank if a node cannot write, or if a state holds a value that could
+    not be loaded again, like a numpy number or a Path; that node's old file is then unchanged.
     """
     parts = _parts(model, optimizer, scheduler, more)
     dist.sync_params(parts["model"].buffers())  # with rank 0's, as DDP does: all nodes save the same
@@ -133,10 +133,10 @@ def _write(path, snapshot):
 
 
 def load(path, model, optimizer, scheduler=None, **more):
-    """Restore the newest snapshot of all nodes on every rank; returns its (epoch, step), the next to run.
+    """Restore on every rank the snapshot with the highest (epoch, step) of all nodes; returns that pair.
 
     Without a snapshot anywhere it changes nothing and returns (0, 0). Every rank must call it, with `more` as in
-    `save`; local rank 0 of each node looks for `path`, and one that has the newest sends it to all, tensor by tensor.
+    `save`. Local rank 0 of each node looks for `path`, and the one with the highest pair sends it, tensor by tensor.
     Raises DistributedError on every rank if any node's file is damaged, cannot be read, or was saved from another
     model or other parts.
     """
@@ -145,7 +145,7 @@ def load(path, model, optimizer, scheduler=None, **more):
         snapshot, position, error = _read(path)
     dist.raise_on_all(error, dist.patient_group())
     found = dist.gather_objects((position, dist.get_rank(), _location(path)), dist.patient_group())
-    position, holder, location = max(found)  # the newest; of equals, the highest rank's
+    position, holder, location = max(found, key=lambda entry: entry[0])  # of equal ones, the lowest rank's
     if position == NO_SNAPSHOT:
         return 0, 0
     if dist.get_rank() != holder:
@@ -174,12 +174,12 @@ def _restore(parts, snapshot, location):
 
 
 def rebuild_buckets(model, compute_loss):
-    """Let DDP rebuild its gradient buckets now, by one backward of `compute_loss()`, a loss of `model` on any batch.
+    """Run one backward of `compute_loss()`, a loss of `model` on any batch, so that DDP rebuilds its gradient buckets.
 
-    Call it before training begins or resumes, and seed after it. DDP rebuilds its buckets after the first backward,
-    and their layout decides in which order the gradients of three or more ranks are summed. So the first step of a
-    resumed run would differ in the last bit from the uninterrupted run's. Parameters and buffers keep their values,
-    gradients are cleared. Without DDP it does nothing.
+    Call it before training begins or resumes, and seed after it. DDP rebuilds its buckets once, after the first
+    backward, and their layout decides in which order the gradients of three or more ranks are summed. So the first step
+    of a resumed run would differ in the last bit from the uninterrupted run's. Parameters and buffers keep their
+    values, gradients are cleared. Without DDP it does nothing.
     """
     if not isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
         return
@@ -193,14 +193,16 @@ def rebuild_buckets(model, compute_loss):
 def _parts(model, optimizer, scheduler, more):
     """What is saved, by name; the model without torch.compile's and DDP's wrappers."""
     while hasattr(model, "_orig_mod") or isinstance(model, DistributedDataParallel):
-        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+        model = getattr(model, "_orig_mod", model)
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     parts.update(more)
     return {name: part for name, part in parts.items() if part is not None}
 
 
 def _read(path):
-    """A snapshot or None, its (epoch, step) or NO_SNAPSHOT, and what is wrong with the file, a line, or None."""
+    """Returns (snapshot, (epoch, step), None), or (None, NO_SNAPSHOT, an error message or None)."""
     location = _location(path)
     try:
         damaged = zipfile.ZipFile(path).testzip()  # torch.load compares no checksum
@@ -264,8 +266,8 @@ def _tensors_in(value):
 def save_sharded(folder, model, optimizer, epoch):
     """Write `folder`/epoch-N: every rank writes its shards of a model that fully_shard or DDP has wrapped.
 
-    Its `.metadata` is written last and makes it count, so a kill does no harm. Older ones are kept. Raises
-    DistributedError on every rank if one of them cannot write; what it has written is then removed.
+    Its `.metadata` is written last, and a folder without it is ignored, so a kill does no harm. Older ones are kept.
+    Raises DistributedError on every rank if one of them cannot write; what it has written is then removed.
     https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
     """
     import torch.distributed.checkpoint as dcp  # takes 0.5 s
@@ -331,8 +333,10 @@ def load_sharded(folder, model, optimizer):
 
 def _newest_complete(folder):
     """The highest N of the folders epoch-N that have a `.metadata`, or 0."""
+    if not os.path.isdir(folder):
+        return 0
     newest = 0
-    for name in os.listdir(folder) if os.path.isdir(folder) else []:
+    for name in os.listdir(folder):
         if re.fullmatch(r"epoch-\d+", name) and os.path.exists(os.path.join(folder, name, ".metadata")):
             newest = max(newest, int(name.removeprefix("epoch-")))
     return newest
@@ -369,6 +373,7 @@ def _run_dcp(function, state, path):
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process, where it is right
             function(state, checkpoint_id=path, process_group=dist.patient_group())
     except CheckpointException as failure:  # raised on every rank, after all have ended
-        cause, _ = next(iter(failure.failures.values()))
+        lowest_rank = min(failure.failures)
+        cause, _ = failure.failures[lowest_rank]
         return cause
     return None

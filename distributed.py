@@ -33,8 +33,9 @@
         dist.launch(main_worker)
 
 `python script.py` starts one process per visible GPU, so `CUDA_VISIBLE_DEVICES=2,3 python script.py` starts two. Under
-torchrun the same file uses the processes that torchrun started. In a single process every call works too, without
-communication, so a script needs no `if world_size > 1`.
+torchrun the same file uses the processes that torchrun started. In a single process these functions work too, without
+communication. Only `all_gather_single`, `reduce_scatter_single` and methods of DDP, like `no_sync`, need an
+`if world_size > 1`.
 """
 
 import atexit
@@ -50,6 +51,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as torch_dist
+
+# DDP imports this module when it is first used. If a process group exists by then, default arguments in it keep the
+# group alive until the interpreter ends, and gloo's threads may abort (see `_drop_destroyed_groups`).
+import torch.distributed.nn.functional
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
@@ -65,7 +70,7 @@ class DistributedError(RuntimeError):
 
 
 def is_launched():
-    """Did torchrun, `launch` or another launcher start this process? RANK or WORLD_SIZE alone means nothing."""
+    """Did torchrun, `launch` or another launcher start this process? Both RANK and WORLD_SIZE must be set."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -79,7 +84,7 @@ def get_rank():
 def get_local_rank():
     """This process's number on its machine. It decides which GPU is used.
 
-    Raises DistributedError if a launcher has set RANK but not LOCAL_RANK.
+    Raises DistributedError if a launcher of several processes has set RANK but not LOCAL_RANK.
     """
     if is_launched() and get_world_size() > 1 and "LOCAL_RANK" not in os.environ:
         raise DistributedError("RANK is set, but LOCAL_RANK is not: set it to the process's number on its machine")
@@ -133,6 +138,8 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
         return
     if is_launched():
         rank, world_size = get_rank(), get_world_size()
+    elif (rank is None) != (world_size is None):
+        raise ValueError("give both rank and world_size, or neither")
     elif rank is not None:  # the caller has started its processes itself, on one machine
         os.environ.setdefault("LOCAL_RANK", str(rank))
     device = get_device()
@@ -245,9 +252,9 @@ def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
 
     For a model that you have not written: for your own, call fully_shard on its blocks, as min_FSDP.py does. It goes
     from the leaves to the root, and shards a submodule if at least `min_num_params` of its parameters are not sharded
-    yet. The root takes the rest, and any parameter that two submodules share. A unit moves to this process's device
-    only when it is sharded. All ranks start from rank 0's weights, as with DDP. `kwargs` go to fully_shard.
-    Raises ValueError for `min_num_params` < 1.
+    yet. The root takes the rest. A shared parameter belongs to the smallest unit that contains all its uses. A unit
+    moves to this process's device only when it is sharded. All ranks start from rank 0's weights, as with DDP. `kwargs`
+    go to fully_shard. Raises ValueError for `min_num_params` < 1.
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     if min_num_params < 1:
@@ -257,15 +264,17 @@ def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
     from torch.distributed.fsdp import fully_shard  # takes 0.7 s, which only this function needs
     from torch.distributed.tensor import init_device_mesh
 
-    kwargs.setdefault("mesh", init_device_mesh(get_device().type, (get_world_size(),)))
+    if "mesh" not in kwargs:
+        kwargs["mesh"] = init_device_mesh(get_device().type, (get_world_size(),))
     uses = Counter(param for _, param in model.named_parameters(remove_duplicate=False))
     for module in reversed(list(model.modules())):
         unsharded = _unsharded_params(module)
-        n_params = sum(param.numel() for param in set(unsharded))
-        is_shared = any(uses[param] > count for param, count in Counter(unsharded).items())
-        is_unit = n_params >= min_num_params and _is_called(module) and not is_shared
+        unique = list(dict.fromkeys(unsharded))  # each one once, in the same order on all ranks
+        n_params = sum(param.numel() for param in unique)
+        used_outside = any(uses[param] > unsharded.count(param) for param in unique)
+        is_unit = n_params >= min_num_params and _is_called(module) and not used_outside
         if is_unit or module is model:
-            sync_params(dict.fromkeys(unsharded))  # each one once, in the same order on all ranks
+            sync_params(unique)
             sync_params(module.buffers())
             fully_shard(module, **kwargs)
     return model
@@ -314,8 +323,9 @@ def reduce(tensor, op="avg"):
 def all_reduce(tensor, op="sum"):
     """A new tensor of the same shape and type: "sum", "avg", "min" or "max" of `tensor` over all ranks, on every rank.
 
-    For metrics: no gradient flows through it. 16-bit floats are summed in float32. Raises ValueError for another `op`
-    and for the average of integers, which would be rounded: sum them and divide, or convert them first.
+    `tensor` is on this process's device. For metrics: no gradient flows through it. 16-bit floats are summed in
+    float32. Raises ValueError for another `op` and for the average of integers, which would be rounded: sum them and
+    divide, or convert them first.
     """
     if op not in _REDUCE_OPS:
         raise ValueError(f"op must be one of {', '.join(_REDUCE_OPS)}, got {op!r}")
@@ -333,7 +343,7 @@ def all_reduce(tensor, op="sum"):
 def gather(tensor):
     """Every rank's `tensor`, as a list in rank order, on every rank. Their first dimensions may differ, and may be 0.
 
-    For metrics: no gradient flows through it.
+    `tensor` is on this process's device. For metrics: no gradient flows through it.
     """
     tensor = tensor.detach().contiguous()
     if get_world_size() == 1:
@@ -367,7 +377,7 @@ def gather_objects(value, group=None):
 
 
 def raise_on_all(error, group=None):
-    """Raise DistributedError(error) on every rank if any rank gives an `error`, a line; None means that all is well.
+    """Raise DistributedError(error) on every rank if any rank passes an error message. Pass None if there is none.
 
     So no rank waits for one that has given up. All ranks must call it; see `gather_objects` for the timeout.
     """
@@ -383,9 +393,9 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
     """Run `worker_fn(local_rank, world_size, *args)` in every process of the job and wait until all are done.
 
     Under torchrun, or any launcher that sets RANK and WORLD_SIZE, this process is one of them and `nprocs` is ignored.
-    Otherwise `nprocs` processes are started on this machine: by default one per visible GPU, or one without a GPU. A
-    single one is this process itself. Each has its own copy of `args`. Build the model inside `worker_fn`, so that it
-    is freed on return.
+    Otherwise `nprocs` processes are started on this machine: by default one per visible GPU, or one without a GPU.
+    Each started process has its own copy of `args`. With one process, `worker_fn` runs in the calling process. Build
+    the model inside `worker_fn`, so that it is freed on return.
 
     A DistributedError ends the job with one line and status 1. Any other failure of a started process ends the others,
     and is raised here: torch.multiprocessing.ProcessRaisedException with the worker's traceback, SystemExit with the
@@ -407,6 +417,7 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
 def _run_worker(worker_fn, *args):
     """Run `worker_fn` in this process, and turn an expected failure into one line and status 1."""
     had_group = is_dist_avail_and_initialized()
+    _note_exit_status(0)
     try:
         worker_fn(get_local_rank(), get_world_size(), *args)
     except DistributedError as error:
@@ -450,9 +461,10 @@ def _fresh_store(rank, world_size, timeout):
     which new ones would connect: https://github.com/pytorch/pytorch/issues/135712, seen in torch 2.11 to 2.15.
     Delete when torchrun gives each restart a store of its own.
     """
-    store, *_ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    rendezvous = torch_dist.rendezvous("env://", rank, world_size, timeout=timeout)
+    store, _, _ = next(rendezvous)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return torch_dist.PrefixStore(f"group {next(_group_numbers)}", store)  # another one than the last group's
+        return torch_dist.PrefixStore(f"group {next(_group_numbers)}", store)  # a new prefix for each group
     name = uuid.uuid4().hex
     store.set(f"rank {rank}", name)
     # Wait until all ranks have read the same names. A process that has ended never reads the name of a new one.
@@ -486,7 +498,7 @@ def _note_exit_status(code):
 
 @atexit.register
 def _leave():
-    """End a process that fails without waiting for its peers, which do not know yet.
+    """Exit a failed process at once. Its peers have not noticed the failure yet, so do not wait for them.
 
     Under NCCL, destroying the process group needs all ranks. If it is not destroyed, NCCL warns, and gloo may wait for
     a peer (torch 2.11 and 2.13). So a rank that fails leaves at once. What was registered with atexit before this
@@ -515,8 +527,3 @@ def _drop_destroyed_groups():
     if _destroyed_groups and multiprocessing.parent_process() is None:
         gc.collect()  # the model holds the group too, and may be in a reference cycle
         _destroyed_groups.clear()
-
-
-# DDP imports this module when it is first used. If a process group exists by then, default arguments in it keep the
-# group alive until the interpreter ends, and gloo's threads may abort (see above). So it is imported now.
-import torch.distributed.nn.functional  # noqa: E402

@@ -6,7 +6,6 @@ model = gpt.GPT(args.layers, args.width, args.heads, args.length)
 loss = gpt.loss_fn(model(x), y)                                    # nats per byte: a blind guess has log(256) = 5.545
 """
 
-import functools
 import hashlib
 import random
 import resource
@@ -132,8 +131,6 @@ def ngram_loss(text, rows, n):
 class Attention(nn.Module):
     """Causal. `attend(q, k, v)`, each (batch, heads, length, width / heads), may be replaced on the instance."""
 
-    attend = staticmethod(functools.partial(F.scaled_dot_product_attention, is_causal=True))
-
     def __init__(self, width, heads):
         super().__init__()
         self.head_width = width // heads
@@ -145,6 +142,9 @@ class Attention(nn.Module):
         q, k, v = qkv.transpose(1, 2).unbind(3)
         attended = self.attend(q, k, v)
         return self.out(attended.transpose(1, 2).flatten(2))
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class MLP(nn.Module):

@@ -27,8 +27,8 @@ where A = global batch size / (R·S) · length · width. With --checkpoint-activ
 backward, 4·A/T bytes. It computes a third more, and sends 11 instead of 8 along tensor.
 
     python min_2D.py --nproc 4 --replicate 2                         # HSDP: 2 replicas of 2 shards
-    python min_2D.py --nproc 4 --tensor 2 --checkpoint-dir runs      # FSDP x TP: 2 shards of layers split in 2
-    python min_2D.py --nproc 1 --checkpoint-dir runs --steps 600     # resumes on another mesh, here in one process
+    python min_2D.py --nproc 4 --tensor 2 --checkpoint-dir runs/2d      # FSDP x TP: 2 shards of layers split in 2
+    python min_2D.py --nproc 1 --checkpoint-dir runs/2d --steps 600     # resumes on another mesh, here in one process
 
 The second prints `parameters held: 120,128 of 478,720 (0.251)`. Each checkpoint is a folder `epoch-N` in
 --checkpoint-dir, where N counts steps, not epochs. Older ones are kept: delete them yourself. Load only checkpoints

@@ -52,10 +52,10 @@ def parse_args():
     parser.add_argument(
         "--outer-lr", type=options.positive_number, default=0.7, help="learning rate of the outer steps"
     )
-    parser.add_argument("--outer-momentum", type=float, default=0.9, help="Nesterov momentum of the outer steps")
+    parser.add_argument(
+        "--outer-momentum", type=options.number(0, below=1), default=0.9, help="Nesterov momentum of the outer steps"
+    )
     args = parser.parse_args()
-    if not 0 <= args.outer_momentum < 1:
-        parser.error(f"argument --outer-momentum: {args.outer_momentum} is not a number from 0 to below 1")
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
     return args
 

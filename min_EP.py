@@ -29,7 +29,8 @@ Cost per process, for S shared float32 parameters and E of experts, L layers of 
 processes:
     memory    16·(S + E/N) bytes (parameters 4, gradients 4, Adam 8)
     sent      2·(N-1)/N · 4·S bytes in each step for the shared gradients, as with DDP, and (N-1)/N · 16·L·top·D·B·T/N
-              for the tokens if all experts are used evenly. The worst routing lets one process send N times that.
+              for the tokens if all experts are used evenly. If all tokens visit the experts of one process, it sends
+              N²/(2·(N-1)) times that.
 
     python min_EP.py --nproc 2                                        # two processes; without --nproc, all GPUs
     CUDA_VISIBLE_DEVICES=0,1 python min_EP.py --experts 64 --top 4    # two GPUs
@@ -115,7 +116,8 @@ class MixtureOfExperts(nn.Module):
 
     def apply_experts(self, visitors, received):
         """Each expert's results, in the order of `visitors`, which are sorted by rank and then by expert."""
-        expert_of_row = torch.arange(self.n_held).repeat(len(received)).repeat_interleave(received.flatten())
+        experts = torch.arange(self.n_held).repeat(len(received))  # the held experts, once per rank
+        expert_of_row = experts.repeat_interleave(received.flatten())
         order = expert_of_row.argsort(stable=True).to(visitors.device)
         inverse = order.argsort()
         parts = visitors[order].split(received.sum(dim=0).tolist())

@@ -21,7 +21,7 @@ gloo it sends up to 4·(N-1)/N · 4·P bytes, because gloo's reduce-scatter is a
 
     python min_FSDP.py --nproc 2                                     # two GPUs, or two processes on the CPU
     python min_FSDP.py --nproc 2 --mixed-precision                   # gather and compute in bfloat16
-    python min_FSDP.py --nproc 2 --checkpoint-dir runs               # save; run again to resume, with any --nproc
+    python min_FSDP.py --nproc 2 --checkpoint-dir runs/fsdp          # save; run again to resume, with any --nproc
     torchrun --standalone --nproc-per-node 2 min_FSDP.py             # processes started by torchrun
 
 It prints `parameters held: 239,360 of 478,720 (0.500)`, and every --log-every steps a line like

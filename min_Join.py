@@ -34,7 +34,7 @@ sent in each step, also by a rank without data. Each step of both ways also all-
     python min_Join.py --nproc 2 --least 0              # the last process has no data at all
     torchrun --standalone --nproc-per-node 2 min_Join.py --method weights
 
-It first prints `batches of each process: [400, 300]`. Its tokens/s counts every batch as a full one, so the number is
+It prints `batches of each process: [400, 300]`. Its tokens/s counts every batch as a full one, so the number is
 too high once a process has run out of data.
 """
 

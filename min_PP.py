@@ -102,6 +102,25 @@ class Stage(nn.Module):
         return x
 
 
+def split(model, ranks, rank, group):
+    """Cut the blocks into stages. Stage i runs on rank `ranks[i]` of the pipeline, and this process is `rank`.
+
+    Returns this process's stages by number, and for each a PipelineStage, which also sends and receives.
+    """
+    device = dist.get_device()
+    n_blocks = len(model.blocks)
+    n_stages = len(ranks)
+    stages = {}
+    parts = []
+    for i in range(n_stages):
+        if ranks[i] == rank:
+            first = i * n_blocks // n_stages
+            last = (i + 1) * n_blocks // n_stages
+            stages[i] = Stage(model, first, last).to(device)
+            parts.append(pipelining.PipelineStage(stages[i], i, n_stages, device, group=group))
+    return stages, parts
+
+
 def train(pipeline, optimizer, text, held_out, args):
     """Returns the loss of every step over all processes, (steps,)."""
     progress = gpt.Progress(pipeline.evaluate, text, held_out, args)
@@ -138,14 +157,7 @@ class Pipeline:
         self.width = args.width
 
         self.ranks = stage_ranks(args.schedule, self.n_ranks)
-        n_stages = len(self.ranks)
-        self.stages = {}
-        parts = []
-        for i in range(n_stages):
-            if self.ranks[i] == self.rank:
-                stage = Stage(model, i * args.layers // n_stages, (i + 1) * args.layers // n_stages).to(device)
-                self.stages[i] = stage
-                parts.append(pipelining.PipelineStage(stage, i, n_stages, device, group=self.group))
+        self.stages, parts = split(model, self.ranks, self.rank, self.group)
         self.params = [param for stage in self.stages.values() for param in stage.parameters()]
 
         schedule_class = getattr(pipelining, f"Schedule{args.schedule}")

@@ -27,7 +27,7 @@ each other, cut one long text into rows, as `gpt.batch` does: then nothing is wa
 Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW. Each step sends
 2·(N-1)/N · 4·P bytes, once for all micro-batches, and 8 bytes more. The CPU's mask has rows · length² bytes.
 
-    python min_Packing.py --nproc 2                                      # two CPU processes; or all visible GPUs
+    python min_Packing.py --nproc 2                                      # two processes; without --nproc, all GPUs
     CUDA_VISIBLE_DEVICES=0,1 python min_Packing.py --accumulate 3        # two GPUs, three micro-batches per step
     torchrun --standalone --nproc-per-node 2 min_Packing.py --pad        # one document per row, to compare
 
@@ -170,13 +170,19 @@ def n_positions(document):
     return len(prompt) + len(answer) - 1
 
 
+def first_with_room(rooms, needed):
+    for number, room in enumerate(rooms):
+        if room >= needed:
+            return number
+    return None
+
+
 def pack(documents, length):
     """Lists of documents that share a row: each, the longest first, goes to the first row that has room for it."""
     lists, rooms = [], []
     for document in sorted(documents, key=n_positions, reverse=True):
         needed = n_positions(document)
-        fitting = (number for number, room in enumerate(rooms) if room >= needed)
-        number = next(fitting, None)
+        number = first_with_room(rooms, needed)
         if number is None:
             number = len(lists)
             lists.append([])
@@ -253,7 +259,7 @@ def train(model, optimizer, rows, held_out, args):
 
 @torch.no_grad()
 def evaluate(model, rows):
-    """The mean loss of all targets of `rows`. Processes may have unequal numbers of rows, for DDP is not used."""
+    """The mean loss of all targets of `rows`. Processes may have different numbers of rows: the plain model is used."""
     model = getattr(model, "module", model)
     sums = torch.zeros(2, device=dist.get_device())
     for own in rows[dist.get_rank() :: dist.get_world_size()].split(8):

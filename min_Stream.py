@@ -22,7 +22,7 @@ sent in each step. The data add --buffer numbers, one number per shard, and the 
 reads all shards once and writes the indexes, 8 bytes per document. After that a process reads only its own documents. A
 larger --buffer shuffles better, but scatters reads over more of the disk.
 
-    python min_Stream.py --nproc 2                                          # two CPU processes; or all visible GPUs
+    python min_Stream.py --nproc 2                                          # two processes; without --nproc, all GPUs
     CUDA_VISIBLE_DEVICES=0,1 python min_Stream.py --snapshot-path run.pt    # saves; rerun it with any --nproc to resume
     torchrun --standalone --nproc-per-node 2 min_Stream.py --data-dir shards --num-workers 2    # your own .jsonl files
 
@@ -200,8 +200,8 @@ def build_index(path):
         for number, line in enumerate(shard, 1):
             if line.strip():
                 if parse(line) is None:
-                    line = f'{path}: line {number} is not a JSON object with a "text": was the file cut off?'
-                    raise dist.DistributedError(line)
+                    message = f'{path}: line {number} is not a JSON object with a "text": was the file cut off?'
+                    raise dist.DistributedError(message)
                 starts.append(end)
             end += len(line)
     starts.append(end)
@@ -219,7 +219,7 @@ def read_count(path):
         (end,) = struct.unpack("q", file.read(8))
         if end != path.stat().st_size:
             return None
-        return file.tell() // 8 - 1
+    return index.stat().st_size // 8 - 1  # each 8 bytes are a start, the last ones the end
 
 
 def open_shards(folder):

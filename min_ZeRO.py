@@ -18,7 +18,8 @@ gradients do not fit either, choose min_FSDP.py, which shards these as well.
 
 Cost per process, for P float32 parameters on N processes: 8·P bytes of parameters and gradients and 8·P/N bytes of
 Adam's state. DDP needs 16·P, FSDP 16·P/N. Each step sends (N-1)/N · 4·P bytes of gradients and as many of parameters,
-which is what DDP sends in total. DDP sends during backward, but this script sends after it.
+which is what DDP sends in total (gloo's reduce-scatter sends twice as much). DDP sends during backward, but this
+script sends after it.
 
 A part may start and end in the middle of a matrix. So the optimizer must treat every element by itself, as SGD and
 AdamW do. For other optimizers combine DDP with torch.distributed.optim.ZeroRedundancyOptimizer, which keeps whole

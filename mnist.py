@@ -97,7 +97,9 @@ def load_data(name, data_dir, train, seed=0):
     http://yann.lecun.com/exdb/mnist/
     """
     if name == "synthetic":
-        return _draw_digits(20_000 if train else 10_000, 2 * seed + train)
+        if train:
+            return _draw_digits(20_000, 2 * seed + 1)
+        return _draw_digits(10_000, 2 * seed)
     if name != "mnist":
         raise ValueError(f"data must be 'synthetic' or 'mnist', got {name!r}")
     from torchvision.datasets import MNIST  # takes 0.4 s, and synthetic data do not need it

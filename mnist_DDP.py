@@ -1,9 +1,10 @@
 """The file to start from: a complete experiment with DDP, to copy for a data set and a model of your own.
 
-Four places say CHANGE HERE: the data, the model, the loss, the optimizer. Keep the rest. All processes train and
-evaluate, gradients are accumulated, the run resumes from its last snapshot, and it is tracked. The number of processes
-changes the speed and, but for rounding and dropout, not the result. In each step all processes together take one global
-batch B of a shuffled order, and each of them splits its share of B into K micro-batches:
+It classifies images. Four places say CHANGE HERE: the data, the model, the loss, the optimizer. For another task also
+change `evaluate`, which counts correct predictions. Keep the rest. All processes train and evaluate, gradients are
+accumulated, the run resumes from its last snapshot, and it is tracked. The number of processes changes the speed and
+not the result, except for rounding, dropout and BatchNorm. In each step all processes together take one global batch B
+of a shuffled order, and each of them splits its share of B into K micro-batches:
 
     2 processes, --grad-accumulation 2
 

@@ -19,8 +19,8 @@ The peak of --model deep is far above its share, because one layer has 88 % of i
     python mnist_FSDP.py --nproc 2 --model deep                               # two GPUs, or two processes on the CPU
     python mnist_FSDP.py --nproc 2 --model deep --strategy ddp                # the same training, replicated
     python mnist_FSDP.py --nproc 2 --mixed-precision                          # compute in bfloat16
-    python mnist_FSDP.py --nproc 2 --checkpoint-dir runs --export digits.pt   # save every epoch; run again to resume
-    python mnist_FSDP.py --nproc 1 --checkpoint-dir runs --epochs 4           # resume on another number of processes
+    python mnist_FSDP.py --nproc 2 --checkpoint-dir runs/mnist --export a.pt  # save every epoch; rerun to resume
+    python mnist_FSDP.py --nproc 1 --checkpoint-dir runs/mnist --epochs 4     # resume in one process
     torchrun --standalone --nproc-per-node 2 mnist_FSDP.py --data mnist       # the real MNIST
 
 It prints one line per epoch, over all test samples, with the peak memory of the largest process:
@@ -135,7 +135,7 @@ def train_epoch(model, loader, optimizer, device, mixed_precision, epoch):
         loss = losses.mean()
         loss.backward()
         optimizer.step()
-        loss_sum.add_(loss.detach(), alpha=len(labels))
+        loss_sum += loss.detach() * len(labels)
         n += len(labels)
     loss_sum, n = dist.all_reduce(torch.stack([loss_sum, loss_sum.new_tensor(n)])).tolist()
     return loss_sum / n, n / (time.perf_counter() - start)
@@ -179,7 +179,7 @@ def peak_memory(device):
 
 
 def largest(numbers, device):
-    """Each of a list of numbers as it is on the rank where it is largest."""
+    """The maximum of each number over all ranks."""
     return dist.all_reduce(torch.tensor(numbers, device=device), op="max").tolist()
 
 

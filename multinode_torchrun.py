@@ -1,6 +1,6 @@
 """Rung 2 of the ladder: survive machines that come and go. multigpu_torchrun.py for an elastic job on many nodes.
 
-On every node runs a torchrun agent. When a node is lost or joins, all agents restart their processes with the new
+A torchrun agent runs on every node. When a node is lost or joins, all agents restart their processes with the new
 number of ranks, and these resume from the newest snapshot that any node has. Two things are new:
 
 1. The global batch does not depend on the number of ranks. Each rank takes its share of it:
@@ -11,8 +11,9 @@ number of ranks, and these resume from the newest snapshot that any node has. Tw
    So a step computes the same on any number of ranks, up to rounding, and the run ends where it would have ended.
    (BatchNorm and dropout see the shares, so with them this holds only for one number of ranks. Then it is exact.)
 
-2. A SIGTERM loses no step. A scheduler sends it before it takes a node away, torchrun when a node joins. After each
-   step the ranks ask each other whether one of them got it. The answer arrives while they compute the next step:
+2. A SIGTERM loses no step. A scheduler sends it before it takes a node away. torchrun sends it when a node joins.
+   After each step the ranks ask each other whether one of them got it. The answer arrives while they compute the next
+   step:
 
        rank 0   | step 7            | step 8            | save, exit with status 143
        rank 1   | step 7, SIGTERM   | step 8            | exit with status 143
@@ -36,7 +37,7 @@ Each step sends 2·(N-1)/N · 4·P bytes (a ring all-reduce), and 4 bytes to ask
         multinode_torchrun.py 50 10
 
 Each rank prints where it starts, and rank 0 prints the average loss of each epoch and a line for each snapshot:
-`[rank 0/4 on node1] GPU0 | Epoch 0 | Batchsize: 64 | Steps: 32 | Loss: 15.8971`. The batch size is the global one.
+`[rank 0/4 on node1] CPU | Epoch 0 | Batchsize: 64 | Steps: 32 | Loss: 15.8992`. The batch size is the global one.
 """
 
 import os
@@ -78,42 +79,6 @@ def parse_args():
     return args
 
 
-class Preemption:
-    """Tells all ranks after the same step that at least one of them got SIGTERM."""
-
-    def __init__(self, timeout):
-        self.received = False
-        self.question = None  # the all-reduce that is under way
-        self.group = None
-        if dist.get_world_size() > 1:
-            # A gloo group of its own: the question waits for no GPU, and keeps out of the order of DDP's collectives.
-            self.group = torch_dist.new_group(backend="gloo", timeout=timeout)
-        signal.signal(signal.SIGTERM, self.receive)
-
-    def receive(self, number, frame):
-        self.received = True
-
-    def agreed(self):
-        """Call it after every step. Returns the answer to the last step's question. If that is no, it asks again."""
-        if self.group is None:
-            return self.received
-        if self.answer():
-            return True
-        self.any_received = torch.tensor(float(self.received))
-        self.question = torch_dist.all_reduce(
-            self.any_received, torch_dist.ReduceOp.MAX, group=self.group, async_op=True
-        )
-        return False
-
-    def answer(self):
-        """Wait for the answer, if a question is under way."""
-        if self.question is None:
-            return False
-        self.question.wait()
-        self.question = None
-        return bool(self.any_received)
-
-
 class Trainer:
     def __init__(self, model, dataset, optimizer, device, preemption, args):
         self.model = dist.prepare_ddp_model(model.to(device))
@@ -150,6 +115,30 @@ class Trainer:
         """An even number, different for each epoch, step and rank."""
         return 2 * ((epoch * self.steps + step) * dist.get_world_size() + dist.get_rank())
 
+    def run_epoch(self):
+        """Trains from self.step to the end of the epoch, or until a SIGTERM. Returns whether one came."""
+        first_step = self.step
+        total_loss = torch.zeros((), device=self.device)  # stays on the GPU, so no step waits for it
+        for x, y in self.loader(self.epoch, first_step):
+            torch.manual_seed(self.seed(self.epoch, self.step) + 1)  # for dropout; the even seed is the data's
+            self.optimizer.zero_grad()
+            loss = self.compute_loss(x, y)
+            # DDP averages over ranks. The weight makes that the average over samples, as shares may differ by a sample.
+            weight = len(x) * dist.get_world_size() / self.global_batch_size
+            (weight * loss).backward()
+            self.optimizer.step()
+            total_loss += loss.detach() * len(x)
+            self.step += 1
+            preempted = self.preemption.agreed()
+            if preempted:
+                break
+        steps = self.step - first_step
+        loss = dist.all_reduce(total_loss).item() / (steps * self.global_batch_size)
+        line = f"Epoch {self.epoch} | Batchsize: {self.global_batch_size} | Steps: {steps} | Loss: {loss:.4f}"
+        if dist.is_primary():
+            log(f"{self.name} | {line}")
+        return preempted
+
     def load_snapshot(self):
         """Sets self.epoch and self.step, the next to run."""
         self.epoch, samples = checkpoint.load(self.snapshot_path, self.model, self.optimizer)
@@ -180,30 +169,6 @@ class Trainer:
         x, y = next(iter(self.loader(epoch=0, first_step=0)))
         return self.compute_loss(x, y)
 
-    def run_epoch(self):
-        """Trains from self.step to the end of the epoch, or until a SIGTERM. Returns whether one came."""
-        first_step = self.step
-        total_loss = torch.zeros((), device=self.device)  # stays on the GPU, so no step waits for it
-        for x, y in self.loader(self.epoch, first_step):
-            torch.manual_seed(self.seed(self.epoch, self.step) + 1)  # for dropout; the even seed is the data's
-            self.optimizer.zero_grad()
-            loss = self.compute_loss(x, y)
-            # DDP averages over ranks. The weight makes that the average over samples, as shares may differ by a sample.
-            weight = len(x) * dist.get_world_size() / self.global_batch_size
-            (weight * loss).backward()
-            self.optimizer.step()
-            total_loss += loss.detach() * len(x)
-            self.step += 1
-            preempted = self.preemption.agreed()
-            if preempted:
-                break
-        steps = self.step - first_step
-        loss = dist.all_reduce(total_loss).item() / (steps * self.global_batch_size)
-        line = f"Epoch {self.epoch} | Batchsize: {self.global_batch_size} | Steps: {steps} | Loss: {loss:.4f}"
-        if dist.is_primary():
-            log(f"{self.name} | {line}")
-        return preempted
-
     def compute_loss(self, x, y):
         x = x.to(self.device, non_blocking=True)
         y = y.to(self.device, non_blocking=True)
@@ -214,6 +179,42 @@ class Trainer:
         checkpoint.save(self.snapshot_path, self.model, self.optimizer, epoch=self.epoch, step=samples)
         if dist.is_primary():
             log(f"Snapshot saved at {self.snapshot_path}: next is Epoch {self.epoch}, Step {self.step}")
+
+
+class Preemption:
+    """Tells all ranks after the same step that at least one of them got SIGTERM."""
+
+    def __init__(self, timeout):
+        self.received = False
+        self.question = None  # the all-reduce that is under way
+        self.group = None
+        if dist.get_world_size() > 1:
+            # A gloo group of its own: the question waits for no GPU, and keeps out of the order of DDP's collectives.
+            self.group = torch_dist.new_group(backend="gloo", timeout=timeout)
+        signal.signal(signal.SIGTERM, self.receive)
+
+    def receive(self, number, frame):
+        self.received = True
+
+    def agreed(self):
+        """Call it after every step. Returns the answer to the last step's question. If that is no, it asks again."""
+        if self.group is None:
+            return self.received
+        if self.answer():
+            return True
+        self.any_received = torch.tensor(float(self.received))
+        self.question = torch_dist.all_reduce(
+            self.any_received, torch_dist.ReduceOp.MAX, group=self.group, async_op=True
+        )
+        return False
+
+    def answer(self):
+        """Wait for the answer, if a question is under way."""
+        if self.question is None:
+            return False
+        self.question.wait()
+        self.question = None
+        return bool(self.any_received)
 
 
 def ignore_sigterm(worker_id):

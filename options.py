@@ -36,7 +36,8 @@ class ArgumentParser(argparse.ArgumentParser):
             nproc_type = _number_of_launched
         else:
             default = max(1, gpus)
-            nproc_type = whole_number(1, gpus or LARGEST, "the number of visible GPUs")
+            why = "the number of visible GPUs: CUDA_VISIBLE_DEVICES= hides them, for processes on the CPU"
+            nproc_type = whole_number(1, gpus or LARGEST, why)
         self.add_argument("--nproc", type=nproc_type, default=default, help=help)
 
     def require_multiple(self, args, name, divisor, why, default=None):

@@ -176,7 +176,10 @@ def end(tolerate_lost=False):
     Raises DistributedError as soon as a process is lost, unless `tolerate_lost`.
     """
     with _changed:
-        while not _watched.keys() <= _left | _lost:
+        while True:
+            gone = _left | _lost
+            if all(name in gone for name in _watched):
+                break
             if _lost and not tolerate_lost:
                 break
             _changed.wait()

@@ -24,7 +24,7 @@ and train with DDP (min_DDP.py). PyTorch maintains torch.distributed.rpc but no 
 
 Cost, for P float32 parameters and N observers: the learner holds 16·P bytes (parameters, gradients, Adam), an observer
 nothing. A step is one remote call per observer: a state of 4 numbers, and one number back, about a kilobyte with RPC's
-own data. At the end of an episode an observer sends 40 bytes per step.
+own data. At the end of an episode an observer sends 24 bytes per step.
 
     python rpc_actor_learner.py                                      # a learner and four observers on this machine
     python rpc_actor_learner.py --observers 8 --lr 0.02
@@ -146,27 +146,6 @@ class Learner:
         for observer, probability in zip(observers, probabilities, strict=True):
             requests[observer][1].set_result(probability)
 
-    def update_if_all_have_finished(self):
-        """Update the policy, and let all observers begin the next episode, if all have finished theirs."""
-        if self.playing or not self.episodes:
-            return
-        self.reinforce()
-        self.updates += 1
-        mean_return = self.mean_return()
-        self.done = self.updates == self.args.updates or (len(self.returns) >= 100 and mean_return >= self.args.goal)
-        if self.updates % self.args.log_every == 0 or self.done:
-            speed = sum(self.returns) / (time.perf_counter() - self.begin)
-            print(
-                f"update {self.updates} | {len(self.returns)} episodes | mean return {mean_return:.1f} | "
-                f"{speed:,.0f} actions/s",
-                flush=True,
-            )
-        updated = self.updated
-        self.episodes = {}
-        self.playing = set(self.observers)
-        self.updated = torch.futures.Future()
-        updated.set_result(not self.done)
-
     def reinforce(self):
         """Make actions more probable whose return was above the mean."""
         all_states = []
@@ -188,6 +167,27 @@ class Learner:
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
+
+    def update_if_all_have_finished(self):
+        """Update the policy, and let all observers begin the next episode, if all have finished theirs."""
+        if self.playing or not self.episodes:
+            return
+        self.reinforce()
+        self.updates += 1
+        mean_return = self.mean_return()
+        self.done = self.updates == self.args.updates or (len(self.returns) >= 100 and mean_return >= self.args.goal)
+        if self.updates % self.args.log_every == 0 or self.done:
+            speed = sum(self.returns) / (time.perf_counter() - self.begin)
+            print(
+                f"update {self.updates} | {len(self.returns)} episodes | mean return {mean_return:.1f} | "
+                f"{speed:,.0f} actions/s",
+                flush=True,
+            )
+        updated = self.updated
+        self.episodes = {}
+        self.playing = set(self.observers)
+        self.updated = torch.futures.Future()
+        updated.set_result(not self.done)
 
     def mean_return(self):
         """Over the last 100 episodes."""

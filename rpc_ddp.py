@@ -154,7 +154,7 @@ class TableServer:
     """A share of the table's rows, and their optimizer."""
 
     def __init__(self, n_rows, args):
-        self.table = torch.zeros(n_rows, args.width)  # so a row that was never trained says nothing
+        self.table = torch.zeros(n_rows, args.width)  # an untrained row contributes nothing
         self.optimizer = OPTIMIZERS[args.optimizer]([self.table], lr=args.lr)
         self.n_trainers = args.trainers
         self.lock = threading.Lock()

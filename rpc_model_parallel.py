@@ -105,6 +105,19 @@ class SplitModel:
         return self.first.parameter_rrefs() + self.second.rpc_sync().parameter_rrefs()
 
 
+def train_epoch(model, loader, optimizer):
+    """The average loss of the epoch's samples."""
+    model.train()
+    total = torch.zeros(())
+    for images, labels in loader:
+        with autograd.context() as context:  # holds this step's gradients, on each worker those of its parameters
+            loss = F.cross_entropy(model(images), labels)
+            autograd.backward(context, [loss])
+            optimizer.step(context)
+        total += loss.detach() * len(labels)
+    return total.item() / len(loader.dataset)
+
+
 class Half(nn.Module):
     """Some of a model's layers, on their worker's device. Takes and returns tensors (n, ...) on the CPU."""
 
@@ -141,19 +154,6 @@ def linear_layers(seed):
 
 
 # ---- train and evaluate, on worker0 -------------------------------------------------------------------------------
-
-
-def train_epoch(model, loader, optimizer):
-    """The average loss of the epoch's samples."""
-    model.train()
-    total = torch.zeros(())
-    for images, labels in loader:
-        with autograd.context() as context:  # holds this step's gradients, on each worker those of its parameters
-            loss = F.cross_entropy(model(images), labels)
-            autograd.backward(context, [loss])
-            optimizer.step(context)
-        total += loss.detach() * len(labels)
-    return total.item() / len(loader.dataset)
 
 
 @torch.no_grad()

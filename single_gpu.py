@@ -10,7 +10,7 @@ Cost, for P float32 parameters trained by SGD: 4·P bytes of parameters and 4·P
     python single_gpu.py 50 10 --batch-size 64
     CUDA_VISIBLE_DEVICES=2 python single_gpu.py 50 10    # train on GPU 2
 
-It prints the average loss of each epoch, `[GPU0] Epoch 0 | Batchsize: 32 | Steps: 64 | Loss: 17.2381`, and a line for
+It prints the average loss of each epoch, `[CPU] Epoch 0 | Batchsize: 32 | Steps: 64 | Loss: 12.0531`, and a line for
 each checkpoint. Without a GPU it trains on the CPU.
 """
 

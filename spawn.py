@@ -1,7 +1,7 @@
 """Start the processes of a job on this machine, and end them together. `distributed.launch` is its only caller.
 
-torch.multiprocessing.start_processes is not enough: every process imports torch anew, which takes minutes for 64 of
-them; workers survive a launcher that is killed; and when one worker fails, the error shown may be that of a peer.
+torch.multiprocessing.start_processes is not enough. Every process imports torch anew, which takes about a minute for
+64 of them on two cores. Workers survive a launcher that is killed. When one worker fails, a peer's error may be shown.
 Here workers are forked from a server that has imported torch once, each ends when the launcher ends, and the first
 failure is the one that is raised. It needs a POSIX system: Linux, macOS or WSL.
 """
@@ -108,13 +108,13 @@ def _worker_environment(nprocs, port):
 
 def _wait_for(processes, store, tolerate_killed):
     """Return when all processes have ended; raise the first failure."""
-    failed = {}
-    while not failed:
+    while True:
         running = [process.sentinel for process in processes if process.exitcode is None]
+        if _failed(processes, tolerate_killed):  # after `running`: if that is empty, all exit codes are known
+            break
         if not running:
             return
         wait(running)
-        failed = _failed(processes, tolerate_killed)
     # The fork server may report a consequence before its cause.
     time.sleep(0.2)
     # No variable holds the failure here: a cycle with its traceback would keep the port of the store open.
@@ -128,7 +128,7 @@ def _failure(processes, store, tolerate_killed):
     killed = _failed(processes, tolerate_killed=False).keys() - failed.keys()
     if killed and isinstance(failure, SystemExit):
         notes = [_how_it_ended(rank, processes[rank]) for rank in sorted(killed)]
-        failure = SystemExit(f"{failure} ({', '.join(notes)})")  # it may be what the others failed for
+        failure = SystemExit(f"{failure} ({', '.join(notes)})")  # a killed worker may have caused the failure
     return failure
 
 
@@ -148,16 +148,19 @@ def _root_cause(failed, store):
 
     A worker reports before its sockets close, and its peers fail when they close. So peers report later.
     """
-    reports = {}
+    first_report = None
+    reported = set()
     while store.queue_len("failures"):
         rank, failure = pickle.loads(store.queue_pop("failures"))
-        reports[rank] = failure
-    silent = sorted(failed.keys() - reports.keys())
-    if reports:
+        reported.add(rank)
+        if first_report is None:
+            first_report = failure
+    silent = sorted(failed.keys() - reported)
+    if first_report is not None:
         # NCCL's watchdog aborts a process whose peer has failed: a consequence, if there is a report.
         silent = [rank for rank in silent if failed[rank].exitcode != -signal.SIGABRT]
     if not silent:
-        return next(iter(reports.values()))
+        return first_report
     rank = silent[0]
     process = failed[rank]
     if process.exitcode == IMPORTING_MAIN:
@@ -185,7 +188,10 @@ def _end(process):
 
 
 def _worker(rank, work, environment, outputs):
-    """Run `worker_fn` with the caller's environment and outputs, then atexit's handlers. Report what it raises."""
+    """Run `worker_fn` with the caller's environment and outputs. Report what it raises.
+
+    After a normal return or `sys.exit(0)`, run the handlers of atexit.
+    """
     os.setsid()  # a process group of the worker and its children, which are ended together
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     _take_over_outputs(outputs)
@@ -199,8 +205,9 @@ def _worker(rank, work, environment, outputs):
     except SystemExit as error:
         failed = error.code not in (None, 0)
         if failed and isinstance(error.code, int):
-            raise
-        if failed:
+            line = f"rank {rank} exited with status {error.code}"
+            _report(rank, ProcessExitedException(line, rank, os.getpid(), error.code), environment)
+        elif failed:
             _report(rank, SystemExit(str(error.code)), environment)
     except BaseException:
         message = f"rank {rank} raised:\n\n{traceback.format_exc()[-30_000:]}"

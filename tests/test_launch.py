@@ -10,6 +10,7 @@ import uuid
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from conftest import ROOT, finish, run, start, torchrun
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import distributed as dist
+import spawn
 
 JOB = Path(__file__).parent / "job.py"
 
@@ -87,6 +89,12 @@ def test_nprocs_must_be_positive():
         dist.launch(print, nprocs=0)
 
 
+@pytest.mark.parametrize("given", [{"rank": 3}, {"world_size": 4}])
+def test_a_rank_alone_is_refused(given):
+    with pytest.raises(ValueError, match="give both rank and world_size, or neither"):
+        dist.init_process_group(**given)
+
+
 def test_imports_have_no_side_effects(tmp_path):
     """Above all, what is preloaded never touches the GPU: a fork after that would break CUDA in every worker."""
     code = """
@@ -152,6 +160,27 @@ def test_the_first_failure_ends_the_job_names_its_cause_and_loses_no_output(how,
     assert all("forkserver" in " ".join(c) or "resource_tracker" in " ".join(c) for c in left[:2]) and len(left) <= 2
     listening = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
     assert not listening, "the launcher's own store is closed when its failure has been handled"
+
+
+def exit_after_the_peers_failure(local_rank, world_size):
+    dist.init_process_group()
+    if local_rank == 1:
+        raise ValueError("the cause")
+    try:
+        dist.barrier()
+    except RuntimeError:
+        sys.exit(1)
+
+
+def test_a_rank_that_exits_because_of_its_peer_is_not_the_cause():
+    with pytest.raises(ProcessRaisedException, match="ValueError: the cause"):
+        dist.launch(exit_after_the_peers_failure, nprocs=2)
+
+
+def test_a_failure_counts_if_no_process_is_running_any_more():
+    process = SimpleNamespace(exitcode=3, pid=1, sentinel=None)
+    with pytest.raises(ProcessExitedException, match=r"^rank 0 exited with status 3$"):
+        spawn._wait_for([process], spawn._start_store(), tolerate_killed=False)
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ processes
 of processes
     """,
     "min_DiLoCo.py": """
-        --outer-momentum 1 | argument --outer-momentum: 1.0 is not a number from 0 to below 1
+        --outer-momentum 1 | argument --outer-momentum: '1' is not a number of at least 0 and below 1
         --nproc 3 --global-batch-size 16 | argument --global-batch-size: 16 is not a multiple of 3, the number of \
 processes
     """,
@@ -199,8 +199,9 @@ def test_nproc_is_the_number_of_processes(script, main_of, monkeypatch):
     for gpus, given, nprocs in ((0, (), 1), (0, ("--nproc", 4), 4), (4, (), 4), (4, ("--nproc", 1), 1)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert launched(monkeypatch, script, *given).kwargs == {"nprocs": nprocs}
-    message = "argument --nproc: '8' is not a whole number from 1 to 4, the number of visible GPUs"
-    assert main_of(f"{script}.py", "--nproc", "8") == (2, f"{script}.py: error: {message}\n")
+    message = "argument --nproc: '8' is not a whole number from 1 to 4, the number of visible GPUs: "
+    hint = "CUDA_VISIBLE_DEVICES= hides them, for processes on the CPU"
+    assert main_of(f"{script}.py", "--nproc", "8") == (2, f"{script}.py: error: {message}{hint}\n")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
