@@ -77,16 +77,25 @@ def probe_attention():
         return None
     with mock.patch.object(min_Ring, "choose_kernel", lambda q: min_Ring.Formula):
         by_formula = attention_errors(torch.float64)
+    sent_types = []
+
+    def noting_start_hop(tensor):
+        sent_types.append(str(tensor.dtype))
+        return start_hop(tensor)
+
+    with mock.patch.object(min_Ring, "start_hop", noting_start_hop):
+        in_bfloat16 = attention_errors(torch.bfloat16)
     return {
         "exact": attention_errors(torch.float64),
         "exact, by the formula": by_formula,
         "large logits": attention_errors(torch.float64, scale=1000.0),
         "large logits, float32": attention_errors(torch.float32, scale=1000.0),
-        "bfloat16": attention_errors(torch.bfloat16),
+        "bfloat16": in_bfloat16,
+        "hops of bfloat16, in float32": (sent_types.count("torch.bfloat16"), sent_types.count("torch.float32")),
     }
 
 
-def check_attention(probes):
+def check_attention(probes, n):
     for name in ("exact", "exact, by the formula"):
         assert max(probes[name][0]) <= 1e-12, name
     assert max(probes["large logits"][0]) <= 1e-9
@@ -94,6 +103,7 @@ def check_attention(probes):
         ring, plain = probes[name]
         for ours, others in zip(ring, plain, strict=True):
             assert ours <= 1.5 * others, (name, ring, plain)
+    assert probes["hops of bfloat16, in float32"] == (2 * (n - 1), n), "gradients are summed in float32"
 
 
 # ---- costs ----------------------------------------------------------------------------------------------------------
@@ -216,7 +226,7 @@ def test_equal_to_one_process_in_results_and_work(nprocs, tmp_path, plain_saved_
         transformer.assert_equal(losses, parameters, expected)
     if nprocs > 1:
         for results in ranks:
-            check_attention(results[2])
+            check_attention(results[2], nprocs)
         check_costs([results[3] for results in ranks], plain_saved_bytes)
 
 
