@@ -504,6 +504,15 @@ def two_optimizers():
         check_equal(full_parameters(model), full_parameters(alone[name]))
     assert n_all_reduces(counts) == 2 * len(batches), "one of each model per step"
 
+    def two_forwards(**options):
+        critic = dist.prepare_ddp_model(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), **options)
+        real, noise = batches[0]
+        (critic(real).sum() - critic(noise).sum()).backward()
+
+    two_forwards(broadcast_buffers=False)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        two_forwards()
+
 
 @recipe
 def evaluation():
@@ -981,6 +990,14 @@ def test_a_run_is_resumed_by_one_process(name, job_folder, tmp_path, monkeypatch
     check_equal(resumed, alone)
 
 
+def test_accumulation_in_one_process():
+    (block,) = blocks_of("How do I accumulate gradients over several batches?")
+    with float64():
+        model = make_model()
+        execute(block, ddp_model=dist.prepare_ddp_model(model), optimizer=sgd(model), micro_batches=own_micro_batches())
+        check_equal(full_parameters(model), plain_step())
+
+
 def test_every_block_is_run():
     """This file names the heading of each block of Python."""
     source = Path(__file__).read_text()
@@ -1063,6 +1080,13 @@ def read_until(terminal, text, times=1):
         if select.select([terminal], [], [], 1)[0]:
             printed += os.read(terminal, 4096).decode()
     return printed
+
+
+@pytest.mark.slow
+def test_a_plain_breakpoint_fails(tmp_path):
+    write_script(tmp_path, SCRIPT_TO_DEBUG.replace("{line}", "breakpoint()"))
+    status, _, stderr = run("train.py", cwd=tmp_path, env={"PYTHONPATH": ""})
+    assert status == 1 and "bdb.BdbQuit" in stderr
 
 
 @pytest.mark.slow
