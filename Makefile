@@ -5,7 +5,7 @@ MINUTES ?= 30
 # Two files of tests at a time: they wait more than they compute.
 SIDE_BY_SIDE := -n 2 --dist loadfile
 
-.PHONY: demo test test-slow test-guard test-gpu soak lint bench plots clean
+.PHONY: demo test test-slow test-guard test-gpu test-versions soak lint bench plots clean
 
 demo: .venv/installed  ## train the minimal example
 	$(BIN)/python min_DDP.py
@@ -21,6 +21,9 @@ test-guard: .venv/installed-dev  ## those of them that CI runs
 
 test-gpu: .venv/installed-dev  ## what needs a GPU
 	$(BIN)/python -m pytest -m gpu
+
+test-versions:  ## the quick tests on every version of torch from 2.11 on
+	$(PYTHON) -m tests.versions
 
 soak: .venv/installed-dev  ## random jobs under load, for MINUTES
 	$(BIN)/python -m tests.soak --minutes $(MINUTES)
