@@ -1,0 +1,351 @@
+"""Three dimensions: a pipeline of stages, each sharded by FSDP and split by tensor parallelism, on one DeviceMesh.
+
+Every process has a place in a mesh of K x S x T processes. With 2 x 2 x 2 these are the ranks:
+
+                    4 ------- 5
+                  / |       / |
+                6 ------- 7   |        --tensor   0-1  2-3  4-5  6-7    split the work of each layer (min_TP.py)
+                |   |     |   |        --shard    0-2  1-3  4-6  5-7    split the batch and the parameters (min_FSDP.py)
+                |   0 ----|-- 1        --stages   0-4  1-5  2-6  3-7    split the model by layers (min_PP.py)
+                | /       | /
+                2 ------- 3            rank = (stage · S + shard) · T + tensor
+
+Ranks 0 to 3 hold the first half of the blocks, ranks 4 to 7 the second half. The batch is cut in S shares, and each
+share in M micro-batches, which follow each other through the stages. In one step, here with M = 2 and 1F1B, each
+process gathers its layers (G) before its first forward and reduces their gradients (R) after its last backward:
+
+    ranks 0 to 3   G F0 F1  . B0  . B1  R
+    ranks 4 to 7   G  . F0 B0 F1 B1  R  .
+
+FSDP alone would gather in every forward and backward, and reduce in every backward. With M micro-batches this is 2·M
+gathers and M reductions per step. So the layers stay gathered during the step, and gradients are summed where they are.
+
+Which dimension belongs on which link of a cluster:
+
+- tensor: two neighbours exchange activations eight times per block and micro-batch, and wait for them. They have
+  consecutive ranks, so they are in one machine if T divides its number of GPUs.
+- shard: neighbours exchange parameters and gradients once per step, and compute meanwhile in part.
+- stages: a process sends the activations of a micro-batch to one other process. These are the fewest bytes, so the
+  stages are outermost: with S x T GPUs per machine, each machine is a stage.
+
+Choose it for a model that S x T processes (min_2D.py) cannot hold or that would gather over slow links. Below some
+tens of GPUs one or two dimensions are faster and simpler. Set the others to 1.
+
+Cost per process, for P float32 parameters and A = 4 · global batch size / S · length · width:
+    memory    16·P/(K·S·T) bytes between steps (parameters 4, gradients 4, Adam 8), and up to 8·P/(K·T) more during a
+              step, for gathered parameters and their gradients; the first and last stage have the embeddings and the
+              head besides, and T does not split norms
+    sent      in each step: 2·(S-1)/S · 4·P/(K·T) bytes along shard; 8·(T-1)/T · A per own block along tensor; A/T to
+              each neighbour along stages
+
+    python min_3D.py --nproc 8                                         # 2 x 2 x 2 processes
+    python min_3D.py --nproc 4 --stages 2 --shard 2 --checkpoint-dir runs
+    python min_3D.py --nproc 1 --checkpoint-dir runs --steps 800       # resumes on another mesh, here in one process
+
+The first prints `parameters held: 112,960 of 875,264 (0.129)` for the process that holds most. Each checkpoint is a
+folder `epoch-N` in --checkpoint-dir, where N counts steps, not epochs. Older ones are kept: delete them yourself. Load
+only checkpoints that you trust.
+"""
+
+import logging
+import math
+import warnings
+
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Replicate, Shard, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+import checkpoint
+import distributed as dist
+import gpt
+import options
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__, conflict_handler="resolve")  # allows another --layers
+    gpt.add_model_options(parser)
+    count = options.whole_number(1)
+    parser.add_argument("--layers", type=count, help="blocks of attention and MLP (default: 4, or one per stage)")
+    parser.add_argument("--stages", type=count, help="processes of a pipeline (default: 2, or 1 if they do not divide)")
+    parser.add_argument(
+        "--shard", type=count, help="processes that shard a stage and the batch (default: all remaining processes)"
+    )
+    parser.add_argument(
+        "--tensor", type=count, help="processes that split each layer (default: 2, or 1 if they do not divide)"
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=("1F1B", "Interleaved1F1B"),
+        default="1F1B",
+        help="order of forwards and backwards; Interleaved1F1B has two stages per process and a smaller bubble",
+    )
+    parser.add_argument("--micro-batches", type=count, help="parts of a pipeline's batch (default: 8, or what fits)")
+    parser.add_argument("--checkpoint-dir", help="save checkpoints in this folder, and resume from the newest")
+    parser.add_argument("--save-every", type=count, default=100, help="save a checkpoint every N steps", metavar="N")
+    args = parser.parse_args()
+    check_options(parser, args)
+    return args
+
+
+def parallelize(stage, mesh):
+    """Split the layers of a `stage` along "tensor", and shard what this process then holds along "shard"."""
+    if mesh["tensor"].size() > 1:
+        split_layers(stage, mesh["tensor"])
+    # False: a unit stays gathered after its first forward, until the gradients are reduced at the end of the step. The
+    # schedule lets FSDP keep it in backward too, and reduce after the last micro-batch alone.
+    for block in stage.blocks.values():
+        fully_shard(block, mesh=mesh["shard"], reshard_after_forward=False)
+    fully_shard(stage, mesh=mesh["shard"], reshard_after_forward=False)  # the rest: embeddings, or last norm and head
+
+
+def split_layers(stage, mesh):
+    """Tensor parallel. Between the split layers, features are split along the sequence, which is dimension 1.
+
+    So a stage also receives and sends its part of the sequence alone. The plan names every parameter, also those of
+    the norms: the norm of the gradients needs DTensors of one mesh.
+    """
+    sequence = Shard(1)
+    plan = {
+        "blocks.*.norm1": SequenceParallel(),
+        "blocks.*.attention.qkv": ColwiseParallel(input_layouts=sequence),
+        "blocks.*.attention.out": RowwiseParallel(output_layouts=sequence),
+        "blocks.*.norm2": SequenceParallel(),
+        "blocks.*.mlp.up": ColwiseParallel(input_layouts=sequence),
+        "blocks.*.mlp.down": RowwiseParallel(output_layouts=sequence),
+    }
+    if stage.is_first:
+        plan["token"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence)
+        # It has no batch dimension.
+        plan["position"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
+    if stage.is_last:
+        plan["norm"] = SequenceParallel()
+        plan["head"] = ColwiseParallel(input_layouts=sequence, output_layouts=Replicate())
+    parallelize_module(stage, mesh, plan)
+
+
+class Stage(nn.Module):
+    """Blocks `first` to `last` - 1 of a GPT. The first stage has its embeddings too, the last one its head."""
+
+    def __init__(self, model, first, last):
+        super().__init__()
+        self.is_first = first == 0
+        self.is_last = last == len(model.blocks)
+        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in range(first, last)})  # names as in the GPT
+        if self.is_first:
+            self.token = model.token
+            self.position = model.position
+        if self.is_last:
+            self.norm = model.norm
+            self.head = model.head
+
+    def forward(self, x):
+        if self.is_first:
+            x = self.token(x) + self.position(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks.values():
+            x = block(x)
+        if self.is_last:
+            x = self.head(self.norm(x))
+        return x
+
+
+class Pipeline:
+    """This process's stages of `model`, and the schedule that runs them with the other processes of the pipeline."""
+
+    def __init__(self, model, args):
+        device = dist.get_device()
+        shape = (args.stages, args.shard, args.tensor)
+        self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("stage", "shard", "tensor"))
+        self.group = self.mesh.get_group("stage")
+        self.rank = self.mesh.get_local_rank("stage")
+        self.boundary = (args.length // args.tensor, args.width)  # the shape of a sequence between two stages
+
+        n_stages = count_stages(args)
+        self.stages = {}
+        parts = []
+        for i in range(self.rank, n_stages, args.stages):  # with two stages per process: 0 1 0 1
+            stage = Stage(model, i * args.layers // n_stages, (i + 1) * args.layers // n_stages).to(device)
+            parallelize(stage, self.mesh)
+            self.stages[i] = stage
+            parts.append(pipelining.PipelineStage(stage, i, n_stages, device, group=self.group))
+        self.module = merge(self.stages.values())
+
+        if args.schedule == "1F1B":
+            self.schedule = pipelining.Schedule1F1B(parts[0], args.micro_batches, gpt.loss_fn)
+        else:
+            self.schedule = pipelining.ScheduleInterleaved1F1B(parts, args.micro_batches, gpt.loss_fn)
+
+    def share(self, batch):
+        """This pipeline's part of the global batch. Tensor neighbours have the same one."""
+        return batch.chunk(self.mesh["shard"].size())[self.mesh.get_local_rank("shard")]
+
+    def local_loss(self, losses):
+        """A loss whose mean over all processes is the global batch's. Only the last stage's processes have `losses`."""
+        if not losses:
+            return torch.zeros((), device=dist.get_device())
+        return torch.stack(losses).mean() * self.mesh["stage"].size()
+
+    def evaluate(self, x, y):
+        """`local_loss` of the global batch, without gradients. It passes through the stages in one piece."""
+        # The schedules have an `eval`, but each change between `eval` and `step` costs a further forward and backward.
+        x = self.share(x)
+        y = self.share(y)
+        losses = []
+        for stage in self.stages.values():
+            if not stage.is_first:
+                x = torch.empty(len(y), *self.boundary, device=y.device)
+                self.transfer(torch_dist.irecv, x, self.rank - 1)
+            x = stage(x)
+            if stage.is_last:
+                losses.append(gpt.loss_fn(x, y))
+            else:
+                self.transfer(torch_dist.isend, x, self.rank + 1)
+            reshard(stage)
+        return self.local_loss(losses)
+
+    def transfer(self, op, tensor, rank):
+        """Send or receive `tensor`, as the schedule does: NCCL would serialize calls that are not batched, and warn."""
+        peer = rank % self.mesh["stage"].size()  # after the last process comes the first one, with its second stage
+        for work in torch_dist.batch_isend_irecv([torch_dist.P2POp(op, tensor, group=self.group, group_peer=peer)]):
+            work.wait()
+
+
+def merge(stages):
+    """One module with the layers of all `stages`, under their names in the whole GPT.
+
+    So a checkpoint has the same names on every mesh, and each process saves the layers that it has.
+    """
+    merged = nn.Module()
+    merged.blocks = nn.ModuleDict()
+    for stage in stages:
+        for name, child in stage.named_children():
+            if name == "blocks":
+                merged.blocks.update(child)
+            else:
+                merged.add_module(name, child)
+    return merged
+
+
+def reshard(stage):
+    """Free gathered parameters. After a step the schedule does it."""
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def clip_gradients(pipeline, max_norm):
+    """As nn.utils.clip_grad_norm_, by the norm over all three dimensions."""
+    params = list(pipeline.module.parameters())
+    norm = nn.utils.get_total_norm([param.grad for param in params])  # a DTensor, as the gradients are
+    squares = norm.full_tensor() ** 2  # summed over the shards and tensor neighbours of this stage
+    torch_dist.all_reduce(squares, group=pipeline.group)
+    nn.utils.clip_grads_with_norm_(params, max_norm, squares.sqrt())
+
+
+def train(pipeline, optimizer, text, held_out, args):
+    """Returns the losses over all processes of all steps since the newest checkpoint."""
+    first_step = 0
+    if args.checkpoint_dir:
+        first_step = checkpoint.load_sharded(args.checkpoint_dir, pipeline.module, optimizer)
+    progress = gpt.Progress(pipeline.evaluate, text, held_out, args, first_step)
+    for step in range(first_step, args.steps):
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
+        x = pipeline.share(x)
+        y = pipeline.share(y)
+        optimizer.zero_grad()
+        inputs = (x,) if 0 in pipeline.stages else ()  # the other stages receive activations instead
+        losses = []  # filled by the last stage, one per micro-batch
+        # All forwards and backwards. FSDP averages the gradients over the shares of the batch, and the schedule divides
+        # their sum over the micro-batches by M: right, because the loss is a mean.
+        pipeline.schedule.step(*inputs, target=y, losses=losses, return_outputs=False)
+        if args.clip:
+            clip_gradients(pipeline, args.clip)
+        optimizer.step()
+        progress(pipeline.local_loss(losses))
+        is_last = step + 1 == args.steps
+        if args.checkpoint_dir and ((step + 1) % args.save_every == 0 or is_last):
+            checkpoint.save_sharded(args.checkpoint_dir, pipeline.module, optimizer, step + 1)
+    return progress.losses[first_step:]
+
+
+def count_stages(args):
+    """The stages of a pipeline, which are one or two per process."""
+    if args.schedule == "Interleaved1F1B":
+        return 2 * args.stages
+    return args.stages
+
+
+def check_options(parser, args):
+    """End the program with one line if the options do not fit. Fill in those that were not given."""
+    given = 1
+    for size in (args.stages, args.shard, args.tensor):
+        if size is not None:
+            given *= size
+    parser.require_multiple(args, "nproc", given, "--stages x --shard x --tensor")
+    remaining = args.nproc // given
+    if args.stages is None:
+        args.stages = math.gcd(2, remaining)  # 2, or 1 if the number is odd
+        remaining //= args.stages
+    if args.tensor is None:
+        args.tensor = math.gcd(2, remaining)
+        remaining //= args.tensor
+    if args.shard is None:
+        args.shard = remaining
+        remaining = 1
+    if remaining > 1:
+        size = args.nproc // remaining
+        parser.error(f"argument --nproc: {args.nproc} is not {size}, --stages x --shard x --tensor")
+
+    if args.schedule == "Interleaved1F1B" and args.stages == 1:
+        parser.error("argument --schedule: Interleaved1F1B needs at least two processes in a pipeline, --stages 2")
+    n_stages = count_stages(args)
+    if args.layers is None:
+        args.layers = max(4, n_stages)
+    if args.layers < n_stages:
+        parser.error(f"argument --layers: {args.layers} is less than {n_stages}, the stages of {args.schedule}")
+    if args.micro_batches is None:
+        args.micro_batches = math.ceil(8 / args.stages) * args.stages
+    if args.schedule == "1F1B" and args.micro_batches < n_stages:
+        line = f"{args.micro_batches} is less than {n_stages}, the stages of 1F1B"
+        parser.error(f"argument --micro-batches: {line}")
+    if args.schedule == "Interleaved1F1B":
+        parser.require_multiple(args, "micro_batches", args.stages, "--stages")
+    shares = (args.micro_batches * args.shard, "--micro-batches x --shard")
+    parts = (args.tensor, "--tensor")
+    gpt.check_model_options(parser, args, batch=shares, heads=parts, length=parts)
+    if args.checkpoint_dir:
+        checkpoint.check_writable("--checkpoint-dir", args.checkpoint_dir)
+
+
+def silence_false_alarms():
+    """Two warnings that torch 2.15 gives when FSDP and tensor parallelism meet. Neither applies here."""
+    # The logits are a view. To edit them in place would be wrong, and nothing here does.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+    # full_tensor sums a single number in one all-reduce per mesh dimension, where one could do.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def main_worker(local_rank, world_size, args):
+    dist.init_process_group()
+    if not dist.is_dist_avail_and_initialized():  # PipelineStage needs a process group, in one process too
+        torch_dist.init_process_group(store=torch_dist.HashStore(), rank=0, world_size=1)
+    silence_false_alarms()
+    text, held_out = gpt.load_text()
+    mesh = f"stages {args.stages} x shard {args.shard} x tensor {args.tensor}"
+    dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {mesh}, {args.schedule}")
+    torch.manual_seed(args.seed)  # each rank cuts its part from its own weights: they must be equal on all ranks
+    model = gpt.GPT(args.layers, args.width, args.heads, args.length)  # whole, on the CPU
+    n_params = sum(param.numel() for param in model.parameters())
+    pipeline = Pipeline(model, args)
+    del model  # frees the layers of the other processes' stages
+    gpt.report_held(pipeline.module.parameters(), n_params)
+    optimizer = torch.optim.AdamW(pipeline.module.parameters(), lr=args.lr, fused=True)
+    train(pipeline, optimizer, text, held_out, args)
+
+
+if __name__ == "__main__":
+    cli_args = parse_args()
+    dist.launch(main_worker, cli_args, nprocs=cli_args.nproc)
