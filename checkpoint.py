@@ -303,10 +303,11 @@ def load_sharded(folder, model, optimizer):
     path = os.path.join(os.path.abspath(folder), f"epoch-{newest}")
     state = _sharded_state(model, optimizer)
     base_rate = state["lr"]
+    names = set().union(*dist.gather_objects(list(state["model"]), dist.patient_group()))
     saved, error = {}, None
     try:
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        _refuse_missing_in_model(saved, state["model"])
+        _refuse_missing_in_model(saved, names)
     except Exception as failure:  # whatever unpickling raises on bytes that are no index
         error = _unreadable(path, failure)
     dist.raise_on_all(error, dist.patient_group())
@@ -342,11 +343,11 @@ def _newest_complete(folder):
     return newest
 
 
-def _refuse_missing_in_model(saved, model_state):
-    """dcp.load would silently leave out what a bigger model has saved."""
+def _refuse_missing_in_model(saved, names):
+    """dcp.load would silently leave out what a bigger model has saved. `names` are those of all ranks together."""
     for key in saved:
         name = key.removeprefix("model.")
-        if key.startswith("model.") and "_extra_state" not in key and name not in model_state:
+        if key.startswith("model.") and "_extra_state" not in key and name not in names:
             raise KeyError(f"the model has no {name}")
 
 
@@ -354,6 +355,12 @@ def _sharded_state(model, optimizer):
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     model_state, optimizer_state = get_state_dict(model, optimizer)
+    # A rank of a pipeline has the parameters of its stage alone. But the options of the optimizer's groups are saved
+    # once, and apply to the parameters that they name.
+    groups = optimizer_state["param_groups"]
+    everyone = dist.gather_objects([group["params"] for group in groups], dist.patient_group())
+    for number, group in enumerate(groups):
+        group["params"] = list(dict.fromkeys(name for names in everyone for name in names[number]))
     return {"model": model_state, "optimizer": optimizer_state, "lr": float(optimizer.defaults["lr"])}
 
 

@@ -1,0 +1,313 @@
+"""min_3D.py: on any mesh equal to one process, one gather and one reduction per step, and from mesh to mesh."""
+
+import gc
+import re
+import sys
+
+import pytest
+import torch
+import transformer
+from conftest import run
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+import checkpoint
+import distributed as dist
+import gpt
+import min_2D
+import min_3D
+
+PP_FSDP, PP_TP, FSDP_TP, ALL = (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)
+INTERLEAVED = {"schedule": "Interleaved1F1B"}
+CLIP = {"clip": 0.5}
+MICRO_BATCHES = 4
+
+
+def arguments(mesh, **changes):
+    """As parse_args would give them on stages x shard x tensor processes."""
+    stages, shard, tensor = mesh
+    layout = {"stages": stages, "shard": shard, "tensor": tensor, "nproc": stages * shard * tensor}
+    options = {"schedule": "1F1B", "micro_batches": MICRO_BATCHES, "checkpoint_dir": None, "save_every": 100}
+    return transformer.arguments(**{**layout, **options, "log_every": 100, **changes})
+
+
+def whole_parameters(pipeline):
+    """By name, each whole, on every rank: all ranks must call it."""
+    own = transformer.full_parameters(pipeline.module)
+    everyone = dist.gather_objects(own)
+    stages, shard, tensor = pipeline.mesh.shape
+    neighbours = shard * tensor
+    for rank, theirs in enumerate(everyone):  # which hold the same stage
+        first = everyone[rank - rank % neighbours]
+        assert theirs.keys() == first.keys() and all(torch.equal(theirs[name], first[name]) for name in theirs)
+    stages = everyone[::neighbours]
+    assert sum(map(len, stages)) == len(set().union(*stages)), "each parameter in one stage"
+    return {name: param for theirs in stages for name, param in theirs.items()}
+
+
+def train(mesh, optimizer, changes):
+    """Losses and whole parameters of the script's main_worker, and its held-out loss."""
+    args = arguments(mesh, **changes)
+    result = transformer.run_main_worker(min_3D, args, optimizer)
+    batches = gpt.Progress(None, *transformer.small_text(), args).batches[:2]
+    with torch.no_grad():
+        held_out = dist.reduce(torch.stack([result.model.evaluate(x, y) for x, y in batches]).mean()).item()
+    return result.losses, whole_parameters(result.model), held_out
+
+
+def check(losses, parameters, mesh, optimizer, changes):
+    """That they are what one process of plain PyTorch gives."""
+    alike = {name: changes[name] for name in ("clip", "global_batch_size", "layers") if name in changes}
+    print(mesh, optimizer, changes)
+    transformer.assert_equal(losses, parameters, transformer.reference(optimizer, **alike))
+
+
+def check_all(folder, nprocs, cases):
+    """The same for case after case, in one job of `nprocs` processes."""
+    for case, result in zip(cases, transformer.train_on(nprocs, train, cases, folder)[0], strict=True):
+        losses, parameters, held_out = result
+        check(losses, parameters, *case)
+        args = arguments(case[0], **case[2])
+        with transformer.float64(), torch.no_grad():
+            model = transformer.make_model(args)
+            model.load_state_dict(parameters)
+            batches = gpt.Progress(None, *transformer.small_text(), args).batches[:2]
+            expected = torch.stack([transformer.plain_loss(model, x, y) for x, y in batches]).mean().item()
+        assert abs(held_out - expected) <= 1e-9
+
+
+def test_one_process_gives_what_plain_pytorch_gives(tmp_path):
+    check_all(tmp_path, 1, [((1, 1, 1), "SGD", CLIP)])
+
+
+def test_stages_and_shards_give_what_one_process_gives(tmp_path):
+    check_all(tmp_path, 4, [(PP_FSDP, "SGD", CLIP), (PP_FSDP, "AdamW", INTERLEAVED)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_dimensions_give_what_one_process_gives(tmp_path):
+    cases = [
+        (PP_FSDP, "SGD", {}),  # not clipped, which would hide a wrong scale
+        (PP_FSDP, "SGD", {**INTERLEAVED, **CLIP}),
+        (PP_FSDP, "AdamW", CLIP),
+        (PP_TP, "SGD", CLIP),
+        (PP_TP, "AdamW", {**INTERLEAVED, **CLIP}),
+        (FSDP_TP, "SGD", CLIP),
+        (FSDP_TP, "AdamW", CLIP),
+        ((4, 1, 1), "SGD", {**CLIP, "layers": 5}),  # three stages of one block and one of two
+    ]
+    check_all(tmp_path, 4, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_three_dimensions_and_uneven_ones_give_what_one_process_gives(tmp_path):
+    cases = [
+        (ALL, "SGD", CLIP),
+        (ALL, "AdamW", CLIP),
+        (ALL, "SGD", INTERLEAVED),
+        (ALL, "SGD", {**CLIP, "micro_batches": 2}),  # two sequences in each
+    ]
+    check_all(tmp_path, 8, cases)
+    # 32 features are no multiple of 3.
+    check_all(tmp_path, 6, [((2, 3, 1), "SGD", {**CLIP, "global_batch_size": 12})])
+
+
+# ---- what is sent, and what is held ---------------------------------------------------------------------------------
+
+
+def count_collectives(mesh, changes):
+    """For each step the gathers and reductions of FSDP and of tensor parallelism, and how many FSDP must do."""
+    steps = []
+
+    def count_each_step(pipeline):
+        step = pipeline.schedule.step
+
+        def counted(*args, **kwargs):
+            with CommDebugMode() as counter:
+                step(*args, **kwargs)
+            steps.append({str(name): number for name, number in counter.get_comm_counts().items()})
+
+        pipeline.schedule.step = counted
+
+    args = arguments(mesh, steps=3, **changes)
+    pipeline = transformer.run_main_worker(min_3D, args, "SGD", count_each_step).model
+    blocks = sum(len(stage.blocks) for stage in pipeline.stages.values())
+    units = blocks + sum(stage.is_first + stage.is_last for stage in pipeline.stages.values())
+    return steps, blocks, units
+
+
+def check_counts(results, changes):
+    """FSDP gathers and reduces once per step, whatever the number of micro-batches."""
+    micro_batches = changes.get("micro_batches", MICRO_BATCHES)
+    for steps, blocks, units in results:
+        first, *later = steps
+        for counts in later:
+            assert counts["c10d._allgather_base_"] == counts["c10d._reduce_scatter_base_"] == units, counts
+        assert first["c10d._allgather_base_"] <= 2 * units, "once more, to learn the shapes that stages exchange"
+        yield later[-1], blocks, micro_batches
+
+
+@pytest.mark.parametrize("mesh", [PP_FSDP, *[pytest.param(mesh, marks=pytest.mark.slow) for mesh in (FSDP_TP, ALL)]])
+def test_parameters_are_gathered_once_and_gradients_reduced_once_per_step(mesh, tmp_path):
+    schedules = [{}, {"micro_batches": 2}]
+    if mesh[0] > 1:
+        schedules.append(INTERLEAVED)
+    stages, shard, tensor = mesh
+    ranks = transformer.train_on(stages * shard * tensor, count_collectives, [(mesh, s) for s in schedules], tmp_path)
+    for schedule, *results in zip(schedules, *ranks, strict=True):
+        for counts, blocks, micro_batches in check_counts(results, schedule):
+            if tensor == 1:
+                continue
+            exchanges = counts["c10d_functional.all_gather_into_tensor"]
+            exchanges += counts["c10d_functional.reduce_scatter_tensor"]
+            assert 8 * blocks * micro_batches <= exchanges <= (8 * blocks + 8) * micro_batches, counts
+
+
+def hold(mesh, changes):
+    """What report_held counts, and the sizes of all parameters that are alive in this process then."""
+    held = []
+
+    def report_held(params, total):
+        gc.collect()
+        alive = [thing for thing in gc.get_objects() if isinstance(thing, nn.Parameter)]
+        for each in (params, alive):
+            held.append(sum(transformer.local(param).numel() for param in each))
+        held.append(total)
+
+    before = gpt.report_held
+    gpt.report_held = report_held
+    try:
+        transformer.run_main_worker(min_3D, arguments(mesh, steps=1, **changes), "AdamW")
+    finally:
+        gpt.report_held = before
+    return held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [{}, INTERLEAVED])
+def test_a_process_holds_a_seventh_of_the_parameters_and_nothing_else(schedule, tmp_path):
+    ranks = transformer.train_on(8, hold, [(ALL, schedule)], tmp_path)
+    for ((held, alive, total),) in ranks:
+        assert held == alive and held <= total / 7
+    assert sum(held for ((held, _, _),) in ranks) >= ranks[0][0][2]
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def resume(script, mesh, changes):
+    """Losses, and the rate of each group of the optimizer, as the script resumes and trains."""
+    rates = []
+    save_sharded = checkpoint.save_sharded
+
+    def note_rates(folder, model, optimizer, epoch):
+        rates.extend(group["lr"] for group in optimizer.param_groups)
+        save_sharded(folder, model, optimizer, epoch)
+
+    checkpoint.save_sharded = note_rates
+    try:
+        args = arguments(mesh, **changes)
+        if script == "min_2D":
+            args.replicate, args.checkpoint_activations = 1, False
+            result = transformer.run_main_worker(min_2D, args, "AdamW")
+            return result.losses, transformer.full_parameters(result.model), rates
+        result = transformer.run_main_worker(min_3D, args, "AdamW")
+        return result.losses, whole_parameters(result.model), rates
+    finally:
+        checkpoint.save_sharded = save_sharded
+
+
+def test_a_run_goes_from_mesh_to_mesh_and_from_and_to_one_process_as_if_it_had_not_stopped(tmp_path):
+    options = {"checkpoint_dir": f"{tmp_path}/runs", **CLIP}
+    one = (1, 1, 1)
+    between = [(PP_FSDP, {}), (PP_TP, INTERLEAVED), (FSDP_TP, {}), (PP_FSDP, {})]
+    cases = []
+    for number, (mesh, schedule) in enumerate(between):
+        cases.append(("min_3D", mesh, {**options, **schedule, "steps": 3 * (number + 2)}))
+    ((first, _, _),) = transformer.train_on(1, resume, [("min_3D", one, {**options, "steps": 3})], tmp_path)[0]
+    middle = [losses for losses, _, _ in transformer.train_on(4, resume, cases, tmp_path)[0]]
+    last = [("min_3D", one, {**options, "steps": 18}), ("min_2D", one, options)]
+    (more, _, _), (rest, parameters, _) = transformer.train_on(1, resume, last, tmp_path)[0]
+    losses = torch.cat([first, *middle, more, rest])
+    transformer.assert_equal(losses, parameters, transformer.reference("AdamW", **CLIP))
+    saved = {path.name for path in (tmp_path / "runs").iterdir()}
+    assert saved == {f"epoch-{step}" for step in (3, 6, 9, 12, 15, 18, 20)}
+
+
+def test_another_learning_rate_is_that_of_all_stages_after_a_resume(tmp_path):
+    options = {"checkpoint_dir": f"{tmp_path}/runs", "layers": 2}
+    cases = [("min_3D", (2, 1, 1), {**options, "steps": 1}), ("min_3D", (2, 1, 1), {**options, "steps": 2, "lr": 0.02})]
+    for before, after in transformer.train_on(2, resume, cases, tmp_path):
+        assert before[2] == [0.01] and after[2] == pytest.approx([0.02])
+
+
+# ---- options and output ---------------------------------------------------------------------------------------------
+
+
+def parse(monkeypatch, *options):
+    monkeypatch.setattr(sys, "argv", ["min_3D.py", *map(str, options)])
+    return min_3D.parse_args()
+
+
+@pytest.mark.parametrize("nprocs", [*range(1, 9), 16])
+def test_defaults_fit_any_number_of_processes(nprocs, monkeypatch):
+    for given in [(), ("--stages", nprocs), ("--shard", nprocs), ("--tensor", nprocs), ("--stages", 1)]:
+        args = parse(monkeypatch, "--nproc", nprocs, *given)
+        assert args.stages * args.shard * args.tensor == nprocs
+        assert args.layers >= args.stages and args.micro_batches >= args.stages
+        assert args.global_batch_size % (args.micro_batches * args.shard) == 0
+        assert args.heads % args.tensor == args.length % args.tensor == 0
+    mesh = {1: (1, 1, 1), 2: (2, 1, 1), 3: (1, 3, 1), 4: (2, 1, 2), 6: (2, 3, 1), 8: (2, 2, 2), 16: (2, 4, 2)}
+    args = parse(monkeypatch, "--nproc", nprocs)
+    assert (args.stages, args.shard, args.tensor) == mesh.get(nprocs, (1, nprocs, 1))
+    if args.stages > 1:
+        args = parse(monkeypatch, "--nproc", nprocs, "--schedule", "Interleaved1F1B")
+        assert args.layers >= 2 * args.stages and args.micro_batches % args.stages == 0
+
+
+REFUSED = """
+    --nproc 8 --stages 3 | argument --nproc: 8 is not a multiple of 3, --stages x --shard x --tensor
+    --nproc 4 --stages 2 --tensor 4 | argument --nproc: 4 is not a multiple of 8, --stages x --shard x --tensor
+    --nproc 8 --stages 2 --shard 2 --tensor 1 | argument --nproc: 8 is not 4, --stages x --shard x --tensor
+    --nproc 4 --stages 4 --layers 3 | argument --layers: 3 is less than 4, the stages of 1F1B
+    --nproc 4 --stages 2 --layers 3 --schedule Interleaved1F1B | argument --layers: 3 is less than 4, the stages of \
+Interleaved1F1B
+    --nproc 2 --stages 1 --schedule Interleaved1F1B | argument --schedule: Interleaved1F1B needs at least two \
+processes in a pipeline, --stages 2
+    --nproc 4 --stages 4 --micro-batches 3 | argument --micro-batches: 3 is less than 4, the stages of 1F1B
+    --nproc 2 --schedule Interleaved1F1B --micro-batches 5 | argument --micro-batches: 5 is not a multiple of 2, \
+--stages
+    --nproc 3 --tensor 3 --heads 4 | argument --heads: 4 is not a multiple of 3, --tensor
+    --nproc 2 --tensor 2 --length 31 | argument --length: 31 is not a multiple of 2, --tensor
+    --nproc 4 --shard 2 --micro-batches 4 --global-batch-size 12 | argument --global-batch-size: 12 is not a multiple \
+of 8, --micro-batches x --shard
+    --nproc 2 --schedule GPipe | argument --schedule: invalid choice: 'GPipe' (choose from '1F1B', 'Interleaved1F1B')
+"""
+
+
+def test_a_mistake_is_one_line(main_of):
+    for line in REFUSED.strip().splitlines():
+        typed, message = line.strip().split(" | ")
+        status, stderr = main_of("min_3D.py", *typed.split())
+        assert (status, stderr) == (2, f"min_3D.py: error: {message}\n")
+
+
+@pytest.mark.slow
+def test_the_script_holds_an_eighth_and_resumes_on_another_mesh(job_of, tmp_path):
+    options = ("--checkpoint-dir", tmp_path / "runs", "--global-batch-size", 8, "--micro-batches", 4)
+    split = ("--nproc", 8, "--clip", 1)  # with these torch would warn on every rank
+    status, stdout, stderr = run("min_3D.py", *split, "--steps", 2, *options)
+    assert (status, stderr) == (0, "")
+    mesh, held, _, step = stdout.splitlines()
+    assert mesh == "Training on 8 x cpu: stages 2 x shard 2 x tensor 2, 1F1B"
+    held, total = re.fullmatch(r"parameters held: ([\d,]+) of ([\d,]+) \(0\.1[234]\d\)", held).groups()
+    assert int(held.replace(",", "")) <= int(total.replace(",", "")) / 7
+    assert step.startswith("step 2 | loss 5.")
+    stdout = job_of("min_3D.py", "--nproc", 2, "--schedule", "Interleaved1F1B", "--steps", 4, *options)
+    mesh, held, resuming, _, step = stdout.splitlines()
+    assert mesh == "Training on 2 x cpu: stages 2 x shard 1 x tensor 1, Interleaved1F1B"
+    assert re.fullmatch(r"parameters held: .* \(0\.[56]\d\d\)", held)
+    assert resuming == f"Resuming from {tmp_path}/runs/epoch-2"
+    assert step.startswith("step 4 | loss ")
