@@ -10,33 +10,33 @@ Every process has a place in a mesh of K x S x T processes. With 2 x 2 x 2 these
                 | /       | /
                 2 ------- 3            rank = (stage · S + shard) · T + tensor
 
-Ranks 0 to 3 hold the first half of the blocks, ranks 4 to 7 the second half. The batch is cut in S shares, and each
-share in M micro-batches, which follow each other through the stages. In one step, here with M = 2 and 1F1B, each
-process gathers its layers (G) before its first forward and reduces their gradients (R) after its last backward:
+Ranks 0 to 3 hold the first half of the blocks, ranks 4 to 7 the second half. The batch is cut into S shares, and each
+share into M micro-batches, which follow each other through the stages. In each step a process gathers its layers (G)
+before its first forward and reduces their gradients (R) after its last backward. With M = 2 and 1F1B:
 
     ranks 0 to 3   G F0 F1  . B0  . B1  R
     ranks 4 to 7   G  . F0 B0 F1 B1  R  .
 
-FSDP alone would gather in every forward and backward, and reduce in every backward. With M micro-batches this is 2·M
-gathers and M reductions per step. So the layers stay gathered during the step, and gradients are summed where they are.
+By default FSDP gathers in each forward and backward, and reduces in each backward. That would be 2·M gathers and M
+reductions per step. Here the layers stay gathered during a step, and the micro-batches' gradients are summed locally.
 
-Which dimension belongs on which link of a cluster:
+Which dimension belongs on which links of a cluster:
 
-- tensor: two neighbours exchange activations eight times per block and micro-batch, and wait for them. They have
+- tensor: neighbours exchange activations eight times per block and micro-batch, and wait for them. They have
   consecutive ranks, so they are in one machine if T divides its number of GPUs.
-- shard: neighbours exchange parameters and gradients once per step, and compute meanwhile in part.
-- stages: a process sends the activations of a micro-batch to one other process. These are the fewest bytes, so the
-  stages are outermost: with S x T GPUs per machine, each machine is a stage.
+- shard: neighbours exchange every parameter and every gradient once per step.
+- stages: a process sends one activation per micro-batch to the next stage, and one gradient to the previous one. This
+  needs the least bandwidth, so the stages are outermost. With S x T GPUs per machine, each machine is a stage.
 
-Choose it for a model that S x T processes (min_2D.py) cannot hold or that would gather over slow links. Below some
-tens of GPUs one or two dimensions are faster and simpler. Set the others to 1.
+Choose it when the S x T processes of min_2D.py cannot hold the model, or would gather it over slow links. On few GPUs
+one or two dimensions are enough. Set the others to 1, or copy the script that has only those.
 
 Cost per process, for P float32 parameters and A = 4 · global batch size / S · length · width:
-    memory    16·P/(K·S·T) bytes between steps (parameters 4, gradients 4, Adam 8), and up to 8·P/(K·T) more during a
-              step, for gathered parameters and their gradients; the first and last stage have the embeddings and the
-              head besides, and T does not split norms
-    sent      in each step: 2·(S-1)/S · 4·P/(K·T) bytes along shard; 8·(T-1)/T · A per own block along tensor; A/T to
-              each neighbour along stages
+    memory    16·P/(K·S·T) bytes between steps (parameters 4, gradients 4, Adam 8). During a step it is up to 8·P/(K·T)
+              more, for gathered parameters and their gradients. The first and the last stage have the embeddings and
+              the head besides, and T does not split norms.
+    sent      2·(S-1)/S · 4·P/(K·T) bytes per step along shard, 8·(T-1)/T · A per block of its stage along tensor, and
+              A/T to each neighbour along stages, or 2·A/T with Interleaved1F1B
 
     python min_3D.py --nproc 8                                         # 2 x 2 x 2 processes
     python min_3D.py --nproc 4 --stages 2 --shard 2 --checkpoint-dir runs
@@ -70,13 +70,11 @@ def parse_args():
     gpt.add_model_options(parser)
     count = options.whole_number(1)
     parser.add_argument("--layers", type=count, help="blocks of attention and MLP (default: 4, or one per stage)")
-    parser.add_argument("--stages", type=count, help="processes of a pipeline (default: 2, or 1 if they do not divide)")
+    parser.add_argument("--stages", type=count, help="processes of a pipeline (default: 2 if possible)")
     parser.add_argument(
         "--shard", type=count, help="processes that shard a stage and the batch (default: all remaining processes)"
     )
-    parser.add_argument(
-        "--tensor", type=count, help="processes that split each layer (default: 2, or 1 if they do not divide)"
-    )
+    parser.add_argument("--tensor", type=count, help="processes that split each layer (default: 2 if possible)")
     parser.add_argument(
         "--schedule",
         choices=("1F1B", "Interleaved1F1B"),
@@ -86,6 +84,7 @@ def parse_args():
     parser.add_argument("--micro-batches", type=count, help="parts of a pipeline's batch (default: 8, or what fits)")
     parser.add_argument("--checkpoint-dir", help="save checkpoints in this folder, and resume from the newest")
     parser.add_argument("--save-every", type=count, default=100, help="save a checkpoint every N steps", metavar="N")
+    parser.set_defaults(steps=600)
     args = parser.parse_args()
     check_options(parser, args)
     return args
@@ -95,8 +94,8 @@ def parallelize(stage, mesh):
     """Split the layers of a `stage` along "tensor", and shard what this process then holds along "shard"."""
     if mesh["tensor"].size() > 1:
         split_layers(stage, mesh["tensor"])
-    # False: a unit stays gathered after its first forward, until the gradients are reduced at the end of the step. The
-    # schedule lets FSDP keep it in backward too, and reduce after the last micro-batch alone.
+    # Each unit is gathered in the first forward of a step and stays gathered. The schedule does the rest: in backward it
+    # turns off FSDP's reductions and resharding, and it reduces and reshards once, after the last micro-batch.
     for block in stage.blocks.values():
         fully_shard(block, mesh=mesh["shard"], reshard_after_forward=False)
     fully_shard(stage, mesh=mesh["shard"], reshard_after_forward=False)  # the rest: embeddings, or last norm and head
@@ -105,8 +104,8 @@ def parallelize(stage, mesh):
 def split_layers(stage, mesh):
     """Tensor parallel. Between the split layers, features are split along the sequence, which is dimension 1.
 
-    So a stage also receives and sends its part of the sequence alone. The plan names every parameter, also those of
-    the norms: the norm of the gradients needs DTensors of one mesh.
+    So a process also receives and sends only its part of the sequence between stages. The plan names every parameter,
+    also those of the norms: the norm of the gradients needs DTensors of one mesh.
     """
     sequence = Shard(1)
     plan = {
@@ -190,7 +189,7 @@ class Pipeline:
 
     def evaluate(self, x, y):
         """`local_loss` of the global batch, without gradients. It passes through the stages in one piece."""
-        # The schedules have an `eval`, but each change between `eval` and `step` costs a further forward and backward.
+        # The schedules have an `eval`, but a `step` after it costs an additional forward and backward (torch 2.15).
         x = self.share(x)
         y = self.share(y)
         losses = []
@@ -230,7 +229,7 @@ def merge(stages):
 
 
 def reshard(stage):
-    """Free gathered parameters. After a step the schedule does it."""
+    """Free the gathered parameters. After a step the schedule does it."""
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
