@@ -94,8 +94,8 @@ def parallelize(stage, mesh):
     """Split the layers of a `stage` along "tensor", and shard what this process then holds along "shard"."""
     if mesh["tensor"].size() > 1:
         split_layers(stage, mesh["tensor"])
-    # Each unit is gathered in the first forward of a step and stays gathered. The schedule does the rest: in backward it
-    # turns off FSDP's reductions and resharding, and it reduces and reshards once, after the last micro-batch.
+    # Each unit is gathered in the first forward of a step, and stays gathered. In the backwards the schedule turns off
+    # FSDP's reductions and resharding. It reduces and reshards once, after the last micro-batch.
     for block in stage.blocks.values():
         fully_shard(block, mesh=mesh["shard"], reshard_after_forward=False)
     fully_shard(stage, mesh=mesh["shard"], reshard_after_forward=False)  # the rest: embeddings, or last norm and head
