@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import math
 import re
 import sys
 
@@ -156,31 +157,25 @@ def count_collectives(mesh, changes):
     return steps, blocks, units
 
 
-def check_counts(results, changes):
-    """FSDP gathers and reduces once per step, whatever the number of micro-batches."""
-    micro_batches = changes.get("micro_batches", MICRO_BATCHES)
-    for steps, blocks, units in results:
-        first, *later = steps
-        for counts in later:
-            assert counts["c10d._allgather_base_"] == counts["c10d._reduce_scatter_base_"] == units, counts
-        assert first["c10d._allgather_base_"] <= 2 * units, "once more, to learn the shapes that stages exchange"
-        yield later[-1], blocks, micro_batches
-
-
 @pytest.mark.parametrize("mesh", [PP_FSDP, *[pytest.param(mesh, marks=pytest.mark.slow) for mesh in (FSDP_TP, ALL)]])
 def test_parameters_are_gathered_once_and_gradients_reduced_once_per_step(mesh, tmp_path):
     schedules = [{}, {"micro_batches": 2}]
     if mesh[0] > 1:
         schedules.append(INTERLEAVED)
-    stages, shard, tensor = mesh
-    ranks = transformer.train_on(stages * shard * tensor, count_collectives, [(mesh, s) for s in schedules], tmp_path)
-    for schedule, *results in zip(schedules, *ranks, strict=True):
-        for counts, blocks, micro_batches in check_counts(results, schedule):
-            if tensor == 1:
-                continue
-            exchanges = counts["_c10d_functional.all_gather_into_tensor"]
-            exchanges += counts["_c10d_functional.reduce_scatter_tensor"]
-            assert 8 * blocks * micro_batches <= exchanges <= (8 * blocks + 8) * micro_batches, counts
+    nprocs = math.prod(mesh)
+    ranks = transformer.train_on(nprocs, count_collectives, [(mesh, changes) for changes in schedules], tmp_path)
+    for changes, *results in zip(schedules, *ranks, strict=True):
+        micro_batches = changes.get("micro_batches", MICRO_BATCHES)
+        for steps, blocks, units in results:
+            first, *later = steps
+            print(mesh, changes, blocks, later)
+            assert first["c10d._allgather_base_"] <= 2 * units, "once more, to learn the shapes that stages exchange"
+            for counts in later:
+                assert counts["c10d._allgather_base_"] == counts["c10d._reduce_scatter_base_"] == units
+                if mesh[2] > 1:  # the docstring's eight per block and micro-batch; embeddings and head have some too
+                    exchanges = counts["_c10d_functional.all_gather_into_tensor"]
+                    exchanges += counts["_c10d_functional.reduce_scatter_tensor"]
+                    assert 8 * blocks * micro_batches <= exchanges <= (8 * blocks + 8) * micro_batches
 
 
 def hold(mesh, changes):
