@@ -39,8 +39,8 @@ Cost per process, for P float32 parameters and A = 4 · global batch size / S ·
               A/T to each neighbour along stages, or 2·A/T with Interleaved1F1B
 
     python min_3D.py --nproc 8                                         # 2 x 2 x 2 processes
-    python min_3D.py --nproc 4 --stages 2 --shard 2 --checkpoint-dir runs
-    python min_3D.py --nproc 1 --checkpoint-dir runs --steps 800       # resumes on another mesh, here in one process
+    python min_3D.py --nproc 4 --stages 2 --shard 2 --checkpoint-dir runs/3d
+    python min_3D.py --nproc 1 --checkpoint-dir runs/3d --steps 800    # resumes on another mesh, here in one process
 
 The first prints `parameters held: 112,960 of 875,264 (0.129)` for the process that holds most. Each checkpoint is a
 folder `epoch-N` in --checkpoint-dir, where N counts steps, not epochs. Older ones are kept: delete them yourself. Load

@@ -15,7 +15,8 @@ import gpt
 import options
 import single_gpu
 
-TRANSFORMERS = ["min_2D", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP", "min_Join", "min_PP", "min_TP", "min_ZeRO"]
+TRANSFORMERS = ["min_2D", "min_3D", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP", "min_Join", "min_Muon", "min_PP"]
+TRANSFORMERS += ["min_Packing", "min_Ring", "min_Stream", "min_TP", "min_ZeRO"]
 NPROC = ["min_DDP", "mnist_DDP", "mnist_FSDP", *TRANSFORMERS]
 POSITIONAL = {"multigpu_torchrun": ["5", "1"], "multinode_torchrun": ["5", "1"]}
 SCRIPTS = [*NPROC, *POSITIONAL, "rpc_param_server", "rpc_model_parallel"]

@@ -27,7 +27,10 @@ pytestmark = pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "script",
-    ["min_2D", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP", "min_Join", "min_PP", "min_Ring", "min_TP", "min_ZeRO"],
+    [
+        *("min_2D", "min_3D", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP"),
+        *("min_Join", "min_Muon", "min_PP", "min_Ring", "min_TP", "min_ZeRO"),
+    ],
 )
 def test_it_learns_more_than_pairs_of_bytes_within_two_minutes(script):
     status, stdout, stderr = run(f"{script}.py", "--nproc", 2, timeout=360)
