@@ -431,7 +431,7 @@ def contrastive_loss():
 def batch_norm():
     """On the CPU the model stays as it is; where it must become synchronous, the CPU says the quoted line."""
     (block,) = blocks_of("How do I use BatchNorm?")
-    (quoted,) = re.findall(r"it raises `(.*?)`", PAGE.read_text())
+    (quoted,) = re.findall(r"it raises\s+`(.*?)`", PAGE.read_text())
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
     result = execute(block, model=model)
     assert result.model is model and isinstance(model[1], nn.BatchNorm1d)
@@ -521,16 +521,6 @@ def two_optimizers():
     assert n_all_reduces(counts) == 2 * len(batches), "one of each model per step"
 
     assert len(computed) == len(batches), "the generator's step needs no gradients of the critic"
-
-    real, noise = batches[0]
-    for options in ({"broadcast_buffers": False}, {}):
-        critic = dist.prepare_ddp_model(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), **options)
-        loss = critic(real).square().sum() - critic(noise).sum()
-        if options:
-            loss.backward()
-        elif not dist.is_primary():
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                loss.backward()
 
 
 @recipe
@@ -780,6 +770,7 @@ def compile_under_ddp():
         result = execute(block, model=model)
         check_equal(train_steps(result.ddp_model), plain_steps(400))
     assert counter.frame_count > 1, "one graph for each bucket"
+    assert list(result.ddp_model.state_dict()) == [f"module.{name}" for name in make_model().state_dict()]
 
 
 @recipe
