@@ -211,8 +211,8 @@ def measured_section():
     lines += [
         "`python -m benchmarks.check_cluster --nproc 2 --compare` measures matrices, a block and the links of two CPU",
         "processes, then trains the cases of `benchmarks/transformer.py`. Nothing is calibrated on these runs. Other",
-        "programs ran on the machine, so the fastest of three rounds counts. An earlier run, of one round, was up to 44 %",
-        "off. Measure on an idle machine.",
+        "programs ran on the machine, so the fastest of three rounds counts. An earlier run of one round was up to",
+        "44 % off. Measure on an idle machine.",
         "",
         "| case | tokens/s | projected | error |",
         "|---|---|---|---|",
