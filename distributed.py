@@ -271,7 +271,8 @@ def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
         unsharded = _unsharded_params(module)
         unique = list(dict.fromkeys(unsharded))  # each one once, in the same order on all ranks
         n_params = sum(param.numel() for param in unique)
-        used_outside = any(uses[param] > unsharded.count(param) for param in unique)
+        own_uses = Counter(unsharded)
+        used_outside = any(uses[param] > own_uses[param] for param in unique)
         is_unit = n_params >= min_num_params and _is_called(module) and not used_outside
         if is_unit or module is model:
             sync_params(unique)
