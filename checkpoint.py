@@ -301,6 +301,7 @@ def load_sharded(folder, model, optimizer):
     if newest == 0:
         return 0
     path = os.path.join(os.path.abspath(folder), f"epoch-{newest}")
+    optimizer.zero_grad()  # if there are gradients, torch loads no state into a new optimizer, and says nothing
     state = _sharded_state(model, optimizer)
     base_rate = state["lr"]
     names = set().union(*dist.gather_objects(list(state["model"]), dist.patient_group()))

@@ -80,7 +80,6 @@ def resume_from_rank_0(folder):
     x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (X, Y))
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
-    optimizer.zero_grad()
     saved = moments(optimizer)
     if dist.is_primary():
         torch.save(optimizer.state_dict(), f"{folder}/optimizer.pt")
