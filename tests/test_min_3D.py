@@ -24,7 +24,6 @@ PP_FSDP, PP_TP, FSDP_TP, ALL = (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)
 INTERLEAVED = {"schedule": "Interleaved1F1B"}
 CLIP = {"clip": 0.5}
 MICRO_BATCHES = 4
-SHORT = {"steps": 12}
 
 
 def arguments(mesh, **changes):
@@ -32,7 +31,7 @@ def arguments(mesh, **changes):
     stages, shard, tensor = mesh
     layout = {"stages": stages, "shard": shard, "tensor": tensor, "nproc": stages * shard * tensor}
     options = {"schedule": "1F1B", "micro_batches": MICRO_BATCHES, "checkpoint_dir": None, "save_every": 100}
-    return transformer.arguments(**{**layout, **options, "log_every": 100, **SHORT, **changes})
+    return transformer.arguments(**{**layout, **options, "log_every": 100, **changes})
 
 
 def whole_parameters(pipeline):
@@ -64,7 +63,7 @@ def check(losses, parameters, mesh, optimizer, changes):
     """That they are what one process of plain PyTorch gives."""
     alike = {name: changes[name] for name in ("clip", "global_batch_size", "layers") if name in changes}
     print(mesh, optimizer, changes)
-    transformer.assert_equal(losses, parameters, transformer.reference(optimizer, **SHORT, **alike))
+    transformer.assert_equal(losses, parameters, transformer.reference(optimizer, **alike))
 
 
 def check_all(folder, nprocs, cases):
@@ -95,6 +94,7 @@ def test_two_dimensions_give_what_one_process_gives(tmp_path):
     cases = [
         (PP_FSDP, "SGD", {}),  # not clipped, which would hide a wrong scale
         (PP_FSDP, "SGD", {**INTERLEAVED, **CLIP}),
+        (PP_FSDP, "AdamW", CLIP),
         (PP_TP, "SGD", CLIP),
         (PP_TP, "AdamW", {**INTERLEAVED, **CLIP}),
         (FSDP_TP, "SGD", CLIP),
@@ -153,7 +153,7 @@ def count_collectives(mesh, changes):
     args = arguments(mesh, steps=3, **changes)
     pipeline = transformer.run_main_worker(min_3D, args, "SGD", count_each_step).model
     blocks = sum(len(stage.blocks) for stage in pipeline.stages.values())
-    units = blocks + sum(stage.is_first or stage.is_last for stage in pipeline.stages.values())
+    units = blocks + sum(stage.is_first + stage.is_last for stage in pipeline.stages.values())
     return steps, blocks, units
 
 
@@ -242,14 +242,14 @@ def test_a_run_goes_from_mesh_to_mesh_and_from_and_to_one_process_as_if_it_had_n
     one = (1, 1, 1)
     cases = []
     for number, (mesh, schedule) in enumerate(between):
-        cases.append(("min_3D", mesh, {**options, **schedule, "steps": 2 * (number + 2)}))
-    ((first, _, _),) = transformer.train_on(1, resume, [("min_3D", one, {**options, "steps": 2})], tmp_path)[0]
+        cases.append(("min_3D", mesh, {**options, **schedule, "steps": 3 * (number + 2)}))
+    ((first, _, _),) = transformer.train_on(1, resume, [("min_3D", one, {**options, "steps": 3})], tmp_path)[0]
     middle = [losses for losses, _, _ in transformer.train_on(4, resume, cases, tmp_path)[0]]
-    last = [("min_3D", one, {**options, "steps": 11}), ("min_2D", one, options)]  # min_2D.py has a GPT of one piece
+    last = [("min_3D", one, {**options, "steps": 18}), ("min_2D", one, options)]  # min_2D.py has a GPT of one piece
     (more, _, _), (rest, parameters, _) = transformer.train_on(1, resume, last, tmp_path)[0]
     losses = torch.cat([first, *middle, more, rest])
-    transformer.assert_equal(losses, parameters, transformer.reference("AdamW", **SHORT, **CLIP))
-    saved = [2 * (number + 1) for number in range(len(between) + 1)] + [11, 12]
+    transformer.assert_equal(losses, parameters, transformer.reference("AdamW", **CLIP))
+    saved = [3 * (number + 1) for number in range(len(between) + 1)] + [18, 20]
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {f"epoch-{step}" for step in saved}
 
 
@@ -321,7 +321,7 @@ def test_the_script_holds_an_eighth_and_resumes_on_another_mesh(job_of, tmp_path
     assert mesh == "Training on 8 x cpu: stages 2 x shard 2 x tensor 2, 1F1B"
     held, total = re.fullmatch(r"parameters held: ([\d,]+) of ([\d,]+) \(0\.1[234]\d\)", held).groups()
     assert int(held.replace(",", "")) <= int(total.replace(",", "")) / 7
-    assert re.match(r"step 2 \| loss [45]\.", step)
+    assert step.startswith("step 2 | loss 5.")
     stdout = job_of("min_3D.py", "--nproc", 2, "--schedule", "Interleaved1F1B", "--steps", 4, *options)
     mesh, held, resuming, _, step = stdout.splitlines()
     assert mesh == "Training on 2 x cpu: stages 2 x shard 1 x tensor 1, Interleaved1F1B"
