@@ -42,7 +42,7 @@ Cost per process, for P float32 parameters and A = 4 · global batch size / S ·
     python min_3D.py --nproc 4 --stages 2 --shard 2 --checkpoint-dir runs/3d
     python min_3D.py --nproc 1 --checkpoint-dir runs/3d --steps 800    # resumes on another mesh, here in one process
 
-The first prints `parameters held: 112,960 of 875,264 (0.129)` for the process that holds most. Each checkpoint is a
+The first prints `parameters held: 111,808 of 875,264 (0.128)` for the process that holds most. Each checkpoint is a
 folder `epoch-N` in --checkpoint-dir, where N counts steps, not epochs. Older ones are kept: delete them yourself. Load
 only checkpoints that you trust.
 """
