@@ -1,0 +1,401 @@
+"""GPUs that are not there: run one rank of a script on one of them, and record what it would ask of GPU and NCCL.
+
+Tensors on the CPU are real. Tensors on the device have a shape and a type, but no memory and no values. The device is
+called "gpu", because torch lets programs add a device under any name but "cuda": every "cuda" in a script is read as
+"gpu". Collectives go to torch's fake process groups, which send nothing. So ranks need not meet, and each one is a
+process of its own that may run alone.
+"""
+
+import collections
+import gc
+import importlib
+import importlib.machinery
+import linecache
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as torch_dist
+from torch._subclasses import fake_tensor
+from torch.distributed._tools import fake_collectives
+from torch.distributed.algorithms.join import Join
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import distributed as ddp
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.testing._internal.distributed.fake_pg import _create_fake_pg
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+ROOT = Path(__file__).parent.parent
+GPUS = 8  # on each machine
+aten, c10d = torch.ops.aten, torch.ops.c10d
+Result = collections.namedtuple("Result", "calls waits held sent_by_rank_0 error")
+
+
+# ---- the device -----------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """A stream, an event, and the context of a stream: nothing ever runs, so nothing waits."""
+
+    device, device_index, device_type, stream_id = None, 0, 0, 0
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def nothing(self, *args, **kwargs):
+        return self
+
+    wait_stream = wait_event = record = record_event = wait = __enter__ = nothing
+
+    def __exit__(self, *args):
+        pass
+
+    def query(self):
+        return True
+
+
+class DeviceModule:
+    """torch.gpu, as torch.cuda"""
+
+    Stream = Event = StreamContext = Stream
+
+    def __init__(self, local_rank):
+        self.local_rank = local_rank
+
+    def device_count(self):
+        return GPUS
+
+    def current_device(self):
+        return self.local_rank
+
+    def set_device(self, device):
+        if torch.device(device).index != self.local_rank:
+            raise RuntimeError(f"local rank {self.local_rank} uses {device}")
+
+    def is_available(self):
+        return True
+
+    is_initialized = is_bf16_supported = is_available
+
+    def _is_in_bad_fork(self):
+        return False
+
+    is_current_stream_capturing = _is_in_bad_fork
+
+    def current_stream(self, *args):
+        return Stream()
+
+    default_stream = stream = current_stream
+
+    def synchronize(self, *args):
+        self.recorder.wait("synchronize")
+
+    def manual_seed(self, *args):
+        pass
+
+    manual_seed_all = empty_cache = set_rng_state = reset_peak_memory_stats = manual_seed
+
+    def max_memory_allocated(self, *args):
+        return 10**9
+
+    def get_rng_state(self, *args):
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def get_amp_supported_dtype(self):
+        return [torch.bfloat16, torch.float16]
+
+
+class Scripts(importlib.machinery.SourceFileLoader):
+    """Imports the project's modules with "gpu" for every "cuda"."""
+
+    def get_code(self, name):
+        source = Path(self.path).read_text().replace("cuda", "gpu")
+        return compile(source, self.path, "exec")
+
+
+# ---- what is recorded -----------------------------------------------------------------------------------------------
+
+
+class Recorder(TorchDispatchMode):
+    """Runs operations on the CPU as they are and those on the device on fake tensors.
+
+    `calls` has every collective in order, `waits` the number of times that each line waits for the device.
+    """
+
+    def __init__(self, rank, host_value):
+        super().__init__()
+        self.fake = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+        self.device = torch.device("gpu", rank % GPUS)
+        self.host_value = host_value  # what every number is that comes from the device
+        self.gloo_groups = set()
+        self.calls, self.waits = [], collections.Counter()
+        self.sent_by_rank_0 = []
+        self.held_after_step = self.n_steps = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if any(t not in (torch.Tensor, torch.nn.Parameter, fake_tensor.FakeTensor) for t in types):
+            return NotImplemented  # a DTensor calls the operation again, for its local tensor
+        tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        on_device = any(is_fake(tensor) for tensor in tensors)
+        target = kwargs.get("device")
+        if target is not None and torch.device(target).type == "gpu" and torch.device(target).index is None:
+            target = kwargs["device"] = self.device
+        to_device = target is not None and torch.device(target).type == "gpu"
+
+        if func in fake_collectives.collective_ops:
+            self.record(func, args, kwargs, tensors)
+        elif func is aten.is_pinned.default:
+            return getattr(args[0], "is_in_pinned_memory", False)
+        elif func is aten._pin_memory.default:
+            pinned = args[0].clone()
+            pinned.is_in_pinned_memory = True
+            return pinned
+        elif func is aten._local_scalar_dense.default and on_device:
+            self.wait("for a number")
+            return torch.tensor(self.host_value, dtype=args[0].dtype).item()
+        elif func is aten._to_copy.default and on_device and target is not None and not to_device:
+            self.wait("for a copy to the CPU")
+            return torch.full(args[0].shape, self.host_value, dtype=kwargs.get("dtype") or args[0].dtype)
+        elif func is aten._to_copy.default and to_device and not on_device:
+            self.copy_to_device(args[0], kwargs.get("non_blocking"))
+            with self.fake:
+                return torch.empty_strided(
+                    args[0].shape, args[0].stride(), dtype=kwargs.get("dtype") or args[0].dtype, device=target
+                )
+        elif func is aten.copy_.default and is_fake(args[0]) != is_fake(args[1]):
+            if is_fake(args[0]):
+                self.copy_to_device(args[1], len(args) > 2 and args[2])
+            else:
+                self.wait("for a copy to the CPU")
+            return args[0]
+        elif func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default) and on_device:
+            for index in args[1]:
+                if index is not None and (not is_fake(index) or index.dtype == torch.bool):
+                    self.wait("for an index")
+
+        if not on_device and not to_device and func not in fake_collectives.functional_collectives:
+            return func(*args, **kwargs)
+        with self.fake:
+            return func(*args, **kwargs)
+
+    def copy_to_device(self, tensor, non_blocking):
+        if not (non_blocking and getattr(tensor, "is_in_pinned_memory", False)):
+            self.wait("for a copy to the device")
+
+    def wait(self, what):
+        frames = frames_of_project()
+        functions = frozenset(frame.f_code.co_name for frame in frames)
+        self.waits[place(frames), what, functions] += 1
+
+    def held(self):
+        """Bytes of floating-point numbers on the device."""
+        fakes = [obj for obj in gc.get_objects() if issubclass(type(obj), fake_tensor.FakeTensor)]
+        storages = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in fakes if tensor.is_floating_point()
+        }
+        return sum(storage.nbytes() for storage in storages.values())
+
+    def record(self, func, args, kwargs, tensors):
+        if func in fake_collectives.sync_ops and func is not c10d.barrier.default:
+            return
+        group = fake_collectives.CollectiveOp.get_process_group(func, args)
+        device = torch.device("cpu") if group.group_name in self.gloo_groups else self.device
+        for tensor in tensors:
+            if tensor.device != device and func is not c10d.barrier.default:
+                backend = "gloo" if device.type == "cpu" else "nccl"
+                raise RuntimeError(f"{func} of a tensor on {tensor.device} in a group of {backend} with {device}")
+            if device.type == "gpu" and not tensor.is_contiguous():
+                raise RuntimeError(f"{func}: NCCL takes contiguous tensors only")
+        shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+        numbers = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, (int, float, str))]
+        self.note(group, str(func), shapes, numbers)
+
+    def note(self, group, *call):
+        ranks = tuple(torch_dist.get_process_group_ranks(group))
+        self.calls.append((ranks, call, place(frames_of_project())))
+
+
+def is_fake(tensor):
+    return isinstance(tensor, fake_tensor.FakeTensor)
+
+
+def frames_of_project():
+    """The frames of the project on the stack, the innermost first."""
+    frames = []
+    frame = sys._getframe()
+    while frame:
+        if os.path.dirname(frame.f_code.co_filename) == str(ROOT):
+            frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def place(frames):
+    """The innermost line of the project on the stack: its file and the line itself."""
+    if not frames:
+        return "torch"
+    filename = frames[0].f_code.co_filename
+    return f"{os.path.basename(filename)}: {linecache.getline(filename, frames[0].f_lineno).strip()}"
+
+
+# ---- one rank -------------------------------------------------------------------------------------------------------
+
+
+def run(pipe, script, options, rank, world_size, sent_by_rank_0=(), host_value=1):
+    """Run a script's main_worker as `rank`, in a process that has not imported the project yet.
+
+    Sends to `pipe` what it recorded. `error` is the traceback of a failure, or None.
+    """
+    sys.argv = [script, *map(str, options)]
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % GPUS), WORLD_SIZE=str(world_size))
+    sys.path.insert(0, str(ROOT))
+    sys.path_importer_cache[str(ROOT)] = importlib.machinery.FileFinder(str(ROOT), (Scripts, [".py"]))
+    recorder = pretend_device(rank, host_value)
+    recorder.sent_by_rank_0 = list(sent_by_rank_0)
+    error = None
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            pretend_groups(recorder)
+            pretend_ddp()
+            module = importlib.import_module(script)
+            args = module.parse_args()
+            change(module, args)
+            if script == "mnist_DDP":
+                args = args[0]  # the hyperparameters
+            with recorder:
+                module.main_worker(rank % GPUS, world_size, args)
+    except BaseException:
+        error = traceback.format_exc()
+    result = Result(recorder.calls, recorder.waits, recorder.held_after_step, recorder.sent_by_rank_0, error)
+    pipe.send_bytes(pickle.dumps(result))  # pipe.send would share the memory of tensors, and this process ends now
+    pipe.close()
+    os._exit(0)
+
+
+def pretend_device(rank, host_value):
+    """Add the device "gpu" to torch; returns the recorder of what is done on it."""
+    torch.set_num_threads(1)
+    torch.autograd.set_multithreading_enabled(False)  # the recorder belongs to this thread
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(1, device="gpu") is then a copy from the CPU
+    module = DeviceModule(rank % GPUS)
+    _setup_privateuseone_for_python_backend("gpu", backend_module=module)
+    module.recorder = recorder = Recorder(rank, host_value)
+    recorder.autocast = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")  # it changes no type
+    recorder.autocast.fallback(torch.library.fallthrough_kernel)
+
+    def after_step(optimizer, args, kwargs):
+        recorder.n_steps += 1
+        if recorder.n_steps == 2:  # now all gradients and states are there
+            recorder.held_after_step = recorder.held()
+
+    register_optimizer_step_post_hook(after_step)
+    return recorder
+
+
+def pretend_groups(recorder):
+    """Let torch.distributed make fake groups, and give each rank what rank 0, which runs first, has sent as objects."""
+    torch_dist.Backend.register_backend("dry", _create_fake_pg, extended_api=True, devices=["cpu", "gpu"])
+    init_process_group, new_group = torch_dist.init_process_group, torch_dist.new_group
+
+    def rendezvous(url, rank, world_size, **kwargs):
+        yield torch_dist.HashStore(), rank, world_size
+
+    def init_dry(backend, device_id=None, **kwargs):
+        if (backend, device_id) != ("nccl", recorder.device):
+            raise RuntimeError(f"process group for {backend} on {device_id}")
+        init_process_group("dry", **kwargs)
+
+    def new_dry(ranks=None, timeout=None, backend=None, *args, **kwargs):
+        group = new_group(ranks, timeout, "dry")
+        if backend == "gloo":
+            recorder.gloo_groups.add(group.group_name)
+        return group
+
+    def from_rank_0(name, value, group):
+        """Rank 0's `value`."""
+        recorder.note(group or torch_dist.group.WORLD, name)
+        if torch_dist.get_rank() == 0:
+            recorder.sent_by_rank_0.append(pickle.dumps(value))  # now, since the caller may change it
+            return value
+        return pickle.loads(recorder.sent_by_rank_0.pop(0))
+
+    def all_gather_object(objects, value, group=None):
+        objects[:] = [from_rank_0("all_gather_object", value, group)] + [value] * (len(objects) - 1)
+
+    def broadcast_object_list(objects, src=0, group=None):
+        objects[:] = from_rank_0("broadcast_object_list", list(objects), group)
+
+    torch_dist.rendezvous, torch_dist.init_process_group = rendezvous, init_dry
+    torch_dist.all_gather_object, torch_dist.broadcast_object_list = all_gather_object, broadcast_object_list
+    for module in (torch_dist, torch_dist.distributed_c10d, torch_dist.device_mesh):
+        module.new_group = new_dry
+
+
+def pretend_ddp():
+    """DDP checks the parameters by a collective of its own, and its reducer wants results, which fake work has not."""
+    ddp._verify_param_shape_across_processes = lambda *args: True
+    init = ddp.DistributedDataParallel.__init__
+
+    def init_with_hook(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.register_comm_hook(None, reduce_bucket)
+
+    ddp.DistributedDataParallel.__init__ = init_with_hook
+    notify = Join.notify_join_context
+
+    def notify_without_result(joinable):
+        notify(joinable)
+
+    Join.notify_join_context = notify_without_result
+
+
+def reduce_bucket(state, bucket: torch_dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    torch_dist.all_reduce(bucket.buffer())
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def pipeline_stage(args):
+    """PipelineStage, told of all shapes, which the stages would send to each other as objects."""
+    rows = args.global_batch_size // args.micro_batches // args.data_parallel
+
+    def stage(module, index, n_stages, device, group):
+        tokens = torch.empty(rows, args.length, dtype=torch.long, device="meta")
+        between = torch.empty(rows, args.length, args.width, device="meta", requires_grad=True)
+        logits = torch.empty(rows, args.length, 256, device="meta", requires_grad=True)
+        inputs = tokens if index == 0 else between
+        outputs = logits if index == n_stages - 1 else between
+        return PipelineStage(module, index, n_stages, device, input_args=inputs, output_args=outputs, group=group)
+
+    return stage
+
+
+def change(module, args):
+    """Replace what fake tensors and fake groups cannot do, and make the data small."""
+    if "gpt" in sys.modules:
+        sys.modules["gpt"].LIBRARY /= "email"
+    if module.__name__ == "min_PP":
+        module.pipelining.PipelineStage = pipeline_stage(args)
+    if module.__name__ == "min_Packing":
+        module.block_sparse_attention = module.masked_attention
+    if module.__name__ == "min_Stream" and int(os.environ["RANK"]) > 0:  # each rank has a folder of its own here
+        module.make_library_shards(Path(module.LIBRARY_SHARDS))
+    if module.__name__ == "min_CP":  # a CausalBias cannot be made of a fake tensor
+        module.causal_lower_right = lambda rows, columns: torch.ones(rows, columns, dtype=torch.bool, device="gpu")
+    if "mnist" in sys.modules:
+        draw_digits = sys.modules["mnist"]._draw_digits
+        sys.modules["mnist"]._draw_digits = lambda n, seed: draw_digits(n // 100, seed)
+    if "checkpoint" in sys.modules:
+        sys.modules["checkpoint"]._write = lambda path, snapshot: None

@@ -1,0 +1,179 @@
+"""Scripts on GPUs that are not there (see gpu_dry.py), one rank after the other.
+
+A run fails where tensors of two devices meet, where NCCL is handed a tensor of the CPU, of another rank's GPU or with
+gaps, and where the host needs a size that only the device knows. All ranks must call the same collectives in the same
+order, and each send needs its receive. No line may wait for the device in every step, but for those named below.
+
+It cannot see what happens in C++, in other processes or on the device: DDP's reducer (a hook makes its all-reduce
+here), how groups are made from others (split_group), what PipelineStage tells its neighbours about shapes, what Join
+answers for a rank without batches, torch.distributed.checkpoint, RPC, and kernels such as flex_attention. The host gets
+the same numbers from the device on all ranks, so no branch depends on them.
+"""
+
+import collections
+import multiprocessing
+import pickle
+
+import pytest
+
+try:
+    import gpu_dry
+except ImportError as error:
+    pytest.skip(f"this torch lacks a private function that pretends a GPU: {error}", allow_module_level=True)
+
+N_STEPS = 3
+STEPS = ("--steps", N_STEPS, "--log-every", N_STEPS, "--clip", 1, "--width", 32, "--layers", 1)
+CASES = [
+    ("min_DDP", 2, "--epochs", 1),
+    ("min_Join", 2, *STEPS, "--least", N_STEPS),
+    ("min_Join", 2, *STEPS, "--least", 0, "--method", "weights"),
+    ("min_ZeRO", 2, *STEPS),
+    ("min_2D", 4, *STEPS, "--replicate", 2, "--checkpoint-activations"),
+    ("min_CP", 2, *STEPS),
+    ("min_CP", 2, *STEPS, "--attention", "all-gather"),
+    ("min_DiLoCo", 2, *STEPS, "--sync-every", 2),
+    ("min_FSDP", 2, *STEPS),
+    ("min_FSDP", 2, *STEPS, "--mixed-precision"),
+    ("min_PP", 2, *STEPS, "--layers", 2),
+    ("min_PP", 2, *STEPS, "--layers", 4, "--schedule", "ZBVZeroBubble"),
+    ("min_PP", 4, *STEPS, "--layers", 4, "--schedule", "Interleaved1F1B", "--data-parallel", 2),
+    ("min_Packing", 2, *STEPS, "--accumulate", 2),
+    ("min_Stream", 2, *STEPS, "--num-workers", 0, "--snapshot-path", "snapshot.pt"),
+    ("multigpu_torchrun", 2, 2, 1, "--batch-size", 256),
+]
+QUICK = CASES[:4]
+# What each number is that the host gets from the device. min_DDP: the samples of each rank. min_Join: the ranks that
+# have batches left, so Join ends at once.
+FROM_DEVICE = {"min_DDP": 16, "min_Join": 0}
+
+# Lines that may wait for the device in each step, or oftener than once for another reason.
+WAITS = {
+    "min_DDP": {  # it reduces and prints in each step, because that is its lesson
+        "x = x.to(device)",
+        "y = y.to(device)",
+        "length = torch.tensor(len(rows), device=tensor.device)",
+        "lengths = torch.stack(lengths).tolist()",
+        "hits = correct.sum().item()",
+        'dist.print_primary(f"Finish iteration {iteration} - acc: {hits / n:.4f} ({hits}/{n}) - loss: {loss.item():.4f}")',  # noqa: E501
+    },
+    "min_Join": {  # once for each --log-every steps
+        "with Join([model], divide_by_initial_world_size=False):  # no collective but DDP's may be called inside",
+    },
+}
+TRAINING = {"train", "train_epoch", "train_step", "train_with_join", "train_with_weights", "run_epoch"}
+NOT_A_STEP = {"print_line", "evaluate", "rebuild_buckets"}  # at the log interval, or once
+
+
+def dry_run(script, world_size, *options, ranks=None):
+    """What each of `ranks`, by default all, has recorded."""
+    results = {}
+    sent_by_rank_0 = []
+    for rank in ranks or range(world_size):
+        here, there = multiprocessing.Pipe()
+        args = (there, script, options, rank, world_size, sent_by_rank_0, FROM_DEVICE.get(script, 1))
+        process = multiprocessing.get_context("forkserver").Process(target=gpu_dry.run, args=args)
+        process.start()
+        there.close()
+        results[rank] = pickle.loads(here.recv_bytes())
+        process.join()
+        assert not results[rank].error, f"rank {rank}: {results[rank].error}"
+        assert results[rank].calls
+        if rank == 0:
+            sent_by_rank_0 = results[rank].sent_by_rank_0
+    return results
+
+
+def assert_same_collectives(results):
+    """In each group, all its ranks call the same, with tensors of the same shape and type."""
+    sequences = collections.defaultdict(dict)
+    for rank, result in results.items():
+        for group, call, line in result.calls:
+            if not is_point_to_point(call):
+                sequences[group].setdefault(rank, []).append((call, line))
+    for group, by_rank in sequences.items():
+        first = min(by_rank)
+        for rank in group:
+            if rank in results:
+                assert_equal_calls(by_rank[first], by_rank.get(rank, []), f"rank {first}", f"rank {rank} of {group}")
+
+
+def assert_each_send_is_received(results):
+    """Between any two ranks, as many tensors as are sent arrive, of the same shape and type and in the same order."""
+    sent, received = collections.defaultdict(list), collections.defaultdict(list)
+    for rank, result in results.items():
+        for group, call, line in result.calls:
+            if is_point_to_point(call):
+                name, shapes, (peer, *_) = call
+                if "send" in name:
+                    sent[rank, group[peer]].append((shapes, line))
+                else:
+                    received[group[peer], rank].append((shapes, line))
+    for sender, receiver in sent.keys() | received.keys():
+        if sender in results and receiver in results:
+            pair = sender, receiver
+            assert_equal_calls(sent[pair], received[pair], f"rank {sender} sends", f"rank {receiver} receives")
+
+
+def is_point_to_point(call):
+    return "send" in call[0] or "recv" in call[0]
+
+
+def assert_equal_calls(calls, others, who, other):
+    for number in range(max(len(calls), len(others))):
+        mine = calls[number] if number < len(calls) else ("nothing", "")
+        its = others[number] if number < len(others) else ("nothing", "")
+        assert mine[0] == its[0], f"call {number}, {who}: {mine}\n{other}: {its}"
+
+
+def waits_in_each_step(result):
+    lines = set()
+    for (line, _, functions), count in result.waits.items():
+        if functions & TRAINING and not functions & NOT_A_STEP and count >= N_STEPS:
+            lines.add(line.partition(": ")[2])
+    return lines
+
+
+def check(script, world_size, *options):
+    results = dry_run(script, world_size, *options)
+    assert_same_collectives(results)
+    assert_each_send_is_received(results)
+    for result in results.values():
+        assert waits_in_each_step(result) <= WAITS.get(script, set())
+
+
+def name(case):
+    return " ".join(map(str, case))
+
+
+@pytest.mark.parametrize("case", QUICK, ids=name)
+def test_it_runs_on_gpus(case):
+    check(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES[len(QUICK) :], ids=name)
+def test_the_others_too(case):
+    check(*case)
+
+
+# ---- many ranks ---------------------------------------------------------------------------------------------------
+
+LAYERS, WIDTH, LENGTH = 2, 128, 128  # the defaults of most scripts
+BLOCK = 12 * WIDTH**2 + 13 * WIDTH
+EMBEDDINGS = 256 * WIDTH + LENGTH * WIDTH
+P = LAYERS * BLOCK + EMBEDDINGS + 2 * WIDTH + 256 * WIDTH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script, world_size, options, expected",  # bytes on rank 1, by the formula of the docstring
+    [
+        ("min_CP", 64, ("--attention", "all-gather"), 16 * P),
+        ("min_FSDP", 64, (), 16 * P / 64),
+    ],
+)
+def test_many_ranks_call_the_same_and_hold_what_the_docstring_says(script, world_size, options, expected):
+    results = dry_run(script, world_size, "--steps", 2, *options, ranks=(0, 1, world_size - 1))
+    assert_same_collectives(results)
+    assert_each_send_is_received(results)
+    assert expected <= results[1].held <= 1.05 * expected
