@@ -57,26 +57,6 @@ class Trainer:
         self.snapshot_path = snapshot_path
         self.load_snapshot()
 
-    def load_snapshot(self):
-        self.first_epoch, step = checkpoint.load(self.snapshot_path, self.model, self.optimizer)
-        if step > 0:
-            raise dist.DistributedError(
-                f"{self.snapshot_path} was saved inside Epoch {self.first_epoch}: resume it with multinode_torchrun.py"
-            )
-        if self.first_epoch > 0:
-            dist.print_primary(f"Resuming from {self.snapshot_path} at Epoch {self.first_epoch}")
-
-    def train(self, total_epochs):
-        checkpoint.rebuild_buckets(self.model, self.first_loss)  # else a resumed run differs in the last bit
-        for epoch in range(self.first_epoch, total_epochs):
-            self.run_epoch(epoch)
-            if (epoch + 1) % self.save_every == 0 or epoch + 1 == total_epochs:
-                self.save_snapshot(epoch)
-
-    def first_loss(self):
-        x, y = next(iter(self.loader))
-        return self.compute_loss(x, y)
-
     def run_epoch(self, epoch):
         self.loader.sampler.set_epoch(epoch)  # a new order in each epoch, the same after a restart
         # Dropout differs between ranks and between epochs, and a restart repeats it.
@@ -96,6 +76,26 @@ class Trainer:
         x = x.to(self.device, non_blocking=True)
         y = y.to(self.device, non_blocking=True)
         return F.mse_loss(self.model(x), y)
+
+    def load_snapshot(self):
+        self.first_epoch, step = checkpoint.load(self.snapshot_path, self.model, self.optimizer)
+        if step > 0:
+            raise dist.DistributedError(
+                f"{self.snapshot_path} was saved inside Epoch {self.first_epoch}: resume it with multinode_torchrun.py"
+            )
+        if self.first_epoch > 0:
+            dist.print_primary(f"Resuming from {self.snapshot_path} at Epoch {self.first_epoch}")
+
+    def train(self, total_epochs):
+        checkpoint.rebuild_buckets(self.model, self.first_loss)  # else a resumed run differs in the last bit
+        for epoch in range(self.first_epoch, total_epochs):
+            self.run_epoch(epoch)
+            if (epoch + 1) % self.save_every == 0 or epoch + 1 == total_epochs:
+                self.save_snapshot(epoch)
+
+    def first_loss(self):
+        x, y = next(iter(self.loader))
+        return self.compute_loss(x, y)
 
     def save_snapshot(self, epoch):
         checkpoint.save(self.snapshot_path, self.model, self.optimizer, epoch=epoch + 1)  # the next epoch to run

@@ -139,6 +139,11 @@ class Trainer:
             log(f"{self.name} | {line}")
         return preempted
 
+    def compute_loss(self, x, y):
+        x = x.to(self.device, non_blocking=True)
+        y = y.to(self.device, non_blocking=True)
+        return F.mse_loss(self.model(x), y)
+
     def load_snapshot(self):
         """Sets self.epoch and self.step, the next to run."""
         self.epoch, samples = checkpoint.load(self.snapshot_path, self.model, self.optimizer)
@@ -168,11 +173,6 @@ class Trainer:
     def first_loss(self):
         x, y = next(iter(self.loader(epoch=0, first_step=0)))
         return self.compute_loss(x, y)
-
-    def compute_loss(self, x, y):
-        x = x.to(self.device, non_blocking=True)
-        y = y.to(self.device, non_blocking=True)
-        return F.mse_loss(self.model(x), y)
 
     def save_snapshot(self):
         samples = self.step * self.global_batch_size  # samples, as the next run may have another batch size

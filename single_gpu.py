@@ -49,12 +49,6 @@ class Trainer:
         self.name = f"GPU{device.index}" if device.type == "cuda" else "CPU"
         self.save_every = save_every
 
-    def train(self, total_epochs):
-        for epoch in range(total_epochs):
-            self.run_epoch(epoch)
-            if (epoch + 1) % self.save_every == 0 or epoch + 1 == total_epochs:
-                self.save_checkpoint(epoch)
-
     def run_epoch(self, epoch):
         total_loss = torch.zeros((), device=self.device)  # stays on the GPU, so no step waits for it
         for x, y in self.loader:
@@ -71,6 +65,12 @@ class Trainer:
         x = x.to(self.device, non_blocking=True)
         y = y.to(self.device, non_blocking=True)
         return F.mse_loss(self.model(x), y)
+
+    def train(self, total_epochs):
+        for epoch in range(total_epochs):
+            self.run_epoch(epoch)
+            if (epoch + 1) % self.save_every == 0 or epoch + 1 == total_epochs:
+                self.save_checkpoint(epoch)
 
     def save_checkpoint(self, epoch):
         checkpoint = {
