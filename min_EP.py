@@ -118,7 +118,7 @@ class MixtureOfExperts(nn.Module):
         """Each expert's results, in the order of `visitors`, which are sorted by rank and then by expert."""
         experts = torch.arange(self.n_held).repeat(len(received))  # the held experts, once per rank
         expert_of_row = experts.repeat_interleave(received.flatten())
-        order = expert_of_row.argsort(stable=True).to(visitors.device)
+        order = gpt.to_device(expert_of_row.argsort(stable=True), visitors.device)  # without a wait
         inverse = order.argsort()
         parts = visitors[order].split(received.sum(dim=0).tolist())
         # An expert without tokens runs too: without a gradient of zeros, AdamW would skip its weight decay.

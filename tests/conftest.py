@@ -1,6 +1,7 @@
 """Run scripts as a user would, bounded in time and with nothing left behind."""
 
 import contextlib
+import datetime
 import importlib
 import os
 import pkgutil
@@ -65,6 +66,23 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.originalname in GUARDS:
             item.add_marker("guard")
+
+
+GPU_TABLE = []  # rows that test_gpu.py adds: command, GPUs, throughput, memory, seconds to the first line
+
+
+def pytest_terminal_summary(terminalreporter):
+    if GPU_TABLE:
+        gpu = torch.cuda.get_device_name()
+        terminalreporter.section("for docs/results.md")
+        terminalreporter.line(
+            f"{datetime.date.today()}, {gpu}, torch {torch.__version__}, nccl {torch.cuda.nccl.version()}"
+        )
+        terminalreporter.line(
+            "\n| command | GPUs | throughput | peak memory | first line after |\n|---|---|---|---|---|"
+        )
+        for row in GPU_TABLE:
+            terminalreporter.line(f"| {' | '.join(row)} |")
 
 
 def pytest_addoption(parser):
