@@ -89,7 +89,7 @@ def test_stages_and_shards_give_what_one_process_gives(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_dimensions_give_what_one_process_gives(tmp_path):
+def test_meshes_of_four_processes_give_what_one_process_gives(tmp_path):
     cases = [
         (PP_FSDP, "SGD", {}),  # not clipped, which would hide a wrong scale
         (PP_FSDP, "SGD", {**INTERLEAVED, **CLIP}),
@@ -104,7 +104,7 @@ def test_two_dimensions_give_what_one_process_gives(tmp_path):
 
 
 @pytest.mark.slow
-def test_three_dimensions_and_uneven_ones_give_what_one_process_gives(tmp_path):
+def test_meshes_of_eight_processes_and_uneven_ones_give_what_one_process_gives(tmp_path):
     cases = [
         (ALL, "SGD", CLIP),
         (ALL, "AdamW", CLIP),
