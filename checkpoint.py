@@ -345,7 +345,7 @@ def _newest_complete(folder):
 
 
 def _refuse_missing_in_model(saved, names):
-    """dcp.load would silently leave out what a bigger model has saved. `names` are those of all ranks together."""
+    """dcp.load would silently leave out what a bigger model has saved. `names` has the parameters of all ranks."""
     for key in saved:
         name = key.removeprefix("model.")
         if key.startswith("model.") and "_extra_state" not in key and name not in names:

@@ -104,8 +104,8 @@ def parallelize(stage, mesh):
 def split_layers(stage, mesh):
     """Tensor parallel. Between the split layers, features are split along the sequence, which is dimension 1.
 
-    So a process also receives and sends only its part of the sequence between stages. The plan names every parameter,
-    also those of the norms: the norm of the gradients needs DTensors of one mesh.
+    So a process also receives and sends only its part of the sequence between stages. The plan also
+    names the parameters of the norms: the norm of the gradients needs DTensors of one mesh.
     """
     sequence = Shard(1)
     plan = {

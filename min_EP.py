@@ -147,7 +147,7 @@ def backward(model, loss):
 
 
 def split_params(model):
-    """Two lists: the parameters that all ranks share, and those of the experts that only this rank holds."""
+    """Two lists: the parameters that all ranks share, and the parameters of the experts that only this rank holds."""
     shared, experts = [], []
     for name, param in model.named_parameters():
         if ".experts." in name:

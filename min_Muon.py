@@ -72,7 +72,7 @@ def parse_args():
 def take_step(muon, adamw, clip=None):
     """Step all parameters, after backward. `clip`, if given, is the largest norm of all gradients together."""
     muon.reduce_scatter_gradients()  # 1. each process receives the gradients of its own matrices
-    average_gradients(adamw)  # every process receives those of the rest
+    average_gradients(adamw)  # every process receives the gradients of the rest
     if clip:
         clip_gradients(muon, adamw, clip)
     muon.step()  # 2. each process steps its own matrices
@@ -274,7 +274,7 @@ def train(model, optimizers, text, held_out, args):
 
 
 def report_state(muon):
-    """Print the bytes of momentum on the process with the most, and those of all matrices."""
+    """Print the bytes of momentum on the process with the most, and the bytes of all matrices."""
     held = sum(state["momentum_buffer"].nbytes for state in muon.state.values())
     held = dist.all_reduce(torch.tensor(held, device=dist.get_device()), "max").item()
     total = sum(matrix.nbytes for matrix in params_of(muon))

@@ -71,7 +71,7 @@ def parse_args():
 class RingAttention(torch.autograd.Function):
     """Causal attention of this rank's queries to the keys and values of all ranks.
 
-    q, k and v are those of this rank's share: (batch, heads, positions, head width). So is the result.
+    q, k and v cover this rank's share: (batch, heads, positions, head width). The result has the same shape.
     """
 
     @staticmethod
@@ -154,7 +154,7 @@ def attention_to_nothing(q):
 
 
 def merge(out, lse, block_out, block_lse):
-    """Change out and lse in place to those of attention to this block's keys too. No exponential can overflow."""
+    """Add attention to this block's keys to out and lse, in place. No exponential can overflow."""
     weight = torch.sigmoid(block_lse - lse)
     out += weight[..., None] * (block_out - out)
     lse.copy_(torch.logaddexp(lse, block_lse))
@@ -192,8 +192,8 @@ def choose_kernel(q):
 class Formula:
     """Attention in plain operations, for any device and type. It holds the scores of a whole block.
 
-    `backward` is given out and lse of all keys. So exp(scores - lse) is the softmax over all keys, of which this block
-    has a part.
+    `backward` gets out and lse of attention to all keys. So exp(scores - lse) is this block's part of the softmax over
+    all keys.
     """
 
     @staticmethod

@@ -30,7 +30,7 @@ import math
 import sys
 from dataclasses import dataclass
 
-# ---- what is given: a model, a cluster, a layout ------------------------------------------------------------------
+# ---- the inputs: a model, a cluster, a layout ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -351,8 +351,9 @@ def block_seconds(model, layout, cluster):
 def head_seconds(model, layout, cluster):
     """Forward and backward of the head and of the loss, for one micro-batch: 6 operations, and two passes of logits."""
     tokens = tokens_of_micro_batch(model, layout) / layout.tensor
-    low = dataclasses.replace(layout, precision="bfloat16") if layout.precision == "float8" else layout
-    product = 6 * model.vocabulary * model.width * tokens / matrix_rate(model, low, cluster)
+    if layout.precision == "float8":  # the head computes in bfloat16
+        layout = dataclasses.replace(layout, precision="bfloat16")
+    product = 6 * model.vocabulary * model.width * tokens / matrix_rate(model, layout, cluster)
     return product + 24 * model.vocabulary * tokens / cluster.bandwidth
 
 
@@ -605,7 +606,8 @@ def layouts(job):
             if sequences % micro or count < stages:
                 continue
             for layout in shardings(job, tensor, context, stages):
-                for chunks in (1, 2) if 1 < stages <= job.model.layers // 2 and count % stages == 0 else (1,):
+                can_interleave = 1 < stages <= job.model.layers // 2 and count % stages == 0
+                for chunks in (1, 2) if can_interleave else (1,):
                     for recompute in job.recompute:
                         yield dataclasses.replace(layout, micro=micro, count=count, chunks=chunks, recompute=recompute)
 
@@ -785,7 +787,7 @@ def missing(job, layout):
     return found
 
 
-# ---- what is printed ----------------------------------------------------------------------------------------------
+# ---- printing -----------------------------------------------------------------------------------------------------
 
 GIB = 2**30
 
@@ -971,7 +973,8 @@ def parse_model(parser, args):
             if name not in given:
                 parser.error(f"argument --{name}: needed if there is no --model")
         defaults = {"kv_heads": given["heads"], "hidden": 4 * given["width"], "matrices": 2, "vocabulary": 50257}
-        model = Model(**{**defaults, **given})
+        defaults.update(given)
+        model = Model(**defaults)
     else:
         model = dataclasses.replace(MODELS[args.model], **given)
     for name, value, divisor, why in (

@@ -1,10 +1,8 @@
 """min_CP.py: equal to one process, and activations split for real."""
 
 import pytest
-import torch
 import transformer
 
-import gpt
 import min_CP
 
 CASES = [(kind, *how) for kind in min_CP.ATTENTIONS for how in (("AdamW", None), ("SGD", 1.5))]
@@ -23,19 +21,7 @@ def saved_bytes(kind):
     """That a loss on one sequence of 4096 bytes saves in this process for its backward, parameters aside."""
     args = transformer.arguments(layers=2, width=64, length=4096)
     model = min_CP.parallelize(transformer.make_model(args).float(), kind)
-    storages = {}
-
-    def pack(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    x, y = gpt.batch(transformer.small_text()[0], 0, 1, args.length)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = min_CP.local_loss(model, x, y)  # alive, as are its saved tensors: no address is used again
-    for param in model.parameters():
-        storages.pop(param.untyped_storage().data_ptr(), None)
-    loss.backward()
-    return sum(storages.values())
+    return transformer.saved_bytes(min_CP, model, args.length)
 
 
 @pytest.fixture(scope="module")

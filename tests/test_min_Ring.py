@@ -113,19 +113,7 @@ def saved_bytes(length):
     """What a loss on one sequence saves in this process for its backward, parameters aside."""
     args = transformer.arguments(layers=2, width=64, length=length)
     model = min_Ring.parallelize(transformer.make_model(args).float())
-    storages = {}
-
-    def pack(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    x, y = gpt.batch(transformer.small_text()[0], 0, 1, args.length)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = min_Ring.local_loss(model, x, y)  # alive, as are its saved tensors: no address is used again
-    for param in model.parameters():
-        storages.pop(param.untyped_storage().data_ptr(), None)
-    loss.backward()
-    return sum(storages.values())
+    return transformer.saved_bytes(min_Ring, model, args.length)
 
 
 class Recorder:

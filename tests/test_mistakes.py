@@ -158,7 +158,7 @@ def results(tmp_path_factory):
     """Of both ranks."""
     folder = tmp_path_factory.mktemp("mistakes")
     dist.launch(worker, str(folder), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 # ---- what they lead to ----------------------------------------------------------------------------------------------

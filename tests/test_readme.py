@@ -192,7 +192,7 @@ def test_the_diff_makes_a_plain_script_distributed(optimizer, tmp_path, run_in, 
             (tmp_path / f"{name}.py").write_text(source)
             importlib.import_module(name).main()
             outputs[nprocs, shuffle] = capfd.readouterr().out
-        states[nprocs, shuffle] = torch.load("model.pt")
+        states[nprocs, shuffle] = torch.load("model.pt", weights_only=True)
 
     with float64():
         for nprocs in (0, 1, 2):  # 0 is the plain script

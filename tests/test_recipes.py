@@ -460,7 +460,7 @@ def moving_average():
     with count_collectives() as counts:
         execute(replicated, model=model, ddp_model=ddp_model, optimizer=sgd(model), batches=own_batches)
     dist.barrier()
-    check_equal(torch.load("ema.pt"), average)
+    check_equal(torch.load("ema.pt", weights_only=True), average)
     assert n_all_reduces(counts) == len(batches), "the average sends nothing"
 
     model, ema_model = shard(make_model()), shard(make_model())
@@ -723,7 +723,7 @@ def export():
             checkpoint.save_sharded("runs", model, sgd(model), 1)
         execute(gathered, sharded_model=model)
         if dist.is_primary():
-            check_equal(torch.load("model.pt"), two_layers(seed=7).state_dict(), tolerance=0)
+            check_equal(torch.load("model.pt", weights_only=True), two_layers(seed=7).state_dict(), tolerance=0)
     if dist.is_primary():
         result = execute(converted)
         check_equal(result.weights, two_layers(seed=7).state_dict(), tolerance=0)

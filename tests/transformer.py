@@ -187,3 +187,20 @@ def progress_lines(stdout):
     matches = [LINE.fullmatch(line) for line in stdout.splitlines() if line.startswith("step ")]
     values = [{**guesses.groupdict(), **match.groupdict()} for match in matches]
     return [{name: float(value.replace(",", "")) for name, value in line.items()} for line in values]
+
+
+def saved_bytes(script, model, length):
+    """What the script's loss on one sequence saves in this process for its backward, parameters aside."""
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x, y = gpt.batch(small_text()[0], 0, 1, length)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = script.local_loss(model, x, y)  # alive, as are its saved tensors: no address is used again
+    for param in model.parameters():
+        storages.pop(param.untyped_storage().data_ptr(), None)
+    loss.backward()
+    return sum(storages.values())
