@@ -1,9 +1,9 @@
 """The same experiment as the task of an orchestrator: mnist_DDP.py under Flyte.
 
 Flyte runs a task in a container with the GPUs and the memory that the task requests. It retries a task that failed,
-and keeps what the task returns. It returns the cached result if neither the inputs nor the code have changed. Choose
-it over `python mnist_DDP.py` when training is one step of several, or when the machines belong to a cluster. Install
-requirements-flyte.txt first.
+from the first epoch on, and keeps what the task returns. It returns the cached result if neither the inputs nor the
+code have changed. Choose it over `python mnist_DDP.py` when training is one step of several, or when the machines
+belong to a cluster. Install requirements-flyte.txt first.
 
 `pytorch_mnist_task` starts one process per GPU of its container, by `distributed.launch`. Memory per process and bytes
 sent are those of mnist_DDP.py. `pytorch_mnist_elastic_task` trains on several machines: the kfpytorch plugin runs

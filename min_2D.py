@@ -21,7 +21,7 @@ communicate most often and have consecutive ranks, so they are on the fastest li
 - R x S x T: on many machines.
 
 Cost per process, for P float32 parameters: 16·P/(S·T) bytes (parameters 4, gradients 4, Adam 8; T splits neither norms
-nor the biases of RowwiseParallel layers), and up to 8·L/T more while a block of L parameters computes. Each step sends
+nor the biases of RowwiseParallel layers), and up to 20·L/T more while a block of L parameters computes. Each step sends
 3·(S-1)/S · 4·P/T bytes along shard, 2·(R-1)/R · 4·P/(S·T) along replicate, and 8·(T-1)/T · 4·A per block along tensor,
 where A = global batch size / (R·S) · length · width. With --checkpoint-activations a block keeps only its input for
 backward, 4·A/T bytes. It computes a third more, and sends 11 instead of 8 along tensor.

@@ -23,10 +23,10 @@ All processes do the same work. There can be no more processes than heads.
 for any number of processes, but keys and values are whole, and the process with the last piece has the most work: its
 queries attend to all pieces. On the CPU it also saves a mask of T/N · T in each layer.
 
-Choose this script when one sequence with its activations does not fit on one device. Choose min_Ring.py if there are
-more processes than heads, or if links are slow and sequences long: it sends more bytes than Ulysses, but sends them
-while attention is computed. If the sequence fits but the batch does not, choose min_DDP.py. If the parameters do not
-fit, choose min_FSDP.py, which splits them.
+Choose this script when one sequence with its activations does not fit on one device. With more processes than heads, or
+with slow links and long sequences, choose min_Ring.py. It holds no keys and values whole, and gives all processes the
+same work. It sends more bytes than Ulysses, but sends them while attention is computed. If the sequence fits but the
+batch does not, choose min_DDP.py. If the parameters do not fit, choose min_FSDP.py, which splits them.
 
 Cost per process, for P float32 parameters, L layers of width D, B sequences of T bytes, N processes: 16·P bytes, as
 with DDP, and 1/N of the activations. Each step sends DDP's 2·(N-1)/N · 4·P bytes. Attention, forward and backward,

@@ -5,8 +5,8 @@ each expert. The token visits the --top experts with the highest probabilities, 
 
     y = Σ_k p_k E_k(x)        over the chosen experts k
 
-So the model has many more parameters, but hardly more work per token. Each process holds 1/N of the experts and all the
-rest, and trains on its share of the batch. The way of 4 tokens a b c d on 2 ranks, with 4 experts and --top 2:
+So the model has many more parameters, but a token visits only --top experts. Each process holds 1/N of the experts and
+all the rest, and trains on its share of the batch. The way of 4 tokens a b c d on 2 ranks, with 4 experts and --top 2:
 
                              rank 0: experts 0 and 1             rank 1: experts 2 and 3
     route                    a to 0 and 2, b to 2 and 3          c to 0 and 1, d to 0 and 3
@@ -30,7 +30,7 @@ processes:
     memory    16·(S + E/N) bytes (parameters 4, gradients 4, Adam 8)
     sent      2·(N-1)/N · 4·S bytes in each step for the shared gradients, as with DDP, and (N-1)/N · 16·L·top·D·B·T/N
               for the tokens if all experts are used evenly. If all tokens visit the experts of one process, it sends
-              N²/(2·(N-1)) times that.
+              N/2 times that.
 
     python min_EP.py --nproc 2                                        # two processes; without --nproc, all GPUs
     CUDA_VISIBLE_DEVICES=0,1 python min_EP.py --experts 64 --top 4    # two GPUs
@@ -217,7 +217,7 @@ def local_loss(model, x, y):
 
 
 def train(model, optimizer, text, held_out, args):
-    """Returns the loss of every step over the whole batch, (steps,). It includes the loss of the experts' use."""
+    """Returns the loss of every step over the whole batch, (steps,), without the loss that balances the experts."""
 
     def loss_of(x, y):
         return local_loss(model, x, y)
@@ -226,10 +226,9 @@ def train(model, optimizer, text, held_out, args):
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
         loss = local_loss(model, x, y)
-        for block in model.blocks:
-            loss = loss + args.balance * block.mlp.balance
+        balance = sum(block.mlp.balance for block in model.blocks)
         optimizer.zero_grad()
-        backward(model, loss)
+        backward(model, loss + args.balance * balance)
         if args.clip:
             clip_gradients(model, args.clip)
         optimizer.step()

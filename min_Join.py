@@ -28,7 +28,7 @@ Both give the mean over all samples of a step. If you can redistribute the data,
 gives all ranks equally many samples), because a rank without data does nothing useful.
 
 Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW, and 2·(N-1)/N · 4·P bytes
-sent in each step, also by a rank without data. Each step of both ways also all-reduces one number.
+sent in each step, also by a rank without data. In each step `join` also all-reduces two numbers, and `weights` one.
 
     python min_Join.py --nproc 2                        # two processes with 400 and 300 batches
     python min_Join.py --nproc 2 --least 0              # the last process has no data at all

@@ -20,9 +20,10 @@ than others, and no error is raised. The loss of a step is instead one fraction:
 
     loss = (sum of the losses of all targets of all ranks and micro-batches) / (number of all these targets)
 
-The denominator must be known before the first backward, so each step begins with an all-reduce of one number.
-Choose packing over padding (--pad) when lengths vary, because padding costs as much time as text. If documents may see
-each other, cut one long text into rows, as `gpt.batch` does: then nothing is wasted, and no mask is needed.
+Each step begins with an all-reduce of the denominator. So the gradients are right when they come, and clipping and the
+optimizer's step stay as they are. Choose packing over padding (--pad) when lengths vary, because padding costs as much
+time as text. If documents may see each other, cut one long text into rows, as `gpt.batch` does: then nothing is wasted,
+and no mask is needed.
 
 Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW. Each step sends
 2·(N-1)/N · 4·P bytes, once for all micro-batches, and 8 bytes more. The CPU's mask has rows · length² bytes.

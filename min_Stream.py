@@ -1,6 +1,7 @@
-"""Stream data that does not fit into memory, and resume at the exact document on any number of processes.
+"""Stream documents from files in an order that one number describes, and resume on any number of processes.
 
-The data are shards: .jsonl files with a document per line. Their order is a function of seed, epoch and position alone.
+The data are shards: .jsonl files with a document per line. A longer document is cut to --length bytes. The order is a
+function of seed, epoch and position alone.
 
     shards, shuffled in each epoch      c c c c c|a a a|d|b b b b b b b
     cut into blocks of --buffer         c c c c|c a a a|d b b b|b b b b
@@ -15,12 +16,13 @@ part of it: the resumed run fetches that again.
 An index beside each shard holds the start of each line, so any document can be read by itself. The usual stream reads
 each shard from its first line through a shuffle buffer. Its order depends on which process reads which shard, and a
 resumed run must either load saved buffers or read all earlier documents again. Choose it for files that cannot be read
-from the middle, such as compressed ones. If the data fit into memory, use `dist.data_sampler`, as min_DDP.py does.
+from the middle, such as compressed ones. Images in a folder, or anything else with a length and an index, need neither
+stream: use `dist.data_sampler`, as min_DDP.py does. It keeps one number per sample in memory.
 
 Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW, and 2·(N-1)/N · 4·P bytes
-sent in each step. The data add --buffer numbers, one number per shard, and the batches fetched ahead. The first start
-reads all shards once and writes the indexes, 8 bytes per document. After that a process reads only its own documents. A
-larger --buffer shuffles better, but scatters reads over more of the disk.
+sent in each step, and 8 bytes for the loss. The data add --buffer numbers, one number per shard, and the batches
+fetched ahead. The first start reads all shards once and writes the indexes, 8 bytes per document. After that a process
+reads only its own documents. A larger --buffer shuffles better, but scatters reads over more of the disk.
 
     python min_Stream.py --nproc 2                                          # two processes; without --nproc, all GPUs
     CUDA_VISIBLE_DEVICES=0,1 python min_Stream.py --snapshot-path run.pt    # saves; rerun it with any --nproc to resume

@@ -1,6 +1,6 @@
 """Split every layer: tensor parallelism (TP), with the sequence split between the layers.
 
-Two matrices in a row need one sum. The first is cut by columns, the second by rows, and f treats each column alone:
+Two matrices in a row need one sum. The first is cut by columns, the second by rows, and f does not mix the two cuts:
 
     Y = f(X A) B = Σ_i f(X A_i) B_i
 

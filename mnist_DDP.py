@@ -3,8 +3,8 @@
 It classifies images. Four places say CHANGE HERE: the data, the model, the loss, the optimizer. For another task also
 change `evaluate`, which counts correct predictions. Keep the rest. All processes train and evaluate, gradients are
 accumulated, the run resumes from its last snapshot, and it is tracked. The number of processes changes the speed and
-not the result, except for rounding, dropout and BatchNorm. In each step all processes together take one global batch B
-of a shuffled order, and each of them splits its share of B into K micro-batches:
+not the result, except for rounding, dropout, BatchNorm and random augmentation. In each step all processes together
+take one global batch B of a shuffled order, and each of them splits its share of B into K micro-batches:
 
     2 processes, --grad-accumulation 2
 
@@ -135,12 +135,12 @@ class Trainer:
         for k in range(hp.grad_accumulation):
             inputs, labels = next(batches)
             # Dropout differs between ranks.
-            torch.manual_seed(seed_of(hp.seed, epoch, step, k, dist.get_rank(), 1))
+            torch.manual_seed(seed_of(hp.seed, epoch, step, k, dist.get_rank(), DROPOUT))
             is_last = k == hp.grad_accumulation - 1
             sync = contextlib.nullcontext()
             if not is_last and dist.get_world_size() > 1:
                 sync = self.model.no_sync()  # only the last micro-batch needs the all-reduce
-            with sync:  # no_sync has no effect if it is not around forward too
+            with sync:  # around forward too, or every backward sends
                 _, _, losses = forward(self.model, inputs, labels, self.device, hp.amp)
                 # DDP divides the sum over all ranks by their number. So this makes the mean over the global batch.
                 loss = losses.sum() * dist.get_world_size() / hp.global_batch_size
@@ -273,6 +273,11 @@ class Trainer:
 # ---- batches that a resumed run repeats exactly -------------------------------------------------------------------
 
 
+# The last number of a seed: its use.
+AUGMENTATION = 0
+DROPOUT = 1
+
+
 def seed_of(*numbers):
     """A random seed that depends on all of these whole numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
@@ -309,7 +314,7 @@ def micro_batches(n, hp, epoch, first_step):
         global_batch = order[start : start + hp.global_batch_size]
         share = global_batch[rank::world_size]
         for k in range(hp.grad_accumulation):
-            seed = seed_of(hp.seed, epoch, step, k, rank, 0)
+            seed = seed_of(hp.seed, epoch, step, k, rank, AUGMENTATION)
             yield seed, share[k :: hp.grad_accumulation]
 
 

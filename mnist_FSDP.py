@@ -12,9 +12,10 @@ ddp: it sends a third less.
 
 Cost for P float32 parameters on N processes, trained by Adam: with fsdp a process holds 16·P/N bytes between two steps
 (parameters 4, gradients 4, Adam 8). While a layer of L parameters computes, it holds about 12·L bytes more: the layer,
-its gradients, and the buffers that are sent. With ddp a process holds 16·P bytes. A step sends up to
-3·(N-1)/N · 4·P bytes with fsdp and 2·(N-1)/N · 4·P bytes with ddp. The last line shows what each process really holds.
-The peak of --model deep is far above its share, because one layer has 88 % of its parameters.
+its gradients, and a buffer that is sent (min_FSDP.py adds 8·L for the next layer, which is small here). With ddp a
+process holds 16·P bytes. A step sends up to 3·(N-1)/N · 4·P bytes with fsdp and 2·(N-1)/N · 4·P bytes with ddp. The
+last line shows what each process really holds. The peak of --model deep is far above its share, because one layer has
+88 % of its parameters.
 
     python mnist_FSDP.py --nproc 2 --model deep                               # two GPUs, or two processes on the CPU
     python mnist_FSDP.py --nproc 2 --model deep --strategy ddp                # the same training, replicated

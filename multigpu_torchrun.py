@@ -6,8 +6,9 @@ snapshot:
     epochs 0 to 9 | save | epochs 10 to 14 | crash
                          | restart, load | epochs 10 to 19 | save | epochs 20 to 29 | ...
 
-The epochs since the snapshot are trained again, from the same weights and on the same samples in the same order. So
-the run ends bit for bit where it would have ended without the crash. The snapshot stores model, optimizer and the next
+The epochs since the snapshot are trained again, from the same weights and on the same samples in the same order. So the
+run ends bit for bit where it would have ended without the crash, if the number of processes is the same, and on GPUs if
+the kernels are deterministic (torch.use_deterministic_algorithms). The snapshot stores model, optimizer and the next
 epoch. All randomness of an epoch follows from its number and the rank.
 
 Choose it over min_DDP.py when the run is too long to lose. Choose multinode_torchrun.py when whole machines come and

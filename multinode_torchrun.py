@@ -9,7 +9,7 @@ number of ranks, and these resume from the newest snapshot that any node has. Tw
        share of rank 1 of 4:   | . x . . . x . . . | . x . . . x . . . | . x . . . x . . . |
 
    So a step computes the same on any number of ranks, up to rounding, and the run ends where it would have ended.
-   (BatchNorm and dropout see the shares, so with them this holds only for one number of ranks. Then it is exact.)
+   (BatchNorm, dropout and random augmentation see the shares. With them this holds only for one number of ranks.)
 
 2. A SIGTERM loses no step. A scheduler sends it before it takes a node away. torchrun sends it when a node joins.
    After each step the ranks ask each other whether one of them got it. The answer arrives while they compute the next

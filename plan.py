@@ -2,12 +2,14 @@
 
     time of a step  =  compute + bubble + communication that no compute hides + optimizer
 
-It needs no GPU and no torch. It tries all ways to split the model that fit into memory, and prints the simplest one
-that is within 5 % of the fastest: the command, the memory of a GPU by part, the seconds of a step by part, and the
-runner-up. docs/plan.md holds the same formulas against published measurements, so you can see how far to trust them.
+It needs no GPU and no torch. It tries all splits by powers of two that fit into memory, and recommends the fastest: its
+command, the memory of a GPU by part, and the seconds of a step by part. It also prints the simplest mesh within 5 % of
+that, and the runner-up. docs/plan.md holds the same formulas against published measurements, so you can see how far to
+trust them.
 
-    replicate   every GPU holds the model, gradients are averaged        (DDP, min_DDP.py)
+    replicate   every GPU holds the model, gradients are averaged        (DDP, min_DDP.py; ZeRO-1, min_ZeRO.py)
     shard       parameters are gathered when a block computes            (FSDP, min_FSDP.py)
+    both        machines hold copies, the GPUs of one hold shards        (HSDP, min_2D.py)
     tensor      the work of each layer is split, inside a machine        (TP, min_TP.py)
     context     each sequence is split                                   (CP, min_CP.py)
     stages      the layers are split, micro-batches follow each other    (PP, min_PP.py)
@@ -200,8 +202,9 @@ def recomputed_share(model, layout):
 def state_bytes(model, layout):
     """{part: bytes} of parameters, gradients and Adam's state: 16 per parameter in float32, as docs/costs.md has it.
 
-    In bfloat16 FSDP shards the same 16 bytes, and gathers copies. A replicated model holds 2 bytes of copies more, and
-    ZeRO shards the float32 parameters too: 6 bytes on each GPU, 12 shared by all. (arXiv:1910.02054)
+    In bfloat16 FSDP shards the same 16 bytes, and gathers copies. A replicated model also holds 2 bytes per parameter
+    for copies, and 2 for gradients, which are summed in float32. ZeRO shards the float32 parameters too: 8 bytes on
+    each GPU, 12 shared by all. (arXiv:1910.02054 sums gradients in 2 bytes.)
     """
     params = local_params(model, layout) / layout.shards
     held = {"parameters": 4 * params, "gradients": 4 * params, "Adam's state": 8 * params}
@@ -212,6 +215,7 @@ def state_bytes(model, layout):
             held["parameters"] /= layout.copies
     if low_precision and layout.shards == 1:
         held["parameters"] += 2 * params
+        held["gradients"] += 2 * params
     return held
 
 
@@ -281,11 +285,12 @@ def kept_bytes(model, layout):
 
 
 def working_bytes(model, layout):
-    """What is held for a moment: the logits when backward begins, or one block that is recomputed and its gradients.
+    """What is held for a moment: the logits when backward begins, then one block that is recomputed and its gradients.
 
-    Logits take 12 bytes: the softmax, its gradient and the gradient of the loss, in float32. If the loss is fused they
-    take 4. Tensor parallelism splits them by the vocabulary, and gathers the head's input, and its gradient.
-    In a pipeline only the last stage has logits, and keeps the activations of one micro-batch.
+    torch keeps the memory of the logits for tensors of their size, so both count. Logits take 12 bytes: the softmax,
+    its gradient and the gradient of the loss, in float32. If the loss is fused they take 4. Tensor parallelism splits
+    them by the vocabulary, and gathers the head's input, and its gradient. In a pipeline only the last stage has
+    logits, and keeps the activations of one micro-batch.
     """
     tokens = tokens_of_micro_batch(model, layout)
     logits = (4 if layout.fused_loss else 12) * model.vocabulary * tokens / layout.tensor
@@ -297,8 +302,8 @@ def working_bytes(model, layout):
         block += gathered
     if layout.stages > 1:
         others = kept_bytes(model, layout) * (1 - 1 / micro_batches_in_flight(layout))
-        logits -= others
-    return max(logits, block)
+        logits = max(0.0, logits - others)
+    return logits + block
 
 
 def memory(model, layout):
@@ -307,7 +312,7 @@ def memory(model, layout):
         **state_bytes(model, layout),
         "gathered": gathered_bytes(model, layout),
         "activations": kept_bytes(model, layout),
-        "logits or a block": working_bytes(model, layout),
+        "logits and a block": working_bytes(model, layout),
     }
 
 
@@ -544,7 +549,7 @@ def tokens_per_second(model, layout, cluster):
 
 RECOMPUTE = ("none", "selective", "full")
 SHORTEST_PIECE = 8192  # tokens of a sequence per rank of `context`: Llama 3 has 8,192, torchtitan's runs 32,768
-WITHIN = 0.95  # of the fastest: the simplest of these is recommended
+WITHIN = 0.95  # of the fastest: a simpler mesh may be worth so much of the speed
 
 
 @dataclass(frozen=True)
@@ -664,7 +669,7 @@ def fastest(results):
     return max(results, key=lambda result: result.speed)
 
 
-def recommended(results):
+def simplest(results):
     """The simplest of those within 5 % of the fastest. Of equally simple ones, the fastest."""
     best = fastest(results).speed
     close = [result for result in results if result.speed >= WITHIN * best]
@@ -678,11 +683,11 @@ def runner_up(results, winner):
 
 
 def what_would_change_it(job, winner, other):
-    """The first of some changes with which `other`'s kind of mesh would be recommended over `winner`'s, or None."""
+    """The first of some changes with which `other`'s kind of mesh would be faster than `winner`'s, or None."""
     kinds = (axes(winner.layout), axes(other.layout))
     for name, changed in changes(job):
         results, _ = search(changed, kinds)
-        if results and axes(recommended(results).layout) == kinds[1]:
+        if results and axes(fastest(results).layout) == kinds[1]:
             return name
     return None
 
@@ -820,30 +825,37 @@ def print_result(job, result):
     print(f"\nmemory of a {job.cluster.device}, GiB  {used / GIB:.1f} of {job.cluster.memory / GIB:.1f}")
     for part, n_bytes in result.memory.items():
         if n_bytes > 0:
-            print(f"  {part:18} {n_bytes / GIB:6.1f}  {bar(n_bytes, job.cluster.memory)}")
+            print(f"  {part:19} {n_bytes / GIB:6.1f}  {bar(n_bytes, job.cluster.memory)}")
     reserve = (1 - SHARE_OF_MEMORY) * job.cluster.memory
-    print(f"  {'reserve':18} {reserve / GIB:6.1f}  {bar(reserve, job.cluster.memory)}")
+    print(f"  {'reserve':19} {reserve / GIB:6.1f}  {bar(reserve, job.cluster.memory)}")
     total = sum(result.seconds.values())
     print(f"\nseconds of a step     {total:.3f}")
     for part, time in result.seconds.items():
         if time > 0:
-            print(f"  {part:18} {time:6.3f}  {bar(time, total)}")
+            print(f"  {part:19} {time:6.3f}  {bar(time, total)}")
     mfu, hfu = utilisation(job, result)
     low, high = (result.speed * factor for factor in TRUTH)
     print(f"\ntokens/s per {job.cluster.device}      {result.speed:,.0f}, MFU {mfu:.0%}, HFU {hfu:.0%}")
     print(f"the truth may lie    from {low:,.0f} to {high:,.0f}: so far were 8 of 10 published runs, see docs/plan.md")
 
 
-def print_runner_up(job, winner, results):
+def print_alternatives(job, winner, results):
+    simple = simplest(results)
+    if complexity(simple.layout) == complexity(winner.layout):
+        print("\nsimplest      the recommended mesh is the simplest of those within 5% of it")
+    else:
+        print(f"\nsimplest      {describe(simple.layout)}: {slower(simple, winner)}")
+        print(f"start         {command(job, simple.layout) or script(simple.layout)[1]}")
     other = runner_up(results, winner)
-    if other is None:
-        return
-    difference = other.speed / winner.speed - 1
-    faster = f"{difference:.1%} faster, but less simple" if difference > 0 else f"{-difference:.1%} slower"
-    print(f"\nrunner-up     {describe(other.layout)}: {faster}")
-    change = what_would_change_it(job, winner, other)
-    if change:
-        print(f"              It would be recommended with {change}.")
+    if other is not None:
+        print(f"\nrunner-up     {describe(other.layout)}: {slower(other, winner)}")
+        change = what_would_change_it(job, winner, other)
+        if change:
+            print(f"              It would be recommended with {change}.")
+
+
+def slower(result, winner):
+    return f"{1 - result.speed / winner.speed:.1%} slower"
 
 
 def print_no_fit(job, smallest):
@@ -868,7 +880,7 @@ def what_makes_it_fit(job):
         more = dataclasses.replace(job, n_gpus=factor * job.n_gpus, batch=factor * job.batch)
         results, _ = search(more)
         if results:
-            return f"on {more.n_gpus} {job.cluster.device}s: {describe(recommended(results).layout)}"
+            return f"on {more.n_gpus} {job.cluster.device}s: {describe(fastest(results).layout)}"
     return None
 
 
@@ -880,10 +892,11 @@ def as_json(job, results, smallest):
             report["smallest"] = result_as_json(job, smallest)
         report["would fit"] = what_makes_it_fit(job)
         return report
-    winner = recommended(results)
+    winner = fastest(results)
     other = runner_up(results, winner)
     report["recommended"] = result_as_json(job, winner)
     report["measured / projected"] = TRUTH
+    report["simplest within 5 %"] = result_as_json(job, simplest(results))
     if other:
         report["runner-up"] = result_as_json(job, other)
     return report
@@ -1048,9 +1061,9 @@ def main(argv=None):
     if not results:
         print_no_fit(job, smallest)
         sys.exit(1)
-    winner = recommended(results)
+    winner = fastest(results)
     print_result(job, winner)
-    print_runner_up(job, winner, results)
+    print_alternatives(job, winner, results)
 
 
 if __name__ == "__main__":

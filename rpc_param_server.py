@@ -20,9 +20,9 @@ the same global batch:
 No update is lost, because the server updates under a lock. Reading takes no lock, so with hogwild an answer may hold a
 part of the next update already.
 
-Choose it when trainers should not wait for each other, or may get lost. Otherwise choose DDP (min_DDP.py), which sends
-less and is not stale, or FSDP (min_FSDP.py) if the model does not fit. PyTorch maintains torch.distributed.rpc but no
-longer develops it.
+Choose it when trainers should not wait for each other, or may get lost. Otherwise choose DDP (min_DDP.py), which is not
+stale and has no server that all data must pass, or FSDP (min_FSDP.py) if the model does not fit. PyTorch maintains
+torch.distributed.rpc but no longer develops it.
 
 Cost, for P float32 parameters and N trainers: a trainer holds 12·P bytes (parameters, gradients, the flat gradient).
 The server holds 16·P (parameters, momentum, a gradient, a copy to evaluate), with sync 12·P + 4·P·N. A step sends 4·P

@@ -39,7 +39,7 @@ SLOW = 0.9  # of the median
 REPEATS = 8
 
 
-def seconds_of(function, device, repeats=REPEATS):
+def seconds_of(function, device, repeats=REPEATS, pick=min):
     """The fastest of some calls, after one that is not counted: without what other programs do meanwhile."""
     times = []
     for _ in range(repeats + 1):
@@ -48,7 +48,7 @@ def seconds_of(function, device, repeats=REPEATS):
         function()
         common.wait_for(device)
         times.append(time.perf_counter() - begin)
-    return min(times[1:])
+    return pick(times[1:])
 
 
 # ---- one device ---------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def memory_bandwidth(device):
 
 
 def block_seconds(device, dtype):
-    """Forward and backward of a block of gpt.py, as plan.block_seconds projects it."""
+    """Forward and backward of a block of gpt.py, as plan.block_seconds projects it. The median, as in training."""
     block = gpt.Block(BLOCK["width"], BLOCK["heads"]).to(device)
     x = torch.randn(BLOCK["micro"], BLOCK["sequence"], BLOCK["width"], device=device, requires_grad=True)
 
@@ -92,7 +92,7 @@ def block_seconds(device, dtype):
             result = block(x)
         result.sum().backward()
 
-    return seconds_of(step, device)
+    return seconds_of(step, device, 3 * REPEATS, statistics.median)
 
 
 # ---- links --------------------------------------------------------------------------------------------------------

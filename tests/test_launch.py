@@ -1,5 +1,6 @@
 """`launch`: processes that see what the caller sees, fail loudly, listen to nobody and never outlive their launcher."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -31,11 +32,16 @@ def write_state(local_rank, world_size, folder, *names):
     print(f"rank {local_rank}")
     state = {name: os.environ.get(name) for name in names}
     state |= {"cwd": os.getcwd(), "threads": torch.get_num_threads(), "args": (local_rank, world_size)}
+    state["start method"] = multiprocessing.get_start_method()
     torch.save(state, f"{folder}/{local_rank}.pt")
 
 
 def test_workers_see_what_the_caller_sees_at_each_launch(tmp_path, monkeypatch, capfd):
-    """Environment, folder, stdout; CPU threads are divided unless OMP_NUM_THREADS says otherwise."""
+    """Environment, folder, stdout; CPU threads are divided unless OMP_NUM_THREADS says otherwise.
+
+    A DataLoader starts its processes as the platform does, not as `launch` has started this one.
+    """
+    platforms = multiprocessing.get_all_start_methods()[0]
     given = {"NCCL_SOCKET_IFNAME": "eth7", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
     given |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     given |= {"THP_MEM_ALLOC_ENABLE": "1"}
@@ -55,7 +61,8 @@ def test_workers_see_what_the_caller_sees_at_each_launch(tmp_path, monkeypatch, 
         for rank in range(2):
             state = torch.load(folder / f"{rank}.pt", weights_only=True)
             own = {"COLOUR": colour, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            assert state == {**given, **own, "cwd": str(folder), "threads": threads, "args": (rank, 2)}
+            where = {"cwd": str(folder), "threads": threads, "args": (rank, 2), "start method": platforms}
+            assert state == {**given, **own, **where}
     assert "RANK" not in os.environ
 
 
@@ -181,6 +188,16 @@ def test_a_failure_counts_if_no_process_is_running_any_more():
     process = SimpleNamespace(exitcode=3, pid=1, sentinel=None)
     with pytest.raises(ProcessExitedException, match=r"^rank 0 exited with status 3$"):
         spawn._wait_for([process], spawn._start_store(), tolerate_killed=False)
+
+
+def sleep_once(local_rank, world_size):
+    time.sleep(2)
+
+
+def test_the_launcher_sleeps_while_it_waits():
+    begin = time.process_time()
+    dist.launch(sleep_once, nprocs=2)
+    assert time.process_time() - begin < 1, "seconds of a core, in two seconds of waiting"
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------

@@ -71,14 +71,17 @@ def expected(number):
         for block in model.blocks:
             block.mlp = DenseExperts(args.width, args.experts, args.top)
     leave_idle(model, args.idle)
+    losses = []
 
     def loss_of(model, x, y):
         loss = transformer.plain_loss(model, x, y)
+        losses.append(loss.detach())
         for block in model.blocks:
             assert all(block.mlp.share[list(args.idle)] == 0)
         return loss + args.balance * sum(block.mlp.balance for block in model.blocks)
 
-    return transformer.train_alone(model, optimizer, args, loss_of)
+    _, parameters = transformer.train_alone(model, optimizer, args, loss_of)
+    return torch.stack(losses), parameters
 
 
 @pytest.mark.parametrize("n", [1, 2, pytest.param(4, marks=pytest.mark.slow)])

@@ -5,6 +5,7 @@ import importlib
 import json
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import time
@@ -69,10 +70,10 @@ def test_memory_is_as_measured():
     assert len(in_bfloat16) == 4
     for row in in_bfloat16:
         assert abs(row["gib error"]) <= 0.1, row["name"]
-    errors = [abs(row["gib error"]) for row in rows]
-    assert len(errors) == 46
-    assert sum(error <= 0.2 for error in errors) >= 38
-    assert max(errors) <= 0.4
+    assert len(rows) == 46
+    beyond = [row for row in rows if abs(row["gib error"]) > 0.2]
+    assert len(beyond) <= 2 and all("memory" in row["reason"] for row in beyond)
+    assert abs(statistics.mean(row["gib error"] for row in rows)) < 0.02
 
 
 def test_the_page_and_the_defaults_are_those_of_the_table():
@@ -241,25 +242,25 @@ def job_of(model, n_gpus, sequence=8192, batch=None, **changes):
 
 
 def kinds_of(job):
-    """(axes of the recommended mesh, of the fastest mesh)."""
+    """(axes of the recommended mesh, which is the fastest, and of the simplest one within 5 % of it)."""
     results, _ = plan.search(job)
-    return set(plan.axes(plan.recommended(results).layout)), set(plan.axes(plan.fastest(results).layout))
+    return set(plan.axes(plan.fastest(results).layout)), set(plan.axes(plan.simplest(results).layout))
 
 
 @pytest.mark.parametrize("n_gpus", [8, 16, 32, 64, 128])
 def test_fsdp_for_8_billion(n_gpus):
-    recommended, _ = kinds_of(job_of("llama3-8b", n_gpus))
-    assert recommended == {"shard"}
+    recommended, simplest = kinds_of(job_of("llama3-8b", n_gpus))
+    assert recommended == simplest == {"shard"}
 
 
-def test_larger_models_need_more_axes_to_be_fastest():
-    """FSDP x TP for 70 B on 256, and PP besides for 405 B on 512. A simpler mesh within 5 % is advised instead."""
-    recommended, fastest = kinds_of(job_of("llama3-70b", 256))
-    assert fastest == {"shard", "tensor"} and recommended <= fastest
-    recommended, fastest = kinds_of(job_of("llama3-70b", 256, batch=128))
-    assert recommended == {"shard", "tensor"}, "fewer sequences than GPUs"
-    recommended, fastest = kinds_of(job_of("llama3-405b", 512))
-    assert fastest == {"shard", "tensor", "stages"} and {"shard", "tensor"} <= recommended
+def test_larger_models_need_more_axes():
+    """FSDP x TP for 70 B on 256, and PP besides for 405 B on 512. The simplest mesh within 5 % has an axis less."""
+    recommended, simplest = kinds_of(job_of("llama3-70b", 256))
+    assert (recommended, simplest) == ({"shard", "tensor"}, {"shard"})
+    recommended, simplest = kinds_of(job_of("llama3-70b", 256, batch=128))
+    assert recommended == simplest == {"shard", "tensor"}, "fewer sequences than GPUs"
+    recommended, simplest = kinds_of(job_of("llama3-405b", 512))
+    assert (recommended, simplest) == ({"shard", "tensor", "stages"}, {"shard", "tensor"})
 
 
 @pytest.mark.parametrize("n_gpus", [8, 64, 256])
@@ -268,8 +269,8 @@ def test_cp_for_128_k_tokens(n_gpus):
     assert "context" in recommended and not recommended & {"tensor", "stages"}
 
 
-def test_ddp_if_the_model_is_small_and_pp_if_links_are_slow():
-    assert kinds_of(job_of("gpt2", 8, sequence=1024))[0] == {"replicate"}
+def test_ddp_is_simplest_if_the_model_is_small_and_pp_fastest_if_links_are_slow():
+    assert kinds_of(job_of("gpt2", 8, sequence=1024))[1] == {"replicate"}
     slow = dataclasses.replace(H100, between=1e8)
     job = dataclasses.replace(job_of("llama3-8b", 64), cluster=slow)
     assert "stages" in kinds_of(job)[0]
@@ -286,23 +287,23 @@ def test_every_layout_keeps_the_batch_and_divides_the_model():
     assert {frozenset({"shard"}), frozenset({"shard", "tensor"}), frozenset({"shard", "tensor", "stages"})} <= seen
 
 
-def test_the_recommended_layout_is_the_simplest_of_the_fast_ones():
+def test_the_simplest_layout_is_one_of_the_fast_ones():
     results, _ = plan.search(job_of("llama3-70b", 256))
-    best = plan.recommended(results)
+    simplest = plan.simplest(results)
     fast = [result for result in results if result.speed >= 0.95 * plan.fastest(results).speed]
-    assert best in fast
-    assert plan.complexity(best.layout) == min(plan.complexity(result.layout) for result in fast)
+    assert simplest in fast
+    assert plan.complexity(simplest.layout) == min(plan.complexity(result.layout) for result in fast)
 
 
 def test_what_would_change_it_does():
     job = job_of("llama3-70b", 256)
     results, _ = plan.search(job)
-    winner = plan.recommended(results)
+    winner = plan.fastest(results)
     other = plan.runner_up(results, winner)
     change = plan.what_would_change_it(job, winner, other)
     changed = dict(plan.changes(job))[change]
     results, _ = plan.search(changed, (plan.axes(winner.layout), plan.axes(other.layout)))
-    assert plan.axes(plan.recommended(results).layout) == plan.axes(other.layout) != plan.axes(winner.layout)
+    assert plan.axes(plan.fastest(results).layout) == plan.axes(other.layout) != plan.axes(winner.layout)
 
 
 # ---- commands -----------------------------------------------------------------------------------------------------
@@ -369,6 +370,7 @@ def test_it_prints_all_and_needs_only_the_standard_library(tmp_path):
         "reserve",
         "compute",
         "MFU",
+        "simplest  ",
         "runner-up",
     ):
         assert text in done.stdout
@@ -389,6 +391,11 @@ def test_json_has_the_same_numbers(capsys):
     assert f"{best['tokens/s per GPU']:,.0f}, MFU {best['MFU']:.0%}" in text
     assert f"{sum(best['memory'].values()) / 2**30:.1f} of" in text
     assert best["command"] in text and report["runner-up"]["mesh"] in text
+    plan.main(["--model", "llama3-70b", "--gpus", "256", "--json"])
+    simplest = json.loads(capsys.readouterr().out)["simplest within 5 %"]
+    plan.main(["--model", "llama3-70b", "--gpus", "256"])
+    text = capsys.readouterr().out
+    assert f"simplest      {simplest['mesh']}," in text and simplest["command"] in text
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would(capsys):
