@@ -13,6 +13,7 @@ in it is executed; the index of a folder is a pickle, so load only folders that 
 
 import contextlib
 import copy
+import errno
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import distributed as dist
 
 NO_SNAPSHOT = (-1, -1)  # in the place of (epoch, step)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a disk that takes no more
 
 
 @contextlib.contextmanager
@@ -60,8 +62,10 @@ def atomic(path):
             cause = failure.__context__  # torch.save raises it after the OSError of a full disk
         if not isinstance(cause, OSError):
             raise
-        line = f"cannot save {_location(path)}: {cause.strerror}: make room there, or choose another path"
-        raise dist.DistributedError(line) from None
+        advice = "choose another path"
+        if cause.errno in FULL:
+            advice = "make room there, or choose another path"
+        raise dist.DistributedError(f"cannot save {_location(path)}: {cause.strerror}: {advice}") from None
 
 
 def _sync_until(written, fd):
@@ -70,16 +74,19 @@ def _sync_until(written, fd):
 
 
 def _replace(temporary, path):
-    # An open file is not freed when it is replaced: that takes seconds for a large one, so a thread does it.
+    # To free a large file takes seconds. The system frees a replaced file when nobody has it open any more. So keep the
+    # old one open, and close it in a thread.
     old = None
     if os.access(path, os.R_OK):
         old = os.open(path, os.O_RDONLY)
-    os.replace(temporary, path)
-    folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
-    if old is not None:
-        threading.Thread(target=os.close, args=(old,)).start()
+    try:
+        os.replace(temporary, path)
+        folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+    finally:
+        if old is not None:
+            threading.Thread(target=os.close, args=(old,)).start()
 
 
 def check_writable(option, folder):
@@ -137,8 +144,8 @@ def load(path, model, optimizer, scheduler=None, **more):
 
     Without a snapshot anywhere it changes nothing and returns (0, 0). Every rank must call it, with `more` as in
     `save`. Local rank 0 of each node looks for `path`, and the one with the highest pair sends it, tensor by tensor.
-    Raises DistributedError on every rank if any node's file is damaged, cannot be read, or was saved from another
-    model or other parts.
+    The optimizer gets the learning rate of the snapshot, whatever the one it was built with. Raises DistributedError on
+    every rank if any node's file is damaged, cannot be read, or was saved from another model or other parts.
     """
     snapshot, position, error = None, NO_SNAPSHOT, None
     if dist.get_local_rank() == 0:
@@ -227,7 +234,7 @@ def _read(path):
 def _send(snapshot, holder):
     """Rank `holder`'s `snapshot` on every rank: the containers at once, then one tensor after the other."""
     frame = _with_tensors(snapshot, lambda tensor: tensor.to("meta"))
-    frame = dist.gather_objects(frame, dist.patient_group())[holder]
+    frame = dist.broadcast_object(frame, holder, dist.patient_group())
     if dist.get_rank() != holder:
         snapshot = _with_tensors(frame, lambda tensor: torch.empty_like(tensor, device="cpu"))
     dist.sync_params(_tensors_in(snapshot), src=holder)
@@ -273,11 +280,11 @@ def save_sharded(folder, model, optimizer, epoch):
     import torch.distributed.checkpoint as dcp  # takes 0.5 s
 
     path = os.path.join(os.path.abspath(folder), f"epoch-{epoch}")
-    if dist.is_primary():  # remove what an interrupted save left, first the file that makes it count
+    if dist.is_primary():  # remove what an interrupted save left, first `.metadata`, which marks a complete checkpoint
         with contextlib.suppress(OSError):  # if this fails, the save reports it
             os.remove(os.path.join(path, ".metadata"))
         shutil.rmtree(path, ignore_errors=True)
-    dist.sync_params(model.buffers())  # which each rank has whole: rank 0's are saved
+    _sync_buffers(model)
     dist.raise_on_all(None, dist.patient_group())  # wait until the folder is removed
     failure = _run_dcp(dcp.save, _sharded_state(model, optimizer), path)
     if failure is not None:
@@ -285,6 +292,14 @@ def save_sharded(folder, model, optimizer, epoch):
             shutil.rmtree(path, ignore_errors=True)
         cause = f"{type(failure).__name__}: {failure}".splitlines()[0]
         raise dist.DistributedError(f"cannot save {path}, is the disk full? ({cause})")
+
+
+def _sync_buffers(model):
+    """Buffers are not sharded: save rank 0's. If stages of a pipeline have different ones, leave them as they are."""
+    buffers = [(name, buffer.shape) for name, buffer in model.named_buffers()]
+    everyone = dist.gather_objects(buffers, dist.patient_group())
+    if all(others == buffers for others in everyone):
+        dist.sync_params(model.buffers())
 
 
 def load_sharded(folder, model, optimizer):
@@ -304,7 +319,9 @@ def load_sharded(folder, model, optimizer):
     optimizer.zero_grad()  # if there are gradients, torch loads no state into a new optimizer, and says nothing
     state = _sharded_state(model, optimizer)
     base_rate = state["lr"]
-    names = set().union(*dist.gather_objects(list(state["model"]), dist.patient_group()))
+    names = set()
+    for names_of_rank in dist.gather_objects(list(state["model"]), dist.patient_group()):
+        names.update(names_of_rank)
     saved, error = {}, None
     try:
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
@@ -361,7 +378,10 @@ def _sharded_state(model, optimizer):
     groups = optimizer_state["param_groups"]
     everyone = dist.gather_objects([group["params"] for group in groups], dist.patient_group())
     for number, group in enumerate(groups):
-        group["params"] = list(dict.fromkeys(name for names in everyone for name in names[number]))
+        names = []
+        for groups_of_rank in everyone:
+            names.extend(groups_of_rank[number])
+        group["params"] = list(dict.fromkeys(names))  # each one once
     return {"model": model_state, "optimizer": optimizer_state, "lr": float(optimizer.defaults["lr"])}
 
 

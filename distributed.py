@@ -1,4 +1,4 @@
-"""The helper every script here shares: find this process's rank and device, wrap the model, split data, reduce metrics.
+"""What distributed scripts share: find this process's rank and device, wrap the model, split data, reduce metrics.
 
     import torch
     from torch.utils.data import DataLoader, TensorDataset
@@ -131,7 +131,7 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
 
     Under a launcher, `rank` and `world_size` are ignored. Otherwise `rank` is also used as the local rank, unless
     LOCAL_RANK is set. A collective fails after `timeout`, a datetime.timedelta; None is torch's default, 10 minutes for
-    nccl and 30 for gloo. Raise it if one rank prepares data for longer while the others wait. It does nothing if a
+    nccl and 30 for gloo. Pass more if one rank prepares data for longer while the others wait. It does nothing if a
     group exists. In one process without a launcher it binds the device and makes no group.
     """
     if is_dist_avail_and_initialized():
@@ -248,24 +248,25 @@ def prepare_ddp_model(model, device_ids=None, **kwargs):
 
 
 def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
-    """`model` sharded in place over all ranks by FSDP2; `model` itself at world size 1. Build the optimizer afterwards.
+    """`model` on this process's device, sharded in place over all ranks by FSDP2. Build the optimizer afterwards.
 
-    For a model that you have not written: for your own, call fully_shard on its blocks, as min_FSDP.py does. It goes
-    from the leaves to the root, and shards a submodule if at least `min_num_params` of its parameters are not sharded
-    yet. The root takes the rest. A shared parameter belongs to the smallest unit that contains all its uses. A unit
-    moves to this process's device only when it is sharded. All ranks start from rank 0's weights, as with DDP. `kwargs`
-    go to fully_shard. Raises ValueError for `min_num_params` < 1.
+    At world size 1 it is not sharded. Use this for a model that you did not write. For your own model, call fully_shard
+    on its blocks, as min_FSDP.py does. It goes from the leaves to the root, and shards a submodule if at least
+    `min_num_params` of its parameters are not sharded yet. The root takes the rest. A shared parameter belongs to the
+    smallest unit that contains all its uses. A unit moves to this process's device only when it is sharded. All ranks
+    start from rank 0's weights, as with DDP. `kwargs` go to fully_shard. Raises ValueError for `min_num_params` < 1.
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     if min_num_params < 1:
         raise ValueError(f"min_num_params must be at least 1, got {min_num_params}")
     if get_world_size() == 1:
-        return model
+        return model.to(get_device())
     from torch.distributed.fsdp import fully_shard  # takes 0.7 s, which only this function needs
     from torch.distributed.tensor import init_device_mesh
 
     if "mesh" not in kwargs:
         kwargs["mesh"] = init_device_mesh(get_device().type, (get_world_size(),))
+    sync_params(model.buffers())
     uses = Counter(param for _, param in model.named_parameters(remove_duplicate=False))
     for module in reversed(list(model.modules())):
         unsharded = _unsharded_params(module)
@@ -276,13 +277,12 @@ def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
         is_unit = n_params >= min_num_params and _is_called(module) and not used_outside
         if is_unit or module is model:
             sync_params(unique)
-            sync_params(module.buffers())
             fully_shard(module, **kwargs)
     return model
 
 
 def _unsharded_params(module):
-    """Its parameters that no child has sharded. One that two of its submodules share is listed twice."""
+    """The parameters of `module` that are not sharded yet. A parameter that two submodules share is listed twice."""
     from torch.distributed.tensor import DTensor
 
     params = [param for _, param in module.named_parameters(remove_duplicate=False)]
@@ -298,7 +298,7 @@ def _is_called(module):
 
 
 def sync_params(params, src=0):
-    """Overwrite every tensor of `params` on every rank with rank `src`'s, on any device, of any strides."""
+    """Copy each tensor of `params` from rank `src` to all ranks. Any device and any strides are allowed."""
     if get_world_size() > 1:
         for param in params:
             sent = param.detach().to(get_device()).contiguous()
@@ -377,6 +377,17 @@ def gather_objects(value, group=None):
     return values
 
 
+def broadcast_object(value, src=0, group=None):
+    """Rank `src`'s `value`, any that can be pickled, on every rank. The `value` of the others is not used.
+
+    All ranks must call it; see `gather_objects` for `group` and the timeout.
+    """
+    values = [value]
+    if get_world_size() > 1:
+        torch_dist.broadcast_object_list(values, src=src, group=group)
+    return values[0]
+
+
 def raise_on_all(error, group=None):
     """Raise DistributedError(error) on every rank if any rank passes an error message. Pass None if there is none.
 
@@ -427,6 +438,9 @@ def _run_worker(worker_fn, *args):
     except SystemExit as error:
         _note_exit_status(error.code)
         raise
+    except BaseException:
+        _note_exit_status(1)  # even if the caller handles it: this rank has left its peers
+        raise
     if not had_group:
         cleanup()
         _drop_destroyed_groups()
@@ -458,9 +472,9 @@ _group_numbers = itertools.count()  # the same on all ranks
 def _fresh_store(rank, world_size, timeout):
     """The job's rendezvous store, under a prefix that no earlier process group has used.
 
-    torchrun keeps its store when it restarts the processes, and in it the addresses of those that have ended, to
-    which new ones would connect: https://github.com/pytorch/pytorch/issues/135712, seen in torch 2.11 to 2.15.
-    Delete when torchrun gives each restart a store of its own.
+    torchrun keeps its store when it restarts the processes. The store still holds the addresses of the processes that
+    have ended, and new processes would connect to these: https://github.com/pytorch/pytorch/issues/135712, seen in
+    torch 2.11 to 2.15. Delete when torchrun gives each restart a store of its own.
     """
     rendezvous = torch_dist.rendezvous("env://", rank, world_size, timeout=timeout)
     store, _, _ = next(rendezvous)
@@ -487,7 +501,7 @@ _destroyed_groups = []
 
 
 def _note_exit_status(code):
-    """Remember for `_leave` with which status a worker calls sys.exit."""
+    """Store the exit status of a worker for `_leave`."""
     global _exit_status
     if code is None:
         _exit_status = 0
@@ -502,8 +516,8 @@ def _leave():
     """Exit a failed process at once. Its peers have not noticed the failure yet, so do not wait for them.
 
     Under NCCL, destroying the process group needs all ranks. If it is not destroyed, NCCL warns, and gloo may wait for
-    a peer (torch 2.11 and 2.13). So a rank that fails leaves at once. What was registered with atexit before this
-    module was imported is then not run. Delete when one rank can leave a group alone.
+    a peer (torch 2.11 and 2.13). So a rank that fails leaves at once. Exit handlers that were registered before this
+    module was imported are then skipped. Delete when one rank can leave a group alone.
     """
     status = _exit_status
     if hasattr(sys, "last_type"):  # an exception that nobody caught, and whose traceback is printed
@@ -520,9 +534,9 @@ def _drop_destroyed_groups():
     """Free the destroyed groups now: a thread of gloo that still runs when Python ends aborts the process.
 
     Its status is then -6, and torchrun calls a finished job failed: https://github.com/pytorch/pytorch/issues/190489,
-    torch 2.11 to 2.15. `cleanup` keeps each group until here: a DDP model that frees the group last holds Python's lock
-    while it joins gloo's threads, which may need it (torch 2.11). Delete when jobs of DDP under torchrun end well
-    without it.
+    torch 2.11 to 2.15. `cleanup` keeps a reference to each group until here. Otherwise a DDP model may hold the last
+    one. Freeing that joins gloo's threads while Python's lock is held, and they may need the lock (torch 2.11). Delete
+    when jobs of DDP under torchrun end well without it.
     """
     # A process that `launch` has started ends by os._exit, and gc would copy all memory that it shares with the others.
     if _destroyed_groups and multiprocessing.parent_process() is None:

@@ -107,22 +107,20 @@ def load_data(name, data_dir, train, seed=0):
     # raise_on_all makes the other ranks wait for the download, and tells them if it has failed.
     error = None
     if dist.get_local_rank() == 0:
-        error = _fetch_mnist(MNIST, data_dir, train)
-    dist.raise_on_all(error)
+        error = _fetch_mnist(MNIST, data_dir)
+    dist.raise_on_all(error, dist.patient_group())
     data = MNIST(data_dir, train)
     return Digits(data.data[:, None], data.targets)
 
 
-def _fetch_mnist(mnist_class, data_dir, train):
-    """Download the missing files of MNIST and check the training or the test files. Returns an error line, or None."""
+def _fetch_mnist(mnist_class, data_dir):
+    """Download the missing files of MNIST and check all of them. Returns an error line, or None."""
     folder = os.path.join(os.path.abspath(data_dir), "MNIST", "raw")
     try:
         missing = [name for name in MNIST_FILES if not os.path.exists(os.path.join(folder, name))]
         if missing:
             _download(mnist_class, folder, missing)
         for name, checksum in MNIST_FILES.items():
-            if name.startswith("train") != train:
-                continue
             content = Path(folder, name).read_bytes()
             if hashlib.sha256(content).hexdigest() != checksum:
                 size = len(content)

@@ -303,7 +303,8 @@ def micro_batches(n, hp, epoch, first_step):
     """The seed and the indices of each micro-batch of this rank, from `first_step` of `epoch` on.
 
     The order of the `n` samples depends on --seed and epoch alone, so any number of ranks trains on the same global
-    batches, also after a resume. The samples that do not fill a last global batch are left out: others in each epoch.
+    batches, also after a resume. The samples that do not fill a last global batch are left out. They differ from epoch
+    to epoch.
     """
     rank = dist.get_rank()
     world_size = dist.get_world_size()

@@ -30,6 +30,7 @@ from torch.distributed import rpc
 
 import distributed as dist
 import options
+import spawn
 
 # An option's type: RPC counts milliseconds in 32 bits, which last for 24 days.
 timeout_seconds = options.whole_number(1, 2_000_000, "about 23 days")
@@ -67,7 +68,7 @@ def join(name, timeout):
 def _choose_interface():
     """Listen on loopback if all processes are on one machine and the user has named no interface."""
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        loopback = spawn.loopback()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
     interface = os.environ.get("TP_SOCKET_IFNAME", f"the address of {socket.gethostname()}")
@@ -87,7 +88,7 @@ def _wait_for_rank_0(timeout):
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise OSError(f"nothing listens on {address[0]}:{address[1]} ({error.strerror})") from None
+                raise OSError(f"nothing listens on {address[0]}:{address[1]} ({error.strerror or error})") from None
         time.sleep(0.1)
 
 
@@ -124,7 +125,7 @@ def wait(name, answer):
         if reason.startswith("On WorkerInfo"):  # the function itself has failed
             raise
         if "timeout" in reason:
-            problem = f"{name} does not answer, it or a process that it waits for hangs"
+            problem = f"{name} does not answer: it hangs, or waits for a process that hangs"
         else:
             problem = f"{name} is lost"
         raise dist.DistributedError(f"rank {dist.get_rank()}: {problem}: {reason}") from None
@@ -146,11 +147,11 @@ def watch(name, on_loss=None, *args):
     def note_end(_):
         if _end.done():
             return
+        if on_loss is not None:
+            on_loss(*args)  # before `end` may return, because its caller then reports who was lost
         with _changed:
             _lost.add(name)
             _changed.notify_all()
-        if on_loss is not None:
-            on_loss(*args)
 
     _watched[name] = rpc.rpc_async(name, _stay, timeout=0)
     _watched[name].add_done_callback(note_end)
@@ -201,6 +202,6 @@ def leave(name):
 
 
 def _shut_down(nobody_is_lost):
-    """A graceful shutdown waits for all processes, so it would fail without one that is lost."""
+    """A graceful shutdown waits for all processes, so it fails if one is lost."""
     with contextlib.suppress(RuntimeError):  # a process may be lost in this very moment
         rpc.shutdown(graceful=nobody_is_lost, timeout=60)

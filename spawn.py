@@ -1,9 +1,9 @@
 """Start the processes of a job on this machine, and end them together. `distributed.launch` is its only caller.
 
-torch.multiprocessing.start_processes is not enough. Every process imports torch anew, which takes about a minute for
-64 of them on two cores. Workers survive a launcher that is killed. When one worker fails, a peer's error may be shown.
-Here workers are forked from a server that has imported torch once, each ends when the launcher ends, and the first
-failure is the one that is raised. It needs a POSIX system: Linux, macOS or WSL.
+torch.multiprocessing.start_processes is not enough. Every process imports torch anew, which takes about a minute for 64
+of them on two cores. Workers survive a launcher that is killed. When one worker fails, a peer's error may be shown.
+Here workers are forked from a server that has imported torch once, each ends when the launcher ends, and the caller
+gets the first failure. It needs a POSIX system: Linux, macOS or WSL.
 """
 
 import atexit
@@ -51,12 +51,13 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
     processes = []
     for rank in range(nprocs):
         processes.append(context.Process(target=_worker, args=(rank, work, environment, outputs)))
+    to_end = list(processes)
     try:
         for process in processes:
             process.start()
-        _wait_for(processes, store, tolerate_killed)
+        _wait_for(processes, to_end, store, tolerate_killed)
     finally:
-        for process in processes:
+        for process in to_end:
             _end(process)
 
 
@@ -85,17 +86,25 @@ def _start_store():
     return torch_dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener_fd)
 
 
+def loopback():
+    """The name of the loopback interface: "lo" on Linux, "lo0" on macOS."""
+    for _, name in socket.if_nameindex():
+        if name.startswith("lo"):
+            return name
+    raise RuntimeError("this machine has no loopback interface")
+
+
 def _worker_environment(nprocs, port):
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    interface = loopback()
     environment = {
-        "GLOO_SOCKET_IFNAME": loopback,
-        "NCCL_SOCKET_IFNAME": loopback,
-        "TP_SOCKET_IFNAME": loopback,
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": interface,
         "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // nprocs)),
         # Use huge pages on the CPU: FSDP2 allocates new memory for each gather, which is slow with small ones.
         "THP_MEM_ALLOC_ENABLE": "1",
     }
-    environment.update(os.environ)  # the user's settings override those above, never those below
+    environment.update(os.environ)  # the user's settings override the defaults above, but not the settings below
     environment.update(
         WORLD_SIZE=str(nprocs),
         LOCAL_WORLD_SIZE=str(nprocs),
@@ -106,16 +115,22 @@ def _worker_environment(nprocs, port):
     return environment
 
 
-def _wait_for(processes, store, tolerate_killed):
-    """Return when all processes have ended; raise the first failure."""
+def _wait_for(processes, to_end, store, tolerate_killed):
+    """Return when all processes have ended; raise the first failure. Takes those that have ended out of `to_end`."""
     while True:
-        running = [process.sentinel for process in processes if process.exitcode is None]
+        running = []
+        for process in list(to_end):
+            if process.exitcode is None:
+                running.append(process.sentinel)
+            else:
+                _end(process)  # now: later, another program may have its process id
+                to_end.remove(process)
         if _failed(processes, tolerate_killed):  # after `running`: if that is empty, all exit codes are known
             break
         if not running:
             return
         wait(running)
-    # The fork server may report a consequence before its cause.
+    # A peer's exit may be reported before the exit that caused it. Wait for both.
     time.sleep(0.2)
     # No variable holds the failure here: a cycle with its traceback would keep the port of the store open.
     raise _failure(processes, store, tolerate_killed)
@@ -213,7 +228,7 @@ def _worker(rank, work, environment, outputs):
         message = f"rank {rank} raised:\n\n{traceback.format_exc()[-30_000:]}"
         _report(rank, ProcessRaisedException(message, rank, os.getpid()), environment)
     # multiprocessing ends this process by os._exit, which skips the handlers. Libraries remove their temporary files
-    # there. One that raises is printed and does no further harm, as in a process of the user's own.
+    # there. If a handler raises, its traceback is printed and the next handler runs.
     _forget_torch_libraries()
     atexit._run_exitfuncs()
 

@@ -1,4 +1,6 @@
-"""Track a run with Weights & Biases and TensorBoard. Rank 0 writes; every rank makes the same calls.
+"""Track a run with Weights & Biases and TensorBoard. Rank 0 writes.
+
+Every rank makes the same calls, except `log_predictions`, which only rank 0 needs to make:
 
     tracker = tracking.Tracker("my project", wandb=True, tensorboard="runs")
     epoch, step = checkpoint.load(path, model, optimizer, tracker=tracker)  # a resumed run continues its W&B run
@@ -54,7 +56,7 @@ class Tracker:
             if self.tensorboard:
                 self.start_tensorboard(samples)
         dist.raise_on_all(self.error)
-        self.run_id = dist.gather_objects(self.run_id)[0]  # each node saves it in its snapshot
+        self.run_id = dist.broadcast_object(self.run_id)  # each node saves it in its snapshot
 
     def start_wandb(self, net, hyperparameters):
         import wandb
@@ -124,7 +126,7 @@ class Tracker:
                 self.writer.close()
             except OSError as error:
                 self.fail(error)
-        dist.raise_on_all(self.error)
+        dist.raise_on_all(self.error, dist.patient_group())  # rank 0 may upload for long
 
 
 def hide_errors_of_tensorboards_thread():

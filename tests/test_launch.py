@@ -185,9 +185,37 @@ def test_a_rank_that_exits_because_of_its_peer_is_not_the_cause():
 
 
 def test_a_failure_counts_if_no_process_is_running_any_more():
-    process = SimpleNamespace(exitcode=3, pid=1, sentinel=None)
+    process = SimpleNamespace(exitcode=3, pid=None, sentinel=None)
     with pytest.raises(ProcessExitedException, match=r"^rank 0 exited with status 3$"):
-        spawn._wait_for([process], spawn._start_store(), tolerate_killed=False)
+        spawn._wait_for([process], [process], spawn._start_store(), tolerate_killed=False)
+
+
+def leave_a_child_behind(local_rank, world_size, mark):
+    dist.init_process_group()
+    if local_rank == 1:
+        subprocess.Popen(["sleep", "600"], env={**os.environ, "JOB_MARK": mark})
+    dist.barrier()
+    if local_rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_for_the_end_of(mark)  # while the job is running
+
+
+def test_the_children_of_a_process_end_with_it():
+    mark = uuid.uuid4().hex
+    dist.launch(leave_a_child_behind, mark, nprocs=2, tolerate_killed=True)
+    wait_for_the_end_of(mark)
+
+
+def test_a_failure_that_the_caller_handles_is_still_a_failure_at_exit(monkeypatch):
+    """So that this rank does not destroy the group, which would need its peers."""
+    monkeypatch.setattr(dist, "_exit_status", 0)
+    with pytest.raises(KeyError):
+        dist.launch(fail_with_key_error, nprocs=1)
+    assert dist._exit_status == 1
+
+
+def fail_with_key_error(local_rank, world_size):
+    raise KeyError("the cause")
 
 
 def sleep_once(local_rank, world_size):

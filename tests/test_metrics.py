@@ -48,6 +48,7 @@ def check_gather(rank, n):
     assert all(part.shape == (0, 3) for part in dist.gather(torch.empty(0, 3)))
     columns = dist.gather(torch.arange(6.0).reshape(2, 3).t())
     assert all(torch.equal(part, torch.arange(6.0).reshape(2, 3).t()) for part in columns)
+    assert dist.broadcast_object({"rank": rank}, src=n - 1) == {"rank": n - 1}
 
 
 def check_sampler(rank, n):

@@ -158,6 +158,11 @@ def load_worker(local_rank, world_size, url, resources, data_dir):
     assert (train.images.dtype, train.labels.dtype) == (torch.uint8, torch.int64)
 
 
+def load_test_set(local_rank, world_size, data_dir):
+    with mock.patch.dict(mnist.MNIST_FILES, ZEROS):
+        mnist.load_data("mnist", data_dir, train=False)
+
+
 def load(nprocs, url, resources, data_dir):
     dist.launch(load_worker, url, resources, str(data_dir), nprocs=nprocs)
 
@@ -177,6 +182,7 @@ def test_download_by_one_process_and_wrong_files(mirror, tmp_path):
         message = exit_message(load, nprocs, url, resources, tmp_path / "data")
         assert message == f"{raw / name} is damaged or not MNIST's ({len(content)} bytes): delete it and start again"
         assert (raw / name).read_bytes() == content, "the user's file is left alone"
+        assert exit_message(dist.launch, load_test_set, str(tmp_path / "data"), nprocs=1) == message, "of either half"
         (raw / name).unlink()
     load(1, url, resources, tmp_path / "data")  # without them: downloaded again
 

@@ -149,9 +149,11 @@ def test_equals_one_process(nprocs, references, tmp_path, request):
         assert f"Model simple: {n_params:,} parameters, of which this process holds {held[0] // 8:,}\n" in output
 
 
-def test_prepare_fsdp_model_in_one_process():
+def test_prepare_fsdp_model_in_one_process(monkeypatch):
     model = nn.Linear(3, 2)
     assert dist.prepare_fsdp_model(model) is model and type(model) is nn.Linear
+    monkeypatch.setattr(dist, "get_device", lambda: torch.device("meta"))
+    assert dist.prepare_fsdp_model(model).weight.device.type == "meta", "moved there, as when it is sharded"
     with pytest.raises(ValueError, match="min_num_params must be at least 1, got 0"):
         dist.prepare_fsdp_model(model, min_num_params=0)
 
@@ -166,6 +168,10 @@ def normed_worker(local_rank, world_size, folder):
         buffer.fill_(local_rank)
     checkpoint.save_sharded(f"{folder}/without evaluation", model, torch.optim.Adam(model.parameters()), 1)
     assert not any(buffer.any() for buffer in model.buffers()), "rank 0's are saved"
+    if local_rank == 1:  # as stages of a pipeline differ
+        model.register_buffer("own", torch.ones(2))
+    checkpoint.save_sharded(f"{folder}/stages", model, torch.optim.Adam(model.parameters()), 1)
+    dist.barrier()
 
 
 def test_batch_norm(tmp_path):

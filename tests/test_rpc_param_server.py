@@ -175,6 +175,18 @@ def test_sync_waits_for_the_trainers_at_work_only(capsys):
 # ---- loss of a process ----------------------------------------------------------------------------------------------
 
 
+def test_on_loss_is_called_before_the_loss_counts(monkeypatch):
+    """The caller of `end` reports who was lost: `on_loss` must have noted it by then."""
+    answer = torch.futures.Future()
+    monkeypatch.setattr(remote.rpc, "rpc_async", lambda *args, **kwargs: answer)
+    monkeypatch.setattr(remote, "_watched", {})
+    monkeypatch.setattr(remote, "_lost", set())
+    seen = []
+    remote.watch("trainer1", lambda: seen.append("trainer1" in remote._lost))
+    answer.set_exception(RuntimeError("connection closed"))
+    assert seen == [False] and remote._lost == {"trainer1"}
+
+
 def own_lines(stderr):
     """stderr without the warnings of torch itself."""
     warning = re.compile(r"^(\[rank\d\]:)?\[W.*|.*(User|Deprecation)Warning: .*|^  .*")
@@ -237,7 +249,9 @@ def test_the_others_go_on_without_a_lost_trainer(mode, where, trainers, updates,
 JOIN = r"^rank [01]: not all 3 processes have joined within 2 s: .+ \(rank 2 was killed by SIGKILL\)$"
 STOPPED = r"^rank [01]: not all 3 processes have joined within 2 s: [^()]+(\([^()]*\))?$"
 ALL_LOST = r"^every trainer is lost, after 9 updates \(rank 1 was killed by SIGKILL\)$"
-HANG = r"^rank 1: server does not answer, it or a process that it waits for hangs: .*more than set timeout \(6000 ms\)"
+HANG = (
+    r"^rank 1: server does not answer: it hangs, or waits for a process that hangs: .*more than set timeout \(6000 ms\)"
+)
 
 
 @pytest.mark.parametrize(
