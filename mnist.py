@@ -188,9 +188,11 @@ def _draw_digits(n, seed):
 
 def _glyphs():
     """The ten glyphs as images, float32 (10, 1, 7, 5)."""
-    rows = [row.split() for row in GLYPHS.strip().split("\n")]  # 7 rows, each with a row of all 10 glyphs
-    pixels = [[[pixel == "#" for pixel in row[digit]] for row in rows] for digit in range(10)]
-    return torch.tensor(pixels).to(torch.float32)[:, None]
+    glyphs = torch.zeros(10, 1, 7, 5, dtype=torch.float32)
+    for y, line in enumerate(GLYPHS.strip().split("\n")):
+        for digit, row in enumerate(line.split()):  # row y of each glyph
+            glyphs[digit, 0, y] = torch.tensor([pixel == "#" for pixel in row])
+    return glyphs
 
 
 def _random_place(n, generator):

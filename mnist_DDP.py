@@ -260,7 +260,7 @@ class Trainer:
         batches = SeededBatches(self.train_set)
         seed = 0
         indices = [0, 1]
-        inputs, labels = batches[seed, indices]
+        inputs, labels = batches.load(seed, indices)
         _, _, losses = forward(self.model, inputs, labels, self.device, self.hp.amp)
         return losses.sum()
 
@@ -290,7 +290,9 @@ class SeededBatches(Dataset):
         self.dataset = dataset
 
     def __getitem__(self, seed_and_indices):
-        seed, indices = seed_and_indices
+        return self.load(*seed_and_indices)
+
+    def load(self, seed, indices):
         torch.manual_seed(seed)
         if hasattr(self.dataset, "__getitems__"):
             batch = self.dataset.__getitems__(indices)

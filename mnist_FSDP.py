@@ -128,7 +128,9 @@ def train_epoch(model, loader, optimizer, device, mixed_precision, epoch):
     model.train()
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # kept on the GPU to avoid a sync every step
     n = 0
-    hide_bar = None if dist.is_primary() else True  # None shows it on a terminal only
+    hide_bar = None  # tqdm shows its bar on a terminal only
+    if not dist.is_primary():
+        hide_bar = True
     start = time.perf_counter()
     for images, labels in tqdm(loader, f"epoch {epoch}", leave=False, disable=hide_bar):
         optimizer.zero_grad()  # before forward, where the old gradients would take memory
