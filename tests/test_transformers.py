@@ -12,10 +12,12 @@ from conftest import ROOT, finish, run, start
 from transformer import arguments, make_model, make_optimizer, progress_lines, small_text
 
 import distributed as dist
+import min_3D
 import min_CP
 import min_DiLoCo
 import min_EP
 import min_FSDP
+import min_Muon
 import min_PP
 import min_Ring
 import min_TP
@@ -67,6 +69,12 @@ def prepare(script, model, args):
     if script is min_PP:
         pipeline = min_PP.Pipeline(model, args)
         return pipeline, make_optimizer("SGD", pipeline.params, LR)
+    if script is min_3D:
+        pipeline = min_3D.Pipeline(model, args)
+        return pipeline, make_optimizer("SGD", pipeline.module.parameters(), LR)
+    if script is min_Muon:
+        matrices, rest = min_Muon.split_params(model)
+        return model, (min_Muon.Muon(matrices, lr=LR), make_optimizer("SGD", rest, LR))
     if script is min_FSDP:
         min_FSDP.shard(model, args)
     elif script is min_TP:
@@ -107,7 +115,8 @@ def count_worker(local_rank, world_size):
     features = (N - 1) / N * 4 * LENGTH * WIDTH
     logits = (N - 1) / N * 4 * BATCH * LENGTH * 256
     report(min_TP, ((12 * LAYERS + 5) * BATCH + 1) * features + logits)  # 8 L + 4, with gloo's reduce-scatter
-    n_params = sum(param.numel() for param in make_model(arguments(layers=2, length=LENGTH, width=WIDTH)).parameters())
+    model = make_model(arguments(layers=2, length=LENGTH, width=WIDTH))
+    n_params = sum(param.numel() for param in model.parameters())
     ddp, on_gloo = 2 * (N - 1) / N * 4 * n_params, 1.5  # whose reduce-scatter is an all-reduce
     for attention, times in (("ulysses", 2 / N), ("all-gather", on_gloo)):
         report(min_CP, ddp + times * 4 * LAYERS * BATCH * features, attention=attention)
@@ -117,6 +126,15 @@ def count_worker(local_rank, world_size):
     # Blocks are gathered twice and the rest once, and all is reduced, which takes twice as much on gloo.
     report(min_FSDP, (N - 1) / N * 4 * (4 * blocks + 3 * (n_params - blocks)), **whole)
     report(min_ZeRO, on_gloo * ddp)
+    matrices, rest = min_Muon.split_params(model)
+    parts = [sum(matrix.numel() for matrix in part) for part in min_Muon.deal(matrices, N)]
+    n_rest = sum(param.numel() for param in rest)
+    report(min_Muon, on_gloo * 8 * (N - 1) * max(parts) + 8 * (N - 1) / N * n_rest, snapshot_path=None)
+    mesh = {"micro_batches": 4, "schedule": "1F1B", "checkpoint_dir": None}
+    report(min_3D, 4 * BATCH * LENGTH * WIDTH, **mesh, stages=2, shard=1, tensor=1)
+    report(min_3D, on_gloo * ddp, **mesh, stages=1, shard=2, tensor=1)
+    split = ((12 * LAYERS + 5) * BATCH + 4) * features + logits  # as min_TP.py, with positions for each micro-batch
+    report(min_3D, split, **mesh, stages=1, shard=1, tensor=2)
     for every in (1, 2):
         report(min_DiLoCo, ddp / every, sync_every=every, outer_lr=0.7, outer_momentum=0.9)
     experts = {"experts": N, "top": 2, "balance": 0.01}  # both, so that all are used evenly
@@ -143,7 +161,7 @@ def test_bytes_sent_are_those_of_the_docstrings():
     status, stdout, stderr = finish(job, timeout=200)
     assert status == 0, stderr
     lines = [json.loads(line) for line in stdout.splitlines()]
-    assert len(lines) == len(PIPELINES) + 9
+    assert len(lines) == len(PIPELINES) + 13
     for name, sent, expected in lines:
         print(f"{name}: {sent:,.0f} bytes, {sent / expected:.4f} of the formula")
         assert sent == pytest.approx(expected, rel=0.03)
