@@ -62,8 +62,11 @@ OPTIMIZERS = {"adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}  # both ca
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     count = options.whole_number(1)
-    trainers = options.whole_number(1, torch.cuda.device_count() or options.LARGEST, "the number of visible GPUs")
-    parser.add_argument("--trainers", type=trainers, default=2, help="processes that train; ignored under torchrun")
+    gpus = torch.cuda.device_count()
+    trainers = options.whole_number(1, gpus or options.LARGEST, "the number of visible GPUs")
+    parser.add_argument(
+        "--trainers", type=trainers, default=min(2, gpus or 2), help="processes that train; ignored under torchrun"
+    )
     parser.add_argument("--servers", type=count, default=1, help="processes that share the rows of the table")
     parser.add_argument("--rows", type=count, default=2**20, help="rows of the table")
     parser.add_argument("--width", type=count, default=16, help="numbers per row")

@@ -31,6 +31,13 @@ def arguments(trainers, servers, optimizer):
     return argparse.Namespace(trainers=trainers, servers=servers, optimizer=optimizer, **sizes, **run)
 
 
+def test_the_default_is_no_more_trainers_than_gpus(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["rpc_ddp.py"])
+    for gpus, trainers in ((0, 2), (1, 1), (2, 2), (8, 2)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert rpc_ddp.parse_args().trainers == trainers
+
+
 def few_words():
     return TEXT[:3000], TEXT[3000:]
 
