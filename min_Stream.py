@@ -42,6 +42,7 @@ import random
 import shutil
 import struct
 import time
+import uuid
 from pathlib import Path
 
 import torch
@@ -196,6 +197,8 @@ def parse(line):
 
 
 def build_index(path):
+    """Write the index of a shard. Returns the number of its documents."""
+    mtime = path.stat().st_mtime_ns
     starts = array.array("q")
     end = 0
     with open(path, "rb") as shard:
@@ -207,14 +210,23 @@ def build_index(path):
                 starts.append(end)
             end += len(line)
     starts.append(end)
-    with checkpoint.atomic(index_of(path)) as index:
+    temporary = unused_name(index_of(path))
+    with checkpoint.atomic(temporary) as index:
         starts.tofile(index)
+    os.utime(temporary, ns=(mtime, mtime))  # the shard's, so `read_count` notices each later change
+    os.replace(temporary, index_of(path))
+    return len(starts) - 1
+
+
+def unused_name(path):
+    """A name beside `path`. Another job, or another machine, may be writing the same file at the same time."""
+    return path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
 
 
 def read_count(path):
     """The number of documents according to the index, or None if there is no index or the shard has changed since."""
     index = index_of(path)
-    if not index.exists() or index.stat().st_mtime_ns < path.stat().st_mtime_ns:
+    if not index.exists() or index.stat().st_mtime_ns != path.stat().st_mtime_ns:
         return None
     with open(index, "rb") as file:
         file.seek(-8, os.SEEK_END)
@@ -232,14 +244,16 @@ def open_shards(folder):
     try:
         # Each rank begins elsewhere and skips what others have built. So machines may share the folder, but need not.
         for path in paths[first:] + paths[:first]:
-            if read_count(path) is None:
-                build_index(path)
-            counts[path] = read_count(path)
+            count = read_count(path)
+            if count is None:
+                count = build_index(path)
+            counts[path] = count
     except OSError as failure:
         error = f"cannot read {failure.filename}: {failure.strerror}"
     except dist.DistributedError as failure:
         error = str(failure)
-    dist.raise_on_all(error)
+    # To index a large shard may take longer than NCCL's timeout.
+    dist.raise_on_all(error, dist.patient_group())
     if sum(counts.values()) == 0:
         raise dist.DistributedError(f"{folder} has no documents: its .jsonl files are empty")
     return counts
@@ -271,23 +285,28 @@ def check_same(before, stream, situation):
 
 
 def make_library_shards(folder):
-    """Write Python's standard library as shards: 8 files to a shard, a class or function to a document."""
-    temporary = folder.with_name(f"{folder.name}.{dist.get_rank()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    """Make the folder of Python's standard library. All of its shards appear at once, or none."""
+    temporary = unused_name(folder)
+    try:
+        write_library_shards(temporary)
+        os.rename(temporary, folder)
+    except OSError:
+        if not folder.is_dir():  # if it is there, another job or machine was faster
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_library_shards(folder):
+    """8 files to a shard, a class or function to a document."""
+    folder.mkdir(parents=True)
     sources = sorted(gpt.LIBRARY.glob("*.py"))
     for number in range(0, len(sources), 8):
-        with open(temporary / f"{number:04}.jsonl", "w") as shard:
+        with open(folder / f"{number:04}.jsonl", "w") as shard:
             for source in sources[number : number + 8]:
                 text = source.read_text(encoding="utf-8", errors="replace")
                 for definition in text.split("\n\n\n"):  # two blank lines
                     shard.write(json.dumps({"text": definition.strip("\n") + "\n"}) + "\n")
-    try:
-        os.rename(temporary, folder)  # all shards appear at once, or none
-    except OSError:
-        shutil.rmtree(temporary)
-        if not folder.is_dir():  # if it is there, another machine that shares it was faster
-            raise
 
 
 def find_data(args):
@@ -299,7 +318,7 @@ def find_data(args):
             make_library_shards(folder)
         except OSError as failure:
             error = f"cannot write {folder}: {failure.strerror}"
-    dist.raise_on_all(error)
+    dist.raise_on_all(error, dist.patient_group())
     return folder
 
 

@@ -294,7 +294,7 @@ def test_an_index_is_built_once_and_again_when_the_shard_changes(tmp_path):
 
     def build(path):
         built.append(path)
-        own_build(path)
+        return own_build(path)
 
     with mock.patch.object(min_Stream, "build_index", build):
         assert min_Stream.open_shards(tmp_path) == {path: 1}
@@ -310,6 +310,37 @@ def test_an_index_is_built_once_and_again_when_the_shard_changes(tmp_path):
         os.utime(path, ns=(later, later))
         assert min_Stream.open_shards(tmp_path) == {path: 2}
     assert len(built) == 3
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "a.jsonl.index"]
+
+
+def test_a_shard_from_the_future_is_indexed_once(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n')
+    later = path.stat().st_mtime_ns + 3600 * 10**9
+    os.utime(path, ns=(later, later))
+    assert min_Stream.open_shards(tmp_path) == {path: 1}
+    with mock.patch.object(min_Stream, "build_index", side_effect=AssertionError):
+        assert min_Stream.open_shards(tmp_path) == {path: 1}
+
+
+def test_two_jobs_may_write_the_same_index(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "b"}\n')
+    own_atomic = min_Stream.checkpoint.atomic
+    n_written = 0
+
+    @contextlib.contextmanager
+    def atomic(temporary):
+        nonlocal n_written
+        n_written += 1
+        with own_atomic(temporary) as file:
+            if n_written == 1:
+                min_Stream.build_index(path)  # the other job, from its first byte to its last
+            yield file
+
+    with mock.patch.object(min_Stream.checkpoint, "atomic", atomic):
+        assert min_Stream.open_shards(tmp_path) == {path: 2}
+    assert n_written == 2 and min_Stream.read_count(path) == 2
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "a.jsonl.index"]
 
 
@@ -399,6 +430,26 @@ def test_library_shards_appear_at_once_or_not_at_all(tmp_path, monkeypatch):
     assert first.endswith("\n") and first.strip()
     with mock.patch.object(min_Stream, "make_library_shards", side_effect=AssertionError):
         assert min_Stream.find_data(args) == folder
+
+
+def test_two_jobs_may_write_the_same_library(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own_rename = os.rename
+    n_renamed = 0
+
+    def rename(temporary, folder):
+        nonlocal n_renamed
+        n_renamed += 1
+        if n_renamed == 1:
+            min_Stream.make_library_shards(folder)  # the other job, from its first byte to its last
+        own_rename(temporary, folder)
+
+    monkeypatch.setattr(min_Stream.gpt, "LIBRARY", tmp_path)
+    (tmp_path / "module.py").write_text("x = 1\n")
+    with mock.patch.object(os, "rename", rename):
+        folder = min_Stream.find_data(arguments(None))
+    assert n_renamed == 2 and os.listdir("data") == ["library"]
+    assert sum(min_Stream.open_shards(folder).values()) == 1
 
 
 def test_where_no_library_can_be_written(tmp_path, monkeypatch):
