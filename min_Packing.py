@@ -26,7 +26,8 @@ time as text. If documents may see each other, cut one long text into rows, as `
 and no mask is needed.
 
 Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW. Each step sends
-2·(N-1)/N · 4·P bytes, once for all micro-batches, and 8 bytes more. The CPU's mask has rows · length² bytes.
+2·(N-1)/N · 4·P bytes, once for all micro-batches, and 8 bytes more. The mask has rows · length² bytes for the rows of a
+micro-batch. On GPUs it exists only until its blocks are known.
 
     python min_Packing.py --nproc 2                                      # two processes; without --nproc, all GPUs
     CUDA_VISIBLE_DEVICES=0,1 python min_Packing.py --accumulate 3        # two GPUs, three micro-batches per step
@@ -122,7 +123,10 @@ def masked_attention(owners):
 
 
 def block_sparse_attention(owners):
-    """For GPUs, not yet tried on one. It skips the empty blocks of the mask and stores no (length, length) scores."""
+    """For GPUs, not yet tried on one. It skips the empty blocks of the mask and stores no (length, length) scores.
+
+    create_block_mask computes the whole mask once per micro-batch, to find its empty blocks.
+    """
 
     def sees(batch, head, query, key):
         return (query >= key) & (owners[batch, query] == owners[batch, key])
@@ -232,6 +236,7 @@ def train(model, optimizer, rows, held_out, args):
     device = dist.get_device()
     shares = torch.zeros(args.steps, device=device)  # this rank's part of each loss; on the device, to avoid a sync
     n_tokens = torch.zeros((), device=device)
+    share_wasted = wasted(rows)
     first_unprinted = 0
     start = time.perf_counter()
     for step in range(args.steps):
@@ -249,7 +254,7 @@ def train(model, optimizer, rows, held_out, args):
             held_out_loss = evaluate(model, held_out)
             dist.print_primary(
                 f"step {step + 1} | loss {loss:.4f} | held-out {held_out_loss:.4f} | "
-                f"{speed:,.0f} tokens/s | wasted {100 * wasted(rows):.1f} %",
+                f"{speed:,.0f} tokens/s | wasted {100 * share_wasted:.1f} %",
                 flush=True,
             )
             n_tokens.zero_()
@@ -263,10 +268,11 @@ def evaluate(model, rows):
     """The mean loss of all targets of `rows`. Processes may have different numbers of rows: the plain model is used."""
     model = getattr(model, "module", model)
     sums = torch.zeros(2, device=dist.get_device())
-    for own in rows[dist.get_rank() :: dist.get_world_size()].split(8):
-        own = own.to(dist.get_device())
-        sums[0] += sum_of_losses(model, own)
-        sums[1] += (own[:, TARGETS] != IGNORED).sum()
+    own = rows[dist.get_rank() :: dist.get_world_size()]
+    for first in range(0, len(own), 8):  # not at all on a process without rows
+        part = own[first : first + 8].to(dist.get_device())
+        sums[0] += sum_of_losses(model, part)
+        sums[1] += (part[:, TARGETS] != IGNORED).sum()
     loss, n_targets = dist.all_reduce(sums).tolist()
     return loss / n_targets
 
