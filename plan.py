@@ -814,6 +814,20 @@ def utilisation(job, result):
     return useful, useful * (1 + again / 3)
 
 
+def print_plan(job, name, results, smallest):
+    model = job.model
+    print(
+        f"PROJECTION    {name} of {total_params(model) / 1e9:.2f} billion parameters on "
+        f"{job.n_gpus} x {job.cluster.name}, {job.batch} sequences of {model.sequence:,} tokens, {job.precision}"
+    )
+    if results:
+        winner = fastest(results)
+        print_result(job, winner)
+        print_alternatives(job, winner, results)
+    else:
+        print_no_fit(job, smallest)
+
+
 def print_result(job, result):
     line = command(job, result.layout)
     lacking = missing(job, result.layout)
@@ -867,11 +881,23 @@ def print_no_fit(job, smallest):
         needed = sum(smallest.memory.values())
         print(f"does not fit  the smallest layout needs {needed / GIB:.1f} GiB, {(needed - limit) / GIB:.1f} too many")
         print(f"              {describe(smallest.layout)}")
-    change = what_makes_it_fit(job)
-    print(f"would fit     {change}" if change else "would not fit on 64 times as many either")
+    change = what_makes_it_fit(job, smallest)
+    if change:
+        print(f"would fit     {change}")
+    elif smallest is None:
+        print(f"              choose a multiple of {job.n_gpus} for --global-batch-size")
+    else:
+        print("would not fit on 64 times as many either")
 
 
-def what_makes_it_fit(job):
+def what_makes_it_fit(job, smallest):
+    """The first change that would make it fit, a phrase, or None. Without a `smallest` the batch cannot be shared."""
+    if smallest is None:
+        batch = math.ceil(job.batch / job.n_gpus) * job.n_gpus
+        results, _ = search(dataclasses.replace(job, batch=batch))
+        if results:
+            return f"with --global-batch-size {batch}"
+        return None
     if set(job.recompute) != set(RECOMPUTE):
         results, _ = search(dataclasses.replace(job, recompute=RECOMPUTE))
         if results:
@@ -890,7 +916,7 @@ def as_json(job, results, smallest):
     if not results:
         if smallest:
             report["smallest"] = result_as_json(job, smallest)
-        report["would fit"] = what_makes_it_fit(job)
+        report["would fit"] = what_makes_it_fit(job, smallest)
         return report
     winner = fastest(results)
     other = runner_up(results, winner)
@@ -1052,18 +1078,10 @@ def main(argv=None):
     results, smallest = search(job)
     if args.json:
         print(json.dumps(as_json(job, results, smallest), indent=1))
-        return
-    model = job.model
-    print(
-        f"PROJECTION    {args.model or 'your model'} of {total_params(model) / 1e9:.2f} billion parameters on "
-        f"{job.n_gpus} x {job.cluster.name}, {job.batch} sequences of {model.sequence:,} tokens, {job.precision}"
-    )
+    else:
+        print_plan(job, args.model or "your model", results, smallest)
     if not results:
-        print_no_fit(job, smallest)
         sys.exit(1)
-    winner = fastest(results)
-    print_result(job, winner)
-    print_alternatives(job, winner, results)
 
 
 if __name__ == "__main__":

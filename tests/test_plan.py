@@ -407,9 +407,23 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(capsys):
     with pytest.raises(SystemExit):
         plan.main(["--model", "llama3-405b", "--gpus", "128", "--recompute", "none"])
     assert "would fit     with --recompute auto" in capsys.readouterr().out
-    plan.main(["--model", "llama3-405b", "--gpus", "64", "--json"])
+    with pytest.raises(SystemExit) as exit_info:
+        plan.main(["--model", "llama3-405b", "--gpus", "64", "--json"])
+    assert exit_info.value.code == 1
     report = json.loads(capsys.readouterr().out)
     assert not report["fits"] and report["would fit"].startswith("on 128 GPUs")
+
+
+@pytest.mark.parametrize(
+    ("model", "advice"), [("gpt2", "would fit     with"), ("llama3-405b", "choose a multiple of 64 for")]
+)
+def test_a_batch_that_cannot_be_shared_names_its_option(model, advice, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        plan.main(["--model", model, "--gpus", "64", "--global-batch-size", "3"])
+    assert exit_info.value.code == 1
+    text = capsys.readouterr().out
+    assert "3 sequences cannot be shared by 64 GPUs" in text
+    assert f"{advice} --global-batch-size" in text and "times as many" not in text
 
 
 def test_options_change_the_shape_and_the_cluster():
