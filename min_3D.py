@@ -182,7 +182,10 @@ class Pipeline:
         return batch.chunk(self.mesh["shard"].size())[self.mesh.get_local_rank("shard")]
 
     def local_loss(self, losses):
-        """A loss whose mean over all processes is the global batch's. Only the last stage's processes have `losses`."""
+        """A loss whose mean over all processes is the loss of the global batch.
+
+        Only the processes with the last stage have `losses`.
+        """
         if not losses:
             return torch.zeros((), device=dist.get_device())
         return torch.stack(losses).mean() * self.mesh["stage"].size()
@@ -255,7 +258,9 @@ def train(pipeline, optimizer, text, held_out, args):
         x = pipeline.share(x)
         y = pipeline.share(y)
         optimizer.zero_grad()
-        inputs = (x,) if 0 in pipeline.stages else ()  # the other stages receive activations instead
+        inputs = []
+        if 0 in pipeline.stages:
+            inputs.append(x)  # the other stages receive activations instead
         losses = []  # filled by the last stage, one per micro-batch
         # All forwards and backwards. FSDP averages the gradients over the shares of the batch, and the schedule divides
         # their sum over the micro-batches by M: right, because the loss is a mean.
@@ -264,9 +269,8 @@ def train(pipeline, optimizer, text, held_out, args):
             clip_gradients(pipeline, args.clip)
         optimizer.step()
         progress(pipeline.local_loss(losses))
-        is_last = step + 1 == args.steps
-        if args.checkpoint_dir and ((step + 1) % args.save_every == 0 or is_last):
-            checkpoint.save_sharded(args.checkpoint_dir, pipeline.module, optimizer, step + 1)
+        if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
+            checkpoint.save_sharded(args.checkpoint_dir, pipeline.module, optimizer, progress.step)
     return progress.losses[first_step:]
 
 

@@ -129,7 +129,9 @@ def train(pipeline, optimizer, text, held_out, args):
         x = pipeline.share(x)
         y = pipeline.share(y)
         optimizer.zero_grad()
-        inputs = (x,) if 0 in pipeline.stages else ()  # the other stages receive activations instead
+        inputs = []
+        if 0 in pipeline.stages:
+            inputs.append(x)  # the other stages receive activations instead
         losses = []  # filled by the last stage, one per micro-batch
         # All forwards and backwards. The schedule sums the micro-batches' gradients and divides by their number: right,
         # because the loss is a mean.
@@ -193,7 +195,10 @@ class Pipeline:
         return batch.chunk(self.mesh.size(0))[self.mesh.get_local_rank("replica")]
 
     def local_loss(self, losses):
-        """A loss whose mean over all processes is the global batch's. Only the last stage's process has `losses`."""
+        """A loss whose mean over all processes is the loss of the global batch.
+
+        Only the process with the last stage has `losses`.
+        """
         if not losses:
             return torch.zeros((), device=dist.get_device())
         return torch.stack(losses).mean() * self.n_ranks

@@ -103,7 +103,7 @@ class RingAttention(torch.autograd.Function):
         kv = torch.stack([k, v])
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
         grad_kv = torch.zeros_like(kv, dtype=lse.dtype)
-        grad_kv_hop = (grad_kv, [])  # the first step has no transfer to wait for: no rank has added anything yet
+        grad_kv_hop = None  # the first step has no transfer to wait for: no rank has added anything yet
         for step in range(steps):
             is_last = step == steps - 1
             if not is_last:
@@ -120,7 +120,8 @@ class RingAttention(torch.autograd.Function):
                 causal=step == 0,
             )
             grad_q[:, :, queries] += block_grad_q
-            grad_kv = finish_hop(grad_kv_hop)  # what earlier ranks have added for the same keys and values
+            if step > 0:
+                grad_kv = finish_hop(grad_kv_hop)  # what earlier ranks have added for the same keys and values
             grad_kv[:, :, :, keys] += torch.stack([block_grad_k, block_grad_v])
             grad_kv_hop = start_hop(grad_kv)  # travels while the next block is computed
             if not is_last:
@@ -235,7 +236,8 @@ class FlashOnCPU:
 class EfficientOnGPU:
     """The memory-efficient kernel of F.scaled_dot_product_attention on GPUs, not yet tried on one.
 
-    Its lse is padded to a multiple of 32 queries. Its backward expects so, and out as `attention_to_nothing` lays it.
+    It gives an lse that is padded to a multiple of 32 queries. The backward kernel needs the padded lse, and it needs
+    `out` in the memory layout that `attention_to_nothing` makes.
     """
 
     @staticmethod
@@ -247,6 +249,7 @@ class EfficientOnGPU:
 
     @staticmethod
     def backward(grad, q, k, v, out, lse, causal):
+        missing = -lse.shape[2] % 32
         no_dropout = torch.zeros((), dtype=torch.long, device=q.device)
         grad_q, grad_k, grad_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             grad,
@@ -255,7 +258,7 @@ class EfficientOnGPU:
             v,
             attn_bias=None,
             out=out,
-            logsumexp=F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf).contiguous(),
+            logsumexp=F.pad(lse, (0, missing), value=math.inf).contiguous(),
             philox_seed=no_dropout,
             philox_offset=no_dropout,
             dropout_p=0.0,

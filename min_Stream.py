@@ -112,7 +112,7 @@ class Stream(Dataset):
         return make_rows(texts, self.length)
 
     def locate(self, position):
-        """The number of the shard and the line in it of the document at a global position."""
+        """Returns the number of the shard, and the line of the document at the global `position`."""
         epoch, place = divmod(position, self.n_documents)
         self.set_epoch(epoch)
         block, place_in_block = divmod(place, self.buffer)
@@ -260,7 +260,7 @@ def open_shards(folder):
 
 
 def find_change(before, now):
-    """What differs between two state_dicts of a stream, a phrase, or None."""
+    """A phrase that names the first difference between two state_dicts of a stream, or None."""
     for name in ("seed", "buffer"):
         if before[name] != now[name]:
             return f"--{name} was {before[name]} and is {now[name]}"
@@ -334,10 +334,13 @@ def train(model, optimizer, stream, position, args):
     """Train from a global position to the end. Returns the loss of every step of this run, over all processes."""
     device = dist.get_device()
     losses = torch.zeros(args.steps, device=device)  # this process's shares, to avoid a sync every step
-    first_step = first_unprinted = position // args.global_batch_size
+    first_step = position // args.global_batch_size
+    step = first_step  # the number of steps that are done
+    first_unprinted = first_step
     start = time.perf_counter()
-    for step, batch in enumerate(make_loader(stream, position, args), first_step + 1):
-        tokens, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+    for tokens, targets in make_loader(stream, position, args):
+        tokens = tokens.to(device, non_blocking=True)
+        targets = targets.to(device, non_blocking=True)
         # Ranks hold unequal numbers of targets, so divide by the number of all of them. See min_Packing.py.
         n_targets = dist.all_reduce((targets != IGNORED).sum()).clamp(min=1)
         loss = sum_of_losses(model, tokens, targets) / n_targets
@@ -346,10 +349,10 @@ def train(model, optimizer, stream, position, args):
         if args.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
-        losses[step - 1] = loss.detach()
+        losses[step] = loss.detach()
+        step += 1
         position += args.global_batch_size
-        is_last = step == args.steps
-        if step % args.log_every == 0 or is_last:
+        if step % args.log_every == 0 or step == args.steps:
             loss = dist.all_reduce(losses[first_unprinted:step]).mean().item()
             speed = (step - first_unprinted) * args.global_batch_size / (time.perf_counter() - start)
             dist.print_primary(
@@ -358,7 +361,7 @@ def train(model, optimizer, stream, position, args):
             )
             first_unprinted = step
             start = time.perf_counter()
-        if args.snapshot_path and (step % args.save_every == 0 or is_last):
+        if args.snapshot_path and (step % args.save_every == 0 or step == args.steps):
             checkpoint.save(args.snapshot_path, model, optimizer, step=position, stream=stream)
     return dist.all_reduce(losses[first_step:])
 

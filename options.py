@@ -11,7 +11,6 @@ dist.launch(main_worker, args, nprocs=args.nproc)
 
 import argparse
 import math
-import re
 import sys
 
 import torch
@@ -60,9 +59,11 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def _hyphenate(self, arg):
         """--a_b=c as --a-b=c, if the script has declared --a-b; a script may have declared --a_b itself."""
-        new = re.sub("^--[^=]+", lambda match: match[0].replace("_", "-"), arg)
-        option = new.split("=")[0]
-        return new if option in self._option_string_actions else arg
+        name, equals, value = arg.partition("=")
+        option = name.replace("_", "-")
+        if option in self._option_string_actions:
+            return option + equals + value
+        return arg
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -88,7 +89,9 @@ def whole_number(minimum, maximum=LARGEST, why=""):
         if number is not None and minimum <= number <= maximum:
             return number
         if maximum < LARGEST or (number is not None and number > LARGEST):
-            bounds = f"from {minimum} to {maximum}" + (f", {why}" if why and maximum < LARGEST else "")
+            bounds = f"from {minimum} to {maximum}"
+            if why and maximum < LARGEST:
+                bounds += f", {why}"
         else:
             bounds = f"of at least {minimum}"
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")

@@ -86,7 +86,7 @@ class Cluster:
     float32: float = 0.5  # speed of float32 matrices (TF32) in relation to bfloat16
     reachable: float = 794.5 / 989  # of `flops`, by large matrices: github.com/stas00/ml-engineering, accelerator
     reachable_link: float = 0.8  # of `inside` and `between`, by large messages: usual in nccl-tests
-    # Chosen with the rows of docs/plan.md in view, as the latencies are.
+    # Chosen with the rows of docs/plan.md in view, as latency_between is.
     few_tokens: int = 300  # a micro-batch of so many tokens computes at half of the speed
     narrow: int = 250  # and so do matrices of this width, divided by tensor
     reduce_scatter: float = 1.0  # its time in relation to an all-gather's: gloo's is an all-reduce
@@ -165,7 +165,9 @@ def block_params(model):
 
 def embedding_params(model):
     """Parameters of the embedding and the head."""
-    return model.vocabulary * model.width * (1 if model.tied else 2)
+    if model.tied:
+        return model.vocabulary * model.width
+    return 2 * model.vocabulary * model.width
 
 
 def total_params(model):
@@ -231,7 +233,8 @@ def gathered_bytes(model, layout):
     size = layout.number_bytes
     if layout.stages > 1:
         return (size + 4) * local_params(model, layout)
-    per_param = 3 * size + (8 if size == 4 else 4)
+    buffers = 8 if size == 4 else 4
+    per_param = 3 * size + buffers
     block = per_param * block_params(model)
     ends = size * embedding_params(model) + (size + 4) * model.vocabulary * model.width
     return (block + ends) / layout.tensor
@@ -343,7 +346,7 @@ def block_seconds(model, layout, cluster):
     matrices = 6 * block_params(model) * tokens * slowdown / matrix_rate(model, layout, cluster)
 
     # Causal: 2·width·length operations per token forward, two and a half times as many backward.
-    passes = 3.5 + (1 if layout.recompute == "full" else 0)
+    passes = 4.5 if layout.recompute == "full" else 3.5
     imbalance = 1 if layout.balanced else 2 - 1 / layout.context  # the last of equal pieces attends to all others
     speed = cluster.float32 if layout.precision == "float32" else 1.0
     attention = 2 * model.width * model.sequence * tokens * passes * imbalance / (ATTENTION * cluster.flops * speed)
@@ -516,8 +519,9 @@ def stage_seconds(model, layout, window, cluster):
         return 0.0
     inside = layout.n_gpus <= cluster.gpus_per_node
     bandwidth = cluster.inside if inside else cluster.between
-    latency = 2 * layout.chunks * (cluster.latency_inside if inside else cluster.latency_between)
-    return exposed(stage_bytes(model, layout) / (bandwidth * cluster.reachable_link), window, cluster) + latency
+    latency = cluster.latency_inside if inside else cluster.latency_between
+    sending = stage_bytes(model, layout) / (bandwidth * cluster.reachable_link)
+    return exposed(sending, window, cluster) + 2 * layout.chunks * latency
 
 
 def seconds(model, layout, cluster):
@@ -610,9 +614,11 @@ def layouts(job):
             count = sequences // micro
             if sequences % micro or count < stages:
                 continue
+            chunk_counts = [1]
+            if 1 < stages <= job.model.layers // 2 and count % stages == 0:
+                chunk_counts.append(2)  # interleaved
             for layout in shardings(job, tensor, context, stages):
-                can_interleave = 1 < stages <= job.model.layers // 2 and count % stages == 0
-                for chunks in (1, 2) if can_interleave else (1,):
+                for chunks in chunk_counts:
                     for recompute in job.recompute:
                         yield dataclasses.replace(layout, micro=micro, count=count, chunks=chunks, recompute=recompute)
 
@@ -679,7 +685,9 @@ def simplest(results):
 def runner_up(results, winner):
     """The fastest of another kind of mesh, or None."""
     others = [result for result in results if axes(result.layout) != axes(winner.layout)]
-    return fastest(others) if others else None
+    if not others:
+        return None
+    return fastest(others)
 
 
 def what_would_change_it(job, winner, other):
@@ -714,22 +722,32 @@ def changes(job):
 def mesh_name(layout):
     """For example FSDP 8 x TP 4."""
     names = []
-    if layout.copies > 1:
-        kind = "ZeRO-1" if layout.zero else "DDP"
-        names.append(f"{kind} {layout.replicate}" if layout.replicate > 1 else "")
-    if layout.shards > 1 and layout.shard_context:
-        names.append(f"FSDP {layout.shard}" if layout.shard > 1 else "FSDP over CP's GPUs")
-    names += [f"{kind} {size}" for kind, size in (("TP", layout.tensor), ("CP", layout.context)) if size > 1]
-    if layout.stages > 1:
-        names.append(f"PP {layout.stages}" + (", interleaved" if layout.chunks > 1 else ""))
-    return " x ".join(name for name in names if name) or "one GPU"
+    if layout.replicate > 1 and layout.zero:
+        names.append(f"ZeRO-1 {layout.replicate}")
+    elif layout.replicate > 1:
+        names.append(f"DDP {layout.replicate}")
+    if layout.shard > 1 and layout.shard_context:
+        names.append(f"FSDP {layout.shard}")
+    elif layout.shards > 1 and layout.shard_context:
+        names.append("FSDP over CP's GPUs")
+    if layout.tensor > 1:
+        names.append(f"TP {layout.tensor}")
+    if layout.context > 1:
+        names.append(f"CP {layout.context}")
+    if layout.stages > 1 and layout.chunks > 1:
+        names.append(f"PP {layout.stages}, interleaved")
+    elif layout.stages > 1:
+        names.append(f"PP {layout.stages}")
+    if not names:
+        return "one GPU"
+    return " x ".join(names)
 
 
 def script(layout):
     """(the script that has this mesh, its options), or (None, advice)."""
     kinds = axes(layout)
     replicate, shard, tensor = layout.replicate, layout.shard, layout.tensor
-    schedule = ["--schedule", "Interleaved1F1B" if layout.chunks > 1 else "1F1B"]
+    schedule = "Interleaved1F1B" if layout.chunks > 1 else "1F1B"
     if "context" in kinds:
         if kinds == {"context"} and not layout.shard_context:
             return "min_CP.py", []
@@ -740,16 +758,20 @@ def script(layout):
         return "min_TP.py", []
     if kinds in ({"stages"}, {"stages", "replicate"}):
         micro_batches = ["--micro-batches", layout.count, "--data-parallel", replicate]
-        return "min_PP.py", [*micro_batches, *schedule]
+        return "min_PP.py", [*micro_batches, "--schedule", schedule]
     if "stages" in kinds:
         if "replicate" in kinds:
             return None, "no script here has this mesh: min_3D.py shards instead of replicating"
         mesh = ["--stages", layout.stages, "--shard", shard, "--tensor", tensor]
-        return "min_3D.py", [*mesh, "--micro-batches", layout.count, *schedule]
+        return "min_3D.py", [*mesh, "--micro-batches", layout.count, "--schedule", schedule]
     if kinds == {"shard"} and layout.recompute == "none":
-        return "min_FSDP.py", ["--mixed-precision"] if layout.precision != "float32" else []
+        if layout.precision == "float32":
+            return "min_FSDP.py", []
+        return "min_FSDP.py", ["--mixed-precision"]
     mesh = ["--replicate", replicate, "--shard", shard, "--tensor", tensor]
-    return "min_2D.py", mesh + (["--checkpoint-activations"] if layout.recompute == "full" else [])
+    if layout.recompute == "full":
+        mesh.append("--checkpoint-activations")
+    return "min_2D.py", mesh
 
 
 def command(job, layout):
@@ -767,6 +789,14 @@ def command(job, layout):
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29400"]
         start = ["torchrun", "--nnodes", n_machines, "--nproc-per-node", job.cluster.gpus_per_node, *rendezvous, name]
     return " ".join(str(word) for word in start + words[1:])
+
+
+def how_to_start(job, layout):
+    """The command, or advice if no script here has this mesh."""
+    line = command(job, layout)
+    if line is None:
+        _, line = script(layout)
+    return line
 
 
 def missing(job, layout):
@@ -829,10 +859,9 @@ def print_plan(job, name, results, smallest):
 
 
 def print_result(job, result):
-    line = command(job, result.layout)
     lacking = missing(job, result.layout)
     print(f"recommended   {describe(result.layout)}")
-    print(f"start         {line or script(result.layout)[1]}")
+    print(f"start         {how_to_start(job, result.layout)}")
     if lacking:
         print(f"              gpt.py's model of this shape. The plan counts on more: {', '.join(lacking)}.")
     used = sum(result.memory.values())
@@ -850,7 +879,8 @@ def print_result(job, result):
     mfu, hfu = utilisation(job, result)
     low, high = (result.speed * factor for factor in TRUTH)
     print(f"\ntokens/s per {job.cluster.device}      {result.speed:,.0f}, MFU {mfu:.0%}, HFU {hfu:.0%}")
-    print(f"the truth may lie    from {low:,.0f} to {high:,.0f}: so far were 8 of 10 published runs, see docs/plan.md")
+    known = "8 of 10 published runs were within such a range, see docs/plan.md"
+    print(f"expect                {low:,.0f} to {high:,.0f}: {known}")
 
 
 def print_alternatives(job, winner, results):
@@ -859,7 +889,7 @@ def print_alternatives(job, winner, results):
         print("\nsimplest      the recommended mesh is the simplest of those within 5% of it")
     else:
         print(f"\nsimplest      {describe(simple.layout)}: {slower(simple, winner)}")
-        print(f"start         {command(job, simple.layout) or script(simple.layout)[1]}")
+        print(f"start         {how_to_start(job, simple.layout)}")
     other = runner_up(results, winner)
     if other is not None:
         print(f"\nrunner-up     {describe(other.layout)}: {slower(other, winner)}")
@@ -1046,7 +1076,9 @@ def parse_cluster(parser, args):
             parser.error(f"argument --gpu: {args.gpu!r} must name memory and flops")
         h100 = GPUS["h100"]
         flops = numbers["flops"] * 1e12
-        bandwidth = numbers["bandwidth"] * 1e9 if "bandwidth" in numbers else h100.bandwidth * flops / h100.flops
+        bandwidth = h100.bandwidth * flops / h100.flops
+        if "bandwidth" in numbers:
+            bandwidth = numbers["bandwidth"] * 1e9
         cluster = dataclasses.replace(
             h100, name="your GPU", memory=numbers["memory"] * 1e9, flops=flops, bandwidth=bandwidth
         )
