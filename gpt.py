@@ -36,17 +36,19 @@ def add_model_options(parser, length=None):
     count = options.whole_number(1)
     length_help = "bytes per sequence"
     if length is None:
-        length_help += " (default: 128, rounded up so that processes share)"
+        length_help += " (default: 128, rounded up so that the processes can split it evenly)"
     parser.add_argument("--layers", type=count, default=2, help="blocks of attention and MLP")
-    parser.add_argument("--width", type=count, help="features per byte (default: 128, rounded up for the heads)")
+    parser.add_argument("--width", type=count, help="features per byte (default: 128, or the next multiple of --heads)")
     parser.add_argument(
-        "--heads", type=count, help="attention heads per block (default: 4, rounded up so that processes share)"
+        "--heads",
+        type=count,
+        help="attention heads per block (default: 4, rounded up so that the processes can split them evenly)",
     )
     parser.add_argument("--length", type=options.whole_number(2, 2**16), default=length, help=length_help)
     parser.add_argument(
         "--global-batch-size",
         type=count,
-        help="sequences per step, over all processes (default: 16, rounded up so that they share)",
+        help="sequences per step, over all processes (default: 16, rounded up so that these can split them evenly)",
     )
     parser.add_argument("--steps", type=count, default=400, help="steps to train")
     parser.add_argument("--log-every", type=count, default=50, help="print every N steps", metavar="N")
@@ -59,7 +61,7 @@ def add_model_options(parser, length=None):
 def check_model_options(parser, args, batch=(1, "1"), heads=(1, "1"), length=(1, "1")):
     """Check that a script can split the batch, the heads and the length, and fill in those that were not given.
 
-    Each argument is a pair: what the option must be a multiple of, and its name in an error. Ends the program with one
+    `batch`, `heads` and `length` are pairs: the required divisor, and its name in the error. Ends the program with one
     line if an option does not fit, or if there is no text to train on.
 
         gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
@@ -174,7 +176,7 @@ class GPT(nn.Module):
     """Logits (batch, length, 256) of `tokens` (batch, length), which stand at `positions`: 0, 1, … if None.
 
     `positions` are (length,), or (batch, length) where rows differ.
-    It has no dropout and no tied weights, because splitting a model changes both without an error.
+    Splitting a model with dropout or tied weights can change its result without an error. So it has neither.
     """
 
     def __init__(self, layers, width, heads, length):
@@ -216,7 +218,7 @@ def report_held(params, total):
 
 
 class Progress:
-    """`progress(loss)` after each step, with this process's loss, prints a line every `args.log_every` steps.
+    """Call `progress(loss)` after each step with this process's loss. It prints a line every `args.log_every` steps.
 
     `local_loss(x, y)` gives a loss on this process whose mean over all processes is the loss of the batch (x, y). It
     is used for the loss of 8 batches of held-out text. When all steps are done, `losses`, (steps,), has the loss of

@@ -22,9 +22,9 @@ communicate most often and have consecutive ranks, so they are on the fastest li
 
 Cost per process, for P float32 parameters: 16·P/(S·T) bytes (parameters 4, gradients 4, Adam 8; T splits neither norms
 nor the biases of RowwiseParallel layers), and up to 20·L/T more while a block of L parameters computes. Each step sends
-3·(S-1)/S · 4·P/T bytes along shard, 2·(R-1)/R · 4·P/(S·T) along replicate, and 8·(T-1)/T · 4·A per block along tensor,
-where A = global batch size / (R·S) · length · width. With --checkpoint-activations a block keeps only its input for
-backward, 4·A/T bytes. It computes a third more, and sends 11 instead of 8 along tensor.
+3·(S-1)/S · 4·P/T bytes along shard, 2·(R-1)/R · 4·P/(S·T) along replicate, and 8·(T-1)/T · A per block along tensor,
+where A = 4 · global batch size / (R·S) · length · width. With --checkpoint-activations a block keeps only its input for
+backward, A/T bytes. It computes a third more, and sends 11 instead of 8 along tensor.
 
     python min_2D.py --nproc 4 --replicate 2                         # HSDP: 2 replicas of 2 shards
     python min_2D.py --nproc 4 --tensor 2 --checkpoint-dir runs/2d      # FSDP x TP: 2 shards of layers split in 2
@@ -160,9 +160,8 @@ def train(model, optimizer, text, held_out, args):
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         progress(loss)
-        is_last = step + 1 == args.steps
-        if args.checkpoint_dir and ((step + 1) % args.save_every == 0 or is_last):
-            checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, step + 1)
+        if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
+            checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, progress.step)
     return progress.losses[first_step:]
 
 

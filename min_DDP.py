@@ -9,7 +9,9 @@ gradients of the N processes:
                                                                     |
     rank 1:  its share of the batch -> forward -> backward -> g_1 --+--> g -> optimizer step
 
-So every process takes the same step, and it is the step that one process would take on the whole batch.
+So every process takes the same step, and it is the step that one process would take on the whole batch. --batch-size
+is the size of a share. N processes therefore take N times fewer steps per epoch, here with the same learning rate. See
+"Batch size and learning rate" in README.md.
 
 Choose DDP when the model, its gradients and the optimizer's state fit into one GPU. If they do not, see min_FSDP.py.
 If the run must survive a crash, see multigpu_torchrun.py.
@@ -51,10 +53,10 @@ def main_worker(local_rank, world_size, args):
     sampler = dist.data_sampler(dataset, distributed=True, shuffle=True, seed=args.seed)  # this rank's share
     loader = DataLoader(dataset, args.batch_size, sampler=sampler)
 
-    # Different dropout on each rank. The weights are equal anyway: DDP copies rank 0's.
+    # Each rank draws its own dropout, if your model has dropout. The weights are equal anyway: DDP copies rank 0's.
     torch.manual_seed(args.seed + dist.get_rank())
     model = DummyModel().to(device)
-    ddp_model = dist.prepare_ddp_model(model)  # averages the gradients over all ranks during backward
+    ddp_model = dist.prepare_ddp_model(model)  # DistributedDataParallel, which averages the gradients in backward
     optimizer = torch.optim.Adam(ddp_model.parameters(), lr=0.01, fused=True)
 
     dist.print_primary(f"Training on {world_size} x {device.type}, global batch {world_size * args.batch_size}")
@@ -63,7 +65,9 @@ def main_worker(local_rank, world_size, args):
         sampler.set_epoch(epoch)  # a new order in each epoch, the same on every rank
         train_epoch(ddp_model, loader, optimizer, device)
 
-    correct = evaluate(model, dataset, args.batch_size, device)  # on the training set; a real run has a test set
+    # Not `ddp_model`: DDP may communicate in each forward pass, and some ranks have fewer batches. A real run evaluates
+    # on a test set.
+    correct = evaluate(model, dataset, args.batch_size, device)
     n = len(dataset)
     dist.print_primary(f"Finished: accuracy {correct / n:.4f} ({correct}/{n})")
 
@@ -88,10 +92,7 @@ def train_epoch(ddp_model, loader, optimizer, device):
 
 @torch.no_grad()
 def evaluate(model, dataset, batch_size, device):
-    """Returns how many samples of the dataset the model classifies correctly. Every rank evaluates its share.
-
-    `model` is the one without DDP: in each forward pass DDP may communicate, and some ranks have fewer batches.
-    """
+    """Returns how many samples of the dataset the model classifies correctly. Every rank evaluates its share."""
     sampler = dist.data_sampler(dataset, distributed=True, shuffle=False, pad=False)  # no sample is counted twice
     loader = DataLoader(dataset, batch_size, sampler=sampler)
     model.eval()

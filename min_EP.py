@@ -57,7 +57,7 @@ def parse_args():
     )
     parser.add_argument("--top", type=options.whole_number(1), default=2, help="experts that each token visits")
     parser.add_argument(
-        "--balance", type=options.positive_number, default=0.01, help="weight of the loss that balances the experts"
+        "--balance", type=options.positive_number, default=0.01, help="weight of the load-balancing loss"
     )
     args = parser.parse_args()
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
@@ -73,7 +73,7 @@ def parse_args():
 class MixtureOfExperts(nn.Module):
     """Stands in the place of an MLP. This rank holds the experts from `first_expert` to `first_expert + n_held - 1`.
 
-    forward also sets `tokens`, how many tokens of all ranks each expert had, and `balance`, the loss of their use.
+    forward also sets `tokens`, how many tokens of all ranks each expert had, and `balance`, the load-balancing loss.
     """
 
     def __init__(self, width, n_experts, top):
@@ -217,7 +217,7 @@ def local_loss(model, x, y):
 
 
 def train(model, optimizer, text, held_out, args):
-    """Returns the loss of every step over the whole batch, (steps,), without the loss that balances the experts."""
+    """Returns the loss of every step over the whole batch, (steps,), without the load-balancing loss."""
 
     def loss_of(x, y):
         return local_loss(model, x, y)

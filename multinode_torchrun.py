@@ -12,12 +12,12 @@ number of ranks, and these resume from the newest snapshot that any node has. Tw
    (BatchNorm, dropout and random augmentation see the shares. With them this holds only for one number of ranks.)
 
 2. A SIGTERM loses no step. A scheduler sends it before it takes a node away. torchrun sends it when a node joins.
-   After each step the ranks ask each other whether one of them got it. The answer arrives while they compute the next
-   step:
+   After each step an asynchronous all-reduce tells all ranks whether one of them has received it. Its result is read
+   one step later:
 
        rank 0   | step 7            | step 8            | save, exit with status 143
        rank 1   | step 7, SIGTERM   | step 8            | exit with status 143
-                                    ask           answer: yes
+                                    all-reduce    result: yes
 
    torchrun kills the processes 30 s after SIGTERM. TORCH_ELASTIC_SHUTDOWN_TIMEOUT gives a slow save more seconds.
 
@@ -25,7 +25,7 @@ Choose it over multigpu_torchrun.py for several machines, for spot instances, or
 `diff multigpu_torchrun.py multinode_torchrun.py` shows everything that is new.
 
 Cost per process, for P float32 parameters trained by SGD on N processes: 4·P bytes of parameters and 4·P of gradients.
-Each step sends 2·(N-1)/N · 4·P bytes (a ring all-reduce), and 4 bytes to ask. A resume sends the snapshot, 4·P bytes.
+Each step sends 2·(N-1)/N · 4·P bytes (a ring all-reduce), and 4 bytes more. A resume sends the snapshot, 4·P bytes.
 
     torchrun --standalone --nproc-per-node gpu multinode_torchrun.py 50 10    # one machine
     sbatch launchers/slurm.sbatch                                             # SLURM; Kubernetes: see launchers/
@@ -167,7 +167,7 @@ class Trainer:
                 self.step = 0
             if preempted or self.epoch % self.save_every == 0 or self.epoch == total_epochs:
                 self.save_snapshot()
-        self.preemption.answer()  # no question may be under way when the process group is destroyed
+        self.preemption.answer()  # no all-reduce may be under way when the process group is destroyed
         return self.epoch >= total_epochs
 
     def first_loss(self):
@@ -186,10 +186,10 @@ class Preemption:
 
     def __init__(self, timeout):
         self.received = False
-        self.question = None  # the all-reduce that is under way
+        self.question = None  # the all-reduce that is under way: has a rank received SIGTERM?
         self.group = None
         if dist.get_world_size() > 1:
-            # A gloo group of its own: the question waits for no GPU, and keeps out of the order of DDP's collectives.
+            # A gloo group of its own: this all-reduce waits for no GPU, and has no order among DDP's collectives.
             self.group = torch_dist.new_group(backend="gloo", timeout=timeout)
         signal.signal(signal.SIGTERM, self.receive)
 
@@ -197,7 +197,7 @@ class Preemption:
         self.received = True
 
     def agreed(self):
-        """Call it after every step. Returns the answer to the last step's question. If that is no, it asks again."""
+        """Call it after every step. Returns the result of the last step's all-reduce, and starts the next one."""
         if self.group is None:
             return self.received
         if self.answer():
@@ -209,7 +209,7 @@ class Preemption:
         return False
 
     def answer(self):
-        """Wait for the answer, if a question is under way."""
+        """Wait for the all-reduce, if one is under way. Returns its result."""
         if self.question is None:
             return False
         self.question.wait()

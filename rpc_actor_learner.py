@@ -57,13 +57,15 @@ import options
 import remote
 
 MAX_STEPS = 200  # an episode ends here
-DISCOUNT = 0.99  # what a reward counts for, one step before it
+DISCOUNT = 0.99  # a reward k steps later counts DISCOUNT**k
 
 
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     count = options.whole_number(1)
-    parser.add_argument("--observers", type=count, default=4, help="processes beside the learner")
+    parser.add_argument(
+        "--observers", type=count, default=4, help="processes beside the learner; ignored under torchrun"
+    )
     parser.add_argument("--updates", type=count, default=500, help="updates at most")
     parser.add_argument(
         "--goal", type=options.positive_number, default=195, help="stop at this mean return over 100 episodes"
@@ -100,7 +102,7 @@ def act(observer, state):
 
 @rpc.functions.async_execution
 def finish_episode(observer, states, actions):
-    """Returns a Future, after the update with the episodes of all observers, of whether to play another episode."""
+    """Returns a Future. It is set after the update: True if the observer should play another episode."""
     with learner.lock:
         learner.episodes[observer] = (states, actions)
         learner.playing.discard(observer)

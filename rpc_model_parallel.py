@@ -172,8 +172,8 @@ def make_optimizer(params, lr):
 
 def make_distributed_optimizer(model, lr):
     """A DistributedOptimizer of SGD, without the warning that torch has for either way to make one."""
-    # Given the class torch.optim.SGD, each worker would warn that the TorchScript version of it, which is used then, is
-    # deprecated. Given a function, worker0 logs that it is not used.
+    # With the class torch.optim.SGD, torch uses a TorchScript version, and each worker warns that it is deprecated.
+    # With a function, torch does not use TorchScript, and worker0 logs that.
     logger = logging.getLogger("torch.distributed.optim.optimizer")
     level = logger.level
     logger.setLevel(logging.ERROR)

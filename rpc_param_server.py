@@ -66,7 +66,8 @@ import remote
 
 def parse_args():
     parser = options.ArgumentParser(__doc__)
-    parser.add_argument("--trainers", type=options.whole_number(1), default=2, help="processes beside the server")
+    trainers_help = "processes beside the server; ignored under torchrun"
+    parser.add_argument("--trainers", type=options.whole_number(1), default=2, help=trainers_help)
     parser.add_argument(
         "--mode",
         choices=("hogwild", "sync"),
@@ -148,7 +149,8 @@ class Server:
 
     def update_if_all_have_sent(self):
         """Sync: update with the average gradient and answer all trainers, if none is missing."""
-        if not self.gradients or not self.gradients.keys() >= self.trainers:
+        missing = self.trainers - self.gradients.keys()
+        if missing or not self.gradients:
             return
         ranks = sorted(self.gradients)  # in this order, so that each run rounds alike
         total = self.gradients[ranks[0]]
@@ -161,7 +163,7 @@ class Server:
         answer = self.answer
         self.gradients = {}
         self.answer = torch.futures.Future()
-        # Needs no copy: the next update waits for the next gradients, and so until all have their answers.
+        # Needs no copy: the next update starts only after every trainer has received this answer.
         answer.set_result(self.params)
 
     def lose(self, rank):
@@ -183,7 +185,7 @@ class Progress:
         self.staleness = 0  # summed over all pushes
         self.updates_seen = dict.fromkeys(ranks, 0)  # updates in the parameters that each trainer computes with
         self.epochs = dict.fromkeys(ranks, 0)  # epochs that each trainer has finished, if it is not lost
-        self.snapshots = queue.Queue()  # for each epoch that all have finished a copy of the parameters and counts()
+        self.snapshots = queue.Queue()  # for each epoch that all have finished, a copy of the parameters and counts()
         self.n_snapshots = 0
 
     def answer(self, rank):
