@@ -101,56 +101,6 @@ def parallelize(stage, mesh):
     fully_shard(stage, mesh=mesh["shard"], reshard_after_forward=False)  # the rest: embeddings, or last norm and head
 
 
-def split_layers(stage, mesh):
-    """Tensor parallel. Between the split layers, features are split along the sequence, which is dimension 1.
-
-    So a process also receives and sends only its part of the sequence between stages. The plan also
-    names the parameters of the norms: the norm of the gradients needs DTensors of one mesh.
-    """
-    sequence = Shard(1)
-    plan = {
-        "blocks.*.norm1": SequenceParallel(),
-        "blocks.*.attention.qkv": ColwiseParallel(input_layouts=sequence),
-        "blocks.*.attention.out": RowwiseParallel(output_layouts=sequence),
-        "blocks.*.norm2": SequenceParallel(),
-        "blocks.*.mlp.up": ColwiseParallel(input_layouts=sequence),
-        "blocks.*.mlp.down": RowwiseParallel(output_layouts=sequence),
-    }
-    if stage.is_first:
-        plan["token"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence)
-        # It has no batch dimension.
-        plan["position"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
-    if stage.is_last:
-        plan["norm"] = SequenceParallel()
-        plan["head"] = ColwiseParallel(input_layouts=sequence, output_layouts=Replicate())
-    parallelize_module(stage, mesh, plan)
-
-
-class Stage(nn.Module):
-    """Blocks `first` to `last` - 1 of a GPT. The first stage has its embeddings too, the last one its head."""
-
-    def __init__(self, model, first, last):
-        super().__init__()
-        self.is_first = first == 0
-        self.is_last = last == len(model.blocks)
-        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in range(first, last)})  # names as in the GPT
-        if self.is_first:
-            self.token = model.token
-            self.position = model.position
-        if self.is_last:
-            self.norm = model.norm
-            self.head = model.head
-
-    def forward(self, x):
-        if self.is_first:
-            x = self.token(x) + self.position(torch.arange(x.shape[1], device=x.device))
-        for block in self.blocks.values():
-            x = block(x)
-        if self.is_last:
-            x = self.head(self.norm(x))
-        return x
-
-
 class Pipeline:
     """This process's stages of `model`, and the schedule that runs them with the other processes of the pipeline."""
 
@@ -213,6 +163,56 @@ class Pipeline:
         peer = rank % self.mesh["stage"].size()  # after the last process comes the first one, with its second stage
         for work in torch_dist.batch_isend_irecv([torch_dist.P2POp(op, tensor, group=self.group, group_peer=peer)]):
             work.wait()
+
+
+def split_layers(stage, mesh):
+    """Tensor parallel. Between the split layers, features are split along the sequence, which is dimension 1.
+
+    So a process also receives and sends only its part of the sequence between stages. The plan also
+    names the parameters of the norms: the norm of the gradients needs DTensors of one mesh.
+    """
+    sequence = Shard(1)
+    plan = {
+        "blocks.*.norm1": SequenceParallel(),
+        "blocks.*.attention.qkv": ColwiseParallel(input_layouts=sequence),
+        "blocks.*.attention.out": RowwiseParallel(output_layouts=sequence),
+        "blocks.*.norm2": SequenceParallel(),
+        "blocks.*.mlp.up": ColwiseParallel(input_layouts=sequence),
+        "blocks.*.mlp.down": RowwiseParallel(output_layouts=sequence),
+    }
+    if stage.is_first:
+        plan["token"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence)
+        # It has no batch dimension.
+        plan["position"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
+    if stage.is_last:
+        plan["norm"] = SequenceParallel()
+        plan["head"] = ColwiseParallel(input_layouts=sequence, output_layouts=Replicate())
+    parallelize_module(stage, mesh, plan)
+
+
+class Stage(nn.Module):
+    """Blocks `first` to `last` - 1 of a GPT. The first stage has its embeddings too, the last one its head."""
+
+    def __init__(self, model, first, last):
+        super().__init__()
+        self.is_first = first == 0
+        self.is_last = last == len(model.blocks)
+        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in range(first, last)})  # names as in the GPT
+        if self.is_first:
+            self.token = model.token
+            self.position = model.position
+        if self.is_last:
+            self.norm = model.norm
+            self.head = model.head
+
+    def forward(self, x):
+        if self.is_first:
+            x = self.token(x) + self.position(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks.values():
+            x = block(x)
+        if self.is_last:
+            x = self.head(self.norm(x))
+        return x
 
 
 def merge(stages):

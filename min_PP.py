@@ -77,6 +77,30 @@ def parse_args():
     return args
 
 
+def train(pipeline, optimizer, text, held_out, args):
+    """Returns the loss of every step over all processes, (steps,)."""
+    progress = gpt.Progress(pipeline.evaluate, text, held_out, args)
+    for step in range(args.steps):
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
+        x = pipeline.share(x)
+        y = pipeline.share(y)
+        optimizer.zero_grad()
+        inputs = []
+        if 0 in pipeline.stages:
+            inputs.append(x)  # the other stages receive activations instead
+        losses = []  # filled by the last stage, one per micro-batch
+        # All forwards and backwards. The schedule sums the micro-batches' gradients and divides by their number: right,
+        # because the loss is a mean.
+        pipeline.schedule.step(*inputs, target=y, losses=losses, return_outputs=False)
+        if args.data_parallel > 1:
+            average_gradients(pipeline)
+        if args.clip:
+            clip_gradients(pipeline, args.clip)
+        optimizer.step()
+        progress(pipeline.local_loss(losses))
+    return progress.losses
+
+
 class Stage(nn.Module):
     """Blocks `first` to `last` - 1 of a GPT. The first stage has its embeddings too, the last one its head."""
 
@@ -119,30 +143,6 @@ def split(model, ranks, rank, group):
             stages[i] = Stage(model, first, last).to(device)
             parts.append(pipelining.PipelineStage(stages[i], i, n_stages, device, group=group))
     return stages, parts
-
-
-def train(pipeline, optimizer, text, held_out, args):
-    """Returns the loss of every step over all processes, (steps,)."""
-    progress = gpt.Progress(pipeline.evaluate, text, held_out, args)
-    for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
-        x = pipeline.share(x)
-        y = pipeline.share(y)
-        optimizer.zero_grad()
-        inputs = []
-        if 0 in pipeline.stages:
-            inputs.append(x)  # the other stages receive activations instead
-        losses = []  # filled by the last stage, one per micro-batch
-        # All forwards and backwards. The schedule sums the micro-batches' gradients and divides by their number: right,
-        # because the loss is a mean.
-        pipeline.schedule.step(*inputs, target=y, losses=losses, return_outputs=False)
-        if args.data_parallel > 1:
-            average_gradients(pipeline)
-        if args.clip:
-            clip_gradients(pipeline, args.clip)
-        optimizer.step()
-        progress(pipeline.local_loss(losses))
-    return progress.losses
 
 
 class Pipeline:

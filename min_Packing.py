@@ -97,6 +97,12 @@ def sum_of_losses(model, rows):
 # ---- attention ----------------------------------------------------------------------------------------------------
 
 
+def masked_attention(owners):
+    """For the CPU: the whole mask, as scaled_dot_product_attention takes it."""
+    same = owners[:, :, None] == owners[:, None, :]  # (batch, query, key)
+    return functools.partial(F.scaled_dot_product_attention, attn_mask=same.tril()[:, None])
+
+
 class PackedGPT(gpt.GPT):
     """A GPT whose rows hold several documents: `owners` (batch, length) numbers the document of each position."""
 
@@ -115,11 +121,6 @@ def attention_within(owners):
     if owners.device.type == "cpu":
         return masked_attention(owners)
     return block_sparse_attention(owners)
-
-
-def masked_attention(owners):
-    same = owners[:, :, None] == owners[:, None, :]  # (batch, query, key)
-    return functools.partial(F.scaled_dot_product_attention, attn_mask=same.tril()[:, None])
 
 
 def block_sparse_attention(owners):

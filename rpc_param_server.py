@@ -127,6 +127,30 @@ def finish_epoch(rank):
         server.progress.finish_epoch(rank, server.params)
 
 
+# ---- a trainer ----------------------------------------------------------------------------------------------------
+
+
+def train(model, dataset, device, ranks, args):
+    """Train on this trainer's share of the data."""
+    rank = dist.get_rank()
+    sampler = DistributedSampler(dataset, len(ranks), ranks.index(rank), seed=args.seed)
+    loader = DataLoader(dataset, args.batch_size, sampler=sampler, collate_fn=tuple)
+    send = push if args.mode == "hogwild" else push_and_wait
+    params = remote.call("server", pull, rank)
+    model.train()
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)  # another order in each epoch
+        for images, labels in loader:
+            vector_to_parameters(params.to(device), model.parameters())
+            loss = F.cross_entropy(model(mnist.normalize(images.to(device))), labels.to(device))
+            model.zero_grad()
+            loss.backward()
+            gradient = parameters_to_vector(p.grad for p in model.parameters())
+            params = remote.call("server", send, rank, gradient.cpu())
+        remote.call("server", finish_epoch, rank)
+    remote.leave("server")
+
+
 # ---- the server ---------------------------------------------------------------------------------------------------
 
 
@@ -269,30 +293,6 @@ def print_epoch(epoch, loss, hits, n, before, counts, size):
         f"{megabytes / seconds:.1f} MB/s - staleness: {average_staleness:.2f}",
         flush=True,
     )
-
-
-# ---- a trainer ----------------------------------------------------------------------------------------------------
-
-
-def train(model, dataset, device, ranks, args):
-    """Train on this trainer's share of the data."""
-    rank = dist.get_rank()
-    sampler = DistributedSampler(dataset, len(ranks), ranks.index(rank), seed=args.seed)
-    loader = DataLoader(dataset, args.batch_size, sampler=sampler, collate_fn=tuple)
-    send = push if args.mode == "hogwild" else push_and_wait
-    params = remote.call("server", pull, rank)
-    model.train()
-    for epoch in range(args.epochs):
-        sampler.set_epoch(epoch)  # another order in each epoch
-        for images, labels in loader:
-            vector_to_parameters(params.to(device), model.parameters())
-            loss = F.cross_entropy(model(mnist.normalize(images.to(device))), labels.to(device))
-            model.zero_grad()
-            loss.backward()
-            gradient = parameters_to_vector(p.grad for p in model.parameters())
-            params = remote.call("server", send, rank, gradient.cpu())
-        remote.call("server", finish_epoch, rank)
-    remote.leave("server")
 
 
 # ---- start --------------------------------------------------------------------------------------------------------
