@@ -19,7 +19,7 @@ all the rest, and trains on its share of the batch. The way of 4 tokens a b c d 
 
 Choose it when most parameters are experts and one device cannot hold them. FSDP (min_FSDP.py) splits them too, but
 sends parameters instead of tokens. Here no token is dropped, so N processes compute what one process computes. All
-processes wait for the busiest expert, so a second loss evens out the use of the experts (Switch, arXiv:2101.03961).
+processes wait for the busiest expert, so a load-balancing loss evens out their use (Switch, arXiv:2101.03961).
 
 The host waits for the device once per block: it needs the number of tokens to allocate memory for them. Production
 systems avoid the wait. Some give each expert a fixed capacity, and drop or pad tokens (GShard, Switch). Some keep the
@@ -126,7 +126,7 @@ class MixtureOfExperts(nn.Module):
         return torch.cat(results)[inverse]
 
     def set_balance(self, counts, probabilities):
-        """The loss is smallest if all experts have equally many tokens. Its mean over ranks is the whole batch's."""
+        """It is smallest if all experts have equally many tokens. Its mean over ranks is the loss of the batch."""
         self.tokens = counts.sum(dim=0)
         share = self.tokens / self.tokens.sum()
         self.balance = self.n_experts * (share * probabilities.mean(dim=0)).sum()
@@ -210,7 +210,7 @@ def add_experts(model, args):
 
 
 def local_loss(model, x, y):
-    """The mean over this rank's share of the batch. Shares are equal, so the mean over ranks is the whole batch's."""
+    """The loss of this rank's share of the batch. Shares are equal, so the mean over ranks is the batch's loss."""
     x = x.chunk(dist.get_world_size())[dist.get_rank()]
     y = y.chunk(dist.get_world_size())[dist.get_rank()]
     return gpt.loss_fn(model(x), y)

@@ -10,7 +10,7 @@
     step its own parameters            ------> step its own parameters
 
 A batch is cut into micro-batches. While worker1 computes one of them, worker0 computes the next, in forward and in
-backward. The gradient is that of the whole batch. Four parts of torch.distributed make this short:
+backward. The gradient is the gradient of the whole batch. Four parts of torch.distributed make this short:
 - remote calls: `rpc.remote` creates the second half on worker1, `rpc_async` runs it there (`SplitModel`);
 - RRef: a reference to an object in another process, here the second half and every parameter (`SplitModel`);
 - distributed autograd: one `backward` runs through both workers, and stores the gradients in its context instead of in
