@@ -11,6 +11,7 @@ import gc
 import importlib
 import importlib.machinery
 import linecache
+import math
 import os
 import pickle
 import sys
@@ -112,11 +113,17 @@ class DeviceModule:
 
 
 class Scripts(importlib.machinery.SourceFileLoader):
-    """Imports the project's modules with "gpu" for every "cuda"."""
+    """Imports the project's modules with "gpu" for every "cuda", and with the planted defect, if there is one."""
+
+    defect = None  # module, text, and what stands in its place
 
     def get_code(self, name):
-        source = Path(self.path).read_text().replace("cuda", "gpu")
-        return compile(source, self.path, "exec")
+        source = Path(self.path).read_text()
+        if self.defect and self.defect[0] == name:
+            _, before, after = self.defect
+            assert source.count(before) == 1, f"{before!r} is not in {self.path} once"
+            source = source.replace(before, after)
+        return compile(source.replace("cuda", "gpu"), self.path, "exec")
 
 
 # ---- what is recorded -----------------------------------------------------------------------------------------------
@@ -136,58 +143,98 @@ class Recorder(TorchDispatchMode):
         self.gloo_groups = set()
         self.calls, self.waits = [], collections.Counter()
         self.sent_by_rank_0 = []
-        self.held_after_step = self.n_steps = 0
+        self.n_steps = 0
+        self.held_after_step = math.inf  # the least after any step
+        # Operations for which fake tensors are not enough. These functions may return NotImplemented where they are.
+        self.on_device = {
+            aten.is_pinned.default: self.is_pinned,
+            aten._pin_memory.default: self.pin_memory,
+            aten._local_scalar_dense.default: self.number,
+            aten._to_copy.default: self.to_copy,
+            aten.copy_.default: self.copy,
+            aten.index.Tensor: self.index,
+            aten.index_put.default: self.index_put,
+            aten.index_put_.default: self.index_put,
+            aten._fused_sgd_.default: self.fused_sgd,
+            aten._fused_sgd_.tensor_lr: self.fused_sgd,
+        }
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if any(t not in (torch.Tensor, torch.nn.Parameter, fake_tensor.FakeTensor) for t in types):
+        if any(kind not in (torch.Tensor, torch.nn.Parameter, fake_tensor.FakeTensor) for kind in types):
             return NotImplemented  # a DTensor calls the operation again, for its local tensor
+        makes_on_device = is_gpu(kwargs.get("device"))
+        if makes_on_device and torch.device(kwargs["device"]).index is None:
+            kwargs["device"] = self.device
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        on_device = any(is_fake(tensor) for tensor in tensors)
-        target = kwargs.get("device")
-        if target is not None and torch.device(target).type == "gpu" and torch.device(target).index is None:
-            target = kwargs["device"] = self.device
-        to_device = target is not None and torch.device(target).type == "gpu"
-
         if func in fake_collectives.collective_ops:
             self.record(func, args, kwargs, tensors)
-        elif func is aten.is_pinned.default:
-            return getattr(args[0], "is_in_pinned_memory", False)
-        elif func is aten._pin_memory.default:
-            pinned = args[0].clone()
-            pinned.is_in_pinned_memory = True
-            return pinned
-        elif func is aten._local_scalar_dense.default and on_device:
-            self.wait("for a number")
-            return torch.tensor(self.host_value, dtype=args[0].dtype).item()
-        elif func is aten._to_copy.default and on_device and target is not None and not to_device:
-            self.wait("for a copy to the CPU")
-            return torch.full(args[0].shape, self.host_value, dtype=kwargs.get("dtype") or args[0].dtype)
-        elif func is aten._to_copy.default and to_device and not on_device:
-            self.copy_to_device(args[0], kwargs.get("non_blocking"))
+        if func in self.on_device:
+            result = self.on_device[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if makes_on_device or func in fake_collectives.functional_collectives or any(map(is_fake, tensors)):
             with self.fake:
-                return torch.empty_strided(
-                    args[0].shape, args[0].stride(), dtype=kwargs.get("dtype") or args[0].dtype, device=target
-                )
-        elif func is aten.copy_.default and is_fake(args[0]) != is_fake(args[1]):
-            if is_fake(args[0]):
-                self.copy_to_device(args[1], len(args) > 2 and args[2])
-            else:
-                self.wait("for a copy to the CPU")
-            return args[0]
-        elif func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default) and on_device:
-            for index in args[1]:
-                if index is not None and (not is_fake(index) or index.dtype == torch.bool):
-                    self.wait("for an index")
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
-        if not on_device and not to_device and func not in fake_collectives.functional_collectives:
-            return func(*args, **kwargs)
+    def is_pinned(self, tensor, device=None):
+        return getattr(tensor, "is_in_pinned_memory", False)
+
+    def pin_memory(self, tensor, device=None):
+        pinned = tensor.clone()
+        pinned.is_in_pinned_memory = True
+        return pinned
+
+    def number(self, tensor):
+        if not is_fake(tensor):
+            return NotImplemented
+        self.wait("for a number")
+        return torch.tensor(self.host_value, dtype=tensor.dtype).item()
+
+    def to_copy(self, tensor, device=None, dtype=None, non_blocking=False, **kwargs):
+        to_device = is_gpu(device or tensor.device)
+        if is_fake(tensor) == to_device:
+            return NotImplemented
+        if is_fake(tensor):
+            self.wait("for a copy to the CPU")
+            return torch.full(tensor.shape, self.host_value, dtype=dtype or tensor.dtype)
+        self.copy_to_device(tensor, non_blocking)
         with self.fake:
-            return func(*args, **kwargs)
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
+
+    def copy(self, target, source, non_blocking=False):
+        if is_fake(target) == is_fake(source):
+            return NotImplemented
+        if is_fake(source):
+            self.wait("for a copy to the CPU")
+        else:
+            self.copy_to_device(source, non_blocking)
+        return target
 
     def copy_to_device(self, tensor, non_blocking):
-        if not (non_blocking and getattr(tensor, "is_in_pinned_memory", False)):
+        if not (non_blocking and self.is_pinned(tensor)):
             self.wait("for a copy to the device")
+
+    def index(self, tensor, indices):
+        for index in indices:
+            if is_fake(tensor) and index is not None and (index.dtype == torch.bool or not is_fake(index)):
+                self.wait("for an index")  # to count what is true, or to copy the index
+        return NotImplemented
+
+    def index_put(self, tensor, indices, values, accumulate=False):
+        if values.numel() > 1:  # of one value CUDA makes a masked_fill
+            self.index(tensor, indices)
+        return NotImplemented
+
+    def fused_sgd(self, params, grads, *args, **kwargs):
+        """It has no kernel for fake tensors."""
+        if not is_fake(params[0]):
+            return NotImplemented
+        devices = {tensor.device for tensor in params + grads}
+        if devices != {self.device}:
+            raise RuntimeError(f"fused SGD of tensors on {devices}")
+        return None
 
     def wait(self, what):
         frames = frames_of_project()
@@ -213,6 +260,8 @@ class Recorder(TorchDispatchMode):
                 raise RuntimeError(f"{func} of a tensor on {tensor.device} in a group of {backend} with {device}")
             if device.type == "gpu" and not tensor.is_contiguous():
                 raise RuntimeError(f"{func}: NCCL takes contiguous tensors only")
+        if func is c10d.scatter_.default:
+            tensors = args[0]  # the received one: only the source has a list of what it sends
         shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
         numbers = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, (int, float, str))]
         self.note(group, str(func), shapes, numbers)
@@ -224,6 +273,10 @@ class Recorder(TorchDispatchMode):
 
 def is_fake(tensor):
     return isinstance(tensor, fake_tensor.FakeTensor)
+
+
+def is_gpu(device):
+    return device is not None and torch.device(device).type == "gpu"
 
 
 def frames_of_project():
@@ -248,11 +301,12 @@ def place(frames):
 # ---- one rank -------------------------------------------------------------------------------------------------------
 
 
-def run(pipe, script, options, rank, world_size, sent_by_rank_0=(), host_value=1):
+def run(pipe, script, options, rank, world_size, sent_by_rank_0=(), host_value=1, defect=None):
     """Run a script's main_worker as `rank`, in a process that has not imported the project yet.
 
-    Sends to `pipe` what it recorded. `error` is the traceback of a failure, or None.
+    Sends to `pipe` what it recorded. `error` is the traceback of a failure, or None. `defect` is planted: see Scripts.
     """
+    Scripts.defect = defect
     sys.argv = [script, *map(str, options)]
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
@@ -294,10 +348,15 @@ def pretend_device(rank, host_value):
     recorder.autocast = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")  # it changes no type
     recorder.autocast.fallback(torch.library.fallthrough_kernel)
 
+    def new_tensor(tensor, data, dtype=None):
+        return torch.tensor(data, dtype=dtype or tensor.dtype, device=tensor.device)
+
+    torch.Tensor.new_tensor = new_tensor  # torch's takes the current device, which is always number 0 here
+
     def after_step(optimizer, args, kwargs):
         recorder.n_steps += 1
-        if recorder.n_steps == 2:  # now all gradients and states are there
-            recorder.held_after_step = recorder.held()
+        if recorder.n_steps >= 2:  # now all gradients and states are there
+            recorder.held_after_step = min(recorder.held_after_step, recorder.held())
 
     register_optimizer_step_post_hook(after_step)
     return recorder
@@ -369,11 +428,13 @@ def reduce_bucket(state, bucket: torch_dist.GradBucket) -> torch.futures.Future[
 
 def pipeline_stage(args):
     """PipelineStage, told of all shapes, which the stages would send to each other as objects."""
-    rows = args.global_batch_size // args.micro_batches // args.data_parallel
+    pipelines = args.data_parallel if hasattr(args, "data_parallel") else args.shard  # min_PP or min_3D
+    rows = args.global_batch_size // args.micro_batches // pipelines
+    piece = args.length // getattr(args, "tensor", 1)
 
     def stage(module, index, n_stages, device, group):
         tokens = torch.empty(rows, args.length, dtype=torch.long, device="meta")
-        between = torch.empty(rows, args.length, args.width, device="meta", requires_grad=True)
+        between = torch.empty(rows, piece, args.width, device="meta", requires_grad=True)
         logits = torch.empty(rows, args.length, 256, device="meta", requires_grad=True)
         inputs = tokens if index == 0 else between
         outputs = logits if index == n_stages - 1 else between
@@ -386,7 +447,7 @@ def change(module, args):
     """Replace what fake tensors and fake groups cannot do, and make the data small."""
     if "gpt" in sys.modules:
         sys.modules["gpt"].LIBRARY /= "email"
-    if module.__name__ == "min_PP":
+    if module.__name__ in ("min_PP", "min_3D"):
         module.pipelining.PipelineStage = pipeline_stage(args)
     if module.__name__ == "min_Packing":
         module.block_sparse_attention = module.masked_attention
@@ -394,6 +455,9 @@ def change(module, args):
         module.make_library_shards(Path(module.LIBRARY_SHARDS))
     if module.__name__ == "min_CP":  # a CausalBias cannot be made of a fake tensor
         module.causal_lower_right = lambda rows, columns: torch.ones(rows, columns, dtype=torch.bool, device="gpu")
+    if module.__name__ == "mnist_FSDP":  # FSDP moves a module by `.data`, which a fake tensor cannot take
+        shard = module.shard
+        module.shard = lambda model, *args: shard(model.to(sys.modules["distributed"].get_device()), *args)
     if "mnist" in sys.modules:
         draw_digits = sys.modules["mnist"]._draw_digits
         sys.modules["mnist"]._draw_digits = lambda n, seed: draw_digits(n // 100, seed)

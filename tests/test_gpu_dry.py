@@ -23,22 +23,39 @@ except ImportError as error:
 
 N_STEPS = 3
 STEPS = ("--steps", N_STEPS, "--log-every", N_STEPS, "--clip", 1, "--width", 32, "--layers", 1)
+EXPERTS = (
+    "--length",
+    4,
+    "--global-batch-size",
+    2,
+)  # the 4 bytes of each rank visit 8 experts: 1 each
+IMAGES = ("--epochs", 1, "--test-batch-size", 20)
 CASES = [
     ("min_DDP", 2, "--epochs", 1),
     ("min_Join", 2, *STEPS, "--least", N_STEPS),
     ("min_Join", 2, *STEPS, "--least", 0, "--method", "weights"),
     ("min_ZeRO", 2, *STEPS),
     ("min_2D", 4, *STEPS, "--replicate", 2, "--checkpoint-activations"),
+    ("min_2D", 4, *STEPS, "--tensor", 2),
+    ("min_3D", 8, *STEPS, "--layers", 2, "--micro-batches", 2),
+    ("min_3D", 4, *STEPS, "--layers", 4, "--micro-batches", 2, "--schedule", "Interleaved1F1B"),
     ("min_CP", 2, *STEPS),
     ("min_CP", 2, *STEPS, "--attention", "all-gather"),
     ("min_DiLoCo", 2, *STEPS, "--sync-every", 2),
+    ("min_EP", 2, *STEPS, *EXPERTS),
     ("min_FSDP", 2, *STEPS),
     ("min_FSDP", 2, *STEPS, "--mixed-precision"),
+    ("min_Muon", 2, *STEPS, "--snapshot-path", "snapshot.pt"),
     ("min_PP", 2, *STEPS, "--layers", 2),
     ("min_PP", 2, *STEPS, "--layers", 4, "--schedule", "ZBVZeroBubble"),
     ("min_PP", 4, *STEPS, "--layers", 4, "--schedule", "Interleaved1F1B", "--data-parallel", 2),
     ("min_Packing", 2, *STEPS, "--accumulate", 2),
+    ("min_Ring", 2, *STEPS),
     ("min_Stream", 2, *STEPS, "--num-workers", 0, "--snapshot-path", "snapshot.pt"),
+    ("min_TP", 2, *STEPS),
+    ("mnist_DDP", 2, *IMAGES, "--global-batch-size", 64, "--grad-accumulation", 2, "--amp", "--clip", 1),
+    ("mnist_FSDP", 2, *IMAGES, "--batch-size", 32),
+    ("mnist_FSDP", 2, *IMAGES, "--batch-size", 32, "--mixed-precision", "--model", "shallow"),
     ("multigpu_torchrun", 2, 2, 1, "--batch-size", 256),
 ]
 QUICK = CASES[:4]
@@ -59,18 +76,23 @@ WAITS = {
     "min_Join": {  # once for each --log-every steps
         "with Join([model], divide_by_initial_world_size=False):  # no collective but DDP's may be called inside",
     },
+    "min_EP": {
+        # At the log interval, but once for each expert.
+        'dist.print_primary("    tokens per expert:", *[counts.tolist() for counts in tokens])',
+        "by_rank = counts.cpu().view(len(counts), -1, self.n_held)  # (from rank, to rank, to its expert)",
+    },
 }
 TRAINING = {"train", "train_epoch", "train_step", "train_with_join", "train_with_weights", "run_epoch"}
 NOT_A_STEP = {"print_line", "evaluate", "rebuild_buckets"}  # at the log interval, or once
 
 
-def dry_run(script, world_size, *options, ranks=None):
-    """What each of `ranks`, by default all, has recorded."""
+def dry_run(script, world_size, *options, ranks=None, defect=None):
+    """What each of `ranks`, by default all, has recorded. See gpu_dry.Scripts for `defect`."""
     results = {}
     sent_by_rank_0 = []
     for rank in ranks or range(world_size):
         here, there = multiprocessing.Pipe()
-        args = (there, script, options, rank, world_size, sent_by_rank_0, FROM_DEVICE.get(script, 1))
+        args = (there, script, options, rank, world_size, sent_by_rank_0, FROM_DEVICE.get(script, 1), defect)
         process = multiprocessing.get_context("forkserver").Process(target=gpu_dry.run, args=args)
         process.start()
         there.close()
@@ -133,12 +155,13 @@ def waits_in_each_step(result):
     return lines
 
 
-def check(script, world_size, *options):
-    results = dry_run(script, world_size, *options)
+def check(script, world_size, *options, defect=None):
+    results = dry_run(script, world_size, *options, defect=defect)
     assert_same_collectives(results)
     assert_each_send_is_received(results)
     for result in results.values():
-        assert waits_in_each_step(result) <= WAITS.get(script, set())
+        waits = waits_in_each_step(result) - WAITS.get(script, set())
+        assert not waits, f"waits in each step: {waits}"
 
 
 def name(case):
