@@ -223,7 +223,8 @@ class Recorder(TorchDispatchMode):
         return NotImplemented
 
     def index_put(self, tensor, indices, values, accumulate=False):
-        if values.numel() > 1:  # of one value CUDA makes a masked_fill
+        is_masked = all(index is None or (is_fake(index) and index.dtype == torch.bool) for index in indices)
+        if not (is_masked and values.numel() == 1):  # tensor[mask] = 0 is a masked_fill on CUDA, which needs no count
             self.index(tensor, indices)
         return NotImplemented
 
