@@ -123,7 +123,7 @@ class Trainer:
         self.net = make_model().to(device)
         self.model = dist.prepare_ddp_model(self.net)
         if hp.compile:
-            self.model.compile()  # after DDP: the all-reduces then start while backward computes
+            self.model.compile()  # after DDP: torch then splits the graph where DDP's buckets end
         self.optimizer, self.scheduler = make_optimizer(self.model, hp, hp.epochs * self.steps)
         self.tracker = tracking.Tracker("mnist_DDP", hp.wandb, hp.tensorboard)
 
