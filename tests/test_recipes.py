@@ -7,7 +7,6 @@ the others: its processes leave the process group, and all meet in a new one, or
 import contextlib
 import datetime
 import io
-import itertools
 import json
 import linecache
 import os
@@ -463,14 +462,29 @@ def moving_average():
     check_equal(torch.load("ema.pt", weights_only=True), average)
     assert n_all_reduces(counts) == len(batches), "the average sends nothing"
 
-    model, ema_model = shard(make_model()), shard(make_model())
+    def make_sharded():
+        from torch.distributed.fsdp import fully_shard
+
+        return fully_shard(make().eval(), mesh=make_mesh())
+
+    alone, model, ema_model = make().eval(), make_sharded(), make_sharded()
+    average = full_parameters(alone)
     optimizer = sgd(model)
-    x, y = own(*make_batch())
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    execute(sharded, fsdp_model=model, ema_model=ema_model)
-    before, after = full_parameters(make_model()), plain_step()
-    check_equal(full_parameters(ema_model), {name: 0.99 * before[name] + 0.01 * after[name] for name in before})
+    for number, (x, y) in enumerate(batches):
+        after = train_alone(alone, lambda model, x=x, y=y: F.cross_entropy(model(x), y))
+        average = {name: 0.99 * average[name] + 0.01 * after[name] for name in average}
+        x, y = own(x, y)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        model[1].num_batches_tracked.fill_(number)
+        with count_collectives() as counts:
+            execute(sharded, fsdp_model=model, ema_model=ema_model)
+        assert not counts, "the average sends nothing"
+        check_equal(full_parameters(ema_model), average)
+        assert ema_model[1].num_batches_tracked == number
+    moved = max((average[name] - start).abs().max() for name, start in full_parameters(make()).items())
+    assert moved > 1e-4
 
 
 def critic_loss(scores):
@@ -541,6 +555,23 @@ def evaluation():
 
 
 @recipe
+def download():
+    """One process downloads, and all read after that."""
+    (block,) = blocks_of("My script downloads or prepares its data. Who does it?")
+    calls = []
+
+    def fake_mnist(folder, download=False):
+        calls.append("download" if download else "read")
+
+    with (
+        mock.patch.dict(sys.modules, {"torchvision.datasets": types.SimpleNamespace(MNIST=fake_mnist)}),
+        mock.patch.object(dist, "barrier", lambda: calls.append("barrier")),
+    ):
+        execute(block)
+    assert calls == ["download", "barrier", "read"][dist.get_local_rank() :]
+
+
+@recipe
 def number_of_gpus():
     """The same steps as one process; and at N times the batch and rate, nearly as N steps."""
     keep, scale = blocks_of("The number of GPUs changes. What about batch size and learning rate?")
@@ -603,12 +634,20 @@ def loader_processes():
 
 @recipe
 def iterable_data_set():
-    """Two processes with two loader processes each see every sample once, in equally many batches."""
+    """1003 samples, for two loader processes on each of two ranks: the steps of one process, and each sample once."""
     (block,) = blocks_of("My data set is an `IterableDataset`")
     result = execute(block)
     batches = dist.gather_objects([batch.tolist() for batch in result.loader])
-    assert [len(part) for part in batches] == [50, 50]
-    assert sorted(itertools.chain.from_iterable(batches[0] + batches[1])) == list(range(1000))
+    steps = [sorted(first + second) for first, second in zip(*batches, strict=True)]
+    even, odd = (list(range(1003))[reader::2] for reader in range(2))  # of the two loader processes of one process
+    assert steps == [part[start : start + 20] for start in range(0, 500, 20) for part in (even, odd)]
+    tested = dist.gather_objects([number for batch in result.test_loader for number in batch.tolist()])
+    assert tested == [list(range(0, 1003, 2)), list(range(1, 1003, 2))]
+
+    for n in range(81):  # with any number of samples, all ranks take equally many steps, and as many as one process
+        result.Stream.samples = lambda stream, n=n: iter(range(n))
+        n_steps = len(list(DataLoader(result.Stream(), batch_size=10, drop_last=True)))
+        assert dist.gather_objects(n_steps) == [n // 20] * 2
 
 
 # ---- save, load and resume ------------------------------------------------------------------------------------------
@@ -666,13 +705,24 @@ def asynchronous_save():
         optimizer.step()
         history.append(full_parameters(model))
 
-    result = execute(block, fsdp_model=model, optimizer=optimizer, train_step=train_step, steps=9, save_every=3)
-    assert len(history) == 9 and result.saving.done()
+    execute(block, fsdp_model=model, optimizer=optimizer, train_step=train_step, steps=9, save_every=3)
+    assert len(history) == 9
     for step in (3, 6, 9):
         state = {"model": get_model_state_dict(model)}
         dcp.load(state, checkpoint_id=f"runs/step-{step}")
         loaded = {name: value.full_tensor() for name, value in state["model"].items()}
         check_equal(loaded, history[step - 1], tolerance=0)
+
+    # A folder cannot be made where a file stands. The error of a save is raised by the next one, or at the end.
+    for failing, trained in ((1, 2), (2, 2)):
+        Path(f"no-runs-{failing}").mkdir(exist_ok=True)
+        Path(f"no-runs-{failing}", f"step-{failing}").touch()
+        dist.barrier()
+        history.clear()
+        names = {"fsdp_model": model, "optimizer": optimizer, "train_step": train_step}
+        with pytest.raises(dcp.api.CheckpointException):
+            execute(block.replace("runs/", f"no-runs-{failing}/"), **names, steps=2, save_every=1)
+        assert len(history) == trained
 
 
 def split_two_layers(model):
