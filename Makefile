@@ -2,10 +2,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 MINUTES ?= 30
+N ?= 60
+SEED ?= 0
 # Two files of tests at a time: they wait more than they compute.
 SIDE_BY_SIDE := -n 2 --dist loadfile
 
-.PHONY: demo test test-slow test-guard test-gpu test-versions soak lint bench plots clean
+.PHONY: demo test test-slow test-guard test-gpu test-versions soak mutants lint bench plots clean
 
 demo: .venv/installed  ## train the minimal example
 	$(BIN)/python min_DDP.py
@@ -27,6 +29,9 @@ test-versions:  ## the quick tests on every version of torch from 2.11 on
 
 soak: .venv/installed-dev  ## random jobs under load, for MINUTES
 	$(BIN)/python -m tests.soak --minutes $(MINUTES)
+
+mutants: .venv/installed-dev  ## do the tests notice N random changes?
+	$(BIN)/python -m tests.mutants -n $(N) --seed $(SEED)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

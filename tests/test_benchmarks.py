@@ -19,7 +19,13 @@ def test_plots_show_what_is_stored(tmp_path):
         assert status == 0, stderr
         pictures.append({path.stem: path.read_text() for path in (tmp_path / seed).glob("*.svg")})
     assert pictures[0] == pictures[1]
-    names = {path.stem for path in common.RESULTS.glob("*.json")} - {"check_cluster", "mnist_accuracy", "soak", "step"}
+    names = {path.stem for path in common.RESULTS.glob("*.json")} - {
+        "check_cluster",
+        "mnist_accuracy",
+        "mutants",
+        "soak",
+        "step",
+    }
     assert set(pictures[0]) == names
     for name in names:
         record, text = json.loads((common.RESULTS / f"{name}.json").read_text()), pictures[0][name]
