@@ -16,7 +16,6 @@ that has no effect. It is kept when the same survivor is found again.
 import ast
 import concurrent.futures
 import copy
-import datetime
 import json
 import os
 import random
@@ -26,15 +25,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 import options
+from benchmarks import common
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 TESTS = {  # of the files that have no test file of their own name, or more than that one
     "distributed": ["metrics", "launch", "min_DDP", "mistakes"],
     "spawn": ["launch"],
@@ -284,19 +281,20 @@ def show(mutant):
 
 def store(args, chosen, verdicts):
     """Add this run to the stored ones. A reason given for a survivor is kept."""
-    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": [], "survivors": []}
-    counts = {name: verdicts.count(name) for name in ("quick tests", "slow tests")}
-    run = {"date": f"{datetime.date.today()}", "torch": str(torch.__version__), "mutants": len(chosen)}
-    run |= {"seed": args.seed, "files": args.files, "quick only": args.quick, "caught by": counts}
-    run["survived"] = verdicts.count(None)
-    stored["runs"].append(run)
-    known = {(entry["file"], entry["before"], entry["after"]) for entry in stored["survivors"]}
+    path = common.RESULTS / "mutants.json"
+    stored = {"results": [], "survivors": []}
+    if path.exists():
+        stored = json.loads(path.read_text())
+    run = {"mutants": len(chosen), "seed": args.seed, "files": args.files, "quick tests only": args.quick}
+    run["caught by the quick tests"] = verdicts.count("quick tests")
+    run["caught by the slow tests"] = verdicts.count("slow tests")
+    survivors = list(stored["survivors"])
+    known = {(entry["file"], entry["function"], entry["before"], entry["after"]) for entry in survivors}
     for mutant, verdict in zip(chosen, verdicts, strict=True):
-        entry = asdict(mutant)
-        del entry["start"], entry["end"]
-        if verdict is None and (mutant.file, mutant.before, mutant.after) not in known:
-            stored["survivors"].append({**entry, "reason": ""})
-    RESULTS.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
+        entry = {"file": mutant.file, "function": mutant.function, "before": mutant.before, "after": mutant.after}
+        if verdict is None and tuple(entry.values()) not in known:
+            survivors.append({**entry, "reason": ""})
+    common.write("mutants", {"unit": "mutants", "results": [*stored["results"], run], "survivors": survivors})
 
 
 if __name__ == "__main__":
