@@ -345,6 +345,43 @@ def float32_step(tolerance_of):
     return after, max((after[name] - before[name]).abs().max().item() for name in before) * tolerance_of
 
 
+class TwoBranches(nn.Module):
+    """Which branch a batch takes depends on its size."""
+
+    def __init__(self):
+        super().__init__()
+        self.small = nn.Linear(4, 3)
+        self.large = nn.Linear(4, 3)
+
+    def forward(self, x):
+        if len(x) < 3:
+            return self.small(x)
+        return self.large(x)
+
+
+@recipe
+def unused_parameters():
+    """Each rank takes another branch. Without the option, the second step raises on all ranks."""
+    (block,) = blocks_of('DDP says "Expected to have finished reduction in the prior iteration". What is wrong?')
+    parts = [(torch.ones(2, 4), torch.zeros(2, dtype=torch.long)), (torch.ones(4, 4), torch.ones(4, dtype=torch.long))]
+    x, y = parts[dist.get_rank()]
+    torch.manual_seed(0)
+    model = TwoBranches()
+    result = execute(block, model=model, x=x, y=y)
+    F.cross_entropy(result.ddp_model(x), y).backward()  # a second one
+    gradients = {name: param.grad.clone() for name, param in model.named_parameters()}
+    model.zero_grad()
+    for _ in range(2):
+        for x_part, y_part in parts:
+            (F.cross_entropy(model(x_part), y_part) / len(parts)).backward()
+    check_equal(gradients, {name: param.grad for name, param in model.named_parameters()})
+
+    ddp_model = dist.prepare_ddp_model(TwoBranches())
+    F.cross_entropy(ddp_model(x), y).backward()
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
+        ddp_model(x)
+
+
 @recipe
 def bfloat16_under_ddp():
     (block,) = blocks_of("How do I use bfloat16 under DDP?")
