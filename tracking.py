@@ -80,8 +80,8 @@ class Tracker:
 
         hide_errors_of_tensorboards_thread()
         try:
-            # purge_step removes what an interrupted run has written after its last snapshot.
-            self.writer = SummaryWriter(self.tensorboard, purge_step=samples)
+            # Remove what an interrupted run has written after its last snapshot, at `purge_step` or later.
+            self.writer = SummaryWriter(self.tensorboard, purge_step=samples + 1)
         except OSError as error:
             self.fail(error)
 
