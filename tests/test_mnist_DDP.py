@@ -183,7 +183,7 @@ def read_wandb(folder):
 @pytest.mark.slow
 def test_the_same_under_torchrun(tmp_path):
     options = ("--global_batch_size", 256, "--grad_accumulation", 2, "--epochs", 2, "--output_dir", tmp_path, "--amp")
-    status, stdout, stderr = torchrun(2, SCRIPT, *options, timeout=200)
+    status, stdout, stderr = torchrun(2, SCRIPT, *options, timeout=500)
     assert (status, [line for line in stderr.splitlines() if "OMP_NUM" not in line and "****" not in line]) == (0, [])
     assert accuracies_of(tmp_path) == check_output(stdout, 2, global_batch=256)
     assert accuracies_of(tmp_path)[-1] > 0.97
