@@ -15,7 +15,7 @@ share of the batch needs, and send back the gradients of those rows:
 
 All trainers wait for that one update, so N trainers do what one process would do with the whole batch. The usual way,
 torch.distributed.autograd with DistributedOptimizer, lets each trainer step the table by itself. The table would then
-move N times in each step, with gradients that are N times too large.
+be updated N times in each step. With SGD it moves N times too far.
 
 Choose it when a table is too large for a trainer. If the whole model fits, min_DDP.py is simpler. If a large model uses
 all of its parameters in each step, choose min_FSDP.py. PyTorch maintains torch.distributed.rpc but no longer develops
