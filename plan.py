@@ -483,8 +483,6 @@ def replicate_seconds(model, layout, window, cluster):
 
     ZeRO gathers parameters after the optimizer's step, when nothing computes, unless the framework overlaps it.
     """
-    if layout.copies == 1:
-        return 0.0
     stride = layout.tensor * layout.shards
     messages = model.layers / layout.stages
     reduced, gathered = replicate_bytes(model, layout)

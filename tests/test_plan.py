@@ -284,6 +284,8 @@ def test_every_layout_keeps_the_batch_and_divides_the_model():
         assert layout.n_gpus == job.n_gpus and layout.data * layout.micro * layout.count == job.batch
         assert job.model.kv_heads % layout.tensor == 0 and layout.stages * layout.chunks <= job.model.layers
         assert layout.count >= layout.stages
+        if layout.replicate > 1 and layout.shards > 1:  # HSDP: FSDP in each machine
+            assert layout.shard * layout.tensor == H100.gpus_per_node and layout.stages == layout.context == 1
     assert {frozenset({"shard"}), frozenset({"shard", "tensor"}), frozenset({"shard", "tensor", "stages"})} <= seen
 
 
@@ -293,6 +295,15 @@ def test_the_simplest_layout_is_one_of_the_fast_ones():
     fast = [result for result in results if result.speed >= 0.95 * plan.fastest(results).speed]
     assert simplest in fast
     assert plan.complexity(simplest.layout) == min(plan.complexity(result.layout) for result in fast)
+
+
+def test_communication_is_hidden_behind_computing_only_where_they_overlap():
+    alone = dataclasses.replace(H100, overlaps=False)
+    assert plan.exposed(3.0, 2.0, H100) == pytest.approx(1.0 + 2.0 * plan.HIDDEN_COST)
+    assert plan.exposed(1.0, 2.0, H100) == pytest.approx(1.0 * plan.HIDDEN_COST)
+    assert plan.exposed(3.0, 2.0, alone) == 3.0
+    model = plan.MODELS["gpt2"]
+    assert plan.replicate_seconds(model, plan.Layout(shard=4), 1.0, H100) == 0, "no copies, so nothing is reduced"
 
 
 def test_what_would_change_it_does():
@@ -308,30 +319,34 @@ def test_what_would_change_it_does():
 
 # ---- commands -----------------------------------------------------------------------------------------------------
 
-LAYOUTS = [
-    plan.Layout(),
-    plan.Layout(replicate=4),
-    plan.Layout(replicate=4, zero=True),
-    plan.Layout(shard=4),
-    plan.Layout(shard=4, recompute="full"),
-    plan.Layout(replicate=2, shard=2),
-    plan.Layout(tensor=4),
-    plan.Layout(shard=2, tensor=2),
-    plan.Layout(stages=4, count=4),
-    plan.Layout(replicate=2, stages=2, count=4, chunks=2),
-    plan.Layout(shard=2, tensor=2, stages=2, count=2),
-    plan.Layout(context=4, shard_context=False),
-]
+LAYOUTS = {  # the mesh's name and its script
+    plan.Layout(): ("one GPU", "min_2D.py"),
+    plan.Layout(replicate=4): ("DDP 4", "min_2D.py"),
+    plan.Layout(replicate=4, zero=True): ("ZeRO-1 4", "min_ZeRO.py"),
+    plan.Layout(shard=4): ("FSDP 4", "min_FSDP.py"),
+    plan.Layout(shard=4, recompute="full"): ("FSDP 4", "min_2D.py"),
+    plan.Layout(replicate=2, shard=2): ("DDP 2 x FSDP 2", "min_2D.py"),
+    plan.Layout(tensor=4): ("TP 4", "min_TP.py"),
+    plan.Layout(shard=2, tensor=2): ("FSDP 2 x TP 2", "min_2D.py"),
+    plan.Layout(stages=4, count=4): ("PP 4", "min_PP.py"),
+    plan.Layout(replicate=2, stages=2, count=4, chunks=2): ("DDP 2 x PP 2, interleaved", "min_PP.py"),
+    plan.Layout(shard=2, tensor=2, stages=2, count=2): ("FSDP 2 x TP 2 x PP 2", "min_3D.py"),
+    plan.Layout(context=4, shard_context=False): ("CP 4", "min_CP.py"),
+}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=plan.mesh_name)
+def test_names_of_meshes_that_no_script_has():
+    assert plan.mesh_name(plan.Layout(context=4)) == "FSDP over CP's GPUs x CP 4"
+    assert plan.mesh_name(plan.Layout(shard=2, context=4)) == "FSDP 2 x CP 4"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{LAYOUTS[layout]}")
 def test_the_script_takes_the_command(layout, monkeypatch):
     shape = plan.Model(layers=8, width=64, heads=4, kv_heads=4, hidden=256, matrices=2, vocabulary=256, sequence=64)
     job = plan.Job(shape, H100, layout.n_gpus, batch=16)
     python, *words = shlex.split(plan.command(job, layout))
-    if not (ROOT / words[0]).exists():
-        pytest.skip(f"there is no {words[0]}")
-    assert python == "python"
+    name, script = LAYOUTS[layout]
+    assert (plan.mesh_name(layout), python, words[0]) == (name, "python", script)
     monkeypatch.setattr(sys, "argv", words)
     args = importlib.import_module(words[0].removesuffix(".py")).parse_args()
     assert args.nproc == layout.n_gpus and args.global_batch_size == 16
@@ -391,11 +406,14 @@ def test_json_has_the_same_numbers(capsys):
     assert f"{best['tokens/s per GPU']:,.0f}, MFU {best['MFU']:.0%}" in text
     assert f"{sum(best['memory'].values()) / 2**30:.1f} of" in text
     assert best["command"] in text and report["runner-up"]["mesh"] in text
+    assert best["not in the script"] == ["gated MLPs", "grouped KV heads", "a vocabulary of 128,256"]
+    assert f"The plan counts on more: {', '.join(best['not in the script'])}." in text
     plan.main(["--model", "llama3-70b", "--gpus", "256", "--json"])
     simplest = json.loads(capsys.readouterr().out)["simplest within 5 %"]
     plan.main(["--model", "llama3-70b", "--gpus", "256"])
     text = capsys.readouterr().out
     assert f"simplest      {simplest['mesh']}," in text and simplest["command"] in text
+    assert "selective recomputation" in text and "full recomputation" not in simplest["not in the script"]
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would(capsys):
@@ -435,6 +453,7 @@ def test_options_change_the_shape_and_the_cluster():
     assert (job.model.hidden, job.model.kv_heads, job.n_gpus) == (8192, 16, 16)
     assert (job.cluster.memory, job.cluster.flops, job.cluster.inside) == (48e9, 362e12, 32e9)
     assert (job.cluster.gpus_per_node, job.precision, job.recompute) == (4, "float32", ("full",))
+    assert job.cluster.bandwidth == pytest.approx(H100.bandwidth * 362e12 / H100.flops), "in proportion to the speed"
 
 
 @pytest.mark.parametrize(
