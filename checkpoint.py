@@ -6,9 +6,9 @@
     epoch = checkpoint.load_sharded(folder, model, optimizer)        # 0 if there is none
     checkpoint.save_sharded(folder, model, optimizer, epoch + 1)
 
-Any number of processes can load what any number has saved. A kill at any moment leaves the old snapshot or the new
-one. Disk and file errors are one-line messages, on every rank. A file is loaded with `weights_only=True`, so nothing
-in it is executed; the index of a folder is a pickle, so load only folders that you trust.
+Any number of processes can load what any number has saved. A kill at any moment leaves the old snapshot or the new one.
+Disk and file errors are one-line messages, on every rank. A file is loaded with `weights_only=True`, so nothing in it
+is executed; parts of a folder are pickles, so load only folders that you trust.
 """
 
 import contextlib
@@ -199,10 +199,13 @@ def rebuild_buckets(model, compute_loss):
 
 def _parts(model, optimizer, scheduler, more):
     """What is saved, by name; the model without torch.compile's and DDP's wrappers."""
-    while hasattr(model, "_orig_mod") or isinstance(model, DistributedDataParallel):
-        model = getattr(model, "_orig_mod", model)
-        if isinstance(model, DistributedDataParallel):
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif isinstance(model, DistributedDataParallel):
             model = model.module
+        else:
+            break
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     parts.update(more)
     return {name: part for name, part in parts.items() if part is not None}
@@ -305,9 +308,9 @@ def _sync_buffers(model):
 def load_sharded(folder, model, optimizer):
     """Load the newest complete checkpoint, whatever the number of ranks then and now; returns the next epoch.
 
-    Without a checkpoint it changes nothing and returns 0. Learning rates are restored, scaled if you changed the base
-    rate that the optimizer is built with. Raises DistributedError on every rank if the checkpoint cannot be read, is
-    incomplete, or does not match the model. It has no checksums: changed bits are not noticed.
+    Without a checkpoint it changes nothing and returns 0. Learning rates are restored. If the optimizer is now built
+    with another base rate, they are multiplied by new / old. Raises DistributedError on every rank if the checkpoint
+    cannot be read, is incomplete, or does not match the model. It has no checksums: changed bits are not noticed.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict

@@ -250,8 +250,9 @@ def prepare_ddp_model(model, device_ids=None, **kwargs):
 def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
     """`model` on this process's device, sharded in place over all ranks by FSDP2. Build the optimizer afterwards.
 
-    At world size 1 it is not sharded. Use this for a model that you did not write. For your own model, call fully_shard
-    on its blocks, as min_FSDP.py does. It goes from the leaves to the root, and shards a submodule if at least
+    At world size 1 it is not sharded, and `kwargs` are ignored. Use this for a model that you did not write. For your
+    own model, call fully_shard on its blocks, as min_FSDP.py does. It goes from the leaves to the root, and shards a
+    submodule if at least
     `min_num_params` of its parameters are not sharded yet. The root takes the rest. A shared parameter belongs to the
     smallest unit that contains all its uses. A unit moves to this process's device only when it is sharded. All ranks
     start from rank 0's weights, as with DDP. `kwargs` go to fully_shard. Raises ValueError for `min_num_params` < 1.
@@ -405,9 +406,10 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
     """Run `worker_fn(local_rank, world_size, *args)` in every process of the job and wait until all are done.
 
     Under torchrun, or any launcher that sets RANK and WORLD_SIZE, this process is one of them and `nprocs` is ignored.
-    Otherwise `nprocs` processes are started on this machine: by default one per visible GPU, or one without a GPU.
-    Each started process has its own copy of `args`. With one process, `worker_fn` runs in the calling process. Build
-    the model inside `worker_fn`, so that it is freed on return.
+    Otherwise `nprocs` processes are started on this machine: by default one per visible GPU, or one without a GPU. Each
+    started process has its own copy of `args`. It imports the script first, and has RANK and the other variables only
+    when `worker_fn` runs: so call nothing of this module at the top level of a file. With one process, `worker_fn` runs
+    in the calling process. Build the model inside `worker_fn`, so that it is freed on return.
 
     A DistributedError ends the job with one line and status 1. Any other failure of a started process ends the others,
     and is raised here: torch.multiprocessing.ProcessRaisedException with the worker's traceback, SystemExit with the
@@ -534,9 +536,9 @@ def _drop_destroyed_groups():
     """Free the destroyed groups now: a thread of gloo that still runs when Python ends aborts the process.
 
     Its status is then -6, and torchrun calls a finished job failed: https://github.com/pytorch/pytorch/issues/190489,
-    torch 2.11 to 2.15. `cleanup` keeps a reference to each group until here. Otherwise a DDP model may hold the last
-    one. Freeing that joins gloo's threads while Python's lock is held, and they may need the lock (torch 2.11). Delete
-    when jobs of DDP under torchrun end well without it.
+    torch 2.11 to 2.15. Freeing a group waits for gloo's threads. If a DDP model held the last reference, that would
+    happen while this thread holds Python's lock, which gloo's threads may need: a deadlock (torch 2.11). So `cleanup`
+    keeps a reference until here. Delete when jobs of DDP under torchrun end well without it.
     """
     # A process that `launch` has started ends by os._exit, and gc would copy all memory that it shares with the others.
     if _destroyed_groups and multiprocessing.parent_process() is None:

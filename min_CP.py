@@ -111,7 +111,7 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         result = x.new_empty(dist.get_world_size(), *x.shape)
-        dist.all_gather_single(result.flatten(0, 1), x)
+        dist.all_gather_single(result.view(-1, *x.shape[1:]), x)
         return result
 
     @staticmethod

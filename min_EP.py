@@ -143,7 +143,7 @@ def backward(model, loss):
     shared, _ = split_params(model)
     grads = [param.grad for param in shared]
     total = dist.all_reduce(nn.utils.parameters_to_vector(grads))
-    nn.utils.vector_to_parameters(total, grads)
+    nn.utils.vector_to_parameters(total, grads)  # cuts the vector into gradients
 
 
 def split_params(model):

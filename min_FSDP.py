@@ -27,7 +27,7 @@ gloo it sends up to 4·(N-1)/N · 4·P bytes, because gloo's reduce-scatter is a
 It prints `parameters held: 239,360 of 478,720 (0.500)`, and every --log-every steps a line like
 `step 50 | loss 3.1585 | held-out 2.9212 | 2,624 tokens/s | 548 MB`. Each checkpoint is a folder `epoch-N` in
 --checkpoint-dir, where N counts steps, not epochs. Older ones are kept: delete them yourself. All machines must share
---checkpoint-dir. Load only checkpoints that you trust, because their index is a pickle.
+--checkpoint-dir. Load only checkpoints that you trust, because parts of them are pickles.
 """
 
 import functools

@@ -217,7 +217,7 @@ def average_gradients(optimizer):
     """Average an optimizer's gradients over all processes, in one all-reduce."""
     grads = [param.grad for param in params_of(optimizer)]
     average = dist.reduce(nn.utils.parameters_to_vector(grads))
-    nn.utils.vector_to_parameters(average, grads)
+    nn.utils.vector_to_parameters(average, grads)  # cuts the vector into gradients
 
 
 def clip_gradients(muon, adamw, max_norm):

@@ -101,6 +101,25 @@ def train(pipeline, optimizer, text, held_out, args):
     return progress.losses
 
 
+def split(model, ranks, rank, group):
+    """Cut the blocks into stages. Stage i runs on rank `ranks[i]` of the pipeline, and this process is `rank`.
+
+    Returns this process's stages by number, and for each a PipelineStage, which also sends and receives.
+    """
+    device = dist.get_device()
+    n_blocks = len(model.blocks)
+    n_stages = len(ranks)
+    stages = {}
+    parts = []
+    for i in range(n_stages):
+        if ranks[i] == rank:
+            first = i * n_blocks // n_stages
+            last = (i + 1) * n_blocks // n_stages
+            stages[i] = Stage(model, first, last).to(device)
+            parts.append(pipelining.PipelineStage(stages[i], i, n_stages, device, group=group))
+    return stages, parts
+
+
 class Stage(nn.Module):
     """Blocks `first` to `last` - 1 of a GPT. The first stage has its embeddings too, the last one its head."""
 
@@ -124,25 +143,6 @@ class Stage(nn.Module):
         if self.is_last:
             x = self.head(self.norm(x))
         return x
-
-
-def split(model, ranks, rank, group):
-    """Cut the blocks into stages. Stage i runs on rank `ranks[i]` of the pipeline, and this process is `rank`.
-
-    Returns this process's stages by number, and for each a PipelineStage, which also sends and receives.
-    """
-    device = dist.get_device()
-    n_blocks = len(model.blocks)
-    n_stages = len(ranks)
-    stages = {}
-    parts = []
-    for i in range(n_stages):
-        if ranks[i] == rank:
-            first = i * n_blocks // n_stages
-            last = (i + 1) * n_blocks // n_stages
-            stages[i] = Stage(model, first, last).to(device)
-            parts.append(pipelining.PipelineStage(stages[i], i, n_stages, device, group=group))
-    return stages, parts
 
 
 class Pipeline:
@@ -243,7 +243,7 @@ def average_gradients(pipeline):
     flat = nn.utils.parameters_to_vector(grads)
     torch_dist.all_reduce(flat, group=pipeline.mesh.get_group("replica"))
     flat /= pipeline.mesh.size(0)
-    nn.utils.vector_to_parameters(flat, grads)
+    nn.utils.vector_to_parameters(flat, grads)  # cuts the vector into gradients
 
 
 def clip_gradients(pipeline, max_norm):

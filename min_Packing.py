@@ -20,10 +20,10 @@ than others, and no error is raised. The loss of a step is instead one fraction:
 
     loss = (sum of the losses of all targets of all ranks and micro-batches) / (number of all these targets)
 
-Each step begins with an all-reduce of the denominator. So the gradients are right when they come, and clipping and the
-optimizer's step stay as they are. Choose packing over padding (--pad) when lengths vary, because padding costs as much
-time as text. If documents may see each other, cut one long text into rows, as `gpt.batch` does: then nothing is wasted,
-and no mask is needed.
+Each step begins with an all-reduce of the denominator. So the gradients have the right scale after backward, and
+clipping and the optimizer need no change. Choose packing over padding (--pad) when lengths vary, because padding costs
+as much time as text. If documents may see each other, cut one long text into rows, as `gpt.batch` does: then nothing is
+wasted, and no mask is needed.
 
 Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW. Each step sends
 2·(N-1)/N · 4·P bytes, once for all micro-batches, and 8 bytes more. The mask has rows · length² bytes for the rows of a
@@ -155,7 +155,7 @@ def load_documents():
     if dist.is_primary():
         for path in sorted(gpt.LIBRARY.glob("*.py")):
             documents += functions_in(path.read_bytes())
-    return dist.gather_objects(documents)[0]
+    return dist.broadcast_object(documents)
 
 
 def functions_in(source):

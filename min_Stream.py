@@ -15,9 +15,10 @@ part of it: the resumed run fetches that again.
 
 An index beside each shard holds the start of each line, so any document can be read by itself. The usual stream reads
 each shard from its first line through a shuffle buffer. Its order depends on which process reads which shard, and a
-resumed run must either load saved buffers or read all earlier documents again. Choose it for files that cannot be read
-from the middle, such as compressed ones. Images in a folder, or anything else with a length and an index, need neither
-stream: use `dist.data_sampler`, as min_DDP.py does. It keeps one number per sample in memory.
+resumed run must either load saved buffers or read all earlier documents again. Choose such a stream, not this script,
+for files that cannot be read from the middle, such as compressed ones. Images in a folder, or anything else with a
+length and an index, need neither stream: use `dist.data_sampler`, as min_DDP.py does. The sampler keeps one number per
+sample in memory.
 
 Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW, and 2·(N-1)/N · 4·P bytes
 sent in each step, and 8 bytes for the loss. The data add --buffer numbers, one number per shard, and the batches
@@ -182,7 +183,10 @@ def read_document(path, line):
         start, end = struct.unpack("2q", index.read(16))
     with open(path, "rb") as shard:
         shard.seek(start)
-        return parse(shard.read(end - start))
+        text = parse(shard.read(end - start))
+    if text is None:
+        raise dist.DistributedError(f"{path}: document {line} is no longer what its index says")
+    return text
 
 
 def parse(line):
@@ -370,10 +374,7 @@ def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     counts = open_shards(find_data(args))
     stream = Stream(counts, args)
-    expected = None
-    if dist.is_primary():
-        expected = stream.state_dict()
-    expected = dist.gather_objects(expected)[0]
+    expected = dist.broadcast_object(stream.state_dict())  # rank 0's
     check_same(expected, stream, f"rank {dist.get_rank()} does not have the data of rank 0")
     dist.print_primary(f"{len(counts):,} shards of {stream.n_documents:,} documents")
 

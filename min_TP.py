@@ -1,6 +1,7 @@
 """Split every layer: tensor parallelism (TP), with the sequence split between the layers.
 
-Two matrices in a row need one sum. The first is cut by columns, the second by rows, and f does not mix the two cuts:
+A product with A, then f, then a product with B need only one sum over the processes, if A is cut by columns and B by
+rows, and f treats each part of the columns by itself:
 
     Y = f(X A) B = Σ_i f(X A_i) B_i
 

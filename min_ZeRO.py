@@ -93,8 +93,8 @@ class ZeRO:
         start = 0  # where the group begins in the flat vector
         for group in groups:
             stop = start + sum(param.numel() for param in group["params"])
-            first = max(0, start - offset)
-            last = max(0, stop - offset)
+            first = min(max(0, start - offset), len(self.own))
+            last = min(max(0, stop - offset), len(self.own))
             piece = nn.Parameter(self.own[first:last])
             piece.grad = self.own_grad[first:last]
             own_groups.append(dict(group, params=[piece]))

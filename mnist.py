@@ -126,7 +126,7 @@ def _fetch_mnist(mnist_class, data_dir):
                 size = len(content)
                 return f"{folder}/{name} is damaged or not MNIST's ({size} bytes): delete it and start again"
     except (OSError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[-1]
+        reason = str(error).strip().rpartition("\n")[2]
         return (
             f"MNIST is not in {folder} and cannot be downloaded ({reason}): put {', '.join(MNIST_FILES)} there, "
             "unpacked or as .gz, or use --data synthetic, which needs no files"

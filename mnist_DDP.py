@@ -332,7 +332,7 @@ def save_results(folder, net, accuracies):
             write_results(folder, net, accuracies)
         except dist.DistributedError as failure:
             error = str(failure)
-    dist.raise_on_all(error)
+    dist.raise_on_all(error, dist.patient_group())
 
 
 def write_results(folder, net, accuracies):

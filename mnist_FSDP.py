@@ -28,7 +28,7 @@ It prints one line per epoch, over all test samples, with the peak memory of the
 
     epoch: 0 | train loss: 0.6352 | test loss: 0.1403 | test acc: 9617/10000 (0.9617) | memory: 771 MB | 4120 samples/s
 
-All machines must share --checkpoint-dir. Load only checkpoints that you trust, because their index is a pickle.
+All machines must share --checkpoint-dir. Load only checkpoints that you trust, because parts of them are pickles.
 """
 
 import os

@@ -89,6 +89,9 @@ class Trainer:
         self.preemption = preemption
         self.global_batch_size = args.global_batch_size
         self.steps = len(dataset) // args.global_batch_size  # per epoch
+        if self.steps == 0:
+            line = f"--global-batch-size {args.global_batch_size} is more than the {len(dataset)} samples"
+            raise dist.DistributedError(line)
         self.num_workers = args.num_workers
         self.save_every = args.save_every
         self.snapshot_path = args.snapshot_path

@@ -7,7 +7,7 @@ command, the memory of a GPU by part, and the seconds of a step by part. It also
 that, and the runner-up. docs/plan.md holds the same formulas against published measurements, so you can see how far to
 trust them.
 
-    replicate   every GPU holds the model, gradients are averaged        (DDP, min_DDP.py; ZeRO-1, min_ZeRO.py)
+    replicate   every GPU holds the model, gradients are averaged        (DDP, min_2D.py; ZeRO-1, min_ZeRO.py)
     shard       parameters are gathered when a block computes            (FSDP, min_FSDP.py)
     both        machines hold copies, the GPUs of one hold shards        (HSDP, min_2D.py)
     tensor      the work of each layer is split, inside a machine        (TP, min_TP.py)
@@ -58,7 +58,7 @@ MODELS = {  # name: layers, width, heads, KV heads, hidden, matrices, vocabulary
     "llama2-7b": Model(32, 4096, 32, 32, 11008, 3, 32000, sequence=4096),
     "llama2-13b": Model(40, 5120, 40, 40, 13824, 3, 32000, sequence=4096),
     "llama2-70b": Model(80, 8192, 64, 8, 28672, 3, 32000, sequence=4096),
-    "llama3-1b": Model(16, 2048, 32, 8, 8192, 3, 128256, tied=True),  # https://arxiv.org/abs/2407.21783 and after it
+    "llama3-1b": Model(16, 2048, 32, 8, 8192, 3, 128256, tied=True),  # the model cards of Llama 3.2
     "llama3-3b": Model(28, 3072, 24, 8, 8192, 3, 128256, tied=True),
     "llama3-8b": Model(32, 4096, 32, 8, 14336, 3, 128256),
     "llama3-70b": Model(80, 8192, 64, 8, 28672, 3, 128256),
@@ -86,7 +86,7 @@ class Cluster:
     float32: float = 0.5  # speed of float32 matrices (TF32) in relation to bfloat16
     reachable: float = 794.5 / 989  # of `flops`, by large matrices: github.com/stas00/ml-engineering, accelerator
     reachable_link: float = 0.8  # of `inside` and `between`, by large messages: usual in nccl-tests
-    # Chosen with the rows of docs/plan.md in view, as latency_between is.
+    # These two, like latency_between, were fitted by hand to the measurements in docs/plan.md.
     few_tokens: int = 300  # a micro-batch of so many tokens computes at half of the speed
     narrow: int = 250  # and so do matrices of this width, divided by tensor
     reduce_scatter: float = 1.0  # its time in relation to an all-gather's: gloo's is an all-reduce
@@ -567,7 +567,12 @@ class Job:
 
 
 def powers_of_two(largest):
-    return [2**i for i in range(max(0, int(largest)).bit_length())]
+    powers = []
+    power = 1
+    while power <= largest:
+        powers.append(power)
+        power *= 2
+    return powers
 
 
 def splits(job):
@@ -861,7 +866,10 @@ def print_result(job, result):
     print(f"recommended   {describe(result.layout)}")
     print(f"start         {how_to_start(job, result.layout)}")
     if lacking:
-        print(f"              gpt.py's model of this shape. The plan counts on more: {', '.join(lacking)}.")
+        print(
+            "              It trains gpt.py's model in this shape. The projection also assumes what the script lacks:"
+        )
+        print(f"              {', '.join(lacking)}.")
     used = sum(result.memory.values())
     print(f"\nmemory of a {job.cluster.device}, GiB  {used / GIB:.1f} of {job.cluster.memory / GIB:.1f}")
     for part, n_bytes in result.memory.items():

@@ -60,7 +60,7 @@ def join(name, timeout):
         torch_dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
         _init_rpc(name, rank, world_size, timeout)
     except (OSError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).partition("\n")[0]
         line = f"rank {rank}: not all {world_size} processes have joined within {timeout:g} s: {reason}"
         raise dist.DistributedError(line) from None
 
@@ -121,7 +121,7 @@ def wait(name, answer):
     try:
         return answer.wait()
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).partition("\n")[0]
         if reason.startswith("On WorkerInfo"):  # the function itself has failed
             raise
         if "timeout" in reason:

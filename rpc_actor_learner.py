@@ -85,33 +85,6 @@ def parse_args():
     return args
 
 
-# ---- what observers call in the learner's process, each call in a thread of RPC -----------------------------------
-
-learner = None  # the Learner, in the learner's process
-
-
-@rpc.functions.async_execution  # the observer waits for the Future, while this thread serves other calls
-def act(observer, state):
-    """Returns a Future of the probability to push the cart to the right."""
-    answer = torch.futures.Future()
-    with learner.lock:
-        learner.requests[observer] = (state, answer)
-        learner.answer_if_all_have_asked()
-    return answer
-
-
-@rpc.functions.async_execution
-def finish_episode(observer, states, actions):
-    """Returns a Future. It is set after the update: True if the observer should play another episode."""
-    with learner.lock:
-        learner.episodes[observer] = (states, actions)
-        learner.playing.discard(observer)
-        updated = learner.updated
-        learner.answer_if_all_have_asked()  # the others wait for this observer no longer
-        learner.update_if_all_have_finished()
-    return updated
-
-
 # ---- the learner --------------------------------------------------------------------------------------------------
 
 
@@ -218,7 +191,7 @@ def discounted_returns(steps):
 
 
 def learn(observers):
-    """Answer the observers until they have done."""
+    """Answer the observers until they are done."""
     for observer in observers:
         remote.watch(f"observer{observer}", learner.lose, observer)
     remote.end(tolerate_lost=True)
@@ -231,11 +204,40 @@ def learn(observers):
     )
 
 
+# ---- what observers call in the learner's process, each call in a thread of RPC -----------------------------------
+
+learner = None  # the Learner, in the learner's process
+
+
+@rpc.functions.async_execution  # the observer waits for the Future, while this thread serves other calls
+def act(observer, state):
+    """Returns a Future of the probability to push the cart to the right."""
+    answer = torch.futures.Future()
+    with learner.lock:
+        if observer in learner.observers:  # it may have died meanwhile
+            learner.requests[observer] = (state, answer)
+            learner.answer_if_all_have_asked()
+    return answer
+
+
+@rpc.functions.async_execution
+def finish_episode(observer, states, actions):
+    """Returns a Future. It is set after the update: True if the observer should play another episode."""
+    with learner.lock:
+        if observer in learner.observers:
+            learner.episodes[observer] = (states, actions)
+        learner.playing.discard(observer)
+        updated = learner.updated
+        learner.answer_if_all_have_asked()  # the others wait for this observer no longer
+        learner.update_if_all_have_finished()
+    return updated
+
+
 # ---- an observer --------------------------------------------------------------------------------------------------
 
 
 def observe(observer, args):
-    """Play episodes until the learner has done."""
+    """Play episodes until the learner is done."""
     episode = 0
     play_another = True
     while play_another:

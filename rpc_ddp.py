@@ -109,28 +109,6 @@ def train_step(model, optimizer, x, y, trainer, device, args):
     return loss.detach(), len(ids)
 
 
-def look_up_everywhere(ids, args):
-    """The rows `ids` (u,) of the table, (u, width). Row i is row i // S of server i % S, for S servers."""
-    answers = []
-    for server in range(args.servers):
-        own = ids[ids % args.servers == server]
-        answers.append(rpc.rpc_async(f"server{server}", look_up, (own // args.servers,)))
-    rows = torch.empty(len(ids), args.width)
-    for server, answer in enumerate(answers):
-        rows[ids % args.servers == server] = remote.wait(f"server{server}", answer)
-    return rows
-
-
-def push_everywhere(trainer, ids, gradients, args):
-    """Send the gradients (u, width) of the rows `ids` to their servers, and wait until all have updated the table."""
-    answers = []
-    for server in range(args.servers):
-        own = ids % args.servers == server
-        answers.append(rpc.rpc_async(f"server{server}", push, (trainer, ids[own] // args.servers, gradients[own])))
-    for server, answer in enumerate(answers):
-        remote.wait(f"server{server}", answer)
-
-
 # ---- a server -----------------------------------------------------------------------------------------------------
 
 table_server = None  # the TableServer, in a server's process, where the next two functions run in threads of RPC
@@ -177,6 +155,31 @@ class TableServer:
         self.pushed = {}
         self.updated = torch.futures.Future()
         updated.set_result(None)
+
+
+# ---- the rows, divided over the servers ----------------------------------------------------------------------------
+
+
+def look_up_everywhere(ids, args):
+    """The rows `ids` (u,) of the table, (u, width). Row i is row i // S of server i % S, for S servers."""
+    answers = []
+    for server in range(args.servers):
+        own = ids[ids % args.servers == server]
+        answers.append(rpc.rpc_async(f"server{server}", look_up, (own // args.servers,)))
+    rows = torch.empty(len(ids), args.width)
+    for server, answer in enumerate(answers):
+        rows[ids % args.servers == server] = remote.wait(f"server{server}", answer)
+    return rows
+
+
+def push_everywhere(trainer, ids, gradients, args):
+    """Send the gradients (u, width) of the rows `ids` to their servers, and wait until all have updated the table."""
+    answers = []
+    for server in range(args.servers):
+        own = ids % args.servers == server
+        answers.append(rpc.rpc_async(f"server{server}", push, (trainer, ids[own] // args.servers, gradients[own])))
+    for server, answer in enumerate(answers):
+        remote.wait(f"server{server}", answer)
 
 
 # ---- model and data -----------------------------------------------------------------------------------------------
@@ -300,7 +303,7 @@ def main_worker(local_rank, world_size, args):
         except RuntimeError as error:
             if "gloo/transport" not in str(error):  # NCCL's errors stay as they are
                 raise
-            reason = str(error).splitlines()[0]
+            reason = str(error).partition("\n")[0]
             raise dist.DistributedError(f"{name_of(rank, args)}: another trainer is lost: {reason}") from None
     if rank == 0:
         remote.end()

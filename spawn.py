@@ -1,4 +1,4 @@
-"""Start the processes of a job on this machine, and end them together. `distributed.launch` is its only caller.
+"""Start the processes of a job on this machine, and end them together. `distributed.launch` calls `run_processes`.
 
 torch.multiprocessing.start_processes is not enough. Every process imports torch anew, which takes about a minute for 64
 of them on two cores. Workers survive a launcher that is killed. When one worker fails, a peer's error may be shown.
@@ -125,7 +125,8 @@ def _wait_for(processes, to_end, store, tolerate_killed):
             else:
                 _end(process)  # now: later, another program may have its process id
                 to_end.remove(process)
-        if _failed(processes, tolerate_killed):  # after `running`: if that is empty, all exit codes are known
+        # Ask only after the loop. If nothing is running, every exit code has been read, so no failure is missed.
+        if _failed(processes, tolerate_killed):
             break
         if not running:
             return
@@ -237,7 +238,7 @@ def _forget_torch_libraries():
     """Do not unregister torch's operators one by one at the end of a process: that takes 45 ms in each."""
     for finalizer in list(weakref.finalize._registry):
         alive = finalizer.peek()  # object, function, arguments
-        if alive and alive[1].__module__ == "torch.library":
+        if alive and getattr(alive[1], "__module__", None) == "torch.library":
             finalizer.atexit = False
 
 

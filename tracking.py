@@ -55,7 +55,7 @@ class Tracker:
                 self.start_wandb(net, hyperparameters)
             if self.tensorboard:
                 self.start_tensorboard(samples)
-        dist.raise_on_all(self.error)
+        dist.raise_on_all(self.error, dist.patient_group())
         self.run_id = dist.broadcast_object(self.run_id)  # each node saves it in its snapshot
 
     def start_wandb(self, net, hyperparameters):

@@ -384,8 +384,17 @@ def test_processes_that_the_caller_has_started_use_a_gpu_each():
 PRELOADED = """
 import atexit
 import os
+import weakref
 
 server = os.getpid()  # which runs the handler too, when it ends
+
+
+class Thing:
+    pass
+
+
+thing = Thing()
+weakref.finalize(thing, {1: 1}.__delitem__, 1)  # a function without __module__
 
 
 def break_down():

@@ -54,6 +54,11 @@ def options(path, total_epochs, **changes):
     return SimpleNamespace(snapshot_path=str(path), total_epochs=total_epochs, **{**defaults, **changes})
 
 
+def test_a_batch_of_more_than_all_samples_is_one_line(tmp_path):
+    with pytest.raises(dist.DistributedError, match="--global-batch-size 96 is more than the 10 samples"):
+        trainer(torch.nn.Linear(1, 1), lambda model: None, tmp_path / "run.pt", range(10), 0)
+
+
 def trainer(model, optimizer, path, dataset, num_workers):
     args = options(path, None, global_batch_size=96, num_workers=num_workers)
     preemption = multinode_torchrun.Preemption(None)

@@ -407,7 +407,7 @@ def test_json_has_the_same_numbers(capsys):
     assert f"{sum(best['memory'].values()) / 2**30:.1f} of" in text
     assert best["command"] in text and report["runner-up"]["mesh"] in text
     assert best["not in the script"] == ["gated MLPs", "grouped KV heads", "a vocabulary of 128,256"]
-    assert f"The plan counts on more: {', '.join(best['not in the script'])}." in text
+    assert f"what the script lacks:\n              {', '.join(best['not in the script'])}." in text
     plan.main(["--model", "llama3-70b", "--gpus", "256", "--json"])
     simplest = json.loads(capsys.readouterr().out)["simplest within 5 %"]
     plan.main(["--model", "llama3-70b", "--gpus", "256"])

@@ -153,6 +153,17 @@ def test_it_waits_for_those_in_an_episode_only(learner, capsys):
     assert capsys.readouterr().out.startswith("observer 3 is lost\nobserver 2 is lost\nupdate 2 | 3 episodes | ")
 
 
+def test_a_call_of_an_observer_that_has_died_meanwhile_changes_nothing(learner):
+    learner.lose(3)
+    rpc_actor_learner.act(3, [0.0] * 4)
+    answers = [rpc_actor_learner.act(observer, [0.0] * 4) for observer in (1, 2)]
+    assert all(answer.done() for answer in answers), "the others are answered"
+    rpc_actor_learner.finish_episode(3, torch.zeros(9, 4), torch.zeros(9, dtype=torch.int64))
+    for observer in (1, 2):
+        last = rpc_actor_learner.finish_episode(observer, torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64))
+    assert last.done() and learner.returns == [5, 5]
+
+
 def test_it_has_done_when_the_last_100_episodes_reach_the_goal(learner):
     learner.args.goal, learner.args.updates = 150, 1000
     learner.returns = [200] * 96
