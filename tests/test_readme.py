@@ -261,11 +261,9 @@ def test_results_are_those_that_are_stored():
         "Seconds to start 8": seconds("8", "launch", "torchrun", "accelerate", "spawn"),
         "Seconds to start 16": seconds("16", "launch", "torchrun", "accelerate", "spawn", "import torch"),
         "Samples per second, 784-128-10 / DDP": speeds("tiny", "hand-written", "hand-written, fused", *in_memory),
-        "Samples per second, SimpleCNN / the same four": speeds(
-            "small", "hand-written", "hand-written, fused", *in_memory
-        ),
+        "Samples per second, SimpleCNN / DDP": speeds("small", "hand-written", "hand-written, fused", *in_memory),
         "Samples per second, 784-128-10 / the usual": speeds("tiny", "tutorial", "Accelerate", "Fabric"),
-        "Samples per second, SimpleCNN / the same three": speeds("small", "tutorial", "Accelerate", "Fabric"),
+        "Samples per second, SimpleCNN / the usual": speeds("small", "tutorial", "Accelerate", "Fabric"),
         "Time of a step with": ratios("overhead", "with distributed.py / plain torch"),
         "Speed of reading": [f"{stored['data_path']['ratio']:.0f}"],
         "Time of a snapshot": [f"{stored[f'snapshot_stall_{size}MB']['ratio']:.2f}" for size in (1130, 300)],
