@@ -362,7 +362,7 @@ class TwoBranches(nn.Module):
 @recipe
 def unused_parameters():
     """Each rank takes another branch. Without the option, the second step raises on all ranks."""
-    (block,) = blocks_of('DDP says "Expected to have finished reduction in the prior iteration". What is wrong?')
+    (block,) = blocks_of("DDP says that it expected to have finished reduction. What is wrong?")
     parts = [(torch.ones(2, 4), torch.zeros(2, dtype=torch.long)), (torch.ones(4, 4), torch.ones(4, dtype=torch.long))]
     x, y = parts[dist.get_rank()]
     torch.manual_seed(0)
