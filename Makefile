@@ -18,7 +18,7 @@ test: .venv/installed-dev  ## the quick tests
 test-slow: .venv/installed-dev  ## the tests that need minutes
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow
 
-test-guard: .venv/installed-dev  ## those of them that CI runs
+test-guard: .venv/installed-dev  ## the slow tests that CI runs
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "slow and guard"
 
 test-gpu: .venv/installed-dev  ## what needs a GPU

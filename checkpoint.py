@@ -144,7 +144,7 @@ def load(path, model, optimizer, scheduler=None, **more):
 
     Without a snapshot anywhere it changes nothing and returns (0, 0). Every rank must call it, with `more` as in
     `save`. Local rank 0 of each node looks for `path`, and the one with the highest pair sends it, tensor by tensor.
-    The optimizer gets the learning rate of the snapshot, whatever the one it was built with. Raises DistributedError on
+    The optimizer gets the learning rate of the snapshot, even if it was built with another. Raises DistributedError on
     every rank if any node's file is damaged, cannot be read, or was saved from another model or other parts.
     """
     snapshot, position, error = None, NO_SNAPSHOT, None
@@ -198,7 +198,7 @@ def rebuild_buckets(model, compute_loss):
 
 
 def _parts(model, optimizer, scheduler, more):
-    """What is saved, by name; the model without torch.compile's and DDP's wrappers."""
+    """The objects to save, by name; the model without torch.compile's and DDP's wrappers."""
     while True:
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod

@@ -252,10 +252,10 @@ def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
 
     At world size 1 it is not sharded, and `kwargs` are ignored. Use this for a model that you did not write. For your
     own model, call fully_shard on its blocks, as min_FSDP.py does. It goes from the leaves to the root, and shards a
-    submodule if at least
-    `min_num_params` of its parameters are not sharded yet. The root takes the rest. A shared parameter belongs to the
-    smallest unit that contains all its uses. A unit moves to this process's device only when it is sharded. All ranks
-    start from rank 0's weights, as with DDP. `kwargs` go to fully_shard. Raises ValueError for `min_num_params` < 1.
+    submodule if at least `min_num_params` of its parameters are not sharded yet. The root takes the rest. A shared
+    parameter belongs to the smallest unit that contains all its uses. A unit moves to this process's device only when
+    it is sharded. All ranks start from rank 0's weights, as with DDP. `kwargs` go to fully_shard. Raises ValueError for
+    `min_num_params` < 1.
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     if min_num_params < 1:

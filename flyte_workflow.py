@@ -6,7 +6,7 @@ code have changed. Choose it over `python mnist_DDP.py` when training is one ste
 belong to a cluster. Install requirements-flyte.txt first.
 
 `pytorch_mnist_task` starts one process per GPU of its container, by `distributed.launch`. Memory per process and bytes
-sent are those of mnist_DDP.py. `pytorch_mnist_elastic_task` trains on several machines: the kfpytorch plugin runs
+sent are the same as in mnist_DDP.py. `pytorch_mnist_elastic_task` trains on several machines: the kfpytorch plugin runs
 torchrun's elastic agent on each of them, and the gradients cross the network.
 
     python flyte_workflow.py                            # the workflow on this machine, without a cluster

@@ -102,7 +102,7 @@ def parallelize(model, args):
 def split_layers(model, mesh):
     """Tensor parallel. Between the split layers, features are split along the sequence, which is dimension 1.
 
-    The plan names every parameter, also those of the norms: clip_grad_norm_ needs DTensors of one mesh.
+    The plan names every parameter, also the parameters of the norms: clip_grad_norm_ needs DTensors of one mesh.
     """
     sequence = Shard(1)
     plan = {

@@ -69,7 +69,7 @@ def shard(model, args):
     mesh = init_device_mesh(dist.get_device().type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
     if args.mixed_precision:
-        # Only what is gathered is bfloat16. Shards, reduced gradients and the optimizer's state stay float32.
+        # Only gathered parameters are bfloat16. Shards, reduced gradients and the optimizer's state stay float32.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)

@@ -196,7 +196,7 @@ def _glyphs():
 
 
 def _random_place(n, generator):
-    """`n` matrices (2, 3) for affine_grid. They map an image's coordinates, -1 to 1, to those of its glyph."""
+    """`n` matrices (2, 3) for affine_grid. They map an image's coordinates, -1 to 1, to its glyph's coordinates."""
     angle = _uniform(-0.4, 0.4, n, generator)
     shear = _uniform(-0.3, 0.3, n, generator)
     width = _uniform(1.4, 2.6, n, generator)  # a larger number makes a smaller digit

@@ -279,7 +279,7 @@ DROPOUT = 1
 
 
 def seed_of(*numbers):
-    """A random seed that depends on all of these whole numbers."""
+    """A random seed that depends on all these whole numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
 
 

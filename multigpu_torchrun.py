@@ -22,7 +22,7 @@ Each step sends 2·(N-1)/N · 4·P bytes (a ring all-reduce). A save stops train
     torchrun --standalone --nproc-per-node 2 multigpu_torchrun.py 50 10      # two processes, on GPUs or on the CPU
 
 It prints the average loss of each epoch, `[CPU] Epoch 0 | Batchsize: 32 | Steps: 32 | Loss: 15.8992`, over the samples
-of all processes, and a line for each snapshot. Batch size and steps are those of one process.
+of all processes, and a line for each snapshot. Batch size and steps are per process.
 """
 
 import os

@@ -266,7 +266,8 @@ def tokens_of_micro_batch(model, layout):
 def micro_batches_in_flight(layout):
     """Micro-batches whose activations the first stage keeps: as many as there are stages in 1F1B.
 
-    Interleaved, a GPU holds those of (chunks - 1)/chunks · (stages - 1) micro-batches more. (arXiv:2104.04473)
+    Interleaved, a GPU holds the activations of (chunks - 1)/chunks · (stages - 1) micro-batches more.
+    (arXiv:2104.04473)
     """
     if layout.stages == 1:
         return 1
@@ -288,7 +289,7 @@ def kept_bytes(model, layout):
 
 
 def working_bytes(model, layout):
-    """What is held for a moment: the logits when backward begins, then one block that is recomputed and its gradients.
+    """Temporary tensors: the logits when backward begins, then one block that is recomputed and its gradients.
 
     torch keeps the memory of the logits for tensors of their size, so both count. Logits take 12 bytes: the softmax,
     its gradient and the gradient of the loss, in float32. If the loss is fused they take 4. Tensor parallelism splits

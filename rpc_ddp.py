@@ -1,8 +1,8 @@
 """DDP with a parameter server: a large table of embeddings on servers, dense layers on every trainer.
 
-Some models are mostly a table, of which a batch uses few rows: recommenders with a row per user and product, here a row
-per group of bytes. The table lives on a server. Trainers train the dense layers with DDP, ask for the rows that their
-share of the batch needs, and send back the gradients of those rows:
+Some models are mostly a table, and a batch uses few of its rows: recommenders with a row per user and product, here a
+row per group of bytes. The table lives on a server. Trainers train the dense layers with DDP, ask for the rows that
+their share of the batch needs, and send back the gradients of those rows:
 
     trainer, one of N                               server
     ids of the rows in its share of the batch ----> look_up

@@ -110,7 +110,7 @@ def train_epoch(model, loader, optimizer):
     model.train()
     total = torch.zeros(())
     for images, labels in loader:
-        with autograd.context() as context:  # holds this step's gradients, on each worker those of its parameters
+        with autograd.context() as context:  # holds this step's gradients, on each worker for its own parameters
             loss = F.cross_entropy(model(images), labels)
             autograd.backward(context, [loss])
             optimizer.step(context)

@@ -21,7 +21,7 @@ import distributed as dist
 
 
 class Tracker:
-    """What is recorded of a run. `accuracies` is a list that a snapshot keeps, on every rank."""
+    """The record of a run. `accuracies` is a list that a snapshot keeps, on every rank."""
 
     def __init__(self, project, wandb, tensorboard):
         self.project = project

@@ -76,7 +76,7 @@ def summary(values):
 
 
 def ratio(ones, others, promise):
-    """Of what was measured in the same rounds, and what is promised of it."""
+    """The ratio of two cases in each round, summarized, and the promise for it."""
     return {**summary([one / other for one, other in zip(ones, others, strict=True)]), "promise": promise}
 
 

@@ -6,7 +6,7 @@
 
 Each is a whole command, from its start to its end, whose floor is `python -c "import torch"`. The job is the same for
 all: initialise, all-reduce once, which proves that N processes ran, and leave. For `launch` and spawn the time of the
-call in that command is measured as well, and for `launch` that of a second call, which finds its fork server running.
+call in that command is measured as well, and for `launch` a second call, which finds its fork server running.
 "server first" is `launch` in a script whose first lines, before torch is imported, start that server.
 """
 
@@ -89,7 +89,7 @@ def command(launcher, nprocs, job):
         arguments = ["-c", SERVER_FIRST.format(nprocs, job)]
     if launcher == "import torch":
         arguments = ["-c", "import torch"]
-    # Into files: a pipe's end comes only after that of the fork server, for which no shell waits.
+    # Into files: a pipe ends only when the fork server has ended, and no shell waits for that.
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         begin = time.perf_counter()
         status = subprocess.run([sys.executable, *arguments], stdout=stdout, stderr=stderr).returncode

@@ -33,7 +33,7 @@ from benchmarks import common
 
 BATCH, LR, WARM_UP = 32, 0.01, 3
 SAME = {"_transports": ["uv"], "_channels": ["cma", "basic"]}  # as in remote.py
-RATIOS = [  # what is promised of them
+RATIOS = [  # with the promise for each
     ("hogwild", "usual", "at least 6"),
     ("hogwild", "usual, same", "at least 2.5"),
     ("hogwild", "usual, same, lean", "above 1"),

@@ -32,7 +32,7 @@ MODEL = mnist.ShallowNet
 
 
 def predicted(n, compute, n_params, bandwidth, slots=None):
-    """Seconds of a step of `n` processes, of which `slots` can run at once: T(N) of the docstring."""
+    """Seconds of a step of `n` processes if `slots` processes can run at once: T(N) of the docstring."""
     sharing = max(1, n / slots) if slots else 1
     return sharing * (compute + 2 * (n - 1) / n * 4 * n_params / bandwidth)
 

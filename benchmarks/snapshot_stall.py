@@ -46,7 +46,7 @@ def forget(folder):
 
 
 def stall(folder, save, *args, **kwargs):
-    """Seconds from the moment when all ranks are ready until this rank goes on; the slowest rank's."""
+    """Seconds from the moment when all ranks are ready until this rank continues; the slowest rank's."""
     if dist.is_primary():
         forget(folder)
     dist.barrier()

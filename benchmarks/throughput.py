@@ -112,7 +112,7 @@ def tutorial(model, digits, batch_size, device, workers):
 
 
 def plain_loader(digits, batch_size, device, workers, in_memory):
-    """A DataLoader that knows nothing of ranks, and what is to be done with its images."""
+    """A DataLoader without ranks, and the function to apply to its images."""
     options = {"shuffle": True, "pin_memory": device.type == "cuda"}
     if in_memory:
         return DataLoader(digits, batch_size, collate_fn=tuple, **options), mnist.normalize

@@ -7,11 +7,11 @@
 Each case is the script's own training function on the same batches, in processes of its own; rounds of all cases
 alternate. The first two steps are not timed. Memory is the largest process's peak: resident, or allocated on the GPU.
 
-- width: one process (with the threads of one rank, and with those of all), DDP, FSDP and TP, by the model's width.
+- width: one process (with the threads of one rank or of all ranks), DDP, FSDP and TP, by the model's width.
 - pipeline: 1F1B by the number of micro-batches, beside the time that a bubble of (N-1)/(M+N-1) leaves of the longest.
 - length: one process, CP (Ulysses), CP by all-gather, and ring attention, by the length of the sequences: speed, peak
   memory, bytes saved for the backward pass, bytes that attention sends by the formulas of the docstrings (on gloo
-  all-gather sends half as many again), and the part of the time in which attention waits for what is sent (on CPUs).
+  all-gather sends half as many again), and the share of the time in which attention waits for messages (on CPUs).
 """
 
 import argparse

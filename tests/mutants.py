@@ -5,7 +5,7 @@
     python -m tests.mutants -n 20 --quick                       # without the slow tests
 
 A mutant is a copy of the project with one change in a function of a top-level file: another operator, comparison,
-number or flag, a call deleted, or a condition made false. Options, printed text and what is raised are left out. The
+number or flag, a call deleted, or a condition made false. Options, printed text and `raise` are left out. The
 quick tests of the changed file run on it, and the slow ones if the quick ones pass. A mutant that passes all of them
 survives. It shows a promise without a test, a line that nobody needs, or a change without effect.
 
@@ -104,7 +104,7 @@ def mutants_of(path):
 
 
 def nodes_in_functions(tree):
-    """(the function's name, a node of its body), without what is not to be changed."""
+    """(the function's name, a node of its body), without the nodes that `is_left_out`."""
     for outer in ast.walk(tree):
         if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef) and outer.name not in NO_FUNCTIONS:
             remaining = list(outer.body)

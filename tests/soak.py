@@ -3,11 +3,11 @@
     make soak MINUTES=30                         # or: python -m tests.soak --minutes 30 --seed 7
     python -m tests.soak --replay launch:1234    # one trial again, as it was drawn
 
-- launch: 2 to 8 workers, which leave at once or of which one fails, is killed, exits, or speaks at length. The first
-  cause is reported, and the children of the workers end with them.
+- launch: 2 to 8 workers. All leave at once, or one fails, is killed, exits, or prints a long message. The first cause
+  is reported, and the children of the workers end with them.
 - torchrun: multigpu_torchrun.py with kills of random ranks and of the agent at random moments, and with snapshots
-  damaged or removed between starts. The last snapshot is bit for bit that of the undisturbed run.
-- server: rpc_param_server.py, of which a trainer is killed. The job goes on to its end, once all have joined.
+  damaged or removed between starts. The last snapshot equals the undisturbed run's bit for bit.
+- server: rpc_param_server.py with a killed trainer. The job continues to its end, once all have joined.
 
 After each, nothing is left running or listening, and no temporary file. A trial depends on its seed alone, but for the
 scheduling of the machine. At the end, or after Ctrl-C, it prints a table and adds it to benchmarks/results/soak.json;

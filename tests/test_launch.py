@@ -45,7 +45,7 @@ def test_workers_see_what_the_caller_sees_at_each_launch(tmp_path, monkeypatch, 
     given = {"NCCL_SOCKET_IFNAME": "eth7", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
     given |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     given |= {"THP_MEM_ALLOC_ENABLE": "1"}
-    given |= {"NCCL_P2P_DISABLE": None}  # not set by launch: it would send what GPUs exchange through host memory
+    given["NCCL_P2P_DISABLE"] = None  # launch must not set it: GPUs would exchange data through the host's memory
     for name in given:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")

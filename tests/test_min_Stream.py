@@ -357,6 +357,16 @@ def test_a_line_that_is_no_document(last_line, tmp_path):
     )
 
 
+def test_a_shard_that_changes_after_the_start_is_one_line(tmp_path):
+    path = tmp_path / "0.jsonl"
+    path.write_text('{"text": "abc"}\n')
+    min_Stream.build_index(path)
+    assert min_Stream.read_document(path, 0) == b"abc"
+    path.write_text("not a document\n")
+    with pytest.raises(dist.DistributedError, match=r"0\.jsonl: document 0 is no longer what its index says"):
+        min_Stream.read_document(path, 0)
+
+
 def test_shards_without_documents(tmp_path, main_of):
     assert main_of("min_Stream.py", "--data-dir", str(tmp_path)) == (
         2,
