@@ -36,19 +36,19 @@ WIDTHS, TOKENS = (128, 512, 1024), 2048
 BLOCK = {"width": 512, "heads": 8, "sequence": 256, "micro": 4}
 MESSAGES = (2**12, 2**16, 2**20, 2**24, 2**26)  # bytes
 SLOW = 0.9  # of the median
-REPEATS = 8
+REPEATS = 24
 
 
-def seconds_of(function, device, repeats=REPEATS, pick=min):
-    """The fastest of some calls, after one that is not counted: without what other programs do meanwhile."""
+def seconds_of(function, device):
+    """The median of some calls, after one that is not counted: a step of training meets slow calls too."""
     times = []
-    for _ in range(repeats + 1):
+    for _ in range(REPEATS + 1):
         common.wait_for(device)
         begin = time.perf_counter()
         function()
         common.wait_for(device)
         times.append(time.perf_counter() - begin)
-    return pick(times[1:])
+    return statistics.median(times[1:])
 
 
 # ---- one device ---------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def memory_bandwidth(device):
 
 
 def block_seconds(device, dtype):
-    """Forward and backward of a block of gpt.py, as plan.block_seconds projects it. The median, as in training."""
+    """Forward and backward of a block of gpt.py, as plan.block_seconds projects it."""
     block = gpt.Block(BLOCK["width"], BLOCK["heads"]).to(device)
     x = torch.randn(BLOCK["micro"], BLOCK["sequence"], BLOCK["width"], device=device, requires_grad=True)
 
@@ -92,7 +92,7 @@ def block_seconds(device, dtype):
             result = block(x)
         result.sum().backward()
 
-    return seconds_of(step, device, 3 * REPEATS, statistics.median)
+    return seconds_of(step, device)
 
 
 # ---- links --------------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def cases_for(n, steps):
 
 
 def compare(cluster, n, rounds, steps):
-    """Print and store measured and projected tokens/s of all processes. The fastest round counts, as in seconds_of."""
+    """Print and store measured and projected tokens/s of all processes. The fastest of the rounds counts."""
     cases = cases_for(n, steps)
     measured = transformer.measure({name: (case, args, None) for name, (case, args, _) in cases.items()}, rounds)
     rows = {}

@@ -210,9 +210,9 @@ def measured_section():
     lines = ["## Two processes on this project's machine", ""]
     lines += [
         "`python -m benchmarks.check_cluster --nproc 2 --compare` measures matrices, a block and the links of two CPU",
-        "processes, then trains the cases of `benchmarks/transformer.py`. Nothing is calibrated on these runs. Other",
-        "programs ran on the machine, so the fastest of three rounds counts. An earlier run of one round was up to",
-        "44 % off. Measure on an idle machine.",
+        "processes, then trains the cases of `benchmarks/transformer.py`. Nothing is calibrated on these runs. The",
+        "faster of two rounds counts. The measured inputs are medians: the fastest calls promise up to 46 % more than",
+        "training reaches.",
         "",
         "| case | tokens/s | projected | error |",
         "|---|---|---|---|",
