@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import distributed as dist
 
 NO_SNAPSHOT = (-1, -1)  # in the place of (epoch, step)
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a disk that takes no more
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, quota exceeded, file too large
 
 
 @contextlib.contextmanager
@@ -108,10 +108,11 @@ def _location(path):
 def save(path, model, optimizer, scheduler=None, epoch=0, step=0, **more):
     """Save everything needed to resume. `epoch` and `step` say where to resume, in the caller's units.
 
-    One process per node writes to `path`. `more` names further objects that have state_dict and load_state_dict, like a
-    second optimizer or a GradScaler. Every rank must call it. The model is saved unwrapped, so any number of processes
-    can load it. Raises DistributedError on every rank if a node cannot write, or if a state holds a value that could
-    not be loaded again, like a numpy number or a Path; that node's old file is then unchanged.
+    One process per node writes to `path`, also if the nodes share that folder. `more` names further objects that have
+    state_dict and load_state_dict, like a second optimizer or a GradScaler. Every rank must call it. The model is saved
+    unwrapped, so any number of processes can load it. Raises DistributedError on every rank if a node cannot write, or
+    if a state holds a value that could not be loaded again, like a numpy number or a Path; that node's old file is then
+    unchanged.
     """
     parts = _parts(model, optimizer, scheduler, more)
     dist.sync_params(parts["model"].buffers())  # with rank 0's, as DDP does: all nodes save the same
@@ -144,8 +145,9 @@ def load(path, model, optimizer, scheduler=None, **more):
 
     Without a snapshot anywhere it changes nothing and returns (0, 0). Every rank must call it, with `more` as in
     `save`. Local rank 0 of each node looks for `path`, and the one with the highest pair sends it, tensor by tensor.
-    The optimizer gets the learning rate of the snapshot, even if it was built with another. Raises DistributedError on
-    every rank if any node's file is damaged, cannot be read, or was saved from another model or other parts.
+    Until it is restored, each rank holds the whole snapshot in the CPU's memory. The optimizer gets the learning rate
+    of the snapshot, even if it was built with another. Raises DistributedError on every rank if any node's file is
+    damaged, cannot be read, or was saved from another model or other parts.
     """
     snapshot, position, error = None, NO_SNAPSHOT, None
     if dist.get_local_rank() == 0:

@@ -99,7 +99,7 @@ def get_world_size():
 
 
 def is_primary():
-    """Is this rank 0? Call no collective under it: the other ranks would wait for ever."""
+    """Is this rank 0? Call no collective under it: the other ranks would wait until a timeout."""
     return get_rank() == 0
 
 
@@ -170,15 +170,15 @@ _patient_group = None
 
 
 def patient_group():
-    """A gloo group of all ranks that waits for up to 12 hours, made at first use; None if there is no process group.
+    """A gloo group of all ranks that waits for up to 2 hours, made at first use; None if there is no process group.
 
-    It is used while saving and loading, when one rank may write for hours. Under NCCL, torch.distributed.checkpoint
-    would otherwise exchange objects on the GPUs, and NCCL would abort the job after 10 minutes. A lost peer is noticed
-    at once. All ranks must call it.
+    It is used while saving and loading, when one rank may write for long. Under NCCL, torch.distributed.checkpoint
+    would otherwise exchange objects on the GPUs, and NCCL would abort the job after 10 minutes. A peer that dies is
+    noticed at once. A machine that loses its power or its network is noticed after the 2 hours. All ranks must call it.
     """
     global _patient_group
     if _patient_group is None and is_dist_avail_and_initialized():
-        _patient_group = torch_dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+        _patient_group = torch_dist.new_group(backend="gloo", timeout=timedelta(hours=2))
     return _patient_group
 
 
@@ -233,7 +233,7 @@ def data_sampler(dataset, distributed, shuffle, pad=True, seed=0):
 
 
 def prepare_ddp_model(model, device_ids=None, **kwargs):
-    """`model`, already on its device, wrapped in DistributedDataParallel; `model` itself at world size 1.
+    """`model`, which must be on its device, wrapped in DistributedDataParallel; `model` itself at world size 1.
 
     `kwargs` go to DistributedDataParallel. `device_ids` may be left out: it is for scripts that pass it, and is ignored
     on the CPU. Gradients are views of the buckets that are reduced, which saves memory and the time of a copy.
@@ -248,7 +248,7 @@ def prepare_ddp_model(model, device_ids=None, **kwargs):
 
 
 def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
-    """`model` on this process's device, sharded in place over all ranks by FSDP2. Build the optimizer afterwards.
+    """Move `model` to this process's device, sharded in place over all ranks by FSDP2. Build the optimizer afterwards.
 
     At world size 1 it is not sharded, and `kwargs` are ignored. Use this for a model that you did not write. For your
     own model, call fully_shard on its blocks, as min_FSDP.py does. It goes from the leaves to the root, and shards a
@@ -459,7 +459,7 @@ def _refuse_tasks_without_rank():
 
 # ---- work-arounds for torch ---------------------------------------------------------------------------------------
 
-# Renamed in torch 2.14, where the old names warn. Delete when 2.13 is no longer supported.
+# Renamed in torch 2.13, where the old names warn. Delete when 2.12 is no longer supported.
 if hasattr(torch_dist, "all_gather_single"):
     all_gather_single = torch_dist.all_gather_single
     reduce_scatter_single = torch_dist.reduce_scatter_single

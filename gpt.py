@@ -207,7 +207,7 @@ def loss_fn(logits, targets):
 
 
 def report_held(params, total):
-    """Print and return how many of `total` parameters the process with the most of them holds."""
+    """Print and return the largest number of the `total` parameters that any process holds."""
     held = 0
     for param in params:
         shard = param.to_local() if hasattr(param, "to_local") else param

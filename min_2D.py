@@ -172,9 +172,10 @@ def main_worker(local_rank, world_size, args):
     mesh = f"replicate {args.replicate} x shard {args.shard} x tensor {args.tensor}"
     dist.print_primary(f"Training on {world_size} x {device.type}: {mesh}")
     torch.manual_seed(args.seed)  # each rank cuts its shards from its own weights: they must be equal on all ranks
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(device)
+    model = gpt.GPT(args.layers, args.width, args.heads, args.length)  # whole, in the CPU's memory
     n_params = sum(param.numel() for param in model.parameters())
-    model = parallelize(model, args)
+    model = parallelize(model, args)  # moves each part to the GPU when it is split, so no GPU holds the whole model
+    model.to(device)
     gpt.report_held(model.parameters(), n_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, text, held_out, args)

@@ -14,8 +14,8 @@ Ranks 0 to 3 hold the first half of the blocks, ranks 4 to 7 the second half. Th
 share into M micro-batches, which follow each other through the stages. In each step a process gathers its layers (G)
 before its first forward and reduces their gradients (R) after its last backward. With M = 2 and 1F1B:
 
-    ranks 0 to 3   G F0 F1  . B0  . B1  R
-    ranks 4 to 7   G  . F0 B0 F1 B1  R  .
+    ranks 0 to 3   G F0 F1  .  . B0  . B1  R
+    ranks 4 to 7   .  .  G F0 B0 F1 B1  R  .
 
 By default FSDP gathers in each forward and backward, and reduces in each backward. That would be 2·M gathers and M
 reductions per step. Here the layers stay gathered during a step, and the micro-batches' gradients are summed locally.
@@ -33,8 +33,8 @@ one or two dimensions are enough. Set the others to 1, or copy the script that h
 
 Cost per process, for P float32 parameters and A = 4 · global batch size / S · length · width:
     memory    16·P/(K·S·T) bytes between steps (parameters 4, gradients 4, Adam 8). During a step it is up to 8·P/(K·T)
-              more, for gathered parameters and their gradients. The first and the last stage have the embeddings and
-              the head besides, and T does not split norms.
+              more, for gathered parameters and their gradients. The first stage also has the embeddings and the last
+              one the head, and T does not split norms.
     sent      2·(S-1)/S · 4·P/(K·T) bytes per step along shard, 8·(T-1)/T · A per block of its stage along tensor, and
               A/T to each neighbour along stages, or 2·A/T with Interleaved1F1B
 
@@ -116,8 +116,9 @@ class Pipeline:
         self.stages = {}
         parts = []
         for i in range(self.rank, n_stages, args.stages):  # with two stages per process: 0 1 0 1
-            stage = Stage(model, i * args.layers // n_stages, (i + 1) * args.layers // n_stages).to(device)
-            parallelize(stage, self.mesh)
+            stage = Stage(model, i * args.layers // n_stages, (i + 1) * args.layers // n_stages)
+            parallelize(stage, self.mesh)  # moves each part to the GPU when it is split
+            stage.to(device)
             self.stages[i] = stage
             parts.append(pipelining.PipelineStage(stage, i, n_stages, device, group=self.group))
         self.module = merge(self.stages.values())
@@ -290,10 +291,10 @@ def check_options(parser, args):
     parser.require_multiple(args, "nproc", given, "--stages x --shard x --tensor")
     remaining = args.nproc // given
     if args.stages is None:
-        args.stages = math.gcd(2, remaining)  # 2, or 1 if the number is odd
+        args.stages = 2 if remaining % 2 == 0 else 1
         remaining //= args.stages
     if args.tensor is None:
-        args.tensor = math.gcd(2, remaining)
+        args.tensor = 2 if remaining % 2 == 0 else 1
         remaining //= args.tensor
     if args.shard is None:
         args.shard = remaining

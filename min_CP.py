@@ -24,14 +24,14 @@ for any number of processes, but keys and values are whole, and the process with
 queries attend to all pieces. On the CPU it also saves a mask of T/N · T in each layer.
 
 Choose this script when one sequence with its activations does not fit on one device. With more processes than heads, or
-with slow links and long sequences, choose min_Ring.py. It holds no keys and values whole, and gives all processes the
+with slow links and long sequences, choose min_Ring.py. There no process holds all keys and values, and all have the
 same work. It sends more bytes than Ulysses, but sends them while attention is computed. If the sequence fits but the
 batch does not, choose min_DDP.py. If the parameters do not fit, choose min_FSDP.py, which splits them.
 
 Cost per process, for P float32 parameters, L layers of width D, B sequences of T bytes, N processes: 16·P bytes, as
 with DDP, and 1/N of the activations. Each step sends DDP's 2·(N-1)/N · 4·P bytes. Attention, forward and backward,
-sends (N-1)/N · 32·L·B·T·D/N bytes, with all-gather (N-1)/N · 16·L·B·T·D. On the CPU all-gather sends half as many
-again, because gloo's reduce-scatter is an all-reduce.
+sends (N-1)/N · 32·L·B·T·D/N bytes, with all-gather (N-1)/N · 16·L·B·T·D. On the CPU all-gather sends 1.5 times that,
+because gloo's reduce-scatter is an all-reduce.
 
     python min_CP.py --length 8192                       # one process per visible GPU, or one on the CPU
     python min_CP.py --nproc 2                           # two processes
@@ -99,7 +99,9 @@ class AllToAll(torch.autograd.Function):
 
 def all_gather(q, k, v):
     pieces = AllGather.apply(torch.stack([k, v]))  # keys and values of all ranks: (ranks, 2, batch, heads, piece, ...)
-    k, v = torch.cat(pieces.unbind(), dim=3)  # in the order of the sequence
+    keys_and_values = torch.cat(pieces.unbind(), dim=3)  # in the order of the sequence
+    k = keys_and_values[0]
+    v = keys_and_values[1]
     piece = q.shape[2]
     end = (dist.get_rank() + 1) * piece  # where my piece ends in the whole sequence: no query may see further
     return F.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], causal_lower_right(piece, end))
@@ -164,6 +166,7 @@ def main_worker(local_rank, world_size, args):
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
     model = parallelize(model, args.attention)
+    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, text, held_out, args)
 

@@ -1,7 +1,7 @@
 """Communicate rarely: the minimum working example of DiLoCo, distributed low-communication training.
 
 Every process trains its own copy of the model, on its share of each batch, with an optimizer of its own. After every H
-steps (--sync-every) the copies meet. Let theta be the parameters from which all copies started, and theta_r the
+steps (--sync-every) the copies are averaged. Let theta be the parameters from which all copies started, and theta_r the
 parameters of process r after H steps. The average change serves as the gradient of one outer step, by SGD with Nesterov
 momentum, and all copies continue from its result (arXiv:2311.08105):
 
@@ -127,6 +127,7 @@ def main_worker(local_rank, world_size, args):
     text, held_out = gpt.load_text()
     torch.manual_seed(args.seed)  # all copies start from the same weights
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
+    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, text, held_out, args)
     report_sent(model, args)

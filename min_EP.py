@@ -67,7 +67,7 @@ def parse_args():
     return args
 
 
-# ---- the way of a token -------------------------------------------------------------------------------------------
+# ---- routing: the way of a token to its experts and back ------------------------------------------------------------
 
 
 class MixtureOfExperts(nn.Module):
@@ -126,7 +126,7 @@ class MixtureOfExperts(nn.Module):
         return torch.cat(results)[inverse]
 
     def set_balance(self, counts, probabilities):
-        """It is smallest if all experts have equally many tokens. Its mean over ranks is the loss of the batch."""
+        """`balance` is smallest if all experts have equally many tokens. Its mean over ranks is the loss of the batch."""
         self.tokens = counts.sum(dim=0)
         share = self.tokens / self.tokens.sum()
         self.balance = self.n_experts * (share * probabilities.mean(dim=0)).sum()
@@ -143,7 +143,8 @@ def backward(model, loss):
     shared, _ = split_params(model)
     grads = [param.grad for param in shared]
     total = dist.all_reduce(nn.utils.parameters_to_vector(grads))
-    nn.utils.vector_to_parameters(total, grads)  # cuts the vector into gradients
+    for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
 
 
 def split_params(model):
@@ -185,7 +186,7 @@ def all_to_all(rows, n_sent, n_received):
 
 
 class AllToAll(torch.autograd.Function):
-    """Gradients go back the way that the rows have come."""
+    """The backward is the reverse all-to-all: it returns the gradient of each row to the row's sender."""
 
     @staticmethod
     def forward(ctx, rows, n_sent, n_received):
@@ -246,6 +247,7 @@ def main_worker(local_rank, world_size, args):
     model = gpt.GPT(args.layers, args.width, args.heads, args.length)
     add_experts(model, args)
     model.to(dist.get_device())
+    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     shared, experts = split_params(model)
     n_shared = sum(param.numel() for param in shared)
     n_experts = world_size * sum(param.numel() for param in experts)

@@ -142,6 +142,7 @@ def main_worker(local_rank, world_size, args):
     text, held_out = gpt.load_text()
     torch.manual_seed(args.seed)
     model = make_sharded_model(args)
+    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     # Built after sharding, because it steps the shards.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     n_params = sum(param.numel() for param in model.parameters())

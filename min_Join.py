@@ -107,9 +107,9 @@ def own_share(batch):
 
 def number_of_batches(args):
     """--steps on the first process, --least on the last, evenly spaced between: 400, 350 and 300 on three."""
-    missing_on_last = args.steps - args.least
     last_rank = max(1, dist.get_world_size() - 1)
-    return args.steps - missing_on_last * dist.get_rank() // last_rank
+    missing = (args.steps - args.least) * dist.get_rank() // last_rank
+    return args.steps - missing
 
 
 def train(model, optimizer, text, held_out, args):
@@ -151,6 +151,7 @@ def main_worker(local_rank, world_size, args):
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
     model = dist.prepare_ddp_model(model)
+    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, text, held_out, args)
 

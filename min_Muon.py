@@ -180,7 +180,7 @@ def deal(matrices, world_size):
     """
     parts = [[] for _ in range(world_size)]
     sizes = [0] * world_size
-    for matrix in sorted(matrices, key=torch.Tensor.numel, reverse=True):
+    for matrix in sorted(matrices, key=lambda matrix: matrix.numel(), reverse=True):
         rank = sizes.index(min(sizes))
         parts[rank].append(matrix)
         sizes[rank] += matrix.numel()
@@ -217,7 +217,8 @@ def average_gradients(optimizer):
     """Average an optimizer's gradients over all processes, in one all-reduce."""
     grads = [param.grad for param in params_of(optimizer)]
     average = dist.reduce(nn.utils.parameters_to_vector(grads))
-    nn.utils.vector_to_parameters(average, grads)  # cuts the vector into gradients
+    for grad, part in zip(grads, average.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
 
 
 def clip_gradients(muon, adamw, max_norm):
@@ -289,6 +290,7 @@ def main_worker(local_rank, world_size, args):
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     dist.sync_params(model.parameters())  # start from rank 0's weights, as DDP does
+    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     matrices, rest = split_params(model)
     gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
     muon = Muon(matrices, lr=args.muon_lr, momentum=args.momentum)

@@ -29,8 +29,8 @@ and they send little. Over fast links FSDP (min_FSDP.py) is simpler: it has no b
 number of processes of one pipeline.
 
 Cost, for P float32 parameters and A = 4 · batch size · length · width, the bytes of the activations between two blocks:
-    memory    16·P/N bytes per process for parameters, gradients and AdamW's state; the first and the last stage have
-              the embeddings and the head besides
+    memory    16·P/N bytes per process for parameters, gradients and AdamW's state; the first stage also has the
+              embeddings, and the last one the head
     sent      in each step, by all processes together: 2·A·(N-1) bytes with one stage per process, 2·A·(2·N-1) with
               Interleaved…, 4·A·(N-1) with ZBVZeroBubble and DualPipeV; for D pipelines, 2·(D-1)·4·P more
 
@@ -243,7 +243,8 @@ def average_gradients(pipeline):
     flat = nn.utils.parameters_to_vector(grads)
     torch_dist.all_reduce(flat, group=pipeline.mesh.get_group("replica"))
     flat /= pipeline.mesh.size(0)
-    nn.utils.vector_to_parameters(flat, grads)  # cuts the vector into gradients
+    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
 
 
 def clip_gradients(pipeline, max_norm):

@@ -1,6 +1,6 @@
 """Pack documents of unequal length into rows, and weight every target token alike on all ranks and micro-batches.
 
-Several documents share a row, so few positions are padding. A document must not notice its neighbours: its positions
+Several documents share a row, so few positions are padding. A document must not attend to its neighbours: its positions
 start at 0, and attention sees only earlier bytes of the same document. Each document is a prompt (a function's
 signature and docstring) and an answer (its body). Only the answer is in the loss.
 
@@ -302,6 +302,7 @@ def main_worker(local_rank, world_size, args):
     torch.manual_seed(args.seed)
     model = PackedGPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     model = dist.prepare_ddp_model(model)
+    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, rows, held_out, args)
 

@@ -85,7 +85,8 @@ class RingAttention(torch.autograd.Function):
             if not is_last:
                 kv_hop = start_hop(kv)  # travels while this block is computed
             queries, keys = unmasked(step, q.shape[2])
-            block_k, block_v = kv[:, :, :, keys]
+            block_k = kv[0][:, :, keys]
+            block_v = kv[1][:, :, keys]
             block_out, block_lse = kernel.forward(q[:, :, queries], block_k, block_v, causal=step == 0)
             merge(out[:, :, queries], lse[:, :, queries], block_out, block_lse)
             if not is_last:
@@ -109,7 +110,8 @@ class RingAttention(torch.autograd.Function):
             if not is_last:
                 kv_hop = start_hop(kv)
             queries, keys = unmasked(step, q.shape[2])
-            block_k, block_v = kv[:, :, :, keys]
+            block_k = kv[0][:, :, keys]
+            block_v = kv[1][:, :, keys]
             block_grad_q, block_grad_k, block_grad_v = kernel.backward(
                 grad[:, :, queries],
                 q[:, :, queries],
@@ -126,7 +128,7 @@ class RingAttention(torch.autograd.Function):
             grad_kv_hop = start_hop(grad_kv)  # travels while the next block is computed
             if not is_last:
                 kv = finish_hop(kv_hop)
-        grad_k, grad_v = finish_hop(grad_kv_hop)  # N hops lead home
+        grad_k, grad_v = finish_hop(grad_kv_hop)  # after N hops each gradient is with its owner
         return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype)
 
 
@@ -314,6 +316,7 @@ def main_worker(local_rank, world_size, args):
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
     model = parallelize(model)
+    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, text, held_out, args)
 

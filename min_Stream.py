@@ -122,7 +122,8 @@ class Stream(Dataset):
         place = start + shuffled(size, self.seed, epoch, block)[place_in_block]
         turn = bisect.bisect_right(self.ends, place)  # passes over empty shards
         shard = self.order[turn]
-        return shard, place - (self.ends[turn] - self.counts[shard])
+        first_place = self.ends[turn] - self.counts[shard]
+        return shard, place - first_place
 
     def set_epoch(self, epoch):
         if epoch != self.epoch:
@@ -381,6 +382,7 @@ def main_worker(local_rank, world_size, args):
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     model = dist.prepare_ddp_model(model)
+    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     position = 0
     if args.snapshot_path:

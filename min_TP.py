@@ -16,7 +16,7 @@ sequence parallelism. An all-gather joins the pieces to X. A reduce-scatter sums
 
 Choose it when a layer is too wide for one device, or when there are more devices than sequences in the batch. It
 communicates inside every layer, so it needs fast links, as inside one machine. FSDP (min_FSDP.py) splits the parameters
-too, but shares the batch and tolerates slower links. min_2D.py combines both.
+too, but also divides the batch, and tolerates slower links. min_2D.py combines both.
 
 Cost per process, for P float32 parameters, L layers of width D, B sequences of T bytes and N processes:
     memory    16·P/N bytes (parameters 4, gradients 4, Adam 8; norms and some biases, under 1 %, are whole). Activations
@@ -109,9 +109,10 @@ def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     text, held_out = gpt.load_text()
     torch.manual_seed(args.seed)  # the same weights on all processes, before each keeps its part
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
+    model = gpt.GPT(args.layers, args.width, args.heads, args.length)  # whole, in the CPU's memory
     n_params = sum(param.numel() for param in model.parameters())
-    split_layers(model)
+    split_layers(model)  # moves each layer to the GPU when it is split, so no GPU holds the whole model
+    model.to(dist.get_device())
     gpt.report_held(model.parameters(), n_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, text, held_out, args)

@@ -23,7 +23,7 @@ script sends after it.
 
 A part may start and end in the middle of a matrix. So the optimizer must treat every element by itself, as SGD and
 AdamW do. For other optimizers combine DDP with torch.distributed.optim.ZeroRedundancyOptimizer, which keeps whole
-parameters together. It sends half as many bytes again, because every process receives all gradients.
+parameters together. It sends 1.5 times the bytes, because every process receives all gradients.
 
     python min_ZeRO.py                                      # one process per visible GPU, or one on the CPU
     python min_ZeRO.py --nproc 2                            # two processes
@@ -159,6 +159,7 @@ def main_worker(local_rank, world_size, args):
     text, held_out = gpt.load_text()
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
+    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     params = list(model.parameters())
     n_params = sum(param.numel() for param in params)
     gpt.report_held(params, n_params)

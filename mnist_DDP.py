@@ -1,10 +1,11 @@
 """The file to start from: a complete experiment with DDP, to copy for a data set and a model of your own.
 
 It classifies images. Four places say CHANGE HERE: the data, the model, the loss, the optimizer. For another task also
-change `evaluate`, which counts correct predictions. Keep the rest. All processes train and evaluate, gradients are
-accumulated, the run resumes from its last snapshot, and it is tracked. The number of processes changes the speed and
-not the result, except for rounding, dropout, BatchNorm and random augmentation. In each step all processes together
-take one global batch B of a shuffled order, and each of them splits its share of B into K micro-batches:
+change `evaluate`, which counts correct predictions, and `log_predictions`, which tracking calls. Keep the rest. All
+processes train and evaluate, gradients are accumulated, the run resumes from its last snapshot, and it is tracked. The
+number of processes changes the speed and not the result, except for rounding, dropout, BatchNorm and random
+augmentation. Each step takes one global batch B of a shuffled order. Each process takes its share of B, and splits it
+into K micro-batches:
 
     2 processes, --grad-accumulation 2
 
@@ -167,8 +168,8 @@ class Trainer:
         last_line = first_step
         for step in range(first_step + 1, self.steps + 1):
             loss_sum += self.train_step(batches, epoch, step - 1)
-            saves = self.snapshot_path and step % self.hp.save_every == 0 and step < self.steps
-            # A snapshot begins a new line, so that a resumed run prints the same ones.
+            saves = self.snapshot_path is not None and step % self.hp.save_every == 0 and step < self.steps
+            # Print before each snapshot too: then a resumed run averages over the same steps.
             if step % self.hp.log_interval == 0 or step == self.steps or saves:
                 samples = (step - last_line) * self.hp.global_batch_size
                 loss = dist.all_reduce(loss_sum).item() / samples
@@ -358,7 +359,8 @@ def option(default, check, help):
 class Hyperparameters:
     """What is trained, and how. Raises ValueError for a number that is out of its range, or an unknown choice.
 
-    It checks the text of each value, not its type. Only the command line checks that GPUs and packages are there.
+    Values are checked as if they came from the command line. Only the command line checks that GPUs and packages are
+    there.
     """
 
     data: str = option("synthetic", options.one_of(*mnist.DATA_SETS), "synthetic digits, or mnist, downloaded once")

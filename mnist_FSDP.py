@@ -145,7 +145,7 @@ def train_epoch(model, loader, optimizer, device, mixed_precision, epoch):
 
 
 def seed_epoch(seed, epoch):
-    """All randomness of an epoch depends on seed, epoch and rank, so a resumed run repeats the uninterrupted one."""
+    """All randomness of an epoch depends on seed, epoch and rank, so a resumed run draws as the uninterrupted one."""
     torch.manual_seed(random.Random(f"{seed} {epoch} {dist.get_rank()}").getrandbits(63))
 
 
@@ -210,10 +210,15 @@ def print_held(optimizer, n_params, device):
 def export(path, model):
     """Write the whole state_dict, as the plain model has it. All ranks must call it: they gather it for rank 0."""
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    error = None
     if dist.is_primary():
-        with checkpoint.atomic(path) as file:
-            torch.save(state, file)
-        print(f"Exported to {path}")
+        try:
+            with checkpoint.atomic(path) as file:
+                torch.save(state, file)
+        except dist.DistributedError as failure:
+            error = str(failure)
+    dist.raise_on_all(error, dist.patient_group())
+    dist.print_primary(f"Exported to {path}")
 
 
 # ---- put together -------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def parse_args():
 
 class Trainer:
     def __init__(self, model, loader, optimizer, device, save_every, snapshot_path):
-        self.model = dist.prepare_ddp_model(model.to(device))
+        self.model = dist.prepare_ddp_model(model)
         self.loader = loader
         self.optimizer = optimizer
         self.device = device
@@ -132,7 +132,7 @@ def main_worker(local_rank, world_size, args):
         collate_fn=tuple,  # the dataset has already made the batch
         pin_memory=device.type == "cuda",
     )
-    model = torch.nn.Linear(20, 1)
+    model = torch.nn.Linear(20, 1).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=5e-3, fused=True)
     trainer = Trainer(model, loader, optimizer, device, args.save_every, args.snapshot_path)
     trainer.train(args.total_epochs)

@@ -19,7 +19,8 @@ number of ranks, and these resume from the newest snapshot that any node has. Tw
        rank 1   | step 7, SIGTERM   | step 8            | exit with status 143
                                     all-reduce    result: yes
 
-   torchrun kills the processes 30 s after SIGTERM. TORCH_ELASTIC_SHUTDOWN_TIMEOUT gives a slow save more seconds.
+   torchrun kills the processes 30 s after SIGTERM. From torch 2.12 on, TORCH_ELASTIC_SHUTDOWN_TIMEOUT gives a slow
+   save more seconds.
 
 Choose it over multigpu_torchrun.py for several machines, for spot instances, or for a queue that preempts jobs.
 `diff multigpu_torchrun.py multinode_torchrun.py` shows everything that is new.
@@ -30,10 +31,11 @@ Each step sends 2·(N-1)/N · 4·P bytes (a ring all-reduce), and 4 bytes more. 
     torchrun --standalone --nproc-per-node gpu multinode_torchrun.py 50 10    # one machine
     sbatch launchers/slurm.sbatch                                             # SLURM; Kubernetes: see launchers/
 
-    # One to four machines: the same command on each, HOST is one of them. The variable lets machines join later
+    # One to four machines: the same command on each. HOST is one of them: if it is lost, the job ends. Each preempted
+    # or lost machine costs one of --max-restarts. The variable lets machines join later
     # (https://github.com/pytorch/pytorch/issues/135712).
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 \
-    torchrun --nnodes 1:4 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc-per-node gpu \
+    torchrun --nnodes 1:4 --max-restarts 99 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc-per-node gpu \
         multinode_torchrun.py 50 10
 
 Each rank prints where it starts, and rank 0 prints the average loss of each epoch and a line for each snapshot:
@@ -81,7 +83,7 @@ def parse_args():
 
 class Trainer:
     def __init__(self, model, dataset, optimizer, device, preemption, args):
-        self.model = dist.prepare_ddp_model(model.to(device))
+        self.model = dist.prepare_ddp_model(model)
         self.dataset = dataset
         self.optimizer = optimizer
         self.device = device
@@ -268,13 +270,13 @@ def main_worker(local_rank, world_size, args):
     preemption = Preemption(timeout)
     torch.manual_seed(0)
     dataset = ToyDataset()
-    model = torch.nn.Linear(20, 1)
+    model = torch.nn.Linear(20, 1).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=5e-3, fused=True)
     trainer = Trainer(model, dataset, optimizer, device, preemption, args)
     finished = trainer.train(args.total_epochs)
     if not finished:
         dist.cleanup()  # as at the end of training: all ranks leave together
-        sys.exit(128 + signal.SIGTERM)  # not 0: if torchrun itself stays, it shall restart the processes
+        sys.exit(128 + signal.SIGTERM)  # not 0: if this node's torchrun stays, it must restart the processes
 
 
 if __name__ == "__main__":

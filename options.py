@@ -70,7 +70,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not those that are None or that the help text names itself."""
+    """Shows defaults, except None, and except where the help text already states the default."""
 
     def _get_help_string(self, action):
         if action.default is None or "default" in action.help:

@@ -1,10 +1,10 @@
 """Plan a training run: which of these scripts, on which mesh, for your model on your GPUs. It projects, from formulas.
 
-    time of a step  =  compute + bubble + communication that no compute hides + optimizer
+    time of a step  =  compute + bubble + communication that is not overlapped with compute + optimizer
 
 It needs no GPU and no torch. It tries all splits by powers of two that fit into memory, and recommends the fastest: its
 command, the memory of a GPU by part, and the seconds of a step by part. It also prints the simplest mesh within 5 % of
-that, and the runner-up. docs/plan.md holds the same formulas against published measurements, so you can see how far to
+that, and the runner-up. docs/plan.md compares the same formulas with published measurements, so you can see how far to
 trust them.
 
     replicate   every GPU holds the model, gradients are averaged        (DDP, min_2D.py; ZeRO-1, min_ZeRO.py)
@@ -150,7 +150,7 @@ class Layout:
 
     @property
     def number_bytes(self):
-        """Of an activation or a gathered parameter."""
+        """Bytes of one number of an activation or of a gathered parameter."""
         return 4 if self.precision == "float32" else 2
 
 
@@ -325,8 +325,8 @@ def memory(model, layout):
 FLOAT8 = 1.6  # speed of blocks in float8, with all casts
 ATTENTION = 0.5  # speed of attention's products, in parts of the GPU's speed (FlashAttention-2 on H100)
 FORWARD = 0.25  # forward's share of a step: less than its third of the operations, since its kernels are faster
-PASSES = 6  # a kept activation is written and read, read again in backward; its gradient written, and read twice
-HIDDEN_COST = 0.3  # a second of hidden communication slows the computing that hides it by so many seconds
+PASSES = 6  # how often memory moves each kept activation: 1 write and 2 reads, and as many of its gradient
+HIDDEN_COST = 0.3  # each second of overlapped communication adds this many seconds of compute
 ASYNC_HIDES = 0.6  # of tensor parallelism's communication, where a framework overlaps it with matrices
 
 
@@ -367,10 +367,10 @@ def head_seconds(model, layout, cluster):
 
 
 def compute_seconds(model, layout, cluster):
-    """Of one micro-batch in the slowest stage. Stages are as even as whole blocks allow.
+    """Seconds of one micro-batch in the slowest stage. Stages are as even as whole blocks allow.
 
-    `cluster.efficiency` divides it all: kernels, power limits and frameworks differ. It is the only number that
-    docs/plan.md fits, once for each source.
+    `cluster.efficiency` divides it all: kernels, power limits and frameworks differ. It is the only number that differs
+    between the sources of docs/plan.md. There it is fitted to one row of each.
     """
     block = block_seconds(model, layout, cluster)
     even = (model.layers * block + head_seconds(model, layout, cluster)) / layout.stages
@@ -416,7 +416,7 @@ def tensor_bytes(model, layout):
 
 
 def tensor_seconds(model, layout, cluster):
-    """Of one micro-batch, all exposed unless the framework overlaps it."""
+    """Seconds of one micro-batch, all exposed unless the framework overlaps it."""
     per_block = 11 if layout.recompute == "full" else 8
     messages = (per_block * model.layers + 4) / layout.stages
     half_reduced = (1 + cluster.reduce_scatter) / 2  # of each pair, one is a reduce-scatter
@@ -439,7 +439,7 @@ def context_bytes(model, layout):
 
 
 def context_seconds(model, layout, cluster):
-    """Of one micro-batch. Recomputing a block sends forward's half again."""
+    """Seconds of one micro-batch. Recomputing a block sends what forward sends, which is half, a second time."""
     again = 1.5 if layout.recompute == "full" else 1.0
     messages = 4 * again * model.layers / layout.stages
     n_bytes = again * context_bytes(model, layout)
@@ -543,7 +543,7 @@ def seconds(model, layout, cluster):
 
 
 def tokens_per_second(model, layout, cluster):
-    """Of each GPU."""
+    """Tokens per second per GPU."""
     tokens = layout.data * layout.micro * layout.count * model.sequence
     return tokens / layout.n_gpus / sum(seconds(model, layout, cluster).values())
 

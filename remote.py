@@ -41,7 +41,9 @@ def get_device():
     gpus = torch.cuda.device_count()
     if gpus == 0:
         return torch.device("cpu")
-    return torch.device("cuda", dist.get_local_rank() % gpus)
+    device = torch.device("cuda", dist.get_local_rank() % gpus)
+    torch.cuda.set_device(device)  # else torch would also use GPU 0
+    return device
 
 
 # ---- join ---------------------------------------------------------------------------------------------------------

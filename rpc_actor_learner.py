@@ -89,7 +89,7 @@ def parse_args():
 
 
 class Learner:
-    """The policy, its optimizer, and what the observers are doing. Whoever changes anything here holds the lock."""
+    """The policy, its optimizer, and what the observers are doing. Hold `lock` to change anything here."""
 
     def __init__(self, observers, device, args):
         torch.manual_seed(args.seed)

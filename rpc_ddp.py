@@ -56,6 +56,7 @@ import options
 import remote
 
 ORDERS = 4  # rows that each byte looks up: for the last 1, 2, 3 and 4 bytes
+MULTIPLIER = 6364136223846793005  # of Knuth's random number generator for MMIX
 OPTIMIZERS = {"adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}  # both can step some rows of a table alone
 
 
@@ -202,7 +203,7 @@ def row_ids(x, n_rows):
     hashed = torch.zeros_like(x)
     for order in range(ORDERS):
         earlier = F.pad(x, (order, 0))[:, : x.shape[1]]  # the byte `order` places before; zeros before the first
-        hashed = (hashed + earlier + 1) * 6364136223846793005  # overflows, which is well defined and mixes the bits
+        hashed = (hashed + earlier + 1) * MULTIPLIER  # overflows, which is well defined and mixes the bits
         ids.append((hashed >> 24) % n_rows)
     return torch.stack(ids, dim=-1)
 

@@ -21,8 +21,8 @@ No update is lost, because the server updates under a lock. Reading takes no loc
 part of the next update already.
 
 Choose it when trainers should not wait for each other, or may get lost. Otherwise choose DDP (min_DDP.py), which is not
-stale and has no server that all data must pass, or FSDP (min_FSDP.py) if the model does not fit. PyTorch maintains
-torch.distributed.rpc but no longer develops it.
+stale and has no server through which all data must go, or FSDP (min_FSDP.py) if the model does not fit. PyTorch
+maintains torch.distributed.rpc but no longer develops it.
 
 Cost, for P float32 parameters and N trainers: a trainer holds 12·P bytes (parameters, gradients, the flat gradient).
 The server holds 16·P (parameters, momentum, a gradient, a copy to evaluate), with sync 12·P + 4·P·N. A step sends 4·P
@@ -155,7 +155,7 @@ def train(model, dataset, device, ranks, args):
 
 
 class Server:
-    """The parameters, as one flat tensor, and their optimizer. Whoever changes anything here holds the lock."""
+    """The parameters, as one flat tensor, and their optimizer. Hold `lock` to change anything here."""
 
     def __init__(self, model, ranks, lr):
         self.params = parameters_to_vector(model.parameters()).detach().cpu()

@@ -42,7 +42,7 @@ def parse_args():
 
 class Trainer:
     def __init__(self, model, loader, optimizer, device, save_every):
-        self.model = model.to(device)
+        self.model = model
         self.loader = loader
         self.optimizer = optimizer
         self.device = device
@@ -127,7 +127,7 @@ def main(args):
         collate_fn=tuple,  # the dataset has already made the batch
         pin_memory=device.type == "cuda",
     )
-    model = torch.nn.Linear(20, 1)
+    model = torch.nn.Linear(20, 1).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=5e-3, fused=True)
     trainer = Trainer(model, loader, optimizer, device, args.save_every)
     trainer.train(args.total_epochs)

@@ -8,6 +8,7 @@ gets the first failure. It needs a POSIX system: Linux, macOS or WSL.
 
 import atexit
 import contextlib
+import json
 import multiprocessing
 import os
 import pickle
@@ -123,7 +124,7 @@ def _wait_for(processes, to_end, store, tolerate_killed):
             if process.exitcode is None:
                 running.append(process.sentinel)
             else:
-                _end(process)  # now: later, another program may have its process id
+                _end(process)  # at once, before another program gets its process id
                 to_end.remove(process)
         # Ask only after the loop. If nothing is running, every exit code has been read, so no failure is missed.
         if _failed(processes, tolerate_killed):
@@ -167,10 +168,10 @@ def _root_cause(failed, store):
     first_report = None
     reported = set()
     while store.queue_len("failures"):
-        rank, failure = pickle.loads(store.queue_pop("failures"))
-        reported.add(rank)
+        report = json.loads(store.queue_pop("failures"))
+        reported.add(report["rank"])
         if first_report is None:
-            first_report = failure
+            first_report = _reported_failure(report)
     silent = sorted(failed.keys() - reported)
     if first_report is not None:
         # NCCL's watchdog aborts a process whose peer has failed: a consequence, if there is a report.
@@ -183,6 +184,16 @@ def _root_cause(failed, store):
         return SystemExit('launch is called while a worker imports the script: put it under if __name__ == "__main__":')
     name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else None
     return ProcessExitedException(_how_it_ended(rank, process), rank, process.pid, process.exitcode, name)
+
+
+def _reported_failure(report):
+    """The exception to raise for what `_report` has sent."""
+    rank, pid, message = report["rank"], report["pid"], report["message"]
+    if report["kind"] == "raised":
+        return ProcessRaisedException(message, rank, pid)
+    if report["kind"] == "status":
+        return ProcessExitedException(message, rank, pid, report["status"])
+    return SystemExit(message)
 
 
 def _how_it_ended(rank, process):
@@ -221,13 +232,11 @@ def _worker(rank, work, environment, outputs):
     except SystemExit as error:
         failed = error.code not in (None, 0)
         if failed and isinstance(error.code, int):
-            line = f"rank {rank} exited with status {error.code}"
-            _report(rank, ProcessExitedException(line, rank, os.getpid(), error.code), environment)
+            _report(rank, "status", f"rank {rank} exited with status {error.code}", environment, error.code)
         elif failed:
-            _report(rank, SystemExit(str(error.code)), environment)
+            _report(rank, "message", str(error.code), environment)
     except BaseException:
-        message = f"rank {rank} raised:\n\n{traceback.format_exc()[-30_000:]}"
-        _report(rank, ProcessRaisedException(message, rank, os.getpid()), environment)
+        _report(rank, "raised", f"rank {rank} raised:\n\n{traceback.format_exc()[-30_000:]}", environment)
     # multiprocessing ends this process by os._exit, which skips the handlers. Libraries remove their temporary files
     # there. If a handler raises, its traceback is printed and the next handler runs.
     _forget_torch_libraries()
@@ -255,10 +264,14 @@ def _take_over_outputs(outputs):
     sys.stdout.reconfigure(line_buffering=True)  # nothing printed is lost when another rank's failure ends this one
 
 
-def _report(rank, failure, environment):
-    """Put the failure into the launcher's store, before this process's sockets close, and leave."""
+def _report(rank, kind, message, environment, status=1):
+    """Put the failure into the launcher's store, before this process's sockets close, and leave.
+
+    It is JSON: other users of the machine can write to the store, and a pickle of theirs would be executed.
+    """
+    report = {"kind": kind, "rank": rank, "pid": os.getpid(), "message": message, "status": status}
     store = torch_dist.TCPStore("127.0.0.1", int(environment["MASTER_PORT"]), is_master=False)
-    store.queue_push("failures", pickle.dumps((rank, failure)))
+    store.queue_push("failures", json.dumps(report))
     store.queue_len("failures")  # a round trip: the report has arrived
     sys.stdout.flush()
     os._exit(1)

@@ -112,9 +112,9 @@ def truth(results):
 
 INTRODUCTION = """# How far to trust plan.py
 
-[`plan.py`](../plan.py) projects the memory and the speed of a training run from formulas. This page holds it against
-published measurements. `python -m benchmarks.published` writes it from
-[published.json](../benchmarks/published.json), and a test fails if an error grows.
+[`plan.py`](../plan.py) projects the memory and the speed of a training run from formulas. This page compares it with
+published measurements. `python -m benchmarks.published` writes it from [published.json](../benchmarks/published.json),
+and a test fails if an error grows.
 
 Each source has one constant, `efficiency`, which divides the time of all computing. It stands for kernels, power limits
 and frameworks. It is calibrated on the source's first row, its smallest run, and all other rows are predicted. The
@@ -134,7 +134,7 @@ MISSES = """## What it misses
   close to 80 GB.
 - **Megatron's 16 to 70 B** are faster than projected. The projection exposes a part of the gradients' reduction that
   Megatron hides.
-- **Recomputing** costs a quarter of a step here, not a third. llm-foundry's runs lose even less.
+- **Recomputing** is a third more work, but it adds a quarter to the time of a step here. llm-foundry's runs lose less.
 - **Memory** is within 20 % of 44 of 46 peaks, and too high for the other two. Frameworks keep buffers that the
   formulas do not have. So plan.py leaves a tenth of the memory free.
 - Mixture-of-experts models, ring attention, offloading, failures and slow ranks are not in it.

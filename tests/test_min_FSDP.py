@@ -48,6 +48,7 @@ def train(optimizer, changes):
             stack.enter_context(mock.patch("torch.optim.AdamW", make_sgd))
         stdout = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         min_FSDP.main_worker(dist.get_rank(), dist.get_world_size(), args)
+        assert torch.initial_seed() == args.seed + dist.get_rank(), "or dropout in a copy is the same on all ranks"
     ((losses, parameters),) = results
     return losses, parameters, stdout.getvalue()
 

@@ -121,6 +121,7 @@ def train(optimizer, accumulate, changes):
     args = arguments(dist.get_world_size(), accumulate, **changes)
     with documents, keep, optimizers, count_sends(counter):
         min_Packing.main_worker(dist.get_rank(), dist.get_world_size(), args)
+        assert torch.initial_seed() == args.seed + dist.get_rank(), "or dropout in a copy is the same on all ranks"
     return *results, counter["sends"]
 
 

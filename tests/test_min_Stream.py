@@ -145,6 +145,7 @@ def train(optimizer, num_workers, folder):
     args = arguments(Path(folder), dist.get_world_size(), num_workers)
     with watched(optimizer, batches.append) as results:
         min_Stream.main_worker(dist.get_local_rank(), dist.get_world_size(), args)
+        assert torch.initial_seed() == args.seed + dist.get_rank(), "or dropout in a copy is the same on all ranks"
     return *results, batches
 
 

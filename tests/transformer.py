@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import distributed as dist
 import gpt
 
+SAME_DROPOUT = ("min_2D", "min_3D", "min_PP", "min_TP")  # tensor neighbours and stages work on the same sequences
 HELD = re.compile(r"parameters held: ([\d,]+) of ([\d,]+) \((\d\.\d{3})\)")
 GUESSES = re.compile(
     r"loss in nats per byte; guessing by bigrams (?P<bigram>\d\.\d{4}), by trigrams (?P<trigram>\d\.\d{4})"
@@ -153,6 +154,8 @@ def run_main_worker(script, args, optimizer, before_training=None):
         stdout = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         script.main_worker(dist.get_local_rank(), dist.get_world_size(), args)
     result.stdout = stdout.getvalue()
+    if script.__name__ not in SAME_DROPOUT:
+        assert torch.initial_seed() == args.seed + dist.get_rank(), "or dropout in a copy is the same on all ranks"
     return result
 
 
