@@ -126,7 +126,7 @@ class MixtureOfExperts(nn.Module):
         return torch.cat(results)[inverse]
 
     def set_balance(self, counts, probabilities):
-        """`balance` is smallest if all experts have equally many tokens. Its mean over ranks is the loss of the batch."""
+        """`balance` is smallest if all experts have as many tokens. Its mean over ranks is the loss of the batch."""
         self.tokens = counts.sum(dim=0)
         share = self.tokens / self.tokens.sum()
         self.balance = self.n_experts * (share * probabilities.mean(dim=0)).sum()
