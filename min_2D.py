@@ -81,20 +81,23 @@ def parse_args():
 
 
 def parallelize(model, args):
-    """Split `model`, which is the same on all ranks, over the mesh. Build the optimizer afterwards."""
+    """Split `model`, which is on the CPU and the same on all ranks. Build the optimizer afterwards."""
     if args.checkpoint_activations:
         for block in model.blocks:
             recompute_in_backward(block)
+    device = dist.get_device()
     if dist.get_world_size() == 1:
-        return model
+        return model.to(device)
     shape = (args.replicate, args.shard, args.tensor)
-    mesh = init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
     if args.tensor > 1:
-        split_layers(model, mesh["tensor"])
+        split_layers(model, mesh["tensor"])  # moves this rank's parts to the GPU
         silence_false_alarms()
     # FSDP shards only this rank's part of the split layers. Each block is gathered when it computes.
     for block in model.blocks:
+        block.to(device)  # one block after the other, so no GPU holds the whole model
         fully_shard(block, mesh=mesh["replicate", "shard"])
+    model.to(device)
     fully_shard(model, mesh=mesh["replicate", "shard"])  # the rest: embeddings, last norm and head
     return model
 
@@ -174,8 +177,7 @@ def main_worker(local_rank, world_size, args):
     torch.manual_seed(args.seed)  # each rank cuts its shards from its own weights: they must be equal on all ranks
     model = gpt.GPT(args.layers, args.width, args.heads, args.length)  # whole, in the CPU's memory
     n_params = sum(param.numel() for param in model.parameters())
-    model = parallelize(model, args)  # moves each part to the GPU when it is split, so no GPU holds the whole model
-    model.to(device)
+    model = parallelize(model, args)
     gpt.report_held(model.parameters(), n_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, text, held_out, args)

@@ -92,12 +92,15 @@ def parse_args():
 
 def parallelize(stage, mesh):
     """Split the layers of a `stage` along "tensor", and shard what this process then holds along "shard"."""
+    device = dist.get_device()
     if mesh["tensor"].size() > 1:
-        split_layers(stage, mesh["tensor"])
+        split_layers(stage, mesh["tensor"])  # moves this rank's parts to the GPU
     # Each unit is gathered in the first forward of a step, and stays gathered. In the backwards the schedule turns off
     # FSDP's reductions and resharding. It reduces and reshards once, after the last micro-batch.
     for block in stage.blocks.values():
+        block.to(device)  # one block after the other, so no GPU holds the whole stage
         fully_shard(block, mesh=mesh["shard"], reshard_after_forward=False)
+    stage.to(device)
     fully_shard(stage, mesh=mesh["shard"], reshard_after_forward=False)  # the rest: embeddings, or last norm and head
 
 
@@ -117,8 +120,7 @@ class Pipeline:
         parts = []
         for i in range(self.rank, n_stages, args.stages):  # with two stages per process: 0 1 0 1
             stage = Stage(model, i * args.layers // n_stages, (i + 1) * args.layers // n_stages)
-            parallelize(stage, self.mesh)  # moves each part to the GPU when it is split
-            stage.to(device)
+            parallelize(stage, self.mesh)
             self.stages[i] = stage
             parts.append(pipelining.PipelineStage(stage, i, n_stages, device, group=self.group))
         self.module = merge(self.stages.values())

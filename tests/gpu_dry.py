@@ -352,7 +352,15 @@ def pretend_device(rank, host_value):
     def new_tensor(tensor, data, dtype=None):
         return torch.tensor(data, dtype=dtype or tensor.dtype, device=tensor.device)
 
+    move = torch.Tensor.to
+
+    def to(tensor, *args, **kwargs):
+        if args and args[0] == "gpu":  # distribute_tensor
+            args = (torch.device("gpu", rank % GPUS), *args[1:])
+        return move(tensor, *args, **kwargs)
+
     torch.Tensor.new_tensor = new_tensor  # torch's takes the current device, which is always number 0 here
+    torch.Tensor.to = to  # and so does this
 
     def after_step(optimizer, args, kwargs):
         recorder.n_steps += 1
