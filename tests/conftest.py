@@ -1,5 +1,6 @@
 """Run scripts as a user would, bounded in time and with nothing left behind."""
 
+import collections
 import contextlib
 import datetime
 import importlib
@@ -16,6 +17,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed
 
@@ -212,3 +215,18 @@ def job_of(monkeypatch, capfd):
         return capfd.readouterr().out
 
     return call
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts the collectives of this process. torch's CommDebugMode fails in pipelines, and with DDP in 2.11."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # first let it become operations on what this process holds
+        if function.namespace in ("c10d", "_c10d_functional"):
+            self.counts[f"{function.namespace}.{function._schema.name.split('::')[1]}"] += 1
+        return function(*args, **(kwargs or {}))

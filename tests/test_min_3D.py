@@ -1,6 +1,5 @@
 """min_3D.py: on any mesh equal to one process, one gather and one reduction per step, and from mesh to mesh."""
 
-import collections
 import gc
 import math
 import re
@@ -9,10 +8,9 @@ import sys
 import pytest
 import torch
 import transformer
-from conftest import run
+from conftest import CollectiveCounter, run
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
 import distributed as dist
@@ -117,21 +115,6 @@ def test_meshes_of_eight_processes_and_uneven_ones_give_what_one_process_gives(t
 
 
 # ---- what is sent, and what is held ---------------------------------------------------------------------------------
-
-
-class CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives of this process. torch's CommDebugMode fails in the first step of a schedule."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = collections.Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # first let it become operations on what this process holds
-        if function.namespace in ("c10d", "_c10d_functional"):
-            self.counts[f"{function.namespace}.{function._schema.name.split('::')[1]}"] += 1
-        return function(*args, **(kwargs or {}))
 
 
 def count_collectives(mesh, changes):

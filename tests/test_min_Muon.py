@@ -112,7 +112,9 @@ def train(case, **changes):
         report(muon)
 
     def seed_of_this_rank(seed):
-        return manual_seed(seed + dist.get_rank())  # other weights on each rank, of which rank 0's count
+        if seed == args.seed:
+            seed += dist.get_rank()  # other weights on each rank, of which rank 0's count
+        return manual_seed(seed)
 
     with (
         mock.patch.object(min_Muon, "report_state", recorded_report),

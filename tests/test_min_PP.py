@@ -18,6 +18,10 @@ import gpt
 import min_PP
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+V_SHAPED = "ZBVZeroBubble"
+if torch.__version__ < "2.12":  # the script refuses these schedules there
+    SCHEDULES = SCHEDULES[:4]
+    V_SHAPED = "InterleavedZeroBubble"
 CLIP = 0.5
 
 
@@ -26,9 +30,9 @@ def case(optimizer, schedule, micro_batches=4, data_parallel=1, **changes):
 
 
 CASES = {
-    1: [case("AdamW", "1F1B"), case("SGD", "ZBVZeroBubble", clip=CLIP), case("SGD", "DualPipeV")],
+    1: [case("AdamW", "1F1B"), case("SGD", SCHEDULES[-2], clip=CLIP), case("SGD", SCHEDULES[-1])],
     2: [
-        *[case("AdamW", schedule) for schedule in ("1F1B", "ZBVZeroBubble")],
+        *[case("AdamW", schedule) for schedule in ("1F1B", V_SHAPED)],
         *[case("SGD", schedule, clip=CLIP) for schedule in SCHEDULES],
         case("SGD", "1F1B", 2, layers=5),  # stages of two and three blocks
         case("AdamW", "GPipe", 1, data_parallel=2),
@@ -44,7 +48,7 @@ CASES = {
         case("AdamW", "1F1B", data_parallel=2),
         case("SGD", "1F1B", data_parallel=2),
         case("SGD", "1F1B", data_parallel=2, clip=CLIP),
-        case("SGD", "ZBVZeroBubble", 2, data_parallel=2, clip=CLIP),
+        case("SGD", V_SHAPED, 2, data_parallel=2, clip=CLIP),
     ],
 }
 
@@ -104,7 +108,7 @@ def hold_worker(local_rank, world_size, folder, args):
         min_PP.main_worker(local_rank, world_size, args)
 
 
-@pytest.mark.parametrize("nprocs, schedule", [(2, "1F1B"), (4, "GPipe"), (2, "ZBVZeroBubble")])
+@pytest.mark.parametrize("nprocs, schedule", [(2, "1F1B"), (4, "GPipe"), (2, V_SHAPED)])
 def test_the_stages_add_up_to_the_model_and_nothing_else_is_held(nprocs, schedule, tmp_path):
     args = transformer.arguments(nprocs, schedule=schedule, micro_batches=4, data_parallel=1, steps=1)
     dist.launch(hold_worker, str(tmp_path), args, nprocs=nprocs)
@@ -132,9 +136,9 @@ def test_defaults_fit_any_number_of_processes(nprocs, schedule, monkeypatch):
 
 @pytest.mark.slow
 def test_prints_what_it_holds_and_how_it_learns(job_of):
-    options = ("--schedule", "ZBVZeroBubble", "--width", 32, "--steps", 20, "--log-every", 10, "--clip", 1)
+    options = ("--schedule", V_SHAPED, "--width", 32, "--steps", 20, "--log-every", 10, "--clip", 1)
     stdout = job_of("min_PP.py", *options, "--nproc", 2)
     first, held, *_ = stdout.splitlines()
-    assert first == "Training on 2 x cpu: ZBVZeroBubble"
+    assert first == f"Training on 2 x cpu: {V_SHAPED}"
     assert re.fullmatch(r"parameters held: [\d,]+ of [\d,]+ \(0\.[56]\d\d\)", held)
     assert [line["step"] for line in transformer.progress_lines(stdout)] == [10, 20]

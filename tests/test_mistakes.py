@@ -5,10 +5,9 @@ import contextlib
 
 import pytest
 import torch
-from conftest import ROOT, float64
+from conftest import ROOT, CollectiveCounter, float64
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
 import checkpoint
@@ -46,7 +45,7 @@ def accumulate(no_sync_around_forward):
     """The all-reduces of a step of three micro-batches, and whether the gradients are right."""
     model = dist.prepare_ddp_model(make_model())
     x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (X, Y))
-    with CommDebugMode() as mode:
+    with CollectiveCounter() as counter:
         for number, (micro_x, micro_y) in enumerate(zip(x.chunk(3), y.chunk(3), strict=True), 1):
             sync = model.no_sync() if number < 3 else contextlib.nullcontext()
             if no_sync_around_forward:
@@ -56,7 +55,7 @@ def accumulate(no_sync_around_forward):
                 loss = F.cross_entropy(model(micro_x), micro_y) / 3
                 with sync:
                     loss.backward()
-    all_reduces = mode.get_comm_counts()[torch.ops.c10d.allreduce_]
+    all_reduces = counter.counts["c10d.allreduce_"]
     return all_reduces, (gradients(model) - gradients_of_one_process()).abs().max().item()
 
 

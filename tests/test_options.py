@@ -150,6 +150,8 @@ def no_gpu(monkeypatch, tmp_path):
 @pytest.mark.parametrize("script", REFUSED)
 def test_a_mistake_is_one_line(script, main_of, monkeypatch):
     for line in REFUSED[script].strip().splitlines():
+        if "DualPipeV" in line and torch.__version__ < "2.12":
+            continue  # there min_PP.py refuses the schedule itself
         typed, message = line.strip().split(" | ")
         variables = re.findall(r"([A-Z_]+)=(\d+)", typed)
         options = [word for word in typed.split() if not re.match("[A-Z_]+=", word)]

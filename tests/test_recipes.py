@@ -28,7 +28,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conftest import ROOT, float64, run
+from conftest import ROOT, CollectiveCounter, float64, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -220,13 +220,11 @@ def check_same_on_all_ranks(values):
 @contextlib.contextmanager
 def count_collectives():
     """How often each collective is called in the block, and the type of what the last call sent, by name."""
-    from torch.distributed.tensor.debug import CommDebugMode
-
     counts = {}
-    with CommDebugMode() as mode:
+    with CollectiveCounter() as counter:
         yield counts
-    for operation, count in mode.get_comm_counts().items():
-        name = str(operation).split(".")[-1].strip("_'>)\"").replace("_base", "")
+    for operation, count in counter.counts.items():
+        name = operation.partition(".")[2].strip("_").replace("_base", "")
         counts[name] = counts.get(name, 0) + count
 
 
