@@ -3,11 +3,15 @@
     make soak MINUTES=30                         # or: python -m tests.soak --minutes 30 --seed 7
     python -m tests.soak --replay launch:1234    # one trial again, as it was drawn
 
-- launch: 2 to 8 workers. All leave at once, or one fails, is killed, exits, or prints a long message. The first cause
+- launch: 2 to 16 workers. All leave at once, or one fails, is killed, exits, or prints a long message. The first cause
   is reported, and the children of the workers end with them.
 - torchrun: multigpu_torchrun.py with kills of random ranks and of the agent at random moments, and with snapshots
   damaged or removed between starts. The last snapshot equals the undisturbed run's bit for bit.
+- sharded: min_FSDP.py saves after every step, and is killed, mostly inside save_sharded. Then it ends with the same
+  bits.
+- stream: the same with min_Stream.py and its state.
 - server: rpc_param_server.py with a killed trainer. The job continues to its end, once all have joined.
+- table: rpc_ddp.py with a killed server or trainer. All end, and the last line names who is lost.
 
 After each, nothing is left running or listening, and no temporary file. A trial depends on its seed alone, but for the
 scheduling of the machine. At the end, or after Ctrl-C, it prints a table and adds it to benchmarks/results/soak.json;
@@ -30,6 +34,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import distributed as dist
 import options
@@ -64,7 +69,7 @@ def worker(local_rank, world_size, how, victim):
 
 
 def launch_trial(rng, folder, kills):
-    nprocs = rng.randint(2, 8)
+    nprocs = rng.randint(2, 16)
     how, victim = rng.choice(["leave", "end", "fail", "message", "exit", "kill"]), rng.randrange(nprocs)
     causes = {"fail": f"rank {victim} raised", "message": "the cause", "exit": f"rank {victim} exited with status 3"}
     expected = {**causes, "kill": f"rank {victim} was killed by SIGKILL"}.get(how, "")
@@ -73,6 +78,8 @@ def launch_trial(rng, folder, kills):
         message = ""
     except (Exception, SystemExit) as failure:
         message = str(failure)
+    if how == "kill":
+        kills.append(victim)
     assert message.startswith(expected) and bool(message) == bool(expected), f"{how}: {message[:300]!r}"
 
 
@@ -163,6 +170,80 @@ def log_of(log):
     return log.read()[-3000:]
 
 
+# ---- jobs of `launch` that save often -------------------------------------------------------------------------------
+
+SMALL = ["--nproc", 2, "--layers", 1, "--width", 32, "--heads", 2, "--length", 32, "--global-batch-size", 4]
+SMALL += ["--steps", 40, "--log-every", 40, "--save-every", 1]
+
+
+def start_saving(kind, folder, log):
+    if kind == "sharded":
+        command = ["min_FSDP.py", *SMALL, "--checkpoint-dir", folder / "state"]
+    else:
+        command = ["min_Stream.py", *SMALL, "--buffer", 16, "--snapshot-path", folder / "state"]
+    options = {"cwd": ROOT, "stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
+    return subprocess.Popen([sys.executable, *map(str, command)], **options)
+
+
+def saved_model(kind, folder):
+    """The trained parameters, by name."""
+    path = folder / "state"
+    if kind == "sharded":
+        path = folder.parent / "whole.pt"
+        dcp_to_torch_save(folder / "state" / "epoch-40", path)
+    return torch.load(path, weights_only=True)["model"]
+
+
+@functools.cache
+def undisturbed_model(kind):
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as log:
+        inner = Path(folder) / "work"
+        inner.mkdir()
+        assert start_saving(kind, inner, log).wait(300) == 0
+        return saved_model(kind, inner)
+
+
+def saving_trial(kind, rng, folder, kills):
+    expected = undisturbed_model(kind)
+    with open(folder.parent / "log", "w+") as log:
+        for _ in range(rng.randint(1, 3)):
+            process = start_saving(kind, folder, log)
+            before = newest_change(folder)
+            while process.poll() is None and newest_change(folder) == before:
+                time.sleep(0.01)  # until this start has saved
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(rng.uniform(0, 3))
+            if process.poll() is None:
+                workers = psutil.Process(process.pid).children(recursive=True)
+                kill(rng.choice([psutil.Process(process.pid), *workers]), kills)
+            process.wait(300)
+            wait_for_the_others()
+        process = start_saving(kind, folder, log)
+        assert process.wait(300) == 0, log_of(log)
+        actual = saved_model(kind, folder)
+        assert all(torch.equal(actual[name], expected[name]) for name in expected), "another result"
+
+
+def newest_change(folder):
+    """A number that changes whenever the job saves."""
+    return max((path.stat().st_mtime_ns for path in [folder, *folder.glob("state/epoch-*")]), default=0)
+
+
+def wait_for_the_others():
+    """Until no process of a killed job is left: they end with it, but not in the same moment."""
+    end = time.monotonic() + 60
+    while marked(os.environ[MARK]) and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def sharded_trial(rng, folder, kills):
+    saving_trial("sharded", rng, folder, kills)
+
+
+def stream_trial(rng, folder, kills):
+    saving_trial("stream", rng, folder, kills)
+
+
 # ---- the parameter server -------------------------------------------------------------------------------------------
 
 
@@ -187,9 +268,35 @@ def server_trial(rng, folder, kills):
             assert status and re.search(r"not all \d processes have joined within", text), text
 
 
+def table_trial(rng, folder, kills):
+    servers, trainers = rng.randint(1, 2), rng.randint(1, 2)
+    command = ["rpc_ddp.py", "--servers", servers, "--trainers", trainers, "--rows", 1000, "--steps", 100_000]
+    with open(folder.parent / "log", "w+") as log:
+        options = {"cwd": ROOT, "stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
+        process = subprocess.Popen([sys.executable, *map(str, command), "--log-every", "1"], **options)
+        while process.poll() is None and "step 1 " not in log_of(log):
+            time.sleep(0.05)
+        time.sleep(rng.uniform(0, 2))
+        workers = []
+        for child in psutil.Process(process.pid).children(recursive=True):
+            if child.ppid() != process.pid:  # a child of the fork server
+                workers.append(child)
+        kill(rng.choice(workers), kills)
+        status = process.wait(300)
+        text = log_of(log)
+        assert status == 1 and re.search(r"(server|trainer)\d is lost: rank \d was killed by SIGKILL\n$", text), text
+
+
 # ---- put together ---------------------------------------------------------------------------------------------------
 
-TRIALS = {"launch": (launch_trial, 20), "torchrun": (torchrun_trial, 3), "server": (server_trial, 1)}  # and how often
+TRIALS = {  # and how often
+    "launch": (launch_trial, 20),
+    "torchrun": (torchrun_trial, 3),
+    "sharded": (sharded_trial, 2),
+    "stream": (stream_trial, 2),
+    "server": (server_trial, 1),
+    "table": (table_trial, 1),
+}
 
 
 def marked(mark, before=None):
