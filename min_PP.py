@@ -220,6 +220,9 @@ def check_options(parser, args):
         line = f"{args.data_parallel} does not divide {args.nproc}, the number of processes"
         parser.error(f"argument --data-parallel: {line}")
     n_ranks = args.nproc // args.data_parallel
+    if torch.__version__ < "2.12" and args.schedule in INTERLEAVED and n_ranks == 1:
+        line = f"{args.schedule} needs at least two processes in a pipeline before torch 2.12"
+        parser.error(f"argument --schedule: {line}")
     n_stages = len(stage_ranks(args.schedule, n_ranks))
     if args.layers is None:
         args.layers = max(4, n_stages)

@@ -19,9 +19,11 @@ import min_PP
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 V_SHAPED = "ZBVZeroBubble"
-if torch.__version__ < "2.12":  # the script refuses these schedules there
+IN_ONE_PROCESS = ("ZBVZeroBubble", "DualPipeV")
+if torch.__version__ < "2.12":  # there the script refuses two stages in a row on one process
     SCHEDULES = SCHEDULES[:4]
     V_SHAPED = "InterleavedZeroBubble"
+    IN_ONE_PROCESS = ("1F1B", "GPipe")
 CLIP = 0.5
 
 
@@ -30,7 +32,7 @@ def case(optimizer, schedule, micro_batches=4, data_parallel=1, **changes):
 
 
 CASES = {
-    1: [case("AdamW", "1F1B"), case("SGD", SCHEDULES[-2], clip=CLIP), case("SGD", SCHEDULES[-1])],
+    1: [case("AdamW", "1F1B"), case("SGD", IN_ONE_PROCESS[0], clip=CLIP), case("SGD", IN_ONE_PROCESS[1])],
     2: [
         *[case("AdamW", schedule) for schedule in ("1F1B", V_SHAPED)],
         *[case("SGD", schedule, clip=CLIP) for schedule in SCHEDULES],
@@ -128,7 +130,8 @@ def test_defaults_fit_any_number_of_processes(nprocs, schedule, monkeypatch):
     for pipelines in range(1, nprocs + 1):
         options = ["--schedule", schedule, "--data-parallel", str(pipelines), "--nproc", str(nprocs)]
         monkeypatch.setattr(sys, "argv", ["min_PP.py", *options])
-        if nprocs % pipelines == 0:
+        refused = torch.__version__ < "2.12" and schedule in min_PP.INTERLEAVED and nprocs == pipelines
+        if nprocs % pipelines == 0 and not refused:
             args = min_PP.parse_args()
             assert args.layers >= len(min_PP.stage_ranks(schedule, nprocs // pipelines))
             assert args.global_batch_size % (args.micro_batches * pipelines) == 0
