@@ -284,9 +284,28 @@ def test_every_layout_keeps_the_batch_and_divides_the_model():
         assert layout.n_gpus == job.n_gpus and layout.data * layout.micro * layout.count == job.batch
         assert job.model.kv_heads % layout.tensor == 0 and layout.stages * layout.chunks <= job.model.layers
         assert layout.count >= layout.stages
+        assert job.model.heads % (layout.tensor * layout.context) == 0
         if layout.replicate > 1 and layout.shards > 1:  # HSDP: FSDP in each machine
             assert layout.shard * layout.tensor == H100.gpus_per_node and layout.stages == layout.context == 1
     assert {frozenset({"shard"}), frozenset({"shard", "tensor"}), frozenset({"shard", "tensor", "stages"})} <= seen
+
+
+def test_each_process_of_tensor_and_context_has_whole_heads():
+    """24 heads, of which 3 hold keys and values: tensor 2 does not divide the 3, context 16 not the 24."""
+    shape = dataclasses.replace(plan.MODELS["llama3-8b"], heads=24, kv_heads=3, width=3072, sequence=131072)
+    splits = set(plan.splits(plan.Job(shape, H100, 64, 64)))
+    assert {tensor for tensor, _, _ in splits} == {1}
+    assert {context for _, context, _ in splits} == {1, 2, 4, 8}
+
+
+def test_one_axis_is_simpler_than_two():
+    """Shards before tensors, and these before stages; the smaller of two meshes with the same axes is not simpler."""
+    order = [plan.Layout(replicate=8), plan.Layout(shard=8), plan.Layout(tensor=8)]
+    order += [plan.Layout(replicate=2, tensor=4), plan.Layout(shard=2, tensor=4), plan.Layout(shard=2, stages=4)]
+    weights = [plan.complexity(layout) for layout in order]
+    assert weights == sorted(weights) and len(set(weights)) == len(weights)
+    assert plan.complexity(plan.Layout(tensor=8)) == plan.complexity(plan.Layout(context=8, shard_context=False))
+    assert plan.complexity(plan.Layout(shard=4, tensor=2)) == plan.complexity(plan.Layout(shard=2, tensor=4))
 
 
 def test_the_simplest_layout_is_one_of_the_fast_ones():
@@ -317,6 +336,17 @@ def test_what_would_change_it_does():
     assert plan.axes(plan.fastest(results).layout) == plan.axes(other.layout) != plan.axes(winner.layout)
 
 
+def test_each_change_is_the_one_that_its_name_says():
+    job = job_of("llama3-8b", 64, batch=64)
+    by_name = dict(plan.changes(job))
+    assert by_name["links between machines 4 times slower"].cluster.between == H100.between / 4
+    assert by_name["links between machines 4 times faster"].cluster.between == H100.between * 4
+    assert by_name["1/8 of the memory"].cluster.memory == H100.memory / 8
+    assert by_name["8 times the memory"].cluster.memory == H100.memory * 8
+    assert by_name["1/16 of the global batch"].batch == 4 and by_name["16 times the global batch"].batch == 1024
+    assert "1/2 of the global batch" not in dict(plan.changes(job_of("llama3-8b", 64, batch=63)))
+
+
 # ---- commands -----------------------------------------------------------------------------------------------------
 
 LAYOUTS = {  # the mesh's name and its script
@@ -333,6 +363,11 @@ LAYOUTS = {  # the mesh's name and its script
     plan.Layout(shard=2, tensor=2, stages=2, count=2): ("FSDP 2 x TP 2 x PP 2", "min_3D.py"),
     plan.Layout(context=4, shard_context=False): ("CP 4", "min_CP.py"),
 }
+
+
+def test_a_layout_is_described_in_words():
+    assert plan.describe(plan.Layout(shard=4, micro=1, count=1)).endswith("1 micro-batch of 1 sequence")
+    assert plan.describe(plan.Layout(shard=4, micro=2, count=3)).endswith("3 micro-batches of 2 sequences")
 
 
 def test_names_of_meshes_that_no_script_has():
