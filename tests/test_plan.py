@@ -298,6 +298,18 @@ def test_each_process_of_tensor_and_context_has_whole_heads():
     assert {context for _, context, _ in splits} == {1, 2, 4, 8}
 
 
+def test_the_ways_to_use_the_gpus_that_splitting_leaves():
+    def names(n_gpus, tensor=1, context=1):
+        job = job_of("llama3-8b", n_gpus)
+        return {plan.mesh_name(layout) for layout in plan.shardings(job, tensor, context, 1)}
+
+    assert names(1) == {"one GPU"}
+    assert names(2) == {"DDP 2", "ZeRO-1 2", "FSDP 2"}
+    assert names(16) == {"DDP 16", "ZeRO-1 16", "FSDP 16", "DDP 2 x FSDP 8"}
+    assert names(4, tensor=2) == {"DDP 2 x TP 2", "FSDP 2 x TP 2"}, "min_ZeRO.py splits no layers"
+    assert names(2, context=2) == {"CP 2", "FSDP over CP's GPUs x CP 2"}
+
+
 def test_one_axis_is_simpler_than_two():
     """Shards before tensors, and these before stages; the smaller of two meshes with the same axes is not simpler."""
     order = [plan.Layout(replicate=8), plan.Layout(shard=8), plan.Layout(tensor=8)]
