@@ -328,6 +328,23 @@ def test_the_simplest_layout_is_one_of_the_fast_ones():
     assert plan.complexity(simplest.layout) == min(plan.complexity(result.layout) for result in fast)
 
 
+def test_float32_slows_attention_as_it_slows_matrices():
+    """Of a block with so long a sequence that attention takes nearly all of its time."""
+    model = dataclasses.replace(plan.MODELS["llama3-8b"], sequence=2**24)
+    slow = dataclasses.replace(H100, float32=0.25)
+    seconds = {name: plan.block_seconds(model, plan.Layout(precision=name), slow) for name in ("bfloat16", "float32")}
+    assert seconds["float32"] == pytest.approx(4 * seconds["bfloat16"], rel=0.01)
+
+
+def test_recomputing_all_is_a_third_more_work():
+    job = job_of("llama3-8b", 64)
+    for recompute, more in (("none", 1.0), ("full", 4 / 3)):
+        layout = plan.Layout(shard=64, recompute=recompute)
+        mfu, hfu = plan.utilisation(job, plan.Result(layout, 5000.0, {}, {}))
+        assert mfu == pytest.approx(5000 * plan.model_flops(job.model) / H100.flops)
+        assert hfu == pytest.approx(more * mfu)
+
+
 def test_communication_is_hidden_behind_computing_only_where_they_overlap():
     alone = dataclasses.replace(H100, overlaps=False)
     assert plan.exposed(3.0, 2.0, H100) == pytest.approx(1.0 + 2.0 * plan.HIDDEN_COST)
