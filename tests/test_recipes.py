@@ -9,6 +9,7 @@ import datetime
 import io
 import json
 import linecache
+import math
 import os
 import pty
 import random
@@ -32,7 +33,7 @@ from conftest import ROOT, CollectiveCounter, float64, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
 from transformer import full_parameters
 
 import checkpoint
@@ -248,8 +249,10 @@ def equal_to_one_process():
     wrong = make_model()
     train_steps(wrong)
     for trained, largest in ((model, (0, 1e-12)), (wrong, (1e-5, 1))):
-        with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        load = mock.Mock(wraps=torch.load)
+        with contextlib.redirect_stdout(io.StringIO()) as stdout, mock.patch.object(torch, "load", load):
             execute(block, model=trained)
+        assert load.call_args.kwargs == {"map_location": dist.get_device()}
         differences = [float(number) for number in re.findall(r" differs by (.*)\n", stdout.getvalue())]
         if dist.is_primary():
             assert len(differences) == len(expected) and largest[0] <= max(differences) <= largest[1]
@@ -473,9 +476,36 @@ def batch_norm():
         execute(block, model=model, device=torch.device("cuda"))
 
 
+def check_resumed_average(block, make, batches, expected):
+    """Two epochs of two steps each; each is run by a model and an average that are new."""
+    block = block.replace("snapshot.pt", "average.pt")  # other recipes begin without a snapshot
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    for epochs in (1, 2):
+        model = make().eval()
+        optimizer = sgd(model)
+        ddp_model = dist.prepare_ddp_model(model)
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99), use_buffers=True)
+        trained = []
+
+        def train_epoch(epoch, optimizer=optimizer, ddp_model=ddp_model, ema=ema, trained=trained):
+            for x, y in batches[2 * epoch :][:2]:
+                optimizer.zero_grad()
+                F.cross_entropy(ddp_model(x), y).backward()
+                optimizer.step()
+                ema.update_parameters(ddp_model.module)
+            trained.append(epoch)
+
+        names = {"ddp_model": ddp_model, "optimizer": optimizer, "ema": ema}
+        with mock.patch.object(checkpoint, "_sync_until", lambda written, fd: None):
+            execute(block, **names, train_epoch=train_epoch, epochs=epochs)
+        assert trained == [epochs - 1]
+    check_equal(dict(ema.module.state_dict()), expected)
+
+
 @recipe
 def moving_average():
-    replicated, sharded = blocks_of("How do I keep an exponential moving average (EMA) of the weights?")
+    replicated, resumed, sharded = blocks_of("How do I keep an exponential moving average (EMA) of the weights?")
 
     def make():
         torch.manual_seed(1)
@@ -496,6 +526,7 @@ def moving_average():
     dist.barrier()
     check_equal(torch.load("ema.pt", weights_only=True), average)
     assert n_all_reduces(counts) == len(batches), "the average sends nothing"
+    check_resumed_average(resumed, make, own_batches, average)
 
     def make_sharded():
         from torch.distributed.fsdp import fully_shard
@@ -586,6 +617,50 @@ def evaluation():
     assert len({len(batches) for batches in dist.gather_objects(list(result.loader))}) == 2
 
 
+@recipe
+def early_stop():
+    """One half of the test set never gets better, and the other always does: all stop where the mean stops falling."""
+    (block,) = blocks_of("How do I stop early, or lower the learning rate when the loss stops falling?")
+    means = [5, 4, 3, 3.5, 3.5, 2, 3, 3, 3, 3, 1, 1]
+    rates = [RATE] * 5 + [RATE / 10] * 3 + [RATE / 100] * 2  # lowered after two epochs that are no better
+    losses = [torch.tensor([mean + epoch, mean - epoch] * 4) for epoch, mean in enumerate(means)]  # of eight samples
+    trained = []
+
+    def sum_of_test_losses():
+        return losses[len(trained) - 1][dist.get_rank() :: dist.get_world_size()].sum()
+
+    def train_epoch(epoch):
+        trained.append((epoch, optimizer.param_groups[0]["lr"]))
+
+    optimizer = sgd(make_model())
+    names = {"optimizer": optimizer, "train_epoch": train_epoch, "sum_of_test_losses": sum_of_test_losses}
+    execute(block, **names, epochs=len(means), test_set=range(8))
+    assert [epoch for epoch, _ in trained] == list(range(10)), "four epochs after the best one"
+    assert [rate for _, rate in trained] == pytest.approx(rates)
+
+
+def area_under_curve(labels, scores):
+    """In how many pairs of a sample of class 1 and another one the first has the higher score."""
+    scores = scores.softmax(dim=1)[:, 1]
+    return (scores[labels == 1][:, None] > scores[labels != 1]).double().mean().item()
+
+
+@recipe
+def metric_of_all_predictions():
+    gathered, ordered = blocks_of("My metric needs all predictions (AUC, F1)")
+    model = make_model()
+    for n in (2, 37, 128, 129, 131):
+        x, y = make_batch(n)
+        y[:2] = torch.tensor([0, 1])  # the area needs both kinds
+        first = execute(gathered, model=model, test_set=TensorDataset(x, y), metric=area_under_curve)
+        second = execute(ordered, shares=first.shares, all_scores=first.all_scores)
+        with torch.no_grad():
+            scores = model(x)
+        assert first.result == area_under_curve(y, scores)
+        assert first.all_labels.tolist() == y[0::2].tolist() + y[1::2].tolist()
+        check_equal({"scores": second.ordered_scores}, {"scores": scores})
+
+
 # ---- data, batch size and learning rate -----------------------------------------------------------------------------
 
 
@@ -609,7 +684,7 @@ def download():
 @recipe
 def number_of_gpus():
     """The same steps as one process; and at N times the batch and rate, nearly as N steps."""
-    keep, scale = blocks_of("The number of GPUs changes. What about batch size and learning rate?")
+    keep, scale, followed = blocks_of("The number of GPUs changes. What about batch size and learning rate?")
     x, y = make_batch(200)
     result = execute(keep, train_set=TensorDataset(x, torch.arange(200)))
     result.sampler.set_epoch(1)
@@ -635,12 +710,61 @@ def number_of_gpus():
         optimizer.step()
         result.warmup.step()
     assert abs(optimizer.param_groups[0]["lr"] - 4 * rate) < 1e-12
+    check_schedule_after_warmup(scale, followed)
     F.cross_entropy(one_step(x), y).backward()
     optimizer.step()
     expected, actual = full_parameters(small_steps), full_parameters(one_step)
     for name, start_value in before.items():
         moved = (expected[name] - start_value).norm()
         assert (actual[name] - expected[name]).norm() < 0.01 * moved, name
+
+
+def check_schedule_after_warmup(scale, followed):
+    """From a quarter of the new rate up to it in 100 steps, then 200 steps of half a cosine."""
+    optimizer = torch.optim.SGD(make_model().parameters(), lr=1.0)
+    first = execute(scale, optimizer=optimizer, global_batch_size=50, new_global_batch_size=200)
+    second = execute(followed, optimizer=optimizer, warmup=first.warmup, n_steps=300)
+    rates = []
+    for _ in range(301):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        second.scheduler.step()
+    rising = [1 + 3 * step / 100 for step in range(100)]
+    falling = [2 + 2 * math.cos(math.pi * step / 200) for step in range(201)]
+    assert rates == pytest.approx(rising + falling, abs=1e-9)
+
+    with pytest.raises(ValueError):  # a smaller batch
+        execute(scale, optimizer=optimizer, global_batch_size=200, new_global_batch_size=50)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ValueError, match="does not support `ReduceLROnPlateau`"):
+        torch.optim.lr_scheduler.SequentialLR(optimizer, [first.warmup, plateau], milestones=[100])
+
+
+@recipe
+def own_sampler():
+    """The steps of one process, in any epoch first. The rest is dropped."""
+    (block,) = blocks_of("I have a sampler of my own (`WeightedRandomSampler`, buckets)")
+    weights = torch.arange(1, 132) / 131
+    names = {"train_set": TensorDataset(torch.arange(131)), "weights": weights, "global_batch_size": 10}
+    orders = []
+    for epoch in (3, 0, 1):
+        result = execute(block, **names)
+        torch.manual_seed(dist.get_rank())  # the order does not depend on it
+        result.sampler.set_epoch(epoch)
+        shares = dist.gather_objects([batch.tolist() for (batch,) in result.loader])
+        steps = [sorted(first + second) for first, second in zip(*shares, strict=True)]
+        order = weights.multinomial(131, True, generator=torch.Generator().manual_seed(epoch))
+        assert steps == [sorted(step.tolist()) for step in order.split(10)[:13]]
+        assert len(result.sampler) == len(list(result.sampler)) == 65
+        assert list(result.sampler) == order[dist.get_rank() : 130 : 2].tolist()
+        orders.append(order.tolist())
+    assert orders[0] != orders[1] != orders[2]
+
+    buckets = BatchSampler(result.weighted, batch_size=4, drop_last=False)  # 33 of them
+    sampler = result.ShareOfOrder(buckets, result.generator)
+    shares = dist.gather_objects([batch.tolist() for (batch,) in DataLoader(names["train_set"], batch_sampler=sampler)])
+    order = weights.multinomial(131, True, generator=torch.Generator().manual_seed(0)).split(4)
+    assert shares == [[bucket.tolist() for bucket in order[rank:32:2]] for rank in range(2)]
 
 
 class Augmented(Dataset):
@@ -725,7 +849,7 @@ def another_number_of_gpus():
 @recipe
 def asynchronous_save():
     """What is saved is what the model was at that step, although steps follow at once."""
-    (block,) = blocks_of("How do I save without stopping the training?")
+    block, loading = blocks_of("How do I save without stopping the training?")
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -747,6 +871,19 @@ def asynchronous_save():
         dcp.load(state, checkpoint_id=f"runs/step-{step}")
         loaded = {name: value.full_tensor() for name, value in state["model"].items()}
         check_equal(loaded, history[step - 1], tolerance=0)
+    if dist.is_primary():
+        torch.save(history[5], "after-step-6.pt")
+
+    torch.manual_seed(9)
+    resumed = shard(Net(width=400))
+    new_optimizer = torch.optim.AdamW(resumed.parameters(), lr=0.5)
+    execute(loading, fsdp_model=resumed, optimizer=new_optimizer, last_step=6)
+    check_equal(full_parameters(resumed), history[5], tolerance=0)
+    for expected in history[6:]:
+        new_optimizer.zero_grad()
+        F.cross_entropy(resumed(x), y).backward()
+        new_optimizer.step()
+        check_equal(full_parameters(resumed), expected, tolerance=0)
 
     # A folder cannot be made where a file stands. The error of a save is raised by the next one, or at the end.
     for failing, trained in ((1, 2), (2, 2)):
@@ -1053,6 +1190,7 @@ def communication_that_is_not_hidden():
     x, y = own(*make_batch())
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
         result = execute(block, ddp_model=ddp_model, x=x, y=y)
+    assert all(param.grad.norm() > 0 for param in ddp_model.parameters()), "sums of gradients, as the page says"
     assert 0.04 < result.total - result.alone < 1
     assert result.alone < 0.04
     printed = r"\d\.\d{4} s per step, \d\.\d{4} s of it wait for communication\n"
@@ -1084,6 +1222,22 @@ def test_a_run_is_resumed_by_one_process(name, job, tmp_path, monkeypatch):
         alone, trained = resume(4)
         assert trained == [0, 1, 2, 3]
     check_equal(resumed, alone)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", ["asynchronous_save"])
+def test_one_process_loads_what_two_have_saved(name, job, monkeypatch):
+    check_no_error(job, name)
+    folder, _ = job
+    _, loading = blocks_of("How do I save without stopping the training?")
+    with float64():
+        monkeypatch.chdir(folder)
+        model = Net(width=400)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        execute(loading, fsdp_model=model, optimizer=optimizer, last_step=6)
+    check_equal(full_parameters(model), torch.load("after-step-6.pt", weights_only=True), tolerance=0)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    assert {state["step"].item() for state in optimizer.state.values()} == {6}
 
 
 def test_accumulation_in_one_process():
