@@ -32,6 +32,44 @@ import math
 import sys
 from dataclasses import dataclass
 
+# ---- the two sums ---------------------------------------------------------------------------------------------------
+
+
+def seconds(model, layout, cluster):
+    """{part: seconds} of a step. In the bubble of (K-1)/chunks micro-batches a stage waits for the others."""
+    computing = compute_seconds(model, layout, cluster)
+    tensor = tensor_seconds(model, layout, cluster)
+    context = context_seconds(model, layout, cluster)
+    window = computing + tensor + context
+    stage = stage_seconds(model, layout, window, cluster)
+    return {
+        "compute": layout.count * computing,
+        "bubble": (layout.stages - 1) / layout.chunks * (window + stage),
+        "tensor": layout.count * tensor,
+        "context": layout.count * context,
+        "stages": layout.count * stage,
+        "shard": shard_seconds(model, layout, window, cluster),
+        "replicate": replicate_seconds(model, layout, window, cluster),
+        "optimizer": optimizer_seconds(model, layout, cluster),
+    }
+
+
+def tokens_per_second(model, layout, cluster):
+    """Tokens per second per GPU."""
+    tokens = layout.data * layout.micro * layout.count * model.sequence
+    return tokens / layout.n_gpus / sum(seconds(model, layout, cluster).values())
+
+
+def memory(model, layout):
+    """{part: bytes} of the GPU that holds most, at the peak."""
+    return {
+        **state_bytes(model, layout),
+        "gathered": gathered_bytes(model, layout),
+        "activations": kept_bytes(model, layout),
+        "logits and a block": working_bytes(model, layout),
+    }
+
+
 # ---- the inputs: a model, a cluster, a layout ---------------------------------------------------------------------
 
 
@@ -198,7 +236,7 @@ def recomputed_share(model, layout):
     return 0.0
 
 
-# ---- memory: bytes of one GPU -------------------------------------------------------------------------------------
+# ---- memory: the parts ----------------------------------------------------------------------------------------------
 
 
 def state_bytes(model, layout):
@@ -310,17 +348,7 @@ def working_bytes(model, layout):
     return logits + block
 
 
-def memory(model, layout):
-    """{part: bytes} of the GPU that holds most, at the peak."""
-    return {
-        **state_bytes(model, layout),
-        "gathered": gathered_bytes(model, layout),
-        "activations": kept_bytes(model, layout),
-        "logits and a block": working_bytes(model, layout),
-    }
-
-
-# ---- time: seconds of a step --------------------------------------------------------------------------------------
+# ---- time: the parts ------------------------------------------------------------------------------------------------
 
 FLOAT8 = 1.6  # speed of blocks in float8, with all casts
 ATTENTION = 0.5  # speed of attention's products, in parts of the GPU's speed (FlashAttention-2 on H100)
@@ -521,31 +549,6 @@ def stage_seconds(model, layout, window, cluster):
     latency = cluster.latency_inside if inside else cluster.latency_between
     sending = stage_bytes(model, layout) / (bandwidth * cluster.reachable_link)
     return exposed(sending, window, cluster) + 2 * layout.chunks * latency
-
-
-def seconds(model, layout, cluster):
-    """{part: seconds} of a step. In the bubble of (K-1)/chunks micro-batches a stage waits for the others."""
-    computing = compute_seconds(model, layout, cluster)
-    tensor = tensor_seconds(model, layout, cluster)
-    context = context_seconds(model, layout, cluster)
-    window = computing + tensor + context
-    stage = stage_seconds(model, layout, window, cluster)
-    return {
-        "compute": layout.count * computing,
-        "bubble": (layout.stages - 1) / layout.chunks * (window + stage),
-        "tensor": layout.count * tensor,
-        "context": layout.count * context,
-        "stages": layout.count * stage,
-        "shard": shard_seconds(model, layout, window, cluster),
-        "replicate": replicate_seconds(model, layout, window, cluster),
-        "optimizer": optimizer_seconds(model, layout, cluster),
-    }
-
-
-def tokens_per_second(model, layout, cluster):
-    """Tokens per second per GPU."""
-    tokens = layout.data * layout.micro * layout.count * model.sequence
-    return tokens / layout.n_gpus / sum(seconds(model, layout, cluster).values())
 
 
 # ---- all layouts, and the one to recommend ------------------------------------------------------------------------
