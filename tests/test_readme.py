@@ -150,10 +150,9 @@ def test_commands(name, tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="network namespaces need root and `ip`")
 def test_two_machines_on_one(tmp_path):
     """Until both nodes have trained: three epochs."""
-    (recipe,) = blocks("bash")
+    recipe, cleanup = blocks("bash")
     script = recipe.replace("1000 1", "3 1").replace("/tmp/", f"{tmp_path}/")
-    *lines, cleanup = script.strip().splitlines()
-    output = bash("\n".join([f"trap '{cleanup}' EXIT", *lines, "wait"]), tmp_path, 150)
+    output = bash("\n".join([f"trap '{cleanup.strip()}' EXIT", script, "wait"]), tmp_path, 150)
     assert "| Epoch 2 |" in output
     assert (tmp_path / "a" / "snapshot.pt").exists() and (tmp_path / "b" / "snapshot.pt").exists()
 
