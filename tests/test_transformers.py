@@ -26,7 +26,7 @@ import min_ZeRO
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "script",
     [
@@ -35,10 +35,10 @@ pytestmark = pytest.mark.slow
     ],
 )
 def test_it_learns_more_than_pairs_of_bytes_within_minutes(script):
-    seconds = 120
+    seconds = 240  # on two cores, beside another test
     if script == "min_3D":
-        seconds = 240  # FSDP on one shard copies for nothing
-    status, stdout, stderr = run(f"{script}.py", "--nproc", 2, timeout=360)
+        seconds = 360  # FSDP on one shard copies for nothing
+    status, stdout, stderr = run(f"{script}.py", "--nproc", 2, timeout=560)
     assert (status, stderr) == (0, "")
     first, *_, last = lines = progress_lines(stdout)
     assert last["held_out"] < last["bigram"] < first["held_out"], stdout
