@@ -94,16 +94,19 @@ def prepare(script, model, args):
 
 
 def report(script, expected, **changes):
-    """Print the bytes that one rank sends per step: those of 6 steps less those of 2, and so without set-up."""
+    """Print the bytes that one rank sends per step: those of 6 steps less those of 2, and so without set-up.
+
+    The smaller one of two runs counts: on a busy machine TCP sends more packets.
+    """
     sizes, totals = {"layers": LAYERS, "length": LENGTH, "width": WIDTH, "log_every": 100}, []
     args = arguments(dist.get_world_size(), **{**sizes, **changes})
     model, optimizer = prepare(script, make_model(args), args)
-    for steps in (2, 2, 6):  # the first one also pays for what is set up once
+    for steps in (2, 2, 6, 2, 6):  # the first one also pays for what is set up once
         before, args.steps = sent_on_loopback(), steps
         with contextlib.redirect_stdout(io.StringIO()):
             script.train(model, optimizer, *small_text(), args)
         totals.append(sent_on_loopback() - before)
-    sent = (totals[2] - totals[1]) / 4 / dist.get_world_size()
+    sent = (min(totals[2::2]) - min(totals[1::2])) / 4 / dist.get_world_size()
     dist.print_primary(json.dumps([f"{script.__name__} {changes}", sent, expected]))
 
 
@@ -154,14 +157,14 @@ def count():
         dist.launch(count_worker, nprocs=nprocs)
 
 
-@pytest.mark.timeout(260)
+@pytest.mark.timeout(400)
 def test_bytes_sent_are_those_of_the_docstrings():
     unshare = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
     if sys.platform != "linux" or subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("network namespaces need Linux and root")
     env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     job = start("-c", "import test_transformers; test_transformers.count()", prefix=unshare, env=env)
-    status, stdout, stderr = finish(job, timeout=200)
+    status, stdout, stderr = finish(job, timeout=360)
     assert status == 0, stderr
     lines = [json.loads(line) for line in stdout.splitlines()]
     assert len(lines) == len(PIPELINES) + 12
