@@ -13,8 +13,8 @@ time that a process waits for others:
              rank 1    . F0 F1  . B0 F2 B1 F3 B2  . B3  .
              rank 2    .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
 
-Both wait for (N-1)/(M+N-1) of a step. GPipe keeps the activations of all M micro-batches, 1F1B of at most N. The other
-schedules have two stages in each process and a smaller bubble:
+Both wait for (N-1)/(M+N-1) of a step. GPipe keeps the activations of all M micro-batches. 1F1B keeps at most N. The
+other schedules have two stages in each process and a smaller bubble:
 
     Interleaved1F1B        six stages on ranks 0 1 2 0 1 2; waits for (N-1)/(2·M+N-1) of a step
     InterleavedZeroBubble  the same; computes the weights' gradients, for which no process waits, in the bubble

@@ -169,7 +169,7 @@ class Trainer:
         last_line = first_step
         for step in range(first_step + 1, self.steps + 1):
             loss_sum += self.train_step(batches, epoch, step - 1)
-            saves = self.snapshot_path is not None and step % self.hp.save_every == 0 and step < self.steps
+            saves = bool(self.snapshot_path) and step % self.hp.save_every == 0 and step < self.steps
             # Print before each snapshot too: then a resumed run averages over the same steps.
             if step % self.hp.log_interval == 0 or step == self.steps or saves:
                 samples = (step - last_line) * self.hp.global_batch_size

@@ -145,7 +145,7 @@ def train_epoch(model, loader, optimizer, device, mixed_precision, epoch):
 
 
 def seed_epoch(seed, epoch):
-    """All randomness of an epoch depends on seed, epoch and rank, so a resumed run draws as the uninterrupted one."""
+    """All randomness of an epoch depends on seed, epoch and rank, so a resumed run draws the same numbers."""
     torch.manual_seed(random.Random(f"{seed} {epoch} {dist.get_rank()}").getrandbits(63))
 
 

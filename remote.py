@@ -37,7 +37,7 @@ timeout_seconds = options.whole_number(1, 2_000_000, "about 23 days")
 
 
 def get_device():
-    """This process's device. Several processes share a GPU if there are too few."""
+    """This process's device, which becomes torch's current one. Several processes share a GPU if there are too few."""
     gpus = torch.cuda.device_count()
     if gpus == 0:
         return torch.device("cpu")

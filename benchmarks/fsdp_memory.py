@@ -5,7 +5,7 @@
 
 Each case trains two steps of batch 8 by mnist_FSDP.py's own functions, in processes of its own, and reports its largest
 process. "held" is what stays between two steps: parameters, gradients and Adam's state. "peak" is resident memory on
-the CPU, of which 0.4 GB is Python and torch, and allocated memory on a GPU. A single process trains locally.
+the CPU, where Python and torch take 0.4 GB, and allocated memory on a GPU. A single process trains locally.
 """
 
 import argparse
@@ -58,7 +58,8 @@ def main():
     gpus = torch.cuda.device_count()
     results, ratios = {}, {}
     for nprocs in (n for n in args.sizes if not gpus or n <= gpus):
-        row = {name: measure(args.model, name, nprocs) for name in (("ddp", "fsdp") if nprocs > 1 else ("local",))}
+        strategies = ("ddp", "fsdp") if nprocs > 1 else ("local",)
+        row = {name: measure(args.model, name, nprocs) for name in strategies}
         for strategy, sizes in row.items():
             share = 16 * sizes["parameters"] / nprocs
             values = {"held": sizes["held"] / 1e6, "peak": sizes["peak"] / 1e6, "16 P/N": share / 1e6}

@@ -2,7 +2,7 @@
 
     python -m benchmarks.param_server [--rounds 5] [--steps 40]
 
-Each case trains in processes of its own; what is counted are the batches of all trainers after a warm-up. "usual" is
+Each case trains in processes of its own; it counts the batches of all trainers after a warm-up. "usual" is
 the tutorial's parameter server: the model lives on the server, a trainer runs forward and backward there through
 distributed autograd, fetches the gradients to assert that there are some, and steps with DistributedOptimizer. A lock,
 which the tutorial lacks, keeps one trainer from changing the parameters that the other's backward needs. "same" is on

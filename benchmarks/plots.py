@@ -207,7 +207,8 @@ def draw(name, record, folder):
     make, *layout = PANELS.get(name, (bar_panels, 1, False))
     where = ", ".join(record["machine"]["gpus"]) or f"{record['machine']['cores']} CPU cores"
     foot = f"{where}, torch {record['versions']['torch']}, {record['date']}"
-    if ns := sorted(set(counts(record["results"]))):
+    ns = sorted(set(counts(record["results"])))
+    if ns:
         foot += f", n = {ns[0]}" + (f" to {ns[-1]}" if len(ns) > 1 else "")
     title = TITLES.get(name, f"Training stands still for a snapshot of {record.get('megabytes')} MB")
     draw_panels(make(name, record), *layout, folder / f"{name}.svg", title, foot)

@@ -52,7 +52,7 @@ def calibrate(speed, model, layout, cluster):
 
 
 def project(source, models):
-    """(efficiency, rows): each row of the source with what is projected for it."""
+    """(efficiency, rows): each row of the source with its projection."""
     default = dataclasses.replace(plan.GPUS[source["gpu"]], **source["cluster"])
     cluster = None
     rows = []

@@ -129,7 +129,8 @@ def talk_worker(local_rank, world_size, train, args, report):
 
 def measure_talk(nproc, small):
     outer = {"outer_lr": 0.7, "outer_momentum": 0.9}  # min_DiLoCo.py's defaults
-    steps, periods = (10, PERIODS[:2]) if small else (400, PERIODS)
+    steps = 10 if small else 400
+    periods = PERIODS[:2] if small else PERIODS
     make = functools.partial(make_args, nproc, steps, **outer)
     cases = {f"DDP, rate {lr}": (min_ZeRO.train, make(lr=lr, sync_every=1)) for lr in (0.001, 0.003)}
     cases |= {f"H {h}: DiLoCo, rate 0.001": (min_DiLoCo.train, make(lr=0.001, sync_every=h)) for h in periods}

@@ -69,7 +69,11 @@ DEEP = {
 
 
 def stepper(case, make, model, batch_size, steps, device):
-    model, grads = made if isinstance(made := make(model), tuple) else (made, None)
+    made = make(model)
+    grads = None
+    if isinstance(made, tuple):
+        made, grads = made
+    model = made
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001, fused=not case.endswith("not fused"))
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(batch_size, 1, 28, 28, generator=generator).to(device)

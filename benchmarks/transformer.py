@@ -178,7 +178,7 @@ def measure(cases, rounds):
     for _ in range(rounds):
         for name, (case, args, threads) in cases.items():
             launch = functools.partial(common.launch, worker, case, args, threads, nprocs=args.nproc)
-            # One process would be this one, whose peak of memory is that of all cases before.
+            # One process would be this one, and its peak of memory includes all cases before.
             with futures.ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
                 rows[name].append(pool.submit(launch).result() if args.nproc == 1 else launch())
     columns = ("tokens/s", "peak MB", "saved MB", "MB sent by attention", "% waiting")

@@ -230,3 +230,13 @@ class CollectiveCounter(TorchDispatchMode):
         if function.namespace in ("c10d", "_c10d_functional"):
             self.counts[f"{function.namespace}.{function._schema.name.split('::')[1]}"] += 1
         return function(*args, **(kwargs or {}))
+
+
+class Bomb:
+    """Unpickled, it would make a file."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return os.mknod, (self.target,)

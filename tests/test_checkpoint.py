@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import exit_message, killed_in
+from conftest import Bomb, exit_message, killed_in
 from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
@@ -208,16 +208,6 @@ def test_a_kill_leaves_the_old_snapshot_or_the_new_one(target, at_its_end, survi
 
 
 # ---- bad snapshots --------------------------------------------------------------------------------------------------
-
-
-class Bomb:
-    """Unpickled, it would make a file."""
-
-    def __init__(self, target):
-        self.target = target
-
-    def __reduce__(self):
-        return os.mknod, (self.target,)
 
 
 def bad_files(folder):

@@ -74,7 +74,7 @@ def test_processes_do_what_one_does_with_a_copy_after_the_other(n, names, tmp_pa
     for i, name in enumerate(names):
         expected, (optimizer, changes) = simulate(n, name), CASES[name]
         # Two numbers have one sum, in whatever order; four have several. AdamW makes a direction of that difference
-        # where the gradient is 0 but for rounding, as that of the keys' biases, which all keys share.
+        # where the gradient is 0 but for rounding, as for the keys' biases, which all keys share.
         exact = n == 2 and "clip" not in changes
         for results in ranks:
             losses, parameters, sent = results[i]

@@ -1,4 +1,4 @@
-"""min_EP.py: experts on several processes are those of one, in which every expert sees every token."""
+"""min_EP.py: experts on several processes equal one process, in which every expert sees every token."""
 
 import functools
 import re

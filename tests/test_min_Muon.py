@@ -113,7 +113,7 @@ def train(case, **changes):
 
     def seed_of_this_rank(seed):
         if seed == args.seed:
-            seed += dist.get_rank()  # other weights on each rank, of which rank 0's count
+            seed += dist.get_rank()  # other weights on each rank; rank 0's count
         return manual_seed(seed)
 
     with (

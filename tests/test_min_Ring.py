@@ -45,7 +45,7 @@ def train(optimizer, clip):
 def attention_errors(dtype, scale=1.0):
     """The largest errors of the result and of the gradients of q, k and v, beside attention on one process in float64.
 
-    Two lists: those of the ring, and those of plain attention in `dtype`. `scale` multiplies q.
+    Two lists: the ring's errors, and the errors of plain attention in `dtype`. `scale` multiplies q.
     """
     generator = torch.Generator().manual_seed(0)
     shape = (2, 3, 24 * dist.get_world_size(), 16)
@@ -226,7 +226,7 @@ def test_kernel_of_the_cpu_is_the_formula(causal):
     results = {}
     for kernel in (min_Ring.Formula, min_Ring.FlashOnCPU):
         out, lse = kernel.forward(q, k, v, causal)
-        # What the backward is given are those of more keys than the block has.
+        # The backward gets the sums over more keys than the block has.
         all_lse = torch.logaddexp(lse, torch.zeros_like(lse))
         results[kernel] = [out, lse, *kernel.backward(grad, q, k, v, 0.5 * out, all_lse, causal)]
     for ours, others in zip(*results.values(), strict=True):

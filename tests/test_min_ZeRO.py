@@ -50,7 +50,7 @@ def train(optimizer):
 
 
 def train_groups():
-    """The same with several groups, a scheduler, and other weights on each rank, of which rank 0's count."""
+    """The same with several groups, a scheduler, and other weights on each rank. Rank 0's count."""
     args = transformer.arguments(dist.get_world_size(), log_every=20, **ODD)
     model = transformer.make_model(args)
     with torch.no_grad():

@@ -1,5 +1,5 @@
 """mnist.py: the models are the ones named, the data arrive whole, a missing file is one line on every rank, and an
-evaluation is that of one process."""
+evaluation gives the same as one process."""
 
 import argparse
 import functools
@@ -117,9 +117,13 @@ def test_unknown_data():
 
 
 def zeros(name):
-    """A file like that of MNIST, but black."""
+    """A file in MNIST's format, with black images."""
     n = 60_000 if "train" in name else 10_000
-    header, size = ([0x803, n, 28, 28], n * 28 * 28) if "images" in name else ([0x801, n], n)
+    header = [0x801, n]
+    size = n
+    if "images" in name:
+        header = [0x803, n, 28, 28]
+        size = n * 28 * 28
     return b"".join(number.to_bytes(4, "big") for number in header) + bytes(size)
 
 

@@ -498,7 +498,7 @@ def test_killed_ten_times_and_resumed_by_other_numbers_of_processes(tmp_path, ca
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
 def test_killed_and_resumed_it_ends_with_the_same_bits(nprocs, tmp_path, capfd):
-    """With batch norm, dropout, augmentation in workers, and lines that are not those of the snapshots."""
+    """With batch norm, dropout, augmentation in workers, and printed lines between the snapshots."""
     draw = random.Random(nprocs)
     for folder, moments, num_workers in (("killed", [draw.randint(8, 30) for _ in range(4)], 1), ("whole", [], 0)):
         changes = {**TRICKS, "grad_accumulation": 2, "global_batch_size": 24, "log_interval": 3, "save_every": 2}

@@ -84,7 +84,7 @@ def equal_worker(local_rank, world_size, by_sgd, by_adam):
 
 
 def test_the_number_of_ranks_may_change(tmp_path, capfd):
-    """Parameters and printed losses are those of plain training without what does not fill a last batch.
+    """Parameters and printed losses equal plain training without a last batch that is not full.
 
     Shares differ: of 100 samples three ranks have 34, 33 and 33.
     """

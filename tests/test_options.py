@@ -208,7 +208,7 @@ def test_nproc_is_the_number_of_processes(script, main_of, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
-    assert launched(monkeypatch, script).kwargs == {"nprocs": 4}, "those of a launcher"
+    assert launched(monkeypatch, script).kwargs == {"nprocs": 4}, "the launcher's number"
     assert launched(monkeypatch, script, "--nproc", 2).kwargs == {"nprocs": 4}, "also if another number is given"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert launched(monkeypatch, script, "--nproc", 4), "on two machines with two GPUs each"

@@ -182,7 +182,7 @@ def test_on_several_machines_a_killed_process_ends_all_others_and_is_named():
             env_of_rank = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             jobs.append(start(SCRIPT, "--servers", 2, *options, env=env_of_rank))
         for _ in range(3):
-            jobs[2].stdout.readline()  # two lines about the job, and that of the first step
+            jobs[2].stdout.readline()  # two lines about the job, and the first step's
         begin = time.monotonic()
         jobs[victim].kill()
         errors = {}

@@ -150,7 +150,8 @@ def check_units(model):
 def swap_worker(local_rank, world_size, folder, which, tolerance):
     dist.init_process_group()
     ours = {"tied": Tied, "unused": Unused}
-    cases, make_batch = (ours, tokens) if which == "ours" else (cases_of_transformers(), sentences)
+    cases = ours if which == "ours" else cases_of_transformers()
+    make_batch = tokens if which == "ours" else sentences
     for name, make_model in cases.items():
         for optimizer_class in (torch.optim.SGD, torch.optim.AdamW):
             torch.manual_seed(0)

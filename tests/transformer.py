@@ -15,6 +15,7 @@ import distributed as dist
 import gpt
 
 SAME_DROPOUT = ("min_2D", "min_3D", "min_PP", "min_TP")  # tensor neighbours and stages work on the same sequences
+SPLIT_FIRST = ("min_2D", "min_3D", "min_TP")  # they split the model before they move it to the GPU
 HELD = re.compile(r"parameters held: ([\d,]+) of ([\d,]+) \((\d\.\d{3})\)")
 GUESSES = re.compile(
     r"loss in nats per byte; guessing by bigrams (?P<bigram>\d\.\d{4}), by trigrams (?P<trigram>\d\.\d{4})"
@@ -91,7 +92,7 @@ def train_alone(model, optimizer, args, loss_of=plain_loss, part_of=lambda step,
 
 
 def reference(optimizer="AdamW", **changes):
-    """The same with the small case's model; `changes` are those of `arguments`, `optimizer` is of make_optimizer."""
+    """The same with the small case's model. `changes` go to `arguments`, and `optimizer` to make_optimizer."""
     return _reference(optimizer, tuple(sorted(changes.items())))
 
 
@@ -146,7 +147,15 @@ def run_main_worker(script, args, optimizer, before_training=None):
     def sgd(params, lr, fused):
         return make_optimizer("SGD", params, lr)
 
+    moved = [0]
+    move = torch.nn.Module.to
+
+    def recorded_move(module, *args, **kwargs):
+        moved.append(sum(param.numel() for param in module.parameters() if not hasattr(param, "to_local")))
+        return move(module, *args, **kwargs)
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.nn.Module, "to", recorded_move))
         stack.enter_context(mock.patch.object(gpt, "load_text", lambda: text))
         stack.enter_context(mock.patch.object(script, "train", recorded_train))
         if optimizer == "SGD":
@@ -154,6 +163,9 @@ def run_main_worker(script, args, optimizer, before_training=None):
         stdout = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         script.main_worker(dist.get_local_rank(), dist.get_world_size(), args)
     result.stdout = stdout.getvalue()
+    if script.__name__ in SPLIT_FIRST and dist.get_world_size() > 1:
+        whole = sum(param.numel() for param in make_model(args).parameters())
+        assert max(moved) < whole, "a GPU would hold the whole model before it is split"
     if script.__name__ not in SAME_DROPOUT:
         assert torch.initial_seed() == args.seed + dist.get_rank(), "or dropout in a copy is the same on all ranks"
     return result
@@ -174,7 +186,7 @@ def full_parameters(model):
 
 
 def assert_equal(losses, parameters, expected, tolerance=1e-9):
-    """That losses and parameters are those of a `reference`."""
+    """Losses and parameters equal `expected`, the result of `reference`."""
     expected_losses, expected_parameters = expected
     assert losses.shape == expected_losses.shape and losses.dtype == torch.float64
     assert (losses - expected_losses).abs().max() <= tolerance, losses - expected_losses
