@@ -66,7 +66,7 @@ def memory(model, layout):
         **state_bytes(model, layout),
         "gathered": gathered_bytes(model, layout),
         "activations": kept_bytes(model, layout),
-        "logits and a block": working_bytes(model, layout),
+        "logits and a block": logits_bytes(model, layout) + working_bytes(model, layout),
     }
 
 
@@ -139,7 +139,7 @@ GPUS = {  # https://www.nvidia.com/en-us/data-center/ (H100, H200, A100, B200): 
     "b200": Cluster("b200", 180e9, 2250e12, 8e12, 900e9, 50e9),
 }
 SHARE_OF_MEMORY = 0.9  # the rest is for CUDA, NCCL and fragments: peaks in docs/plan.md are 1.1 times those projected
-TRUTH = (0.82, 1.12)  # measured / projected speed in docs/plan.md, from the 10th to the 90th percentile of its rows
+TRUTH = (0.82, 1.13)  # measured / projected speed in docs/plan.md, from the 10th to the 90th percentile of its rows
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,7 @@ class Layout:
     fused: bool = True  # element-wise operations are fused, as by torch.compile
     fused_loss: bool = False  # the loss works on the logits in place
     async_tensor: bool = False  # tensor parallelism communicates while it computes
+    regather: bool = False  # backward gathers the inputs of tensor parallelism's matrices again
     balanced: bool = True  # every rank of `context` has the same share of attention
     shard_context: bool = True  # FSDP shards over the ranks of `context` too; in min_CP.py they hold replicas
     keep_gathered: bool = False  # shards are gathered once per micro-batch
@@ -320,32 +321,41 @@ def kept_bytes(model, layout):
     """
     tokens = tokens_of_micro_batch(model, layout)
     block = activation_bytes(model, layout) * tokens / layout.tensor
-    if layout.recompute == "none":
+    if layout.recompute == "none" and not layout.regather:
         block += 2 * (1 - 1 / layout.tensor) * layout.number_bytes * model.width * tokens
     blocks = math.ceil(model.layers / layout.stages)
     return block * blocks * micro_batches_in_flight(layout)
 
 
-def working_bytes(model, layout):
-    """Temporary tensors: the logits when backward begins, then one block that is recomputed and its gradients.
+def logits_bytes(model, layout):
+    """The logits when backward begins: 12 bytes for the softmax, its gradient and that of the loss, in float32.
 
-    torch keeps the memory of the logits for tensors of their size, so both count. Logits take 12 bytes: the softmax,
-    its gradient and the gradient of the loss, in float32. If the loss is fused they take 4. Tensor parallelism splits
-    them by the vocabulary, and gathers the head's input, and its gradient. In a pipeline only the last stage has
-    logits, and keeps the activations of one micro-batch.
+    If the loss is fused they take 4. Tensor parallelism splits them by the vocabulary, and gathers the head's input,
+    and its gradient. In a pipeline only the last stage has logits. It keeps the activations of one micro-batch, so its
+    logits count as far as they exceed the others that the first stage keeps.
     """
     tokens = tokens_of_micro_batch(model, layout)
     logits = (4 if layout.fused_loss else 12) * model.vocabulary * tokens / layout.tensor
-    whole = dataclasses.replace(layout, recompute="none")
-    block = 1.5 * activation_bytes(model, whole) * tokens / layout.tensor
     if layout.tensor > 1:
-        gathered = 2 * layout.number_bytes * model.width * tokens
-        logits += gathered
-        block += gathered
+        logits += 2 * layout.number_bytes * model.width * tokens
     if layout.stages > 1:
         others = kept_bytes(model, layout) * (1 - 1 / micro_batches_in_flight(layout))
         logits = max(0.0, logits - others)
-    return logits + block
+    return logits
+
+
+def working_bytes(model, layout):
+    """A block's gradients in backward, and its activations if they are recomputed.
+
+    The gradients count half of the activations. torch keeps the memory of the logits, so both count.
+    """
+    tokens = tokens_of_micro_batch(model, layout)
+    whole = dataclasses.replace(layout, recompute="none")
+    share = 0.5 if layout.recompute == "none" else 1.5
+    block = share * activation_bytes(model, whole) * tokens / layout.tensor
+    if layout.tensor > 1:
+        block += 2 * layout.number_bytes * model.width * tokens
+    return block
 
 
 # ---- time: the parts ------------------------------------------------------------------------------------------------
@@ -430,23 +440,28 @@ def exposed(seconds, window, cluster):
     return seconds - hidden + HIDDEN_COST * hidden
 
 
-def tensor_bytes(model, layout):
-    """Sent by a GPU for one micro-batch: (T-1)/T · (8·blocks + 4) activations, or 11 for a block that is recomputed.
+def tensor_messages(model, layout):
+    """All-gathers and reduce-scatters of one micro-batch, each of a whole activation: see min_TP.py and docs/costs.md.
 
-    A block has four pairs of all-gather and reduce-scatter, embedding and head two: see min_TP.py and docs/costs.md.
+    A block has four pairs of them, embedding and head two. Recomputing a block adds 3, and `regather` 2.
     min_TP.py gathers the logits besides. Here each rank keeps its part of the vocabulary.
     """
     per_block = 11 if layout.recompute == "full" else 8
-    activations = (per_block * model.layers + 4) / layout.stages
+    if layout.regather:
+        per_block += 2
+    return (per_block * model.layers + 4) / layout.stages
+
+
+def tensor_bytes(model, layout):
+    """Sent by a GPU for one micro-batch: (T-1)/T of an activation for each message."""
     tokens = tokens_of_micro_batch(model, layout)
     split = (layout.tensor - 1) / layout.tensor
-    return split * activations * layout.number_bytes * tokens * model.width
+    return split * tensor_messages(model, layout) * layout.number_bytes * tokens * model.width
 
 
 def tensor_seconds(model, layout, cluster):
     """Seconds of one micro-batch, all exposed unless the framework overlaps it."""
-    per_block = 11 if layout.recompute == "full" else 8
-    messages = (per_block * model.layers + 4) / layout.stages
+    messages = tensor_messages(model, layout)
     half_reduced = (1 + cluster.reduce_scatter) / 2  # of each pair, one is a reduce-scatter
     n_bytes = half_reduced * tensor_bytes(model, layout)
     seconds, latency = transfer_seconds(layout.tensor, 1, n_bytes, messages, cluster)
