@@ -108,16 +108,16 @@ def _location(path):
 def save(path, model, optimizer, scheduler=None, epoch=0, step=0, **more):
     """Save everything needed to resume. `epoch` and `step` say where to resume, in the caller's units.
 
-    One process per node writes to `path`, also if the nodes share that folder. `more` names further objects that have
-    state_dict and load_state_dict, like a second optimizer or a GradScaler. Every rank must call it. The model is saved
-    unwrapped, so any number of processes can load it. Raises DistributedError on every rank if a node cannot write, or
-    if a state holds a value that could not be loaded again, like a numpy number or a Path; that node's old file is then
-    unchanged.
+    One process per node writes to `path`. Nodes that share rank 0's folder leave it to rank 0, except in the first
+    save. `more` names further objects that have state_dict and load_state_dict, like a second optimizer or a
+    GradScaler. Every rank must call it. The model is saved unwrapped, so any number of processes can load it. Raises
+    DistributedError on every rank if a node cannot write, or if a state holds a value that could not be loaded again,
+    like a numpy number or a Path; that node's old file is then unchanged.
     """
     parts = _parts(model, optimizer, scheduler, more)
-    dist.sync_params(parts["model"].buffers())  # with rank 0's, as DDP does: all nodes save the same
+    dist.sync_params(parts["model"].buffers())  # copies of rank 0's, as in DDP: all nodes save the same
     error = None
-    if dist.get_local_rank() == 0:
+    if _is_writer(path):
         snapshot = {name: part.state_dict() for name, part in parts.items()}
         snapshot["epoch"] = epoch
         snapshot["step"] = step
@@ -126,6 +126,17 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0, **more):
         except dist.DistributedError as failure:
             error = str(failure)
     dist.raise_on_all(error, dist.patient_group())
+
+
+def _is_writer(path):
+    """Is this local rank 0 of a node whose `path` is not the file that rank 0 sees? On rank 0 it is True."""
+    identity = None
+    with contextlib.suppress(OSError):
+        found = os.stat(path)
+        identity = (found.st_ino, found.st_ctime_ns, found.st_size)
+    identity_on_0 = dist.gather_objects(identity, dist.patient_group())[0]
+    is_shared = identity is not None and identity == identity_on_0
+    return dist.is_primary() or (dist.get_local_rank() == 0 and not is_shared)
 
 
 def _write(path, snapshot):
@@ -154,7 +165,7 @@ def load(path, model, optimizer, scheduler=None, **more):
         snapshot, position, error = _read(path)
     dist.raise_on_all(error, dist.patient_group())
     found = dist.gather_objects((position, dist.get_rank(), _location(path)), dist.patient_group())
-    position, holder, location = max(found, key=lambda entry: entry[0])  # of equal ones, the lowest rank's
+    position, holder, location = max(found, key=lambda entry: entry[0])  # if several are equal, the lowest rank's
     if position == NO_SNAPSHOT:
         return 0, 0
     if dist.get_rank() != holder:

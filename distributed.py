@@ -293,13 +293,14 @@ def _unsharded_params(module):
 def _is_called(module):
     """Does its forward run? FSDP gathers a unit when it is called."""
     has_forward = type(module).forward is not nn.Module.forward  # a ModuleList has none
-    # nn.MultiheadAttention reads the weight of its output projection without calling it. Only there is this class used.
+    # nn.MultiheadAttention reads the weight of its output projection without calling it. torch uses this class nowhere
+    # else.
     is_attention_output = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     return has_forward and not is_attention_output
 
 
 def sync_params(params, src=0):
-    """Copy each tensor of `params` from rank `src` to all ranks. Any device and any strides are allowed."""
+    """Copy each tensor of `params` from rank `src` to all ranks. It may be on any device, and transposed or a view."""
     if get_world_size() > 1:
         for param in params:
             sent = param.detach().to(get_device()).contiguous()
@@ -326,13 +327,15 @@ def all_reduce(tensor, op="sum"):
     """A new tensor of the same shape and type: "sum", "avg", "min" or "max" of `tensor` over all ranks, on every rank.
 
     `tensor` is on this process's device. For metrics: no gradient flows through it. 16-bit floats are summed in
-    float32. Raises ValueError for another `op` and for the average of integers, which would be rounded: sum them and
-    divide, or convert them first.
+    float32. Raises ValueError for another `op`, for the average of integers, which would be rounded, and for the sum of
+    booleans, which would be their "or": convert them first.
     """
     if op not in _REDUCE_OPS:
         raise ValueError(f"op must be one of {', '.join(_REDUCE_OPS)}, got {op!r}")
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"the average of {tensor.dtype} would be rounded: use op='sum' or tensor.float()")
+    if op == "sum" and tensor.dtype == torch.bool:
+        raise ValueError("the sum of torch.bool would be an 'or': use tensor.int(), or op='max'")
     dtype = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
     result = tensor.detach().to(dtype, copy=True).contiguous()
     if get_world_size() > 1:
@@ -407,8 +410,8 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
 
     Under torchrun, or any launcher that sets RANK and WORLD_SIZE, this process is one of them and `nprocs` is ignored.
     Otherwise `nprocs` processes are started on this machine: by default one per visible GPU, or one without a GPU. Each
-    started process has its own copy of `args`. It imports the script first, and has RANK and the other variables only
-    when `worker_fn` runs: so call nothing of this module at the top level of a file. With one process, `worker_fn` runs
+    started process has its own copy of `args`. It imports the script first. RANK and the other variables are set only
+    when `worker_fn` runs, so call nothing of this module at the top level of a file. With one process, `worker_fn` runs
     in the calling process. Build the model inside `worker_fn`, so that it is freed on return.
 
     A DistributedError ends the job with one line and status 1. Any other failure of a started process ends the others,
@@ -441,7 +444,7 @@ def _run_worker(worker_fn, *args):
         _note_exit_status(error.code)
         raise
     except BaseException:
-        _note_exit_status(1)  # even if the caller handles it: this rank has left its peers
+        _note_exit_status(1)  # even if the caller handles it: this rank no longer takes part
         raise
     if not had_group:
         cleanup()
@@ -484,14 +487,15 @@ def _fresh_store(rank, world_size, timeout):
         return torch_dist.PrefixStore(f"group {next(_group_numbers)}", store)  # a new prefix for each group
     name = uuid.uuid4().hex
     store.set(f"rank {rank}", name)
-    # Wait until all ranks have read the same names. A process that has ended never reads the name of a new one.
+    # Wait until all ranks have read the same names. A process that has ended cannot have read the name of a new one.
     deadline = time.monotonic() + timeout.total_seconds()
     pause = 0.01
     while time.monotonic() < deadline:
-        names = [peer.decode() for peer in store.multi_get([f"rank {peer}" for peer in range(world_size)])]
+        values = store.multi_get([f"rank {peer}" for peer in range(world_size)])
+        names = [value.decode() for value in values]
         prefix = uuid.uuid5(uuid.NAMESPACE_OID, "".join(names)).hex
         store.set(f"{prefix} read by {name}", "")
-        if store.check([f"{prefix} read by {peer}" for peer in names]):
+        if store.check([f"{prefix} read by {peer_name}" for peer_name in names]):
             return torch_dist.PrefixStore(prefix, store)
         time.sleep(pause)
         pause = min(2 * pause, 1)  # many ranks must not keep the store busy
@@ -515,7 +519,7 @@ def _note_exit_status(code):
 
 @atexit.register
 def _leave():
-    """Exit a failed process at once. Its peers have not noticed the failure yet, so do not wait for them.
+    """At exit: leave a failed process at once, since its peers have not noticed yet. Else destroy what is left.
 
     Under NCCL, destroying the process group needs all ranks. If it is not destroyed, NCCL warns, and gloo may wait for
     a peer (torch 2.11 and 2.13). So a rank that fails leaves at once. Exit handlers that were registered before this
@@ -536,11 +540,12 @@ def _drop_destroyed_groups():
     """Free the destroyed groups now: a thread of gloo that still runs when Python ends aborts the process.
 
     Its status is then -6, and torchrun calls a finished job failed: https://github.com/pytorch/pytorch/issues/190489,
-    torch 2.11 to 2.15. Freeing a group waits for gloo's threads. If a DDP model held the last reference, that would
-    happen while this thread holds Python's lock, which gloo's threads may need: a deadlock (torch 2.11). So `cleanup`
+    torch 2.11 to 2.15. Freeing a group waits for gloo's threads. If a DDP model held the last reference, it would be
+    freed while this thread holds Python's lock, which gloo's threads may need: a deadlock (torch 2.11). So `cleanup`
     keeps a reference until here. Delete when jobs of DDP under torchrun end well without it.
     """
-    # A process that `launch` has started ends by os._exit, and gc would copy all memory that it shares with the others.
+    # Workers of `launch` end by os._exit, so they need no cleaning up. gc.collect would write to every object, and so
+    # copy the memory that they share since the fork.
     if _destroyed_groups and multiprocessing.parent_process() is None:
         gc.collect()  # the model holds the group too, and may be in a reference cycle
         _destroyed_groups.clear()

@@ -173,7 +173,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Logits (batch, length, 256) of `tokens` (batch, length), which stand at `positions`: 0, 1, … if None.
+    """Logits (batch, length, 256) of `tokens` (batch, length), whose positions are 0, 1, … if `positions` is None.
 
     `positions` are (length,), or (batch, length) where rows differ.
     Splitting a model with dropout or tied weights can change its result without an error. So it has neither.

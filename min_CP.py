@@ -70,9 +70,9 @@ def parse_args():
 
 
 def ulysses(q, k, v):
-    qkv = torch.stack([q, k, v])
+    qkv = torch.stack([q, k, v])  # (3, batch, heads, piece, head width)
     q, k, v = exchange(qkv, split=2, join=3)  # all heads of my piece -> my heads of all pieces
-    result = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    result = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, my heads, all pieces, head width)
     return exchange(result, split=2, join=1)  # my heads of all pieces -> all heads of my piece
 
 
@@ -113,7 +113,7 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         result = x.new_empty(dist.get_world_size(), *x.shape)
-        dist.all_gather_single(result.view(-1, *x.shape[1:]), x)
+        dist.all_gather_single(result.view(-1, *x.shape[1:]), x)  # it joins along the first dimension
         return result
 
     @staticmethod

@@ -6,7 +6,7 @@ each expert. The token visits the --top experts with the highest probabilities, 
     y = Σ_k p_k E_k(x)        over the chosen experts k
 
 So the model has many more parameters, but a token visits only --top experts. Each process holds 1/N of the experts and
-all the rest, and trains on its share of the batch. The way of 4 tokens a b c d on 2 ranks, with 4 experts and --top 2:
+all the rest, and trains on its share of the batch. The path of 4 tokens a b c d on 2 ranks, with 4 experts and --top 2:
 
                              rank 0: experts 0 and 1             rank 1: experts 2 and 3
     route                    a to 0 and 2, b to 2 and 3          c to 0 and 1, d to 0 and 3
@@ -25,9 +25,9 @@ The host waits for the device once per block: it needs the number of tokens to a
 systems avoid the wait. Some give each expert a fixed capacity, and drop or pad tokens (GShard, Switch). Some keep the
 counts on the device (DeepEP, torchtitan), and replace the loop over experts by torch.nn.functional.grouped_mm.
 
-Cost per process, for S shared float32 parameters and E of experts, L layers of width D, B sequences of T bytes and N
+Cost per process, for S shared float32 parameters and X of experts, L layers of width D, B sequences of T bytes and N
 processes:
-    memory    16·(S + E/N) bytes (parameters 4, gradients 4, Adam 8)
+    memory    16·(S + X/N) bytes (parameters 4, gradients 4, Adam 8)
     sent      2·(N-1)/N · 4·S bytes in each step for the shared gradients, as with DDP, and (N-1)/N · 16·L·top·D·B·T/N
               for the tokens if all experts are used evenly. If all tokens visit the experts of one process, it sends
               N/2 times that.
@@ -37,7 +37,7 @@ processes:
     torchrun --standalone --nproc-per-node 4 min_EP.py --experts 4 --top 1
 
 It prints `parameters held: 1,271,040 of 2,324,736 (0.547)`, and then lines of loss, speed and memory, each with the
-number of tokens that each expert of each block had: `step 50 | loss 3.1652 | held-out 2.8792 | 4,645 tokens/s | …`.
+number of tokens that each expert of each block got: `step 50 | loss 3.1652 | held-out 2.8792 | 4,645 tokens/s | …`.
 """
 
 import torch

@@ -28,12 +28,12 @@ Choose it over AdamW (min_DDP.py, min_ZeRO.py) to reach a lower loss in the same
 and a scheduler of its own. min_ZeRO.py shards optimizers that treat every element by itself. There a part may end in
 the middle of a matrix, so all parts are equally long.
 
-Cost per process, for P float32 parameters, M of them in matrices and R in the rest, on N processes. The longest part
-has S parameters, and all parts are padded to its length:
-    memory    8·(N·S + R) bytes of parameters and gradients, up to 4·S of momentum, and 8·R of Adam's state. With equal
-              parts S = M/N, so this is 8·P + 4·M/N + 8·R. DDP with AdamW needs 16·P. More processes than matrices make
-              N·S much larger than M.
-    sent      8·(N-1)·S bytes in each step for the matrices and 8·(N-1)/N · R for the rest. With equal parts the sum is
+Cost per process, for P float32 parameters, R of them outside of the matrices, on N processes. The longest part has L
+parameters, and all parts are padded to its length:
+    memory    8·(N·L + R) bytes of parameters and gradients, up to 4·L of momentum, and 8·R of Adam's state. With equal
+              parts L = (P-R)/N, so this is 8·P + 4·(P-R)/N + 8·R. DDP with AdamW needs 16·P. More processes than
+              matrices make N·L much larger than P-R.
+    sent      8·(N-1)·L bytes in each step for the matrices and 8·(N-1)/N · R for the rest. With equal parts the sum is
               what DDP sends. It is sent after backward.
     compute   Newton-Schulz adds at most 5·m/B to the work of forward and backward, for matrices whose smaller side is
               m and global batches of B tokens. The processes share it.
@@ -85,7 +85,8 @@ def take_step(muon, adamw, clip=None):
 class Muon(torch.optim.Optimizer):
     """Muon for `matrices`: parameters of two dimensions, or groups of them, as torch.optim takes them.
 
-    Each process steps the matrices that it owns and holds only their momentum. All processes must hold equal matrices.
+    Each process steps the matrices that it owns and holds only their momentum, except while a snapshot is loaded. All
+    processes must hold equal matrices.
     """
 
     def __init__(self, matrices, lr, momentum=0.95, weight_decay=0.01):

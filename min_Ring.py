@@ -25,7 +25,7 @@ Under the causal mask later queries see more keys. So a sequence is cut into 2·
     of rank 1        2     x       .         x       c
 
 The backward pass needs only the final out and lse, so a process saves nothing of other shares. It sends keys and values
-around again, and their gradients behind them.
+around again, followed by their gradients.
 
 Choose this script over min_CP.py if there are more processes than heads, or if sending takes long: the computation
 that hides it grows with T² and the bytes with T. With enough heads and fast links choose Ulysses in min_CP.py, which
@@ -147,7 +147,7 @@ def unmasked(step, length):
 def attention_to_nothing(q):
     """The out and lse to begin with, in float32 or wider: a sum over many blocks must not be rounded to 16 bits.
 
-    In memory out is (batch, positions, heads, head width), as the linear layer behind attention reads it.
+    In memory out is (batch, positions, heads, head width), as the linear layer after attention reads it.
     """
     batch, heads, length, head_width = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -251,7 +251,8 @@ class EfficientOnGPU:
 
     @staticmethod
     def backward(grad, q, k, v, out, lse, causal):
-        missing = -lse.shape[2] % 32
+        queries = lse.shape[2]
+        missing = 32 * math.ceil(queries / 32) - queries
         no_dropout = torch.zeros((), dtype=torch.long, device=q.device)
         grad_q, grad_k, grad_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             grad,

@@ -9,9 +9,9 @@ function of seed, epoch and position alone.
     position                            0 1 2 3 4 5 6 7 8 ...            counts on through all epochs
 
 Each step takes the next --global-batch-size positions, and each rank an equal share of them. Its loader processes take
-steps in turn. The numbers of ranks and loader processes decide who reads a document, but never which one comes next.
-So the state to save is one number, the position after the last step. What loader processes have fetched ahead is not
-part of it: the resumed run fetches that again.
+steps in turn. The numbers of ranks and loader processes decide which process reads a document, but never which one
+comes next. So the state to save is one number, the position after the last step. What loader processes have fetched
+ahead is not part of it: the resumed run fetches that again.
 
 An index beside each shard holds the start of each line, so any document can be read by itself. The usual stream reads
 each shard from its first line through a shuffle buffer. Its order depends on which process reads which shard, and a
@@ -21,9 +21,10 @@ length and an index, need neither stream: use `dist.data_sampler`, as min_DDP.py
 sample in memory.
 
 Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW, and 2·(N-1)/N · 4·P bytes
-sent in each step, and 8 bytes for the loss. The data add --buffer numbers, one number per shard, and the batches
-fetched ahead. The first start reads all shards once and writes the indexes, 8 bytes per document. After that a process
-reads only its own documents. A larger --buffer shuffles better, but scatters reads over more of the disk.
+sent in each step, and 8 bytes for the loss. Each loader process adds up to 4 times --buffer numbers, one number per
+shard, and the batches fetched ahead. The first start reads all shards once and writes the indexes, 8 bytes per
+document. After that a process reads only its own documents. A larger --buffer shuffles better, but scatters reads over
+more of the disk.
 
     python min_Stream.py --nproc 2                                          # two processes; without --nproc, all GPUs
     CUDA_VISIBLE_DEVICES=0,1 python min_Stream.py --snapshot-path run.pt    # saves; rerun it with any --nproc to resume
@@ -133,7 +134,9 @@ class Stream(Dataset):
 
     def state_dict(self):
         """What the order depends on: it must be the same when a run resumes."""
-        shards = {path.name: count for path, count in zip(self.paths, self.counts, strict=True)}
+        shards = {}
+        for path, count in zip(self.paths, self.counts, strict=True):
+            shards[path.name] = [count, path.stat().st_size]
         return {"seed": self.seed, "buffer": self.buffer, "shards": shards}
 
     def load_state_dict(self, state):
@@ -270,13 +273,16 @@ def find_change(before, now):
         if before[name] != now[name]:
             return f"--{name} was {before[name]} and is {now[name]}"
     for name in sorted(before["shards"] | now["shards"]):
-        count_before, count = before["shards"].get(name), now["shards"].get(name)
-        if count is None:
+        if name not in now["shards"]:
             return f"the shard {name} is gone"
-        if count_before is None:
+        if name not in before["shards"]:
             return f"the shard {name} is new"
+        count_before, bytes_before = before["shards"][name]
+        count, n_bytes = now["shards"][name]
         if count_before != count:
             return f"the shard {name} had {count_before:,} documents and has {count:,}"
+        if bytes_before != n_bytes:
+            return f"the shard {name} had {bytes_before:,} bytes and has {n_bytes:,}"
     return None
 
 

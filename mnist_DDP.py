@@ -56,7 +56,7 @@ import tracking
 # ---- data, model, loss and optimizer ------------------------------------------------------------------------------
 
 
-# CHANGE HERE, 1 of 4: the data, in both of these functions.
+# CHANGE HERE, 1 of 4: the data, in `load_datasets` and `prepare`.
 def load_datasets(hp):
     """Any two Datasets with a length, whose samples are (input, label).
 
@@ -80,7 +80,7 @@ def make_model():
 
 
 def forward(model, inputs, labels, device, amp):
-    """Outputs, labels and losses of a batch, on `device`."""
+    """Outputs, labels and losses of a batch, on `device`. If `inputs` is a dict, move each of its tensors."""
     inputs = inputs.to(device, non_blocking=True)
     labels = labels.to(device, non_blocking=True)
     autocast = contextlib.nullcontext()
@@ -126,7 +126,7 @@ class Trainer:
         self.model = dist.prepare_ddp_model(self.net)
         if hp.compile:
             self.model.compile()  # after DDP: torch then splits the graph where DDP's buckets end
-        self.optimizer, self.scheduler = make_optimizer(self.model, hp, hp.epochs * self.steps)
+        self.optimizer, self.scheduler = make_optimizer(self.net, hp, hp.epochs * self.steps)
         self.tracker = tracking.Tracker("mnist_DDP", hp.wandb, hp.tensorboard)
 
     def train_step(self, batches, epoch, step):
@@ -402,7 +402,7 @@ def parse_hyperparameters(parser):
         name = "--" + field.name.replace("_", "-")
         help = field.metadata["help"]
         if field.type is bool:
-            parser.add_argument(name, action="store_true", help=help)
+            parser.add_argument(name, action=argparse.BooleanOptionalAction, default=field.default, help=help)
         else:
             parser.add_argument(name, type=field.metadata["check"], default=field.default, help=help)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Rung 1 of the ladder: survive a crash. single_gpu.py for several GPUs, with snapshots that resume exactly.
+"""The second of three trainers: survive a crash. single_gpu.py for several GPUs, with snapshots that resume exactly.
 
 torchrun starts one process per GPU. When a process dies, torchrun restarts all of them, and they resume from the last
 snapshot:

@@ -1,4 +1,4 @@
-"""Rung 2 of the ladder: survive machines that come and go. multigpu_torchrun.py for an elastic job on many nodes.
+"""The third of three trainers: survive machines that come and go. multigpu_torchrun.py for an elastic job.
 
 A torchrun agent runs on every node. When a node is lost or joins, all agents restart their processes with the new
 number of ranks, and these resume from the newest snapshot that any node has. Two things are new:

@@ -9,7 +9,7 @@ trust them.
 
     replicate   every GPU holds the model, gradients are averaged        (DDP, min_2D.py; ZeRO-1, min_ZeRO.py)
     shard       parameters are gathered when a block computes            (FSDP, min_FSDP.py)
-    both        machines hold copies, the GPUs of one hold shards        (HSDP, min_2D.py)
+    both        each machine holds one copy, sharded over its GPUs       (HSDP, min_2D.py)
     tensor      the work of each layer is split, inside a machine        (TP, min_TP.py)
     context     each sequence is split                                   (CP, min_CP.py)
     stages      the layers are split, micro-batches follow each other    (PP, min_PP.py)
@@ -36,7 +36,7 @@ from dataclasses import dataclass
 
 
 def seconds(model, layout, cluster):
-    """{part: seconds} of a step. In the bubble of (K-1)/chunks micro-batches a stage waits for the others."""
+    """{part: seconds} of a step. In the bubble of (stages - 1)/chunks micro-batches a stage waits for others."""
     computing = compute_seconds(model, layout, cluster)
     tensor = tensor_seconds(model, layout, cluster)
     context = context_seconds(model, layout, cluster)
@@ -125,8 +125,8 @@ class Cluster:
     reachable: float = 794.5 / 989  # of `flops`, by large matrices: github.com/stas00/ml-engineering, accelerator
     reachable_link: float = 0.8  # of `inside` and `between`, by large messages: usual in nccl-tests
     # These two, like latency_between, were fitted by hand to the measurements in docs/plan.md.
-    few_tokens: int = 300  # a micro-batch of so many tokens computes at half of the speed
-    narrow: int = 250  # and so do matrices of this width, divided by tensor
+    few_tokens: int = 300  # a micro-batch with this many tokens runs at half of the speed
+    narrow: int = 250  # so do matrices, if their width / tensor is this
     reduce_scatter: float = 1.0  # its time in relation to an all-gather's: gloo's is an all-reduce
     device: str = "GPU"
 
@@ -138,7 +138,7 @@ GPUS = {  # https://www.nvidia.com/en-us/data-center/ (H100, H200, A100, B200): 
     # No published run of a B200 is in docs/plan.md: its efficiency is an H100's.
     "b200": Cluster("b200", 180e9, 2250e12, 8e12, 900e9, 50e9),
 }
-SHARE_OF_MEMORY = 0.9  # the rest is for CUDA, NCCL and fragments: peaks in docs/plan.md are 1.1 times those projected
+SHARE_OF_MEMORY = 0.9  # the rest is for CUDA, NCCL and fragments: 8 of 10 peaks in docs/plan.md stay below it
 TRUTH = (0.82, 1.13)  # measured / projected speed in docs/plan.md, from the 10th to the 90th percentile of its rows
 
 
@@ -934,7 +934,9 @@ def print_no_fit(job, smallest):
         print(f"no layout     {job.batch} sequences cannot be shared by {job.n_gpus} {job.cluster.device}s")
     else:
         needed = sum(smallest.memory.values())
-        print(f"does not fit  the smallest layout needs {needed / GIB:.1f} GiB, {(needed - limit) / GIB:.1f} too many")
+        print(
+            f"does not fit  the smallest layout needs {needed / GIB:.1f} GiB, {(needed - limit) / GIB:.1f} GiB too much"
+        )
         print(f"              {describe(smallest.layout)}")
     change = what_makes_it_fit(job, smallest)
     if change:
@@ -942,7 +944,7 @@ def print_no_fit(job, smallest):
     elif smallest is None:
         print(f"              choose a multiple of {job.n_gpus} for --global-batch-size")
     else:
-        print("would not fit on 64 times as many either")
+        print("              It does not fit on 64 times as many GPUs either.")
 
 
 def what_makes_it_fit(job, smallest):
@@ -1059,7 +1061,8 @@ def parse_args(argv=None):
 
 def parse_model(parser, args):
     """--model, changed by the options of its shape, or a shape from these options alone."""
-    given = {name: value for name, value in vars(args).items() if name in Model.__dataclass_fields__}
+    names = {field.name for field in dataclasses.fields(Model)}
+    given = {name: value for name, value in vars(args).items() if name in names}
     if args.gated:
         given["matrices"] = 3
     if args.model is None:

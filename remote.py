@@ -192,12 +192,12 @@ def end(tolerate_lost=False):
     _end.set_result(nobody_is_lost)
     for answer in _watched.values():
         with contextlib.suppress(RuntimeError):  # this one is lost
-            answer.wait()  # until the process has heard of the end
+            answer.wait()  # until the process has learnt of the end
     _shut_down(nobody_is_lost)
 
 
 def leave(name):
-    """Wait, and answer calls, until the process `name`, which watches this one, ends the job. Shut RPC down."""
+    """Answer calls until the process `name` ends the job. Then shut RPC down. `name` watches this process."""
     nobody_is_lost = call(name, _say_goodbye, rpc.get_worker_info().name, timeout=0)
     _end.set_result(None)
     _shut_down(nobody_is_lost)

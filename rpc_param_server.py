@@ -36,7 +36,8 @@ bytes each way per trainer, so 8·P·N through the server, where an all-reduce s
 
 When a trainer is killed, the others continue without its share of the data. Under torchrun the job ends, because
 torchrun ends a job that has lost a process. When the server is killed, all trainers end. A trainer that hangs without
-dying does not count as lost: with sync the job ends after `--timeout` seconds, with hogwild it waits at its end.
+dying does not count as lost: with sync the job ends after `--timeout` seconds, with hogwild the server waits for it for
+ever.
 
 It prints a line per epoch, `Epoch 1 - loss: 0.0667 - acc: 0.9801 (9801/10000) - 27.7 updates/s - 11.1 MB/s -
 staleness: 0.87`: loss and accuracy on all test samples, updates and bytes per second, and how many updates the server
@@ -176,7 +177,7 @@ class Server:
         missing = self.trainers - self.gradients.keys()
         if missing or not self.gradients:
             return
-        ranks = sorted(self.gradients)  # in this order, so that each run rounds alike
+        ranks = sorted(self.gradients)  # in this order, so that rounding is the same in each run
         total = self.gradients[ranks[0]]
         for rank in ranks[1:]:
             total += self.gradients[rank]  # in place: new memory would cost more than the sum

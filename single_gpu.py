@@ -1,6 +1,6 @@
-"""Rung 0 of the ladder: plain PyTorch on one device. It saves checkpoints, but does not resume: the next rung does.
+"""The first of three trainers: plain PyTorch on one device. It saves checkpoints, but does not resume.
 
-This is the training loop that the next rungs distribute. Choose it when one device is fast enough and the model fits
+This is the training loop that the next two distribute. Choose it when one device is fast enough and the model fits
 into it. multigpu_torchrun.py is the same file for several GPUs, and `diff single_gpu.py multigpu_torchrun.py` shows
 what changes.
 

@@ -1,9 +1,9 @@
 """Start the processes of a job on this machine, and end them together. `distributed.launch` calls `run_processes`.
 
 torch.multiprocessing.start_processes is not enough. Every process imports torch anew, which takes about a minute for 64
-of them on two cores. Workers survive a launcher that is killed. When one worker fails, a peer's error may be shown.
-Here workers are forked from a server that has imported torch once, each ends when the launcher ends, and the caller
-gets the first failure. It needs a POSIX system: Linux, macOS or WSL.
+of them on two cores. With it, workers outlive a launcher that is killed, and a peer's error may be shown in the place
+of the first one. Here workers are forked from a server that has imported torch once, each ends when the launcher ends,
+and the caller gets the first failure. It needs a POSIX system: Linux, macOS or WSL.
 """
 
 import atexit
@@ -25,8 +25,8 @@ import torch
 import torch.distributed as torch_dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-# The fork server imports these once, so that the workers need not. Importing them does not touch CUDA, which a fork
-# would break in every worker.
+# The fork server imports these once, so that the workers need not. Importing them does not initialize CUDA, which
+# would not work in a process that is forked afterwards.
 PRELOADED = ("torch", "torch.distributed.nn.functional", "torch._dynamo", "torchvision")
 
 IMPORTING_MAIN = 77  # exit status of a worker whose script calls `launch` while it is imported
@@ -165,20 +165,18 @@ def _root_cause(failed, store):
 
     A worker reports before its sockets close, and its peers fail when they close. So peers report later.
     """
-    first_report = None
-    reported = set()
+    reports = []
     while store.queue_len("failures"):
-        report = json.loads(store.queue_pop("failures"))
-        reported.add(report["rank"])
-        if first_report is None:
-            first_report = _reported_failure(report)
+        reports.append(json.loads(store.queue_pop("failures")))
+    reported = {report["rank"] for report in reports}
     silent = sorted(failed.keys() - reported)
-    if first_report is not None:
-        # NCCL's watchdog aborts a process whose peer has failed: a consequence, if there is a report.
-        silent = [rank for rank in silent if failed[rank].exitcode != -signal.SIGABRT]
-    if not silent:
-        return first_report
-    rank = silent[0]
+    # NCCL's watchdog aborts a process whose peer has failed. So an abort is the cause only if nothing else can be.
+    aborted = [rank for rank in silent if failed[rank].exitcode == -signal.SIGABRT]
+    others = [rank for rank in silent if rank not in aborted]
+    if reports and not others:
+        notes = [_how_it_ended(rank, failed[rank]) for rank in aborted]
+        return _reported_failure(reports[0], notes)
+    rank = (others or aborted)[0]
     process = failed[rank]
     if process.exitcode == IMPORTING_MAIN:
         return SystemExit('launch is called while a worker imports the script: put it under if __name__ == "__main__":')
@@ -186,9 +184,11 @@ def _root_cause(failed, store):
     return ProcessExitedException(_how_it_ended(rank, process), rank, process.pid, process.exitcode, name)
 
 
-def _reported_failure(report):
-    """The exception to raise for what `_report` has sent."""
+def _reported_failure(report, notes):
+    """The exception to raise for what `_report` has sent. The notes are appended to its message."""
     rank, pid, message = report["rank"], report["pid"], report["message"]
+    if notes:
+        message = f"{message} ({', '.join(notes)})"
     if report["kind"] == "raised":
         return ProcessRaisedException(message, rank, pid)
     if report["kind"] == "status":

@@ -152,7 +152,7 @@ CONSTANTS = ("FLOAT8", "ATTENTION", "FORWARD", "PASSES", "HIDDEN_COST", "ASYNC_H
 MISSES = """## What it misses
 
 - **nanotron on 512 GPUs, and its small models from 128.** The measured steps are 0.2 to 0.3 s longer than projected for
-  the 1.34, 3.57 and 8.86 B models alike, so it is no cost of bytes or operations. No formula here has it.
+  the 1.34, 3.57 and 8.86 B models alike, so this cost depends on neither bytes nor operations. No formula has it.
 - **nanotron's 80 B on 32 and 64 GPUs** is slower per GPU than on 128, which no formula explains. Both are
   close to 80 GB.
 - **Megatron's 16 to 70 B** are faster than projected. The projection exposes a part of the gradients' reduction that

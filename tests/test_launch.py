@@ -361,8 +361,24 @@ def abort_after_a_report(local_rank, world_size):
 
 
 def test_an_abort_beside_a_report_is_its_consequence():
-    with pytest.raises(ProcessRaisedException, match="ZeroDivisionError: the cause"):
+    """It is named as well, since under gloo it may be the cause."""
+    with pytest.raises(ProcessRaisedException) as error:
         dist.launch(abort_after_a_report, nprocs=2)
+    assert re.search(r"ZeroDivisionError: the cause\s+\(rank 0 was killed by SIGABRT\)$", str(error.value))
+
+
+def abort_after_a_kill(local_rank, world_size):
+    dist.init_process_group()
+    if local_rank == 1:
+        signal.raise_signal(signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        dist.barrier()
+    signal.raise_signal(signal.SIGABRT)
+
+
+def test_an_abort_beside_a_kill_is_its_consequence():
+    with pytest.raises(ProcessExitedException, match="rank 1 was killed by SIGKILL"):
+        dist.launch(abort_after_a_kill, nprocs=2)
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])

@@ -36,6 +36,9 @@ def check_reduce(rank, n):
             dist.reduce(value, op)
     with pytest.raises(ValueError, match=r"the average of torch\.int64 would be rounded"):
         dist.reduce(torch.tensor(rank))
+    with pytest.raises(ValueError, match="would be an 'or'"):
+        dist.all_reduce(torch.tensor(rank == 0))
+    assert dist.all_reduce(torch.tensor(rank == 0), "max").item() is True
 
 
 def check_gather(rank, n):

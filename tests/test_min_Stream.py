@@ -394,6 +394,8 @@ def test_what_the_order_depends_on_must_not_change(tmp_path):
     assert resume() == expected + "the shard 5.jsonl is new"
     (folder / "5.jsonl").unlink()
     shard = (folder / "2.jsonl").read_text()
+    (folder / "2.jsonl").write_text(shard + " ")
+    assert resume() == expected + f"the shard 2.jsonl had {len(shard):,} bytes and has {len(shard) + 1:,}"
     (folder / "2.jsonl").write_text(shard[: shard.index("\n") + 1])
     assert resume() == expected + "the shard 2.jsonl had 30 documents and has 1"
     (folder / "2.jsonl").unlink()

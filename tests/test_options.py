@@ -179,7 +179,7 @@ def test_help_shows_usage_and_all_defaults_and_every_number_and_choice_is_checke
     _, _, *options = re.split(r"\n  (?=-)", help_text.partition("\noptions:")[2])
     assert len(options) >= 2
     for option in options:
-        name, value = re.match(r"--([\w-]+)( \S+)?\s", option).groups()
+        name, value = re.match(r"--([\w-]+)(?:, --no-[\w-]+)?( \S+)?\s", option).groups()
         assert "(default:" in option or name in WITHOUT_DEFAULT, option
         if value and name not in PATHS:
             may_not_be_0 = name not in MAY_BE_0 and (script, name) != ("mnist_DDP", "clip")

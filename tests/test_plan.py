@@ -494,7 +494,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(capsys):
         plan.main(["--model", "llama3-405b", "--gpus", "64"])
     assert exit_info.value.code == 1
     text = capsys.readouterr().out
-    assert re.search(r"needs [\d.]+ GiB, [\d.]+ too many", text) and "would fit     on 128 GPUs" in text
+    assert re.search(r"needs [\d.]+ GiB, [\d.]+ GiB too much", text) and "would fit     on 128 GPUs" in text
     with pytest.raises(SystemExit):
         plan.main(["--model", "llama3-405b", "--gpus", "128", "--recompute", "none"])
     assert "would fit     with --recompute auto" in capsys.readouterr().out

@@ -6,6 +6,7 @@ the others: its processes leave the process group, and all meet in a new one, or
 
 import contextlib
 import datetime
+import functools
 import io
 import json
 import linecache
@@ -34,6 +35,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
+from tqdm import tqdm
 from transformer import full_parameters
 
 import checkpoint
@@ -1195,6 +1197,16 @@ def communication_that_is_not_hidden():
     assert result.alone < 0.04
     printed = r"\d\.\d{4} s per step, \d\.\d{4} s of it wait for communication\n"
     assert re.fullmatch(printed if dist.is_primary() else "", stdout.getvalue())
+
+
+@recipe
+def progress_bar():
+    """Rank 0 alone draws."""
+    (block,) = blocks_of("How do I show one progress bar, and not one per process?")
+    drawn = io.StringIO()
+    execute(block, tqdm=functools.partial(tqdm, file=drawn), loader=[(1, 2)] * 3)
+    assert ("3/3" in drawn.getvalue()) == dist.is_primary()
+    assert bool(drawn.getvalue()) == dist.is_primary()
 
 
 SLOW = {"compile_for_real", "weights_and_biases_for_real"}
