@@ -15,6 +15,7 @@ import pickle
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -57,6 +58,12 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
         for process in processes:
             process.start()
         _wait_for(processes, to_end, store, tolerate_killed)
+    except OSError as error:
+        if str(error) != "AF_UNIX path too long":
+            raise
+        folder = tempfile.gettempdir()
+        line = f"the path of TMPDIR, {folder}, is too long for a socket in it: choose one of at most 70 characters"
+        raise SystemExit(line) from None
     finally:
         for process in to_end:
             _end(process)

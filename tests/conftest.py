@@ -150,7 +150,8 @@ def run(*command, timeout=240, **kwargs):
 def torchrun(nproc, script, *args, **kwargs):
     """Run a script under the real torchrun on this machine; returns (exit status, stdout, stderr)."""
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc, script, *args)
-    return run(*command, **kwargs)
+    env = {"OMP_NUM_THREADS": "1", **kwargs.pop("env", {})}  # or torchrun says that it sets it
+    return run(*command, env=env, **kwargs)
 
 
 def exit_message(function, *args, **kwargs):

@@ -25,10 +25,10 @@ OPTIONS = '{"epochs": 1, "lr": 0.04}'
 
 
 @pytest.fixture
-def home(tmp_path):
-    """Variables that keep Flyte's cache, and all files of a local execution, in a folder of the test."""
-    (tmp_path / "tmp").mkdir()
-    return {"HOME": str(tmp_path), "TMPDIR": str(tmp_path / "tmp")}
+def home(tmp_path, tmp_path_factory):
+    """Variables that keep Flyte's cache, and all files of a local execution, in folders of the test."""
+    short = tmp_path_factory.mktemp("t")  # for a socket, whose path has at most 107 characters
+    return {"HOME": str(tmp_path), "TMPDIR": str(short)}
 
 
 def check_outputs(stdout):

@@ -350,6 +350,14 @@ def test_a_beginners_mistake_is_one_line(code, how, line, tmp_path):
     assert (status, stdout) == (1, "") and line in stderr and stderr.count("\n") == 1, stderr
 
 
+def test_a_folder_for_temporary_files_that_is_too_long_is_one_line(tmp_path):
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    status, stdout, stderr = run("min_DDP.py", "--nproc", 2, env={"TMPDIR": str(folder)})
+    assert (status, stdout) == (1, "") and stderr.count("\n") == 1, stderr
+    assert f"the path of TMPDIR, {folder}, is too long" in stderr
+
+
 def abort_after_a_report(local_rank, world_size):
     """Rank 1 fails; rank 0 is aborted, as by NCCL's watchdog, while the launcher looks for the cause."""
     dist.init_process_group()

@@ -86,15 +86,15 @@ def check_output(stdout, epochs, size=20_000, global_batch=128):
 
 
 @pytest.mark.slow
-def test_the_command_tracked(tmp_path):
+def test_the_command_tracked(tmp_path, tmp_path_factory):
     """W&B leaves no temporary file."""
     options = ("--nproc", 2, "--epochs", 1, "--wandb", "--tensorboard", tmp_path / "runs")
-    (tmp_path / "temporary").mkdir()
-    environment = {**wandb_offline(tmp_path), "TMPDIR": str(tmp_path / "temporary")}
+    temporary = tmp_path_factory.mktemp("t")  # a short path, for a socket in it
+    environment = {**wandb_offline(tmp_path), "TMPDIR": str(temporary)}
     command = (SCRIPT, *options, "--output-dir", tmp_path / "results")
     status, stdout, stderr = run(*command, env=environment, timeout=200)
     assert status == 0, stderr
-    assert not [path.name for path in (tmp_path / "temporary").iterdir() if "wandb" in path.name]
+    assert not [path.name for path in temporary.iterdir() if "wandb" in path.name]
     accuracies = check_output(stdout, 1)
     assert accuracies[0] > 0.95
     assert accuracies_of(tmp_path / "results") == accuracies
@@ -184,7 +184,7 @@ def read_wandb(folder):
 def test_the_same_under_torchrun(tmp_path):
     options = ("--global_batch_size", 256, "--grad_accumulation", 2, "--epochs", 2, "--output_dir", tmp_path, "--amp")
     status, stdout, stderr = torchrun(2, SCRIPT, *options, timeout=500)
-    assert (status, [line for line in stderr.splitlines() if "OMP_NUM" not in line and "****" not in line]) == (0, [])
+    assert (status, stderr) == (0, "")
     assert accuracies_of(tmp_path) == check_output(stdout, 2, global_batch=256)
     assert accuracies_of(tmp_path)[-1] > 0.97
 
