@@ -502,7 +502,7 @@ def _fresh_store(rank, world_size, timeout):
     raise TimeoutError(f"not all of {world_size} ranks have joined within {timeout}")
 
 
-_exit_status = 0
+_exit_status = None  # of `worker_fn`; None before `launch` has called it
 _destroyed_groups = []
 
 
@@ -519,20 +519,22 @@ def _note_exit_status(code):
 
 @atexit.register
 def _leave():
-    """At exit: leave a failed process at once, since its peers have not noticed yet. Else destroy what is left.
+    """At exit: leave a failed process at once, since its peers have not noticed yet. Else destroy the process group.
 
     Under NCCL, destroying the process group needs all ranks. If it is not destroyed, NCCL warns, and gloo may wait for
     a peer (torch 2.11 and 2.13). So a rank that fails leaves at once. Exit handlers that were registered before this
-    module was imported are then skipped. Delete when one rank can leave a group alone.
+    module was imported are then skipped. Without `launch` nobody knows the status of `sys.exit(status)` here: then only
+    gloo's group is destroyed. Delete when one rank can leave a group alone.
     """
     status = _exit_status
     if hasattr(sys, "last_type"):  # an exception that nobody caught, and whose traceback is printed
         status = 1
-    if is_dist_avail_and_initialized() and status != 0:
+    if is_dist_avail_and_initialized() and status not in (0, None):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-    cleanup()
+    if is_dist_avail_and_initialized() and (status == 0 or torch_dist.get_backend() == "gloo"):
+        cleanup()
     _drop_destroyed_groups()
 
 

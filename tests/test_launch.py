@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -469,6 +470,17 @@ if __name__ == "__main__":
     dist.launch(worker, sys.argv[1], sys.argv[2], nprocs=2)
     print("after")
 """
+
+
+@pytest.mark.parametrize(("status", "backend", "destroys"), [(0, "nccl", 1), (None, "nccl", 0), (None, "gloo", 1)])
+def test_at_exit_nccls_group_is_destroyed_only_after_success(status, backend, destroys, monkeypatch):
+    monkeypatch.setattr(dist, "is_dist_avail_and_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "_exit_status", status)
+    monkeypatch.delattr(sys, "last_type", raising=False)
+    monkeypatch.setattr(dist, "cleanup", cleanup := mock.Mock())
+    dist._leave()
+    assert cleanup.called == bool(destroys)
 
 
 @pytest.mark.parametrize("status", ["none", "0", "3"])
