@@ -133,6 +133,7 @@ def _is_writer(path):
     identity = None
     with contextlib.suppress(OSError):
         found = os.stat(path)
+        # A copy on another disk differs in at least one of these.
         identity = (found.st_ino, found.st_ctime_ns, found.st_size)
     identity_on_0 = dist.gather_objects(identity, dist.patient_group())[0]
     is_shared = identity is not None and identity == identity_on_0

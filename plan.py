@@ -138,7 +138,8 @@ GPUS = {  # https://www.nvidia.com/en-us/data-center/ (H100, H200, A100, B200): 
     # No published run of a B200 is in docs/plan.md: its efficiency is an H100's.
     "b200": Cluster("b200", 180e9, 2250e12, 8e12, 900e9, 50e9),
 }
-SHARE_OF_MEMORY = 0.9  # the rest is for CUDA, NCCL and fragments: 8 of 10 peaks in docs/plan.md stay below it
+# The rest is for CUDA, NCCL and fragments: 8 of 10 peaks in docs/plan.md are at most 1/0.9 of the projected ones.
+SHARE_OF_MEMORY = 0.9
 TRUTH = (0.82, 1.13)  # measured / projected speed in docs/plan.md, from the 10th to the 90th percentile of its rows
 
 
@@ -328,7 +329,7 @@ def kept_bytes(model, layout):
 
 
 def logits_bytes(model, layout):
-    """The logits when backward begins: 12 bytes for the softmax, its gradient and that of the loss, in float32.
+    """The logits when backward begins: 12 bytes for the softmax, its gradient and the loss's, in float32.
 
     If the loss is fused they take 4. Tensor parallelism splits them by the vocabulary, and gathers the head's input,
     and its gradient. In a pipeline only the last stage has logits. It keeps the activations of one micro-batch, so its

@@ -147,11 +147,12 @@ def run(*command, timeout=240, **kwargs):
     return finish(start(*command, **kwargs), timeout)
 
 
-def torchrun(nproc, script, *args, **kwargs):
+def torchrun(nproc, script, *args, env=None, **kwargs):
     """Run a script under the real torchrun on this machine; returns (exit status, stdout, stderr)."""
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc, script, *args)
-    env = {"OMP_NUM_THREADS": "1", **kwargs.pop("env", {})}  # or torchrun says that it sets it
-    return run(*command, env=env, **kwargs)
+    environment = {"OMP_NUM_THREADS": "1"}  # or torchrun says that it sets it
+    environment.update(env or {})
+    return run(*command, env=environment, **kwargs)
 
 
 def exit_message(function, *args, **kwargs):

@@ -47,7 +47,7 @@ def test_workers_see_what_the_caller_sees_at_each_launch(tmp_path, monkeypatch, 
     expected = {"NCCL_SOCKET_IFNAME": "eth7", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
     expected |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     expected |= {"THP_MEM_ALLOC_ENABLE": "1"}
-    # `launch` leaves this one unset. With it, GPUs would exchange data through the host's memory, which is slow.
+    # None: `launch` must not set it, or GPUs would exchange data through the host's memory, which is slow.
     expected["NCCL_P2P_DISABLE"] = None
     for name in expected:
         monkeypatch.delenv(name, raising=False)
@@ -478,7 +478,8 @@ def test_at_exit_nccls_group_is_destroyed_only_after_success(status, backend, de
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
     monkeypatch.setattr(dist, "_exit_status", status)
     monkeypatch.delattr(sys, "last_type", raising=False)
-    monkeypatch.setattr(dist, "cleanup", cleanup := mock.Mock())
+    cleanup = mock.Mock()
+    monkeypatch.setattr(dist, "cleanup", cleanup)
     dist._leave()
     assert cleanup.called == bool(destroys)
 

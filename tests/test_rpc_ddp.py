@@ -153,7 +153,7 @@ def test_it_equals_one_process_and_sends_the_rows_of_the_batch(trainers, servers
         ratios = []
         for (received, sent), n_rows in state["costs"]:
             ratios.append((received + sent) / (n_rows * (16 + 2 * 8 * WIDTH)))
-        # The bytes are those of the whole process, and gloo may still send the end of DDP's all-reduce.
+        # All threads of the process are counted, and gloo may still send the end of DDP's all-reduce.
         assert statistics.median(ratios) == pytest.approx(1, rel=0.05)
 
 

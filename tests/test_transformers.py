@@ -94,7 +94,7 @@ def prepare(script, model, args):
 
 
 def report(script, expected, **changes):
-    """Print the bytes that one rank sends per step: those of 6 steps less those of 2, and so without set-up.
+    """Print the bytes that one rank sends per step: 6 steps less 2 steps, which leaves out the set-up.
 
     The smaller one of two runs counts: on a busy machine TCP sends more packets.
     """
