@@ -19,6 +19,7 @@ import copy
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -176,7 +177,7 @@ def tests_of(file):
 
 
 def run_tests(folder, file, slow):
-    """'passed', 'failed' or 'too slow'."""
+    """None if they pass, or else the test that failed first."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests_of(file)]
     if slow:
         command += ["-m", "slow"]
@@ -184,14 +185,17 @@ def run_tests(folder, file, slow):
     if name in TRANSFORMERS:  # not what test_transformers.py has about the others
         command += ["-k", f"{name} or test_bytes_sent"]
     with subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
     ) as process:
         try:
-            status = process.wait(LONGEST)
+            output, _ = process.communicate(timeout=LONGEST)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            return "too slow"
-    return "passed" if status in (0, 5) else "failed"  # 5: no test is slow
+            return f"too slow for {LONGEST} s"
+    if process.returncode in (0, 5):  # 5: no test is slow
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    return failed.group(1) if failed else f"pytest's status {process.returncode}"
 
 
 def copy_project(folder):
@@ -203,17 +207,20 @@ def copy_project(folder):
 
 
 def judge(mutant, quick):
-    """What notices this mutant: 'quick tests', 'slow tests', or None."""
+    """What notices this mutant: ("quick tests" or "slow tests", the test), or (None, None)."""
     with tempfile.TemporaryDirectory() as folder:
         copy_project(folder)
         path = Path(folder, mutant.file)
         source = path.read_bytes()
         path.write_bytes(source[: mutant.start] + mutant.after.encode() + source[mutant.end :])
-        if run_tests(folder, mutant.file, slow=False) != "passed":
-            return "quick tests"
-        if not quick and run_tests(folder, mutant.file, slow=True) != "passed":
-            return "slow tests"
-    return None
+        test = run_tests(folder, mutant.file, slow=False)
+        if test:
+            return "quick tests", test
+        if not quick:
+            test = run_tests(folder, mutant.file, slow=True)
+            if test:
+                return "slow tests", test
+    return None, None
 
 
 # ---- the run ------------------------------------------------------------------------------------------------------
@@ -262,14 +269,15 @@ def check_unchanged(chosen):
     with tempfile.TemporaryDirectory() as folder:
         copy_project(folder)
         for file in sorted({mutant.file for mutant in chosen}):
-            if run_tests(folder, file, slow=False) != "passed":
-                sys.exit(f"{', '.join(tests_of(file))}: fails without any change")
+            test = run_tests(folder, file, slow=False)
+            if test:
+                sys.exit(f"{test} fails without any change")
 
 
 def judge_and_show(mutant, quick):
     begin = time.monotonic()
-    verdict = judge(mutant, quick)
-    print(f"{verdict or 'SURVIVES':12} {time.monotonic() - begin:5.0f} s  ", end="")
+    verdict, test = judge(mutant, quick)
+    print(f"{verdict or 'SURVIVES':12} {time.monotonic() - begin:5.0f} s  {test or ''}\n    ", end="")
     show(mutant)
     return verdict
 
