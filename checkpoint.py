@@ -37,8 +37,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, quota exceeded, f
 def atomic(path):
     """Write to a temporary file; rename it to `path` if the block succeeds. Gives the file, open to write and read.
 
-    A power cut leaves the old file or the new one; a block that fails leaves the old one. Raises DistributedError if
-    the disk is full or refuses. A second thread syncs during the write, which is faster than one sync at the end, and
+    A power cut leaves the old file or the new one; a block that fails leaves the old one. A killed process also leaves
+    the temporary file, `path.RANK.tmp`, which the next save of that rank writes over. Raises DistributedError if the
+    disk is full or refuses. A second thread syncs during the write, which is faster than one sync at the end, and
     another one frees the old file.
     """
     temporary = f"{path}.{dist.get_rank()}.tmp"  # the rank, as nodes may share the folder

@@ -372,7 +372,8 @@ def main():
         failed = row["seeds of failures"]
         print(f"{kind:10} {row['trials']:6} {row['kills']:6} {len(failed):8}  {failed or ''}")
     minutes = args.minutes + (time.monotonic() - end) / 60
-    what = {"minutes": minutes, "torch": torch.__version__, "load": args.load, "seeds": [args.seed, seed - 1], "only": args.only}
+    what = {"minutes": minutes, "load": args.load, "seeds": [args.seed, seed - 1], "only": args.only}
+    what["torch"] = torch.__version__
     path = common.RESULTS / "soak.json"
     earlier = json.loads(path.read_text())["results"] if path.exists() else []
     common.write("soak", {"unit": "trials", "results": [*earlier, {**what, **results}]})

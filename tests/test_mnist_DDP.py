@@ -52,7 +52,17 @@ def train_worker(
 ):
     """Train on a few samples, by the script's own main_worker."""
     data.setdefault("dtype", torch.float32)
-    with few_digits(*sizes, **data), mock.patch("mnist.SimpleCNN", model):
+    make_optimizer = mnist_DDP.make_optimizer
+
+    def make_from_plain_model(net, *args):
+        assert [name for name, _ in net.named_parameters()] == [name for name, _ in model().named_parameters()]
+        return make_optimizer(net, *args)
+
+    with (
+        few_digits(*sizes, **data),
+        mock.patch("mnist.SimpleCNN", model),
+        mock.patch("mnist_DDP.make_optimizer", make_from_plain_model),
+    ):
         mnist_DDP.main_worker(local_rank, world_size, hp, str(output_dir), snapshot_path)
     if world_size > 1 and not (hp.wandb or hp.tensorboard):
         assert not {"wandb", "tensorboard", "flytekit"} & sys.modules.keys(), "extras are for who asks for them"
@@ -238,6 +248,18 @@ def test_the_hyperparameters_are_the_command_line(monkeypatch, tmp_path):
             options += [f"--{spelling(name)}"] if value is True else [f"--{spelling(name)}", value]
         hp, _ = parse(monkeypatch, *options)
         assert dataclasses.asdict(hp) == given
+
+
+def test_a_switch_that_is_on_can_be_turned_off(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    @dataclasses.dataclass
+    class On(Hyperparameters):
+        compile: bool = mnist_DDP.option(True, bool, "compile the model")
+
+    monkeypatch.setattr(mnist_DDP, "Hyperparameters", On)
+    assert parse(monkeypatch)[0].compile
+    assert not parse(monkeypatch, "--no-compile")[0].compile
 
 
 @pytest.mark.parametrize("name", [field.name for field in FIELDS] + ["output_dir", "snapshot_path"])
