@@ -36,6 +36,7 @@ ROOT = Path(__file__).parent.parent
 TESTS = {  # of the files that have no test file of their own name, or more than that one
     "distributed": ["metrics", "launch", "min_DDP", "mistakes"],
     "spawn": ["launch"],
+    "checkpoint": ["checkpoint", "mnist_FSDP"],
     "remote": ["rpc_param_server", "rpc_model_parallel"],
     "tracking": ["mnist_DDP"],
     "gpt": ["gpt", "min_TP"],

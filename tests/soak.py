@@ -34,8 +34,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
 import distributed as dist
 import options
 from benchmarks import common
@@ -189,6 +187,8 @@ def saved_model(kind, folder):
     """The trained parameters, by name."""
     path = folder / "state"
     if kind == "sharded":
+        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # slow, and `worker` needs none of it
+
         path = folder.parent / "whole.pt"
         dcp_to_torch_save(folder / "state" / "epoch-40", path)
     return torch.load(path, weights_only=True)["model"]

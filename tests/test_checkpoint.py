@@ -380,14 +380,15 @@ def test_the_disk_has_the_file_and_its_name_before_the_save_ends(tmp_path, monke
     events, fsync, replace = [], os.fsync, os.replace
 
     def record_fsync(fd):
-        events.append("folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file")
+        status = os.fstat(fd)
+        events.append("folder" if stat.S_ISDIR(status.st_mode) else f"file of {status.st_size} bytes")
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(os, "replace", lambda *args: (events.append("rename"), replace(*args)))
     with checkpoint.atomic(tmp_path / "file") as file:
         file.write(b"new")
-    assert events[-3:] == ["file", "rename", "folder"]
+    assert events[-3:] == ["file of 3 bytes", "rename", "folder"]
 
 
 def test_an_error_that_only_the_background_sees_is_not_lost(tmp_path, monkeypatch):

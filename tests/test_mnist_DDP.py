@@ -35,6 +35,7 @@ from torch.distributed.run import get_args_parser
 from torch.multiprocessing import ProcessExitedException
 from torch.nn import functional as F
 
+import checkpoint
 import distributed as dist
 import mnist
 import mnist_DDP
@@ -566,6 +567,21 @@ def test_nccl_without_a_gpu_is_one_line(main_of, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     message = "argument --backend: 'nccl' needs a GPU, and none is visible: choose auto or gloo"
     assert main_of(SCRIPT, "--backend", "nccl") == (2, f"{SCRIPT}: error: {message}\n")
+
+
+def test_it_saves_after_every_so_many_steps_and_after_each_epoch(tmp_path, monkeypatch, capsys):
+    saved, save = [], checkpoint.save
+
+    def record(path, *args, epoch, step, **parts):
+        saved.append((epoch, step))
+        save(path, *args, epoch=epoch, step=step, **parts)
+
+    monkeypatch.setattr(checkpoint, "save", record)
+    hp = hyperparameters("sgd", save_every=5, log_interval=100, epochs=2)
+    train_worker(0, 1, hp, tmp_path, SIZES, Net, tmp_path / "snapshot.pt")
+    assert saved == [(0, 5), (0, 10), (1, 0), (1, 5), (1, 10), (2, 0)]
+    seen = [int(n) for _, n, *_ in TRAIN_LINE.findall(capsys.readouterr().out)]
+    assert seen == [5 * 22, 10 * 22, 13 * 22] * 2, "a line before each snapshot, or a resumed run prints another mean"
 
 
 # ---- the rest -------------------------------------------------------------------------------------------------------

@@ -156,12 +156,14 @@ def run_main_worker(script, args, optimizer, before_training=None):
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.nn.Module, "to", recorded_move))
+        init = stack.enter_context(mock.patch.object(dist, "init_process_group", wraps=dist.init_process_group))
         stack.enter_context(mock.patch.object(gpt, "load_text", lambda: text))
         stack.enter_context(mock.patch.object(script, "train", recorded_train))
         if optimizer == "SGD":
             stack.enter_context(mock.patch("torch.optim.AdamW", sgd))
         stdout = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         script.main_worker(dist.get_local_rank(), dist.get_world_size(), args)
+    assert init.called
     result.stdout = stdout.getvalue()
     if script.__name__ in SPLIT_FIRST and dist.get_world_size() > 1:
         whole = sum(param.numel() for param in make_model(args).parameters())
