@@ -34,6 +34,7 @@ from pathlib import Path
 
 import psutil
 import torch
+
 import distributed as dist
 import options
 from benchmarks import common
