@@ -52,10 +52,17 @@ def train(local_rank, world_size, folder, name="run", optimizer="adam", model=Ne
     }
     args = argparse.Namespace(**{**values, **changes})
     clock = mock.Mock(perf_counter=itertools.count(step=10).__next__)
+    tqdm = mnist_FSDP.tqdm
+
+    def bar_of_rank_0(*args, disable, **options):
+        assert disable is (None if local_rank == 0 else True)
+        return tqdm(*args, disable=disable, **options)
+
     with (
         few_digits(*SIZES, kind=kind, dtype=torch.float32 if args.mixed_precision else torch.float64),
         mock.patch.dict(mnist.MODELS, simple=model),
         mock.patch.multiple("mnist_FSDP", time=clock, peak_memory=lambda device: (7 + local_rank) * 1_000_000),
+        mock.patch("mnist_FSDP.tqdm", bar_of_rank_0),
         mock.patch("torch.optim.Adam", OPTIMIZERS[optimizer]) if optimizer != "adam" else contextlib.nullcontext(),
         contextlib.redirect_stdout(io.StringIO()) as stdout,
         warnings.catch_warnings(),
