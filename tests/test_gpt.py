@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformer
+from conftest import slow_clock
 
 import distributed as dist
 import gpt
@@ -106,7 +107,8 @@ def test_ngrams_are_counted_right(n):
     assert abs(gpt.ngram_loss(text, rows, n) - sum(losses) / len(losses)) < 1e-5
 
 
-def test_progress_prints_at_its_interval_and_after_the_last_step(capsys):
+def test_progress_prints_at_its_interval_and_after_the_last_step(capsys, monkeypatch):
+    monkeypatch.setattr(gpt, "time", slow_clock())
     text, held_out = transformer.small_text()
     args = transformer.arguments(steps=5, log_every=2)
     seen = []
@@ -122,7 +124,9 @@ def test_progress_prints_at_its_interval_and_after_the_last_step(capsys):
     assert [line["step"] for line in lines] == [2, 4, 5]
     assert [line["loss"] for line in lines] == [0.5, 2.5, 4.0], "the mean since the line before"
     assert [line["held_out"] for line in lines] == [4.5, 12.5, 20.5] and len(seen) == 24, "of 8 batches"
-    assert lines[0]["bigram"] > lines[0]["trigram"] > 0 and lines[0]["speed"] > 0
+    assert lines[0]["bigram"] > lines[0]["trigram"] > 0
+    per_step = args.global_batch_size * args.length
+    assert [line["speed"] for line in lines] == [2 * per_step / 2, 2 * per_step / 2, per_step / 2], "each in 2 seconds"
     assert torch.equal(progress.losses, torch.arange(5.0))
     rows = torch.cat(seen[:8])
     assert torch.equal(rows[0], held_out[: args.length + 1].long())

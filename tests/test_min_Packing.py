@@ -3,12 +3,13 @@
 import collections
 import functools
 import random
+import re
 from unittest import mock
 
 import pytest
 import torch
 import transformer
-from conftest import exit_message, float64
+from conftest import exit_message, float64, slow_clock
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
@@ -134,6 +135,18 @@ def test_equals_one_process_and_documents_one_to_a_row(nprocs, tmp_path):
             losses, parameters, sends = results[number]
             transformer.assert_equal(losses, parameters, reference(optimizer, **changes))
             assert sends == (STEPS if nprocs > 1 else 0), "gradients are reduced once per step"
+
+
+def test_the_speed_counts_the_tokens_that_are_no_padding(monkeypatch, capsys):
+    monkeypatch.setattr(min_Packing, "time", slow_clock())
+    monkeypatch.setattr(min_Packing, "load_documents", small_documents)
+    args = arguments(1, steps=5, log_every=3)
+    min_Packing.main_worker(0, 1, args)
+    per_step = []
+    for step in range(5):
+        per_step.append(sum(len(prompt + answer) - 1 for prompt, answer in documents_of(step, args)))
+    speeds = re.findall(r" ([\d,]+) tokens/s", capsys.readouterr().out)
+    assert speeds == [f"{sum(per_step[:3]) / 2:,.0f}", f"{sum(per_step[3:]) / 2:,.0f}"]
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------

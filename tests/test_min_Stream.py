@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import transformer
-from conftest import exit_message, float64
+from conftest import exit_message, float64, slow_clock
 from torch.nn import functional as F
 
 import distributed as dist
@@ -375,6 +375,14 @@ def test_shards_without_documents(tmp_path, main_of):
     )
     (tmp_path / "a.jsonl").write_text("\n\n")
     assert exit_message(min_Stream.open_shards, tmp_path) == f"{tmp_path} has no documents: its .jsonl files are empty"
+
+
+def test_the_speed_counts_documents(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(min_Stream, "time", slow_clock())
+    folder = write_shards(tmp_path / "many", SIZES["many"])
+    min_Stream.main_worker(0, 1, arguments(folder, steps=5, log_every=3))
+    speeds = re.findall(r" ([\d,]+) documents/s", capsys.readouterr().out)
+    assert speeds == [f"{3 * BATCH / 2:,.0f}", f"{2 * BATCH / 2:,.0f}"]
 
 
 def test_what_the_order_depends_on_must_not_change(tmp_path):

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import io
-import itertools
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conftest import MNIST_ROOT, exit_message, killed_in, needs_mnist, run, torchrun
+from conftest import MNIST_ROOT, exit_message, killed_in, needs_mnist, run, slow_clock, torchrun
 from images import OPTIMIZERS, Net, Normed, Plain, Pooled, assert_equal_states, few_digits, result_of, train_alone
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -51,7 +50,7 @@ def train(local_rank, world_size, folder, name="run", optimizer="adam", model=Ne
         **{"data_dir": "data", "checkpoint_dir": None, "export": f"{folder}/{name}.pt", "seed": 3},
     }
     args = argparse.Namespace(**{**values, **changes})
-    clock = mock.Mock(perf_counter=itertools.count(step=10).__next__)
+    clock = slow_clock(step=10)
     tqdm = mnist_FSDP.tqdm
 
     def bar_of_rank_0(*args, disable, **options):

@@ -11,7 +11,7 @@ import uuid
 
 import pytest
 import torch
-from conftest import ROOT, finish, run, start
+from conftest import ROOT, finish, run, slow_clock, start
 from test_launch import listening, members, wait_for_the_end_of
 from test_rpc_param_server import own_lines
 from torch import nn
@@ -128,8 +128,9 @@ def test_it_equals_one_process_and_each_step_is_one_forward_pass(observers, tmp_
 
 
 @pytest.fixture
-def learner():
+def learner(monkeypatch):
     """A learner of three observers in this process."""
+    monkeypatch.setattr(rpc_actor_learner, "time", slow_clock())
     rpc_actor_learner.learner = rpc_actor_learner.Learner([1, 2, 3], torch.device("cpu"), arguments(updates=2))
     yield rpc_actor_learner.learner
     rpc_actor_learner.learner = None
@@ -150,7 +151,8 @@ def test_it_waits_for_those_in_an_episode_only(learner, capsys):
     learner.lose(2)
     assert alone.done()
     assert rpc_actor_learner.finish_episode(1, states, actions).wait() is False, "all updates are made"
-    assert capsys.readouterr().out.startswith("observer 3 is lost\nobserver 2 is lost\nupdate 2 | 3 episodes | ")
+    lost = "observer 3 is lost\nobserver 2 is lost\n"
+    assert capsys.readouterr().out.startswith(f"{lost}update 2 | 3 episodes | mean return 4.0 | 6 actions/s\n")
 
 
 def test_a_call_of_an_observer_that_has_died_meanwhile_changes_nothing(learner):

@@ -8,7 +8,7 @@ import uuid
 
 import pytest
 import torch
-from conftest import ROOT, finish, run, start
+from conftest import ROOT, finish, run, slow_clock, start
 from test_launch import listening, members, wait_for_the_end_of
 from test_rpc_param_server import io_bytes, own_lines, through_sockets
 from torch import nn
@@ -47,6 +47,7 @@ def train_and_record(local_rank, world_size, folder, args):
     """Save a server's table, or a trainer's losses, dense parameters, and each step's rows and bytes."""
     torch.set_default_dtype(torch.float64)
     gpt.load_text = few_words
+    rpc_ddp.time = slow_clock()
     through_sockets()
     losses, costs, models = [], [], []
     train_step, look_up, push = rpc_ddp.train_step, rpc_ddp.look_up_everywhere, rpc_ddp.push_everywhere
@@ -139,7 +140,9 @@ def test_it_equals_one_process_and_sends_the_rows_of_the_batch(trainers, servers
     args = arguments(trainers, servers, optimizer)
     dist.launch(train_and_record, str(tmp_path), args, nprocs=servers + trainers)
     stdout, stderr = capfd.readouterr()
-    assert stderr == "" and [line.split(" |")[0] for line in stdout.splitlines()[2:]] == ["step 4", "step 6"]
+    lines = [line.split(" | ") for line in stdout.splitlines()[2:]]
+    assert stderr == "" and [line[0] for line in lines] == ["step 4", "step 6"]
+    assert [line[3] for line in lines] == [f"{steps * BATCH * LENGTH / 2:.0f} tokens/s" for steps in (4, 2)]
 
     table = torch.empty(ROWS, WIDTH, dtype=torch.float64)
     for server in range(servers):

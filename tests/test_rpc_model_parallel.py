@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from conftest import ROOT, run, torchrun
+from conftest import ROOT, run, slow_clock, torchrun
 from images import assert_equal_states, few_digits, make_sgd, train_alone
 from test_rpc_param_server import MNIST_ROOT, REAL
 from torch.distributed import rpc
@@ -38,6 +38,7 @@ def train_split(local_rank, world_size, folder):
         return losses[-1]
 
     rpc_model_parallel.train_epoch = train_and_record
+    rpc_model_parallel.time = slow_clock()
     with few_digits(*SIZES):
         rpc_model_parallel.main_worker(local_rank, world_size, arguments())
     if local_rank == 0:
@@ -46,7 +47,9 @@ def train_split(local_rank, world_size, folder):
 
 def test_it_equals_the_unsplit_model(tmp_path, capfd):
     dist.launch(train_split, str(tmp_path), nprocs=2)
-    assert capfd.readouterr().err == "", "a healthy job ends without a word of torch's"
+    stdout, stderr = capfd.readouterr()
+    assert stderr == "", "a healthy job ends without a word of torch's"
+    assert stdout.count(f" - {SIZES[0] / 2:.1f} samples/s\n") == EPOCHS
     initial, last, losses = torch.load(tmp_path / "params.pt", weights_only=True)
 
     def unsplit():
