@@ -211,16 +211,20 @@ def test_the_children_of_a_process_end_with_it():
     wait_for_the_end_of(mark)
 
 
-def test_a_failure_that_the_caller_handles_is_still_a_failure_at_exit(monkeypatch):
-    """So that this rank does not destroy the group, which would need its peers."""
-    monkeypatch.setattr(dist, "_exit_status", 0)
-    with pytest.raises(KeyError):
-        dist.launch(fail_with_key_error, nprocs=1)
-    assert dist._exit_status == 1
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [(KeyError(), 1), (SystemExit(), 0), (SystemExit(0), 0), (SystemExit(3), 3), (SystemExit("a message"), 1)],
+)
+def test_at_exit_a_failure_is_known_even_if_the_caller_handles_it(failure, status, monkeypatch):
+    """So that this rank does not destroy the group, which would need its peers, and ends with its own status."""
+    monkeypatch.setattr(dist, "_exit_status", None)
+    with pytest.raises(type(failure)):
+        dist.launch(fail_with, failure, nprocs=1)
+    assert dist._exit_status == status
 
 
-def fail_with_key_error(local_rank, world_size):
-    raise KeyError("the cause")
+def fail_with(local_rank, world_size, failure):
+    raise failure
 
 
 def sleep_once(local_rank, world_size):
