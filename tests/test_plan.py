@@ -258,6 +258,15 @@ def kinds_of(job):
     return set(plan.axes(plan.fastest(results).layout)), set(plan.axes(plan.simplest(results).layout))
 
 
+def test_the_simplest_is_within_5_percent_of_the_fastest():
+    results, _ = plan.search(job_of("llama3-8b", 64))
+    sharded = next(result for result in results if set(plan.axes(result.layout)) == {"shard"})
+    tensor = next(result for result in results if "tensor" in plan.axes(result.layout))
+    for speed, expected in ((94, 100), (96, 96)):
+        best = dataclasses.replace(tensor, speed=100)
+        assert plan.simplest([best, dataclasses.replace(sharded, speed=speed)]).speed == expected
+
+
 @pytest.mark.parametrize("n_gpus", [8, 16, 32, 64, 128])
 def test_fsdp_for_8_billion(n_gpus):
     recommended, simplest = kinds_of(job_of("llama3-8b", n_gpus))
