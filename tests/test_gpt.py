@@ -3,6 +3,7 @@
 import collections
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,6 +133,14 @@ def test_progress_prints_at_its_interval_and_after_the_last_step(capsys, monkeyp
     assert torch.equal(rows[0], held_out[: args.length + 1].long())
     assert torch.equal(rows[-1], held_out[-args.length - 1 :].long()), "from its first byte to its last"
     assert lines[0]["bigram"] == round(gpt.ngram_loss(text, rows.to(torch.uint8), 2), 4)
+
+
+def test_the_peak_of_memory_is_in_bytes(monkeypatch):
+    monkeypatch.setattr("gpt.sys.platform", "linux")
+    monkeypatch.setattr("gpt.resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=3))  # in kB, except on macOS
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    assert gpt.peak_memory(torch.device("cpu")) == 3 * 1024
+    assert gpt.peak_memory(torch.device("cuda", 0)) == 7
 
 
 def test_held_parameters(model, capsys):

@@ -10,6 +10,7 @@ import resource
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -195,6 +196,16 @@ def test_batch_norm(tmp_path):
         assert float(lines[-1][2]) == pytest.approx(loss, abs=6e-5 if name == "exact" else 0.02)
         dcp_to_torch_save(tmp_path / name / "epoch-2", tmp_path / "saved.pt")
         assert_equal_states(torch.load(tmp_path / "saved.pt", weights_only=True)["model"], state, 0)
+
+
+def test_the_peak_of_memory_is_in_bytes(monkeypatch):
+    monkeypatch.setattr("mnist_FSDP.sys.platform", "linux")
+    monkeypatch.setattr(
+        "mnist_FSDP.resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=3)
+    )  # in kB, except on macOS
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    assert mnist_FSDP.peak_memory(torch.device("cpu")) == 3 * 1024
+    assert mnist_FSDP.peak_memory(torch.device("cuda", 0)) == 7
 
 
 # ---- sharded for real ---------------------------------------------------------------------------------------------
