@@ -200,9 +200,7 @@ def test_batch_norm(tmp_path):
 
 def test_the_peak_of_memory_is_in_bytes(monkeypatch):
     monkeypatch.setattr("mnist_FSDP.sys.platform", "linux")
-    monkeypatch.setattr(
-        "mnist_FSDP.resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=3)
-    )  # in kB, except on macOS
+    monkeypatch.setattr("mnist_FSDP.resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=3))  # kB
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
     assert mnist_FSDP.peak_memory(torch.device("cpu")) == 3 * 1024
     assert mnist_FSDP.peak_memory(torch.device("cuda", 0)) == 7
