@@ -517,6 +517,16 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(capsys):
 
 
 @pytest.mark.parametrize(
+    ("model", "n_gpus", "phrase"),
+    [*(("llama3-70b", n, "on 32 GPUs") for n in (1, 2, 4, 8, 16)), ("llama3-405b", 2, "on 128 GPUs")],
+)
+def test_the_smallest_multiple_of_the_gpus_that_fits_is_named(model, n_gpus, phrase):
+    job = job_of(model, n_gpus)
+    results, smallest = plan.search(job)
+    assert not results and plan.what_makes_it_fit(job, smallest).startswith(phrase)
+
+
+@pytest.mark.parametrize(
     ("model", "advice"), [("gpt2", "would fit     with"), ("llama3-405b", "choose a multiple of 64 for")]
 )
 def test_a_batch_that_cannot_be_shared_names_its_option(model, advice, capsys):
