@@ -599,6 +599,8 @@ def more_worker(local_rank, world_size, folder):
     for name, (hp, options) in runs.items():
         os.makedirs(f"{folder}/{name}", exist_ok=True)
         train_worker(local_rank, world_size, hp, f"{folder}/{name}", **options)
+    if local_rank == 0:
+        assert sys.modules["wandb"].run is None, "the run is finished before the process ends"
 
 
 def test_batch_norm_the_seed_and_tracking(tmp_path, monkeypatch, capfd):
