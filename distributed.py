@@ -46,6 +46,7 @@ import os
 import sys
 import time
 import uuid
+import weakref
 from collections import Counter
 from datetime import timedelta
 
@@ -166,7 +167,7 @@ def is_dist_avail_and_initialized():
     return torch_dist.is_available() and torch_dist.is_initialized()
 
 
-_patient_group = None
+_patient_groups = weakref.WeakKeyDictionary()  # by the job's group, which may be destroyed and made again
 
 
 def patient_group():
@@ -176,10 +177,12 @@ def patient_group():
     would otherwise exchange objects on the GPUs, and NCCL would abort the job after 10 minutes. A peer that dies is
     noticed at once. A machine that loses its power or its network is noticed after the 2 hours. All ranks must call it.
     """
-    global _patient_group
-    if _patient_group is None and is_dist_avail_and_initialized():
-        _patient_group = torch_dist.new_group(backend="gloo", timeout=timedelta(hours=2))
-    return _patient_group
+    if not is_dist_avail_and_initialized():
+        return None
+    world = torch_dist.group.WORLD
+    if world not in _patient_groups:
+        _patient_groups[world] = torch_dist.new_group(backend="gloo", timeout=timedelta(hours=2))
+    return _patient_groups[world]
 
 
 def cleanup():
@@ -188,12 +191,11 @@ def cleanup():
     It does nothing inside an `except` block, or a `finally` after an error, so that this rank's error is reported
     before its peers fail.
     """
-    global _patient_group
     error, _, _ = sys.exc_info()  # the error that is being handled
     if is_dist_avail_and_initialized() and error is None:
-        _destroyed_groups.append(torch_dist.group.WORLD)
-        _destroyed_groups.append(_patient_group)
-        _patient_group = None
+        world = torch_dist.group.WORLD
+        _destroyed_groups.append(world)
+        _destroyed_groups.append(_patient_groups.pop(world, None))
         torch_dist.destroy_process_group()
 
 

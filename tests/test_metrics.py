@@ -1,5 +1,7 @@
 """Metrics over all ranks are exact: reduce, gather and the sampler, on 1, 2 and 4 processes."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as torch_dist
@@ -100,9 +102,21 @@ def check_everything(local_rank, world_size):
     dist.cleanup()
     dist.cleanup()
     assert not dist.is_dist_avail_and_initialized()
-    dist.init_process_group()
-    assert dist.all_reduce(torch.tensor(1)) == world_size, "a second group, in the first one's store"
-    dist.cleanup()
+    for destroy in (torch_dist.destroy_process_group, dist.cleanup):
+        dist.init_process_group()
+        assert dist.all_reduce(torch.tensor(1)) == world_size, "another group, in the first one's store"
+        check_patient_group(local_rank, world_size)
+        if world_size > 1:
+            destroy()
+
+
+def check_patient_group(local_rank, world_size):
+    group = dist.patient_group()
+    assert dist.gather_objects(local_rank, group) == list(range(world_size))
+    assert dist.patient_group() is group, "it is made once"
+    if world_size > 1:
+        backend = group._get_backend(torch.device("cpu"))
+        assert (backend.name(), backend.options._timeout) == ("gloo", timedelta(hours=2))
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
