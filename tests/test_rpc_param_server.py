@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -185,6 +186,28 @@ def test_on_loss_is_called_before_the_loss_counts(monkeypatch):
     remote.watch("trainer1", lambda: seen.append("trainer1" in remote._lost))
     answer.set_exception(RuntimeError("connection closed"))
     assert seen == [False] and remote._lost == {"trainer1"}
+
+
+def test_a_loss_wakes_the_process_that_waits_for_the_end(monkeypatch):
+    answer = torch.futures.Future()
+    waits = threading.Event()
+
+    class Changed(threading.Condition):
+        def wait(self):
+            waits.set()  # `note_end` needs the lock, so it comes after the wait has begun
+            assert super().wait(60), "nobody woke it"
+
+    monkeypatch.setattr(remote, "_changed", Changed())
+    monkeypatch.setattr(remote.rpc, "rpc_async", lambda *args, **kwargs: answer)
+    for name, value in {"_watched": {}, "_left": set(), "_lost": set(), "_end": torch.futures.Future()}.items():
+        monkeypatch.setattr(remote, name, value)
+    remote.watch("trainer1")
+    with ThreadPoolExecutor() as pool:
+        end = pool.submit(remote.end)
+        assert waits.wait(60)
+        answer.set_exception(RuntimeError("the connection is closed"))
+        with pytest.raises(dist.DistributedError, match="^trainer1 is lost$"):
+            end.result()
 
 
 def own_lines(stderr):
