@@ -206,7 +206,7 @@ def test_a_loss_wakes_the_process_that_waits_for_the_end(monkeypatch):
         end = pool.submit(remote.end)
         assert waits.wait(60)
         answer.set_exception(RuntimeError("the connection is closed"))
-        with pytest.raises(dist.DistributedError, match="^trainer1 is lost$"):
+        with pytest.raises(dist.DistributedError, match=r"^trainer1 is lost$"):
             end.result()
 
 
