@@ -161,6 +161,7 @@ def test_prepare_fsdp_model_in_one_process(monkeypatch):
     assert dist.prepare_fsdp_model(model) is model and type(model) is nn.Linear
     monkeypatch.setattr(dist, "get_device", lambda: torch.device("meta"))
     assert dist.prepare_fsdp_model(model).weight.device.type == "meta", "moved there, as when it is sharded"
+    assert dist.prepare_fsdp_model(model, min_num_params=1) is model
     with pytest.raises(ValueError, match="min_num_params must be at least 1, got 0"):
         dist.prepare_fsdp_model(model, min_num_params=0)
 

@@ -542,6 +542,8 @@ def test_options_change_the_shape_and_the_cluster():
     _, job = plan.parse_args(["--model", "llama3-8b", "--sequence", "4096", "--kv-heads", "32", "--gpu", "h200"])
     assert (job.model.sequence, job.model.kv_heads, job.model.layers) == (4096, 32, 32)
     assert job.cluster.memory == 141e9 and job.batch == 16
+    _, gated = plan.parse_args(["--model", "gpt2", "--gated"])
+    assert gated.model == dataclasses.replace(plan.MODELS["gpt2"], matrices=3)
     words = "--layers 24 --width 2048 --heads 16 --gpus 16 --gpus-per-node 4 --precision float32 --recompute full"
     _, job = plan.parse_args([*words.split(), "--gpu", "memory=48 flops=362", "--links", "inside=32 between=12.5"])
     assert (job.model.hidden, job.model.kv_heads, job.n_gpus) == (8192, 16, 16)
