@@ -54,6 +54,12 @@ def test_two_dimensions_give_what_one_process_gives(tmp_path):
     check_all(tmp_path, 4, cases)
 
 
+def test_it_saves_every_so_many_steps_and_at_the_end(tmp_path):
+    layout = {"replicate": 1, "shard": 1, "tensor": 1, "checkpoint_activations": False}
+    args = transformer.arguments(**layout, steps=5, save_every=2, checkpoint_dir=str(tmp_path))
+    assert transformer.saves_of(min_2D, args) == [2, 4, 5]
+
+
 def test_a_block_that_is_computed_again_keeps_only_its_input():
     kept = {}
     for again in (False, True):

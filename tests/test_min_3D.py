@@ -234,6 +234,11 @@ def test_a_run_goes_from_mesh_to_mesh_and_from_and_to_one_process_as_if_it_had_n
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {f"epoch-{step}" for step in saved}
 
 
+def test_it_saves_every_so_many_steps_and_at_the_end(tmp_path):
+    args = arguments((1, 1, 1), steps=5, save_every=2, checkpoint_dir=str(tmp_path))
+    assert transformer.saves_of(min_3D, args) == [2, 4, 5]
+
+
 def test_another_learning_rate_is_that_of_all_stages_after_a_resume(tmp_path):
     options = {"checkpoint_dir": f"{tmp_path}/runs", "layers": 2}
     cases = [("min_3D", (2, 1, 1), {**options, "steps": 1}), ("min_3D", (2, 1, 1), {**options, "steps": 2, "lr": 0.02})]

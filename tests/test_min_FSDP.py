@@ -195,6 +195,11 @@ def test_a_run_that_changes_its_number_of_ranks_equals_the_uninterrupted_one(job
     assert saved == {f"epoch-{step}" for step in (4, 8, 10, 12, 16, 20)}
 
 
+def test_it_saves_every_so_many_steps_and_at_the_end(tmp_path):
+    args = transformer.arguments(**{**OPTIONS, "steps": 5, "save_every": 2, "checkpoint_dir": str(tmp_path)})
+    assert transformer.saves_of(min_FSDP, args) == [2, 4, 5]
+
+
 def test_all_ranks_start_from_rank_0s_weights(jobs):
     *_, weights, _ = jobs[0][2]
     with transformer.float64():

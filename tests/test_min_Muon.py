@@ -248,6 +248,11 @@ def test_a_run_that_changes_its_number_of_ranks_equals_the_uninterrupted_one(ref
     transformer.assert_equal(torch.cat(losses), results[0][0][1], references["AdamW"])
 
 
+def test_it_saves_every_so_many_steps_and_at_the_end(tmp_path):
+    args = arguments(steps=5, save_every=2, snapshot_path=str(tmp_path / "snapshot.pt"))
+    assert transformer.saves_of(min_Muon, args) == [2, 4, 5]
+
+
 # ---- one matrix -----------------------------------------------------------------------------------------------------
 
 

@@ -377,6 +377,12 @@ def test_shards_without_documents(tmp_path, main_of):
     assert exit_message(min_Stream.open_shards, tmp_path) == f"{tmp_path} has no documents: its .jsonl files are empty"
 
 
+def test_it_saves_every_so_many_steps_and_at_the_end(tmp_path):
+    folder = write_shards(tmp_path / "many", SIZES["many"])
+    args = arguments(folder, steps=5, save_every=2, snapshot_path=str(tmp_path / "snapshot.pt"))
+    assert transformer.saves_of(min_Stream, args) == [2 * BATCH, 4 * BATCH, 5 * BATCH]
+
+
 def test_the_speed_counts_documents(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(min_Stream, "time", slow_clock())
     folder = write_shards(tmp_path / "many", SIZES["many"])

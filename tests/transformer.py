@@ -11,6 +11,7 @@ import torch
 from conftest import float64
 from torch.nn import functional as F
 
+import checkpoint
 import distributed as dist
 import gpt
 
@@ -171,6 +172,22 @@ def run_main_worker(script, args, optimizer, before_training=None):
     if script.__name__ not in SAME_DROPOUT:
         assert torch.initial_seed() == args.seed + dist.get_rank(), "or dropout in a copy is the same on all ranks"
     return result
+
+
+def saves_of(script, args):
+    """The steps that a script's main_worker gives to checkpoint.save or save_sharded, in one process."""
+    text, steps = small_text(), []
+
+    def record(path, *objects, step=None, **parts):
+        steps.append(objects[-1] if step is None else step)
+
+    with (
+        mock.patch.object(checkpoint, "save", record),
+        mock.patch.object(checkpoint, "save_sharded", record),
+        mock.patch.object(gpt, "load_text", lambda: text),
+    ):
+        dist.launch(script.main_worker, args, nprocs=1)
+    return steps
 
 
 def local(tensor):
