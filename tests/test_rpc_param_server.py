@@ -306,6 +306,16 @@ def test_a_job_that_cannot_go_on_ends_with_one_line(mode, victim, where, how, ti
     assert time.monotonic() - begin < 90 and "ends well" not in capfd.readouterr().out
 
 
+def test_a_process_that_comes_before_rank_0_waits_for_it(monkeypatch):
+    with socket.socket() as rank_0:
+        rank_0.bind(("127.0.0.1", 0))
+        environment = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": rank_0.getsockname()[1]}
+        for name, value in environment.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr(time, "sleep", lambda seconds: rank_0.listen())  # after the first try
+        remote._wait_for_rank_0(60)
+
+
 # ---- where it listens, and what is left -----------------------------------------------------------------------------
 
 
