@@ -6,6 +6,8 @@
     epoch = checkpoint.load_sharded(folder, model, optimizer)        # 0 if there is none
     checkpoint.save_sharded(folder, model, optimizer, epoch + 1)
 
+All four take a `scheduler` too.
+
 Any number of processes can load what any number has saved. A kill at any moment leaves the old snapshot or the new one.
 Disk and file errors are one-line messages, on every rank. A file is loaded with `weights_only=True`, so nothing in it
 is executed; parts of a folder are pickles, so load only folders that you trust.
@@ -29,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distributed as dist
 
-NO_SNAPSHOT = (-1, -1)  # in the place of (epoch, step)
+NO_SNAPSHOT = (-1, -1)  # instead of (epoch, step)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, quota exceeded, file too large
 
 
@@ -82,9 +84,10 @@ def _replace(temporary, path):
         old = os.open(path, os.O_RDONLY)
     try:
         os.replace(temporary, path)
-        folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        with contextlib.suppress(PermissionError):  # a folder that one may not read cannot be synced
+            folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
     finally:
         if old is not None:
             threading.Thread(target=os.close, args=(old,)).start()
@@ -107,16 +110,17 @@ def _location(path):
 
 
 def save(path, model, optimizer, scheduler=None, epoch=0, step=0, **more):
-    """Save everything needed to resume. `epoch` and `step` say where to resume, in the caller's units.
+    """Save the states of model, optimizer, scheduler and `more`, and where to resume, `epoch` and `step`.
 
-    One process per node writes to `path`. Nodes that share rank 0's folder leave it to rank 0, except in the first
-    save. `more` names further objects that have state_dict and load_state_dict, like a second optimizer or a
-    GradScaler. Every rank must call it. The model is saved unwrapped, so any number of processes can load it. Raises
-    DistributedError on every rank if a node cannot write, or if a state holds a value that could not be loaded again,
-    like a numpy number or a Path; that node's old file is then unchanged.
+    The two are in the caller's units. No random state is saved: seed each epoch. One process per node writes to `path`.
+    Nodes that share rank 0's folder leave it to rank 0, except in the first save. `more` names further objects that
+    have state_dict and load_state_dict, like a second optimizer or a GradScaler. Every rank must call it. The model is
+    saved unwrapped, so any number of processes can load it. Its buffers become rank 0's on all ranks, as in DDP. Raises
+    DistributedError on every rank if the model is sharded, if a node cannot write, or if a state holds a value that
+    could not be loaded again, like a numpy number or a Path; that node's old file is then unchanged.
     """
     parts = _parts(model, optimizer, scheduler, more)
-    dist.sync_params(parts["model"].buffers())  # copies of rank 0's, as in DDP: all nodes save the same
+    dist.sync_params(parts["model"].buffers())  # so that all nodes save the same
     error = None
     if _is_writer(path):
         snapshot = {name: part.state_dict() for name, part in parts.items()}
@@ -162,6 +166,7 @@ def load(path, model, optimizer, scheduler=None, **more):
     of the snapshot, even if it was built with another. Raises DistributedError on every rank if any node's file is
     damaged, cannot be read, or was saved from another model or other parts.
     """
+    parts = _parts(model, optimizer, scheduler, more)
     snapshot, position, error = None, NO_SNAPSHOT, None
     if dist.get_local_rank() == 0:
         snapshot, position, error = _read(path)
@@ -174,7 +179,7 @@ def load(path, model, optimizer, scheduler=None, **more):
         snapshot = None  # free the older snapshot before the newest is received
     if dist.get_world_size() > 1:
         snapshot = _send(snapshot, holder)
-    _restore(_parts(model, optimizer, scheduler, more), snapshot, location)
+    _restore(parts, snapshot, location)
     return position
 
 
@@ -221,6 +226,8 @@ def _parts(model, optimizer, scheduler, more):
             model = model.module
         else:
             break
+    if any(hasattr(param, "to_local") for param in model.parameters()):  # a DTensor: this rank has a shard of it
+        raise dist.DistributedError("the model is sharded: use save_sharded and load_sharded, not save and load")
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     parts.update(more)
     return {name: part for name, part in parts.items() if part is not None}
@@ -260,7 +267,7 @@ def _send(snapshot, holder):
 
 
 def _with_tensors(value, replace):
-    """A copy of `value`, which `weights_only=True` has loaded, with `replace(tensor)` in the place of each tensor."""
+    """A copy of `value`, which `weights_only=True` has loaded, with `replace(tensor)` instead of each tensor."""
     if torch.is_tensor(value):
         return replace(value)
     if isinstance(value, dict):
@@ -288,15 +295,18 @@ def _tensors_in(value):
 # ---- a folder per epoch, to which every rank writes its part --------------------------------------------------------
 
 
-def save_sharded(folder, model, optimizer, epoch):
+def save_sharded(folder, model, optimizer, epoch, scheduler=None):
     """Write `folder`/epoch-N: every rank writes its shards of a model that fully_shard or DDP has wrapped.
 
+    `epoch` is the next one to run, at least 1, or else ValueError is raised. No random state is saved: seed each epoch.
     Its `.metadata` is written last, and a folder without it is ignored, so a kill does no harm. Older ones are kept.
     Raises DistributedError on every rank if one of them cannot write; what it has written is then removed.
     https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
     """
     import torch.distributed.checkpoint as dcp  # takes 0.5 s
 
+    if epoch < 1:
+        raise ValueError(f"epoch must be at least 1, the next one to run, got {epoch}")
     path = os.path.join(os.path.abspath(folder), f"epoch-{epoch}")
     if dist.is_primary():  # remove what an interrupted save left, first `.metadata`, which marks a complete checkpoint
         with contextlib.suppress(OSError):  # if this fails, the save reports it
@@ -304,7 +314,7 @@ def save_sharded(folder, model, optimizer, epoch):
         shutil.rmtree(path, ignore_errors=True)
     _sync_buffers(model)
     dist.raise_on_all(None, dist.patient_group())  # wait until the folder is removed
-    failure = _run_dcp(dcp.save, _sharded_state(model, optimizer), path)
+    failure = _run_dcp(dcp.save, _sharded_state(model, optimizer, scheduler), path)
     if failure is not None:
         if dist.is_primary():
             shutil.rmtree(path, ignore_errors=True)
@@ -320,12 +330,13 @@ def _sync_buffers(model):
         dist.sync_params(model.buffers())
 
 
-def load_sharded(folder, model, optimizer):
+def load_sharded(folder, model, optimizer, scheduler=None):
     """Load the newest complete checkpoint, whatever the number of ranks then and now; returns the next epoch.
 
-    Without a checkpoint it changes nothing and returns 0. Learning rates are restored. If the optimizer is now built
-    with another base rate, they are multiplied by new / old. Raises DistributedError on every rank if the checkpoint
-    cannot be read, is incomplete, or does not match the model. It has no checksums: changed bits are not noticed.
+    Without a checkpoint it changes nothing and returns 0. The optimizer's learning rates are restored. Without a
+    scheduler, they are multiplied by new / old if the optimizer is now built with another base rate. Raises
+    DistributedError on every rank if the checkpoint cannot be read, is incomplete, does not match the model, or was
+    saved with a scheduler and is loaded without one, or the reverse. It has no checksums: changed bits are not noticed.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
@@ -335,7 +346,7 @@ def load_sharded(folder, model, optimizer):
         return 0
     path = os.path.join(os.path.abspath(folder), f"epoch-{newest}")
     optimizer.zero_grad()  # if there are gradients, torch loads no state into a new optimizer, and says nothing
-    state = _sharded_state(model, optimizer)
+    state = _sharded_state(model, optimizer, scheduler)
     base_rate = state["lr"]
     names = set()
     for names_of_rank in dist.gather_objects(list(state["model"]), dist.patient_group()):
@@ -346,6 +357,10 @@ def load_sharded(folder, model, optimizer):
         _refuse_missing_in_model(saved, names)
     except Exception as failure:  # whatever unpickling raises on bytes that are no index
         error = _unreadable(path, failure)
+    had_scheduler = any(key.partition(".")[0] == "scheduler" for key in saved)
+    if error is None and had_scheduler != (scheduler is not None):
+        how = "with" if had_scheduler else "without"
+        error = f"{path} was saved {how} a scheduler: load it {how} one"
     dist.raise_on_all(error, dist.patient_group())
     # A parameter that has never had a gradient has no optimizer state in the checkpoint.
     moments = state["optimizer"]["state"]
@@ -362,8 +377,11 @@ def load_sharded(folder, model, optimizer):
         # Some parameters may have no optimizer state. dcp.load has already checked the rest.
         options=StateDictOptions(strict=False),
     )
-    for group in optimizer.param_groups:
-        group["lr"] *= base_rate / state["lr"]
+    if scheduler is not None:
+        scheduler.load_state_dict(state["scheduler"][0])
+    else:
+        for group in optimizer.param_groups:
+            group["lr"] *= base_rate / state["lr"]
     dist.print_primary(f"Resuming from {path}")
     return newest
 
@@ -387,7 +405,7 @@ def _refuse_missing_in_model(saved, names):
             raise KeyError(f"the model has no {name}")
 
 
-def _sharded_state(model, optimizer):
+def _sharded_state(model, optimizer, scheduler):
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -400,7 +418,10 @@ def _sharded_state(model, optimizer):
         for groups_of_rank in everyone:
             names.extend(groups_of_rank[number])
         group["params"] = list(dict.fromkeys(names))  # each one once
-    return {"model": model_state, "optimizer": optimizer_state, "lr": float(optimizer.defaults["lr"])}
+    state = {"model": model_state, "optimizer": optimizer_state, "lr": float(optimizer.defaults["lr"])}
+    if scheduler is not None:
+        state["scheduler"] = [scheduler.state_dict()]  # dcp saves a list as a whole, and a dict key by key
+    return state
 
 
 def _unreadable(path, cause):

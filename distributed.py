@@ -47,6 +47,7 @@ import sys
 import time
 import uuid
 import weakref
+import zlib
 from collections import Counter
 from datetime import timedelta
 
@@ -118,8 +119,8 @@ def get_device():
     local_rank = get_local_rank()
     if local_rank >= gpus:
         raise DistributedError(
-            f"local rank {local_rank} has no GPU: start at most {gpus} processes on this machine, one per visible GPU, "
-            "or let every task see all of its GPUs (srun --gpu-bind=none)"
+            f"local rank {local_rank} has no GPU: start no more processes on this machine than its visible GPUs, {gpus}"
+            ", or let every task see all of its GPUs (srun --gpu-bind=none)"
         )
     return torch.device("cuda", local_rank)
 
@@ -143,6 +144,8 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
         raise ValueError("give both rank and world_size, or neither")
     elif rank is not None:  # the caller has started its processes itself, on one machine
         os.environ.setdefault("LOCAL_RANK", str(rank))
+        if world_size > 1:
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # for loader processes, which have no group
     device = get_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -253,7 +256,8 @@ def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
     """Move `model` to this process's device, sharded in place over all ranks by FSDP2. Build the optimizer afterwards.
 
     At world size 1 it is not sharded, and `kwargs` are ignored. Use this for a model that you did not write. For your
-    own model, call fully_shard on its blocks, as min_FSDP.py does. It goes from the leaves to the root, and shards a
+    own model, call fully_shard on its blocks, as min_FSDP.py does. Every process begins with the whole model in the
+    CPU's memory, which min_FSDP.py avoids. This function visits modules from the leaves to the root, and shards a
     submodule if at least `min_num_params` of its parameters are not sharded yet. The root takes the rest. A shared
     parameter belongs to the smallest unit that contains all its uses. A unit moves to this process's device only when
     it is sharded. All ranks start from rank 0's weights, as with DDP. `kwargs` go to fully_shard. Raises ValueError for
@@ -329,8 +333,9 @@ def all_reduce(tensor, op="sum"):
     """A new tensor of the same shape and type: "sum", "avg", "min" or "max" of `tensor` over all ranks, on every rank.
 
     `tensor` is on this process's device. For metrics: no gradient flows through it. 16-bit floats are summed in
-    float32. Raises ValueError for another `op`, for the average of integers, which would be rounded, and for the sum of
-    booleans, which would be their "or": convert them first.
+    float32. Raises ValueError for another `op`, for the average of integers, which would be rounded, for the sum of
+    integers of 8 or 16 bits, which may overflow, and for the sum of booleans, which would be their "or": convert them
+    first.
     """
     if op not in _REDUCE_OPS:
         raise ValueError(f"op must be one of {', '.join(_REDUCE_OPS)}, got {op!r}")
@@ -338,6 +343,8 @@ def all_reduce(tensor, op="sum"):
         raise ValueError(f"the average of {tensor.dtype} would be rounded: use op='sum' or tensor.float()")
     if op == "sum" and tensor.dtype == torch.bool:
         raise ValueError("the sum of torch.bool would be an 'or': use tensor.int(), or op='max'")
+    if op == "sum" and tensor.dtype in (torch.uint8, torch.int8, torch.int16):
+        raise ValueError(f"the sum of {tensor.dtype} may overflow: use tensor.int()")
     dtype = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
     result = tensor.detach().to(dtype, copy=True).contiguous()
     if get_world_size() > 1:
@@ -350,16 +357,20 @@ def all_reduce(tensor, op="sum"):
 def gather(tensor):
     """Every rank's `tensor`, as a list in rank order, on every rank. Their first dimensions may differ, and may be 0.
 
-    `tensor` is on this process's device. For metrics: no gradient flows through it.
+    `tensor` is on this process's device. For metrics: no gradient flows through it. Raises ValueError on every rank if
+    the types, the numbers of dimensions or the sizes of the other dimensions differ.
     """
     tensor = tensor.detach().contiguous()
     if get_world_size() == 1:
         return [tensor.clone()]
     rows = tensor if tensor.dim() else tensor[None]
-    length = torch.tensor(len(rows), device=tensor.device)
-    lengths = [torch.empty_like(length) for _ in range(get_world_size())]
-    torch_dist.all_gather(lengths, length)
-    lengths = torch.stack(lengths).tolist()
+    kind = f"{tensor.dtype}, {tensor.dim()} dimensions, {tuple(rows.shape[1:])} after the first"
+    header = torch.tensor([len(rows), zlib.crc32(kind.encode())], device=tensor.device)
+    headers = [torch.empty_like(header) for _ in range(get_world_size())]
+    torch_dist.all_gather(headers, header)
+    lengths, kinds = torch.stack(headers).T.tolist()
+    if len(set(kinds)) > 1:
+        raise ValueError(f"the tensors to gather differ in more than their lengths: rank {get_rank()} has {kind}")
     padded = rows.new_zeros(max(lengths), *rows.shape[1:])
     padded[: len(rows)] = rows
     gathered = [torch.empty_like(padded) for _ in lengths]
@@ -418,9 +429,10 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
 
     A DistributedError ends the job with one line and status 1. Any other failure of a started process ends the others,
     and is raised here: torch.multiprocessing.ProcessRaisedException with the worker's traceback, SystemExit with the
-    message of `sys.exit(message)`, or ProcessExitedException with the rank and how it ended. With `tolerate_killed`
-    the job continues when a worker other than rank 0 is killed. Started directly by srun or mpirun, which do not set
-    RANK and WORLD_SIZE, it exits with one line.
+    message of `sys.exit(message)`, or ProcessExitedException with the rank and how it ended. With `tolerate_killed` the
+    job continues when a worker other than rank 0 is killed. Ctrl-C and SIGTERM end the workers at once, without their
+    `finally` blocks. A process that a worker has started ends with it. Started directly by srun or mpirun, which do not
+    set RANK and WORLD_SIZE, it exits with one line.
     """
     _refuse_tasks_without_rank()
     if nprocs is None:

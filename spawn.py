@@ -1,7 +1,7 @@
 """Start the processes of a job on this machine, and end them together. `distributed.launch` calls `run_processes`.
 
 torch.multiprocessing.start_processes is not enough. Every process imports torch anew, which takes about a minute for 64
-of them on two cores. With it, workers outlive a launcher that is killed, and a peer's error may be shown in the place
+of them on two cores. With it, workers outlive a launcher that is killed, and a peer's error may be shown instead
 of the first one. Here workers are forked from a server that has imported torch once, each ends when the launcher ends,
 and the caller gets the first failure. It needs a POSIX system: Linux, macOS or WSL.
 """
@@ -231,6 +231,7 @@ def _worker(rank, work, environment, outputs):
     _take_over_outputs(outputs)
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    _draw_seeds()
     multiprocessing.set_start_method(None, force=True)  # for a DataLoader: the platform's default, not the launcher's
     try:
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
@@ -248,6 +249,13 @@ def _worker(rank, work, environment, outputs):
     # there. If a handler raises, its traceback is printed and the next handler runs.
     _forget_torch_libraries()
     atexit._run_exitfuncs()
+
+
+def _draw_seeds():
+    """Every worker has a copy of the fork server's random generators. Without this, all would draw the same numbers."""
+    torch.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # `random` itself does this after a fork
 
 
 def _forget_torch_libraries():

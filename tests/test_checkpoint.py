@@ -391,6 +391,70 @@ def test_the_disk_has_the_file_and_its_name_before_the_save_ends(tmp_path, monke
     assert events[-3:] == ["file of 3 bytes", "rename", "folder"]
 
 
+def test_a_folder_that_may_be_written_but_not_read(tmp_path, monkeypatch):
+    """It cannot be synced, but the file is saved."""
+    os_open = os.open
+
+    def refuse_folders(path, flags):
+        if os.path.isdir(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return os_open(path, flags)
+
+    monkeypatch.setattr(os, "open", refuse_folders)
+    with checkpoint.atomic(tmp_path / "file") as file:
+        file.write(b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+
+
+def sharded_parts():
+    torch.manual_seed(0)
+    model = dist.prepare_fsdp_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), min_num_params=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+
+
+def train_scheduled(model, optimizer, scheduler, epochs):
+    """The learning rates of the epochs."""
+    rates = []
+    for _ in range(epochs):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def scheduled_worker(local_rank, world_size, folder):
+    dist.init_process_group()
+    whole = sharded_parts()
+    rates = train_scheduled(*whole, 8)
+    model, optimizer, scheduler = sharded_parts()
+    assert train_scheduled(model, optimizer, scheduler, 5) == rates[:5]
+    checkpoint.save_sharded(folder, model, optimizer, 5, scheduler)
+    resumed = sharded_parts()
+    assert checkpoint.load_sharded(folder, *resumed) == 5
+    assert train_scheduled(*resumed, 3) == rates[5:], "the schedule continues"
+    for actual, expected in zip(resumed[0].parameters(), whole[0].parameters(), strict=True):
+        assert torch.equal(actual.full_tensor(), expected.full_tensor())
+
+    message = agreed_message(checkpoint.load_sharded, folder, model, optimizer)
+    assert message == f"{folder}/epoch-5 was saved with a scheduler: load it with one"
+    checkpoint.save_sharded(folder, model, optimizer, 6)
+    message = agreed_message(checkpoint.load_sharded, folder, model, optimizer, scheduler)
+    assert message == f"{folder}/epoch-6 was saved without a scheduler: load it without one"
+    with pytest.raises(ValueError, match="epoch must be at least 1, the next one to run, got 0"):
+        checkpoint.save_sharded(folder, model, optimizer, 0)
+    for function in (checkpoint.save, checkpoint.load):
+        message = agreed_message(function, f"{folder}/snapshot.pt", model, optimizer)
+        assert message.startswith("the model is sharded: use save_sharded and load_sharded")
+    assert not Path(folder, "snapshot.pt").exists()
+
+
+def test_a_sharded_run_resumes_with_its_scheduler(tmp_path):
+    dist.launch(scheduled_worker, str(tmp_path), nprocs=2)
+
+
 def test_an_error_that_only_the_background_sees_is_not_lost(tmp_path, monkeypatch):
     called, fsync = threading.Event(), os.fsync
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import random
 import re
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -235,6 +237,20 @@ def test_the_launcher_sleeps_while_it_waits():
     begin = time.process_time()
     dist.launch(sleep_once, nprocs=2)
     assert time.process_time() - begin < 1, "seconds of a core, in two seconds of waiting"
+
+
+# ---- random numbers ---------------------------------------------------------------------------------------------
+
+
+def draw_unseeded(local_rank, world_size):
+    dist.init_process_group()
+    draws = [torch.rand(()).item(), np.random.rand(), random.random()]
+    for numbers in zip(*dist.gather_objects(draws), strict=True):
+        assert len(set(numbers)) == world_size, "as under torchrun, where each process draws a seed of its own"
+
+
+def test_without_a_seed_each_process_draws_its_own_numbers():
+    dist.launch(draw_unseeded, nprocs=3)
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Metrics over all ranks are exact: reduce, gather and the sampler, on 1, 2 and 4 processes."""
 
+import os
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -41,6 +43,10 @@ def check_reduce(rank, n):
     with pytest.raises(ValueError, match="would be an 'or'"):
         dist.all_reduce(torch.tensor(rank == 0))
     assert dist.all_reduce(torch.tensor(rank == 0), "max").item() is True
+    for dtype in (torch.uint8, torch.int8, torch.int16):
+        with pytest.raises(ValueError, match=f"the sum of {dtype} may overflow"):
+            dist.all_reduce(torch.tensor(100, dtype=dtype))
+    assert dist.all_reduce(torch.tensor(100, dtype=torch.uint8), "min") == 100
 
 
 def check_gather(rank, n):
@@ -53,6 +59,11 @@ def check_gather(rank, n):
     assert all(part.shape == (0, 3) for part in dist.gather(torch.empty(0, 3)))
     columns = dist.gather(torch.arange(6.0).reshape(2, 3).t())
     assert all(torch.equal(part, torch.arange(6.0).reshape(2, 3).t()) for part in columns)
+    own = torch.ones(1)
+    for other in (torch.tensor(1.0), torch.ones(1, 2), torch.ones(1, dtype=torch.int64)):
+        if n > 1:
+            with pytest.raises(ValueError, match=r"^the tensors to gather differ in more than their lengths"):
+                dist.gather(other if rank == n - 1 else own)
     assert dist.broadcast_object({"rank": rank}, src=n - 1) == {"rank": n - 1}
 
 
@@ -124,6 +135,19 @@ def test_helpers(nprocs):
     dist.launch(check_everything, nprocs=nprocs)
 
 
+def test_the_ranks_that_a_caller_gives_reach_its_loader_processes(monkeypatch):
+    """They have no process group, and with another start method than fork nothing but the environment."""
+    monkeypatch.setattr(dist, "_fresh_store", lambda *args: None)
+    monkeypatch.setattr(torch_dist, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(torch_dist, "barrier", lambda: None)
+    with mock.patch.dict(os.environ):
+        dist.init_process_group(1, 2)
+        assert (dist.get_rank(), dist.get_local_rank(), dist.get_world_size()) == (1, 1, 2)
+    with mock.patch.dict(os.environ):
+        dist.init_process_group(0, 1)
+        assert not dist.is_launched(), "a later `launch` still starts its processes"
+
+
 def test_print_primary_before_and_after_init(monkeypatch, capsys):
     dist.print_primary("alone", end="!")
     monkeypatch.setenv("RANK", "1")
@@ -148,5 +172,8 @@ def test_device_is_the_local_rank_and_must_exist(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert dist.get_device() == torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(dist.DistributedError, match="local rank 1 has no GPU: start at most 1 processes"):
+    with pytest.raises(
+        dist.DistributedError,
+        match=r"local rank 1 has no GPU: start no more processes .* than its visible GPUs, 1, ",
+    ):
         dist.get_device()

@@ -669,7 +669,7 @@ def metric_of_all_predictions():
 @recipe
 def download():
     """One process downloads, and all read after that."""
-    (block,) = blocks_of("My script downloads or prepares its data. Who does it?")
+    (block,) = blocks_of("My script downloads or prepares its data. Which process should do it?")
     calls = []
 
     def fake_mnist(folder, download=False):
