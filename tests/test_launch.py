@@ -239,6 +239,13 @@ def test_the_launcher_sleeps_while_it_waits():
     assert time.process_time() - begin < 1, "seconds of a core, in two seconds of waiting"
 
 
+@pytest.mark.parametrize(("nprocs", "threads"), [(2, 2), (3, 1), (4, 1), (5, 1), (64, 1)])
+def test_the_workers_share_the_threads_and_each_has_one_at_least(nprocs, threads, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert spawn._worker_environment(nprocs, port=1)["OMP_NUM_THREADS"] == str(threads)
+
+
 # ---- random numbers ---------------------------------------------------------------------------------------------
 
 
