@@ -502,8 +502,6 @@ def shard_bytes(model, layout):
 
 def shard_seconds(model, layout, window, cluster):
     """FSDP's communication in a step that `window` seconds of computing per micro-batch do not hide."""
-    if layout.shards == 1:
-        return 0.0
     gatherings = 1 if layout.keep_gathered or layout.stages > 1 else 2
     rounds = 1 if layout.stages > 1 else layout.count  # a pipeline keeps all gathered, see gathered_bytes
     gathered, reduced = shard_bytes(model, layout)
