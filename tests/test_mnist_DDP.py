@@ -569,7 +569,10 @@ def test_nccl_without_a_gpu_is_one_line(main_of, monkeypatch):
     assert main_of(SCRIPT, "--backend", "nccl") == (2, f"{SCRIPT}: error: {message}\n")
 
 
-def test_it_saves_after_every_so_many_steps_and_after_each_epoch(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("save_every", "expected"), [(5, [(0, 5), (0, 10), (1, 0), (1, 5), (1, 10), (2, 0)]), (13, [(1, 0), (2, 0)])]
+)
+def test_it_saves_after_every_so_many_steps_and_after_each_epoch(save_every, expected, tmp_path, monkeypatch, capsys):
     saved, save = [], checkpoint.save
 
     def record(path, *args, epoch, step, **parts):
@@ -577,11 +580,12 @@ def test_it_saves_after_every_so_many_steps_and_after_each_epoch(tmp_path, monke
         save(path, *args, epoch=epoch, step=step, **parts)
 
     monkeypatch.setattr(checkpoint, "save", record)
-    hp = hyperparameters("sgd", save_every=5, log_interval=100, epochs=2)
+    hp = hyperparameters("sgd", save_every=save_every, log_interval=100, epochs=2)
     train_worker(0, 1, hp, tmp_path, SIZES, Net, tmp_path / "snapshot.pt")
-    assert saved == [(0, 5), (0, 10), (1, 0), (1, 5), (1, 10), (2, 0)]
+    assert saved == expected
     seen = [int(n) for _, n, *_ in TRAIN_LINE.findall(capsys.readouterr().out)]
-    assert seen == [5 * 22, 10 * 22, 13 * 22] * 2, "a line before each snapshot, or a resumed run prints another mean"
+    steps = [step or 13 for _, step in expected]
+    assert seen == [22 * step for step in steps], "a line before each snapshot, or a resumed run prints another mean"
 
 
 # ---- the rest -------------------------------------------------------------------------------------------------------
