@@ -63,6 +63,12 @@ def test_its_main_trains_on_all_samples(model, optimizer, tmp_path, monkeypatch,
     assert [float(loss) for *_, loss in LINE.findall(capsys.readouterr().out)] == pytest.approx(losses, abs=5.1e-5)
 
 
+def test_the_smallest_numbers(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["single_gpu.py", "1", "1", "--batch_size", "1"])
+    args = single_gpu.parse_args()
+    assert (args.total_epochs, args.save_every, args.batch_size) == (1, 1, 1)
+
+
 @pytest.mark.parametrize("moment", ["write", "fsync"])
 def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(moment, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
