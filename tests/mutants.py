@@ -40,7 +40,7 @@ TESTS = {  # of the files that have no test file of their own name, or more than
     "remote": ["rpc_param_server", "rpc_model_parallel"],
     "tracking": ["mnist_DDP"],
     "gpt": ["gpt", "min_TP"],
-    "mnist": ["mnist", "mnist_DDP"],
+    "mnist": ["mnist", "mnist_DDP", "mnist_FSDP"],
 }
 TRANSFORMERS = ("min_2D", "min_3D", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP", "min_Muon", "min_PP", "min_Ring")
 TRANSFORMERS += ("min_TP", "min_ZeRO")

@@ -95,6 +95,7 @@ def check_identity(rank, n):
     model = torch.nn.Linear(2, 2)
     wrapped = dist.prepare_ddp_model(model, device_ids=[rank])  # ignored on the CPU
     assert (wrapped is model) == (n == 1)
+    assert n == 1 or wrapped.gradient_as_bucket_view
     dist.barrier()
     assert [len(value) for value in dist.gather_objects(bytes(rank << 23))] == [r << 23 for r in range(n)], (
         "of any size"

@@ -156,6 +156,15 @@ def test_equals_one_process(nprocs, references, tmp_path, request):
         assert f"Model simple: {n_params:,} parameters, of which this process holds {held[0] // 8:,}\n" in output
 
 
+def test_what_is_said_about_mixed_precision(capsys):
+    args = argparse.Namespace(strategy="fsdp", mixed_precision=True)
+    mnist_FSDP.print_setup(args, "fsdp", 2, torch.device("cpu"))
+    assert "gathered in bfloat16" in capsys.readouterr().out
+    mnist_FSDP.print_setup(args, "local", 1, torch.device("cpu"))
+    output = capsys.readouterr().out
+    assert "by autocast" in output and "--strategy fsdp trains locally" in output
+
+
 def test_prepare_fsdp_model_in_one_process(monkeypatch):
     model = nn.Linear(3, 2)
     assert dist.prepare_fsdp_model(model) is model and type(model) is nn.Linear
