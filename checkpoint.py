@@ -163,8 +163,8 @@ def load(path, model, optimizer, scheduler=None, **more):
     Without a snapshot anywhere it changes nothing and returns (0, 0). Every rank must call it, with `more` as in
     `save`. Local rank 0 of each node looks for `path`, and the one with the highest pair sends it, tensor by tensor.
     Until it is restored, each rank holds the whole snapshot in the CPU's memory. The optimizer gets the learning rate
-    of the snapshot, even if it was built with another. Raises DistributedError on every rank if any node's file is
-    damaged, cannot be read, or was saved from another model or other parts.
+    of the snapshot, even if it was built with another. Raises DistributedError on every rank if the model is sharded,
+    or if any node's file is damaged, cannot be read, or was saved from another model or other parts.
     """
     parts = _parts(model, optimizer, scheduler, more)
     snapshot, position, error = None, NO_SNAPSHOT, None

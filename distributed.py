@@ -131,10 +131,11 @@ def get_device():
 def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     """Bind this process to its device and join the job's process group: nccl for GPUs, gloo for CPUs.
 
-    Under a launcher, `rank` and `world_size` are ignored. Otherwise `rank` is also used as the local rank, unless
-    LOCAL_RANK is set. A collective fails after `timeout`, a datetime.timedelta; None is torch's default, 10 minutes for
-    nccl and 30 for gloo. Pass more if one rank prepares data for longer while the others wait. It does nothing if a
-    group exists. In one process without a launcher it binds the device and makes no group.
+    Under a launcher, `rank` and `world_size` are ignored. Otherwise they are put into the environment, where the
+    processes of a DataLoader find them, and `rank` is also used as the local rank, unless LOCAL_RANK is set. A
+    collective fails after `timeout`, a datetime.timedelta; None is torch's default, 10 minutes for nccl and 30 for
+    gloo. Pass more if one rank prepares data for longer while the others wait. It does nothing if a group exists. In
+    one process without a launcher it binds the device and makes no group.
     """
     if is_dist_avail_and_initialized():
         return
@@ -144,8 +145,6 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
         raise ValueError("give both rank and world_size, or neither")
     elif rank is not None:  # the caller has started its processes itself, on one machine
         os.environ.setdefault("LOCAL_RANK", str(rank))
-        if world_size > 1:
-            os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # for loader processes, which have no group
     device = get_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -163,6 +162,8 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     )
     # Wait until all ranks are connected. If a rank exits before that, the others fail.
     torch_dist.barrier()
+    if world_size > 1:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # for loader processes, which have no group
 
 
 def is_dist_avail_and_initialized():

@@ -1,8 +1,8 @@
 """Start the processes of a job on this machine, and end them together. `distributed.launch` calls `run_processes`.
 
 torch.multiprocessing.start_processes is not enough. Every process imports torch anew, which takes about a minute for 64
-of them on two cores. With it, workers outlive a launcher that is killed, and a peer's error may be shown instead
-of the first one. Here workers are forked from a server that has imported torch once, each ends when the launcher ends,
+of them on two cores. With it, workers outlive a launcher that is killed, and a peer's error may be shown instead of
+the first one. Here workers are forked from a server that has imported torch once, each ends when the launcher ends,
 and the caller gets the first failure. It needs a POSIX system: Linux, macOS or WSL.
 """
 
