@@ -103,6 +103,7 @@ def hold_worker(local_rank, world_size, folder, args):
         sizes = [sum(param.numel() for param in params) for params in (params, alive)]
         Path(f"{folder}/{local_rank}.json").write_text(json.dumps([*sizes, total]))
 
+    dist.init_process_group()
     texts = transformer.small_text()
     gpt.report_held, gpt.load_text = report_held, lambda: texts
     with contextlib.redirect_stdout(io.StringIO()):
