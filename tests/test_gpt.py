@@ -3,12 +3,11 @@
 import collections
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import transformer
-from conftest import slow_clock
+from conftest import check_peak_memory, slow_clock
 
 import distributed as dist
 import gpt
@@ -136,11 +135,7 @@ def test_progress_prints_at_its_interval_and_after_the_last_step(capsys, monkeyp
 
 
 def test_the_peak_of_memory_is_in_bytes(monkeypatch):
-    monkeypatch.setattr("gpt.sys.platform", "linux")
-    monkeypatch.setattr("gpt.resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=3))  # kB
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
-    assert gpt.peak_memory(torch.device("cpu")) == 3 * 1024
-    assert gpt.peak_memory(torch.device("cuda", 0)) == 7
+    check_peak_memory(gpt, monkeypatch)
 
 
 def test_held_parameters(model, capsys):

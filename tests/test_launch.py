@@ -246,7 +246,7 @@ def test_the_workers_share_the_threads_and_each_has_one_at_least(nprocs, threads
     assert spawn._worker_environment(nprocs, port=1)["OMP_NUM_THREADS"] == str(threads)
 
 
-# ---- random numbers ---------------------------------------------------------------------------------------------
+# ---- random numbers -------------------------------------------------------------------------------------------------
 
 
 def draw_unseeded(local_rank, world_size):

@@ -10,13 +10,12 @@ import resource
 import shutil
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conftest import MNIST_ROOT, exit_message, killed_in, needs_mnist, run, slow_clock, torchrun
+from conftest import MNIST_ROOT, check_peak_memory, exit_message, killed_in, needs_mnist, run, slow_clock, torchrun
 from images import OPTIMIZERS, Net, Normed, Plain, Pooled, assert_equal_states, few_digits, result_of, train_alone
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -209,11 +208,7 @@ def test_batch_norm(tmp_path):
 
 
 def test_the_peak_of_memory_is_in_bytes(monkeypatch):
-    monkeypatch.setattr("mnist_FSDP.sys.platform", "linux")
-    monkeypatch.setattr("mnist_FSDP.resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=3))  # kB
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
-    assert mnist_FSDP.peak_memory(torch.device("cpu")) == 3 * 1024
-    assert mnist_FSDP.peak_memory(torch.device("cuda", 0)) == 7
+    check_peak_memory(mnist_FSDP, monkeypatch)
 
 
 # ---- sharded for real ---------------------------------------------------------------------------------------------
