@@ -1,11 +1,11 @@
-"""Average the gradients by hand: DistributedDataParallel from scratch, over sends and receives.
+"""Average the gradients by hand: DistributedDataParallel (DDP) from scratch, over sends and receives.
 
-Every process holds the whole model and computes the gradients of its share of the batch. All processes then need the
-average g = (1/N) · sum_r g_r. A ring all-reduce gives it to them. The vector is cut into N chunks, and each process
-sends only to the next one. With N = 4, the letters say whose gradients a chunk holds, and > marks the chunk that its
-process sends to the next process:
+Every process holds the whole model and computes the gradients of its share of the batch. Then all processes need the
+average g = (1/N) · sum_r g_r. A ring all-reduce computes it. Each process cuts its gradients into N chunks and sends to
+the next process only. This is N = 4. The letters say whose gradients have been added up in a chunk, and > marks the
+chunk that is sent in the next hop:
 
-    reduce-scatter: N-1 hops. A process adds what it receives, and sends the sum in the next hop.
+    1. reduce-scatter, N-1 hops. A process adds the chunk that it receives to its own, and sends the sum on.
 
                  before hop 1            before hop 2            before hop 3            after hop 3
     process a   >a    a    a    a        a    a    a   >da       a    a   >cda  da       a   [bcda] cda  da
@@ -13,34 +13,38 @@ process sends to the next process:
     process c    c    c   >c    c        c   >bc   c    c       >abc  bc   c    c        abc  bc   c   [dabc]
     process d    d    d    d   >d        d    d   >cd   d        d   >bcd  cd   d       [abcd] bcd  cd   d
 
-    all-gather: N-1 hops. Each process now has one complete chunk, in brackets. The complete chunks go around the ring.
+    2. all-gather, N-1 hops. Each process has one complete chunk, in brackets. These chunks are passed on around the
+       ring until every process has all of them.
 
-A process sends N-1 of N chunks in each phase, together 2·(N-1)/N of the gradients, however many processes there are.
+In each phase a process sends N-1 of its N chunks. So it sends 2·(N-1)/N of the size of the gradients, which is less
+than twice that size however many processes there are.
 
-Backward computes the gradients of the last layers first. So the parameters are grouped into buckets in reverse order,
-and a bucket is reduced as soon as its last gradient is there, while backward computes the gradients of earlier layers:
+Backward computes the gradients of the last layers first. So the parameters are put into buckets in reverse order. The
+ring reduces a bucket as soon as its last gradient is there, while backward computes the gradients of earlier layers:
 
     backward      | block 3 | block 2 | block 1 | block 0 |
     ring                    | bucket 0 | bucket 1 | bucket 2 | bucket 3 |    step
                                                             '-- wait ---'
 
-On the CPU a thread drives the ring, because each hop must wait for the one before. On a GPU a second stream does, so
-that the host never waits. PyTorch's DDP does the same in C++: its reducer hands each bucket to one asynchronous
-all-reduce of NCCL, which runs on a stream of its own, or of gloo, which has threads of its own.
+Each hop must wait for the hop before. On the CPU a thread does this waiting. On a GPU the hops are enqueued on a second
+stream, and the host does not wait. PyTorch's DDP does the same in C++ (arXiv:2006.15704): its reducer starts one
+asynchronous all-reduce per bucket. NCCL runs it on a stream of its own, and gloo in threads of its own. DDP's buckets
+have 25 MB. All gradients of the model here have 1.9 MB, so its buckets have 0.5 MB.
 
-Read this file to see what DDP does; train with min_DDP.py. DDP also keeps buffers such as BatchNorm's equal, which this
-script does not. `--library` trains with PyTorch's DDP instead, to compare.
+Read this script to learn what DDP does. To train, choose min_DDP.py: DDP needs no wait() in the loop, and it also keeps
+buffers equal, such as BatchNorm's. `--library` trains with PyTorch's DDP, to compare. `--compress bf16` sends gradients
+as bfloat16. With `--library`, `--compress powersgd` sends them as low-rank matrices (arXiv:1905.13727).
 
 Cost per process, for P float32 parameters on N processes: 16·P bytes (parameters 4, buckets of gradients 4, AdamW 8),
 and during backward the gradients of a bucket that is not complete yet. Each step sends 2·(N-1)/N · 4·P bytes, and half
 as many with `--compress bf16`.
 
-    python min_AllReduce.py                                    # one process per visible GPU, or one on the CPU
-    python min_AllReduce.py --nproc 2 --bucket-mb 0            # each parameter is a bucket of its own
-    python min_AllReduce.py --nproc 2 --library --compress powersgd    # PyTorch's DDP sends low-rank gradients
+    python min_AllReduce.py --nproc 2                                  # two processes; without --nproc, all GPUs
+    python min_AllReduce.py --nproc 2 --bucket-mb 0                    # each parameter is a bucket of its own
+    python min_AllReduce.py --nproc 2 --library --compress powersgd    # PyTorch's DDP with compressed gradients
 
-The last line of two processes is like `sent per step: 1,914,880 bytes, 1.000 of the gradients | buckets: 4 |
-communication: 24.8 ms, 51 % of it in backward`. Time in which a process waits for a slower one is communication too.
+The last line of the first is `sent per step: 1,914,880 bytes, 1.000 of the gradients | buckets: 4 | communication: 24.8
+ms, 51 % of it in backward`. If a process waits in a hop for a slower one, this counts as communication.
 """
 
 import collections
@@ -150,8 +154,8 @@ class RingDDP(nn.Module):
             self.background = BackgroundThread()
         self.n_bytes = 0  # sent by this process so far
 
-    def forward(self, *args):
-        return self.module(*args)
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -180,6 +184,7 @@ class RingDDP(nn.Module):
         self.n_started += 1
 
     def average(self, bucket):
+        """Runs in the background. With `dtype` every hop rounds its sums, and all processes receive the same ones."""
         bucket.flat /= dist.get_world_size()
         sent = bucket.flat.to(self.dtype or bucket.flat.dtype)
         self.n_bytes += ring_all_reduce(sent)
@@ -377,18 +382,24 @@ def local_loss(model, x, y):
     return gpt.loss_fn(model(own_share(x)), own_share(y))
 
 
-def backward(model, x, y, n_micro_batches):
-    """Accumulate the gradients of this process's sequences. Only the last micro-batch is reduced. Returns the loss."""
+def train_step(model, optimizer, x, y, args):
+    """Returns the loss on this process's sequences."""
+    optimizer.zero_grad()
     losses = []
-    micro_batches = zip(x.chunk(n_micro_batches), y.chunk(n_micro_batches), strict=True)
+    micro_batches = zip(x.chunk(args.accumulate), y.chunk(args.accumulate), strict=True)
     for number, (micro_x, micro_y) in enumerate(micro_batches, 1):
         sync = contextlib.nullcontext()
-        if number < n_micro_batches:
-            sync = model.no_sync()
+        if number < args.accumulate:
+            sync = model.no_sync()  # only the last micro-batch's backward reduces the accumulated gradients
         with sync:
-            loss = gpt.loss_fn(model(micro_x), micro_y) / n_micro_batches
+            loss = gpt.loss_fn(model(micro_x), micro_y) / args.accumulate
             loss.backward()
         losses.append(loss.detach())
+    if not args.library:
+        model.wait()  # PyTorch's DDP waits at the end of backward
+    if args.clip:
+        nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+    optimizer.step()
     return torch.stack(losses).sum()
 
 
@@ -397,13 +408,7 @@ def train(model, optimizer, text, held_out, args):
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
-        optimizer.zero_grad()
-        loss = backward(model, own_share(x), own_share(y), args.accumulate)
-        if not args.library:
-            model.wait()  # PyTorch's DDP waits at the end of backward
-        if args.clip:
-            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-        optimizer.step()
+        loss = train_step(model, optimizer, own_share(x), own_share(y), args)
         progress(loss)
     return progress.losses
 

@@ -146,12 +146,16 @@ def largest_difference(parameters, others):
     return max((parameters[name] - others[name]).abs().max().item() for name in others)
 
 
+SOME = [("AdamW",), ("SGD, accumulated",), ("SGD, library, accumulated",), ("ring", "AdamW"), ("bug", "SGD")]
+
+
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_equal_to_one_process_and_to_ddp(n, tmp_path):
-    cases = [(name,) for name in CASES] + ODD_CASES
+    cases = [(name,) for name in CASES] + ODD_CASES if n == 2 else SOME
     ranks = transformer.train_on(n, train_any, cases, tmp_path)
     results = {case: [rank[number] for rank in ranks] for number, case in enumerate(cases)}
-    for name, (optimizer, changes) in CASES.items():
+    for (name,) in [case for case in cases if len(case) == 1]:
+        optimizer, changes = CASES[name]
         clip = {"clip": changes["clip"]} if "clip" in changes else {}
         expected = transformer.reference(optimizer, **ODD, **clip)
         for losses, parameters, *_ in results[name,]:
@@ -162,7 +166,7 @@ def test_equal_to_one_process_and_to_ddp(n, tmp_path):
             assert n_bytes == 0
         else:
             assert n_bytes == 20 * 2 * (n - 1) * 8 * n_params, "2 (N-1)/N of the gradients on each of N ranks"
-    for case, optimizer in ODD_CASES:
+    for case, optimizer in [case for case in cases if len(case) == 2]:
         expected, used_in_steps = expected_odd(optimizer)
         assert 0 in used_in_steps and max(used_in_steps) > 0, "in some steps no rank uses the layer"
         parameters, n_bytes, used = zip(*results[case, optimizer], strict=True)
