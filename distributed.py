@@ -21,10 +21,11 @@
         for epoch in range(3):
             sampler.set_epoch(epoch)  # another order in each epoch
             for x, y in loader:
-                loss = torch.nn.functional.mse_loss(model(x.to(device)), y.to(device))
                 optimizer.zero_grad()
+                loss = torch.nn.functional.mse_loss(model(x.to(device)), y.to(device))
                 loss.backward()
                 optimizer.step()
+            dist.check_in_sync(model)  # stops if the weights of two processes differ
             loss = dist.reduce(loss.detach())  # the average over all processes, on every process
             dist.print_primary(f"epoch {epoch}: loss {loss.item():.4f}")  # printed once
 
@@ -39,11 +40,14 @@ communication. Only `all_gather_single`, `reduce_scatter_single` and methods of 
 """
 
 import atexit
+import functools
 import gc
+import hashlib
 import itertools
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import uuid
 import weakref
@@ -125,6 +129,96 @@ def get_device():
     return torch.device("cuda", local_rank)
 
 
+# ---- a rank that waits --------------------------------------------------------------------------------------------
+
+WAIT_SECONDS = 30  # after so long in one call, a rank says for whom it waits
+
+_current_call = None  # (function, how many calls of it there have been, the time) of the `watched` call in progress
+_waiting_ended = None  # the event that ends the watching thread of the current process group
+
+
+def watched(function):
+    """A decorator for a function that every rank must call: a rank that waits in it for long says so on stderr.
+
+    The line names the function and the ranks that have not called it: `rank 0 has waited 30 s in checkpoint.save for
+    rank 1: every rank must call it`. Each rank has one thread, which sleeps. A call itself only notes that it began.
+    """
+    module = function.__module__.replace("distributed", "dist")
+    name = f"{module}.{function.__name__}"
+    calls = itertools.count(1)
+
+    @functools.wraps(function)
+    def watched_function(*args, **kwargs):
+        global _current_call
+        if _current_call is not None:  # a watched function has called this one
+            return function(*args, **kwargs)
+        _current_call = (name, next(calls), time.monotonic())
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _current_call = None
+
+    return watched_function
+
+
+def _start_watching(store):
+    global _waiting_ended
+    _stop_watching()
+    _waiting_ended = threading.Event()
+    # The store's own connection is in use while this process waits for a key.
+    arguments = (store.clone(), get_rank(), get_world_size(), _waiting_ended)
+    threading.Thread(target=_watch, args=arguments, daemon=True).start()
+
+
+def _stop_watching():
+    if _waiting_ended is not None:
+        _waiting_ended.set()
+
+
+def _watch(store, rank, world_size, ended):
+    """A rank that waits notes it in the store. Later the first of them reads which ranks have not."""
+    noted = None
+    printed = None
+    while not ended.wait(WAIT_SECONDS / 10):
+        call = _current_call
+        if call is None:
+            continue
+        name, number, start = call
+        key = f"waiting in {name} {number}"
+        waited = time.monotonic() - start
+        try:
+            if waited > WAIT_SECONDS / 3 and noted != call:
+                noted = call
+                store.append(key, f"{rank},")
+            if waited > WAIT_SECONDS and printed != call:
+                printed = call
+                _say_who_is_missing(store.get(key).decode(), rank, world_size, name, waited)
+        except RuntimeError:  # the store is gone: the job is ending
+            return
+
+
+def _say_who_is_missing(noted, rank, world_size, name, waited):
+    """`noted` has the ranks that wait in the same call, like "2,0,". Only the first of them prints."""
+    waiting = [int(number) for number in noted.split(",") if number]
+    missing = sorted(set(range(world_size)) - set(waiting))
+    reason = None
+    if missing:
+        reason = f"for {_names_of(missing)}: every rank must call it"
+    elif name.startswith("dist."):  # in a save one rank may still be writing
+        reason = "with all other ranks: before it, the ranks have called different collectives"
+    if reason and waiting[0] == rank:
+        print(f"rank {rank} has waited {waited:.0f} s in {name} {reason}", file=sys.stderr, flush=True)
+
+
+def _names_of(ranks):
+    """'rank 1', 'ranks 1 and 2', or 'ranks 1, 2, 3 and 5 more'."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) <= 4:
+        return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:3]))} and {len(ranks) - 3} more"
+
+
 # ---- process group ------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +256,7 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     )
     # Wait until all ranks are connected. If a rank exits before that, the others fail.
     torch_dist.barrier()
+    _start_watching(store)
     if world_size > 1:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # for loader processes, which have no group
 
@@ -197,12 +292,14 @@ def cleanup():
     """
     error, _, _ = sys.exc_info()  # the error that is being handled
     if is_dist_avail_and_initialized() and error is None:
+        _stop_watching()
         world = torch_dist.group.WORLD
         _destroyed_groups.append(world)
         _destroyed_groups.append(_patient_groups.pop(world, None))
         torch_dist.destroy_process_group()
 
 
+@watched
 def barrier():
     """Wait until every rank is here."""
     if get_world_size() > 1:
@@ -236,6 +333,18 @@ def data_sampler(dataset, distributed, shuffle, pad=True, seed=0):
         sampler.total_size = len(dataset)
         sampler.num_samples = len(range(rank, len(dataset), world_size))
     return sampler
+
+
+def local_batch_size(global_batch_size):
+    """The batch size of this process, for a DataLoader: `global_batch_size` divided by the number of processes.
+
+    Raises DistributedError if they do not divide it.
+    """
+    world_size = get_world_size()
+    if global_batch_size < 1 or global_batch_size % world_size:
+        line = f"the global batch size is {global_batch_size}, not a multiple of the number of processes, {world_size}"
+        raise DistributedError(line)
+    return global_batch_size // world_size
 
 
 def prepare_ddp_model(model, device_ids=None, **kwargs):
@@ -306,6 +415,7 @@ def _is_called(module):
     return has_forward and not is_attention_output
 
 
+@watched
 def sync_params(params, src=0):
     """Copy each tensor of `params` from rank `src` to all ranks. It may be on any device, and transposed or a view."""
     if get_world_size() > 1:
@@ -313,6 +423,90 @@ def sync_params(params, src=0):
             sent = param.detach().to(get_device()).contiguous()
             torch_dist.broadcast(sent, src=src)
             param.detach().copy_(sent)
+
+
+@watched
+def check_in_sync(model, buffers=False):
+    """Raise DistributedError on every rank if weights that all ranks should hold alike differ between ranks.
+
+    Every rank must call it, for example after each epoch. `model` may be wrapped. The error names the first parameter
+    that differs, the ranks, and the largest difference. Of a DTensor, ranks that hold the same shard are compared. A
+    parameter that only one rank has is not compared. With `buffers` they are compared too; BatchNorm's differ between
+    ranks by design. Ranks compare exact sums of the parameters' bits. So the optimizer must run on equal hardware:
+    another kind of GPU may round differently. The cost is one read of the weights, and 16 bytes sent per tensor.
+    """
+    if get_world_size() == 1:
+        return
+    named = dict(unwrapped(model).named_parameters())
+    if buffers:
+        named.update(unwrapped(model).named_buffers())
+    device = get_device()
+    held = {}  # the tensors of this rank, or its shards of them
+    rows = []  # for each of them: the number of its name and shard, and its checksum
+    for name, tensor in named.items():
+        held[name] = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
+        label = f"{name} {_shard_coordinates(tensor)}"
+        number = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "big", signed=True)
+        rows.append(torch.stack([torch.tensor(number, device=device), _checksum(held[name]).to(device)]))
+    rows = torch.stack(rows) if rows else torch.empty(0, 2, dtype=torch.int64, device=device)
+    first = {}  # the first rank that holds a shard, and its checksum there
+    different = {}  # the ranks whose checksum is another
+    for rank, rows_of_rank in enumerate(gather(rows)):
+        for number, checksum in rows_of_rank.tolist():
+            first_rank, expected = first.setdefault(number, (rank, checksum))
+            if checksum != expected:
+                different.setdefault(number, (first_rank, []))[1].append(rank)
+    if different:
+        names = dict(zip(rows[:, 0].tolist(), held, strict=True))
+        _raise_difference(held, names, different)
+
+
+def _shard_coordinates(tensor):
+    """For a DTensor, where its shard lies in the mesh. Ranks with the same coordinates hold the same values."""
+    if not hasattr(tensor, "to_local"):
+        return ""
+    coordinates = zip(tensor.placements, tensor.device_mesh.get_coordinate(), strict=True)
+    return str(["replicated" if placement.is_replicate() else index for placement, index in coordinates])
+
+
+def _checksum(tensor):
+    """The sum of a tensor's bytes, eight at a time as an int64. Integers are summed exactly, in any order."""
+    flat = tensor.contiguous().flatten()
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()  # a view as int64 must start at a multiple of 8 bytes
+    data = flat.view(torch.uint8)
+    whole = len(data) // 8 * 8
+    return data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
+
+
+def _raise_difference(held, names, different):
+    """Every rank calls it, with the same `different`: the ranks that differ in its first tensor say by how much."""
+    number, (holder, ranks) = next(iter(different.items()))
+    sent = None
+    if get_rank() == holder:
+        sent = names[number], held[names[number]].cpu()
+    name, expected = broadcast_object(sent, holder)
+    difference = None
+    if get_rank() in ranks:
+        own = held[name].cpu()
+        difference = (own.to(torch.complex128) - expected.to(torch.complex128)).abs().max().item()  # of any type
+    differences = [value for value in gather_objects(difference) if value is not None]
+    raise DistributedError(
+        f"the ranks hold different weights: {name} of {_names_of(ranks)} differs from rank {holder}'s by up to "
+        f'{max(differences):.3g}, and {len(different)} of {len(held)} tensors differ: see "Ranks drift apart" in '
+        "docs/mistakes.md"
+    )
+
+
+def unwrapped(model):
+    """The module inside the wrappers of torch.compile and DDP. Any other object is returned as it is."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        else:
+            return model
 
 
 # ---- metrics ------------------------------------------------------------------------------------------------------
@@ -325,19 +519,27 @@ _REDUCE_OPS = {
 }
 
 
+@watched
 def reduce(tensor, op="avg"):
-    """`all_reduce`, on every rank, with the average as default, as for a loss."""
-    return all_reduce(tensor, op)
+    """A new tensor: the average of `tensor` over all ranks, as for a loss, on every rank. `tensor` keeps its value.
+
+    Another `op`, the types and what is raised are as in `all_reduce`.
+    """
+    _refuse_other_than_tensor("reduce", tensor)
+    return all_reduce(tensor.detach().clone(), op)
 
 
+@watched
 def all_reduce(tensor, op="sum"):
-    """A new tensor of the same shape and type: "sum", "avg", "min" or "max" of `tensor` over all ranks, on every rank.
+    """Change `tensor` into its "sum", "avg", "min" or "max" over all ranks, on every rank; returns `tensor`.
 
     `tensor` is on this process's device. For metrics: no gradient flows through it. 16-bit floats are summed in
     float32. Raises ValueError for another `op`, for the average of integers, which would be rounded, for the sum of
     integers of 8 or 16 bits, which may overflow, and for the sum of booleans, which would be their "or": convert them
-    first.
+    first. Raises TypeError for a number.
+    https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.all_reduce
     """
+    _refuse_other_than_tensor("all_reduce", tensor)
     if op not in _REDUCE_OPS:
         raise ValueError(f"op must be one of {', '.join(_REDUCE_OPS)}, got {op!r}")
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -346,21 +548,31 @@ def all_reduce(tensor, op="sum"):
         raise ValueError("the sum of torch.bool would be an 'or': use tensor.int(), or op='max'")
     if op == "sum" and tensor.dtype in (torch.uint8, torch.int8, torch.int16):
         raise ValueError(f"the sum of {tensor.dtype} may overflow: use tensor.int()")
+    if get_world_size() == 1:
+        return tensor
     dtype = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
-    result = tensor.detach().to(dtype, copy=True).contiguous()
-    if get_world_size() > 1:
-        torch_dist.all_reduce(result, _REDUCE_OPS[op])
-        if op == "avg":
-            result /= get_world_size()
-    return result.to(tensor.dtype)
+    result = tensor.detach().to(dtype).contiguous()  # `tensor` itself, if it has that type and layout
+    torch_dist.all_reduce(result, _REDUCE_OPS[op])
+    if op == "avg":
+        result /= get_world_size()
+    tensor.detach().copy_(result)
+    return tensor
 
 
+def _refuse_other_than_tensor(name, value):
+    if not torch.is_tensor(value):
+        line = f"dist.{name} takes a tensor on this process's device, got {type(value).__name__}"
+        raise TypeError(f"{line}: use torch.tensor(value, device=dist.get_device())")
+
+
+@watched
 def gather(tensor):
     """Every rank's `tensor`, as a list in rank order, on every rank. Their first dimensions may differ, and may be 0.
 
     `tensor` is on this process's device. For metrics: no gradient flows through it. Raises ValueError on every rank if
-    the types, the numbers of dimensions or the sizes of the other dimensions differ.
+    the types, the numbers of dimensions or the sizes of the other dimensions differ, and TypeError for a number.
     """
+    _refuse_other_than_tensor("gather", tensor)
     tensor = tensor.detach().contiguous()
     if get_world_size() == 1:
         return [tensor.clone()]
@@ -382,6 +594,7 @@ def gather(tensor):
     return [part[:length] for part, length in zip(gathered, lengths, strict=True)]
 
 
+@watched
 def gather_objects(value, group=None):
     """Every rank's `value`, any that can be pickled, as a list in rank order, on every rank.
 
@@ -395,6 +608,7 @@ def gather_objects(value, group=None):
     return values
 
 
+@watched
 def broadcast_object(value, src=0, group=None):
     """Rank `src`'s `value`, any that can be pickled, on every rank. The `value` of the others is not used.
 
@@ -406,6 +620,7 @@ def broadcast_object(value, src=0, group=None):
     return values[0]
 
 
+@watched
 def raise_on_all(error, group=None):
     """Raise DistributedError(error) on every rank if any rank passes an error message. Pass None if there is none.
 

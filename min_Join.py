@@ -92,7 +92,7 @@ def train_with_weights(model, optimizer, batches, sums, clip):
         loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
         sums[step, 0] = loss.detach()
         sums[step, 1] = y.numel()
-        mean = loss / dist.all_reduce(sums[step, 1])
+        mean = loss / dist.reduce(sums[step, 1], op="sum")
         optimizer.zero_grad()
         (mean * dist.get_world_size()).backward()  # DDP divides by the number of processes
         if clip:

@@ -190,6 +190,7 @@ class Trainer:
         self.tracker.start(self.net, self.hp, self.samples(epoch, step))
         while epoch < self.hp.epochs:
             self.train_epoch(epoch, step)
+            dist.check_in_sync(self.net)  # stops if the weights of two processes differ
             self.test_epoch(epoch)
             epoch += 1
             step = 0
