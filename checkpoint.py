@@ -205,7 +205,7 @@ def _restore(parts, snapshot, location):
     wanted = " and ".join(sorted(parts))
     if saved != wanted:
         line = f"{location} holds the state of {saved}, not of {wanted}: save and load the same parts"
-        raise dist.DistributedError(line)
+        raise dist.DistributedError(line, on_all_ranks=True)
     try:
         for name, part in parts.items():
             if _has_state(part):
@@ -213,7 +213,8 @@ def _restore(parts, snapshot, location):
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as failure:
         cause = " ".join(str(failure).split())[:300]
         line = f"{location} was saved from another model or optimizer ({cause})"
-        raise dist.DistributedError(f"{line}: build what was saved, or choose another path") from None
+        advice = "build what was saved, or choose another path"
+        raise dist.DistributedError(f"{line}: {advice}", on_all_ranks=True) from None
 
 
 def rebuild_buckets(model, compute_loss):
@@ -336,7 +337,7 @@ def save_sharded(folder, model, optimizer, epoch, scheduler=None):
         if dist.is_primary():
             shutil.rmtree(path, ignore_errors=True)
         cause = f"{type(failure).__name__}: {failure}".splitlines()[0]
-        raise dist.DistributedError(f"cannot save {path}, is the disk full? ({cause})")
+        raise dist.DistributedError(f"cannot save {path}, is the disk full? ({cause})", on_all_ranks=True)
 
 
 def _sync_buffers(model):
@@ -386,7 +387,7 @@ def load_sharded(folder, model, optimizer, scheduler=None):
     state["optimizer"]["state"] = {name: moments[name] for name in known}
     failure = _run_dcp(dcp.load, state, path)
     if failure is not None:
-        raise dist.DistributedError(_unreadable(path, failure))
+        raise dist.DistributedError(_unreadable(path, failure), on_all_ranks=True)
     set_state_dict(
         model,
         optimizer,

@@ -43,6 +43,7 @@ import atexit
 import functools
 import gc
 import hashlib
+import inspect
 import itertools
 import multiprocessing
 import os
@@ -69,7 +70,14 @@ import spawn
 
 
 class DistributedError(RuntimeError):
-    """An expected failure, described in one line. `launch` prints the line and exits with status 1."""
+    """An expected failure, described in one line. `launch` prints the line and exits with status 1.
+
+    With `on_all_ranks` every rank raises the same error, and under torchrun rank 0 alone prints it.
+    """
+
+    def __init__(self, line, on_all_ranks=False):
+        super().__init__(line)
+        self.on_all_ranks = on_all_ranks
 
 
 # ---- rank and device ----------------------------------------------------------------------------------------------
@@ -229,7 +237,8 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     processes of a DataLoader find them, and `rank` is also used as the local rank, unless LOCAL_RANK is set. A
     collective fails after `timeout`, a datetime.timedelta; None is torch's default, 10 minutes for nccl and 30 for
     gloo. Pass more if one rank prepares data for longer while the others wait. It does nothing if a group exists. In
-    one process without a launcher it binds the device and makes no group.
+    one process without a launcher it binds the device and makes no group. Raises DistributedError for nccl without a
+    GPU.
     """
     if is_dist_avail_and_initialized():
         return
@@ -240,6 +249,8 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     elif rank is not None:  # the caller has started its processes itself, on one machine
         os.environ.setdefault("LOCAL_RANK", str(rank))
     device = get_device()
+    if backend is not None and "nccl" in backend and device.type == "cpu":
+        raise DistributedError(f"the backend {backend} needs a GPU, and none is visible: choose gloo, or leave it out")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world_size is None or (world_size == 1 and "MASTER_ADDR" not in os.environ):
@@ -351,11 +362,14 @@ def prepare_ddp_model(model, device_ids=None, **kwargs):
     """`model`, which must be on its device, wrapped in DistributedDataParallel; `model` itself at world size 1.
 
     `kwargs` go to DistributedDataParallel. `device_ids` may be left out: it is for scripts that pass it, and is ignored
-    on the CPU. Gradients are views of the buckets that are reduced, which saves memory and the time of a copy.
+    on the CPU. Gradients are views of the buckets that are reduced, which saves memory and the time of a copy. Raises
+    DistributedError if the model is wrapped already.
     https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
     if get_world_size() == 1:
         return model
+    if isinstance(model, DistributedDataParallel):
+        raise DistributedError("the model is wrapped in DistributedDataParallel already: wrap the plain model, once")
     if next(model.parameters()).device.type == "cpu":
         device_ids = None
     kwargs.setdefault("gradient_as_bucket_view", True)
@@ -628,7 +642,7 @@ def raise_on_all(error, group=None):
     """
     for line in gather_objects(error, group):
         if line:
-            raise DistributedError(line)
+            raise DistributedError(line, on_all_ranks=True)
 
 
 # ---- start the processes ------------------------------------------------------------------------------------------
@@ -653,12 +667,26 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
     _refuse_tasks_without_rank()
     if nprocs is None:
         nprocs = max(1, torch.cuda.device_count())
-    if nprocs < 1:
-        raise ValueError(f"nprocs must be at least 1, got {nprocs}")
+    if not isinstance(nprocs, int) or nprocs < 1:
+        raise SystemExit(f"nprocs must be a whole number of at least 1, got {nprocs!r}")
+    _refuse_other_arguments(worker_fn, args)
     if is_launched() or nprocs == 1:
         _run_worker(worker_fn, *args)
     else:
         spawn.run_processes(_run_worker, (worker_fn, *args), nprocs, tolerate_killed)
+
+
+def _refuse_other_arguments(worker_fn, args):
+    """Exit with one line if `worker_fn` cannot take the two numbers and `args`."""
+    try:
+        inspect.signature(worker_fn).bind(0, 1, *args)
+    except TypeError as error:
+        name = getattr(worker_fn, "__name__", worker_fn)
+        passed = ", ".join(["local_rank, world_size", *(repr(arg)[:30] for arg in args)])
+        line = f"launch calls {name}({passed}), which {name} does not take ({error}): write def {name}(local_rank, "
+        raise SystemExit(line + "world_size), and give the number of processes as nprocs=N") from None
+    except ValueError:  # a function of C has no signature
+        return
 
 
 def _run_worker(worker_fn, *args):
@@ -669,7 +697,7 @@ def _run_worker(worker_fn, *args):
         worker_fn(get_local_rank(), get_world_size(), *args)
     except DistributedError as error:
         _note_exit_status(1)
-        raise SystemExit(str(error)) from None
+        raise SystemExit(1 if error.on_all_ranks and not is_primary() else str(error)) from None
     except SystemExit as error:
         _note_exit_status(error.code)
         raise
