@@ -43,6 +43,7 @@ import gc
 import itertools
 import multiprocessing
 import os
+import resource
 import sys
 import time
 import uuid
@@ -59,6 +60,7 @@ import torch.distributed as torch_dist
 import torch.distributed.nn.functional
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 import spawn
@@ -238,6 +240,28 @@ def data_sampler(dataset, distributed, shuffle, pad=True, seed=0):
     return sampler
 
 
+class SeededBatches(Dataset):
+    """A whole batch of `dataset` for each pair (seed, indices). Augmentation in it depends on the seed alone.
+
+    A run that resumes within an epoch then draws the same numbers as one that was not interrupted, with any number of
+    worker processes. Give the DataLoader a list of such pairs as its sampler, and `batch_size=None`.
+    """
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __getitem__(self, seed_and_indices):
+        seed, indices = seed_and_indices
+        torch.manual_seed(seed)
+        if hasattr(self.dataset, "__getitems__"):  # it may give a whole batch
+            batch = self.dataset.__getitems__(indices)
+        else:
+            batch = [self.dataset[index] for index in indices]
+        if isinstance(batch, list):
+            batch = default_collate(batch)
+        return batch
+
+
 def prepare_ddp_model(model, device_ids=None, **kwargs):
     """`model`, which must be on its device, wrapped in DistributedDataParallel; `model` itself at world size 1.
 
@@ -414,6 +438,14 @@ def raise_on_all(error, group=None):
     for line in gather_objects(error, group):
         if line:
             raise DistributedError(line)
+
+
+def peak_memory(device):
+    """Bytes: the most that this process has had allocated on its GPU, or resident in memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 # ---- start the processes ------------------------------------------------------------------------------------------
