@@ -127,7 +127,7 @@ class Trainer:
         if hp.compile:
             self.model.compile()  # after DDP: torch then splits the graph where DDP's buckets end
         self.optimizer, self.scheduler = make_optimizer(self.net, hp, hp.epochs * self.steps)
-        self.tracker = tracking.Tracker("mnist_DDP", hp.wandb, hp.tensorboard)
+        self.tracker = tracking.Tracker("mnist_DDP", hp.wandb, hp.tensorboard, hp.watch_gradients)
 
     def train_step(self, batches, epoch, step):
         """Train on the next global batch. Returns the sum of the losses of this rank's share."""
@@ -364,6 +364,7 @@ class Hyperparameters:
     backend: str = option("auto", options.one_of("auto", "nccl", "gloo"), "auto, nccl or gloo; auto is nccl for GPUs")
     wandb: bool = option(False, bool, "track with Weights & Biases")
     tensorboard: str = option("", str, "track with TensorBoard, in this folder")
+    watch_gradients: bool = option(False, bool, "with --wandb, log histograms of all gradients, which takes time")
 
     def __post_init__(self):
         """Check each value by itself: an orchestrator fills them in without a command line."""
