@@ -47,6 +47,7 @@ import inspect
 import itertools
 import multiprocessing
 import os
+import resource
 import sys
 import threading
 import time
@@ -64,6 +65,7 @@ import torch.distributed as torch_dist
 import torch.distributed.nn.functional
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 import spawn
@@ -358,6 +360,28 @@ def local_batch_size(global_batch_size):
     return global_batch_size // world_size
 
 
+class SeededBatches(Dataset):
+    """A whole batch of `dataset` for each pair (seed, indices). Augmentation in it depends on the seed alone.
+
+    A run that resumes within an epoch then draws the same numbers as one that was not interrupted, with any number of
+    worker processes. Give the DataLoader a list of such pairs as its sampler, and `batch_size=None`.
+    """
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __getitem__(self, seed_and_indices):
+        seed, indices = seed_and_indices
+        torch.manual_seed(seed)
+        if hasattr(self.dataset, "__getitems__"):  # it may give a whole batch
+            batch = self.dataset.__getitems__(indices)
+        else:
+            batch = [self.dataset[index] for index in indices]
+        if isinstance(batch, list):
+            batch = default_collate(batch)
+        return batch
+
+
 def prepare_ddp_model(model, device_ids=None, **kwargs):
     """`model`, which must be on its device, wrapped in DistributedDataParallel; `model` itself at world size 1.
 
@@ -376,16 +400,22 @@ def prepare_ddp_model(model, device_ids=None, **kwargs):
     return DistributedDataParallel(model, device_ids=device_ids, **kwargs)
 
 
-def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
+def prepare_fsdp_model(model, min_num_params=20_000, blocks=(), **kwargs):
     """Move `model` to this process's device, sharded in place over all ranks by FSDP2. Build the optimizer afterwards.
 
     At world size 1 it is not sharded, and `kwargs` are ignored. Use this for a model that you did not write. For your
     own model, call fully_shard on its blocks, as min_FSDP.py does. Every process begins with the whole model in the
-    CPU's memory, which min_FSDP.py avoids. This function visits modules from the leaves to the root, and shards a
-    submodule if at least `min_num_params` of its parameters are not sharded yet. The root takes the rest. A shared
-    parameter belongs to the smallest unit that contains all its uses. A unit moves to this process's device only when
-    it is sharded. All ranks start from rank 0's weights, as with DDP. `kwargs` go to fully_shard. Raises ValueError for
-    `min_num_params` < 1.
+    CPU's memory, which min_FSDP.py avoids.
+
+    A unit is gathered and freed as a whole. The units are the model's blocks: the modules of the classes `blocks`, for
+    instance `(LlamaDecoderLayer,)`. By default they are the entries of its ModuleList, ModuleDict and Sequential
+    containers. If containers are nested, the outer entries count, unless an entry holds more than a quarter of the
+    model. Then its own entries count. A block with fewer than `min_num_params` parameters is no unit. Outside of the
+    blocks, a submodule is a unit if it has that many beside the units in it. The root takes the rest. A shared
+    parameter belongs to the smallest unit that contains all its uses.
+
+    A unit moves to this process's device only when it is sharded. All ranks start from rank 0's weights, as with DDP.
+    `kwargs` go to fully_shard. Raises ValueError for `min_num_params` < 1.
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     if min_num_params < 1:
@@ -399,17 +429,45 @@ def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
         kwargs["mesh"] = init_device_mesh(get_device().type, (get_world_size(),))
     sync_params(model.buffers())
     uses = Counter(param for _, param in model.named_parameters(remove_duplicate=False))
-    for module in reversed(list(model.modules())):
-        unsharded = _unsharded_params(module)
-        unique = list(dict.fromkeys(unsharded))  # each one once, in the same order on all ranks
-        n_params = sum(param.numel() for param in unique)
-        own_uses = Counter(unsharded)
-        used_outside = any(uses[param] > own_uses[param] for param in unique)
-        is_unit = n_params >= min_num_params and _is_called(module) and not used_outside
-        if is_unit or module is model:
-            sync_params(unique)
+    for module in _candidates(model, tuple(blocks), min_num_params, uses):
+        if module is model or _can_be_unit(module, min_num_params, uses):
+            sync_params(dict.fromkeys(_unsharded_params(module)))  # each once, in the same order on all ranks
             fully_shard(module, **kwargs)
     return model
+
+
+def _candidates(module, blocks, min_num_params, uses, is_block=False):
+    """The modules that may become units, submodules first: `module` and, unless it is a block, its submodules."""
+    if not (is_block and _can_be_unit(module, min_num_params, uses)):
+        for child in module.children():
+            child_is_block = isinstance(child, blocks)
+            if not blocks and isinstance(module, _CONTAINERS):
+                child_is_block = not _has_blocks_of_its_own(child, sum(param.numel() for param in uses))
+            yield from _candidates(child, blocks, min_num_params, uses, child_is_block)
+    yield module
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def _has_blocks_of_its_own(module, n_params_of_model):
+    """Is it large, and mostly containers, as a backbone in a Sequential or a stage of a Swin Transformer is?"""
+    n_params = sum(param.numel() for param in module.parameters())
+    contained = set()
+    for submodule in module.modules():
+        if isinstance(submodule, _CONTAINERS):
+            contained.update(submodule.parameters())
+    n_contained = sum(param.numel() for param in contained)
+    return n_params > n_params_of_model / 4 and n_contained > n_params / 2
+
+
+def _can_be_unit(module, min_num_params, uses):
+    """Is it called, is enough of it not sharded yet, and has it no parameter that is also used outside of it?"""
+    unsharded = _unsharded_params(module)
+    own_uses = Counter(unsharded)
+    n_params = sum(param.numel() for param in own_uses)
+    used_outside = any(uses[param] > own_uses[param] for param in own_uses)
+    return n_params >= min_num_params and _is_called(module) and not used_outside
 
 
 def _unsharded_params(module):
@@ -643,6 +701,14 @@ def raise_on_all(error, group=None):
     for line in gather_objects(error, group):
         if line:
             raise DistributedError(line, on_all_ranks=True)
+
+
+def peak_memory(device):
+    """Bytes: the most that this process has had allocated on its GPU, or resident in memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 # ---- start the processes ------------------------------------------------------------------------------------------

@@ -79,11 +79,9 @@ def parse_args():
 
 def train(pipeline, optimizer, text, held_out, args):
     """Returns the loss of every step over all processes, (steps,)."""
-    progress = gpt.Progress(pipeline.evaluate, text, held_out, args)
+    progress = gpt.Progress(pipeline.evaluate, text, held_out, args, share=pipeline.share)
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
-        x = pipeline.share(x)
-        y = pipeline.share(y)
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), pipeline.share)
         optimizer.zero_grad()
         inputs = []
         if 0 in pipeline.stages:
@@ -93,7 +91,7 @@ def train(pipeline, optimizer, text, held_out, args):
         # because the loss is a mean.
         pipeline.schedule.step(*inputs, target=y, losses=losses, return_outputs=False)
         if args.data_parallel > 1:
-            average_gradients(pipeline)
+            gpt.reduce_gradients(pipeline.params, "avg", pipeline.mesh.get_group("replica"))
         if args.clip:
             clip_gradients(pipeline, args.clip)
         optimizer.step()
@@ -156,6 +154,8 @@ class Pipeline:
         )
         self.group = self.mesh.get_group("stage")
         self.rank = self.mesh.get_local_rank("stage")
+        self.share = (self.mesh.get_local_rank("replica"), args.data_parallel)  # of the global batch
+        self.micro_batches = args.micro_batches
         self.width = args.width
 
         self.ranks = stage_ranks(args.schedule, self.n_ranks)
@@ -169,10 +169,18 @@ class Pipeline:
             self.schedule = schedule_class(parts, args.micro_batches, gpt.loss_fn)
 
     def evaluate(self, x, y):
-        """`local_loss` of the global batch, without gradients. It passes through the stages in one piece."""
+        """`local_loss` of the global batch, of which (x, y) is this pipeline's share. Call it without gradients.
+
+        One micro-batch after the other passes through the stages, so only one at a time has logits in memory.
+        """
         # The schedules have an `eval`, but it fails if two stages in a row share a process (torch 2.15).
-        x = self.share(x)
-        y = self.share(y)
+        losses = []
+        for x_part, y_part in zip(x.chunk(self.micro_batches), y.chunk(self.micro_batches), strict=True):
+            losses += self.evaluate_micro_batch(x_part, y_part)
+        return self.local_loss(losses)
+
+    def evaluate_micro_batch(self, x, y):
+        """A list with the loss on the process of the last stage, and an empty list on the others."""
         losses = []
         for i, stage in self.stages.items():
             if i > 0 and self.ranks[i - 1] != self.rank:
@@ -183,16 +191,12 @@ class Pipeline:
                 losses.append(gpt.loss_fn(x, y))
             elif self.ranks[i + 1] != self.rank:
                 self.transfer(torch_dist.isend, x, self.ranks[i + 1])
-        return self.local_loss(losses)
+        return losses
 
     def transfer(self, op, tensor, rank):
         """Send or receive `tensor`, as the schedule does: NCCL would serialize calls that are not batched, and warn."""
         for work in torch_dist.batch_isend_irecv([torch_dist.P2POp(op, tensor, group=self.group, group_peer=rank)]):
             work.wait()
-
-    def share(self, batch):
-        """This pipeline's part of the global batch."""
-        return batch.chunk(self.mesh.size(0))[self.mesh.get_local_rank("replica")]
 
     def local_loss(self, losses):
         """A loss whose mean over all processes is the loss of the global batch.
@@ -238,16 +242,6 @@ def check_options(parser, args):
         parser.require_multiple(args, "micro_batches", n_ranks, "the processes of a pipeline")
     parts = args.micro_batches * args.data_parallel
     gpt.check_model_options(parser, args, batch=(parts, "--micro-batches x --data-parallel"))
-
-
-def average_gradients(pipeline):
-    """Replace the gradients by their mean over the pipelines, in one all-reduce after backward."""
-    grads = [param.grad for param in pipeline.params]
-    flat = nn.utils.parameters_to_vector(grads)
-    torch_dist.all_reduce(flat, group=pipeline.mesh.get_group("replica"))
-    flat /= pipeline.mesh.size(0)
-    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(part.view_as(grad))
 
 
 def clip_gradients(pipeline, max_norm):

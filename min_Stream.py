@@ -354,8 +354,8 @@ def train(model, optimizer, stream, position, args):
         targets = targets.to(device, non_blocking=True)
         # Ranks hold unequal numbers of targets, so divide by the number of all of them. See min_Packing.py.
         n_targets = dist.all_reduce((targets != IGNORED).sum()).clamp(min=1)
-        loss = sum_of_losses(model, tokens, targets) / n_targets
         optimizer.zero_grad()
+        loss = sum_of_losses(model, tokens, targets) / n_targets
         (loss * dist.get_world_size()).backward()  # DDP divides by the world size
         if args.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)

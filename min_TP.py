@@ -93,8 +93,8 @@ def train(model, optimizer, text, held_out, args):
     for step in range(args.steps):
         # Every process takes the whole batch.
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
-        loss = loss_of(x, y)
         optimizer.zero_grad()
+        loss = loss_of(x, y)
         loss.backward()
         if args.clip:
             # The gradients are DTensors, so this is the norm over all processes. With foreach=True, torch 2.11 would

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformer
-from conftest import check_peak_memory, slow_clock
+from conftest import slow_clock
 
 import distributed as dist
 import gpt
@@ -37,6 +37,24 @@ def test_batches_reach_from_the_first_byte_to_the_last():
     x, y = gpt.batch(text, 0, batch_size=1000, length=5)
     assert (x.min(), x.max(), y.min(), y.max()) == (0, 18, 1, 19)
     assert x[:, 0].unique().tolist() == list(range(15))
+
+
+def test_a_process_reads_only_its_share(monkeypatch):
+    text, held_out = transformer.small_text()
+    moved = []
+    monkeypatch.setattr(gpt, "to_device", lambda rows, device: moved.append(rows.shape) or rows)
+    whole = gpt.batch(text, 3, 12, 5)
+    shares = [gpt.batch(text, 3, 12, 5, share=(i, 4)) for i in range(4)]
+    for part, wholes in zip(zip(*shares, strict=True), whole, strict=True):
+        assert torch.equal(torch.cat(part), wholes)
+    assert moved == [(12, 6), *[(3, 6)] * 4]
+    args = transformer.arguments()
+    whole = gpt.Progress(None, text, held_out, args).batches
+    shares = [gpt.Progress(None, text, held_out, args, share=(i, 2)).batches for i in range(2)]
+    assert len(whole) == 8
+    for number, batch in enumerate(whole):
+        for which, wholes in enumerate(batch):
+            assert torch.equal(torch.cat([share[number][which] for share in shares]), wholes)
 
 
 def load_another_text(local_rank, world_size, folder):
@@ -132,10 +150,6 @@ def test_progress_prints_at_its_interval_and_after_the_last_step(capsys, monkeyp
     assert torch.equal(rows[0], held_out[: args.length + 1].long())
     assert torch.equal(rows[-1], held_out[-args.length - 1 :].long()), "from its first byte to its last"
     assert lines[0]["bigram"] == round(gpt.ngram_loss(text, rows.to(torch.uint8), 2), 4)
-
-
-def test_the_peak_of_memory_is_in_bytes(monkeypatch):
-    check_peak_memory(gpt, monkeypatch)
 
 
 def test_held_parameters(model, capsys):

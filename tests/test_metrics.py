@@ -1,6 +1,7 @@
 """Metrics over all ranks are exact: reduce, gather and the sampler, on 1, 2 and 4 processes."""
 
 import os
+import sys
 from datetime import timedelta
 from unittest import mock
 
@@ -194,3 +195,11 @@ def test_device_is_the_local_rank_and_must_exist(monkeypatch):
         match=r"local rank 1 has no GPU: start no more processes .* than its visible GPUs, 1, ",
     ):
         dist.get_device()
+
+
+def test_the_peak_of_memory_is_in_bytes(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(dist.resource, "getrusage", lambda who: mock.Mock(ru_maxrss=3))  # kB
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    assert dist.peak_memory(torch.device("cpu")) == 3 * 1024
+    assert dist.peak_memory(torch.device("cuda", 0)) == 7

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformer
 from conftest import run
+from torch.distributed.tensor import DTensor
 
 import gpt
 import min_2D
@@ -20,6 +21,11 @@ def train(mesh, optimizer, changes):
     options = {"checkpoint_activations": False, "checkpoint_dir": None, "save_every": 100, "log_every": 100}
     args = transformer.arguments(**{**layout, **options, **SMALL, **changes})
     result = transformer.run_main_worker(min_2D, args, optimizer)
+    if layout["nproc"] > 1:
+        sharded = [param for param in result.model.parameters() if isinstance(param, DTensor)]  # some may be gathered
+        dims = {name for param in sharded for name in param.device_mesh.mesh_dim_names}
+        assert sharded
+        assert ("replicate" in dims) == (replicate > 1), "gradients of one replica are reduced over a group of one"
     return result.losses, transformer.full_parameters(result.model)
 
 
