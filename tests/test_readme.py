@@ -17,6 +17,7 @@ import torch
 from conftest import ROOT, float64
 
 import distributed as dist
+import gpt
 
 README, AGENTS, DOCS = ROOT / "README.md", ROOT / "AGENTS.md", sorted((ROOT / "docs").glob("*.md"))
 PAGES = {path: path.read_text() for path in (README, AGENTS, *DOCS)}
@@ -76,7 +77,9 @@ def smaller(command):
     command = command.partition("  #")[0]
     script = next((name for name in SCRIPTS if f" {name}" in command), None)
     source = SCRIPTS.get(script, "")
-    if "\nimport gpt\n" in source:
+    if script == "min_GRPO.py":
+        command += " --steps 4 --imitation-steps 4 --width 16"
+    elif "\nimport gpt\n" in source and script != "min_Generate.py":
         command += " --steps 4 --log-every 1 --width 64 --length 64" + " --least 1" * (script == "min_Join.py")
     elif '"--updates"' in source:
         command += " --updates 10"
@@ -99,6 +102,9 @@ def bash(script, folder, timeout):
     apply_diff(folder)
     (folder / "shards").mkdir(exist_ok=True)  # which min_Stream.py is told to read
     (folder / "shards" / "0.jsonl").write_text(100 * '{"text": "a document"}\n')
+    sizes = {"layers": 1, "width": 16, "heads": 2, "length": 19}  # what min_Generate.py is told to load
+    torch.save({"sizes": sizes, "model": gpt.GPT(**sizes).state_dict()}, folder / "model.pt")
+    (folder / "prompts.jsonl").write_text(100 * '{"prompt": "31524="}\n')
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": "", "HOME": str(folder)}  # where Flyte keeps its cache
     # `timeout` signals everything that the shell has started: torchrun then ends its workers.
@@ -317,7 +323,7 @@ def test_every_script_and_page_is_named_and_every_named_test_exists():
     assert len(named) > 20 and not [name for path, name in named if f"\ndef {name}(" not in path.read_text()]
     guesses = re.findall(r"`(loss in nats per byte; guessing by bigrams )\d", PAGES[README])
     assert guesses and guesses[0] in SCRIPTS["gpt.py"]
-    assert PAGES[README].count("\n") < 340 and PAGES[AGENTS].count("\n") <= 45
+    assert PAGES[README].count("\n") < 400 and PAGES[AGENTS].count("\n") <= 60
     assert "<!--" not in "".join(PAGES.values())
 
 
