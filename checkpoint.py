@@ -64,9 +64,7 @@ def atomic(path):
     except BaseException as failure:
         with contextlib.suppress(OSError):
             os.remove(temporary)
-        cause = failure
-        if type(failure) is RuntimeError:
-            cause = failure.__context__  # torch.save raises it after the OSError of a full disk
+        cause = _cause_of(failure)
         if not isinstance(cause, OSError):
             raise
         advice = "choose another path"
@@ -75,14 +73,21 @@ def atomic(path):
         raise dist.DistributedError(f"cannot save {_location(path)}: {cause.strerror}: {advice}") from None
 
 
+def _cause_of(failure):
+    """The OSError of a full disk: torch.save raises a RuntimeError while it handles that."""
+    if type(failure) is RuntimeError:
+        return failure.__context__
+    return failure
+
+
 def _sync_until(written, fd):
     while not written.wait(timeout=0.1):
         os.fsync(fd)
 
 
 def _replace(temporary, path):
-    # To free a large file takes seconds. The system frees a replaced file when nobody has it open any more. So keep the
-    # old one open, and close it in a thread.
+    # Freeing a large file takes seconds. The system frees a replaced file when its last open descriptor is closed. So
+    # keep one open, and close it in a thread.
     old = None
     if os.access(path, os.R_OK):
         old = os.open(path, os.O_RDONLY)
@@ -120,8 +125,8 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0, **more):
     The two are in the caller's units. No random state is saved: seed each epoch. `more` names further objects that have
     state_dict and load_state_dict, like a second model or a GradScaler. It also names plain values: numbers, strings,
     tensors, and lists and dicts of these. Rank 0's are saved. Every rank must call it. Models are saved unwrapped, so
-    any number of processes can load them. One process per node writes to `path`. Nodes that share rank 0's folder leave
-    it to rank 0, except in the first save. The model's buffers become rank 0's on all ranks, as in DDP. Raises
+    any number of processes can load them. Local rank 0 of each node writes to `path`. If nodes share a disk, rank 0
+    alone writes, from the second save on. The model's buffers become rank 0's on all ranks, as in DDP. Raises
     DistributedError on every rank if weights differ between ranks, if the model is sharded, if a node cannot write, or
     if a value could not be loaded again, like a numpy number or a Path; that node's old file is then unchanged.
     """
@@ -168,7 +173,7 @@ def _write(path, snapshot):
 
 @dist.watched
 def load(path, model, optimizer, scheduler=None, **more):
-    """Restore on every rank the snapshot with the highest (epoch, step) of all nodes.
+    """Find the snapshot with the highest (epoch, step) of all nodes, and restore it on every rank.
 
     Returns epoch and step, and then each plain value of `more`, in the order in which they are given. Without a
     snapshot anywhere it changes nothing and returns (0, 0) and the given values. Every rank must call it, with `more`

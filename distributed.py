@@ -65,7 +65,7 @@ import torch.distributed as torch_dist
 import torch.distributed.nn.functional
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, Sampler, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 import spawn
@@ -115,7 +115,7 @@ def get_world_size():
 
 
 def is_primary():
-    """Is this rank 0? Call no collective under it: the other ranks would wait until a timeout."""
+    """Is this rank 0? Do not call a collective under `if is_primary()`: the others would not take part."""
     return get_rank() == 0
 
 
@@ -285,7 +285,7 @@ _patient_groups = weakref.WeakKeyDictionary()  # by the job's group, which may b
 def patient_group():
     """A gloo group of all ranks that waits for up to 2 hours, made at first use; None if there is no process group.
 
-    It is used while saving and loading, when one rank may write for long. Under NCCL, torch.distributed.checkpoint
+    It is used while saving and loading, when one rank may write for minutes. Under NCCL, torch.distributed.checkpoint
     would otherwise exchange objects on the GPUs, and NCCL would abort the job after 10 minutes. A peer that dies is
     noticed at once. A machine that loses its power or its network is noticed after the 2 hours. All ranks must call it.
     """
@@ -326,7 +326,7 @@ wait_for_everyone = barrier  # its name in https://github.com/joh-fischer/distri
 
 
 def data_sampler(dataset, distributed, shuffle, pad=True, seed=0):
-    """A DistributedSampler that gives each rank its share of `dataset`.
+    """A sampler that gives each rank its share of `dataset`.
 
     With `pad` all ranks get equally many samples, some of them twice if the length does not divide evenly: training
     needs it, since every step is a collective. With `pad=False` every sample is seen exactly once over all ranks, as
@@ -340,12 +340,33 @@ def data_sampler(dataset, distributed, shuffle, pad=True, seed=0):
         name = type(dataset).__name__
         raise DistributedError(f"{name} has no length to split: see IterableDataset in docs/recipes.md")
     rank, world_size = get_rank(), get_world_size()
-    sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed)
-    if not pad:
-        # DistributedSampler pads or drops up to total_size; with the data set's own length it does neither.
-        sampler.total_size = len(dataset)
-        sampler.num_samples = len(range(rank, len(dataset), world_size))
-    return sampler
+    if pad:
+        return DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed)
+    return _UnpaddedSampler(len(dataset), rank, world_size, shuffle, seed)
+
+
+class _UnpaddedSampler(Sampler):
+    """Every N-th index from the rank on, N being the world size, in the order in which DistributedSampler shuffles."""
+
+    def __init__(self, length, rank, world_size, shuffle, seed):
+        self.length = length
+        self.own_places = range(rank, length, world_size)
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+
+    def __len__(self):
+        return len(self.own_places)
+
+    def __iter__(self):
+        order = range(self.length)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.length, generator=generator).tolist()
+        return (order[place] for place in self.own_places)
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
 
 
 def local_batch_size(global_batch_size):
@@ -727,8 +748,8 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
     and is raised here: torch.multiprocessing.ProcessRaisedException with the worker's traceback, SystemExit with the
     message of `sys.exit(message)`, or ProcessExitedException with the rank and how it ended. With `tolerate_killed` the
     job continues when a worker other than rank 0 is killed. Ctrl-C and SIGTERM end the workers at once, without their
-    `finally` blocks. A process that a worker has started ends with it. Started directly by srun or mpirun, which do not
-    set RANK and WORLD_SIZE, it exits with one line.
+    `finally` blocks. A process that a worker has started ends with it. If srun or mpirun has started this process
+    directly, `launch` exits with one line, because they do not set RANK and WORLD_SIZE.
     """
     _refuse_tasks_without_rank()
     if nprocs is None:
@@ -851,7 +872,7 @@ def _leave():
     gloo's group is destroyed. Delete when one rank can leave a group alone.
     """
     status = _exit_status
-    if hasattr(sys, "last_type"):  # an exception that nobody caught, and whose traceback is printed
+    if _traceback_was_printed():
         status = 1
     if is_dist_avail_and_initialized() and status not in (0, None):
         sys.stdout.flush()
@@ -860,6 +881,11 @@ def _leave():
     if is_dist_avail_and_initialized() and (status == 0 or torch_dist.get_backend() == "gloo"):
         cleanup()
     _drop_destroyed_groups()
+
+
+def _traceback_was_printed():
+    """Has an exception ended the main thread? Python then sets this attribute."""
+    return hasattr(sys, "last_type")
 
 
 def _drop_destroyed_groups():

@@ -1,4 +1,4 @@
-"""Train on ranks with unequal amounts of data: no batch is dropped, none is repeated, and no rank waits for ever.
+"""Train on ranks with unequal amounts of data: no batch is dropped, none is repeated, and no rank waits forever.
 
 In every step DDP averages the gradients of all ranks. Let rank 0 have 4 batches (b) and rank 1 only 2. If each rank
 just stops after its last batch, rank 0 waits for gradients that never come, until a timeout ends the job:

@@ -132,7 +132,7 @@ class Tracker:
                 self.writer.close()
             except OSError as error:
                 self.fail(error)
-        dist.raise_on_all(self.error, dist.patient_group())  # rank 0 may upload for long
+        dist.raise_on_all(self.error, dist.patient_group())  # rank 0 may upload for minutes
 
 
 def hide_errors_of_tensorboards_thread():
