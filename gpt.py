@@ -195,7 +195,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
         for embedding in (self.token, self.position):
-            nn.init.normal_(embedding.weight, std=0.02)
+            init_embedding(embedding)
 
     def forward(self, tokens, positions=None):
         if positions is None:
@@ -206,9 +206,63 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
+def init_embedding(embedding):
+    nn.init.normal_(embedding.weight, std=0.02)
+
+
 def loss_fn(logits, targets):
     """Mean over all bytes, in nats."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+# ---- a model that no process could hold -----------------------------------------------------------------------------
+
+
+def make_meta_model(args):
+    """A GPT whose parameters have shapes, but no memory. Split it, call its `to_empty`, then `fill` it."""
+    with torch.device("meta"):
+        return GPT(args.layers, args.width, args.heads, args.length)
+
+
+@torch.no_grad()
+def fill(named_params, args):
+    """Fill this process's part of a GPT with the weights that `torch.manual_seed(args.seed)` and GPT(...) give.
+
+    `named_params` are pairs of a name, as in the whole GPT, and a parameter. A DTensor receives its shard. Every
+    process draws the same numbers, one layer after the other, and keeps its part. So nothing is sent, and a process
+    holds no more than its part and one layer.
+    """
+    from torch.distributed.tensor import DTensor, distribute_tensor  # takes 0.5 s, which most scripts need not spend
+
+    own = dict(named_params)
+    for name, weights in initial_weights(args):
+        if name in own:
+            param = own[name]
+            if isinstance(param, DTensor):
+                # With src_data_rank=None each process cuts its shard from its own tensor.
+                weights = distribute_tensor(weights, param.device_mesh, param.placements, src_data_rank=None)
+            param.copy_(weights)
+
+
+def initial_weights(args):
+    """Yields name and tensor of all weights, layer after layer. A layer's memory is freed before the next one is made.
+
+    For a pretrained model yield the tensors of its files instead. `safe_open` of safetensors reads them one by one.
+    """
+    torch.manual_seed(args.seed)
+    model = make_meta_model(args)
+    draws = []
+    for prefix, layer in model.named_modules():
+        if hasattr(layer, "reset_parameters"):  # the layers of torch, in the order in which GPT makes them
+            draws.append((prefix, layer, type(layer).reset_parameters))
+    draws.append(("token", model.token, init_embedding))
+    draws.append(("position", model.position, init_embedding))
+    for prefix, layer, draw in draws:
+        layer.to_empty(device="cpu")
+        draw(layer)
+        for name, param in layer.named_parameters():
+            yield f"{prefix}.{name}", param.detach()
+        layer.to("meta")
 
 
 # ---- tensor parallelism, for the scripts that combine it with others: min_TP.py has a plan of its own ----------------

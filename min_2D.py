@@ -78,28 +78,24 @@ def parse_args():
 
 
 def parallelize(model, args):
-    """Split `model`, which is on the CPU and the same on all ranks. Build the optimizer afterwards."""
+    """Split `model` in place. Build the optimizer afterwards."""
     if args.checkpoint_activations:
         for block in model.blocks:
             recompute_in_backward(block)
-    device = dist.get_device()
     if dist.get_world_size() == 1:
-        return model.to(device)
+        return
     shape = (args.replicate, args.shard, args.tensor)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+    mesh = init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
     if args.tensor > 1:
-        gpt.split_layers(model, mesh["tensor"])  # moves this rank's parts to the GPU
+        gpt.split_layers(model, mesh["tensor"])
         gpt.silence_false_alarms()
     fsdp_mesh = mesh["shard"]
     if args.replicate > 1:
         fsdp_mesh = mesh["replicate", "shard"]  # HSDP: along its first dimension FSDP averages gradients, as DDP does
     # FSDP shards only this rank's part of the split layers. Each block is gathered when it computes.
     for block in model.blocks:
-        block.to(device)  # one block after the other, so no GPU holds the whole model
         fully_shard(block, mesh=fsdp_mesh)
-    model.to(device)
     fully_shard(model, mesh=fsdp_mesh)  # the rest: embeddings, last norm and head
-    return model
 
 
 def recompute_in_backward(block):
@@ -145,10 +141,11 @@ def main_worker(local_rank, world_size, args):
     text, held_out = gpt.load_text()
     mesh = f"replicate {args.replicate} x shard {args.shard} x tensor {args.tensor}"
     dist.print_primary(f"Training on {world_size} x {device.type}: {mesh}")
-    torch.manual_seed(args.seed)  # each rank cuts its shards from its own weights: they must be equal on all ranks
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length)  # whole, in the CPU's memory
+    model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
     n_params = sum(param.numel() for param in model.parameters())
-    model = parallelize(model, args)
+    parallelize(model, args)
+    model.to_empty(device=device)  # memory for this process's shards
+    gpt.fill(model.named_parameters(), args)
     gpt.report_held(model.parameters(), n_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, text, held_out, args)

@@ -89,22 +89,22 @@ def parse_args():
 
 def parallelize(stage, mesh):
     """Split the layers of a `stage` along "tensor", and shard what this process then holds along "shard"."""
-    device = dist.get_device()
     if mesh["tensor"].size() > 1:
         # Between the split layers a process has only its part of the sequence, so it also sends only that part to the
         # next stage.
-        gpt.split_layers(stage, mesh["tensor"])  # moves this rank's parts to the GPU
+        gpt.split_layers(stage, mesh["tensor"])
     # Each unit is gathered in the first forward of a step, and stays gathered. In the backwards the schedule turns off
     # FSDP's reductions and resharding. It reduces and reshards once, after the last micro-batch.
     for block in stage.blocks.values():
-        block.to(device)  # one block after the other, so no GPU holds the whole stage
         fully_shard(block, mesh=mesh["shard"], reshard_after_forward=False)
-    stage.to(device)
     fully_shard(stage, mesh=mesh["shard"], reshard_after_forward=False)  # the rest: embeddings, or last norm and head
 
 
 class Pipeline:
-    """This process's stages of `model`, and the schedule that runs them with the other processes of the pipeline."""
+    """This process's stages of a GPT, and the schedule that runs them with the other processes of the pipeline.
+
+    `model` is the GPT with shapes but without memory.
+    """
 
     def __init__(self, model, args):
         device = dist.get_device()
@@ -123,9 +123,11 @@ class Pipeline:
         for i in range(self.rank, n_stages, args.stages):  # with two stages per process: 0 1 0 1
             stage = Stage(model, i * args.layers // n_stages, (i + 1) * args.layers // n_stages)
             parallelize(stage, self.mesh)
+            stage.to_empty(device=device)  # memory for this process's shards
             self.stages[i] = stage
             parts.append(pipelining.PipelineStage(stage, i, n_stages, device, group=self.group))
         self.module = merge(self.stages.values())
+        gpt.fill(self.module.named_parameters(), args)
 
         if args.schedule == "1F1B":
             self.schedule = pipelining.Schedule1F1B(parts[0], args.micro_batches, gpt.loss_fn)
@@ -314,11 +316,9 @@ def main_worker(local_rank, world_size, args):
     text, held_out = gpt.load_text()
     mesh = f"stages {args.stages} x shard {args.shard} x tensor {args.tensor}"
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {mesh}, {args.schedule}")
-    torch.manual_seed(args.seed)  # each rank cuts its part from its own weights: they must be equal on all ranks
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length)  # whole, on the CPU
+    model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
     n_params = sum(param.numel() for param in model.parameters())
     pipeline = Pipeline(model, args)
-    del model  # frees the layers of the other processes' stages
     gpt.report_held(pipeline.module.parameters(), n_params)
     optimizer = torch.optim.AdamW(pipeline.module.parameters(), lr=args.lr, fused=True)
     train(pipeline, optimizer, text, held_out, args)

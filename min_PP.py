@@ -102,7 +102,8 @@ def train(pipeline, optimizer, text, held_out, args):
 def split(model, ranks, rank, group):
     """Cut the blocks into stages. Stage i runs on rank `ranks[i]` of the pipeline, and this process is `rank`.
 
-    Returns this process's stages by number, and for each a PipelineStage, which also sends and receives.
+    Returns this process's stages by number, and for each a PipelineStage, which also sends and receives. `model` has
+    shapes without memory. The stages have memory, which is not filled yet.
     """
     device = dist.get_device()
     n_blocks = len(model.blocks)
@@ -113,7 +114,7 @@ def split(model, ranks, rank, group):
         if ranks[i] == rank:
             first = i * n_blocks // n_stages
             last = (i + 1) * n_blocks // n_stages
-            stages[i] = Stage(model, first, last).to(device)
+            stages[i] = Stage(model, first, last).to_empty(device=device)
             parts.append(pipelining.PipelineStage(stages[i], i, n_stages, device, group=group))
     return stages, parts
 
@@ -144,7 +145,10 @@ class Stage(nn.Module):
 
 
 class Pipeline:
-    """This process's stages of `model`, and the schedule that runs them with the other processes of the pipeline."""
+    """This process's stages of a GPT, and the schedule that runs them with the other processes of the pipeline.
+
+    `model` is the GPT with shapes but without memory.
+    """
 
     def __init__(self, model, args):
         device = dist.get_device()
@@ -160,7 +164,9 @@ class Pipeline:
 
         self.ranks = stage_ranks(args.schedule, self.n_ranks)
         self.stages, parts = split(model, self.ranks, self.rank, self.group)
-        self.params = [param for stage in self.stages.values() for param in stage.parameters()]
+        named_params = [pair for stage in self.stages.values() for pair in stage.named_parameters()]
+        gpt.fill(named_params, args)
+        self.params = [param for _, param in named_params]
 
         schedule_class = getattr(pipelining, f"Schedule{args.schedule}")
         if args.schedule in ONE_STAGE:
@@ -257,11 +263,9 @@ def main_worker(local_rank, world_size, args):
     if not dist.is_dist_avail_and_initialized():  # PipelineStage needs a process group, in one process too
         torch_dist.init_process_group(store=torch_dist.HashStore(), rank=0, world_size=1)
     text, held_out = gpt.load_text()
-    torch.manual_seed(args.seed)  # the same weights on all processes, before each keeps its stages
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length)  # whole, on the CPU
+    model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
     n_params = sum(param.numel() for param in model.parameters())
     pipeline = Pipeline(model, args)
-    del model  # frees the blocks of the other processes' stages
     optimizer = torch.optim.AdamW(pipeline.params, lr=args.lr, fused=True)
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {args.schedule}")
     gpt.report_held(pipeline.params, n_params)

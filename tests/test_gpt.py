@@ -1,6 +1,10 @@
 """gpt.py: real text, batches from seed and step alone, a causal model, and the progress that scripts print."""
 
 import collections
+import contextlib
+import ctypes
+import importlib
+import io
 import math
 from pathlib import Path
 

@@ -70,7 +70,8 @@ def test_a_block_that_is_computed_again_keeps_only_its_input():
     kept = {}
     for again in (False, True):
         args = transformer.arguments(checkpoint_activations=again)
-        model = min_2D.parallelize(transformer.make_model(args), args)
+        model = transformer.make_model(args)
+        min_2D.parallelize(model, args)
         x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length)
         sizes = {}
         with torch.autograd.graph.saved_tensors_hooks(

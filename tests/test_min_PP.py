@@ -102,7 +102,7 @@ def hold_worker(local_rank, world_size, folder, args):
 
     def report_held(params, total):
         gc.collect()
-        alive = [thing for thing in gc.get_objects() if isinstance(thing, nn.Parameter)]
+        alive = [thing for thing in gc.get_objects() if isinstance(thing, nn.Parameter) and not thing.is_meta]
         sizes = [sum(param.numel() for param in params) for params in (params, alive)]
         Path(f"{folder}/{local_rank}.json").write_text(json.dumps([*sizes, total]))
 
