@@ -830,21 +830,43 @@ def _fresh_store(rank, world_size, timeout):
     store, _, _ = next(rendezvous)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return torch_dist.PrefixStore(f"group {next(_group_numbers)}", store)  # a new prefix for each group
+    try:
+        if rank == 0:
+            return torch_dist.PrefixStore(_tell_prefix(store, world_size, timeout), store)
+        return torch_dist.PrefixStore(_ask_for_prefix(store, rank, timeout), store)
+    except torch_dist.DistStoreError:
+        raise TimeoutError(f"not all of {world_size} ranks have joined within {timeout}") from None
+
+
+def _ask_for_prefix(store, rank, timeout):
+    """Write a new name, and wait for rank 0's answer to this name. Each rank reads one key, however many there are."""
     name = uuid.uuid4().hex
     store.set(f"rank {rank}", name)
-    # Wait until all ranks have read the same names. A process that has ended cannot have read the name of a new one.
+    answer = f"prefix for {name}"
+    store.wait([answer], timeout)
+    prefix = store.get(answer).decode()
+    store.set(f"{prefix} received by rank {rank}", "")
+    return prefix
+
+
+def _tell_prefix(store, world_size, timeout):
+    """Answer every name, also those of processes that have ended, until every rank has received the answer."""
+    prefix = uuid.uuid4().hex
+    names = [f"rank {rank}" for rank in range(1, world_size)]
+    receipts = [f"{prefix} received by {name}" for name in names]
+    answered = set()
     deadline = time.monotonic() + timeout.total_seconds()
-    pause = 0.01
-    while time.monotonic() < deadline:
-        values = store.multi_get([f"rank {peer}" for peer in range(world_size)])
-        names = [value.decode() for value in values]
-        prefix = uuid.uuid5(uuid.NAMESPACE_OID, "".join(names)).hex
-        store.set(f"{prefix} read by {name}", "")
-        if store.check([f"{prefix} read by {peer_name}" for peer_name in names]):
-            return torch_dist.PrefixStore(prefix, store)
+    pause = 0.002
+    store.wait(names, timeout)
+    while not store.check(receipts):
+        if time.monotonic() > deadline:
+            raise torch_dist.DistStoreError("a rank has not received its answer")
+        new = {value.decode() for value in store.multi_get(names)} - answered
+        store.multi_set([f"prefix for {name}" for name in new], [prefix] * len(new))
+        answered |= new
         time.sleep(pause)
-        pause = min(2 * pause, 1)  # many ranks must not keep the store busy
-    raise TimeoutError(f"not all of {world_size} ranks have joined within {timeout}")
+        pause = min(2 * pause, 0.1)  # do not keep the store busy while a rank is late
+    return prefix
 
 
 _exit_status = None  # of `worker_fn`; None before `launch` has called it
