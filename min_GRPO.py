@@ -293,7 +293,7 @@ def train(model, args):
     if args.kl:
         reference = copy.deepcopy(plain(model)).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    sums = torch.zeros(5, dtype=torch.double, device=dist.get_device())  # since the last line
+    sums = torch.zeros(5, dtype=torch.double, device=dist.get_device())  # since the last line; see print_line
     n_steps = 0
     printed = []
     start = time.perf_counter()
@@ -301,31 +301,37 @@ def train(model, args):
         tokens, answered, old, rewards = draw_answers(plain(model), step, args)
         advantages = advantages_of(rewards, args)
         sums[:3] += update(model, optimizer, reference, tokens, answered, old, advantages, args)
-        sums[3] += rewards.sum().item()
+        sums[3] += rewards.sum().item()  # on the CPU, so the device is not waited for
         sums[4] += (advantages.view(-1, args.samples) == 0).all(dim=1).sum().item()
         n_steps += 1
         if step == 0 or (step + 1) % args.log_every == 0 or step + 1 == args.steps:
-            mismatch, clipped, n_bytes, rewarded, no_signal = dist.all_reduce(sums).tolist()
-            n_groups = n_steps * args.prompts
-            n_answers = n_groups * args.samples
-            speed = n_answers / (time.perf_counter() - start)
-            held_out = evaluate(plain(model), args)
-            dist.print_primary(
-                f"step {step + 1} | reward {rewarded / n_answers:.3f} | held-out {held_out:.3f} | "
-                f"no signal {no_signal / n_groups:.2f} | mismatch {mismatch / n_bytes:.0e} | "
-                f"clipped {clipped / n_bytes:.3f} | {speed:,.0f} answers/s",
-                flush=True,
-            )
-            printed.append(rewarded / n_answers)
+            printed.append(print_line(step, model, sums, n_steps, start, args))
             sums.zero_()
             n_steps = 0
             start = time.perf_counter()
     return printed
 
 
+def print_line(step, model, sums, n_steps, start, args):
+    """Print what `n_steps` steps gave, of which `sums` are this process's sums. Returns the mean reward."""
+    mismatch, clipped, n_bytes, rewarded, no_signal = dist.all_reduce(sums).tolist()
+    n_groups = n_steps * args.prompts
+    n_answers = n_groups * args.samples
+    speed = n_answers / (time.perf_counter() - start)
+    held_out = evaluate(plain(model), args)
+    dist.print_primary(
+        f"step {step + 1} | reward {rewarded / n_answers:.3f} | held-out {held_out:.3f} | "
+        f"no signal {no_signal / n_groups:.2f} | mismatch {mismatch / n_bytes:.0e} | clipped {clipped / n_bytes:.3f} | "
+        f"{speed:,.0f} answers/s",
+        flush=True,
+    )
+    return rewarded / n_answers
+
+
 def save(model, sizes, path):
+    weights = {name: value.cpu() for name, value in model.state_dict().items()}
     with checkpoint.atomic(path) as file:
-        torch.save({"sizes": sizes, "model": model.state_dict()}, file)
+        torch.save({"sizes": sizes, "model": weights}, file)
 
 
 def main_worker(local_rank, world_size, args):

@@ -400,6 +400,29 @@ def bfloat16_under_ddp():
 
 
 @recipe
+def drawing_under_fsdp():
+    """Rank 1 takes five forwards, and rank 0 one."""
+    (block,) = blocks_of("How do I draw answers or samples from a model under FSDP2?")
+    model = shard(make_model())
+    plain_model = make_model()
+    train_steps(model)
+    x, _ = make_batch()
+    collectives = []
+
+    def draw(model):
+        with count_collectives() as counts:
+            outputs = [model(x) for _ in range(1 + 4 * dist.get_rank())]
+        collectives.append(counts)
+        return outputs[0]
+
+    result = execute(block, fsdp_model=model, plain_model=plain_model, draw=draw)
+    check_equal(full_parameters(plain_model), full_parameters(model))
+    assert collectives == [{}]
+    assert (result.answers - model(x)).abs().max() < 1e-12
+    assert (result.answers - make_model()(x)).abs().max() > 1e-3, "the model has moved"
+
+
+@recipe
 def bfloat16_under_fsdp():
     (block,) = blocks_of("How do I use bfloat16 under FSDP2?")
     expected, tolerance = float32_step(0.02)
