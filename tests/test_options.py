@@ -19,8 +19,8 @@ TRANSFORMERS = ["min_2D", "min_3D", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP"
 TRANSFORMERS += ["min_Packing", "min_Ring", "min_Stream", "min_TP", "min_ZeRO"]
 NPROC = ["min_DDP", "mnist_DDP", "mnist_FSDP", *TRANSFORMERS]
 POSITIONAL = {"multigpu_torchrun": ["5", "1"], "multinode_torchrun": ["5", "1"]}
-SCRIPTS = [*NPROC, *POSITIONAL, "rpc_param_server", "rpc_model_parallel"]
-MAY_BE_0 = {"seed", "least", "num-workers", "momentum", "outer-momentum", "warmup"}
+SCRIPTS = [*NPROC, *POSITIONAL, "min_FaultTolerant", "rpc_param_server", "rpc_model_parallel"]
+MAY_BE_0 = {"seed", "least", "num-workers", "max-restarts", "momentum", "outer-momentum", "warmup"}
 WITHOUT_DEFAULT = {"clip", "checkpoint-dir", "export", "tensorboard", "snapshot-path"}  # left out, nothing is done
 PATHS = {"snapshot-path", "data-dir", "checkpoint-dir", "output-dir", "export", "tensorboard"}
 
@@ -99,6 +99,11 @@ processes
         --nproc 2 --top 9 | argument --top: 9 is more than the 8 experts
         --nproc 3 --global-batch-size 16 | argument --global-batch-size: 16 is not a multiple of 3, the number of \
 processes
+    """,
+    "min_FaultTolerant.py": """
+        --store localhost | argument --store: 'localhost' is not HOST:PORT
+        --store localhost:70000 | argument --store: 'localhost:70000' is not HOST:PORT
+        --timeout 0 | argument --timeout: '0' is not a whole number of at least 1
     """,
     "min_Join.py": """
         --steps 20 --least 21 | argument --least: 21 is not a whole number from 0 to 20, the --steps
