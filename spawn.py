@@ -46,7 +46,7 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
     work = _pickle_work(worker_fn, args)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([name for name in PRELOADED if name in sys.modules])
-    store = _start_store()
+    store = start_store()
     environment = _worker_environment(nprocs, store.port)
     # A Connection can be sent to the fork server's children. These two are stdout and stderr.
     outputs = [Connection(os.dup(1), readable=False), Connection(os.dup(2), readable=False)]
@@ -88,7 +88,7 @@ def _pickle_work(worker_fn, args):
     return work
 
 
-def _start_store():
+def start_store():
     """A rendezvous store in this process, on a free port of loopback that no other job can take."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]

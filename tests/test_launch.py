@@ -240,7 +240,7 @@ def test_a_rank_that_exits_because_of_its_peer_is_not_the_cause():
 def test_a_failure_counts_if_no_process_is_running_any_more():
     process = SimpleNamespace(exitcode=3, pid=None, sentinel=None)
     with pytest.raises(ProcessExitedException, match=r"^rank 0 exited with status 3$"):
-        spawn._wait_for([process], [process], spawn._start_store(), tolerate_killed=False)
+        spawn._wait_for([process], [process], spawn.start_store(), tolerate_killed=False)
 
 
 def leave_a_child_behind(local_rank, world_size, mark):
@@ -373,7 +373,7 @@ def lose_a_peer(local_rank, world_size):
 
 def test_a_report_is_never_unpickled(tmp_path):
     """Other users of the machine can write to the store."""
-    store = spawn._start_store()
+    store = spawn.start_store()
     store.queue_push("failures", pickle.dumps(Bomb(str(tmp_path / "exploded"))))
     with pytest.raises(ValueError):
         spawn._root_cause({}, store)
