@@ -753,11 +753,12 @@ def test_bad_input_is_one_line(options, names, capsys):
         assert name in line
 
 
-def test_the_table_is_written(tmp_path, monkeypatch, capsys):
+def test_the_table_is_written(tmp_path, monkeypatch, capsys, results):
     monkeypatch.setattr(published, "PAGE", tmp_path / "plan.md")
+    monkeypatch.setattr(published, "compare", lambda: results)
     published.main()
     assert "| all | 242 |" in capsys.readouterr().out
-    assert (tmp_path / "plan.md").read_text() == published.PAGE.read_text()
+    assert (tmp_path / "plan.md").read_text() == published.page(results)
 
 
 def test_help_names_every_option():
