@@ -21,6 +21,7 @@ and --cluster takes its file.
     python plan.py --model llama3-70b --gpus 256 --gpu h200 --global-batch-size 512
     python plan.py --layers 24 --width 2048 --heads 16 --gpus 8 --gpu "memory=48 flops=362" --links "inside=25"
     python plan.py --model llama3-70b --mesh "shard=32 tensor=2" --recompute full      # a mesh that you already have
+    python plan.py --model llama3-70b --gpus 8 --lora 16
     python plan.py --model llama3-405b --gpus 512 --json
 
 The first prints `recommended   FSDP 64, recompute none, 1 micro-batch of 1 sequence`.
@@ -36,8 +37,8 @@ from dataclasses import dataclass
 
 # It is said in --help too.
 NOT_PLANNED = (
-    "It does not plan mixtures of experts (min_EP.py trains them), LoRA, ring attention (min_Ring.py), DiLoCo, "
-    "offloading to the CPU, images, failures or slow machines."
+    "It does not plan mixtures of experts (min_EP.py trains them), ring attention (min_Ring.py), DiLoCo, "
+    "quantized weights, offloading to the CPU, images, failures or slow machines."
 )
 
 # ---- the two sums ---------------------------------------------------------------------------------------------------
@@ -111,6 +112,17 @@ MODELS = {  # name: layers, width, heads, KV heads, hidden, matrices, vocabulary
     "llama3-405b": Model(126, 16384, 128, 8, 53248, 3, 128256),
     "gpt2": Model(12, 768, 12, 12, 3072, 2, 50257, tied=True, sequence=1024),
     "gpt3-175b": Model(96, 12288, 96, 96, 49152, 2, 50257, tied=True, sequence=2048),
+}
+
+HUB = {  # their names on the Hugging Face Hub, for llm_FSDP.py
+    "llama2-7b": "meta-llama/Llama-2-7b-hf",
+    "llama2-13b": "meta-llama/Llama-2-13b-hf",
+    "llama2-70b": "meta-llama/Llama-2-70b-hf",
+    "llama3-1b": "meta-llama/Llama-3.2-1B",
+    "llama3-3b": "meta-llama/Llama-3.2-3B",
+    "llama3-8b": "meta-llama/Llama-3.1-8B",
+    "llama3-70b": "meta-llama/Llama-3.1-70B",
+    "llama3-405b": "meta-llama/Llama-3.1-405B",
 }
 
 GIB = 2**30
@@ -195,6 +207,7 @@ class Layout:
     fused_loss: bool = True  # the loss works on the logits in place: 4 bytes each, otherwise 12
     chunked_loss: bool = False  # the loss takes a few tokens at a time, so there are never all logits
     adam_bytes: float = 8.0  # of the optimizer's state, per parameter
+    lora: int = 0  # rank of the adapters that are trained beside a frozen model in bfloat16
     async_tensor: bool = False  # tensor parallelism communicates while it computes
     regather: bool = False  # backward gathers the inputs of tensor parallelism's matrices again
     balanced: bool = True  # every rank of `context` has the same share of attention
@@ -276,6 +289,13 @@ def recomputed_share(model, layout):
     return 0.0
 
 
+def adapter_params(model, layout):
+    """Parameters of LoRA's two matrices beside each matrix of all blocks: rank·(inputs + outputs). arXiv:2106.09685"""
+    attention = 2 * (model.width + model.width) + 2 * (model.width + model.kv_width)
+    mlp = model.matrices * (model.width + model.hidden)
+    return model.layers * layout.lora * (attention + mlp)
+
+
 def tokens_of_micro_batch(model, layout):
     """Tokens of one micro-batch, for all GPUs of `tensor` together."""
     return layout.micro * model.sequence / layout.context
@@ -289,8 +309,14 @@ def state_bytes(model, layout):
 
     In bfloat16 FSDP shards the same 16 bytes, and gathers copies. A replicated model also holds 2 bytes per parameter
     for copies, and 2 for gradients, if these are summed in float32. ZeRO shards the float32 parameters too: 8 bytes on
-    each GPU, 12 shared by all. (arXiv:1910.02054 sums gradients in 2 bytes.)
+    each GPU, 12 shared by all. (arXiv:1910.02054 sums gradients in 2 bytes.) With LoRA the model has 2 bytes, and only
+    the adapters have 16.
     """
+    if layout.lora:
+        adapters = adapter_params(model, layout) / layout.shards
+        params = total_params(model) / layout.shards
+        adam = layout.adam_bytes * adapters
+        return {"parameters": 2 * params + 4 * adapters, "gradients": 4 * adapters, "Adam's state": adam}
     params = local_params(model, layout) / layout.shards
     held = {"parameters": 4 * params, "gradients": 4 * params, "Adam's state": layout.adam_bytes * params}
     low_precision = layout.precision != "float32"
@@ -318,6 +344,8 @@ def gathered_bytes(model, layout):
     size = layout.number_bytes
     if layout.stages > 1:
         return (size + 4) * local_params(model, layout)
+    if layout.lora:  # frozen: this block and the next one, and no gradients
+        return 2 * size * block_params(model) + size * embedding_params(model)
     buffers = 8 if size == 4 else 4
     per_param = 3 * size + buffers
     block = per_param * block_params(model)
@@ -445,13 +473,16 @@ def block_seconds(model, layout, cluster):
     """Forward and backward of one block and one micro-batch: matrices, attention, and memory traffic of the rest."""
     tokens = tokens_of_micro_batch(model, layout) / layout.tensor
     slowdown = 1 + recomputed_share(model, layout) * FORWARD
-    matrices = 6 * block_params(model) * tokens * slowdown / matrix_rate(model, layout, cluster)
+    operations = 6 * slowdown
+    if layout.lora:
+        operations -= 2  # a frozen matrix needs no gradient
+    matrices = operations * block_params(model) * tokens / matrix_rate(model, layout, cluster)
 
     # Causal: 2·width·length operations per token forward, two and a half times as many backward. (arXiv:2307.08691)
     passes = 4.5 if layout.recompute == "full" else 3.5
     imbalance = 1 if layout.balanced else 2 - 1 / layout.context  # the last of equal pieces attends to all others
-    operations = 2 * model.width * model.sequence * tokens * passes * imbalance
-    attention = operations / attention_rate(model, layout, cluster)
+    products = 2 * model.width * model.sequence * tokens * passes * imbalance
+    attention = products / attention_rate(model, layout, cluster)
 
     whole = dataclasses.replace(layout, recompute="none")
     traffic = PASSES * activation_bytes(model, whole) * tokens * slowdown / cluster.bandwidth
@@ -459,11 +490,12 @@ def block_seconds(model, layout, cluster):
 
 
 def head_seconds(model, layout, cluster):
-    """Forward and backward of the head and of the loss, for one micro-batch: 6 operations, and two passes of logits."""
+    """Forward and backward of the head and of the loss, for one micro-batch: matrices, and two passes of logits."""
     tokens = tokens_of_micro_batch(model, layout) / layout.tensor
     if layout.precision == "float8":  # the head computes in bfloat16
         layout = dataclasses.replace(layout, precision="bfloat16")
-    product = 6 * model.vocabulary * model.width * tokens / matrix_rate(model, layout, cluster)
+    operations = 4 if layout.lora else 6
+    product = operations * model.vocabulary * model.width * tokens / matrix_rate(model, layout, cluster)
     return product + 24 * model.vocabulary * tokens / cluster.bandwidth
 
 
@@ -480,9 +512,7 @@ def compute_seconds(model, layout, cluster):
 
 # ---- time: communication ------------------------------------------------------------------------------------------
 
-HIDDEN_COST = (
-    0.15  # each second of hidden communication adds this to compute: NCCL's kernels take 16 to 24 of 132 cores
-)
+HIDDEN_COST = 0.15  # each second of hidden communication adds this to compute: NCCL takes 16 to 24 of 132 cores
 TENSORS = 9  # messages of a block, one per parameter tensor: q, k, v, output, gate, up, down, two norms
 
 
@@ -569,11 +599,14 @@ def context_seconds(model, layout, cluster):
 def shard_bytes(model, layout):
     """(gathered, reduced): sent by a GPU in one gathering of all its parameters, and in one reduction of gradients.
 
-    (S-1)/S of the parameters each: see min_FSDP.py. In float8 parameters are gathered in one byte.
+    (S-1)/S of the parameters each: see min_FSDP.py. In float8 parameters are gathered in one byte. With LoRA only the
+    adapters have gradients.
     """
-    params = (layout.shards - 1) / layout.shards * local_params(model, layout)
+    split = (layout.shards - 1) / layout.shards
+    params = split * local_params(model, layout)
     gathered = 1 if layout.precision == "float8" else layout.number_bytes
-    return gathered * params, layout.reduce_bytes * params
+    trained = split * adapter_params(model, layout) if layout.lora else params
+    return gathered * params, layout.reduce_bytes * trained
 
 
 def shard_seconds(model, layout, window, cluster):
@@ -624,7 +657,8 @@ def replicate_seconds(model, layout, window, cluster):
 
 def optimizer_seconds(model, layout, cluster):
     """Adam reads parameter, gradient and two moments, and writes three: 28 bytes per parameter."""
-    params = local_params(model, layout) / layout.shards
+    params = adapter_params(model, layout) if layout.lora else local_params(model, layout)
+    params /= layout.shards
     if layout.zero:
         params /= layout.copies
     return 28 * params / cluster.bandwidth
@@ -653,7 +687,7 @@ def stage_seconds(model, layout, window, cluster):
 SURE = 1.2  # up to 8,192 tokens and 128 GPUs
 PER_DOUBLED_LENGTH = 1.05  # for each doubling beyond 8,192 tokens
 PER_DOUBLED_GPUS = 1.08  # for each doubling beyond 128 GPUs
-NO_ROWS = 1.7  # for a GPU without published runs there
+NO_ROWS = 1.7  # for a GPU without published runs there, and for LoRA
 
 
 def doubt(model, layout, cluster):
@@ -661,7 +695,7 @@ def doubt(model, layout, cluster):
     factor = SURE
     factor *= PER_DOUBLED_LENGTH ** max(0.0, math.log2(model.sequence / 8192))
     factor *= PER_DOUBLED_GPUS ** max(0.0, math.log2(layout.n_gpus / 128))
-    if not cluster.has_rows:
+    if layout.lora or not cluster.has_rows:
         factor *= NO_ROWS
     return factor
 
@@ -692,6 +726,7 @@ class Job:
     cluster: Cluster
     n_gpus: int
     batch: int  # sequences of a step, over all GPUs
+    name: str | None = None  # of `model`, one of MODELS
     recompute: tuple = RECOMPUTE
     framework: Layout = SCRIPTS
     mesh: tuple = ()  # (axis, size) of a mesh that is given; otherwise all are tried
@@ -743,6 +778,9 @@ def meshes(job):
     if job.mesh:
         sizes = dict(job.mesh)
         yield dataclasses.replace(job.framework, shard_context=sizes.get("shard", 1) > 1, **sizes)
+        return
+    if job.framework.lora:  # llm_FSDP.py
+        yield dataclasses.replace(job.framework, shard=job.n_gpus)
         return
     for tensor, context, stages in splits(job):
         yield from shardings(job, tensor, context, stages)
@@ -941,11 +979,13 @@ def mesh_name(layout):
     return " x ".join(names)
 
 
-def script(layout):
-    """(the script that has this mesh, its options), or (None, advice)."""
+def script(job, layout):
+    """(the script that has this mesh, its options for it), or (None, advice)."""
     kinds = axes(layout)
     replicate, shard, tensor = layout.replicate, layout.shard, layout.tensor
     schedule = "Interleaved1F1B" if layout.chunks > 1 else "1F1B"
+    if is_for_llm(job, layout):
+        return "llm_FSDP.py", llm_options(layout)
     if "context" in kinds:
         if kinds == {"context"} and not layout.shard_context:
             return "min_CP.py", []
@@ -972,15 +1012,39 @@ def script(layout):
     return "min_2D.py", mesh
 
 
+def is_for_llm(job, layout):
+    """Whether llm_FSDP.py trains it: a model of the Hub, sharded by FSDP."""
+    if layout.lora:
+        return True
+    return job.name in HUB and axes(layout) == {"shard"} and layout.recompute != "selective"
+
+
+def llm_options(layout):
+    options = ["--lora", layout.lora] if layout.lora else []
+    if layout.recompute == "full":
+        options.append("--recompute")
+    if layout.fused:
+        options.append("--compile")
+    if layout.precision == "float32":
+        options += ["--precision", "float32"]
+    return options
+
+
 def command(job, layout):
-    """The command that starts gpt.py's model of this shape on this mesh, or None. On several machines: on each one."""
-    name, mesh = script(layout)
+    """The command that starts the model, or gpt.py's model of its shape, on this mesh, or None.
+
+    On several machines: on each one.
+    """
+    name, options = script(job, layout)
     if name is None:
         return None
     model = job.model
     n_machines = math.ceil(job.n_gpus / job.cluster.gpus_per_node)
-    shape = ["--layers", model.layers, "--width", model.width, "--heads", model.heads, "--length", model.sequence]
-    words = [name, *mesh, *shape, "--global-batch-size", job.batch]
+    if name == "llm_FSDP.py":
+        shape = ["--model", HUB.get(job.name, "NAME"), "--data", "DATA.jsonl"]
+    else:
+        shape = ["--layers", model.layers, "--width", model.width, "--heads", model.heads]
+    words = [name, *options, *shape, "--length", model.sequence, "--global-batch-size", job.batch]
     if n_machines == 1:
         start = ["python", name, "--nproc", job.n_gpus]
     else:
@@ -993,24 +1057,30 @@ def how_to_start(job, layout):
     """The command, or advice if no script here has this mesh."""
     line = command(job, layout)
     if line is None:
-        _, line = script(layout)
+        _, line = script(job, layout)
     return line
 
 
 def missing(job, layout):
     """What the plan assumes and the script does not do, as phrases."""
-    name, _ = script(layout)
+    name, _ = script(job, layout)
     found = []
-    if layout.precision == "bfloat16" and name != "min_FSDP.py":
+    if layout.precision == "bfloat16" and name not in ("min_FSDP.py", "llm_FSDP.py"):
         found.append("bfloat16")
     if layout.precision == "float8":
         found.append("float8")
-    if layout.fused:
+    if layout.fused and name != "llm_FSDP.py":
         found.append("torch.compile")
     if layout.chunked_loss:
         found.append("a chunked cross-entropy")
     elif layout.fused_loss:
         found.append("a fused cross-entropy")
+    if layout.attention != "flash2":
+        found.append(f"{layout.attention} attention")
+    if name == "llm_FSDP.py":
+        if layout.micro > 1:
+            found.append(f"micro-batches of {layout.micro} sequences")
+        return found
     if layout.recompute == "selective" or (layout.recompute == "full" and name != "min_2D.py"):
         found.append(f"{layout.recompute} recomputation")
     if layout.count > 1 and layout.stages == 1:
@@ -1052,12 +1122,13 @@ def utilisation(job, result):
     return useful, useful * (1 + again / 3)
 
 
-def print_plan(job, name, results, smallest):
+def print_plan(job, results, smallest):
     model = job.model
+    lora = f", LoRA of rank {job.framework.lora}" if job.framework.lora else ""
     print(
-        f"PROJECTION    {name} of {total_params(model) / 1e9:.2f} billion parameters on "
+        f"PROJECTION    {job.name or 'your model'} of {total_params(model) / 1e9:.2f} billion parameters on "
         f"{job.n_gpus} x {job.cluster.name}, {counted(job.batch, 'sequence')} of {model.sequence:,} tokens, "
-        f"{job.framework.precision}"
+        f"{job.framework.precision}{lora}"
     )
     if results:
         print_result(job, simplest(results))
@@ -1074,11 +1145,10 @@ def print_result(job, result):
     lacking = missing(job, layout)
     print(f"{'your mesh  ' if job.mesh else 'recommended'}   {describe(layout)}")
     print(f"start         {how_to_start(job, layout)}")
+    if not is_for_llm(job, layout):
+        print("              It trains gpt.py's model in this shape.")
     if lacking:
-        print(
-            "              It trains gpt.py's model in this shape. The projection also assumes what the script lacks:"
-        )
-        print(f"              {', '.join(lacking)}.")
+        print(f"              The projection also assumes what the script lacks: {', '.join(lacking)}.")
     used = sum(result.memory.values())
     print(f"\nmemory of a {job.cluster.device}, GiB  {used / GIB:.1f} of {job.cluster.memory / GIB:.1f}")
     for part, n_bytes in result.memory.items():
@@ -1096,8 +1166,8 @@ def print_result(job, result):
     low, high = expected_range(job.model, layout, job.cluster)
     print(f"\ntokens/s per {job.cluster.device}      {result.speed:,.0f}, MFU {mfu:.0%}, HFU {hfu:.0%}")
     known = "8 of 10 published runs were within such a range, see docs/plan.md"
-    if not job.cluster.has_rows:
-        known = "a wide range, since docs/plan.md has no run of such a GPU"
+    if layout.lora or not job.cluster.has_rows:
+        known = f"a wide range, since docs/plan.md has no run {'with LoRA' if layout.lora else 'of such a GPU'}"
     print(f"expect                {low:,.0f} to {high:,.0f}: {known}")
 
 
@@ -1235,19 +1305,20 @@ def make_parser():
     parser.add_argument("--attention", choices=known, default="flash2", help="kernel; torch's own is flash2")
     parser.add_argument("--compile", action="store_true", help="count the fused kernels of torch.compile")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    for name in ("experts", "lora"):
-        parser.add_argument(f"--{name}", nargs="?", const=True, help=argparse.SUPPRESS)
+    parser.add_argument("--lora", type=whole_number, metavar="RANK", help="adapters beside a frozen model, llm_FSDP.py")
+    parser.add_argument("--experts", nargs="?", const=True, help=argparse.SUPPRESS)
     return parser
 
 
 def parse_args(argv=None):
     parser = make_parser()
     args = parser.parse_args(argv)
-    for name in ("experts", "lora"):
-        if getattr(args, name):
-            parser.error(f"argument --{name}: {NOT_PLANNED}")
+    if args.experts:
+        parser.error(f"argument --experts: {NOT_PLANNED}")
     model = parse_model(parser, args)
     mesh = parse_mesh(parser, args)
+    if args.lora and mesh.keys() - {"shard"}:
+        parser.error("argument --lora: llm_FSDP.py trains adapters with FSDP alone, so --mesh may name shard alone")
     cluster, measured = parse_cluster(parser, args)
     mesh_gpus = math.prod(mesh.get(name, 1) for name in MESH) if mesh else None
     n_gpus = args.gpus or mesh_gpus or measured or 8
@@ -1267,9 +1338,11 @@ def parse_args(argv=None):
         fused=args.compile,
         fused_loss=args.cross_entropy == "fused",
         chunked_loss=args.cross_entropy == "chunked",
+        lora=args.lora or 0,
     )
     recompute = RECOMPUTE if args.recompute == "auto" else (args.recompute,)
-    job = Job(model, cluster, n_gpus, batch, recompute, framework, tuple(mesh.items()), args.micro_batch_size)
+    mesh = tuple(mesh.items())
+    job = Job(model, cluster, n_gpus, batch, args.model, recompute, framework, mesh, args.micro_batch_size)
     return args, job
 
 
@@ -1411,7 +1484,7 @@ def main(argv=None):
     if args.json:
         print(json.dumps(as_json(job, results, smallest), indent=1))
     else:
-        print_plan(job, args.model or "your model", results, smallest)
+        print_plan(job, results, smallest)
     if not results:
         sys.exit(1)
 

@@ -285,7 +285,8 @@ MISSES = """## What it misses
 - **GPUs without runs here** (B200, MI300X, L40S, L4, A10G, RTX 4090, H100 NVL): the range is 1.7 times as wide.
 - **Memory** is within 20 % of all 46 published peaks, and within 10 % of 32. plan.py leaves a twentieth of the memory
   free. If a layout fits narrowly, try it for a few steps before you rely on it.
-- Mixtures of experts, LoRA, ring attention, offloading, failures and slow ranks are not in it.
+- **LoRA** has formulas and no published run here.
+- Mixtures of experts, ring attention, quantized weights, offloading, failures and slow ranks are not in it.
 """
 
 # A question, the options that answer it, and the beginnings of the lines to show.
@@ -323,10 +324,11 @@ QUESTIONS = (
         "The simplest of those within 5 % of the fastest. If the fastest is another one, it is named.",
     ),
     (
-        "Does it plan LoRA or mixtures of experts?",
-        "--model llama3-8b --lora",
-        ("plan.py: error",),
-        "No, and it says so. min_EP.py trains experts, and [costs.md](costs.md) has its formulas.",
+        "Does it plan LoRA and mixtures of experts?",
+        "--model llama3-70b --gpus 8 --lora 16",
+        ("recommended", "start", "memory of", "expect"),
+        "LoRA, as llm_FSDP.py trains it. Not experts: `--experts` ends in one line that says so. min_EP.py has them, "
+        "and [costs.md](costs.md) has its formulas.",
     ),
     (
         "It does not fit. What can I change?",
@@ -336,10 +338,10 @@ QUESTIONS = (
     ),
     (
         "Does it count torch.compile, and which cross-entropy?",
-        "--model llama3-8b --gpus 8 --recompute full --compile --cross-entropy chunked",
-        ("recommended", "              ", "memory of", "  A logit", "tokens/s"),
-        "It counts what the scripts do: torch's cross-entropy, which takes 12 bytes per logit, and no torch.compile. "
-        "With these options it counts other frameworks, and says what the script lacks. "
+        "--model llama3-8b --gpus 8 --compile --cross-entropy chunked",
+        ("recommended", "start", "              ", "memory of", "  A logit", "tokens/s"),
+        "It counts what the scripts do: torch's cross-entropy, which takes 12 bytes per logit, and no torch.compile, "
+        "which only llm_FSDP.py has as an option. With other options it says what the script lacks. "
         "`python plan.py --help` says what it cannot do, and `| head` may cut its output.",
     ),
 )
