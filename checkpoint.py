@@ -316,11 +316,12 @@ def _tensors_in(value):
 
 
 @dist.watched
-def save_sharded(folder, model, optimizer, epoch, scheduler=None):
+def save_sharded(folder, model, optimizer, epoch, scheduler=None, frozen=True):
     """Write `folder`/epoch-N: every rank writes its shards of a model that fully_shard or DDP has wrapped.
 
     `epoch` is the next one to run, at least 1, or else ValueError is raised. No random state is saved: seed each epoch.
     Its `.metadata` is written last, and a folder without it is ignored, so a kill does no harm. Older ones are kept.
+    Without `frozen`, parameters that are not trained are left out: load it in the same way, into a model that has them.
     Raises DistributedError on every rank if weights that should be equal differ between ranks, or if one of them cannot
     write; what it has written is then removed.
     https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
@@ -337,7 +338,7 @@ def save_sharded(folder, model, optimizer, epoch, scheduler=None):
         shutil.rmtree(path, ignore_errors=True)
     _sync_buffers(model)
     dist.raise_on_all(None, dist.patient_group())  # wait until the folder is removed
-    failure = _run_dcp(dcp.save, _sharded_state(model, optimizer, scheduler), path)
+    failure = _run_dcp(dcp.save, _sharded_state(model, optimizer, scheduler, frozen), path)
     if failure is not None:
         if dist.is_primary():
             shutil.rmtree(path, ignore_errors=True)
@@ -354,7 +355,7 @@ def _sync_buffers(model):
 
 
 @dist.watched
-def load_sharded(folder, model, optimizer, scheduler=None):
+def load_sharded(folder, model, optimizer, scheduler=None, frozen=True):
     """Load the newest complete checkpoint, whatever the number of ranks then and now; returns the next epoch.
 
     Without a checkpoint it changes nothing and returns 0. The optimizer's learning rates are restored. Without a
@@ -370,7 +371,7 @@ def load_sharded(folder, model, optimizer, scheduler=None):
         return 0
     path = os.path.join(os.path.abspath(folder), f"epoch-{newest}")
     optimizer.zero_grad()  # if there are gradients, torch loads no state into a new optimizer, and says nothing
-    state = _sharded_state(model, optimizer, scheduler)
+    state = _sharded_state(model, optimizer, scheduler, frozen)
     base_rate = state["lr"]
     names = set()
     for names_of_rank in dist.gather_objects(list(state["model"]), dist.patient_group()):
@@ -429,10 +430,11 @@ def _refuse_missing_in_model(saved, names):
             raise KeyError(f"the model has no {name}")
 
 
-def _sharded_state(model, optimizer, scheduler):
-    from torch.distributed.checkpoint.state_dict import get_state_dict
+def _sharded_state(model, optimizer, scheduler, frozen):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    options = StateDictOptions(ignore_frozen_params=not frozen)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
     # A rank of a pipeline has the parameters of its stage alone. But the options of the optimizer's groups are saved
     # once, and apply to the parameters that they name.
     groups = optimizer_state["param_groups"]
