@@ -49,6 +49,9 @@ CASES = [
     ("min_EP", 2, *STEPS, *EXPERTS),
     ("min_FSDP", 2, *STEPS),
     ("min_FSDP", 2, *STEPS, "--mixed-precision"),
+    ("min_GRPO", 2, *STEPS, "--prompts", 4, "--imitation-steps", 3, "--save", "model.pt"),
+    ("min_GRPO", 2, *STEPS, "--prompts", 4, "--inner-steps", 2, "--kl", 0.1),
+    ("min_Generate", 4, "--tensor", 2, "--model", "model.pt", "--prompts", "prompts.jsonl", "--log-every", 1),
     ("min_Muon", 2, *STEPS, "--snapshot-path", "snapshot.pt"),
     ("min_PP", 2, *STEPS, "--layers", 2),
     ("min_PP", 2, *STEPS, "--layers", 4, "--schedule", "ZBVZeroBubble"),
@@ -76,6 +79,10 @@ WAITS = {
         "lengths, kinds = torch.stack(headers).T.tolist()",
         "hits = correct.sum().item()",
         'dist.print_primary(f"Finish iteration {iteration} - acc: {hits / n:.4f} ({hits}/{n}) - loss: {loss.item():.4f}")',  # noqa: E501
+    },
+    "min_GRPO": {  # the program that checks the answers needs them, and drawing must know which rows have ended
+        "chosen = chosen.cpu()",
+        "for row, mask in zip(tokens.tolist(), generated.tolist(), strict=True):",
     },
     "min_Join": {  # once for each --log-every steps
         "with Join([model], divide_by_initial_world_size=False):  # no collective but DDP's may be called inside",
