@@ -117,15 +117,6 @@ def slow_clock(step=2):
     return mock.Mock(perf_counter=itertools.count(step=step).__next__)
 
 
-def check_peak_memory(module, monkeypatch):
-    """That the peak which `module` measures is in bytes, on the CPU and on a GPU."""
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(module.resource, "getrusage", lambda who: mock.Mock(ru_maxrss=3))  # kB
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
-    assert module.peak_memory(torch.device("cpu")) == 3 * 1024
-    assert module.peak_memory(torch.device("cuda", 0)) == 7
-
-
 def start(*command, cwd=ROOT, env=None, log=None, prefix=()):
     """Start a Python command line; `env` is added to the environment.
 

@@ -1,13 +1,17 @@
 """gpt.py: real text, batches from seed and step alone, a causal model, and the progress that scripts print."""
 
 import collections
+import contextlib
+import ctypes
+import importlib
+import io
 import math
 from pathlib import Path
 
 import pytest
 import torch
 import transformer
-from conftest import check_peak_memory, exit_message, float64, slow_clock
+from conftest import exit_message, float64, slow_clock
 
 import distributed as dist
 import gpt
@@ -37,6 +41,24 @@ def test_batches_reach_from_the_first_byte_to_the_last():
     x, y = gpt.batch(text, 0, batch_size=1000, length=5)
     assert (x.min(), x.max(), y.min(), y.max()) == (0, 18, 1, 19)
     assert x[:, 0].unique().tolist() == list(range(15))
+
+
+def test_a_process_reads_only_its_share(monkeypatch):
+    text, held_out = transformer.small_text()
+    moved = []
+    monkeypatch.setattr(gpt, "to_device", lambda rows, device: moved.append(rows.shape) or rows)
+    whole = gpt.batch(text, 3, 12, 5)
+    shares = [gpt.batch(text, 3, 12, 5, share=(i, 4)) for i in range(4)]
+    for part, wholes in zip(zip(*shares, strict=True), whole, strict=True):
+        assert torch.equal(torch.cat(part), wholes)
+    assert moved == [(12, 6), *[(3, 6)] * 4]
+    args = transformer.arguments()
+    whole = gpt.Progress(None, text, held_out, args).batches
+    shares = [gpt.Progress(None, text, held_out, args, share=(i, 2)).batches for i in range(2)]
+    assert len(whole) == 8
+    for number, batch in enumerate(whole):
+        for which, wholes in enumerate(batch):
+            assert torch.equal(torch.cat([share[number][which] for share in shares]), wholes)
 
 
 def load_another_text(local_rank, world_size, folder):
@@ -90,6 +112,61 @@ def test_a_slice_of_the_rows_of_qkv_is_whole_heads(model):
         half(x)
     for whole, part in zip(*seen, strict=True):
         assert torch.allclose(whole[:, 2:], part, atol=1e-6)
+
+
+def test_a_part_is_filled_as_the_whole_model_is_made():
+    args = transformer.arguments()
+    whole = transformer.make_model(args)
+    after = torch.rand(1)
+    part = gpt.make_meta_model(args).blocks[1].to_empty(device="cpu")
+    torch.manual_seed(7)
+    gpt.fill([(f"blocks.1.{name}", param) for name, param in part.named_parameters()], args)
+    for param, expected in zip(part.parameters(), whole.blocks[1].parameters(), strict=True):
+        assert torch.equal(param, expected)
+    assert torch.equal(torch.rand(1), after), "and so do the random numbers that follow"
+
+
+# ---- no process holds the whole model -----------------------------------------------------------------------------
+
+LARGE = {"layers": 4, "width": 1024, "length": 16}  # 204 MB, of which the largest layer has 17 MB
+SPLIT = {"checkpoint_dir": None, "checkpoint_activations": False, "micro_batches": 2, "schedule": "1F1B"}
+PARTS = [
+    ("min_TP", {}),
+    ("min_2D", {"replicate": 1, "shard": 2, "tensor": 1}),
+    ("min_2D", {"replicate": 1, "shard": 1, "tensor": 2}),
+    ("min_PP", {"data_parallel": 1}),
+    ("min_3D", {"stages": 2, "shard": 1, "tensor": 1}),
+    ("min_3D", {"stages": 1, "shard": 2, "tensor": 1}),
+]
+
+
+def peak_worker(local_rank, world_size, script, args, folder):
+    """Save the bytes by which memory has grown at its peak, when training begins."""
+    m_mmap_threshold = -3
+    ctypes.CDLL(None).mallopt(m_mmap_threshold, 2**16)  # a freed tensor goes back to the system
+    dist.init_process_group()
+    texts = transformer.small_text()
+    module = importlib.import_module(script)
+    before = dist.peak_memory(dist.get_device())
+
+    def train(*args):
+        Path(f"{folder}/{local_rank}").write_text(str(dist.peak_memory(dist.get_device()) - before))
+
+    gpt.load_text = lambda: texts
+    module.train = train
+    with contextlib.redirect_stdout(io.StringIO()):
+        module.main_worker(local_rank, world_size, args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, mesh", PARTS, ids=lambda value: value if isinstance(value, str) else str(value))
+def test_no_process_holds_the_whole_model(script, mesh, tmp_path):
+    args = transformer.arguments(2, **LARGE, **SPLIT, **mesh)
+    n_bytes = sum(param.nbytes for param in gpt.make_meta_model(args).parameters())
+    dist.launch(peak_worker, script, args, str(tmp_path), nprocs=2)
+    peaks = [int((tmp_path / f"{rank}").read_text()) / n_bytes for rank in range(2)]
+    print(script, mesh, peaks)
+    assert min(peaks) > 0.4 and max(peaks) < 0.8, "its half, and a layer or two"
 
 
 # ---- generation ---------------------------------------------------------------------------------------------------
@@ -270,10 +347,6 @@ def test_progress_prints_at_its_interval_and_after_the_last_step(capsys, monkeyp
     assert torch.equal(rows[0], held_out[: args.length + 1].long())
     assert torch.equal(rows[-1], held_out[-args.length - 1 :].long()), "from its first byte to its last"
     assert lines[0]["bigram"] == round(gpt.ngram_loss(text, rows.to(torch.uint8), 2), 4)
-
-
-def test_the_peak_of_memory_is_in_bytes(monkeypatch):
-    check_peak_memory(gpt, monkeypatch)
 
 
 def test_held_parameters(model, capsys):

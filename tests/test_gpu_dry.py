@@ -41,6 +41,8 @@ CASES = [
     ("min_2D", 4, *STEPS, "--tensor", 2),
     ("min_3D", 8, *STEPS, "--layers", 2, "--micro-batches", 2),
     ("min_3D", 4, *STEPS, "--layers", 4, "--micro-batches", 2, "--schedule", "Interleaved1F1B"),
+    ("min_AllReduce", 4, *STEPS, "--bucket-mb", 0.01),
+    ("min_AllReduce", 2, *STEPS, "--compress", "bf16", "--accumulate", 2),
     ("min_CP", 2, *STEPS),
     ("min_CP", 2, *STEPS, "--attention", "all-gather"),
     ("min_DiLoCo", 2, *STEPS, "--sync-every", 2),
@@ -230,6 +232,7 @@ WITH_EXPERT = P - (LENGTH - 32) * WIDTH + LAYERS * 64 * WIDTH
 @pytest.mark.parametrize(
     "script, world_size, options, expected",  # bytes on rank 1, by the formula of the docstring
     [
+        ("min_AllReduce", 64, (), 16 * P),
         ("min_2D", 64, ("--tensor", 8), 16 * (WHOLE / 8 + (P - WHOLE) / 64)),
         ("min_CP", 64, ("--attention", "all-gather"), 16 * P),
         ("min_DiLoCo", 64, ("--sync-every", 1), 24 * P),

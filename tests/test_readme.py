@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, float64
+from conftest import ROOT, finish, float64
+from conftest import start as start_python
 
 import distributed as dist
 import gpt
@@ -46,6 +47,7 @@ def inline_sessions(page):
 def docstring_commands(source):
     docstring = (ast.get_docstring(ast.parse(source)) or "").replace("\\\n", "")
     found = re.findall(r"^    ((?:\w+=\S+ +)*(?:python|torchrun) .*)$", docstring, re.M)
+    found = [command for command in found if " --model " not in command]  # of the Hub, or a folder that is not there
     return [command for command in found if "--data mnist" not in command or "MNIST_ROOT" in os.environ]
 
 
@@ -197,6 +199,9 @@ def test_the_diff_makes_a_plain_script_distributed(optimizer, tmp_path, run_in, 
             (tmp_path / f"{name}.py").write_text(source)
             importlib.import_module(name).main()
             outputs[nprocs, shuffle] = capfd.readouterr().out
+        if nprocs:
+            line, outputs[nprocs, shuffle] = outputs[nprocs, shuffle].split("\n", maxsplit=1)
+            assert line == f"processes: {nprocs}"
         states[nprocs, shuffle] = torch.load("model.pt", weights_only=True)
 
     with float64():
@@ -210,6 +215,21 @@ def test_the_diff_makes_a_plain_script_distributed(optimizer, tmp_path, run_in, 
         torch.testing.assert_close(states[a], states[b], rtol=0, atol=1e-12)
     accuracies = re.findall(r"accuracy (.*)", outputs[2, True])
     assert len(accuracies) == 5 and float(accuracies[-1]) > 0.9
+
+
+def test_the_example_trains_as_many_processes_as_one_types(tmp_path):
+    apply_diff(tmp_path)
+    script = tmp_path / "train.py"
+    typed = {
+        2: start_python(script, "--nproc", 2, cwd=tmp_path),
+        1: start_python("-m", "torch.distributed.run", "--standalone", script, cwd=tmp_path),
+        3: start_python(script, "--nproc", 3, cwd=tmp_path),
+    }
+    results = {nproc: finish(process) for nproc, process in typed.items()}
+    for nproc in (1, 2):
+        assert (results[nproc][0], results[nproc][1].splitlines()[0]) == (0, f"processes: {nproc}")
+    line = "the global batch size is 64, not a multiple of the number of processes, 3\n"
+    assert (results[3][0], results[3][2]) == (1, line)
 
 
 @pytest.mark.parametrize("nprocs", [1, 2])
@@ -323,7 +343,7 @@ def test_every_script_and_page_is_named_and_every_named_test_exists():
     assert len(named) > 20 and not [name for path, name in named if f"\ndef {name}(" not in path.read_text()]
     guesses = re.findall(r"`(loss in nats per byte; guessing by bigrams )\d", PAGES[README])
     assert guesses and guesses[0] in SCRIPTS["gpt.py"]
-    assert PAGES[README].count("\n") < 400 and PAGES[AGENTS].count("\n") <= 60
+    assert PAGES[README].count("\n") < 420 and PAGES[AGENTS].count("\n") <= 60
     assert "<!--" not in "".join(PAGES.values())
 
 
