@@ -784,7 +784,11 @@ def _run_worker(worker_fn, *args):
         worker_fn(get_local_rank(), get_world_size(), *args)
     except DistributedError as error:
         _note_exit_status(1)
-        raise SystemExit(1 if error.on_all_ranks and not is_primary() else str(error)) from None
+        # The workers of `launch` all report it: the launcher prints the first report, whichever rank it is from.
+        under_torchrun = multiprocessing.parent_process() is None
+        if error.on_all_ranks and under_torchrun and not is_primary():
+            raise SystemExit(1) from None
+        raise SystemExit(str(error)) from None
     except SystemExit as error:
         _note_exit_status(error.code)
         raise
