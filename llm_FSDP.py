@@ -48,6 +48,7 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -200,9 +201,10 @@ Row = collections.namedtuple("Row", "tokens positions places targets n_tokens")
 def on_device(row, in_loss=True):
     """A row (3, length) as the model takes it; `places` are the positions of the targets. The host does not wait."""
     tokens, positions, targets = row.long()
-    if not in_loss:
-        targets = torch.full_like(targets, documents.IGNORED)
     n_tokens = (tokens != documents.PADDING).sum().item()
+    if not in_loss:
+        n_tokens = 0
+        targets = torch.full_like(targets, documents.IGNORED)
     places = (targets != documents.IGNORED).nonzero()[:, 0]
     tensors = tokens.clamp(min=0)[None], positions[None], places, targets[places]
     device = dist.get_device()
@@ -649,7 +651,7 @@ def prepare(args):
             tokenizer, config = load_tokenizer_and_config(args)
             whole = load_whole_model(config, args)
             rows, held_out = make_rows(tokenizer, args.length, args)
-        except (ImportError, OSError, ValueError) as failure:
+        except (ImportError, OSError, ValueError, SafetensorError) as failure:
             cause = str(failure).strip().partition("\n")[0]
             error = f"--model {args.model}: {cause}"
         except dist.DistributedError as failure:

@@ -3,18 +3,21 @@
 import contextlib
 import functools
 import io
+import itertools
 import json
+import os
 import re
-import signal
+import shutil
 from pathlib import Path
 from unittest import mock
 
 import language
 import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
-from conftest import exit_message, float64
+from conftest import exit_message, float64, run
 from torch.nn import functional as F
 
 import distributed as dist
@@ -47,6 +50,8 @@ CASES = {  # name: (model, optimizer, options)
     "lora, qwen3_moe": ("qwen3_moe", "SGD", {**SGD, **LORA, "lr": 0.5}),
 }
 ON = {1: ["llama", "tied", "lora"], 2: list(CASES), 3: ["llama", "tied", "uneven", "lora, AdamW"]}
+RESUMED = ["tied", "lora"]
+STOP = 3  # the step after which they are stopped on two processes
 
 
 def arguments(folder, model, output="out", **changes):
@@ -111,10 +116,8 @@ def train_alone(args, optimizer, lora_A):
         {"params": [param for param in trained if param.dim() > 1], "weight_decay": args.weight_decay},
         {"params": [param for param in trained if param.dim() < 2], "weight_decay": 0.0},
     ]
-    if optimizer == "SGD":
-        optimizer = torch.optim.SGD(trained)
-    else:
-        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    optimizers = {"SGD": torch.optim.SGD(trained), "AdamW": torch.optim.AdamW(groups, betas=(0.9, 0.95))}
+    optimizer = optimizers[optimizer]
     lists, batches = documents_of(args)
     losses, norms = [], []
     for step, batch in enumerate(batches):
@@ -192,6 +195,17 @@ def work(local_rank, world_size, folder):
     with float64_everywhere():
         for name in ON[world_size]:
             results[name] = train(folder, name, f"{name} {world_size}")
+        for name in RESUMED:
+            stopped = {"checkpoint_dir": str(folder / f"{name} stopped")}
+            resumed = {"checkpoint_dir": str(folder / f"{name} resumed {world_size}")}
+            if world_size == 2:
+                with mock.patch.object(llm_FSDP.Preemption, "agreed", mock.Mock(side_effect=[False, False, True])):
+                    results[f"{name} stopped"] = train(folder, name, "stopped", **stopped)
+                if local_rank == 0:
+                    for number in ON:
+                        shutil.copytree(stopped["checkpoint_dir"], folder / f"{name} resumed {number}")
+                dist.barrier()
+            results[f"{name} resumed"] = train(folder, name, f"{name} output {world_size}", **resumed)
     torch.save(results, folder / f"{world_size} {local_rank}.pt")
 
 
@@ -208,6 +222,8 @@ def folder(tmp_path_factory):
 @functools.cache
 def job(folder, world_size):
     """Rank 0's results by case; those of the other ranks are the same."""
+    if world_size != 2:
+        job(folder, 2)  # which saves what is resumed here
     dist.launch(work, str(folder), nprocs=world_size)
     results = [torch.load(folder / f"{world_size} {rank}.pt") for rank in range(world_size)]
     for other in results[1:]:
@@ -265,3 +281,244 @@ def test_results_load(folder, name):
     config = json.loads((merged / "config.json").read_text())
     assert config["architectures"] == json.loads((folder / model_name / "config.json").read_text())["architectures"]
     assert not list(output.glob(".incomplete"))
+
+
+@pytest.mark.parametrize("name, world_size", [(name, world_size) for name in RESUMED for world_size in ON])
+def test_resumes_inside_an_epoch_on_any_number_of_processes(folder, name, world_size):
+    """It stopped on two processes, as after SIGTERM, and ends as if it had not; on two, bit for bit."""
+    whole = job(folder, 2)[name]
+    stopped = job(folder, 2)[f"{name} stopped"]
+    resumed = job(folder, world_size)[f"{name} resumed"]
+    assert whole["finished"] and resumed["finished"] and not stopped["finished"]
+    assert torch.equal(stopped["losses"], whole["losses"][:STOP])
+    assert len(resumed["losses"]) == STEPS - STOP
+    tolerance = 0 if world_size == 2 else 1e-6
+    assert (resumed["losses"] - whole["losses"][STOP:]).abs().max() <= tolerance
+    for key, value in whole["parameters"].items():
+        assert (resumed["parameters"][key] - value).abs().max() <= tolerance, key
+    checkpoints = folder / f"{name} resumed {world_size}"
+    assert {path.name for path in checkpoints.iterdir()} == {f"epoch-{STOP}", f"epoch-{STEPS}"}
+
+
+def test_checkpoints_of_adapters_leave_the_model_out(folder):
+    job(folder, 2)
+    metadata = torch.distributed.checkpoint.FileSystemReader(folder / "lora stopped" / f"epoch-{STOP}").read_metadata()
+    names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
+    assert len(names) == 2 * 7 * 2 and all(".lora_" in name for name in names)
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def group():
+    """Of this process alone."""
+    llm_FSDP.init_process_group()
+    transformers.utils.logging.set_verbosity_error()
+    yield
+    dist.cleanup()
+
+
+def copy_of(folder, tmp_path):
+    shutil.copytree(folder / "llama", tmp_path / "llama")
+    shutil.copy(folder / "data.jsonl", tmp_path)
+    return tmp_path / "llama"
+
+
+def without_template(path):
+    (path / "chat_template.jinja").unlink()
+
+
+def without_weights(path):
+    for file in path.glob("model*"):
+        file.unlink()
+
+
+def without_one_weight(path):
+    file = sorted(path.glob("*.safetensors"))[0]
+    weights = safetensors.torch.load_file(file)
+    del weights["model.embed_tokens.weight"]
+    safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
+
+
+def with_half_a_file(path):
+    file = sorted(path.glob("*.safetensors"))[0]
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def without_everything(path):
+    for file in path.iterdir():
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    "spoil, cause",
+    [
+        (without_everything, r"--model .*/llama: .*"),
+        (without_template, r".*/data.jsonl: line 1 is no .*the tokenizer has no chat template: give one by .*"),
+        (without_weights, r"--model .*/llama: .*no file named model.safetensors.*"),
+        (without_one_weight, r"--model .*/llama: its files lack 1 weights, such as model.embed_tokens.weight"),
+        (with_half_a_file, r"--model .*/llama: .*"),
+    ],
+)
+def test_a_folder_that_is_not_complete(spoil, cause, folder, tmp_path, group):
+    spoil(copy_of(folder, tmp_path))
+    assert re.fullmatch(cause, exit_message(llm_FSDP.prepare, arguments(tmp_path, "llama")))
+
+
+def test_what_does_not_fit(folder, tmp_path, group):
+    args = arguments(folder, "llama", length=257)
+    assert exit_message(llm_FSDP.prepare, args).endswith("llama: --length 257 is more than its 256 positions")
+    args = arguments(folder, "llama", length=4)
+    line = "--data: too few documents fit into --length 4 to train and to hold out"
+    assert exit_message(llm_FSDP.prepare, args) == line
+    args = arguments(folder, "llama", data=[tmp_path / "none.jsonl"])
+    assert "cannot read" in exit_message(llm_FSDP.prepare, args)
+    args = arguments(folder, "llama", chat_template=tmp_path / "none.jinja")
+    assert "No such file" in exit_message(llm_FSDP.prepare, args)
+    args = arguments(folder, "llama", attention="flash_attention_2")
+    assert "flash" in exit_message(llm_FSDP.prepare, args).lower()
+
+
+@pytest.mark.slow
+def test_without_network_a_name_that_is_not_cached_is_one_line(folder, tmp_path):
+    env = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    command = ["llm_FSDP.py", "--model", "nobody/nothing", "--data", folder / "data.jsonl", "--output-dir", tmp_path]
+    status, stdout, stderr = run(*command, "--nproc", "2", env=env)
+    assert (status, stdout) == (1, "")
+    assert stderr.startswith("--model nobody/nothing: ") and stderr.count("\n") == 1
+
+
+def test_documents_that_would_see_each_other_are_refused(folder, group):
+    """A model that ignores positions, as recurrent ones do."""
+    args = arguments(folder, "gpt2")
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.model)
+    model.reshard = lambda: None
+    llm_FSDP.check_packing(model, args)
+    forward = model.forward
+    with mock.patch.object(model, "forward", lambda tokens, position_ids, **rest: forward(tokens, **rest)):
+        message = exit_message(llm_FSDP.check_packing, model, args)
+    assert message == "GPT2LMHeadModel with --attention sdpa does not keep packed documents apart: use --pad"
+
+
+# ---- packed rows, and what is sent to the device --------------------------------------------------------------------
+
+
+ATTENTIONS = itertools.product(language.CONFIGS, ["sdpa", "eager", "flex_attention"])
+OFFERED = [pair for pair in ATTENTIONS if pair != ("gpt2", "flex_attention")]  # which transformers refuses
+
+
+@pytest.mark.parametrize("name, attention", OFFERED)
+def test_packed_documents_do_not_see_each_other(name, attention, folder):
+    """Their losses and gradients are those of each document alone. On the CPU, flex_attention has no gradients."""
+    is_flex = attention == "flex_attention"
+    with float64_everywhere(), torch.set_grad_enabled(not is_flex), torch.compiler.set_stance("force_eager"):
+        dtype = torch.float64
+        if is_flex:
+            dtype = torch.float32
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder / name, dtype=dtype, attn_implementation=attention
+        )
+        lists, _ = documents_of(arguments(folder, name))
+        row = max(lists, key=len)
+        assert len(row) >= 3
+        results = []
+        for lists in ([row], [[document] for document in row]):
+            model.zero_grad()
+            losses = []
+            for packed in documents.make_rows(lists, LENGTH):
+                loss = llm_FSDP.sum_of_losses(model, llm_FSDP.on_device(packed))
+                if not is_flex:
+                    loss.backward()
+                losses.append(loss.detach())
+            gradients = [param.grad for param in model.parameters() if param.grad is not None]
+            results.append([torch.stack(losses).sum(), *gradients])
+    for packed, alone in zip(*results, strict=True):
+        assert (packed - alone).abs().max() <= 1e-5 * alone.abs().max().clamp(min=1)
+
+
+def test_the_last_rows_of_a_batch_may_be_without_targets():
+    row = torch.tensor([[7, 8, documents.PADDING], [0, 1, 0], [8, 9, documents.IGNORED]], dtype=torch.int32)
+    there = llm_FSDP.on_device(row)
+    assert there.tokens.tolist() == [[7, 8, 0]] and there.positions.tolist() == [[0, 1, 0]]
+    assert there.places.tolist() == [0, 1] and there.targets.tolist() == [8, 9] and there.n_tokens == 2
+    empty = llm_FSDP.on_device(row, in_loss=False)
+    assert empty.tokens.tolist() == [[7, 8, 0]] and len(empty.places) == len(empty.targets) == empty.n_tokens == 0
+
+
+def test_every_row_is_taken_once_in_an_epoch_in_another_order_in_the_next():
+    args = mock.Mock(global_batch_size=4, seed=1)
+    numbers = [number for step in range(5) for number in llm_FSDP.global_batch(10, step, args)]
+    assert sorted(numbers[:10]) == sorted(numbers[10:]) == list(range(10))
+    assert numbers[:10] != numbers[10:] != list(range(10))
+    args.seed = 2
+    assert numbers[:4] != llm_FSDP.global_batch(10, 0, args)
+
+
+# ---- results are complete or absent ---------------------------------------------------------------------------------
+
+
+def die_in_call(number):
+    """Of os.replace, Path.unlink and os.fsync together, the calls of write_folder that change the folder."""
+    calls = []
+
+    def counting(function):
+        def call(*args, **kwargs):
+            calls.append(None)
+            if len(calls) == number:
+                os._exit(9)
+            return function(*args, **kwargs)
+
+        return call
+
+    for target, name in ((os, "replace"), (os, "fsync"), (Path, "unlink")):
+        mock.patch.object(target, name, counting(getattr(target, name))).start()
+
+
+def result_in(folder):
+    """The number that a result holds, or None without one."""
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    except (OSError, ValueError):  # no config.json, or no weights
+        return None
+    return model.get_input_embeddings().weight[0, 0].item()
+
+
+def test_a_kill_while_a_result_is_written_leaves_the_old_one_the_new_one_or_none(folder, tmp_path):
+    config = transformers.AutoConfig.from_pretrained(folder / "llama")
+    config.dtype = torch.float32
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
+    tokenizer = language.byte_tokenizer()
+    found = []
+    for number in range(1, 30):
+        output = tmp_path / str(number)
+        shutil.copytree(folder / "llama", output)  # two files, of which the new result has one
+        with torch.no_grad():
+            model.get_input_embeddings().weight[0, 0] = 5.0
+        child = os.fork()
+        if child == 0:
+            die_in_call(number)
+            hub.save_model(model, tokenizer, config, output)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        found.append(result_in(output))
+        if status == 0:
+            break
+        hub.save_model(model, tokenizer, config, output)
+        assert result_in(output) == 5.0 and not (output / ".incomplete").exists()
+    old = result_in(folder / "llama")
+    assert found[0] == old and found[-1] == 5.0 and None in found
+    assert set(found) == {old, None, 5.0}
+    assert 6 < len(found) < 29
+
+
+def test_a_disk_that_is_full_is_one_line(folder, tmp_path):
+    config = transformers.AutoConfig.from_pretrained(folder / "llama")
+    config.dtype = torch.float32
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
+    hub.save_model(model, language.byte_tokenizer(), config, tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with mock.patch("hub.flush_to_disk", side_effect=OSError(28, "No space left on device")):
+        message = exit_message(hub.save_model, model, language.byte_tokenizer(), config, tmp_path)
+    assert message == f"cannot write {tmp_path}: [Errno 28] No space left on device"
+    assert sorted(path.name for path in tmp_path.iterdir()) == before and result_in(tmp_path) is not None
