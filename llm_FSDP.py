@@ -38,7 +38,6 @@ import functools
 import importlib.util
 import math
 import os
-import resource
 import signal
 import sys
 import time
@@ -428,7 +427,7 @@ class Speed:
         seconds = time.perf_counter() - self.start
         counts = torch.tensor([self.n_targets, self.n_tokens], dtype=torch.float64, device=self.device)
         targets, tokens = (dist.all_reduce(counts) / seconds).tolist()
-        memory = torch.tensor(float(peak_memory(self.device)), device=self.device)
+        memory = torch.tensor(float(dist.peak_memory(self.device)), device=self.device)
         memory = dist.all_reduce(memory, op="max").item()
         text = f"{targets:,.0f} targets/s | {tokens:,.0f} tokens/s | {memory / 1e6:,.0f} MB"
         if self.peak:
@@ -436,14 +435,6 @@ class Speed:
             text += f" | MFU {operations / (self.peak * dist.get_world_size()):.1%}"
         self.begin()
         return text
-
-
-def peak_memory(device):
-    """Bytes: the most that this process has had allocated on its GPU, or resident in memory on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 # ---- before and after training ------------------------------------------------------------------------------------
@@ -514,7 +505,12 @@ def parse_args(argv=None):
     add("--output-dir", default="runs/llm", help="folder for the trained model, or for its adapters")
     add("--checkpoint-dir", help="save checkpoints here, and resume from the newest one")
     add("--save-every", type=count, default=500, help="save a checkpoint every N steps, and at the end", metavar="N")
-    add("--lora", type=count, metavar="RANK", help="freeze the model and train adapters of this rank")
+    add(
+        "--lora",
+        type=count,
+        metavar="RANK",
+        help="freeze the model and train adapters of this rank (default: train the model)",
+    )
     add("--lora-alpha", type=options.positive_number, help="scale of the adapters (default: twice their rank)")
     add("--merge", action="store_true", help="with --lora: also write the merged model, to OUTPUT_DIR/merged")
     length = options.whole_number(2)
@@ -536,7 +532,7 @@ def parse_args(argv=None):
     add("--compile", action="store_true", help="compile each layer with torch.compile")
     add("--log-every", type=count, default=20, help="print every N steps", metavar="N")
     add("--eval-every", type=count, default=100, help="evaluate every N steps, and at the end", metavar="N")
-    add("--prompt", help="what the trained model answers at the end")
+    add("--prompt", help="what the trained model answers at the end (default: nothing with --model)")
     add("--seed", type=options.seed_number, default=0, help="random seed")
     add("--wandb", action="store_true", help="track with Weights & Biases")
     add("--tensorboard", default="", help="track with TensorBoard, in this folder", metavar="FOLDER")
