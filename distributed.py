@@ -784,7 +784,10 @@ def _run_worker(worker_fn, *args):
         worker_fn(get_local_rank(), get_world_size(), *args)
     except DistributedError as error:
         _note_exit_status(1)
-        raise SystemExit(1 if error.on_all_ranks and not is_primary() else str(error)) from None
+        by_launch = multiprocessing.parent_process() is not None  # which prints the line of one rank, the first
+        if error.on_all_ranks and not is_primary() and not by_launch:
+            raise SystemExit(1) from None
+        raise SystemExit(str(error)) from None
     except SystemExit as error:
         _note_exit_status(error.code)
         raise

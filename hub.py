@@ -153,7 +153,7 @@ def save_model(model, tokenizer, config, folder):
         if ".lora_" in name or id(param) in seen:
             continue  # the second name of a tied weight: from_pretrained ties it again
         seen.add(id(param))
-        tensor = gathered(param)
+        tensor = gathered(param.detach().to(config.dtype))
         module = modules[name.rpartition(".")[0]]
         if hasattr(module, "lora_scale") and param is module.weight:
             tensor = tensor + change_by_lora(module)

@@ -6,8 +6,10 @@ import io
 import itertools
 import json
 import os
+import random
 import re
 import shutil
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -17,8 +19,10 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from conftest import exit_message, float64, run
+from conftest import exit_message, float64, run, start, wait_for
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed as dist
 import documents
@@ -305,6 +309,265 @@ def test_checkpoints_of_adapters_leave_the_model_out(folder):
     metadata = torch.distributed.checkpoint.FileSystemReader(folder / "lora stopped" / f"epoch-{STOP}").read_metadata()
     names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
     assert len(names) == 2 * 7 * 2 and all(".lora_" in name for name in names)
+
+
+# ---- the script as it is run ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_without_a_model_and_a_network_it_learns_and_answers(tmp_path):
+    env = {"HF_HOME": str(tmp_path / "empty"), "HF_HUB_OFFLINE": "1"}
+    status, stdout, stderr = run("llm_FSDP.py", "--nproc", "2", "--output-dir", tmp_path / "out", env=env, timeout=500)
+    assert (status, stderr) == (0, "")
+    guess = float(re.search(r"guessing by bigrams (.*)", stdout)[1])
+    held_out = [float(loss) for loss in re.findall(r"held-out (.*)", stdout)]
+    assert held_out[0] > 7 and held_out[-1] < guess - 0.2
+    assert re.search(
+        r"^step 20/369 \| loss \d\.\d{4} \| norm \d\.\d\d \| lr \d\.\de-03 \| [\d,]+ targets/s", stdout, re.M
+    )
+    assert re.search(r"--->\n    (?:return|if|self|for|raise|with|try)\b", stdout), "it answers with code"
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() == 664_192
+
+
+def small_run(folder, output, nproc):
+    """The options of a run of 60 steps, which saves every third, and prints every step."""
+    command = ["--model", folder / "llama", "--data", folder / "data.jsonl", "--length", LENGTH, "--seed", 1]
+    command += ["--lr", 0.01, "--global-batch-size", 6, "--epochs", 60 * 6 / 39, "--log-every", 1, "--save-every", 3]
+    return [*command, "--output-dir", output, "--checkpoint-dir", f"{output} checkpoints", "--nproc", nproc]
+
+
+def steps_in(log):
+    """The last step that is printed, or 0."""
+    found = re.findall(r"^step (\d+)/", log.read_text(), re.M)
+    return int(found[-1]) if found else 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_kills_and_sigterm_change_nothing(folder, tmp_path):
+    """Killed at any moment and once in a save, stopped by SIGTERM; each time resumed by another number of processes."""
+    status, stdout, stderr = run("llm_FSDP.py", *small_run(folder, tmp_path / "whole", 2))
+    assert (status, stderr) == (0, "") and "step 60/60 | loss" in stdout
+    output = tmp_path / "killed"
+    checkpoints = Path(f"{output} checkpoints")
+    log = tmp_path / "log"
+    log.touch()
+    draw = random.Random(0)
+    for number, nproc in enumerate((2, 3, 1, 2), 1):
+        process = start("llm_FSDP.py", *small_run(folder, output, nproc), log=log)
+        aim = 10 * number + draw.randint(0, 5)
+        if number == 3:
+            wait_for(lambda aim=aim: steps_in(log) >= aim and is_incomplete(checkpoints), process)
+        else:
+            wait_for(lambda aim=aim: steps_in(log) >= aim, process)
+        process.kill()
+        process.wait()
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    process = start(*command, "llm_FSDP.py", *small_run(folder, output, 2), log=log, env={"OMP_NUM_THREADS": "1"})
+    wait_for(lambda: steps_in(log) >= 50, process)
+    process.terminate()
+    process.wait(timeout=100)
+    stopped_at = steps_in(log)
+    assert stopped_at < 60 and (checkpoints / f"epoch-{stopped_at}" / ".metadata").exists(), "it saved at once"
+    status, stdout, stderr = run("llm_FSDP.py", *small_run(folder, output, 2))
+    assert (status, stderr) == (0, "")
+    assert re.findall(r"^step (\d+)/60 \| loss", stdout, re.M)[0] == str(stopped_at + 1)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").state_dict()
+    for name, value in transformers.AutoModelForCausalLM.from_pretrained(output).state_dict().items():
+        assert (value - expected[name]).abs().max() < 1e-3, name
+
+
+def is_incomplete(checkpoints):
+    """Is a checkpoint being written at this moment?"""
+    return any(not (path / ".metadata").exists() for path in checkpoints.glob("epoch-*"))
+
+
+# ---- the CPU's memory -----------------------------------------------------------------------------------------------
+
+
+class Peak:
+    """By how much the anonymous memory of this process grows while the block runs."""
+
+    def __enter__(self):
+        self.before = self.largest = anonymous_bytes()
+        self.is_done = threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def watch(self):
+        while not self.is_done.wait(timeout=0.002):
+            self.largest = max(self.largest, anonymous_bytes())
+
+    def __exit__(self, *error):
+        self.is_done.set()
+        self.thread.join()
+        self.peak = max(self.largest, anonymous_bytes()) - self.before
+
+
+def anonymous_bytes():
+    """Without mapped files, whose pages the system may drop at any time."""
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+def measure_memory(local_rank, world_size, folder):
+    llm_FSDP.init_process_group()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    args = arguments(Path(folder), "large", f"large {world_size}")
+    peaks = []
+    with contextlib.redirect_stdout(io.StringIO()):
+        tokenizer, whole, config, _, _ = llm_FSDP.prepare(args)
+        with Peak() as peak:
+            model = llm_FSDP.make_model(whole, config, args)
+            del whole
+        peaks.append(peak.peak)
+        with Peak() as peak:
+            llm_FSDP.write_results(model, tokenizer, config, args)
+        peaks.append(peak.peak)
+    everyone = dist.gather_objects(peaks)
+    if local_rank == 0:
+        Path(folder, f"memory {world_size}.json").write_text(json.dumps(everyone))
+
+
+@pytest.mark.slow
+def test_the_cpus_hold_one_model_and_not_one_per_process(folder):
+    """Loading fills the shards, one model over all ranks; saving collects one more. One tensor at a time is sent."""
+    config = transformers.LlamaConfig(
+        vocab_size=16000, hidden_size=1024, num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=8,
+        intermediate_size=2816, tie_word_embeddings=False, max_position_embeddings=256,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    n_bytes = 4 * model.num_parameters()
+    largest = max(4 * param.numel() for param in model.parameters())
+    assert 400e6 < n_bytes < 420e6
+    model.save_pretrained(folder / "large", max_shard_size="100MB")
+    language.byte_tokenizer().save_pretrained(folder / "large")
+    del model
+    for world_size in (1, 2, 4):
+        dist.launch(measure_memory, str(folder), nprocs=world_size)
+        peaks = json.loads((folder / f"memory {world_size}.json").read_text())
+        loading, saving = zip(*peaks, strict=True)
+        print(world_size, [[round(n / 1e6) for n in part] for part in (loading, saving)], flush=True)
+        assert 0.9 * n_bytes < sum(loading) < 1.1 * n_bytes + 3 * world_size * largest
+        assert 0.9 * n_bytes * (world_size > 1) < sum(saving) < 1.2 * n_bytes + 3 * world_size * largest
+        for rank in range(1, world_size):
+            assert loading[rank] < n_bytes / world_size + 4 * largest and saving[rank] < 4 * largest
+        shutil.rmtree(folder / f"large {world_size}")
+
+
+# ---- bfloat16, memory and collectives -------------------------------------------------------------------------------
+
+
+class Watch(TorchDispatchMode):
+    """Notes the types of what is gathered and reduced, and counts reads of a value by the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.gathered = []
+        self.reduced = []
+        self.host_reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # its own operations on the shards come here next
+        name = func.name()
+        if "_allgather_base_" in name:
+            self.gathered.append(str(args[0].dtype))
+        elif "_reduce_scatter_base_" in name:
+            self.reduced.append(str(args[1].dtype))
+        elif "_local_scalar_dense" in name:
+            self.host_reads += 1
+        return func(*args, **(kwargs or {}))
+
+
+def held_bytes(model, optimizer):
+    """Of the parameters, of their gradients, and of the optimizer's state, by whether they are trained."""
+    held = {True: 0, False: 0}
+    for param in model.parameters():
+        state = [value for value in optimizer.state.get(param, {}).values() if value.dim()]
+        for tensor in [param, param.grad, *state]:
+            if tensor is not None:
+                held[param.requires_grad] += tensor.to_local().nbytes
+    return held
+
+
+def mix(folder, output, **changes):
+    """A model in bfloat16 is loaded, trained by mixed precision for a step, and written."""
+    args = arguments(folder, "bfloat16", output, precision="mixed", merge=bool(changes), **changes)
+    with contextlib.redirect_stdout(io.StringIO()):
+        tokenizer, whole, config, rows, held_out = llm_FSDP.prepare(args)
+        model = llm_FSDP.make_model(whole, config, args)
+        n_params = {True: 0, False: 0}
+        for param in model.parameters():
+            n_params[param.requires_grad] += param.numel()
+        trainer = llm_FSDP.Trainer(model, rows, held_out, args)
+        trainer.train_step(0)
+        own_rows = list(llm_FSDP.share_of(rows, llm_FSDP.global_batch(len(rows), 1, args)))
+        with Watch() as watch:
+            trainer.optimizer.zero_grad()
+            llm_FSDP.backward(model, own_rows)
+            torch.nn.utils.clip_grad_norm_(trainer.trained, 1.0)
+            trainer.optimizer.step()
+        types = {str(param.dtype) for param in trainer.trained}
+        result = {"params": n_params, "held": held_bytes(model, trainer.optimizer), "types": types}
+        result |= {"gathered": watch.gathered, "reduced": watch.reduced, "host reads": watch.host_reads}
+        result["logits"] = logits_of(model)
+        llm_FSDP.write_results(model, tokenizer, config, args)
+    return result
+
+
+def work_mixed(local_rank, world_size, folder):
+    folder = Path(folder)
+    llm_FSDP.init_process_group()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    results = {"full": mix(folder, "mixed"), "lora": mix(folder, "mixed lora", lora=4, lora_alpha=8.0)}
+    torch.save(results, folder / f"mixed {local_rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def mixed(folder):
+    language.make_folder("llama", folder / "bfloat16", torch.bfloat16)
+    dist.launch(work_mixed, str(folder), nprocs=2)
+    return [torch.load(folder / f"mixed {rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def test_bytes_held_are_those_of_the_docstring(mixed):
+    for result in mixed:
+        full, lora = result["full"], result["lora"]
+        assert full["held"][True] == pytest.approx(16 * full["params"][True] / 2, rel=0.01)
+        assert lora["held"][False] == pytest.approx(2 * lora["params"][False] / 2, rel=0.01)
+        assert lora["held"][True] == pytest.approx(16 * lora["params"][True] / 2, rel=0.01)
+        assert lora["params"][False] == full["params"][True]
+
+
+def test_parameters_are_gathered_in_bfloat16_and_trained_in_float32(mixed):
+    """Per row: two layers twice, and embedding and root; of the adapters only those two layers are reduced."""
+    for result in mixed:
+        for name, n_reduced in (("full", 4), ("lora", 2)):
+            assert result[name]["types"] == {"torch.float32"}
+            assert set(result[name]["gathered"]) == {"torch.bfloat16"}
+            assert result[name]["reduced"] == ["torch.float32"] * n_reduced * (BATCH // 2)
+            assert result[name]["host reads"] == 0
+
+
+def test_results_of_mixed_precision_are_bfloat16_and_bit_for_bit_what_was_trained(folder, mixed):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "mixed")
+    assert model.dtype == torch.bfloat16
+    assert torch.equal(logits_of_bfloat16(model), mixed[0]["full"]["logits"])
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "bfloat16")
+    adapted = peft.PeftModel.from_pretrained(base, folder / "mixed lora")
+    expected = mixed[0]["lora"]["logits"]
+    assert (logits_of_bfloat16(adapted) - expected).abs().max() < 0.05 * expected.std()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "mixed lora" / "merged")
+    assert (logits_of_bfloat16(merged) - expected).abs().max() < 0.05 * expected.std()
+
+
+@torch.no_grad()
+def logits_of_bfloat16(model):
+    return model.eval()(IDS, use_cache=False).logits
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
