@@ -15,6 +15,7 @@ Only rank 0 reads and writes files. It needs one whole model in the CPU's memory
 because safetensors maps the files into memory, and no rank ever holds a whole model on its device.
 """
 
+import contextlib
 import copy
 import json
 import os
@@ -57,13 +58,13 @@ def build_model(config, dtype, attention="sdpa"):
     return model
 
 
-def load_model(name, attention="sdpa"):
+def load_model(name, config, attention="sdpa"):
     """The whole model of a folder, or of a name on the Hub, on the CPU, in the type of its files.
 
     Raises OSError, ValueError or ImportError if it cannot be loaded, also if its files lack some weights.
     """
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        name, dtype="auto", attn_implementation=attention, output_loading_info=True
+        name, config=copy.deepcopy(config), dtype="auto", attn_implementation=attention, output_loading_info=True
     )
     missing = sorted(info["missing_keys"])
     if missing:
@@ -127,6 +128,20 @@ def add_adapted(linear, inputs, output):
 def adapted_layers(model):
     """The linear layers that have adapters, by their names."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_scale")}
+
+
+@contextlib.contextmanager
+def without_adapters(model):
+    """Inside the block the model computes what it computed before `add_lora`."""
+    adapted = adapted_layers(model).values()
+    scales = [linear.lora_scale for linear in adapted]
+    for linear in adapted:
+        linear.lora_scale = 0.0
+    try:
+        yield
+    finally:
+        for linear, scale in zip(adapted, scales, strict=True):
+            linear.lora_scale = scale
 
 
 # ---- write --------------------------------------------------------------------------------------------------------

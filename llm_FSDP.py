@@ -627,7 +627,7 @@ def load_whole_model(config, args):
     """The model to begin with, on the CPU. Rank 0 calls it."""
     torch.manual_seed(args.seed)
     if args.model and not args.from_scratch:
-        whole = hub.load_model(args.model, args.attention)
+        whole = hub.load_model(args.model, config, args.attention)
     else:
         whole = hub.build_model(config, torch.get_default_dtype(), args.attention)
     config.dtype = whole.dtype  # in which the result is written
