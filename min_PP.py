@@ -154,7 +154,10 @@ class Pipeline:
         device = dist.get_device()
         self.n_ranks = dist.get_world_size() // args.data_parallel  # processes of this pipeline
         self.mesh = torch_dist.init_device_mesh(
-            device.type, (args.data_parallel, self.n_ranks), mesh_dim_names=("replica", "stage")
+            device.type,
+            (args.data_parallel, self.n_ranks),
+            mesh_dim_names=("replica", "stage"),
+            backend_override=dist.pipeline_backend("stage"),
         )
         self.group = self.mesh.get_group("stage")
         self.rank = self.mesh.get_local_rank("stage")
@@ -260,6 +263,7 @@ def clip_gradients(pipeline, max_norm):
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     if not dist.is_dist_avail_and_initialized():  # PipelineStage needs a process group, in one process too
         torch_dist.init_process_group(store=torch_dist.HashStore(), rank=0, world_size=1)
     text, held_out = gpt.load_text()
