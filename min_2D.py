@@ -26,6 +26,8 @@ nor the biases of RowwiseParallel layers), and up to 20·L/T more while a block 
 where A = 4 · global batch size / (R·S) · length · width. With --checkpoint-activations a block keeps only its input for
 backward, A/T bytes. It computes a third more, and sends 11 instead of 8 along tensor.
 
+No process ever holds the whole model: it is built without memory, on the device "meta", split, and then filled.
+
     python min_2D.py --nproc 4 --replicate 2                         # HSDP: 2 replicas of 2 shards
     python min_2D.py --nproc 4 --tensor 2 --checkpoint-dir runs/2d      # FSDP x TP: 2 shards of layers split in 2
     python min_2D.py --nproc 1 --checkpoint-dir runs/2d --steps 600     # resumes on another mesh, here in one process

@@ -38,6 +38,8 @@ Cost per process, for P float32 parameters and A = 4 · global batch size / S ·
     sent      2·(S-1)/S · 4·P/(K·T) bytes per step along shard, 8·(T-1)/T · A per block of its stage along tensor, and
               A/T to each neighbour along stages, or 2·A/T with Interleaved1F1B
 
+No process ever holds the whole model: it is built without memory, on the device "meta", split, and then filled.
+
     python min_3D.py --nproc 8                                         # 2 x 2 x 2 processes
     python min_3D.py --nproc 4 --stages 2 --shard 2 --checkpoint-dir runs/3d
     python min_3D.py --nproc 1 --checkpoint-dir runs/3d --steps 800    # resumes on another mesh, here in one process

@@ -37,7 +37,7 @@ because gloo's reduce-scatter is an all-reduce.
     python min_CP.py --nproc 2                           # two processes
     python min_CP.py --nproc 4 --attention all-gather    # four processes, which gather keys and values
 
-It prints the loss, tokens per second and memory every 50 steps, at last `step 400 | loss 2.1925 | held-out 2.2289 | …`.
+It prints the loss, tokens per second and memory every 50 steps, finally `step 400 | loss 2.1925 | held-out 2.2289 | …`.
 """
 
 import functools

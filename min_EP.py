@@ -21,9 +21,9 @@ Choose it when most parameters are experts and one device cannot hold them. FSDP
 sends parameters instead of tokens. Here no token is dropped, so N processes compute what one process computes. All
 processes wait for the busiest expert, so a load-balancing loss evens out their use (Switch, arXiv:2101.03961).
 
-The host waits for the device once per block: it needs the number of tokens to allocate memory for them. Production
-systems avoid the wait. Some give each expert a fixed capacity, and drop or pad tokens (GShard, Switch). Some keep the
-counts on the device (DeepEP, torchtitan), and replace the loop over experts by torch.nn.functional.grouped_mm.
+The host waits for the device once per block: it needs the number of tokens to allocate memory for them. torchtitan's
+standard dispatch and DeepEP's training mode wait too. GShard and Switch avoid the wait: they give each expert a fixed
+capacity, and drop or pad tokens. torchtitan replaces the loop over experts by torch.nn.functional.grouped_mm.
 
 Cost per process, for S shared float32 parameters and X of experts, L layers of width D, B sequences of T bytes and N
 processes:

@@ -1,4 +1,4 @@
-"""Train on ranks with unequal amounts of data: no batch is dropped, none is repeated, and no rank waits for ever.
+"""Train on ranks with unequal amounts of data: no batch is dropped, none is repeated, and no rank waits forever.
 
 In every step DDP averages the gradients of all ranks. Let rank 0 have 4 batches (b) and rank 1 only 2. If each rank
 just stops after its last batch, rank 0 waits for gradients that never come, until a timeout ends the job:
@@ -96,7 +96,7 @@ def train_with_weights(model, optimizer, batches, sums, args):
             loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
         sums[step, 0] = loss.detach()
         sums[step, 1] = y.numel()
-        mean = loss / dist.all_reduce(sums[step, 1].clone())
+        mean = loss / dist.reduce(sums[step, 1], op="sum")
         (mean * dist.get_world_size()).backward()  # DDP divides by the number of processes
         if args.clip:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)

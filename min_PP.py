@@ -13,11 +13,11 @@ time that a process waits for others:
              rank 1    . F0 F1  . B0 F2 B1 F3 B2  . B3  .
              rank 2    .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
 
-Both wait for (N-1)/(M+N-1) of a step. GPipe keeps the activations of all M micro-batches. 1F1B keeps at most N. The
+Both are idle for (N-1)/(M+N-1) of a step. GPipe keeps the activations of all M micro-batches. 1F1B keeps at most N. The
 other schedules have two stages in each process and a smaller bubble. With N = 3, the six stages are on these ranks:
 
     Interleaved1F1B        0 1 2 0 1 2   waits for (N-1)/(2·M+N-1) of a step
-    InterleavedZeroBubble  0 1 2 0 1 2   computes gradients of weights in the bubble: no process waits for them
+    InterleavedZeroBubble  0 1 2 0 1 2   computes gradients of weights in the bubble, since nothing depends on them
     ZBVZeroBubble          0 1 2 2 1 0   computes gradients of weights in the bubble
     DualPipeV              0 1 2 2 1 0   also runs one micro-batch's forward together with another's backward
 
@@ -27,6 +27,9 @@ Choose it when one device cannot hold the model and links are slow, as between m
 and they send little. Over fast links FSDP (min_FSDP.py) is simpler: it has no bubble and no stages to balance.
 --data-parallel D trains D pipelines, each on its share of the batch, and averages their gradients. N is then the
 number of processes of one pipeline.
+
+No process ever holds the whole model: it is built without memory, on the device "meta", and each process fills its own
+stages. On GPUs the stages send with the backend "nccl-lazy", where torch has it (2.15): see dist.pipeline_backend.
 
 Cost, for P float32 parameters and A = 4 · batch size · length · width, the bytes of the activations between two blocks:
     memory    16·P/N bytes per process for parameters, gradients and AdamW's state; the first stage also has the

@@ -366,7 +366,7 @@ def train(model, optimizer, stream, position, args):
         step += 1
         position += args.global_batch_size
         if step % args.log_every == 0 or step == args.steps:
-            loss = dist.all_reduce(losses[first_unprinted:step].clone()).mean().item()
+            loss = dist.reduce(losses[first_unprinted:step], op="sum").mean().item()
             speed = (step - first_unprinted) * args.global_batch_size / (time.perf_counter() - start)
             dist.print_primary(
                 f"step {step} | epoch {position / stream.n_documents:.2f} | loss {loss:.4f} | {speed:,.0f} documents/s",

@@ -88,7 +88,7 @@ class ZeRO:
         self.own_grad *= (self.clip / (norm + 1e-6)).clamp(max=1)
 
     def own_groups(self, groups):
-        """The parameter groups of `optim`: the piece of each group that lies in this process's part, maybe empty."""
+        """The parameter groups of `optim`: the piece of each group in this process's part. It may be empty."""
         own_groups = []
         offset = dist.get_rank() * len(self.own)  # where the part begins in the flat vector
         start = 0  # where the group begins in the flat vector

@@ -17,7 +17,7 @@ Choose min_DDP.py to learn DDP, flyte_workflow.py to run this experiment as the 
 multinode_torchrun.py for machines that come and go.
 
 Cost per process, for P float32 parameters trained by SGD with momentum on N processes: 4·P bytes of parameters, 4·P of
-gradients, 4·P of momentum, and the activations of one micro-batch. Each step sends 2·(N-1)/N · 4·P bytes, whatever K.
+gradients, 4·P of momentum, and the activations of one micro-batch. Each step sends 2·(N-1)/N · 4·P bytes, for any K.
 A snapshot is 8·P bytes.
 
     python mnist_DDP.py                                           # all visible GPUs; on the CPU add --nproc 2
@@ -190,6 +190,7 @@ class Trainer:
         self.tracker.start(self.net, self.hp, self.samples(epoch, step))
         while epoch < self.hp.epochs:
             self.train_epoch(epoch, step)
+            dist.check_in_sync(self.net)  # stops if the weights of two processes differ
             self.test_epoch(epoch)
             epoch += 1
             step = 0

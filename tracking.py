@@ -13,7 +13,6 @@ Every rank makes the same calls, except `log_predictions`, which only rank 0 nee
 Needs requirements-tracking.txt; without --wandb and --tensorboard, neither package is imported.
 """
 
-import dataclasses
 import os
 import threading
 
@@ -52,8 +51,8 @@ class Tracker:
     def start(self, net, hyperparameters, samples):
         """Begin to track `net` after `samples` samples. Raises DistributedError on every rank if it cannot.
 
-        `hyperparameters` is a dataclass. With `watch_gradients` it needs the fields `log_interval`, in steps, and
-        `grad_accumulation`, the backwards per step. Call it when a snapshot, if any, has been loaded.
+        `hyperparameters` is a dataclass or a namespace. With `watch_gradients` it needs the fields `log_interval`, in
+        steps, and `grad_accumulation`, the backwards per step. Call it when a snapshot, if any, has been loaded.
         """
         if dist.is_primary():
             if self.wandb:
@@ -70,7 +69,7 @@ class Tracker:
         if self.run_id is not None:
             settings = {"id": self.run_id, "resume": "allow"}
         try:
-            self.run = wandb.init(project=self.project, config=dataclasses.asdict(hyperparameters), **settings)
+            self.run = wandb.init(project=self.project, config=dict(vars(hyperparameters)), **settings)
         except wandb.Error as error:
             reason = str(error).partition("\n")[0]
             self.error = f"--wandb: {reason}: `wandb login` once, or set WANDB_MODE=offline"
@@ -132,7 +131,7 @@ class Tracker:
                 self.writer.close()
             except OSError as error:
                 self.fail(error)
-        dist.raise_on_all(self.error, dist.patient_group())  # rank 0 may upload for long
+        dist.raise_on_all(self.error, dist.patient_group())  # rank 0 may upload for minutes
 
 
 def hide_errors_of_tensorboards_thread():
