@@ -297,6 +297,18 @@ def patient_group():
     return _patient_groups[world]
 
 
+def pipeline_backend(dim):
+    """For `backend_override` of init_device_mesh: a backend that suits pipelines, whose stages are dimension `dim`.
+
+    In torch 2.15 "nccl" builds a ProcessGroupNCCL2, unless TORCH_DIST_USE_NCCL2=0. It sends to all ranks on one stream,
+    so what goes to one neighbour waits for what goes to the other. "nccl-lazy" has a communicator and a stream for each
+    pair of ranks. Returns {dim: "nccl-lazy"}, or None with gloo and with torch before 2.15, which has no such backend.
+    """
+    if torch_dist.get_backend() == "nccl" and torch_dist.is_backend_available("nccl-lazy"):
+        return {dim: "nccl-lazy"}
+    return None
+
+
 def cleanup():
     """Destroy the process group. All ranks must call it; `launch` does when `worker_fn` returns.
 

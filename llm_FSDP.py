@@ -678,6 +678,7 @@ def init_process_group():
 
 def main_worker(local_rank, world_size, args):
     init_process_group()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     tokenizer, whole, config, rows, held_out = prepare(args)

@@ -1005,7 +1005,7 @@ def script(job, layout):
     if kinds == {"shard"} and layout.recompute == "none":
         if layout.precision == "float32":
             return "min_FSDP.py", []
-        return "min_FSDP.py", ["--mixed-precision"]
+        return "min_FSDP.py", ["--bf16"]
     mesh = ["--replicate", replicate, "--shard", shard, "--tensor", tensor]
     if layout.recompute == "full":
         mesh.append("--checkpoint-activations")

@@ -75,7 +75,7 @@ the number of samples
     "min_FSDP.py": """
         --nproc 3 --global-batch-size 16 | argument --global-batch-size: 16 is not a multiple of 3, the number of \
 processes
-        --mixed-precision | argument --mixed-precision: one process gathers nothing, use at least 2 (--nproc 2)
+        --bf16 | argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)
     """,
     "mnist_FSDP.py": """
         --strategy local --nproc 2 | argument --strategy: local trains in 1 process, not in 2
