@@ -2,10 +2,10 @@
 
     time of a step  =  compute + bubble + communication that is not overlapped with compute + optimizer
 
-It needs no GPU and no torch. It tries all splits by powers of two that fit into memory, and recommends the fastest: its
-command, the memory of a GPU by part, and the seconds of a step by part. It also prints the simplest mesh within 5 % of
-that, and the runner-up. docs/plan.md compares the same formulas with published measurements, so you can see how far to
-trust them.
+It needs no GPU and no torch. It tries all splits by powers of two that fit into memory. It recommends the simplest mesh
+within 5 % of the fastest: its command, the memory of a GPU by part, and the seconds of a step by part. It names the
+fastest and the runner-up too. docs/plan.md holds the same formulas against published measurements, publishers that
+were not fitted among them, so you can see how far to trust them.
 
     replicate   every GPU holds the model, gradients are averaged        (DDP, min_2D.py; ZeRO-1, min_ZeRO.py)
     shard       parameters are gathered when a block computes            (FSDP, min_FSDP.py)
@@ -15,11 +15,13 @@ trust them.
     stages      the layers are split, micro-batches follow each other    (PP, min_PP.py)
 
 Use it before you write or rent anything. When you have the machines, `python -m benchmarks.check_cluster` measures them
-and --cluster takes its file. Mixture-of-experts models, ring attention and CPU offloading are not in it.
+and --cluster takes its file.
 
     python plan.py --model llama3-8b --gpus 64
     python plan.py --model llama3-70b --gpus 256 --gpu h200 --global-batch-size 512
-    python plan.py --layers 24 --width 2048 --heads 16 --gpus 8 --gpu "memory=48 flops=362 bandwidth=864"
+    python plan.py --layers 24 --width 2048 --heads 16 --gpus 8 --gpu "memory=48 flops=362" --links "inside=25"
+    python plan.py --model llama3-70b --mesh "shard=32 tensor=2" --recompute full      # a mesh that you already have
+    python plan.py --model llama3-70b --gpus 8 --lora 16
     python plan.py --model llama3-405b --gpus 512 --json
 
 The first prints `recommended   FSDP 64, recompute none, 1 micro-batch of 1 sequence`.
@@ -29,8 +31,15 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import sys
 from dataclasses import dataclass
+
+# It is said in --help too.
+NOT_PLANNED = (
+    "It does not plan mixtures of experts (min_EP.py trains them), ring attention (min_Ring.py), DiLoCo, "
+    "quantized weights, offloading to the CPU, images, failures or slow machines."
+)
 
 # ---- the two sums ---------------------------------------------------------------------------------------------------
 
@@ -105,47 +114,82 @@ MODELS = {  # name: layers, width, heads, KV heads, hidden, matrices, vocabulary
     "gpt3-175b": Model(96, 12288, 96, 96, 49152, 2, 50257, tied=True, sequence=2048),
 }
 
+HUB = {  # their names on the Hugging Face Hub, for llm_FSDP.py
+    "llama2-7b": "meta-llama/Llama-2-7b-hf",
+    "llama2-13b": "meta-llama/Llama-2-13b-hf",
+    "llama2-70b": "meta-llama/Llama-2-70b-hf",
+    "llama3-1b": "meta-llama/Llama-3.2-1B",
+    "llama3-3b": "meta-llama/Llama-3.2-3B",
+    "llama3-8b": "meta-llama/Llama-3.1-8B",
+    "llama3-70b": "meta-llama/Llama-3.1-70B",
+    "llama3-405b": "meta-llama/Llama-3.1-405B",
+}
+
+GIB = 2**30
+
 
 @dataclass(frozen=True)
 class Cluster:
     """Speeds of one GPU and of its links, in bytes and operations per second. Latencies are in seconds."""
 
     name: str
-    memory: float
-    flops: float  # of dense matrices in bfloat16
+    memory: float  # bytes that torch reports, less than what stands on the box
+    flops: float  # of dense matrices in bfloat16, as its maker promises
     bandwidth: float  # of its memory
     inside: float  # sent by one GPU to others in its machine
     between: float  # sent by one GPU to other machines
     gpus_per_node: int = 8
-    efficiency: float = 0.77  # the median of the H100 sources of docs/plan.md, see `compute_seconds`
-    latency_inside: float = 1e-6
-    latency_between: float = 3e-6
+    reachable: float = 0.8  # of `flops`, by large matrices alone
+    flash: float = 0.33  # of `flops`, by FlashAttention-2, forward and backward
+    efficiency: float = 0.85  # of what kernels reach alone, in training: see `compute_seconds`
+    has_rows: bool = True  # docs/plan.md has runs of this GPU, or it was measured
+    # NCCL's own model of a ring: microseconds per hop over NVLink and over the network, protocol Simple, see
+    # `transfer_seconds`. (hwLatencies in https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc)
+    latency_inside: float = 3.4e-6
+    latency_between: float = 14e-6
+    reachable_link: float = 0.8  # of `inside` and `between`, by large messages: usual in nccl-tests
     overlaps: bool = True  # links work while the GPU computes
     float32: float = 0.5  # speed of float32 matrices (TF32) in relation to bfloat16
-    reachable: float = 794.5 / 989  # of `flops`, by large matrices: github.com/stas00/ml-engineering, accelerator
-    reachable_link: float = 0.8  # of `inside` and `between`, by large messages: usual in nccl-tests
-    # These two, like latency_between, were fitted by hand to the measurements in docs/plan.md.
     few_tokens: int = 300  # a micro-batch with this many tokens runs at half of the speed
     narrow: int = 250  # so do matrices, if their width / tensor is this
     reduce_scatter: float = 1.0  # its time in relation to an all-gather's: gloo's is an all-reduce
     device: str = "GPU"
 
 
-GPUS = {  # https://www.nvidia.com/en-us/data-center/ (H100, H200, A100, B200): dense, one direction of NVLink
-    "a100": Cluster("a100", 80e9, 312e12, 2.04e12, 300e9, 25e9, efficiency=0.99),  # of the A100 sources
-    "h100": Cluster("h100", 80e9, 989.5e12, 3.35e12, 450e9, 50e9),
-    "h200": Cluster("h200", 141e9, 989.5e12, 4.8e12, 450e9, 50e9),
-    # No published run of a B200 is in docs/plan.md: its efficiency is an H100's.
-    "b200": Cluster("b200", 180e9, 2250e12, 8e12, 900e9, 50e9),
+# Memory is what torch.cuda.get_device_properties reports. `flops`, `bandwidth` and links are the makers' numbers, dense
+# and in one direction: https://www.nvidia.com/en-us/data-center/h100/ and the pages of the other GPUs beside it,
+# https://aws.amazon.com/ec2/instance-types/g5/ for the A10G, NVIDIA's paper on the Ada architecture for the RTX 4090,
+# https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html.
+# `reachable`: "Maximum Achievable Matmul FLOPS", https://github.com/stas00/ml-engineering/tree/master/compute/accelerator.
+# `flash`: 189 of 312 TFLOP/s on A100 (arXiv:2307.08691), 335 forward and 322 backward of 989 on H100 (2407.08608).
+# `between` is the network of the usual machine: 8 x 200 Gb/s with A100, 8 x 400 Gb/s with H100 and newer ones, 100 Gb/s
+# for a whole machine of small cards. These have no NVLink. They send over PCIe 4, the RTX 4090 through the host.
+# `efficiency` of A100 and H100 is fitted: see docs/plan.md. Where there was no run to fit it is between the two.
+A100 = {"reachable": 271.2 / 312, "flash": 0.6, "efficiency": 0.86}
+H100 = {"reachable": 794.5 / 989, "flash": 0.33, "efficiency": 0.79}
+ADA = {"flash": 0.6, "has_rows": False}
+GPUS = {
+    "a100": Cluster("a100", 79.25 * GIB, 312e12, 2.04e12, 300e9, 25e9, **A100),
+    "a100-40": Cluster("a100-40", 39.5 * GIB, 312e12, 1.555e12, 300e9, 25e9, **A100),
+    "h100": Cluster("h100", 79.25 * GIB, 989.5e12, 3.35e12, 450e9, 50e9, **H100),
+    "h100-nvl": Cluster("h100-nvl", 93 * GIB, 835e12, 3.9e12, 64e9, 50e9, reachable=0.8, has_rows=False),
+    "h200": Cluster("h200", 139.8 * GIB, 989.5e12, 4.8e12, 450e9, 50e9, **H100),
+    "b200": Cluster("b200", 178 * GIB, 2250e12, 8e12, 900e9, 50e9, reachable=1745 / 2250, has_rows=False),
+    "mi300x": Cluster("mi300x", 191.5 * GIB, 1307e12, 5.3e12, 448e9, 50e9, reachable=668.4 / 1307, has_rows=False),
+    "l40s": Cluster("l40s", 44.4 * GIB, 362e12, 864e9, 32e9, 1.6e9, **ADA),
+    "l4": Cluster("l4", 22 * GIB, 121e12, 300e9, 32e9, 1.6e9, **ADA),
+    "a10g": Cluster("a10g", 22 * GIB, 70e12, 600e9, 32e9, 1.6e9, **ADA),
+    "rtx4090": Cluster("rtx4090", 23.5 * GIB, 165e12, 1.008e12, 16e9, 1.6e9, **ADA),
 }
-# The rest is for CUDA, NCCL and fragments: 8 of 10 peaks in docs/plan.md are at most 1/0.9 of the projected ones.
-SHARE_OF_MEMORY = 0.9
-TRUTH = (0.82, 1.13)  # measured / projected speed in docs/plan.md, from the 10th to the 90th percentile of its rows
+SHARE_OF_MEMORY = 0.95  # the rest is for CUDA, NCCL and fragments
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the work is split. The GPUs are replicate x shard x context x tensor x stages."""
+    """How the work is split, and what the framework does. The GPUs are replicate x shard x context x tensor x stages.
+
+    The defaults of the framework are what most published runs have. What the scripts here do is `SCRIPTS`.
+    """
 
     replicate: int = 1
     shard: int = 1
@@ -158,15 +202,18 @@ class Layout:
     chunks: int = 1  # stages that each GPU has, interleaved
     recompute: str = "none"  # or "selective", every second large matrix, or "full", whole blocks
     precision: str = "bfloat16"  # or "float8" in the blocks' matrices, or "float32"
-    # What the scripts here do. Published measurements come from frameworks that do otherwise.
+    attention: str = "unknown"  # the kernel, one of KERNELS
     fused: bool = True  # element-wise operations are fused, as by torch.compile
-    fused_loss: bool = False  # the loss works on the logits in place
+    fused_loss: bool = True  # the loss works on the logits in place: 4 bytes each, otherwise 12
+    chunked_loss: bool = False  # the loss takes a few tokens at a time, so there are never all logits
+    adam_bytes: float = 8.0  # of the optimizer's state, per parameter
+    lora: int = 0  # rank of the adapters that are trained beside a frozen model in bfloat16
     async_tensor: bool = False  # tensor parallelism communicates while it computes
     regather: bool = False  # backward gathers the inputs of tensor parallelism's matrices again
     balanced: bool = True  # every rank of `context` has the same share of attention
     shard_context: bool = True  # FSDP shards over the ranks of `context` too; in min_CP.py they hold replicas
     keep_gathered: bool = False  # shards are gathered once per micro-batch
-    overlap_gather: bool = False  # ZeRO gathers parameters while the next forward computes
+    overlap_gather: bool = False  # ZeRO sends few large messages, and gathers while the next forward computes
     reduce_bytes: int = 4  # gradients travel in float32
 
     @property
@@ -192,6 +239,10 @@ class Layout:
     def number_bytes(self):
         """Bytes of one number of an activation or of a gathered parameter."""
         return 4 if self.precision == "float32" else 2
+
+
+# The scripts call torch's attention, which is FlashAttention-2 on these GPUs, its cross-entropy, and no torch.compile.
+SCRIPTS = Layout(attention="flash2", fused=False, fused_loss=False)
 
 
 # ---- parameters and operations ------------------------------------------------------------------------------------
@@ -238,6 +289,18 @@ def recomputed_share(model, layout):
     return 0.0
 
 
+def adapter_params(model, layout):
+    """Parameters of LoRA's two matrices beside each matrix of all blocks: rank·(inputs + outputs). arXiv:2106.09685"""
+    attention = 2 * (model.width + model.width) + 2 * (model.width + model.kv_width)
+    mlp = model.matrices * (model.width + model.hidden)
+    return model.layers * layout.lora * (attention + mlp)
+
+
+def tokens_of_micro_batch(model, layout):
+    """Tokens of one micro-batch, for all GPUs of `tensor` together."""
+    return layout.micro * model.sequence / layout.context
+
+
 # ---- memory: the parts ----------------------------------------------------------------------------------------------
 
 
@@ -245,11 +308,17 @@ def state_bytes(model, layout):
     """{part: bytes} of parameters, gradients and Adam's state: 16 per parameter in float32, as docs/costs.md has it.
 
     In bfloat16 FSDP shards the same 16 bytes, and gathers copies. A replicated model also holds 2 bytes per parameter
-    for copies, and 2 for gradients, which are summed in float32. ZeRO shards the float32 parameters too: 8 bytes on
-    each GPU, 12 shared by all. (arXiv:1910.02054 sums gradients in 2 bytes.)
+    for copies, and 2 for gradients, if these are summed in float32. ZeRO shards the float32 parameters too: 8 bytes on
+    each GPU, 12 shared by all. (arXiv:1910.02054 sums gradients in 2 bytes.) With LoRA the model has 2 bytes, and only
+    the adapters have 16.
     """
+    if layout.lora:
+        adapters = adapter_params(model, layout) / layout.shards
+        params = total_params(model) / layout.shards
+        adam = layout.adam_bytes * adapters
+        return {"parameters": 2 * params + 4 * adapters, "gradients": 4 * adapters, "Adam's state": adam}
     params = local_params(model, layout) / layout.shards
-    held = {"parameters": 4 * params, "gradients": 4 * params, "Adam's state": 8 * params}
+    held = {"parameters": 4 * params, "gradients": 4 * params, "Adam's state": layout.adam_bytes * params}
     low_precision = layout.precision != "float32"
     if layout.zero:
         held["Adam's state"] /= layout.copies
@@ -257,7 +326,9 @@ def state_bytes(model, layout):
             held["parameters"] /= layout.copies
     if low_precision and layout.shards == 1:
         held["parameters"] += 2 * params
-        held["gradients"] += 2 * params
+        held["gradients"] = layout.reduce_bytes * params
+        if layout.reduce_bytes == 4:
+            held["gradients"] += 2 * params
     return held
 
 
@@ -273,6 +344,8 @@ def gathered_bytes(model, layout):
     size = layout.number_bytes
     if layout.stages > 1:
         return (size + 4) * local_params(model, layout)
+    if layout.lora:  # frozen: this block and the next one, and no gradients
+        return 2 * size * block_params(model) + size * embedding_params(model)
     buffers = 8 if size == 4 else 4
     per_param = 3 * size + buffers
     block = per_param * block_params(model)
@@ -280,11 +353,14 @@ def gathered_bytes(model, layout):
     return (block + ends) / layout.tensor
 
 
+UNFUSED = 1.4  # activations that kernels keep, and move, without torch.compile (torchtitan with and without)
+
+
 def activation_bytes(model, layout):
     """Bytes per token that a block keeps for backward, before tensor parallelism splits them.
 
     none: the inputs of both norms and of all matrices, q, k, v, and the output of attention: 32·width for GPT's shape.
-    (arXiv:2205.05198 has 34 with the masks of dropout.) Kernels that are not fused keep about 1.4 times as much.
+    (arXiv:2205.05198 has 34 with the masks of dropout.) Kernels that are not fused keep more.
     selective: the block's input and the outputs of q, v, attention, gate and down. full: the block's input.
     """
     if layout.recompute == "full":
@@ -294,24 +370,18 @@ def activation_bytes(model, layout):
     else:
         numbers = 6 * model.width + 2 * model.kv_width + model.matrices * model.hidden
         if not layout.fused:
-            numbers *= 1.4
+            numbers *= UNFUSED
     return layout.number_bytes * numbers
-
-
-def tokens_of_micro_batch(model, layout):
-    """Tokens of one micro-batch, for all GPUs of `tensor` together."""
-    return layout.micro * model.sequence / layout.context
 
 
 def micro_batches_in_flight(layout):
     """Micro-batches whose activations the first stage keeps: as many as there are stages in 1F1B.
 
-    Interleaved, a GPU holds the activations of (chunks - 1)/chunks · (stages - 1) micro-batches more.
-    (arXiv:2104.04473)
+    Interleaved, it keeps the activations of (stages - 1)/chunks micro-batches more. (arXiv:2205.05198, section 4.2.3)
     """
     if layout.stages == 1:
         return 1
-    more = (layout.stages - 1) * (layout.chunks - 1) / layout.chunks
+    more = 0 if layout.chunks == 1 else (layout.stages - 1) / layout.chunks
     return min(layout.count, layout.stages + more)
 
 
@@ -328,15 +398,21 @@ def kept_bytes(model, layout):
     return block * blocks * micro_batches_in_flight(layout)
 
 
-def logits_bytes(model, layout):
-    """The logits when backward begins: 12 bytes for the softmax, its gradient and the loss's, in float32.
+def bytes_per_logit(layout):
+    """12 for torch's cross-entropy: float32 logits, their softmax, their gradient. 4 if it is fused, 0 if chunked."""
+    if layout.chunked_loss:
+        return 0
+    return 4 if layout.fused_loss else 12
 
-    If the loss is fused they take 4. Tensor parallelism splits them by the vocabulary, and gathers the head's input,
-    and its gradient. In a pipeline only the last stage has logits. It keeps the activations of one micro-batch, so its
-    logits count as far as they exceed the others that the first stage keeps.
+
+def logits_bytes(model, layout):
+    """The logits when backward begins. Tensor parallelism splits them, and gathers the head's input and its gradient.
+
+    In a pipeline only the last stage has logits. It keeps the activations of one micro-batch, so its logits count as
+    far as they exceed the others that the first stage keeps.
     """
     tokens = tokens_of_micro_batch(model, layout)
-    logits = (4 if layout.fused_loss else 12) * model.vocabulary * tokens / layout.tensor
+    logits = bytes_per_logit(layout) * model.vocabulary * tokens / layout.tensor
     if layout.tensor > 1:
         logits += 2 * layout.number_bytes * model.width * tokens
     if layout.stages > 1:
@@ -359,14 +435,20 @@ def working_bytes(model, layout):
     return block
 
 
-# ---- time: the parts ------------------------------------------------------------------------------------------------
+# ---- time: computing ----------------------------------------------------------------------------------------------
 
-FLOAT8 = 1.6  # speed of blocks in float8, with all casts
-ATTENTION = 0.5  # speed of attention's products, in parts of the GPU's speed (FlashAttention-2 on H100)
-FORWARD = 0.25  # forward's share of a step: less than its third of the operations, since its kernels are faster
+# Fitted to the rows of docs/plan.md, like the efficiency of A100 and H100:
+FLOAT8 = 1.72  # speed of blocks in float8, with all casts, in relation to bfloat16
+FORWARD = 0.21  # forward's share of the time of a block: less than its third of the operations
+ASYNC_HIDES = 0.51  # of tensor parallelism's communication, where a framework overlaps it with matrices
+TRITON = 0.69  # speed of Triton's older attention in relation to FlashAttention-2
+
+# The speed of attention in relation to FlashAttention-2's. FlashAttention-3: arXiv:2407.08608, figures 5 and 6.
+# An unknown kernel is taken as between FlashAttention-2 and Triton's: most runs of docs/plan.md have one of them.
+KERNELS = {"flash2": 1.0, "flash3": 1.7, "triton": TRITON, "unknown": math.sqrt(TRITON)}
+SHORT = 300  # tokens of a sequence with which attention reaches half of its speed: the same figures, causal
+NARROW_HEADS = 0.9  # speed of attention with 64 features per head in relation to 128: the same figures
 PASSES = 6  # how often memory moves each kept activation: 1 write and 2 reads, and as many of its gradient
-HIDDEN_COST = 0.3  # each second of overlapped communication adds this many seconds of compute
-ASYNC_HIDES = 0.6  # of tensor parallelism's communication, where a framework overlaps it with matrices
 
 
 def matrix_rate(model, layout, cluster):
@@ -378,18 +460,29 @@ def matrix_rate(model, layout, cluster):
     return cluster.flops * cluster.reachable * speed * fullness
 
 
+def attention_rate(model, layout, cluster):
+    """Operations per second of causal attention. It is not the matrices' rate: kernels and GPUs differ."""
+    speed = cluster.float32 if layout.precision == "float32" else 1.0
+    fullness = model.sequence / (model.sequence + SHORT)
+    if model.width // model.heads <= 64:
+        fullness *= NARROW_HEADS
+    return cluster.flops * cluster.flash * KERNELS[layout.attention] * speed * fullness
+
+
 def block_seconds(model, layout, cluster):
     """Forward and backward of one block and one micro-batch: matrices, attention, and memory traffic of the rest."""
     tokens = tokens_of_micro_batch(model, layout) / layout.tensor
-    again = recomputed_share(model, layout)
-    slowdown = 1 + again * FORWARD
-    matrices = 6 * block_params(model) * tokens * slowdown / matrix_rate(model, layout, cluster)
+    slowdown = 1 + recomputed_share(model, layout) * FORWARD
+    operations = 6 * slowdown
+    if layout.lora:
+        operations -= 2  # a frozen matrix needs no gradient
+    matrices = operations * block_params(model) * tokens / matrix_rate(model, layout, cluster)
 
-    # Causal: 2·width·length operations per token forward, two and a half times as many backward.
+    # Causal: 2·width·length operations per token forward, two and a half times as many backward. (arXiv:2307.08691)
     passes = 4.5 if layout.recompute == "full" else 3.5
     imbalance = 1 if layout.balanced else 2 - 1 / layout.context  # the last of equal pieces attends to all others
-    speed = cluster.float32 if layout.precision == "float32" else 1.0
-    attention = 2 * model.width * model.sequence * tokens * passes * imbalance / (ATTENTION * cluster.flops * speed)
+    products = 2 * model.width * model.sequence * tokens * passes * imbalance
+    attention = products / attention_rate(model, layout, cluster)
 
     whole = dataclasses.replace(layout, recompute="none")
     traffic = PASSES * activation_bytes(model, whole) * tokens * slowdown / cluster.bandwidth
@@ -397,19 +490,19 @@ def block_seconds(model, layout, cluster):
 
 
 def head_seconds(model, layout, cluster):
-    """Forward and backward of the head and of the loss, for one micro-batch: 6 operations, and two passes of logits."""
+    """Forward and backward of the head and of the loss, for one micro-batch: matrices, and two passes of logits."""
     tokens = tokens_of_micro_batch(model, layout) / layout.tensor
     if layout.precision == "float8":  # the head computes in bfloat16
         layout = dataclasses.replace(layout, precision="bfloat16")
-    product = 6 * model.vocabulary * model.width * tokens / matrix_rate(model, layout, cluster)
+    operations = 4 if layout.lora else 6
+    product = operations * model.vocabulary * model.width * tokens / matrix_rate(model, layout, cluster)
     return product + 24 * model.vocabulary * tokens / cluster.bandwidth
 
 
 def compute_seconds(model, layout, cluster):
     """Seconds of one micro-batch in the slowest stage. Stages are as even as whole blocks allow.
 
-    `cluster.efficiency` divides it all: kernels, power limits and frameworks differ. It is the only number that differs
-    between the sources of docs/plan.md. There it is fitted to one row of each.
+    `cluster.efficiency` divides it all: in a long run clocks fall, and kernels follow each other with gaps.
     """
     block = block_seconds(model, layout, cluster)
     even = (model.layers * block + head_seconds(model, layout, cluster)) / layout.stages
@@ -417,20 +510,33 @@ def compute_seconds(model, layout, cluster):
     return max(even, slowest) / cluster.efficiency
 
 
-def transfer_seconds(size, stride, n_bytes, messages, cluster):
+# ---- time: communication ------------------------------------------------------------------------------------------
+
+HIDDEN_COST = 0.15  # each second of hidden communication adds this to compute: NCCL takes 16 to 24 of 132 cores
+TENSORS = 9  # messages of a block, one per parameter tensor: q, k, v, output, gate, up, down, two norms
+
+
+def transfer_seconds(size, stride, n_bytes, messages, cluster, tree=False):
     """(seconds of the bytes, seconds of latency) that each of `size` GPUs needs to send `n_bytes` in a ring.
 
     Neighbours are `stride` GPUs apart. Inside a machine a GPU sends over NVLink. Beyond it, all members of the group in
-    one machine share its network ports: a ring for each of them. Each message passes `size` - 1 hops, and stragglers
-    make it wait; this is never hidden.
+    one machine share its network ports: a ring for each of them. Each message passes `size` - 1 hops, one of them over
+    the network for each machine but one. In a `tree` it passes as many machines as their number has doublings. Latency
+    is never hidden. The hops are NCCL's own model, `latencies` in src/graph/tuning.cc.
     """
     if size == 1:
         return 0.0, 0.0
     if size * stride <= cluster.gpus_per_node:
-        return n_bytes / (cluster.inside * cluster.reachable_link), messages * (size - 1) * cluster.latency_inside
+        latency = (size - 1) * cluster.latency_inside
+        return n_bytes / (cluster.inside * cluster.reachable_link), messages * latency
     members = max(1, cluster.gpus_per_node // stride)
+    machines = math.ceil(size / members)
     bandwidth = min(cluster.inside, members * cluster.between) * cluster.reachable_link
-    return n_bytes / bandwidth, messages * (size - 1) * cluster.latency_between
+    if tree:
+        latency = (members - 1) * cluster.latency_inside + math.log2(machines) * cluster.latency_between
+    else:
+        latency = (size - machines) * cluster.latency_inside + (machines - 1) * cluster.latency_between
+    return n_bytes / bandwidth, messages * latency
 
 
 def exposed(seconds, window, cluster):
@@ -493,11 +599,14 @@ def context_seconds(model, layout, cluster):
 def shard_bytes(model, layout):
     """(gathered, reduced): sent by a GPU in one gathering of all its parameters, and in one reduction of gradients.
 
-    (S-1)/S of the parameters each: see min_FSDP.py. In float8 parameters are gathered in one byte.
+    (S-1)/S of the parameters each: see min_FSDP.py. In float8 parameters are gathered in one byte. With LoRA only the
+    adapters have gradients.
     """
-    params = (layout.shards - 1) / layout.shards * local_params(model, layout)
+    split = (layout.shards - 1) / layout.shards
+    params = split * local_params(model, layout)
     gathered = 1 if layout.precision == "float8" else layout.number_bytes
-    return gathered * params, layout.reduce_bytes * params
+    trained = split * adapter_params(model, layout) if layout.lora else params
+    return gathered * params, layout.reduce_bytes * trained
 
 
 def shard_seconds(model, layout, window, cluster):
@@ -524,17 +633,23 @@ def replicate_bytes(model, layout):
 def replicate_seconds(model, layout, window, cluster):
     """What DDP or ZeRO adds to a step. Only backward of the last micro-batch, two thirds of `window`, hides gradients.
 
-    ZeRO gathers parameters after the optimizer's step, when nothing computes, unless the framework overlaps it.
+    Interleaved, a chunk's gradients are complete when the last micro-batches, one per stage, have left the chunk. So
+    these hide them. DDP's buckets, about one per block, go through NCCL's tree. ZeRO's messages pass a ring, one per
+    tensor, and it gathers parameters after the optimizer's step, when nothing computes. `overlap_gather` is better.
     """
     stride = layout.tensor * layout.shards
     messages = model.layers / layout.stages
+    if layout.chunks > 1:
+        window *= min(layout.stages, layout.count)
     reduced, gathered = replicate_bytes(model, layout)
-    if layout.zero:  # DDP's reduction is half of an all-reduce
-        reduced *= cluster.reduce_scatter
-    reducing, latency = transfer_seconds(layout.copies, stride, reduced, messages, cluster)
-    gathering, _ = transfer_seconds(layout.copies, stride, gathered, messages, cluster)
     if not layout.zero:
-        return exposed(reducing + gathering, window * 2 / 3, cluster) + 2 * latency
+        seconds, latency = transfer_seconds(layout.copies, stride, reduced + gathered, 2 * messages, cluster, tree=True)
+        return exposed(seconds, window * 2 / 3, cluster) + latency
+    if not layout.overlap_gather:
+        messages *= TENSORS
+    n_bytes = cluster.reduce_scatter * reduced
+    reducing, latency = transfer_seconds(layout.copies, stride, n_bytes, messages, cluster)
+    gathering, _ = transfer_seconds(layout.copies, stride, gathered, messages, cluster)
     if layout.overlap_gather:
         gathering = exposed(gathering, window / 3, cluster)
     return exposed(reducing, window * 2 / 3, cluster) + gathering + 2 * latency
@@ -542,7 +657,8 @@ def replicate_seconds(model, layout, window, cluster):
 
 def optimizer_seconds(model, layout, cluster):
     """Adam reads parameter, gradient and two moments, and writes three: 28 bytes per parameter."""
-    params = local_params(model, layout) / layout.shards
+    params = adapter_params(model, layout) if layout.lora else local_params(model, layout)
+    params /= layout.shards
     if layout.zero:
         params /= layout.copies
     return 28 * params / cluster.bandwidth
@@ -565,11 +681,41 @@ def stage_seconds(model, layout, window, cluster):
     return exposed(sending, window, cluster) + 2 * layout.chunks * latency
 
 
+# ---- how sure it is -----------------------------------------------------------------------------------------------
+
+# 8 of 10 published runs of publishers that were not fitted were within these factors: see docs/plan.md.
+SURE = 1.2  # up to 8,192 tokens and 128 GPUs
+PER_DOUBLED_LENGTH = 1.05  # for each doubling beyond 8,192 tokens
+PER_DOUBLED_GPUS = 1.08  # for each doubling beyond 128 GPUs
+NO_ROWS = 1.7  # for a GPU without published runs there, and for LoRA
+
+
+def doubt(model, layout, cluster):
+    """The factor within which 8 of 10 measured speeds are expected."""
+    factor = SURE
+    factor *= PER_DOUBLED_LENGTH ** max(0.0, math.log2(model.sequence / 8192))
+    factor *= PER_DOUBLED_GPUS ** max(0.0, math.log2(layout.n_gpus / 128))
+    if layout.lora or not cluster.has_rows:
+        factor *= NO_ROWS
+    return factor
+
+
+def expected_range(model, layout, cluster):
+    """(low, high) tokens per second and GPU. If the attention kernel is unknown, from the slowest to the fastest."""
+    kernels = [layout.attention]
+    if layout.attention == "unknown":
+        kernels = list(KERNELS)
+    speeds = [tokens_per_second(model, dataclasses.replace(layout, attention=kernel), cluster) for kernel in kernels]
+    factor = doubt(model, layout, cluster)
+    return min(speeds) / factor, max(speeds) * factor
+
+
 # ---- all layouts, and the one to recommend ------------------------------------------------------------------------
 
 RECOMPUTE = ("none", "selective", "full")
 SHORTEST_PIECE = 8192  # tokens of a sequence per rank of `context`: Llama 3 has 8,192, torchtitan's runs 32,768
 WITHIN = 0.95  # of the fastest: a simpler mesh may be worth so much of the speed
+MESH = ("replicate", "shard", "tensor", "context", "stages")
 
 
 @dataclass(frozen=True)
@@ -580,8 +726,11 @@ class Job:
     cluster: Cluster
     n_gpus: int
     batch: int  # sequences of a step, over all GPUs
-    precision: str = "bfloat16"
+    name: str | None = None  # of `model`, one of MODELS
     recompute: tuple = RECOMPUTE
+    framework: Layout = SCRIPTS
+    mesh: tuple = ()  # (axis, size) of a mesh that is given; otherwise all are tried
+    micro: int | None = None  # sequences of a micro-batch, if they are given
 
 
 def powers_of_two(largest):
@@ -613,7 +762,7 @@ def splits(job):
 def shardings(job, tensor, context, stages):
     """The layouts of the remaining GPUs: DDP, ZeRO-1, FSDP, or FSDP in each machine (HSDP)."""
     data = job.n_gpus // (tensor * context * stages)
-    split = Layout(tensor=tensor, context=context, stages=stages, precision=job.precision)
+    split = dataclasses.replace(job.framework, tensor=tensor, context=context, stages=stages)
     yield dataclasses.replace(split, replicate=data, shard_context=False)
     if data > 1 and tensor * context * stages == 1:
         yield dataclasses.replace(split, replicate=data, zero=True)
@@ -624,24 +773,36 @@ def shardings(job, tensor, context, stages):
         yield dataclasses.replace(split, replicate=data // in_machine, shard=in_machine)
 
 
+def meshes(job):
+    """The mesh that is given, or all."""
+    if job.mesh:
+        sizes = dict(job.mesh)
+        yield dataclasses.replace(job.framework, shard_context=sizes.get("shard", 1) > 1, **sizes)
+        return
+    if job.framework.lora:  # llm_FSDP.py
+        yield dataclasses.replace(job.framework, shard=job.n_gpus)
+        return
+    for tensor, context, stages in splits(job):
+        yield from shardings(job, tensor, context, stages)
+
+
 def layouts(job):
     """Every layout of the global batch. A pipeline has at least as many micro-batches as stages."""
-    for tensor, context, stages in splits(job):
-        data = job.n_gpus // (tensor * context * stages)
-        if job.batch % data:
+    for mesh in meshes(job):
+        if job.batch % mesh.data:
             continue
-        sequences = job.batch // data
-        for micro in powers_of_two(sequences):
+        sequences = job.batch // mesh.data
+        micros = [job.micro] if job.micro else powers_of_two(sequences)
+        for micro in micros:
             count = sequences // micro
-            if sequences % micro or count < stages:
+            if sequences % micro or count < mesh.stages:
                 continue
-            chunk_counts = [1]
-            if 1 < stages <= job.model.layers // 2 and count % stages == 0:
-                chunk_counts.append(2)  # interleaved
-            for layout in shardings(job, tensor, context, stages):
-                for chunks in chunk_counts:
-                    for recompute in job.recompute:
-                        yield dataclasses.replace(layout, micro=micro, count=count, chunks=chunks, recompute=recompute)
+            chunk_counts = [mesh.chunks]
+            if not job.mesh and 1 < mesh.stages <= job.model.layers // 2 and count % mesh.stages == 0:
+                chunk_counts = [1, 2]  # 2 are interleaved
+            for chunks in chunk_counts:
+                for recompute in job.recompute:
+                    yield dataclasses.replace(mesh, micro=micro, count=count, chunks=chunks, recompute=recompute)
 
 
 def axes(layout):
@@ -703,12 +864,13 @@ def simplest(results):
     return min(close, key=lambda result: (complexity(result.layout), -result.speed))
 
 
-def runner_up(results, winner):
-    """The fastest of another kind of mesh, or None."""
-    others = [result for result in results if axes(result.layout) != axes(winner.layout)]
-    if not others:
+def runner_up(results, others):
+    """The fastest result of a kind of mesh that none of `others` has, or None."""
+    kinds = {axes(result.layout) for result in others}
+    rest = [result for result in results if axes(result.layout) not in kinds]
+    if not rest:
         return None
-    return fastest(others)
+    return fastest(rest)
 
 
 def what_would_change_it(job, winner, other):
@@ -735,6 +897,59 @@ def changes(job):
         if job.batch % factor == 0:
             yield f"1/{factor} of the global batch", dataclasses.replace(job, batch=job.batch // factor)
         yield f"{factor} times the global batch", dataclasses.replace(job, batch=job.batch * factor)
+
+
+# ---- what would make it fit ---------------------------------------------------------------------------------------
+
+
+def ways_to_fit(job):
+    """Changes with which a layout fits, as phrases. The scripts do what the first ones say."""
+    ways = []
+    if set(job.recompute) != set(RECOMPUTE) and fits(dataclasses.replace(job, recompute=RECOMPUTE)):
+        ways.append("with --recompute auto")
+    for factor in (2, 4, 8, 16, 32, 64):
+        more = dataclasses.replace(job, n_gpus=factor * job.n_gpus, batch=factor * job.batch)
+        results, _ = search(more)
+        if results and not job.mesh:
+            ways.append(f"on {more.n_gpus} {job.cluster.device}s: {describe(simplest(results).layout)}")
+            break
+    sequence = job.model.sequence // 2
+    while sequence >= 512:
+        model = dataclasses.replace(job.model, sequence=sequence)
+        if fits(dataclasses.replace(job, model=model, batch=job.batch * (job.model.sequence // sequence))):
+            ways.append(f"with shorter sequences: --sequence {sequence}")
+            break
+        sequence //= 2
+    for name, adam_bytes in (("8-bit Adam", 2), ("Adam's state offloaded to the CPU, which is slower", 0)):
+        framework = dataclasses.replace(job.framework, adam_bytes=adam_bytes)
+        if fits(dataclasses.replace(job, framework=framework)):
+            ways.append(f"with {name}, which no script here has")
+    return ways
+
+
+def fits(job):
+    results, _ = search(job)
+    return bool(results)
+
+
+def why_no_layout(job):
+    """Two sentences: why the batch cannot be shared by the GPUs, and the next batch that can."""
+    model = job.model
+    device = job.cluster.device
+    cannot = f"{counted(job.batch, 'sequence')} cannot be shared by {job.n_gpus} {device}s"
+    for batch in range(job.batch + 1, 2 * job.n_gpus + job.batch):
+        if any(True for _ in layouts(dataclasses.replace(job, batch=batch))):
+            advice = f"Take --global-batch-size {batch}, or fewer {device}s."
+            break
+    else:
+        advice = f"Take fewer {device}s, or another mesh."
+    if job.mesh:
+        return (
+            f"{cannot} on this mesh: replicate x shard must divide them, and stages need as many micro-batches.",
+            advice,
+        )
+    why = f"tensor x context splits a sequence by at most the {model.heads} heads"
+    return f"{cannot}: {why}, and stages need as many micro-batches.", advice
 
 
 # ---- the command --------------------------------------------------------------------------------------------------
@@ -764,11 +979,13 @@ def mesh_name(layout):
     return " x ".join(names)
 
 
-def script(layout):
-    """(the script that has this mesh, its options), or (None, advice)."""
+def script(job, layout):
+    """(the script that has this mesh, its options for it), or (None, advice)."""
     kinds = axes(layout)
     replicate, shard, tensor = layout.replicate, layout.shard, layout.tensor
     schedule = "Interleaved1F1B" if layout.chunks > 1 else "1F1B"
+    if is_for_llm(job, layout):
+        return "llm_FSDP.py", llm_options(layout)
     if "context" in kinds:
         if kinds == {"context"} and not layout.shard_context:
             return "min_CP.py", []
@@ -795,15 +1012,39 @@ def script(layout):
     return "min_2D.py", mesh
 
 
+def is_for_llm(job, layout):
+    """Whether llm_FSDP.py trains it: a model of the Hub, sharded by FSDP."""
+    if layout.lora:
+        return True
+    return job.name in HUB and axes(layout) == {"shard"} and layout.recompute != "selective"
+
+
+def llm_options(layout):
+    options = ["--lora", layout.lora] if layout.lora else []
+    if layout.recompute == "full":
+        options.append("--recompute")
+    if layout.fused:
+        options.append("--compile")
+    if layout.precision == "float32":
+        options += ["--precision", "float32"]
+    return options
+
+
 def command(job, layout):
-    """The command that starts gpt.py's model of this shape on this mesh, or None. On several machines: on each one."""
-    name, mesh = script(layout)
+    """The command that starts the model, or gpt.py's model of its shape, on this mesh, or None.
+
+    On several machines: on each one.
+    """
+    name, options = script(job, layout)
     if name is None:
         return None
     model = job.model
     n_machines = math.ceil(job.n_gpus / job.cluster.gpus_per_node)
-    shape = ["--layers", model.layers, "--width", model.width, "--heads", model.heads, "--length", model.sequence]
-    words = [name, *mesh, *shape, "--global-batch-size", job.batch]
+    if name == "llm_FSDP.py":
+        shape = ["--model", HUB.get(job.name, "NAME"), "--data", "DATA.jsonl"]
+    else:
+        shape = ["--layers", model.layers, "--width", model.width, "--heads", model.heads]
+    words = [name, *options, *shape, "--length", model.sequence, "--global-batch-size", job.batch]
     if n_machines == 1:
         start = ["python", name, "--nproc", job.n_gpus]
     else:
@@ -816,18 +1057,30 @@ def how_to_start(job, layout):
     """The command, or advice if no script here has this mesh."""
     line = command(job, layout)
     if line is None:
-        _, line = script(layout)
+        _, line = script(job, layout)
     return line
 
 
 def missing(job, layout):
     """What the plan assumes and the script does not do, as phrases."""
-    name, _ = script(layout)
+    name, _ = script(job, layout)
     found = []
-    if layout.precision == "bfloat16" and name != "min_FSDP.py":
+    if layout.precision == "bfloat16" and name not in ("min_FSDP.py", "llm_FSDP.py"):
         found.append("bfloat16")
     if layout.precision == "float8":
         found.append("float8")
+    if layout.fused and name != "llm_FSDP.py":
+        found.append("torch.compile")
+    if layout.chunked_loss:
+        found.append("a chunked cross-entropy")
+    elif layout.fused_loss:
+        found.append("a fused cross-entropy")
+    if layout.attention != "flash2":
+        found.append(f"{layout.attention} attention")
+    if name == "llm_FSDP.py":
+        if layout.micro > 1:
+            found.append(f"micro-batches of {layout.micro} sequences")
+        return found
     if layout.recompute == "selective" or (layout.recompute == "full" and name != "min_2D.py"):
         found.append(f"{layout.recompute} recomputation")
     if layout.count > 1 and layout.stages == 1:
@@ -845,17 +1098,21 @@ def missing(job, layout):
 
 # ---- printing -----------------------------------------------------------------------------------------------------
 
-GIB = 2**30
-
 
 def bar(value, whole, width=40):
     return "#" * round(width * value / whole)
 
 
+def counted(number, name):
+    """For example 1 sequence, or 2 sequences."""
+    if number == 1:
+        return f"1 {name}"
+    return f"{number} {name}s"
+
+
 def describe(layout):
     batches = "1 micro-batch" if layout.count == 1 else f"{layout.count} micro-batches"
-    sequences = "1 sequence" if layout.micro == 1 else f"{layout.micro} sequences"
-    return f"{mesh_name(layout)}, recompute {layout.recompute}, {batches} of {sequences}"
+    return f"{mesh_name(layout)}, recompute {layout.recompute}, {batches} of {counted(layout.micro, 'sequence')}"
 
 
 def utilisation(job, result):
@@ -865,29 +1122,33 @@ def utilisation(job, result):
     return useful, useful * (1 + again / 3)
 
 
-def print_plan(job, name, results, smallest):
+def print_plan(job, results, smallest):
     model = job.model
+    lora = f", LoRA of rank {job.framework.lora}" if job.framework.lora else ""
     print(
-        f"PROJECTION    {name} of {total_params(model) / 1e9:.2f} billion parameters on "
-        f"{job.n_gpus} x {job.cluster.name}, {job.batch} sequences of {model.sequence:,} tokens, {job.precision}"
+        f"PROJECTION    {job.name or 'your model'} of {total_params(model) / 1e9:.2f} billion parameters on "
+        f"{job.n_gpus} x {job.cluster.name}, {counted(job.batch, 'sequence')} of {model.sequence:,} tokens, "
+        f"{job.framework.precision}{lora}"
     )
     if results:
-        winner = fastest(results)
-        print_result(job, winner)
-        print_alternatives(job, winner, results)
+        print_result(job, simplest(results))
+        print_alternatives(job, results)
+    elif smallest is None:
+        why, advice = why_no_layout(job)
+        print(f"no layout     {why}\n              {advice}")
     else:
         print_no_fit(job, smallest)
 
 
 def print_result(job, result):
-    lacking = missing(job, result.layout)
-    print(f"recommended   {describe(result.layout)}")
-    print(f"start         {how_to_start(job, result.layout)}")
+    layout = result.layout
+    lacking = missing(job, layout)
+    print(f"{'your mesh  ' if job.mesh else 'recommended'}   {describe(layout)}")
+    print(f"start         {how_to_start(job, layout)}")
+    if not is_for_llm(job, layout):
+        print("              It trains gpt.py's model in this shape.")
     if lacking:
-        print(
-            "              It trains gpt.py's model in this shape. The projection also assumes what the script lacks:"
-        )
-        print(f"              {', '.join(lacking)}.")
+        print(f"              The projection also assumes what the script lacks: {', '.join(lacking)}.")
     used = sum(result.memory.values())
     print(f"\nmemory of a {job.cluster.device}, GiB  {used / GIB:.1f} of {job.cluster.memory / GIB:.1f}")
     for part, n_bytes in result.memory.items():
@@ -895,90 +1156,68 @@ def print_result(job, result):
             print(f"  {part:19} {n_bytes / GIB:6.1f}  {bar(n_bytes, job.cluster.memory)}")
     reserve = (1 - SHARE_OF_MEMORY) * job.cluster.memory
     print(f"  {'reserve':19} {reserve / GIB:6.1f}  {bar(reserve, job.cluster.memory)}")
+    print(f"  A logit counts {bytes_per_logit(layout)} bytes. With --cross-entropy fused it counts 4, with chunked 0.")
     total = sum(result.seconds.values())
     print(f"\nseconds of a step     {total:.3f}")
     for part, time in result.seconds.items():
         if time > 0:
             print(f"  {part:19} {time:6.3f}  {bar(time, total)}")
     mfu, hfu = utilisation(job, result)
-    low, high = (result.speed * factor for factor in TRUTH)
+    low, high = expected_range(job.model, layout, job.cluster)
     print(f"\ntokens/s per {job.cluster.device}      {result.speed:,.0f}, MFU {mfu:.0%}, HFU {hfu:.0%}")
     known = "8 of 10 published runs were within such a range, see docs/plan.md"
+    if layout.lora or not job.cluster.has_rows:
+        known = f"a wide range, since docs/plan.md has no run {'with LoRA' if layout.lora else 'of such a GPU'}"
     print(f"expect                {low:,.0f} to {high:,.0f}: {known}")
 
 
-def print_alternatives(job, winner, results):
-    simple = simplest(results)
-    if complexity(simple.layout) == complexity(winner.layout):
-        print("\nsimplest      the recommended mesh is the simplest of those within 5% of it")
-    else:
-        print(f"\nsimplest      {describe(simple.layout)}: {slower(simple, winner)}")
-        print(f"start         {how_to_start(job, simple.layout)}")
-    other = runner_up(results, winner)
+def print_alternatives(job, results):
+    winner, best = simplest(results), fastest(results)
+    if best.layout != winner.layout:
+        print(f"\nfastest       {describe(best.layout)}: {compared(best, winner)}")
+        print(f"start         {how_to_start(job, best.layout)}")
+    other = runner_up(results, (winner, best))
     if other is not None:
-        print(f"\nrunner-up     {describe(other.layout)}: {slower(other, winner)}")
+        print(f"\nrunner-up     {describe(other.layout)}: {compared(other, winner)}")
         change = what_would_change_it(job, winner, other)
         if change:
-            print(f"              It would be recommended with {change}.")
+            print(f"              It would be faster with {change}.")
 
 
-def slower(result, winner):
-    return f"{1 - result.speed / winner.speed:.1%} slower"
+def compared(result, winner):
+    ratio = result.speed / winner.speed
+    if ratio >= 1:
+        return f"{ratio - 1:.1%} faster"
+    return f"{1 - ratio:.1%} slower"
 
 
 def print_no_fit(job, smallest):
-    """By how much it does not fit, and the first change that would make it fit."""
+    """By how much it does not fit, and the changes that would make it fit."""
     limit = SHARE_OF_MEMORY * job.cluster.memory
-    if smallest is None:
-        print(f"no layout     {job.batch} sequences cannot be shared by {job.n_gpus} {job.cluster.device}s")
-    else:
-        needed = sum(smallest.memory.values())
+    needed = sum(smallest.memory.values())
+    print(f"does not fit  the smallest layout needs {needed / GIB:.1f} GiB, {(needed - limit) / GIB:.1f} GiB too much")
+    print(f"              {describe(smallest.layout)}")
+    ways = ways_to_fit(job)
+    for way in ways:
+        print(f"would fit     {way}")
+    if not ways:
         print(
-            f"does not fit  the smallest layout needs {needed / GIB:.1f} GiB, {(needed - limit) / GIB:.1f} GiB too much"
+            "              It does not fit on 64 times as many GPUs either, nor with shorter sequences or 8-bit Adam."
         )
-        print(f"              {describe(smallest.layout)}")
-    change = what_makes_it_fit(job, smallest)
-    if change:
-        print(f"would fit     {change}")
-    elif smallest is None:
-        print(f"              choose a multiple of {job.n_gpus} for --global-batch-size")
-    else:
-        print("              It does not fit on 64 times as many GPUs either.")
-
-
-def what_makes_it_fit(job, smallest):
-    """The first change that would make it fit, a phrase, or None. Without a `smallest` the batch cannot be shared."""
-    if smallest is None:
-        batch = math.ceil(job.batch / job.n_gpus) * job.n_gpus
-        results, _ = search(dataclasses.replace(job, batch=batch))
-        if results:
-            return f"with --global-batch-size {batch}"
-        return None
-    if set(job.recompute) != set(RECOMPUTE):
-        results, _ = search(dataclasses.replace(job, recompute=RECOMPUTE))
-        if results:
-            return "with --recompute auto"
-    for factor in (2, 4, 8, 16, 32, 64):
-        more = dataclasses.replace(job, n_gpus=factor * job.n_gpus, batch=factor * job.batch)
-        results, _ = search(more)
-        if results:
-            return f"on {more.n_gpus} {job.cluster.device}s: {describe(fastest(results).layout)}"
-    return None
 
 
 def as_json(job, results, smallest):
     """For programs: the same numbers in bytes and seconds."""
     report = {"projection": True, "fits": bool(results), "gpus": job.n_gpus, "global batch": job.batch}
+    if not results and smallest is None:
+        why, advice = why_no_layout(job)
+        return {**report, "why": why, "advice": advice}
     if not results:
-        if smallest:
-            report["smallest"] = result_as_json(job, smallest)
-        report["would fit"] = what_makes_it_fit(job, smallest)
-        return report
-    winner = fastest(results)
-    other = runner_up(results, winner)
+        return {**report, "smallest": result_as_json(job, smallest), "would fit": ways_to_fit(job)}
+    winner, best = simplest(results), fastest(results)
+    other = runner_up(results, (winner, best))
     report["recommended"] = result_as_json(job, winner)
-    report["measured / projected"] = TRUTH
-    report["simplest within 5 %"] = result_as_json(job, simplest(results))
+    report["fastest"] = result_as_json(job, best)
     if other:
         report["runner-up"] = result_as_json(job, other)
     return report
@@ -994,6 +1233,7 @@ def result_as_json(job, result):
         "memory": result.memory,
         "seconds": result.seconds,
         "tokens/s per GPU": result.speed,
+        "expect": expected_range(job.model, result.layout, job.cluster),
         "MFU": mfu,
         "HFU": hfu,
     }
@@ -1016,9 +1256,12 @@ def whole_number(text):
     return int(text)
 
 
-def parse_args(argv=None):
+def make_parser():
     parser = ArgumentParser(
-        prog="plan.py", description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        prog="plan.py",
+        description=__doc__.partition("\n")[0],
+        epilog=NOT_PLANNED,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     models = ", ".join(MODELS)
     parser.add_argument("--model", choices=MODELS, metavar="NAME", help=f"one of {models}")
@@ -1030,32 +1273,92 @@ def parse_args(argv=None):
         ("hidden", "features inside an MLP (default: 4 x width)"),
         ("vocabulary", "number of different tokens (default: 50257)"),
         ("sequence", "tokens per sequence (default: the model's, or 8192)"),
-        ("global-batch-size", "sequences per step, over all GPUs (default: 8192 tokens per GPU)"),
+        ("global-batch-size", "sequences per step, over all GPUs (default: about 8192 tokens per GPU)"),
     ):
         parser.add_argument(f"--{name}", type=whole_number, default=argparse.SUPPRESS, help=text)
     parser.add_argument("--gated", action="store_true", help="MLPs have three matrices")
-    parser.add_argument("--gpus", type=whole_number, help="number of GPUs (default: all that --cluster measured, or 8)")
+    parser.add_argument(
+        "--gpus", type=whole_number, help="number of GPUs (default: those of --mesh or --cluster, or 8)"
+    )
     gpu_help = f'one of {", ".join(GPUS)}, or "memory=GB flops=TFLOP/s", with bandwidth=GB/s of the memory if known'
     parser.add_argument("--gpu", default="h100", help=gpu_help)
     parser.add_argument("--gpus-per-node", type=whole_number, help="GPUs of a machine (default: 8)")
     parser.add_argument("--links", metavar='"inside=GB/s between=GB/s"', help="sent by one GPU, within and beyond it")
     parser.add_argument("--cluster", metavar="FILE", help="what benchmarks/check_cluster.py has measured, for --gpu")
     parser.add_argument(
+        "--mesh", metavar='"shard=32 tensor=2"', help=f"a mesh to project, of {', '.join(MESH)} (default: try all)"
+    )
+    parser.add_argument("--micro-batch-size", type=whole_number, help="sequences of a micro-batch (default: try all)")
+    parser.add_argument(
         "--precision", choices=("float32", "bfloat16", "float8"), default="bfloat16", help="of matrices"
     )
     parser.add_argument(
         "--recompute", choices=("auto", *RECOMPUTE), default="auto", help="what backward computes again"
     )
+    parser.add_argument(
+        "--cross-entropy",
+        choices=("plain", "fused", "chunked"),
+        default="plain",
+        help="memory of a logit: 12 bytes, as torch's and the scripts', 4, or none",
+    )
+    known = [name for name in KERNELS if name != "unknown"]
+    parser.add_argument("--attention", choices=known, default="flash2", help="kernel; torch's own is flash2")
+    parser.add_argument("--compile", action="store_true", help="count the fused kernels of torch.compile")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.add_argument("--lora", type=whole_number, metavar="RANK", help="adapters beside a frozen model, llm_FSDP.py")
+    parser.add_argument("--experts", nargs="?", const=True, help=argparse.SUPPRESS)
+    return parser
+
+
+def parse_args(argv=None):
+    parser = make_parser()
     args = parser.parse_args(argv)
+    if args.experts:
+        parser.error(f"argument --experts: {NOT_PLANNED}")
     model = parse_model(parser, args)
+    mesh = parse_mesh(parser, args)
+    if args.lora and mesh.keys() - {"shard"}:
+        parser.error("argument --lora: llm_FSDP.py trains adapters with FSDP alone, so --mesh may name shard alone")
     cluster, measured = parse_cluster(parser, args)
-    n_gpus = args.gpus or measured or 8
+    mesh_gpus = math.prod(mesh.get(name, 1) for name in MESH) if mesh else None
+    n_gpus = args.gpus or mesh_gpus or measured or 8
+    if mesh and mesh_gpus != n_gpus:
+        parser.error(f"argument --mesh: {args.mesh!r} has {mesh_gpus} GPUs, --gpus has {n_gpus}")
     if n_gpus > cluster.gpus_per_node and n_gpus % cluster.gpus_per_node:
         parser.error(f"argument --gpus: {n_gpus} is not a multiple of {cluster.gpus_per_node}, the GPUs of a machine")
-    batch = getattr(args, "global_batch_size", max(1, 8192 * n_gpus // model.sequence))
+    check_links(parser, args, n_gpus, cluster)
+    check_mesh(parser, args, mesh, model)
+    batch = getattr(args, "global_batch_size", None)
+    if batch is None:
+        batch = default_batch(n_gpus, model.sequence, mesh, args.micro_batch_size or 1)
+    framework = dataclasses.replace(
+        SCRIPTS,
+        precision=args.precision,
+        attention=args.attention,
+        fused=args.compile,
+        fused_loss=args.cross_entropy == "fused",
+        chunked_loss=args.cross_entropy == "chunked",
+        lora=args.lora or 0,
+    )
     recompute = RECOMPUTE if args.recompute == "auto" else (args.recompute,)
-    return args, Job(model, cluster, n_gpus, batch, args.precision, recompute)
+    mesh = tuple(mesh.items())
+    job = Job(model, cluster, n_gpus, batch, args.model, recompute, framework, mesh, args.micro_batch_size)
+    return args, job
+
+
+def default_batch(n_gpus, sequence, mesh, micro):
+    """Sequences of about 8,192 tokens per GPU: as many for each GPU, or one for each power of two of GPUs.
+
+    A mesh that is given has as many for each of its groups, and in a pipeline one micro-batch for each stage at least.
+    """
+    if mesh:
+        groups = mesh.get("replicate", 1) * mesh.get("shard", 1)
+        least = micro * mesh.get("stages", 1)
+        return groups * max(least, micro * (8192 * n_gpus // (groups * sequence * micro)))
+    if sequence <= 8192:
+        return n_gpus * max(micro, 8192 // sequence // micro * micro)
+    sharing = 2 ** round(math.log2(sequence / 8192))
+    return max(1, n_gpus // sharing) * micro
 
 
 def parse_model(parser, args):
@@ -1082,6 +1385,47 @@ def parse_model(parser, args):
     return model
 
 
+def parse_mesh(parser, args):
+    """{axis: size} of --mesh, and maybe zero=1 or chunks=N."""
+    if args.mesh is None:
+        return {}
+    numbers = parse_numbers(parser, "--mesh", args.mesh, (*MESH, "chunks", "zero"), "empty")
+    for name, size in numbers.items():
+        if size != int(size):
+            parser.error(f"argument --mesh: {name}={size} is not a whole number")
+    sizes = {name: int(size) for name, size in numbers.items()}
+    if "zero" in sizes:
+        sizes["zero"] = True
+    return sizes
+
+
+def check_mesh(parser, args, mesh, model):
+    """The limits of each axis."""
+    tensor, context, stages = (mesh.get(name, 1) for name in ("tensor", "context", "stages"))
+    if model.kv_heads % tensor:
+        parser.error(f"argument --mesh: tensor={tensor} does not divide the {model.kv_heads} KV heads")
+    if model.heads % (tensor * context):
+        parser.error(f"argument --mesh: tensor x context is {tensor * context}, it does not divide {model.heads} heads")
+    if stages * mesh.get("chunks", 1) > model.layers:
+        parser.error(f"argument --mesh: stages={stages} with its chunks is more than the {model.layers} layers")
+
+
+def check_links(parser, args, n_gpus, cluster):
+    """A GPU that is given by numbers has the links that are given, too."""
+    if args.cluster or args.gpu in GPUS or n_gpus == 1:
+        return
+    words = args.links or ""
+    needed = ["inside"]
+    if n_gpus > cluster.gpus_per_node:
+        needed.append("between")
+    for name in needed:
+        if f"{name}=" not in words:
+            parser.error(
+                f"argument --links: {name}=GB/s is needed beside a --gpu of numbers: inside is 450 with an H100's "
+                "NVLink and 25 with PCIe 4, between is 50 with 400 Gb/s per GPU"
+            )
+
+
 def parse_cluster(parser, args):
     """(the cluster, the number of GPUs that were measured or None)."""
     measured = None
@@ -1096,25 +1440,27 @@ def parse_cluster(parser, args):
     elif args.gpu in GPUS:
         cluster = GPUS[args.gpu]
     else:
-        numbers = parse_numbers(
-            parser, "--gpu", args.gpu, ("memory", "flops", "bandwidth"), f"one of {', '.join(GPUS)}"
-        )
-        if not {"memory", "flops"} <= numbers.keys():
-            parser.error(f"argument --gpu: {args.gpu!r} must name memory and flops")
-        h100 = GPUS["h100"]
-        flops = numbers["flops"] * 1e12
-        bandwidth = h100.bandwidth * flops / h100.flops
-        if "bandwidth" in numbers:
-            bandwidth = numbers["bandwidth"] * 1e9
-        cluster = dataclasses.replace(
-            h100, name="your GPU", memory=numbers["memory"] * 1e9, flops=flops, bandwidth=bandwidth
-        )
+        cluster = cluster_of_numbers(parser, args.gpu)
     if args.gpus_per_node:
         cluster = dataclasses.replace(cluster, gpus_per_node=args.gpus_per_node)
     if args.links:
         links = parse_numbers(parser, "--links", args.links, ("inside", "between"), "numbers")
         cluster = dataclasses.replace(cluster, **{name: value * 1e9 for name, value in links.items()})
     return cluster, measured
+
+
+def cluster_of_numbers(parser, text):
+    """A GPU like "memory=48 flops=362". Its memory's bandwidth is in proportion to an H100's, if it is not given."""
+    names = ("memory", "flops", "bandwidth")
+    numbers = parse_numbers(parser, "--gpu", text, names, f"one of {', '.join(GPUS)}")
+    if not {"memory", "flops"} <= numbers.keys():
+        parser.error(f"argument --gpu: {text!r} must name memory and flops")
+    h100 = GPUS["h100"]
+    flops = numbers["flops"] * 1e12
+    bandwidth = h100.bandwidth * flops / h100.flops
+    if "bandwidth" in numbers:
+        bandwidth = numbers["bandwidth"] * 1e9
+    return Cluster("your GPU", numbers["memory"] * 1e9, flops, bandwidth, h100.inside, h100.between, has_rows=False)
 
 
 def parse_numbers(parser, option, text, names, alternative):
@@ -1138,10 +1484,14 @@ def main(argv=None):
     if args.json:
         print(json.dumps(as_json(job, results, smallest), indent=1))
     else:
-        print_plan(job, args.model or "your model", results, smallest)
+        print_plan(job, results, smallest)
     if not results:
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # as in `python plan.py | head`: https://docs.python.org/3/library/signal.html
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

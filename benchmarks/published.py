@@ -2,22 +2,30 @@
 
     python -m benchmarks.published
 
-benchmarks/published.json has the measurements, with the layout of each run as plan.py takes it. One constant is
-calibrated per source, `efficiency`, on the source's first row, which is its smallest run. All other rows are predicted.
+benchmarks/published.json has the measurements, with the layout of each run as plan.py takes it. Six constants of
+plan.py are fitted to them. Each row is also projected with constants that were fitted without any row of its publisher.
+These held-out errors are what you may expect of a run that is not in the table.
 """
 
+import contextlib
 import dataclasses
+import io
 import json
 import math
+import shlex
 import statistics
 from pathlib import Path
+
+import torch
 
 import plan
 
 FILE = Path(__file__).parent / "published.json"
 MEASURED = Path(__file__).parent / "results" / "check_cluster.json"
 PAGE = Path(__file__).parent.parent / "docs" / "plan.md"
-GIB = 2**30
+
+
+# ---- the rows -----------------------------------------------------------------------------------------------------
 
 
 def load():
@@ -31,25 +39,132 @@ def model_of(row, models):
     return dataclasses.replace(model, sequence=row["sequence"])
 
 
-def published_speed(row, model, cluster):
+def published_speed(row, model, gpu):
     """Tokens per second and GPU. MFU (%) and TFLOP/s are converted by plan.model_flops, as these sources count."""
     if row["unit"] == "MFU":
-        return row["value"] / 100 * cluster.flops / plan.model_flops(model)
+        return row["value"] / 100 * plan.GPUS[gpu].flops / plan.model_flops(model)
     if row["unit"] == "TFLOP/s":
         return row["value"] * 1e12 / plan.model_flops(model)
     return row["value"]
 
 
-def calibrate(speed, model, layout, cluster):
-    """The efficiency with which the projection is `speed`, by bisection."""
-    low, high = 0.01, 10.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        if plan.tokens_per_second(model, layout, dataclasses.replace(cluster, efficiency=middle)) < speed:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
+@dataclasses.dataclass
+class Run:
+    """A row of published.json as plan.py takes it."""
+
+    row: dict
+    source: dict
+    model: plan.Model
+    layout: plan.Layout
+    cluster: plan.Cluster
+    speed: float  # measured tokens per second and GPU
+
+    @property
+    def short(self):
+        """Up to 8,192 tokens and 128 GPUs, where most rows are."""
+        return self.model.sequence <= 8192 and self.layout.n_gpus <= 128
+
+
+def load_runs():
+    data = load()
+    runs = []
+    for source in data["sources"]:
+        cluster = dataclasses.replace(plan.GPUS[source["gpu"]], **source["cluster"])
+        for row in source["rows"]:
+            model = model_of(row, data["models"])
+            speed = published_speed(row, model, source["gpu"])
+            runs.append(Run(row, source, model, plan.Layout(**row["layout"]), cluster, speed))
+    return runs
+
+
+# ---- the fit ------------------------------------------------------------------------------------------------------
+
+# The constants that are fitted, and what is known of them without these rows. The fit departs from there.
+KNOWN = {
+    "A100": 0.85,  # efficiency: a guess
+    "H100": 0.85,
+    "FORWARD": 1 / 3,  # forward's share of the operations
+    "FLOAT8": 1402.6 / 794.5,  # of matrices alone: github.com/stas00/ml-engineering, accelerator
+    "ASYNC_HIDES": 0.5,  # a guess
+    "TRITON": 1 / 1.8,  # FlashAttention-2 is 1.3 to 2.5 times as fast: arXiv:2307.08691
+}
+TRUST = 0.1  # in what is known. A departure by a factor e weighs as much as an error by a factor e**TRUST of one row.
+OUTLIER = 0.08  # errors beyond this weigh less: the loss is sqrt(1 + (error/OUTLIER)**2)
+
+
+@contextlib.contextmanager
+def constants(values):
+    """plan.py with other FORWARD, FLOAT8, ASYNC_HIDES and TRITON."""
+    old = {name: getattr(plan, name) for name in ("FORWARD", "FLOAT8", "ASYNC_HIDES")}
+    kernels = dict(plan.KERNELS)
+    try:
+        for name in old:
+            setattr(plan, name, values[name])
+        plan.KERNELS["triton"] = values["TRITON"]
+        yield
+    finally:
+        for name, value in old.items():
+            setattr(plan, name, value)
+        plan.KERNELS.update(kernels)
+
+
+def project(runs, values):
+    """Tokens per second and GPU of each run."""
+    speeds = []
+    with constants(values):
+        for run in runs:
+            efficiency = values["A100" if run.source["gpu"] == "a100" else "H100"]
+            cluster = dataclasses.replace(run.cluster, efficiency=efficiency)
+            speeds.append(plan.tokens_per_second(run.model, run.layout, cluster))
+    return speeds
+
+
+def log_errors(runs, logs):
+    """log(projected / measured) of each run, with the constants exp(`logs`): a vector."""
+    values = dict(zip(KNOWN, logs.exp().tolist(), strict=True))
+    ratios = [speed / run.speed for speed, run in zip(project(runs, values), runs, strict=True)]
+    return torch.tensor(ratios, dtype=torch.float64).log()
+
+
+def fit(runs):
+    """{constant: value} with the smallest errors. All publishers together weigh by the square root of their rows.
+
+    Least squares with weights that make outliers count less, by Gauss-Newton in the logarithms of the constants.
+    """
+    start = torch.tensor(list(KNOWN.values()), dtype=torch.float64).log()
+    names = [run.source["publisher"] for run in runs]
+    weights = torch.tensor([names.count(name) ** -0.5 for name in names], dtype=torch.float64)
+    weights /= weights.mean()
+    logs = start.clone()
+    step = 1e-4
+    for _ in range(20):
+        errors = log_errors(runs, logs)
+        columns = [(log_errors(runs, logs + step * unit) - errors) / step for unit in torch.eye(len(logs))]
+        slopes = torch.stack(columns, dim=1)
+        robust = (weights / (1 + (errors / OUTLIER) ** 2) ** 0.25)[:, None]
+        prior = TRUST * torch.eye(len(logs), dtype=torch.float64)
+        left = torch.cat([robust * slopes, prior])
+        right = torch.cat([-robust[:, 0] * errors, TRUST * (start - logs)])
+        change = torch.linalg.lstsq(left, right[:, None]).solution[:, 0].clamp(-0.3, 0.3)
+        logs = logs + change
+        if change.abs().max() < 1e-3:
+            break
+    return dict(zip(KNOWN, logs.exp().tolist(), strict=True))
+
+
+def current():
+    """The constants as they stand in plan.py."""
+    return {
+        "A100": plan.GPUS["a100"].efficiency,
+        "H100": plan.GPUS["h100"].efficiency,
+        "FORWARD": plan.FORWARD,
+        "FLOAT8": plan.FLOAT8,
+        "ASYNC_HIDES": plan.ASYNC_HIDES,
+        "TRITON": plan.TRITON,
+    }
+
+
+# ---- held against the rows ----------------------------------------------------------------------------------------
 
 
 def blocks_of_first_stage(model, stages):
@@ -71,158 +186,271 @@ def memory_of_rank_0(model, layout):
     return state + plan.kept_bytes(even, layout) + plan.working_bytes(even, layout)
 
 
-def project(source, models):
-    """(efficiency, rows): each row of the source with its projection."""
-    default = dataclasses.replace(plan.GPUS[source["gpu"]], **source["cluster"])
-    cluster = None
-    rows = []
-    for row in source["rows"]:
-        model = model_of(row, models)
-        layout = plan.Layout(**row["layout"])
-        speed = published_speed(row, model, default)
-        if cluster is None:
-            cluster = dataclasses.replace(default, efficiency=calibrate(speed, model, layout, default))
-        projected = plan.tokens_per_second(model, layout, cluster)
-        if source["name"] == "nanotron" and layout.stages > 1:
-            gib = memory_of_rank_0(model, layout) / GIB
-        else:
-            gib = sum(plan.memory(model, layout).values()) / GIB
-        rows.append(
+def needed_bytes(run):
+    if run.source["name"] == "nanotron" and run.layout.stages > 1:
+        return memory_of_rank_0(run.model, run.layout)
+    return sum(plan.memory(run.model, run.layout).values())
+
+
+def compare():
+    """[{"run", "fitted", "held out", "sure", "bytes", "rejected"}] of all rows.
+
+    "fitted" and "held out" are projected / measured speed. "sure" says whether the held-out range holds.
+    """
+    runs = load_runs()
+    fitted = project(runs, current())
+    held_out = [0.0] * len(runs)
+    for publisher in dict.fromkeys(run.source["publisher"] for run in runs):
+        values = fit([run for run in runs if run.source["publisher"] != publisher])
+        own = [i for i, run in enumerate(runs) if run.source["publisher"] == publisher]
+        for i, speed in zip(own, project([runs[i] for i in own], values), strict=True):
+            held_out[i] = speed
+    results = []
+    for run, all_rows, others in zip(runs, fitted, held_out, strict=True):
+        factor = plan.doubt(run.model, run.layout, run.cluster)
+        n_bytes = needed_bytes(run)
+        results.append(
             {
-                **row,
-                "published": speed,
-                "projected": projected,
-                "error": projected / speed - 1,
-                "uncalibrated error": plan.tokens_per_second(model, layout, default) / speed - 1,
-                "projected gib": gib,
-                "gib error": gib / row["gib"] - 1 if "gib" in row else None,
+                "run": run,
+                "fitted": all_rows / run.speed,
+                "held out": others / run.speed,
+                "sure": 1 / factor <= run.speed / others <= factor,
+                "bytes": n_bytes,
+                "rejected": n_bytes > plan.SHARE_OF_MEMORY * run.cluster.memory,
             }
         )
-    return cluster.efficiency, rows
+    return results
 
 
-def project_all():
-    """{source's name: (efficiency, rows)}."""
-    data = load()
-    return {source["name"]: project(source, data["models"]) for source in data["sources"]}
+def share(flags):
+    flags = list(flags)
+    return sum(flags) / len(flags)
 
 
-def summary(rows):
-    errors = [abs(row["error"]) for row in rows]
+def within(results, kind):
+    """The share of rows within 15 %. `kind` is "fitted" or "held out"."""
+    return share(abs(result[kind] - 1) <= 0.15 for result in results)
+
+
+def alike(results, kind):
+    """The same, but each publisher weighs as much as any other."""
+    publishers = dict.fromkeys(result["run"].source["publisher"] for result in results)
+    return statistics.mean(
+        within([result for result in results if result["run"].source["publisher"] == publisher], kind)
+        for publisher in publishers
+    )
+
+
+def groups(results):
+    """{name: the results of some rows}."""
     return {
-        "rows": len(rows),
-        "within 15 %": sum(error <= 0.15 for error in errors),
-        "over 40 %": sum(error > 0.4 for error in errors),
-        "median": statistics.median(errors),
-        "largest": max(errors),
+        "all": results,
+        "first set": [result for result in results if result["run"].source["part"] == "first"],
+        "second set": [result for result in results if result["run"].source["part"] == "second"],
+        "up to 8,192 tokens and 128 GPUs": [result for result in results if result["run"].short],
+        "longer than 8,192 tokens": [result for result in results if result["run"].model.sequence > 8192],
+        "more than 128 GPUs": [result for result in results if result["run"].layout.n_gpus > 128],
+        "replicas on more than 128 GPUs": [
+            result for result in results if result["run"].layout.copies > 1 and result["run"].layout.n_gpus > 128
+        ],
     }
-
-
-def default_efficiency(results, gpu):
-    """The median of the sources with such GPUs, which plan.py takes for a cluster that nobody has measured."""
-    names = [source["name"] for source in load()["sources"] if source["gpu"] == gpu]
-    return statistics.median(results[name][0] for name in names)
-
-
-def truth(results):
-    """The 10th and the 90th percentile of measured / projected, if no source is calibrated."""
-    ratios = sorted(1 / (1 + row["uncalibrated error"]) for _, rows in results.values() for row in rows)
-    deciles = statistics.quantiles(ratios, n=10)
-    return deciles[0], deciles[-1]
 
 
 # ---- the page -----------------------------------------------------------------------------------------------------
 
 INTRODUCTION = """# How far to trust plan.py
 
-[`plan.py`](../plan.py) projects the memory and the speed of a training run from formulas. This page compares it with
-published measurements. `python -m benchmarks.published` writes it from [published.json](../benchmarks/published.json),
-and a test fails if an error grows.
+[`plan.py`](../plan.py) projects the memory and the speed of a training run from formulas. This page holds it against
+{n} published runs of {publishers} publishers. `python -m benchmarks.published` writes it from
+[published.json](../benchmarks/published.json), and a test fails if an error grows.
 
-Each source has one constant, `efficiency`, which divides the time of all computing. It stands for kernels, power limits
-and frameworks. It is calibrated on the source's first row, its smallest run, and all other rows are predicted. The
-other constants are the same for all sources, and plan.py says what each means. These nine were chosen with all rows in
-view, so the table shows how well the formulas describe known runs. Expect larger errors for a run that is unlike them.
-
-{constants}
+The formulas have a source each, in plan.py. Six constants are fitted to the runs, the same for all sources. Two of
+them are the efficiency of A100 and of H100, which H200 shares. "Fitted" is the error of plan.py as it is. "Held out" is
+the error of the same formulas if the six constants are fitted without any run of the same publisher. Expect this error
+for your own run. No constant belongs to a source, and nothing is calibrated on a row before the row is projected.
+The formulas themselves were chosen with all these runs in view, so a run of another kind can be further off.
 """
-
-CONSTANTS = ("FLOAT8", "ATTENTION", "FORWARD", "PASSES", "HIDDEN_COST", "ASYNC_HIDES")
 
 MISSES = """## What it misses
 
-- **nanotron on 512 GPUs, and its small models from 128.** The measured steps are 0.2 to 0.3 s longer than projected for
-  the 1.34, 3.57 and 8.86 B models alike, so this cost depends on neither bytes nor operations. No formula has it.
-- **nanotron's 80 B on 32 and 64 GPUs** is slower per GPU than on 128, which no formula explains. Both are
-  close to 80 GB.
-- **Megatron's 16 to 70 B** are faster than projected. The projection exposes a part of the gradients' reduction that
-  Megatron hides.
-- **Recomputing** is a third more work, but it adds a quarter to the time of a step here. llm-foundry's runs lose less.
-- **Memory** is within 20 % of all 46 peaks, and within 10 % of 32. Frameworks keep buffers that the formulas do not
-  have. So plan.py leaves a tenth of the memory free.
-- Mixture-of-experts models, ring attention, offloading, failures and slow ranks are not in it.
+- **nanotron on 256 and 512 GPUs.** Its steps are 0.2 to 0.3 s longer than computing explains, for the 1.34, 3.57 and
+  8.86 B models alike. Messages in a ring explain part of it with ZeRO-1, nothing without.
+- **nanotron's 80 B on 32 and 64 GPUs** is slower per GPU than on 128, which no formula explains. Both are close to
+  80 GB.
+- **Replicas on more than 128 GPUs** are the least certain. InternEvo's loss from 8 to 1,024 GPUs is what NCCL's own
+  latencies say, if each tensor is a message of its own. Frameworks with few large messages lose less.
+- **Attention beyond 32 k tokens**: whether it runs at Triton's or at FlashAttention-2's speed decides. For an unknown
+  kernel the range goes from the slowest to the fastest. Ring attention of torchtitan is up to 1.3 times slower.
+- **Eager torch** is up to 1.2 times slower than projected with torchtitan, and not with nanotron or picotron.
+- **GPUs without runs here** (B200, MI300X, L40S, L4, A10G, RTX 4090, H100 NVL): the range is 1.7 times as wide.
+- **Memory** is within 20 % of all 46 published peaks, and within 10 % of 32. plan.py leaves a twentieth of the memory
+  free. If a layout fits narrowly, try it for a few steps before you rely on it.
+- **LoRA** has formulas and no published run here.
+- Mixtures of experts, ring attention, quantized weights, offloading, failures and slow ranks are not in it.
 """
 
+# A question, the options that answer it, and the beginnings of the lines to show.
+QUESTIONS = (
+    (
+        "My sequences have 6,000 tokens. Do I need a pipeline?",
+        "--model llama3-8b --gpus 64 --sequence 6000",
+        ("PROJECTION", "recommended", "expect"),
+        "No. Without --global-batch-size each GPU gets whole sequences of about 8,192 tokens together.",
+    ),
+    (
+        "Can I train on 1 M tokens with 64 GPUs?",
+        "--model llama3-8b --gpus 64 --sequence 1048576",
+        ("no layout", "              "),
+        "A sequence is split by context x tensor, and each part needs a head. min_Ring.py has no such limit, "
+        "but it is not planned.",
+    ),
+    (
+        "My GPU is not in the list.",
+        '--model llama3-1b --gpus 8 --gpu "memory=32 flops=210"',
+        ("plan.py: error",),
+        "Its links decide, so they are asked for. The list has A100 with 80 and 40 GB, H100, H100 NVL, H200, B200, "
+        "MI300X, L40S, L4, A10G and RTX 4090.",
+    ),
+    (
+        "I have a mesh already. What should it reach?",
+        '--model llama3-70b --mesh "shard=32 tensor=2" --micro-batch-size 1 --recompute full',
+        ("your mesh", "memory of", "tokens/s", "expect"),
+        "--micro-batch-size and --recompute say how you run it.",
+    ),
+    (
+        "Which mesh is recommended, the simplest or the fastest?",
+        "--model llama3-70b --gpus 256",
+        ("recommended", "fastest", "runner-up", "              It would"),
+        "The simplest of those within 5 % of the fastest. If the fastest is another one, it is named.",
+    ),
+    (
+        "Does it plan LoRA and mixtures of experts?",
+        "--model llama3-70b --gpus 8 --lora 16",
+        ("recommended", "start", "memory of", "expect"),
+        "LoRA, as llm_FSDP.py trains it. Not experts: `--experts` ends in one line that says so. min_EP.py has them, "
+        "and [costs.md](costs.md) has its formulas.",
+    ),
+    (
+        "It does not fit. What can I change?",
+        "--model llama3-8b --gpus 2 --sequence 32768",
+        ("does not fit", "would fit"),
+        "More GPUs, shorter sequences, 8-bit Adam and offloading are tried.",
+    ),
+    (
+        "Does it count torch.compile, and which cross-entropy?",
+        "--model llama3-8b --gpus 8 --compile --cross-entropy chunked",
+        ("recommended", "start", "              ", "memory of", "  A logit", "tokens/s"),
+        "It counts what the scripts do: torch's cross-entropy, which takes 12 bytes per logit, and no torch.compile, "
+        "which only llm_FSDP.py has as an option. With other options it says what the script lacks. "
+        "`python plan.py --help` says what it cannot do, and `| head` may cut its output.",
+    ),
+)
 
-def percent(error):
-    return f"{100 * error:+.0f} %"
+
+def answer(options, beginnings):
+    """The lines of `python plan.py OPTIONS` that start so."""
+    output = io.StringIO()
+    # An error's message is an answer, too.
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), contextlib.suppress(SystemExit):
+        plan.main(shlex.split(options))
+    return [line.rstrip() for line in output.getvalue().splitlines() if line.startswith(beginnings)]
 
 
-def summary_table(results):
-    lines = ["| source | rows | efficiency | median error | within 15 % | largest |", "|---|---|---|---|---|---|"]
-    everything = []
-    for name, (efficiency, rows) in results.items():
-        found = summary(rows)
-        everything += rows
-        lines.append(
-            f"| {name} | {found['rows']} | {efficiency:.2f} | {100 * found['median']:.0f} % | {found['within 15 %']} | "
-            f"{100 * found['largest']:.0f} % |"
-        )
-    found = summary(everything)
-    lines.append(
-        f"| all | {found['rows']} | | {100 * found['median']:.0f} % | {found['within 15 %']} | "
-        f"{100 * found['largest']:.0f} % |"
-    )
+def questions_section():
+    lines = ["## Questions", ""]
+    for question, options, beginnings, comment in QUESTIONS:
+        lines += [f"**{question}** {comment}", "", "```", f"$ python plan.py {options}"]
+        lines += [*answer(options, beginnings), "```", ""]
     return lines
 
 
-def scaling_table(results):
-    """FSDP alone: the speed on many GPUs in relation to that on 8."""
-    lines = ["| FSDP alone | measured | projected |", "|---|---|---|"]
-    for name, source, first, last in SCALING:
-        rows = {row["name"]: row for row in results[source][1]}
-        measured = rows[last]["published"] / rows[first]["published"]
-        projected = rows[last]["projected"] / rows[first]["projected"]
-        lines.append(f"| {name} | {measured:.2f} | {projected:.2f} |")
+def percent(ratio):
+    return f"{100 * (ratio - 1):+.0f} %"
+
+
+def shares_table(results):
+    """How many rows are within 15 %, and in how many the printed range holds."""
+    lines = ["| rows | number | fitted, within 15 % | held out, within 15 % | held out, in the printed range |"]
+    lines.append("|---|---|---|---|---|")
+    for name, some in groups(results).items():
+        cells = [within(some, "fitted"), within(some, "held out"), share(result["sure"] for result in some)]
+        lines.append(f"| {name} | {len(some)} | " + " | ".join(f"{100 * cell:.0f} %" for cell in cells) + " |")
+    cells = [alike(results, "fitted"), alike(results, "held out")]
+    lines.append("| all, publishers weighing alike | | " + " | ".join(f"{100 * cell:.0f} %" for cell in cells) + " | |")
+    return lines
+
+
+def rejected_line(results):
+    rejected = [result for result in results if result["rejected"]]
+    return f"{len(rejected)} of these {len(results)} runs, {len(rejected) / len(results):.0%}, are said not to fit."
+
+
+def publishers_table(results):
+    lines = ["| publisher | rows | fitted, median | within 15 % | held out, median | within 15 % |"]
+    lines.append("|---|---|---|---|---|---|")
+    for publisher in dict.fromkeys(result["run"].source["publisher"] for result in results):
+        rows = [result for result in results if result["run"].source["publisher"] == publisher]
+        cells = [f"| {publisher} | {len(rows)}"]
+        for kind in ("fitted", "held out"):
+            median = statistics.median(result[kind] for result in rows)
+            cells += [percent(median), f"{100 * within(rows, kind):.0f} %"]
+        lines.append(" | ".join(cells) + " |")
+    return lines
+
+
+def constants_table():
+    lines = ["| constant | fitted | known without the rows |", "|---|---|---|"]
+    names = {"A100": "efficiency of A100", "H100": "efficiency of H100 and H200"}
+    for name, value in current().items():
+        lines.append(f"| {names.get(name, f'`{name}`')} | {value} | {KNOWN[name]:.2f} |")
     return lines
 
 
 SCALING = (
-    ("8 B, 8 to 128 GPUs (torchtitan)", "torchtitan", "8B FSDP 8, compile", "8B FSDP 128, compile"),
-    ("1 B, 8 to 512 GPUs (llm-foundry)", "llm-foundry", "1b 8", "1b 512"),
-    ("7 B, 8 to 512 GPUs (llm-foundry)", "llm-foundry", "7b 8", "7b 512"),
+    ("FSDP, 8 B, 8 to 128 GPUs (torchtitan)", "torchtitan", "8B FSDP 8, compile", "8B FSDP 128, compile"),
+    ("FSDP, 1 B, 8 to 512 GPUs (llm-foundry)", "llm-foundry", "1b 8", "1b 512"),
+    ("FSDP, 7 B, 8 to 512 GPUs (llm-foundry)", "llm-foundry", "7b 8", "7b 512"),
+    ("ZeRO-1, 7 B, 8 to 128 GPUs (InternEvo)", "InternEvo", "7B ZeRO-1 x8", "7B ZeRO-1 x128"),
+    ("ZeRO-1, 7 B, 8 to 1,024 GPUs (InternEvo)", "InternEvo", "7B ZeRO-1 x8", "7B ZeRO-1 x1024"),
+    ("ZeRO-1 x TP, 7 B, 8 to 1,024 GPUs (InternEvo)", "InternEvo", "7B TP2 ZeRO-1 x8", "7B TP2 ZeRO-1 x1024"),
 )
 
 
-def source_section(source, efficiency, rows):
-    lines = [
-        f"## {source['name']}",
-        "",
-        f"[Source]({source['url']}). Efficiency {efficiency:.2f}. {source['note']}",
-        "",
-    ]
-    has_memory = any("gib" in row for row in rows)
+def scaling(results):
+    """[(name, measured, projected)]: the speed of a GPU among many in relation to one among 8."""
+    rows = {(result["run"].source["name"], result["run"].row["name"]): result for result in results}
+    found = []
+    for name, source, first, last in SCALING:
+        few, many = rows[source, first], rows[source, last]
+        measured = many["run"].speed / few["run"].speed
+        found.append((name, measured, measured * many["held out"] / few["held out"]))
+    return found
+
+
+def scaling_table(results):
+    lines = ["| more GPUs | measured | projected, held out |", "|---|---|---|"]
+    for name, measured, projected in scaling(results):
+        lines.append(f"| {name} | {measured:.2f} | {projected:.2f} |")
+    return lines
+
+
+def source_section(source, results):
+    lines = [f"## {source['name']}", "", f"[Source]({source['url']}), {source['publisher']}. {source['note']}", ""]
+    has_memory = any("gib" in result["run"].row for result in results)
     memory_head = " GiB | projected | error |" if has_memory else ""
-    lines.append(f"| run | GPUs | tokens/s per GPU | projected | error |{memory_head} why |")
-    lines.append("|" + "---|" * (9 if has_memory else 6))
-    for row in rows:
-        cells = [row["name"], f"{row['gpus']:,}", f"{row['published']:,.0f}", f"{row['projected']:,.0f}"]
-        cells.append("calibrated" if row is rows[0] else percent(row["error"]))
-        if has_memory and "gib" in row:
-            cells += [f"{row['gib']:.1f}", f"{row['projected gib']:.1f}", percent(row["gib error"])]
+    lines.append(f"| run | GPUs | tokens | tokens/s per GPU | projected | error | held out |{memory_head} why |")
+    lines.append("|" + "---|" * (11 if has_memory else 8))
+    for result in results:
+        run = result["run"]
+        projected = result["fitted"] * run.speed
+        cells = [run.row["name"], f"{run.row['gpus']:,}", f"{run.model.sequence:,}", f"{run.speed:,.0f}"]
+        cells += [f"{projected:,.0f}", percent(result["fitted"]), percent(result["held out"])]
+        if has_memory and "gib" in run.row:
+            gib = result["bytes"] / plan.GIB
+            cells += [f"{run.row['gib']:.1f}", f"{gib:.1f}", percent(gib / run.row["gib"])]
         elif has_memory:
             cells += ["", "", ""]
-        cells.append(row.get("reason", ""))
+        cells.append(run.row.get("reason", ""))
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -242,36 +470,35 @@ def measured_section():
     ]
     for name, row in record["results"].items():
         measured, projected = row["measured"]["max"], row["projected"]
-        lines.append(f"| {name} | {measured:,.0f} | {projected:,.0f} | {percent(projected / measured - 1)} |")
-    return [*lines, ""]
+        lines.append(f"| {name} | {measured:,.0f} | {projected:,.0f} | {percent(projected / measured)} |")
+    return lines
 
 
-def page():
-    results = project_all()
-    sources = load()["sources"]
-    h100 = plan.GPUS["h100"]
-    chosen = {name: getattr(plan, name) for name in CONSTANTS}
-    chosen |= {"few_tokens": h100.few_tokens, "narrow": h100.narrow, "latency_between": h100.latency_between}
-    constants = "\n".join(f"- `{name} = {value}`" for name, value in chosen.items())
-    lines = INTRODUCTION.format(constants=constants).splitlines()
-    lines += ["", "## Summary", "", *summary_table(results), "", *scaling_table(results), ""]
-    low, high = truth(results)
+def page(results):
+    sources = {result["run"].source["name"]: result["run"].source for result in results}
+    publishers = {source["publisher"] for source in sources.values()}
+    lines = INTRODUCTION.format(n=len(results), publishers=len(publishers)).splitlines()
+    lines += ["", "## Summary", "", *shares_table(results), "", rejected_line(results)]
+    lines += ["", *publishers_table(results), "", *scaling_table(results), "", *constants_table(), ""]
     lines += [
-        f"Without calibration, measured speeds are {low:.2f} to {high:.2f} times those projected in 8 of 10 rows.",
-        "plan.py prints this range.",
+        f"plan.py prints the factor {plan.SURE} in both directions as the range in which 8 of 10 runs are expected.",
+        f"The factor grows by {plan.PER_DOUBLED_LENGTH} with each doubling beyond 8,192 tokens, by",
+        f"{plan.PER_DOUBLED_GPUS} with each doubling beyond 128 GPUs, and by {plan.NO_ROWS} for a GPU without runs.",
         "",
+        *questions_section(),
         *MISSES.splitlines(),
     ]
     if MEASURED.exists():
-        lines += ["", *measured_section()[:-1]]
-    for source in sources:
-        lines += ["", *source_section(source, *results[source["name"]])]
+        lines += ["", *measured_section()]
+    for name, source in sources.items():
+        lines += ["", *source_section(source, [result for result in results if result["run"].source["name"] == name])]
     return "\n".join(lines) + "\n"
 
 
 def main():
-    PAGE.write_text(page())
-    print("\n".join(summary_table(project_all())))
+    results = compare()
+    PAGE.write_text(page(results))
+    print("\n".join([*shares_table(results), "", rejected_line(results), "", *publishers_table(results)]))
     print(f"written to {PAGE}")
 
 
