@@ -126,6 +126,7 @@ HUB = {  # their names on the Hugging Face Hub, for llm_FSDP.py
 }
 
 GIB = 2**30
+EFFICIENCY = 0.76  # fitted to the rows of docs/plan.md: see `compute_seconds`
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class Cluster:
     gpus_per_node: int = 8
     reachable: float = 0.8  # of `flops`, by large matrices alone
     flash: float = 0.33  # of `flops`, by FlashAttention-2, forward and backward
-    efficiency: float = 0.85  # of what kernels reach alone, in training: see `compute_seconds`
+    efficiency: float = EFFICIENCY  # of what kernels reach alone, in training: see `compute_seconds`
     has_rows: bool = True  # docs/plan.md has runs of this GPU, or it was measured
     # NCCL's own model of a ring: microseconds per hop over NVLink and over the network, protocol Simple, see
     # `transfer_seconds`. (hwLatencies in https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc)
@@ -150,8 +151,8 @@ class Cluster:
     reachable_link: float = 0.8  # of `inside` and `between`, by large messages: usual in nccl-tests
     overlaps: bool = True  # links work while the GPU computes
     float32: float = 0.5  # speed of float32 matrices (TF32) in relation to bfloat16
-    few_tokens: int = 300  # a micro-batch with this many tokens runs at half of the speed
-    narrow: int = 250  # so do matrices, if their width / tensor is this
+    few_tokens: float | None = None  # matrices of so many tokens run at half of their speed: see `matrix_rate`
+    narrow: float | None = None  # so do matrices of this width
     reduce_scatter: float = 1.0  # its time in relation to an all-gather's: gloo's is an all-reduce
     device: str = "GPU"
 
@@ -164,9 +165,8 @@ class Cluster:
 # `flash`: 189 of 312 TFLOP/s on A100 (arXiv:2307.08691), 335 forward and 322 backward of 989 on H100 (2407.08608).
 # `between` is the network of the usual machine: 8 x 200 Gb/s with A100, 8 x 400 Gb/s with H100 and newer ones, 100 Gb/s
 # for a whole machine of small cards. These have no NVLink. They send over PCIe 4, the RTX 4090 through the host.
-# `efficiency` of A100 and H100 is fitted: see docs/plan.md. Where there was no run to fit it is between the two.
-A100 = {"reachable": 271.2 / 312, "flash": 0.6, "efficiency": 0.86}
-H100 = {"reachable": 794.5 / 989, "flash": 0.33, "efficiency": 0.79}
+A100 = {"reachable": 271.2 / 312, "flash": 0.6}
+H100 = {"reachable": 794.5 / 989, "flash": 0.33}
 ADA = {"flash": 0.6, "has_rows": False}
 GPUS = {
     "a100": Cluster("a100", 79.25 * GIB, 312e12, 2.04e12, 300e9, 25e9, **A100),
@@ -437,27 +437,35 @@ def working_bytes(model, layout):
 
 # ---- time: computing ----------------------------------------------------------------------------------------------
 
-# Fitted to the rows of docs/plan.md, like the efficiency of A100 and H100:
-FLOAT8 = 1.72  # speed of blocks in float8, with all casts, in relation to bfloat16
-FORWARD = 0.21  # forward's share of the time of a block: less than its third of the operations
-ASYNC_HIDES = 0.51  # of tensor parallelism's communication, where a framework overlaps it with matrices
-TRITON = 0.69  # speed of Triton's older attention in relation to FlashAttention-2
+# Fitted to the rows of docs/plan.md, like EFFICIENCY:
+FORWARD = 0.17  # the share of a block's time that recomputing all of it adds. Of the operations it is a third.
+TRITON = 0.74  # speed of Triton's older attention in relation to FlashAttention-2
 
+FLOAT8 = 1402.6 / 794.5  # speed of matrices in float8 in relation to bfloat16: the source of `reachable`, for an H100
 # The speed of attention in relation to FlashAttention-2's. FlashAttention-3: arXiv:2407.08608, figures 5 and 6.
 # An unknown kernel is taken as between FlashAttention-2 and Triton's: most runs of docs/plan.md have one of them.
 KERNELS = {"flash2": 1.0, "flash3": 1.7, "triton": TRITON, "unknown": math.sqrt(TRITON)}
 SHORT = 300  # tokens of a sequence with which attention reaches half of its speed: the same figures, causal
 NARROW_HEADS = 0.9  # speed of attention with 64 features per head in relation to 128: the same figures
-PASSES = 6  # how often memory moves each kept activation: 1 write and 2 reads, and as many of its gradient
+PASSES = 4  # each kept activation is written once and read once by other kernels than matrices, as is its gradient
 
 
 def matrix_rate(model, layout, cluster):
-    """Operations per second of a block's matrices. It falls with few tokens, and with narrow slices of the layers."""
-    tokens = tokens_of_micro_batch(model, layout)
-    width = model.width / layout.tensor
+    """Operations per second of a block's matrices. It falls with few tokens, and with narrow slices of the layers.
+
+    A product of M x K by K x N in bfloat16 has 2·M·K·N operations and moves 2·(K·N + M·K + M·N) bytes. As in the
+    roofline model (https://doi.org/10.1145/1498765.1498785), moving them takes ridge/M + ridge/K + ridge/N times as
+    long as computing, where the ridge is operations per byte of memory. M are the tokens. Of K and N the narrower
+    counts, which is width / tensor. The two times add up.
+    """
     speed = {"bfloat16": 1.0, "float8": FLOAT8, "float32": cluster.float32}[layout.precision]
-    fullness = tokens / (tokens + cluster.few_tokens) * width / (width + cluster.narrow)
-    return cluster.flops * cluster.reachable * speed * fullness
+    ridge = cluster.flops * cluster.reachable / cluster.bandwidth
+    few_tokens = ridge if cluster.few_tokens is None else cluster.few_tokens
+    narrow = ridge if cluster.narrow is None else cluster.narrow
+    moving = few_tokens / tokens_of_micro_batch(model, layout) + narrow * layout.tensor / model.width
+    if layout.precision == "float8":  # the matrices are faster, the memory is not
+        moving *= speed
+    return cluster.flops * cluster.reachable * speed / (1 + moving)
 
 
 def attention_rate(model, layout, cluster):
@@ -512,6 +520,7 @@ def compute_seconds(model, layout, cluster):
 
 # ---- time: communication ------------------------------------------------------------------------------------------
 
+ASYNC_HIDES = 0.5  # of tensor parallelism's communication, where a framework overlaps it with matrices: about half
 HIDDEN_COST = 0.15  # each second of hidden communication adds this to compute: NCCL takes 16 to 24 of 132 cores
 TENSORS = 9  # messages of a block, one per parameter tensor: q, k, v, output, gate, up, down, two norms
 
