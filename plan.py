@@ -144,8 +144,8 @@ class Cluster:
     flash: float = 0.33  # of `flops`, by FlashAttention-2, forward and backward
     efficiency: float = EFFICIENCY  # of what kernels reach alone, in training: see `compute_seconds`
     has_rows: bool = True  # docs/plan.md has runs of this GPU, or it was measured
-    # NCCL's own model of a ring: microseconds per hop over NVLink and over the network, protocol Simple, see
-    # `transfer_seconds`. (hwLatencies in https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc)
+    # Of a hop in a ring over NVLink, and over the network, with NCCL's protocol for large messages:
+    # hwLatencies in https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc, see `transfer_seconds`.
     latency_inside: float = 3.4e-6
     latency_between: float = 14e-6
     reachable_link: float = 0.8  # of `inside` and `between`, by large messages: usual in nccl-tests
@@ -158,30 +158,32 @@ class Cluster:
 
 
 # Memory is what torch.cuda.get_device_properties reports. `flops`, `bandwidth` and links are the makers' numbers, dense
-# and in one direction: https://www.nvidia.com/en-us/data-center/h100/ and the pages of the other GPUs beside it,
-# https://aws.amazon.com/ec2/instance-types/g5/ for the A10G, NVIDIA's paper on the Ada architecture for the RTX 4090,
-# https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html.
-# `reachable`: "Maximum Achievable Matmul FLOPS", https://github.com/stas00/ml-engineering/tree/master/compute/accelerator.
+# and in one direction, from the pages named beside them.
+# `reachable`: "Maximum Achievable Matmul FLOPS" in https://github.com/stas00/ml-engineering, compute/accelerator.
 # `flash`: 189 of 312 TFLOP/s on A100 (arXiv:2307.08691), 335 forward and 322 backward of 989 on H100 (2407.08608).
 # `between` is the network of the usual machine: 8 x 200 Gb/s with A100, 8 x 400 Gb/s with H100 and newer ones, 100 Gb/s
-# for a whole machine of small cards. These have no NVLink. They send over PCIe 4, the RTX 4090 through the host.
+# for a whole machine of cards. Cards have no NVLink. They send over PCIe, the RTX 4090 through the host's memory.
 A100 = {"reachable": 271.2 / 312, "flash": 0.6}
 H100 = {"reachable": 794.5 / 989, "flash": 0.33}
-ADA = {"flash": 0.6, "has_rows": False}
+CARD = {"flash": 0.6, "has_rows": False}
 GPUS = {
+    # nvidia.com/en-us/data-center/ a100, h100, h200, dgx-b200
     "a100": Cluster("a100", 79.25 * GIB, 312e12, 2.04e12, 300e9, 25e9, **A100),
     "a100-40": Cluster("a100-40", 39.5 * GIB, 312e12, 1.555e12, 300e9, 25e9, **A100),
     "h100": Cluster("h100", 79.25 * GIB, 989.5e12, 3.35e12, 450e9, 50e9, **H100),
-    "h100-nvl": Cluster("h100-nvl", 93 * GIB, 835e12, 3.9e12, 64e9, 50e9, reachable=0.8, has_rows=False),
     "h200": Cluster("h200", 139.8 * GIB, 989.5e12, 4.8e12, 450e9, 50e9, **H100),
     "b200": Cluster("b200", 178 * GIB, 2250e12, 8e12, 900e9, 50e9, reachable=1745 / 2250, has_rows=False),
+    # h100 again: NVLink joins pairs only, the others are joined by PCIe 5
+    "h100-nvl": Cluster("h100-nvl", 93 * GIB, 835e12, 3.9e12, 64e9, 50e9, has_rows=False),
+    # amd.com/en/products/accelerators/instinct/mi300/mi300x.html
     "mi300x": Cluster("mi300x", 191.5 * GIB, 1307e12, 5.3e12, 448e9, 50e9, reachable=668.4 / 1307, has_rows=False),
-    "l40s": Cluster("l40s", 44.4 * GIB, 362e12, 864e9, 32e9, 1.6e9, **ADA),
-    "l4": Cluster("l4", 22 * GIB, 121e12, 300e9, 32e9, 1.6e9, **ADA),
-    "a10g": Cluster("a10g", 22 * GIB, 70e12, 600e9, 32e9, 1.6e9, **ADA),
-    "rtx4090": Cluster("rtx4090", 23.5 * GIB, 165e12, 1.008e12, 16e9, 1.6e9, **ADA),
+    # nvidia.com/en-us/data-center/ l40s, l4; aws.amazon.com/ec2/instance-types/g5; NVIDIA's paper on Ada
+    "l40s": Cluster("l40s", 44.4 * GIB, 362e12, 864e9, 32e9, 1.6e9, **CARD),
+    "l4": Cluster("l4", 22 * GIB, 121e12, 300e9, 32e9, 1.6e9, **CARD),
+    "a10g": Cluster("a10g", 22 * GIB, 70e12, 600e9, 32e9, 1.6e9, **CARD),
+    "rtx4090": Cluster("rtx4090", 23.5 * GIB, 165e12, 1.008e12, 16e9, 1.6e9, **CARD),
 }
-SHARE_OF_MEMORY = 0.95  # the rest is for CUDA, NCCL and fragments
+SHARE_OF_MEMORY = 0.95  # The rest is for CUDA, NCCL and fragments. Of the runs of docs/plan.md, 1 in 20 needs more.
 
 
 @dataclass(frozen=True)
@@ -827,9 +829,15 @@ def axes(layout):
 
 
 def complexity(layout):
-    """How much there is to understand and to go wrong: a weight for each axis, then for recomputing and chunks."""
+    """How much there is to understand and to go wrong: a weight for each axis, then for recomputing and chunks.
+
+    A mesh that no script here has is more work than another axis.
+    """
     weights = {"replicate": 1, "zero": 1, "shard": 2, "tensor": 4, "context": 4, "stages": 6}
     total = sum(weights[name] for name in axes(layout))
+    name, _ = script(layout)
+    if name is None:
+        total += 5
     return total, layout.chunks, RECOMPUTE.index(layout.recompute)
 
 
@@ -988,12 +996,12 @@ def mesh_name(layout):
     return " x ".join(names)
 
 
-def script(job, layout):
+def script(layout, model_name=None):
     """(the script that has this mesh, its options for it), or (None, advice)."""
     kinds = axes(layout)
     replicate, shard, tensor = layout.replicate, layout.shard, layout.tensor
     schedule = "Interleaved1F1B" if layout.chunks > 1 else "1F1B"
-    if is_for_llm(job, layout):
+    if is_for_llm(layout, model_name):
         return "llm_FSDP.py", llm_options(layout)
     if "context" in kinds:
         if kinds == {"context"} and not layout.shard_context:
@@ -1021,11 +1029,11 @@ def script(job, layout):
     return "min_2D.py", mesh
 
 
-def is_for_llm(job, layout):
+def is_for_llm(layout, model_name):
     """Whether llm_FSDP.py trains it: a model of the Hub, sharded by FSDP."""
     if layout.lora:
         return True
-    return job.name in HUB and axes(layout) == {"shard"} and layout.recompute != "selective"
+    return model_name in HUB and axes(layout) == {"shard"} and layout.recompute != "selective"
 
 
 def llm_options(layout):
@@ -1044,7 +1052,7 @@ def command(job, layout):
 
     On several machines: on each one.
     """
-    name, options = script(job, layout)
+    name, options = script(layout, job.name)
     if name is None:
         return None
     model = job.model
@@ -1066,13 +1074,13 @@ def how_to_start(job, layout):
     """The command, or advice if no script here has this mesh."""
     line = command(job, layout)
     if line is None:
-        _, line = script(job, layout)
+        _, line = script(layout, job.name)
     return line
 
 
 def missing(job, layout):
     """What the plan assumes and the script does not do, as phrases."""
-    name, _ = script(job, layout)
+    name, _ = script(layout, job.name)
     found = []
     if layout.precision == "bfloat16" and name not in ("min_FSDP.py", "llm_FSDP.py"):
         found.append("bfloat16")
@@ -1154,7 +1162,7 @@ def print_result(job, result):
     lacking = missing(job, layout)
     print(f"{'your mesh  ' if job.mesh else 'recommended'}   {describe(layout)}")
     print(f"start         {how_to_start(job, layout)}")
-    if not is_for_llm(job, layout):
+    if not is_for_llm(layout, job.name):
         print("              It trains gpt.py's model in this shape.")
     if lacking:
         print(f"              The projection also assumes what the script lacks: {', '.join(lacking)}.")
@@ -1189,7 +1197,7 @@ def print_alternatives(job, results):
     if other is not None:
         print(f"\nrunner-up     {describe(other.layout)}: {compared(other, winner)}")
         change = what_would_change_it(job, winner, other)
-        if change:
+        if change and other.speed < winner.speed:
             print(f"              It would be faster with {change}.")
 
 

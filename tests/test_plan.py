@@ -439,6 +439,8 @@ def test_one_axis_is_simpler_than_two():
     assert weights == sorted(weights) and len(set(weights)) == len(weights)
     assert plan.complexity(plan.Layout(tensor=8)) == plan.complexity(plan.Layout(context=8, shard_context=False))
     assert plan.complexity(plan.Layout(shard=4, tensor=2)) == plan.complexity(plan.Layout(shard=2, tensor=4))
+    without_script = plan.Layout(replicate=2, tensor=2, stages=2)
+    assert plan.complexity(plan.Layout(shard=2, tensor=2, stages=2)) < plan.complexity(without_script)
 
 
 def test_the_simplest_layout_is_one_of_the_fast_ones():
@@ -615,9 +617,9 @@ def test_a_model_of_the_hub_is_trained_by_llm_fsdp():
     lacking = ["a fused cross-entropy", "flash3 attention", "micro-batches of 4 sequences"]
     assert plan.missing(job, several) == lacking
     for other in (dict(tensor=2, shard=4), dict(recompute="selective"), dict(shard=1, replicate=8)):
-        name, _ = plan.script(job, dataclasses.replace(layout, **other))
+        name, _ = plan.script(dataclasses.replace(layout, **other), "llama3-8b")
         assert name == "min_2D.py"
-    assert plan.script(job_of("llama3-8b", 8), layout)[0] == "min_2D.py", "a shape without a name"
+    assert plan.script(layout)[0] == "min_2D.py", "a shape without a name"
     assert set(plan.HUB) == {name for name in plan.MODELS if name.startswith("llama")}
 
 
