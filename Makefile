@@ -60,7 +60,7 @@ $(BIN)/python:
 	$(BIN)/pip install --quiet -r requirements.txt
 	touch $@
 
-.venv/installed-dev: requirements-dev.txt requirements-flyte.txt requirements-tracking.txt .venv/installed
+.venv/installed-dev: requirements-dev.txt requirements-flyte.txt requirements-llm.txt requirements-tracking.txt .venv/installed
 	$(BIN)/pip install --quiet -r requirements-dev.txt
 	touch $@
 

@@ -3,6 +3,9 @@
     epoch, step = checkpoint.load(path, model, optimizer)            # (0, 0) if there is none
     checkpoint.save(path, model, optimizer, epoch=epoch + 1)         # every rank calls it
 
+    epoch, step, best = checkpoint.load(path, model, optimizer, best=math.inf)    # plain values too
+    checkpoint.save(path, model, optimizer, epoch=epoch + 1, best=best)
+
     epoch = checkpoint.load_sharded(folder, model, optimizer)        # 0 if there is none
     checkpoint.save_sharded(folder, model, optimizer, epoch + 1)
 
@@ -27,6 +30,7 @@ import zipfile
 from concurrent import futures
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import distributed as dist
@@ -60,9 +64,7 @@ def atomic(path):
     except BaseException as failure:
         with contextlib.suppress(OSError):
             os.remove(temporary)
-        cause = failure
-        if type(failure) is RuntimeError:
-            cause = failure.__context__  # torch.save raises it after the OSError of a full disk
+        cause = _cause_of(failure)
         if not isinstance(cause, OSError):
             raise
         advice = "choose another path"
@@ -71,14 +73,21 @@ def atomic(path):
         raise dist.DistributedError(f"cannot save {_location(path)}: {cause.strerror}: {advice}") from None
 
 
+def _cause_of(failure):
+    """The OSError of a full disk: torch.save raises a RuntimeError while it handles that."""
+    if type(failure) is RuntimeError:
+        return failure.__context__
+    return failure
+
+
 def _sync_until(written, fd):
     while not written.wait(timeout=0.1):
         os.fsync(fd)
 
 
 def _replace(temporary, path):
-    # To free a large file takes seconds. The system frees a replaced file when nobody has it open any more. So keep the
-    # old one open, and close it in a thread.
+    # Freeing a large file takes seconds. The system frees a replaced file when its last open descriptor is closed. So
+    # keep one open, and close it in a thread.
     old = None
     if os.access(path, os.R_OK):
         old = os.open(path, os.O_RDONLY)
@@ -109,23 +118,28 @@ def _location(path):
 # ---- one file, written by local rank 0 of every node ----------------------------------------------------------------
 
 
+@dist.watched
 def save(path, model, optimizer, scheduler=None, epoch=0, step=0, **more):
     """Save the states of model, optimizer, scheduler and `more`, and where to resume, `epoch` and `step`.
 
-    The two are in the caller's units. No random state is saved: seed each epoch. One process per node writes to `path`.
-    Nodes that share rank 0's folder leave it to rank 0, except in the first save. `more` names further objects that
-    have state_dict and load_state_dict, like a second optimizer or a GradScaler. Every rank must call it. The model is
-    saved unwrapped, so any number of processes can load it. Its buffers become rank 0's on all ranks, as in DDP. Raises
-    DistributedError on every rank if the model is sharded, if a node cannot write, or if a state holds a value that
-    could not be loaded again, like a numpy number or a Path; that node's old file is then unchanged.
+    The two are in the caller's units. No random state is saved: seed each epoch. `more` names further objects that have
+    state_dict and load_state_dict, like a second model or a GradScaler. It also names plain values: numbers, strings,
+    tensors, and lists and dicts of these. Rank 0's are saved. Every rank must call it. Models are saved unwrapped, so
+    any number of processes can load them. Local rank 0 of each node writes to `path`. If nodes share a disk, rank 0
+    alone writes, from the second save on. The model's buffers become rank 0's on all ranks, as in DDP. Raises
+    DistributedError on every rank if weights differ between ranks, if the model is sharded, if a node cannot write, or
+    if a value could not be loaded again, like a numpy number or a Path; that node's old file is then unchanged.
     """
     parts = _parts(model, optimizer, scheduler, more)
+    for part in parts.values():
+        if isinstance(part, nn.Module):
+            dist.check_in_sync(part)  # rank 0's weights alone are saved
     dist.sync_params(parts["model"].buffers())  # so that all nodes save the same
     error = None
     if _is_writer(path):
-        snapshot = {name: part.state_dict() for name, part in parts.items()}
-        snapshot["epoch"] = epoch
-        snapshot["step"] = step
+        snapshot = {"epoch": epoch, "step": step}
+        for name, part in parts.items():
+            snapshot[name] = part.state_dict() if _has_state(part) else part
         try:
             _write(path, snapshot)
         except dist.DistributedError as failure:
@@ -157,14 +171,16 @@ def _write(path, snapshot):
             )
 
 
+@dist.watched
 def load(path, model, optimizer, scheduler=None, **more):
-    """Restore on every rank the snapshot with the highest (epoch, step) of all nodes; returns that pair.
+    """Find the snapshot with the highest (epoch, step) of all nodes, and restore it on every rank.
 
-    Without a snapshot anywhere it changes nothing and returns (0, 0). Every rank must call it, with `more` as in
-    `save`. Local rank 0 of each node looks for `path`, and the one with the highest pair sends it, tensor by tensor.
-    Until it is restored, each rank holds the whole snapshot in the CPU's memory. The optimizer gets the learning rate
-    of the snapshot, even if it was built with another. Raises DistributedError on every rank if the model is sharded,
-    or if any node's file is damaged, cannot be read, or was saved from another model or other parts.
+    Returns epoch and step, and then each plain value of `more`, in the order in which they are given. Without a
+    snapshot anywhere it changes nothing and returns (0, 0) and the given values. Every rank must call it, with `more`
+    as in `save`. Local rank 0 of each node looks for `path`. The node with the highest pair sends its file, tensor by
+    tensor. Until it is restored, each rank holds the whole snapshot in the CPU's memory. The optimizer gets the
+    learning rate of the snapshot, even if it was built with another. Raises DistributedError on every rank if a model
+    is sharded, or if any node's file is damaged, cannot be read, or was saved from another model or other parts.
     """
     parts = _parts(model, optimizer, scheduler, more)
     snapshot, position, error = None, NO_SNAPSHOT, None
@@ -174,13 +190,19 @@ def load(path, model, optimizer, scheduler=None, **more):
     found = dist.gather_objects((position, dist.get_rank(), _location(path)), dist.patient_group())
     position, holder, location = max(found, key=lambda entry: entry[0])  # if several are equal, the lowest rank's
     if position == NO_SNAPSHOT:
-        return 0, 0
+        plain_values = [part for part in parts.values() if not _has_state(part)]
+        return 0, 0, *plain_values
     if dist.get_rank() != holder:
         snapshot = None  # free the older snapshot before the newest is received
     if dist.get_world_size() > 1:
         snapshot = _send(snapshot, holder)
     _restore(parts, snapshot, location)
-    return position
+    plain_values = [snapshot[name] for name, part in parts.items() if not _has_state(part)]
+    return *position, *plain_values
+
+
+def _has_state(part):
+    return hasattr(part, "state_dict")
 
 
 def _restore(parts, snapshot, location):
@@ -188,16 +210,16 @@ def _restore(parts, snapshot, location):
     wanted = " and ".join(sorted(parts))
     if saved != wanted:
         line = f"{location} holds the state of {saved}, not of {wanted}: save and load the same parts"
-        raise dist.DistributedError(line)
+        raise dist.DistributedError(line, on_all_ranks=True)
     try:
         for name, part in parts.items():
-            part.load_state_dict(snapshot[name])
+            if _has_state(part):
+                part.load_state_dict(snapshot[name])
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as failure:
         cause = " ".join(str(failure).split())[:300]
-        line = (
-            f"{location} does not match this model or optimizer ({cause}): delete or rename it, or choose another path"
-        )
-        raise dist.DistributedError(line) from None
+        line = f"{location} was saved from another model or optimizer ({cause})"
+        advice = "build what was saved, or choose another path"
+        raise dist.DistributedError(f"{line}: {advice}", on_all_ranks=True) from None
 
 
 def rebuild_buckets(model, compute_loss):
@@ -218,19 +240,17 @@ def rebuild_buckets(model, compute_loss):
 
 
 def _parts(model, optimizer, scheduler, more):
-    """The objects to save, by name; the model without torch.compile's and DDP's wrappers."""
-    while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif isinstance(model, DistributedDataParallel):
-            model = model.module
-        else:
-            break
-    if any(hasattr(param, "to_local") for param in model.parameters()):  # a DTensor: this rank has a shard of it
-        raise dist.DistributedError("the model is sharded: use save_sharded and load_sharded, not save and load")
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    parts.update(more)
-    return {name: part for name, part in parts.items() if part is not None}
+    """What to save, by name; models without torch.compile's and DDP's wrappers."""
+    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    given = {name: part for name, part in given.items() if part is not None}
+    parts = {name: dist.unwrapped(part) for name, part in (given | more).items()}
+    for name, part in parts.items():
+        if isinstance(part, nn.Module) and any(hasattr(param, "to_local") for param in part.parameters()):
+            line = (
+                f"the {name} is sharded: use save_sharded and load_sharded, not save and load"  # a DTensor is a shard
+            )
+            raise dist.DistributedError(line)
+    return parts
 
 
 def _read(path):
@@ -295,18 +315,22 @@ def _tensors_in(value):
 # ---- a folder per epoch, to which every rank writes its part --------------------------------------------------------
 
 
-def save_sharded(folder, model, optimizer, epoch, scheduler=None):
+@dist.watched
+def save_sharded(folder, model, optimizer, epoch, scheduler=None, frozen=True):
     """Write `folder`/epoch-N: every rank writes its shards of a model that fully_shard or DDP has wrapped.
 
     `epoch` is the next one to run, at least 1, or else ValueError is raised. No random state is saved: seed each epoch.
     Its `.metadata` is written last, and a folder without it is ignored, so a kill does no harm. Older ones are kept.
-    Raises DistributedError on every rank if one of them cannot write; what it has written is then removed.
+    Without `frozen`, parameters that are not trained are left out: load it in the same way, into a model that has them.
+    Raises DistributedError on every rank if weights that should be equal differ between ranks, or if one of them cannot
+    write; what it has written is then removed.
     https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
     """
     import torch.distributed.checkpoint as dcp  # takes 0.5 s
 
     if epoch < 1:
         raise ValueError(f"epoch must be at least 1, the next one to run, got {epoch}")
+    dist.check_in_sync(model)
     path = os.path.join(os.path.abspath(folder), f"epoch-{epoch}")
     if dist.is_primary():  # remove what an interrupted save left, first `.metadata`, which marks a complete checkpoint
         with contextlib.suppress(OSError):  # if this fails, the save reports it
@@ -314,12 +338,12 @@ def save_sharded(folder, model, optimizer, epoch, scheduler=None):
         shutil.rmtree(path, ignore_errors=True)
     _sync_buffers(model)
     dist.raise_on_all(None, dist.patient_group())  # wait until the folder is removed
-    failure = _run_dcp(dcp.save, _sharded_state(model, optimizer, scheduler), path)
+    failure = _run_dcp(dcp.save, _sharded_state(model, optimizer, scheduler, frozen), path)
     if failure is not None:
         if dist.is_primary():
             shutil.rmtree(path, ignore_errors=True)
         cause = f"{type(failure).__name__}: {failure}".splitlines()[0]
-        raise dist.DistributedError(f"cannot save {path}, is the disk full? ({cause})")
+        raise dist.DistributedError(f"cannot save {path}, is the disk full? ({cause})", on_all_ranks=True)
 
 
 def _sync_buffers(model):
@@ -330,7 +354,8 @@ def _sync_buffers(model):
         dist.sync_params(model.buffers())
 
 
-def load_sharded(folder, model, optimizer, scheduler=None):
+@dist.watched
+def load_sharded(folder, model, optimizer, scheduler=None, frozen=True):
     """Load the newest complete checkpoint, whatever the number of ranks then and now; returns the next epoch.
 
     Without a checkpoint it changes nothing and returns 0. The optimizer's learning rates are restored. Without a
@@ -346,7 +371,7 @@ def load_sharded(folder, model, optimizer, scheduler=None):
         return 0
     path = os.path.join(os.path.abspath(folder), f"epoch-{newest}")
     optimizer.zero_grad()  # if there are gradients, torch loads no state into a new optimizer, and says nothing
-    state = _sharded_state(model, optimizer, scheduler)
+    state = _sharded_state(model, optimizer, scheduler, frozen)
     base_rate = state["lr"]
     names = set()
     for names_of_rank in dist.gather_objects(list(state["model"]), dist.patient_group()):
@@ -368,7 +393,7 @@ def load_sharded(folder, model, optimizer, scheduler=None):
     state["optimizer"]["state"] = {name: moments[name] for name in known}
     failure = _run_dcp(dcp.load, state, path)
     if failure is not None:
-        raise dist.DistributedError(_unreadable(path, failure))
+        raise dist.DistributedError(_unreadable(path, failure), on_all_ranks=True)
     set_state_dict(
         model,
         optimizer,
@@ -405,10 +430,11 @@ def _refuse_missing_in_model(saved, names):
             raise KeyError(f"the model has no {name}")
 
 
-def _sharded_state(model, optimizer, scheduler):
-    from torch.distributed.checkpoint.state_dict import get_state_dict
+def _sharded_state(model, optimizer, scheduler, frozen):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    options = StateDictOptions(ignore_frozen_params=not frozen)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
     # A rank of a pipeline has the parameters of its stage alone. But the options of the optimizer's groups are saved
     # once, and apply to the parameters that they name.
     groups = optimizer_state["param_groups"]

@@ -21,10 +21,11 @@
         for epoch in range(3):
             sampler.set_epoch(epoch)  # another order in each epoch
             for x, y in loader:
-                loss = torch.nn.functional.mse_loss(model(x.to(device)), y.to(device))
                 optimizer.zero_grad()
+                loss = torch.nn.functional.mse_loss(model(x.to(device)), y.to(device))
                 loss.backward()
                 optimizer.step()
+            dist.check_in_sync(model)  # stops if the weights of two processes differ
             loss = dist.reduce(loss.detach())  # the average over all processes, on every process
             dist.print_primary(f"epoch {epoch}: loss {loss.item():.4f}")  # printed once
 
@@ -39,11 +40,16 @@ communication. Only `all_gather_single`, `reduce_scatter_single` and methods of 
 """
 
 import atexit
+import functools
 import gc
+import hashlib
+import inspect
 import itertools
 import multiprocessing
 import os
+import resource
 import sys
+import threading
 import time
 import uuid
 import weakref
@@ -59,13 +65,21 @@ import torch.distributed as torch_dist
 import torch.distributed.nn.functional
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset, Sampler, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 import spawn
 
 
 class DistributedError(RuntimeError):
-    """An expected failure, described in one line. `launch` prints the line and exits with status 1."""
+    """An expected failure, described in one line. `launch` prints the line and exits with status 1.
+
+    With `on_all_ranks` every rank raises the same error, and under torchrun rank 0 alone prints it.
+    """
+
+    def __init__(self, line, on_all_ranks=False):
+        super().__init__(line)
+        self.on_all_ranks = on_all_ranks
 
 
 # ---- rank and device ----------------------------------------------------------------------------------------------
@@ -101,7 +115,7 @@ def get_world_size():
 
 
 def is_primary():
-    """Is this rank 0? Call no collective under it: the other ranks would wait until a timeout."""
+    """Is this rank 0? Do not call a collective under `if is_primary()`: the others would not take part."""
     return get_rank() == 0
 
 
@@ -125,6 +139,96 @@ def get_device():
     return torch.device("cuda", local_rank)
 
 
+# ---- a rank that waits --------------------------------------------------------------------------------------------
+
+WAIT_SECONDS = 30  # after so long in one call, a rank says for whom it waits
+
+_current_call = None  # (function, how many calls of it there have been, the time) of the `watched` call in progress
+_waiting_ended = None  # the event that ends the watching thread of the current process group
+
+
+def watched(function):
+    """A decorator for a function that every rank must call: a rank that waits in it for long says so on stderr.
+
+    The line names the function and the ranks that have not called it: `rank 0 has waited 30 s in checkpoint.save for
+    rank 1: every rank must call it`. Each rank has one thread, which sleeps. A call itself only notes that it began.
+    """
+    module = function.__module__.replace("distributed", "dist")
+    name = f"{module}.{function.__name__}"
+    calls = itertools.count(1)
+
+    @functools.wraps(function)
+    def watched_function(*args, **kwargs):
+        global _current_call
+        if _current_call is not None:  # a watched function has called this one
+            return function(*args, **kwargs)
+        _current_call = (name, next(calls), time.monotonic())
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _current_call = None
+
+    return watched_function
+
+
+def _start_watching(store):
+    global _waiting_ended
+    _stop_watching()
+    _waiting_ended = threading.Event()
+    # The store's own connection is in use while this process waits for a key.
+    arguments = (store.clone(), get_rank(), get_world_size(), _waiting_ended)
+    threading.Thread(target=_watch, args=arguments, daemon=True).start()
+
+
+def _stop_watching():
+    if _waiting_ended is not None:
+        _waiting_ended.set()
+
+
+def _watch(store, rank, world_size, ended):
+    """A rank that waits notes it in the store. Later the first of them reads which ranks have not."""
+    noted = None
+    printed = None
+    while not ended.wait(WAIT_SECONDS / 10):
+        call = _current_call
+        if call is None:
+            continue
+        name, number, start = call
+        key = f"waiting in {name} {number}"
+        waited = time.monotonic() - start
+        try:
+            if waited > WAIT_SECONDS / 3 and noted != call:
+                noted = call
+                store.append(key, f"{rank},")
+            if waited > WAIT_SECONDS and printed != call:
+                printed = call
+                _say_who_is_missing(store.get(key).decode(), rank, world_size, name, waited)
+        except RuntimeError:  # the store is gone: the job is ending
+            return
+
+
+def _say_who_is_missing(noted, rank, world_size, name, waited):
+    """`noted` has the ranks that wait in the same call, like "2,0,". Only the first of them prints."""
+    waiting = [int(number) for number in noted.split(",") if number]
+    missing = sorted(set(range(world_size)) - set(waiting))
+    reason = None
+    if missing:
+        reason = f"for {_names_of(missing)}: every rank must call it"
+    elif name.startswith("dist."):  # in a save one rank may still be writing
+        reason = "with all other ranks: before it, the ranks have called different collectives"
+    if reason and waiting[0] == rank:
+        print(f"rank {rank} has waited {waited:.0f} s in {name} {reason}", file=sys.stderr, flush=True)
+
+
+def _names_of(ranks):
+    """'rank 1', 'ranks 1 and 2', or 'ranks 1, 2, 3 and 5 more'."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) <= 4:
+        return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:3]))} and {len(ranks) - 3} more"
+
+
 # ---- process group ------------------------------------------------------------------------------------------------
 
 
@@ -135,7 +239,8 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     processes of a DataLoader find them, and `rank` is also used as the local rank, unless LOCAL_RANK is set. A
     collective fails after `timeout`, a datetime.timedelta; None is torch's default, 10 minutes for nccl and 30 for
     gloo. Pass more if one rank prepares data for longer while the others wait. It does nothing if a group exists. In
-    one process without a launcher it binds the device and makes no group.
+    one process without a launcher it binds the device and makes no group. Raises DistributedError for nccl without a
+    GPU.
     """
     if is_dist_avail_and_initialized():
         return
@@ -146,6 +251,8 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     elif rank is not None:  # the caller has started its processes itself, on one machine
         os.environ.setdefault("LOCAL_RANK", str(rank))
     device = get_device()
+    if backend is not None and "nccl" in backend and device.type == "cpu":
+        raise DistributedError(f"the backend {backend} needs a GPU, and none is visible: choose gloo, or leave it out")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world_size is None or (world_size == 1 and "MASTER_ADDR" not in os.environ):
@@ -162,6 +269,7 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     )
     # Wait until all ranks are connected. If a rank exits before that, the others fail.
     torch_dist.barrier()
+    _start_watching(store)
     if world_size > 1:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # for loader processes, which have no group
 
@@ -177,7 +285,7 @@ _patient_groups = weakref.WeakKeyDictionary()  # by the job's group, which may b
 def patient_group():
     """A gloo group of all ranks that waits for up to 2 hours, made at first use; None if there is no process group.
 
-    It is used while saving and loading, when one rank may write for long. Under NCCL, torch.distributed.checkpoint
+    It is used while saving and loading, when one rank may write for minutes. Under NCCL, torch.distributed.checkpoint
     would otherwise exchange objects on the GPUs, and NCCL would abort the job after 10 minutes. A peer that dies is
     noticed at once. A machine that loses its power or its network is noticed after the 2 hours. All ranks must call it.
     """
@@ -197,12 +305,14 @@ def cleanup():
     """
     error, _, _ = sys.exc_info()  # the error that is being handled
     if is_dist_avail_and_initialized() and error is None:
+        _stop_watching()
         world = torch_dist.group.WORLD
         _destroyed_groups.append(world)
         _destroyed_groups.append(_patient_groups.pop(world, None))
         torch_dist.destroy_process_group()
 
 
+@watched
 def barrier():
     """Wait until every rank is here."""
     if get_world_size() > 1:
@@ -216,7 +326,7 @@ wait_for_everyone = barrier  # its name in https://github.com/joh-fischer/distri
 
 
 def data_sampler(dataset, distributed, shuffle, pad=True, seed=0):
-    """A DistributedSampler that gives each rank its share of `dataset`.
+    """A sampler that gives each rank its share of `dataset`.
 
     With `pad` all ranks get equally many samples, some of them twice if the length does not divide evenly: training
     needs it, since every step is a collective. With `pad=False` every sample is seen exactly once over all ranks, as
@@ -230,39 +340,103 @@ def data_sampler(dataset, distributed, shuffle, pad=True, seed=0):
         name = type(dataset).__name__
         raise DistributedError(f"{name} has no length to split: see IterableDataset in docs/recipes.md")
     rank, world_size = get_rank(), get_world_size()
-    sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed)
-    if not pad:
-        # DistributedSampler pads or drops up to total_size; with the data set's own length it does neither.
-        sampler.total_size = len(dataset)
-        sampler.num_samples = len(range(rank, len(dataset), world_size))
-    return sampler
+    if pad:
+        return DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed)
+    return _UnpaddedSampler(len(dataset), rank, world_size, shuffle, seed)
+
+
+class _UnpaddedSampler(Sampler):
+    """Every N-th index from the rank on, N being the world size, in the order in which DistributedSampler shuffles."""
+
+    def __init__(self, length, rank, world_size, shuffle, seed):
+        self.length = length
+        self.own_places = range(rank, length, world_size)
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+
+    def __len__(self):
+        return len(self.own_places)
+
+    def __iter__(self):
+        order = range(self.length)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.length, generator=generator).tolist()
+        return (order[place] for place in self.own_places)
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def local_batch_size(global_batch_size):
+    """The batch size of this process, for a DataLoader: `global_batch_size` divided by the number of processes.
+
+    Raises DistributedError if they do not divide it.
+    """
+    world_size = get_world_size()
+    if global_batch_size < 1 or global_batch_size % world_size:
+        line = f"the global batch size is {global_batch_size}, not a multiple of the number of processes, {world_size}"
+        raise DistributedError(line)
+    return global_batch_size // world_size
+
+
+class SeededBatches(Dataset):
+    """A whole batch of `dataset` for each pair (seed, indices). Augmentation in it depends on the seed alone.
+
+    A run that resumes within an epoch then draws the same numbers as one that was not interrupted, with any number of
+    worker processes. Give the DataLoader a list of such pairs as its sampler, and `batch_size=None`.
+    """
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __getitem__(self, seed_and_indices):
+        seed, indices = seed_and_indices
+        torch.manual_seed(seed)
+        if hasattr(self.dataset, "__getitems__"):  # it may give a whole batch
+            batch = self.dataset.__getitems__(indices)
+        else:
+            batch = [self.dataset[index] for index in indices]
+        if isinstance(batch, list):
+            batch = default_collate(batch)
+        return batch
 
 
 def prepare_ddp_model(model, device_ids=None, **kwargs):
     """`model`, which must be on its device, wrapped in DistributedDataParallel; `model` itself at world size 1.
 
     `kwargs` go to DistributedDataParallel. `device_ids` may be left out: it is for scripts that pass it, and is ignored
-    on the CPU. Gradients are views of the buckets that are reduced, which saves memory and the time of a copy.
+    on the CPU. Gradients are views of the buckets that are reduced, which saves memory and the time of a copy. Raises
+    DistributedError if the model is wrapped already.
     https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
     if get_world_size() == 1:
         return model
+    if isinstance(model, DistributedDataParallel):
+        raise DistributedError("the model is wrapped in DistributedDataParallel already: wrap the plain model, once")
     if next(model.parameters()).device.type == "cpu":
         device_ids = None
     kwargs.setdefault("gradient_as_bucket_view", True)
     return DistributedDataParallel(model, device_ids=device_ids, **kwargs)
 
 
-def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
+def prepare_fsdp_model(model, min_num_params=20_000, blocks=(), **kwargs):
     """Move `model` to this process's device, sharded in place over all ranks by FSDP2. Build the optimizer afterwards.
 
     At world size 1 it is not sharded, and `kwargs` are ignored. Use this for a model that you did not write. For your
     own model, call fully_shard on its blocks, as min_FSDP.py does. Every process begins with the whole model in the
-    CPU's memory, which min_FSDP.py avoids. This function visits modules from the leaves to the root, and shards a
-    submodule if at least `min_num_params` of its parameters are not sharded yet. The root takes the rest. A shared
-    parameter belongs to the smallest unit that contains all its uses. A unit moves to this process's device only when
-    it is sharded. All ranks start from rank 0's weights, as with DDP. `kwargs` go to fully_shard. Raises ValueError for
-    `min_num_params` < 1.
+    CPU's memory, which min_FSDP.py avoids.
+
+    A unit is gathered and freed as a whole. The units are the model's blocks: the modules of the classes `blocks`, for
+    instance `(LlamaDecoderLayer,)`. By default they are the entries of its ModuleList, ModuleDict and Sequential
+    containers. If containers are nested, the outer entries count, unless an entry holds more than a quarter of the
+    model. Then its own entries count. A block with fewer than `min_num_params` parameters is no unit. Outside of the
+    blocks, a submodule is a unit if it has that many beside the units in it. The root takes the rest. A shared
+    parameter belongs to the smallest unit that contains all its uses.
+
+    A unit moves to this process's device only when it is sharded. All ranks start from rank 0's weights, as with DDP.
+    `kwargs` go to fully_shard. Raises ValueError for `min_num_params` < 1.
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     if min_num_params < 1:
@@ -276,17 +450,45 @@ def prepare_fsdp_model(model, min_num_params=20_000, **kwargs):
         kwargs["mesh"] = init_device_mesh(get_device().type, (get_world_size(),))
     sync_params(model.buffers())
     uses = Counter(param for _, param in model.named_parameters(remove_duplicate=False))
-    for module in reversed(list(model.modules())):
-        unsharded = _unsharded_params(module)
-        unique = list(dict.fromkeys(unsharded))  # each one once, in the same order on all ranks
-        n_params = sum(param.numel() for param in unique)
-        own_uses = Counter(unsharded)
-        used_outside = any(uses[param] > own_uses[param] for param in unique)
-        is_unit = n_params >= min_num_params and _is_called(module) and not used_outside
-        if is_unit or module is model:
-            sync_params(unique)
+    for module in _candidates(model, tuple(blocks), min_num_params, uses):
+        if module is model or _can_be_unit(module, min_num_params, uses):
+            sync_params(dict.fromkeys(_unsharded_params(module)))  # each once, in the same order on all ranks
             fully_shard(module, **kwargs)
     return model
+
+
+def _candidates(module, blocks, min_num_params, uses, is_block=False):
+    """The modules that may become units, submodules first: `module` and, unless it is a block, its submodules."""
+    if not (is_block and _can_be_unit(module, min_num_params, uses)):
+        for child in module.children():
+            child_is_block = isinstance(child, blocks)
+            if not blocks and isinstance(module, _CONTAINERS):
+                child_is_block = not _has_blocks_of_its_own(child, sum(param.numel() for param in uses))
+            yield from _candidates(child, blocks, min_num_params, uses, child_is_block)
+    yield module
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def _has_blocks_of_its_own(module, n_params_of_model):
+    """Is it large, and mostly containers, as a backbone in a Sequential or a stage of a Swin Transformer is?"""
+    n_params = sum(param.numel() for param in module.parameters())
+    contained = set()
+    for submodule in module.modules():
+        if isinstance(submodule, _CONTAINERS):
+            contained.update(submodule.parameters())
+    n_contained = sum(param.numel() for param in contained)
+    return n_params > n_params_of_model / 4 and n_contained > n_params / 2
+
+
+def _can_be_unit(module, min_num_params, uses):
+    """Is it called, is enough of it not sharded yet, and has it no parameter that is also used outside of it?"""
+    unsharded = _unsharded_params(module)
+    own_uses = Counter(unsharded)
+    n_params = sum(param.numel() for param in own_uses)
+    used_outside = any(uses[param] > own_uses[param] for param in own_uses)
+    return n_params >= min_num_params and _is_called(module) and not used_outside
 
 
 def _unsharded_params(module):
@@ -306,6 +508,7 @@ def _is_called(module):
     return has_forward and not is_attention_output
 
 
+@watched
 def sync_params(params, src=0):
     """Copy each tensor of `params` from rank `src` to all ranks. It may be on any device, and transposed or a view."""
     if get_world_size() > 1:
@@ -313,6 +516,90 @@ def sync_params(params, src=0):
             sent = param.detach().to(get_device()).contiguous()
             torch_dist.broadcast(sent, src=src)
             param.detach().copy_(sent)
+
+
+@watched
+def check_in_sync(model, buffers=False):
+    """Raise DistributedError on every rank if weights that all ranks should hold alike differ between ranks.
+
+    Every rank must call it, for example after each epoch. `model` may be wrapped. The error names the first parameter
+    that differs, the ranks, and the largest difference. Of a DTensor, ranks that hold the same shard are compared. A
+    parameter that only one rank has is not compared. With `buffers` they are compared too; BatchNorm's differ between
+    ranks by design. Ranks compare exact sums of the parameters' bits. So the optimizer must run on equal hardware:
+    another kind of GPU may round differently. The cost is one read of the weights, and 16 bytes sent per tensor.
+    """
+    if get_world_size() == 1:
+        return
+    named = dict(unwrapped(model).named_parameters())
+    if buffers:
+        named.update(unwrapped(model).named_buffers())
+    device = get_device()
+    held = {}  # the tensors of this rank, or its shards of them
+    rows = []  # for each of them: the number of its name and shard, and its checksum
+    for name, tensor in named.items():
+        held[name] = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
+        label = f"{name} {_shard_coordinates(tensor)}"
+        number = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "big", signed=True)
+        rows.append(torch.stack([torch.tensor(number, device=device), _checksum(held[name]).to(device)]))
+    rows = torch.stack(rows) if rows else torch.empty(0, 2, dtype=torch.int64, device=device)
+    first = {}  # the first rank that holds a shard, and its checksum there
+    different = {}  # the ranks whose checksum is another
+    for rank, rows_of_rank in enumerate(gather(rows)):
+        for number, checksum in rows_of_rank.tolist():
+            first_rank, expected = first.setdefault(number, (rank, checksum))
+            if checksum != expected:
+                different.setdefault(number, (first_rank, []))[1].append(rank)
+    if different:
+        names = dict(zip(rows[:, 0].tolist(), held, strict=True))
+        _raise_difference(held, names, different)
+
+
+def _shard_coordinates(tensor):
+    """For a DTensor, where its shard lies in the mesh. Ranks with the same coordinates hold the same values."""
+    if not hasattr(tensor, "to_local"):
+        return ""
+    coordinates = zip(tensor.placements, tensor.device_mesh.get_coordinate(), strict=True)
+    return str(["replicated" if placement.is_replicate() else index for placement, index in coordinates])
+
+
+def _checksum(tensor):
+    """The sum of a tensor's bytes, eight at a time as an int64. Integers are summed exactly, in any order."""
+    flat = tensor.contiguous().flatten()
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()  # a view as int64 must start at a multiple of 8 bytes
+    data = flat.view(torch.uint8)
+    whole = len(data) // 8 * 8
+    return data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
+
+
+def _raise_difference(held, names, different):
+    """Every rank calls it, with the same `different`: the ranks that differ in its first tensor say by how much."""
+    number, (holder, ranks) = next(iter(different.items()))
+    sent = None
+    if get_rank() == holder:
+        sent = names[number], held[names[number]].cpu()
+    name, expected = broadcast_object(sent, holder)
+    difference = None
+    if get_rank() in ranks:
+        own = held[name].cpu()
+        difference = (own.to(torch.complex128) - expected.to(torch.complex128)).abs().max().item()  # of any type
+    differences = [value for value in gather_objects(difference) if value is not None]
+    raise DistributedError(
+        f"the ranks hold different weights: {name} of {_names_of(ranks)} differs from rank {holder}'s by up to "
+        f'{max(differences):.3g}, and {len(different)} of {len(held)} tensors differ: see "Ranks drift apart" in '
+        "docs/mistakes.md"
+    )
+
+
+def unwrapped(model):
+    """The module inside the wrappers of torch.compile and DDP. Any other object is returned as it is."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        else:
+            return model
 
 
 # ---- metrics ------------------------------------------------------------------------------------------------------
@@ -325,19 +612,27 @@ _REDUCE_OPS = {
 }
 
 
+@watched
 def reduce(tensor, op="avg"):
-    """`all_reduce`, on every rank, with the average as default, as for a loss."""
-    return all_reduce(tensor, op)
+    """A new tensor: the average of `tensor` over all ranks, as for a loss, on every rank. `tensor` keeps its value.
+
+    Another `op`, the types and what is raised are as in `all_reduce`.
+    """
+    _refuse_other_than_tensor("reduce", tensor)
+    return all_reduce(tensor.detach().clone(), op)
 
 
+@watched
 def all_reduce(tensor, op="sum"):
-    """A new tensor of the same shape and type: "sum", "avg", "min" or "max" of `tensor` over all ranks, on every rank.
+    """Change `tensor` into its "sum", "avg", "min" or "max" over all ranks, on every rank; returns `tensor`.
 
     `tensor` is on this process's device. For metrics: no gradient flows through it. 16-bit floats are summed in
     float32. Raises ValueError for another `op`, for the average of integers, which would be rounded, for the sum of
     integers of 8 or 16 bits, which may overflow, and for the sum of booleans, which would be their "or": convert them
-    first.
+    first. Raises TypeError for a number.
+    https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.all_reduce
     """
+    _refuse_other_than_tensor("all_reduce", tensor)
     if op not in _REDUCE_OPS:
         raise ValueError(f"op must be one of {', '.join(_REDUCE_OPS)}, got {op!r}")
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -346,21 +641,31 @@ def all_reduce(tensor, op="sum"):
         raise ValueError("the sum of torch.bool would be an 'or': use tensor.int(), or op='max'")
     if op == "sum" and tensor.dtype in (torch.uint8, torch.int8, torch.int16):
         raise ValueError(f"the sum of {tensor.dtype} may overflow: use tensor.int()")
+    if get_world_size() == 1:
+        return tensor
     dtype = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
-    result = tensor.detach().to(dtype, copy=True).contiguous()
-    if get_world_size() > 1:
-        torch_dist.all_reduce(result, _REDUCE_OPS[op])
-        if op == "avg":
-            result /= get_world_size()
-    return result.to(tensor.dtype)
+    result = tensor.detach().to(dtype).contiguous()  # `tensor` itself, if it has that type and layout
+    torch_dist.all_reduce(result, _REDUCE_OPS[op])
+    if op == "avg":
+        result /= get_world_size()
+    tensor.detach().copy_(result)
+    return tensor
 
 
+def _refuse_other_than_tensor(name, value):
+    if not torch.is_tensor(value):
+        line = f"dist.{name} takes a tensor on this process's device, got {type(value).__name__}"
+        raise TypeError(f"{line}: use torch.tensor(value, device=dist.get_device())")
+
+
+@watched
 def gather(tensor):
     """Every rank's `tensor`, as a list in rank order, on every rank. Their first dimensions may differ, and may be 0.
 
     `tensor` is on this process's device. For metrics: no gradient flows through it. Raises ValueError on every rank if
-    the types, the numbers of dimensions or the sizes of the other dimensions differ.
+    the types, the numbers of dimensions or the sizes of the other dimensions differ, and TypeError for a number.
     """
+    _refuse_other_than_tensor("gather", tensor)
     tensor = tensor.detach().contiguous()
     if get_world_size() == 1:
         return [tensor.clone()]
@@ -382,6 +687,7 @@ def gather(tensor):
     return [part[:length] for part, length in zip(gathered, lengths, strict=True)]
 
 
+@watched
 def gather_objects(value, group=None):
     """Every rank's `value`, any that can be pickled, as a list in rank order, on every rank.
 
@@ -395,6 +701,7 @@ def gather_objects(value, group=None):
     return values
 
 
+@watched
 def broadcast_object(value, src=0, group=None):
     """Rank `src`'s `value`, any that can be pickled, on every rank. The `value` of the others is not used.
 
@@ -406,6 +713,7 @@ def broadcast_object(value, src=0, group=None):
     return values[0]
 
 
+@watched
 def raise_on_all(error, group=None):
     """Raise DistributedError(error) on every rank if any rank passes an error message. Pass None if there is none.
 
@@ -413,7 +721,15 @@ def raise_on_all(error, group=None):
     """
     for line in gather_objects(error, group):
         if line:
-            raise DistributedError(line)
+            raise DistributedError(line, on_all_ranks=True)
+
+
+def peak_memory(device):
+    """Bytes: the most that this process has had allocated on its GPU, or resident in memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 # ---- start the processes ------------------------------------------------------------------------------------------
@@ -432,18 +748,32 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
     and is raised here: torch.multiprocessing.ProcessRaisedException with the worker's traceback, SystemExit with the
     message of `sys.exit(message)`, or ProcessExitedException with the rank and how it ended. With `tolerate_killed` the
     job continues when a worker other than rank 0 is killed. Ctrl-C and SIGTERM end the workers at once, without their
-    `finally` blocks. A process that a worker has started ends with it. Started directly by srun or mpirun, which do not
-    set RANK and WORLD_SIZE, it exits with one line.
+    `finally` blocks. A process that a worker has started ends with it. If srun or mpirun has started this process
+    directly, `launch` exits with one line, because they do not set RANK and WORLD_SIZE.
     """
     _refuse_tasks_without_rank()
     if nprocs is None:
         nprocs = max(1, torch.cuda.device_count())
-    if nprocs < 1:
-        raise ValueError(f"nprocs must be at least 1, got {nprocs}")
+    if not isinstance(nprocs, int) or nprocs < 1:
+        raise SystemExit(f"nprocs must be a whole number of at least 1, got {nprocs!r}")
+    _refuse_other_arguments(worker_fn, args)
     if is_launched() or nprocs == 1:
         _run_worker(worker_fn, *args)
     else:
         spawn.run_processes(_run_worker, (worker_fn, *args), nprocs, tolerate_killed)
+
+
+def _refuse_other_arguments(worker_fn, args):
+    """Exit with one line if `worker_fn` cannot take the two numbers and `args`."""
+    try:
+        inspect.signature(worker_fn).bind(0, 1, *args)
+    except TypeError as error:
+        name = getattr(worker_fn, "__name__", worker_fn)
+        passed = ", ".join(["local_rank, world_size", *(repr(arg)[:30] for arg in args)])
+        line = f"launch calls {name}({passed}), which {name} does not take ({error}): write def {name}(local_rank, "
+        raise SystemExit(line + "world_size), and give the number of processes as nprocs=N") from None
+    except ValueError:  # a function of C has no signature
+        return
 
 
 def _run_worker(worker_fn, *args):
@@ -454,7 +784,7 @@ def _run_worker(worker_fn, *args):
         worker_fn(get_local_rank(), get_world_size(), *args)
     except DistributedError as error:
         _note_exit_status(1)
-        raise SystemExit(str(error)) from None
+        raise SystemExit(1 if error.on_all_ranks and not is_primary() else str(error)) from None
     except SystemExit as error:
         _note_exit_status(error.code)
         raise
@@ -500,21 +830,43 @@ def _fresh_store(rank, world_size, timeout):
     store, _, _ = next(rendezvous)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return torch_dist.PrefixStore(f"group {next(_group_numbers)}", store)  # a new prefix for each group
+    try:
+        if rank == 0:
+            return torch_dist.PrefixStore(_tell_prefix(store, world_size, timeout), store)
+        return torch_dist.PrefixStore(_ask_for_prefix(store, rank, timeout), store)
+    except torch_dist.DistStoreError:
+        raise TimeoutError(f"not all of {world_size} ranks have joined within {timeout}") from None
+
+
+def _ask_for_prefix(store, rank, timeout):
+    """Write a new name, and wait for rank 0's answer to this name. Each rank reads one key, however many there are."""
     name = uuid.uuid4().hex
     store.set(f"rank {rank}", name)
-    # Wait until all ranks have read the same names. A process that has ended cannot have read the name of a new one.
+    answer = f"prefix for {name}"
+    store.wait([answer], timeout)
+    prefix = store.get(answer).decode()
+    store.set(f"{prefix} received by rank {rank}", "")
+    return prefix
+
+
+def _tell_prefix(store, world_size, timeout):
+    """Answer every name, also those of processes that have ended, until every rank has received the answer."""
+    prefix = uuid.uuid4().hex
+    names = [f"rank {rank}" for rank in range(1, world_size)]
+    receipts = [f"{prefix} received by {name}" for name in names]
+    answered = set()
     deadline = time.monotonic() + timeout.total_seconds()
-    pause = 0.01
-    while time.monotonic() < deadline:
-        values = store.multi_get([f"rank {peer}" for peer in range(world_size)])
-        names = [value.decode() for value in values]
-        prefix = uuid.uuid5(uuid.NAMESPACE_OID, "".join(names)).hex
-        store.set(f"{prefix} read by {name}", "")
-        if store.check([f"{prefix} read by {peer_name}" for peer_name in names]):
-            return torch_dist.PrefixStore(prefix, store)
+    pause = 0.002
+    store.wait(names, timeout)
+    while not store.check(receipts):
+        if time.monotonic() > deadline:
+            raise torch_dist.DistStoreError("a rank has not received its answer")
+        new = {value.decode() for value in store.multi_get(names)} - answered
+        store.multi_set([f"prefix for {name}" for name in new], [prefix] * len(new))
+        answered |= new
         time.sleep(pause)
-        pause = min(2 * pause, 1)  # many ranks must not keep the store busy
-    raise TimeoutError(f"not all of {world_size} ranks have joined within {timeout}")
+        pause = min(2 * pause, 0.1)  # do not keep the store busy while a rank is late
+    return prefix
 
 
 _exit_status = None  # of `worker_fn`; None before `launch` has called it
@@ -542,7 +894,7 @@ def _leave():
     gloo's group is destroyed. Delete when one rank can leave a group alone.
     """
     status = _exit_status
-    if hasattr(sys, "last_type"):  # an exception that nobody caught, and whose traceback is printed
+    if _traceback_was_printed():
         status = 1
     if is_dist_avail_and_initialized() and status not in (0, None):
         sys.stdout.flush()
@@ -551,6 +903,11 @@ def _leave():
     if is_dist_avail_and_initialized() and (status == 0 or torch_dist.get_backend() == "gloo"):
         cleanup()
     _drop_destroyed_groups()
+
+
+def _traceback_was_printed():
+    """Has an exception ended the main thread? Python then sets this attribute."""
+    return hasattr(sys, "last_type")
 
 
 def _drop_destroyed_groups():

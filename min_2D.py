@@ -36,14 +36,11 @@ that you trust.
 """
 
 import functools
-import logging
-import warnings
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor import init_device_mesh
 from torch.utils.checkpoint import checkpoint as recompute
 
 import checkpoint
@@ -81,54 +78,24 @@ def parse_args():
 
 
 def parallelize(model, args):
-    """Split `model`, which is on the CPU and the same on all ranks. Build the optimizer afterwards."""
+    """Split `model` in place. Build the optimizer afterwards."""
     if args.checkpoint_activations:
         for block in model.blocks:
             recompute_in_backward(block)
-    device = dist.get_device()
     if dist.get_world_size() == 1:
-        return model.to(device)
+        return
     shape = (args.replicate, args.shard, args.tensor)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+    mesh = init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
     if args.tensor > 1:
-        split_layers(model, mesh["tensor"])  # moves this rank's parts to the GPU
-        silence_false_alarms()
+        gpt.split_layers(model, mesh["tensor"])
+        gpt.silence_false_alarms()
+    fsdp_mesh = mesh["shard"]
+    if args.replicate > 1:
+        fsdp_mesh = mesh["replicate", "shard"]  # HSDP: along its first dimension FSDP averages gradients, as DDP does
     # FSDP shards only this rank's part of the split layers. Each block is gathered when it computes.
     for block in model.blocks:
-        block.to(device)  # one block after the other, so no GPU holds the whole model
-        fully_shard(block, mesh=mesh["replicate", "shard"])
-    model.to(device)
-    fully_shard(model, mesh=mesh["replicate", "shard"])  # the rest: embeddings, last norm and head
-    return model
-
-
-def split_layers(model, mesh):
-    """Tensor parallel. Between the split layers, features are split along the sequence, which is dimension 1.
-
-    The plan names every parameter, also the parameters of the norms: clip_grad_norm_ needs DTensors of one mesh.
-    """
-    sequence = Shard(1)
-    plan = {
-        "token": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
-        "position": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),  # has no batch dimension
-        "blocks.*.norm1": SequenceParallel(),
-        "blocks.*.attention.qkv": ColwiseParallel(input_layouts=sequence),
-        "blocks.*.attention.out": RowwiseParallel(output_layouts=sequence),
-        "blocks.*.norm2": SequenceParallel(),
-        "blocks.*.mlp.up": ColwiseParallel(input_layouts=sequence),
-        "blocks.*.mlp.down": RowwiseParallel(output_layouts=sequence),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh, plan)
-
-
-def silence_false_alarms():
-    """Two warnings that torch 2.15 gives when FSDP and tensor parallelism meet. Neither applies here."""
-    # The logits are a view. To edit them in place would be wrong, and nothing here does.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
-    # clip_grad_norm_ sums a single number in one all-reduce per mesh dimension, where one could do.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        fully_shard(block, mesh=fsdp_mesh)
+    fully_shard(model, mesh=fsdp_mesh)  # the rest: embeddings, last norm and head
 
 
 def recompute_in_backward(block):
@@ -141,11 +108,9 @@ def recompute_in_backward(block):
     block.forward = forward_without_saving
 
 
-def local_loss(model, args, x, y):
-    """The loss on this process's share of the batch. Tensor neighbours, whose ranks are consecutive, share one."""
-    n_shares = args.replicate * args.shard
-    share = dist.get_rank() // args.tensor
-    return gpt.loss_fn(model(x.chunk(n_shares)[share]), y.chunk(n_shares)[share])
+def local_loss(model, x, y):
+    """The loss on this process's share of the batch."""
+    return gpt.loss_fn(model(x), y)
 
 
 def train(model, optimizer, text, held_out, args):
@@ -153,11 +118,13 @@ def train(model, optimizer, text, held_out, args):
     first_step = 0
     if args.checkpoint_dir:
         first_step = checkpoint.load_sharded(args.checkpoint_dir, model, optimizer)
-    progress = gpt.Progress(functools.partial(local_loss, model, args), text, held_out, args, first_step)
+    # Tensor neighbours, whose ranks are consecutive, take the same share of the batch.
+    share = (dist.get_rank() // args.tensor, args.replicate * args.shard)
+    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, first_step, share)
     for step in range(first_step, args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
-        loss = local_loss(model, args, x, y)
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
         optimizer.zero_grad()
+        loss = local_loss(model, x, y)
         loss.backward()
         if args.clip:  # the gradients are DTensors, so this is the norm over all processes
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
@@ -174,10 +141,11 @@ def main_worker(local_rank, world_size, args):
     text, held_out = gpt.load_text()
     mesh = f"replicate {args.replicate} x shard {args.shard} x tensor {args.tensor}"
     dist.print_primary(f"Training on {world_size} x {device.type}: {mesh}")
-    torch.manual_seed(args.seed)  # each rank cuts its shards from its own weights: they must be equal on all ranks
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length)  # whole, in the CPU's memory
+    model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
     n_params = sum(param.numel() for param in model.parameters())
-    model = parallelize(model, args)
+    parallelize(model, args)
+    model.to_empty(device=device)  # memory for this process's shards
+    gpt.fill(model.named_parameters(), args)
     gpt.report_held(model.parameters(), n_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, text, held_out, args)

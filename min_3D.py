@@ -47,17 +47,14 @@ folder `epoch-N` in --checkpoint-dir, where N counts steps, not epochs. Older on
 only checkpoints that you trust.
 """
 
-import logging
 import math
-import warnings
 
 import torch
 import torch.distributed as torch_dist
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Replicate, Shard, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor import init_device_mesh
 
 import checkpoint
 import distributed as dist
@@ -92,20 +89,22 @@ def parse_args():
 
 def parallelize(stage, mesh):
     """Split the layers of a `stage` along "tensor", and shard what this process then holds along "shard"."""
-    device = dist.get_device()
     if mesh["tensor"].size() > 1:
-        split_layers(stage, mesh["tensor"])  # moves this rank's parts to the GPU
+        # Between the split layers a process has only its part of the sequence, so it also sends only that part to the
+        # next stage.
+        gpt.split_layers(stage, mesh["tensor"])
     # Each unit is gathered in the first forward of a step, and stays gathered. In the backwards the schedule turns off
     # FSDP's reductions and resharding. It reduces and reshards once, after the last micro-batch.
     for block in stage.blocks.values():
-        block.to(device)  # one block after the other, so no GPU holds the whole stage
         fully_shard(block, mesh=mesh["shard"], reshard_after_forward=False)
-    stage.to(device)
     fully_shard(stage, mesh=mesh["shard"], reshard_after_forward=False)  # the rest: embeddings, or last norm and head
 
 
 class Pipeline:
-    """This process's stages of `model`, and the schedule that runs them with the other processes of the pipeline."""
+    """This process's stages of a GPT, and the schedule that runs them with the other processes of the pipeline.
+
+    `model` is the GPT with shapes but without memory.
+    """
 
     def __init__(self, model, args):
         device = dist.get_device()
@@ -113,6 +112,9 @@ class Pipeline:
         self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("stage", "shard", "tensor"))
         self.group = self.mesh.get_group("stage")
         self.rank = self.mesh.get_local_rank("stage")
+        # Tensor neighbours take the same share of the global batch.
+        self.share = (self.mesh.get_local_rank("shard"), args.shard)
+        self.micro_batches = args.micro_batches
         self.boundary = (args.length // args.tensor, args.width)  # the shape of a sequence between two stages
 
         n_stages = count_stages(args)
@@ -121,18 +123,16 @@ class Pipeline:
         for i in range(self.rank, n_stages, args.stages):  # with two stages per process: 0 1 0 1
             stage = Stage(model, i * args.layers // n_stages, (i + 1) * args.layers // n_stages)
             parallelize(stage, self.mesh)
+            stage.to_empty(device=device)  # memory for this process's shards
             self.stages[i] = stage
             parts.append(pipelining.PipelineStage(stage, i, n_stages, device, group=self.group))
         self.module = merge(self.stages.values())
+        gpt.fill(self.module.named_parameters(), args)
 
         if args.schedule == "1F1B":
             self.schedule = pipelining.Schedule1F1B(parts[0], args.micro_batches, gpt.loss_fn)
         else:
             self.schedule = pipelining.ScheduleInterleaved1F1B(parts, args.micro_batches, gpt.loss_fn)
-
-    def share(self, batch):
-        """This pipeline's part of the global batch. Tensor neighbours have the same one."""
-        return batch.chunk(self.mesh["shard"].size())[self.mesh.get_local_rank("shard")]
 
     def local_loss(self, losses):
         """A loss whose mean over all processes is the loss of the global batch.
@@ -144,10 +144,20 @@ class Pipeline:
         return torch.stack(losses).mean() * self.mesh["stage"].size()
 
     def evaluate(self, x, y):
-        """`local_loss` of the global batch, without gradients. It passes through the stages in one piece."""
+        """`local_loss` of the global batch, of which (x, y) is this pipeline's share. Call it without gradients.
+
+        One micro-batch after the other passes through the stages, so only one at a time has logits in memory.
+        """
         # The schedules have an `eval`, but a `step` after it costs an additional forward and backward (torch 2.15).
-        x = self.share(x)
-        y = self.share(y)
+        losses = []
+        for x_part, y_part in zip(x.chunk(self.micro_batches), y.chunk(self.micro_batches), strict=True):
+            losses += self.evaluate_micro_batch(x_part, y_part)
+        for stage in self.stages.values():
+            reshard(stage)
+        return self.local_loss(losses)
+
+    def evaluate_micro_batch(self, x, y):
+        """A list with the loss on the processes of the last stage, and an empty list on the others."""
         losses = []
         for stage in self.stages.values():
             if not stage.is_first:
@@ -158,39 +168,13 @@ class Pipeline:
                 losses.append(gpt.loss_fn(x, y))
             else:
                 self.transfer(torch_dist.isend, x, self.rank + 1)
-            reshard(stage)
-        return self.local_loss(losses)
+        return losses
 
     def transfer(self, op, tensor, rank):
         """Send or receive `tensor`, as the schedule does: NCCL would serialize calls that are not batched, and warn."""
         peer = rank % self.mesh["stage"].size()  # after the last process comes the first one, with its second stage
         for work in torch_dist.batch_isend_irecv([torch_dist.P2POp(op, tensor, group=self.group, group_peer=peer)]):
             work.wait()
-
-
-def split_layers(stage, mesh):
-    """Tensor parallel. Between the split layers, features are split along the sequence, which is dimension 1.
-
-    So a process also receives and sends only its part of the sequence between stages. The plan also
-    names the parameters of the norms: the norm of the gradients needs DTensors of one mesh.
-    """
-    sequence = Shard(1)
-    plan = {
-        "blocks.*.norm1": SequenceParallel(),
-        "blocks.*.attention.qkv": ColwiseParallel(input_layouts=sequence),
-        "blocks.*.attention.out": RowwiseParallel(output_layouts=sequence),
-        "blocks.*.norm2": SequenceParallel(),
-        "blocks.*.mlp.up": ColwiseParallel(input_layouts=sequence),
-        "blocks.*.mlp.down": RowwiseParallel(output_layouts=sequence),
-    }
-    if stage.is_first:
-        plan["token"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence)
-        # It has no batch dimension.
-        plan["position"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
-    if stage.is_last:
-        plan["norm"] = SequenceParallel()
-        plan["head"] = ColwiseParallel(input_layouts=sequence, output_layouts=Replicate())
-    parallelize_module(stage, mesh, plan)
 
 
 class Stage(nn.Module):
@@ -255,11 +239,9 @@ def train(pipeline, optimizer, text, held_out, args):
     first_step = 0
     if args.checkpoint_dir:
         first_step = checkpoint.load_sharded(args.checkpoint_dir, pipeline.module, optimizer)
-    progress = gpt.Progress(pipeline.evaluate, text, held_out, args, first_step)
+    progress = gpt.Progress(pipeline.evaluate, text, held_out, args, first_step, pipeline.share)
     for step in range(first_step, args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
-        x = pipeline.share(x)
-        y = pipeline.share(y)
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), pipeline.share)
         optimizer.zero_grad()
         inputs = []
         if 0 in pipeline.stages:
@@ -326,27 +308,17 @@ def check_options(parser, args):
         checkpoint.check_writable("--checkpoint-dir", args.checkpoint_dir)
 
 
-def silence_false_alarms():
-    """Two warnings that torch 2.15 gives when FSDP and tensor parallelism meet. Neither applies here."""
-    # The logits are a view. To edit them in place would be wrong, and nothing here does.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
-    # full_tensor sums a single number in one all-reduce per mesh dimension, where one could do.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-
-
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     if not dist.is_dist_avail_and_initialized():  # PipelineStage needs a process group, in one process too
         torch_dist.init_process_group(store=torch_dist.HashStore(), rank=0, world_size=1)
-    silence_false_alarms()
+    gpt.silence_false_alarms()
     text, held_out = gpt.load_text()
     mesh = f"stages {args.stages} x shard {args.shard} x tensor {args.tensor}"
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {mesh}, {args.schedule}")
-    torch.manual_seed(args.seed)  # each rank cuts its part from its own weights: they must be equal on all ranks
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length)  # whole, on the CPU
+    model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
     n_params = sum(param.numel() for param in model.parameters())
     pipeline = Pipeline(model, args)
-    del model  # frees the layers of the other processes' stages
     gpt.report_held(pipeline.module.parameters(), n_params)
     optimizer = torch.optim.AdamW(pipeline.module.parameters(), lr=args.lr, fused=True)
     train(pipeline, optimizer, text, held_out, args)

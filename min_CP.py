@@ -37,7 +37,7 @@ because gloo's reduce-scatter is an all-reduce.
     python min_CP.py --nproc 2                           # two processes
     python min_CP.py --nproc 4 --attention all-gather    # four processes, which gather keys and values
 
-It prints the loss, tokens per second and memory every 50 steps, at last `step 400 | loss 2.1925 | held-out 2.2289 | …`.
+It prints the loss, tokens per second and memory every 50 steps, finally `step 400 | loss 2.1925 | held-out 2.2289 | …`.
 """
 
 import functools
@@ -67,13 +67,20 @@ def parse_args():
 
 
 # ---- attention over all pieces: q, k and v are (batch, heads, piece, head width), and so is the result ------------
+# With grouped-query attention k and v have fewer heads than q. For Ulysses the processes must divide their number.
 
 
 def ulysses(q, k, v):
-    qkv = torch.stack([q, k, v])  # (3, batch, heads, piece, head width)
-    q, k, v = exchange(qkv, split=2, join=3)  # all heads of my piece -> my heads of all pieces
-    result = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, my heads, all pieces, head width)
+    q = exchange(q, split=1, join=2)  # all heads of my piece -> my heads of all pieces
+    kv = torch.stack([k, v])  # (2, batch, heads, piece, head width)
+    k, v = exchange(kv, split=2, join=3)
+    result = attend(q, k, v, is_causal=True)  # (batch, my heads, all pieces, head width)
     return exchange(result, split=2, join=1)  # my heads of all pieces -> all heads of my piece
+
+
+def attend(q, k, v, **mask):
+    is_grouped = q.shape[1] != k.shape[1]  # several heads of q share a head of k and v
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=is_grouped, **mask)
 
 
 def exchange(x, split, join):
@@ -104,7 +111,7 @@ def all_gather(q, k, v):
     v = keys_and_values[1]
     piece = q.shape[2]
     end = (dist.get_rank() + 1) * piece  # where my piece ends in the whole sequence: no query may see further
-    return F.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], causal_lower_right(piece, end))
+    return attend(q, k[:, :, :end], v[:, :, :end], attn_mask=causal_lower_right(piece, end))
 
 
 class AllGather(torch.autograd.Function):
@@ -149,8 +156,8 @@ def train(model, optimizer, text, held_out, args):
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
-        loss = local_loss(model, x, y)
         optimizer.zero_grad()
+        loss = local_loss(model, x, y)
         loss.backward()
         if args.clip:  # DDP has averaged the gradients, so every rank finds the same norm
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)

@@ -79,24 +79,20 @@ class Outer:
         nn.utils.vector_to_parameters(self.start.clone(), self.params)
 
 
-def own_share(batch):
-    """This process's sequences of a global batch."""
-    return batch.chunk(dist.get_world_size())[dist.get_rank()]
-
-
 def local_loss(model, x, y):
     """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
-    return gpt.loss_fn(model(own_share(x)), own_share(y))
+    return gpt.loss_fn(model(x), y)
 
 
 def train(model, optimizer, text, held_out, args):
     """Returns the loss of every step over all processes, (steps,)."""
-    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
+    share = (dist.get_rank(), dist.get_world_size())
+    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, share=share)
     outer = Outer(model, args.outer_lr, args.outer_momentum)
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
-        loss = local_loss(model, x, y)
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
         optimizer.zero_grad()
+        loss = local_loss(model, x, y)
         loss.backward()
         if args.clip:  # each process clips its own gradients
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)

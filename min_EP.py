@@ -21,9 +21,9 @@ Choose it when most parameters are experts and one device cannot hold them. FSDP
 sends parameters instead of tokens. Here no token is dropped, so N processes compute what one process computes. All
 processes wait for the busiest expert, so a load-balancing loss evens out their use (Switch, arXiv:2101.03961).
 
-The host waits for the device once per block: it needs the number of tokens to allocate memory for them. Production
-systems avoid the wait. Some give each expert a fixed capacity, and drop or pad tokens (GShard, Switch). Some keep the
-counts on the device (DeepEP, torchtitan), and replace the loop over experts by torch.nn.functional.grouped_mm.
+The host waits for the device once per block: it needs the number of tokens to allocate memory for them. torchtitan's
+standard dispatch and DeepEP's training mode wait too. GShard and Switch avoid the wait: they give each expert a fixed
+capacity, and drop or pad tokens. torchtitan replaces the loop over experts by torch.nn.functional.grouped_mm.
 
 Cost per process, for S shared float32 parameters and X of experts, L layers of width D, B sequences of T bytes and N
 processes:
@@ -141,10 +141,7 @@ def backward(model, loss):
     (loss / dist.get_world_size()).backward()
     # The shared parameters' gradients are summed over the ranks. DDP has no public way to leave out the experts.
     shared, _ = split_params(model)
-    grads = [param.grad for param in shared]
-    total = dist.all_reduce(nn.utils.parameters_to_vector(grads))
-    for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(part.view_as(grad))
+    gpt.reduce_gradients(shared, "sum")
 
 
 def split_params(model):
@@ -210,25 +207,19 @@ def add_experts(model, args):
         block.mlp = MixtureOfExperts(args.width, args.experts, args.top)
 
 
-def local_loss(model, x, y):
-    """The loss of this rank's share of the batch. Shares are equal, so the mean over ranks is the batch's loss."""
-    x = x.chunk(dist.get_world_size())[dist.get_rank()]
-    y = y.chunk(dist.get_world_size())[dist.get_rank()]
-    return gpt.loss_fn(model(x), y)
-
-
 def train(model, optimizer, text, held_out, args):
     """Returns the loss of every step over the whole batch, (steps,), without the load-balancing loss."""
 
-    def loss_of(x, y):
-        return local_loss(model, x, y)
+    def local_loss(x, y):
+        return gpt.loss_fn(model(x), y)  # shares are equal, so the mean over ranks is the batch's loss
 
-    progress = gpt.Progress(loss_of, text, held_out, args)
+    share = (dist.get_rank(), dist.get_world_size())
+    progress = gpt.Progress(local_loss, text, held_out, args, share=share)
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
-        loss = local_loss(model, x, y)
-        balance = sum(block.mlp.balance for block in model.blocks)
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
         optimizer.zero_grad()
+        loss = local_loss(x, y)
+        balance = sum(block.mlp.balance for block in model.blocks)
         backward(model, loss + args.balance * balance)
         if args.clip:
             clip_gradients(model, args.clip)

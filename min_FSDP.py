@@ -105,9 +105,7 @@ def make_sharded_model(args):
 
 
 def local_loss(model, args, x, y):
-    """The loss on this process's share of the batch (x, y)."""
-    x = x.chunk(dist.get_world_size())[dist.get_rank()]
-    y = y.chunk(dist.get_world_size())[dist.get_rank()]
+    """The loss on (x, y), this process's share of the batch."""
     logits = model(x)
     if args.mixed_precision:
         logits = logits.float()  # bfloat16 has too few digits for a mean over thousands of bytes
@@ -120,9 +118,10 @@ def train(model, optimizer, text, held_out, args):
     first_step = 0
     if args.checkpoint_dir:
         first_step = checkpoint.load_sharded(args.checkpoint_dir, model, optimizer)
-    progress = gpt.Progress(functools.partial(local_loss, model, args), text, held_out, args, first_step)
+    share = (dist.get_rank(), dist.get_world_size())
+    progress = gpt.Progress(functools.partial(local_loss, model, args), text, held_out, args, first_step, share)
     for step in range(first_step, args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, device)
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, device, share)
         optimizer.zero_grad()
         loss = local_loss(model, args, x, y)
         loss.backward()

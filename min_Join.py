@@ -1,4 +1,4 @@
-"""Train on ranks with unequal amounts of data: no batch is dropped, none is repeated, and no rank waits for ever.
+"""Train on ranks with unequal amounts of data: no batch is dropped, none is repeated, and no rank waits forever.
 
 In every step DDP averages the gradients of all ranks. Let rank 0 have 4 batches (b) and rank 1 only 2. If each rank
 just stops after its last batch, rank 0 waits for gradients that never come, until a timeout ends the job:
@@ -72,8 +72,8 @@ def train_with_join(model, optimizer, batches, sums, clip):
     """Row i of `sums` receives the sum of step i's losses over this process's bytes, and the number of these bytes."""
     with Join([model], divide_by_initial_world_size=False):  # no collective but DDP's may be called inside
         for step, (x, y) in enumerate(batches):
-            loss = gpt.loss_fn(model(x), y)
             optimizer.zero_grad()
+            loss = gpt.loss_fn(model(x), y)
             loss.backward()
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -89,20 +89,15 @@ def train_with_weights(model, optimizer, batches, sums, clip):
         x = y = empty
         if step < len(batches):
             x, y = batches[step]
+        optimizer.zero_grad()
         loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
         sums[step, 0] = loss.detach()
         sums[step, 1] = y.numel()
-        mean = loss / dist.all_reduce(sums[step, 1])
-        optimizer.zero_grad()
+        mean = loss / dist.reduce(sums[step, 1], op="sum")
         (mean * dist.get_world_size()).backward()  # DDP divides by the number of processes
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-
-
-def own_share(batch):
-    """This process's sequences of a global batch."""
-    return batch.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def number_of_batches(args):
@@ -124,15 +119,16 @@ def train(model, optimizer, text, held_out, args):
     unwrapped = getattr(model, "module", model)  # the model without DDP
 
     def local_loss(x, y):
-        return gpt.loss_fn(unwrapped(own_share(x)), own_share(y))
+        return gpt.loss_fn(unwrapped(x), y)
 
-    progress = gpt.Progress(local_loss, text, held_out, args)
+    share = (dist.get_rank(), dist.get_world_size())
+    progress = gpt.Progress(local_loss, text, held_out, args, share=share)
     for start in range(0, args.steps, args.log_every):
         stop = min(start + args.log_every, args.steps)
         batches = []
         for step in range(start, min(stop, n_batches)):
-            x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
-            batches.append((own_share(x), own_share(y)))
+            x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
+            batches.append((x, y))
         sums = torch.zeros(stop - start, 2, device=dist.get_device())
         if args.method == "join" and dist.get_world_size() > 1:  # a single process has no DDP model to join
             train_with_join(model, optimizer, batches, sums, args.clip)

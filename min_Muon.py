@@ -46,6 +46,7 @@ The last line of two processes is `momentum held: 786,432 of 1,572,864 bytes (0.
 """
 
 import functools
+import math
 import os
 
 import torch
@@ -74,7 +75,7 @@ def parse_args():
 def take_step(muon, adamw, clip=None):
     """Step all parameters, after backward. `clip`, if given, is the largest norm of all gradients together."""
     muon.reduce_scatter_gradients()  # 1. each process receives the gradients of its own matrices
-    average_gradients(adamw)  # every process receives the gradients of the rest
+    gpt.reduce_gradients(params_of(adamw), "avg")  # every process receives the gradients of the rest
     if clip:
         clip_gradients(muon, adamw, clip)
     muon.step()  # 2. each process steps its own matrices
@@ -191,9 +192,10 @@ def deal(matrices, world_size):
 def flatten(parts):
     """Move the matrices into one vector and their gradients into another. Returns both, with the matrices as views.
 
-    The matrices of process r lie in part r. Zeros pad each part to the length of the longest.
+    The matrices of process r lie in part r. Zeros pad each part to the length of the longest, and lie between the
+    matrices, so that each begins at a multiple of 16 bytes.
     """
-    part_size = max(sum(matrix.numel() for matrix in part) for part in parts)
+    part_size = max(sum(aligned_size(matrix) for matrix in part) for part in parts)
     flat = parts[0][0].detach().new_zeros(len(parts) * part_size)
     grad = torch.zeros_like(flat)
     for rank, part in enumerate(parts):
@@ -203,8 +205,14 @@ def flatten(parts):
             flat[start:stop] = matrix.detach().flatten()
             matrix.data = flat[start:stop].view_as(matrix)
             matrix.grad = grad[start:stop].view_as(matrix)
-            start = stop
+            start += aligned_size(matrix)
     return flat, grad
+
+
+def aligned_size(matrix):
+    """Its elements, rounded up to a multiple of 16 bytes. GPU kernels that load 16 bytes at once need this."""
+    elements = 16 // matrix.element_size()
+    return math.ceil(matrix.numel() / elements) * elements
 
 
 # ---- gradients ----------------------------------------------------------------------------------------------------
@@ -212,14 +220,6 @@ def flatten(parts):
 
 def params_of(optimizer):
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def average_gradients(optimizer):
-    """Average an optimizer's gradients over all processes, in one all-reduce."""
-    grads = [param.grad for param in params_of(optimizer)]
-    average = dist.reduce(nn.utils.parameters_to_vector(grads))
-    for grad, part in zip(grads, average.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(part.view_as(grad))
 
 
 def clip_gradients(muon, adamw, max_norm):
@@ -236,8 +236,6 @@ def clip_gradients(muon, adamw, max_norm):
 
 def local_loss(model, x, y):
     """The loss on this process's share of the batch. Shares are equal, so their mean is the loss of the batch."""
-    x = x.chunk(dist.get_world_size())[dist.get_rank()]
-    y = y.chunk(dist.get_world_size())[dist.get_rank()]
     return gpt.loss_fn(model(x), y)
 
 
@@ -263,12 +261,13 @@ def train(model, optimizers, text, held_out, args):
     first_step = 0
     if args.snapshot_path:
         first_step = load(args.snapshot_path, model, muon, adamw)
-    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, first_step)
+    share = (dist.get_rank(), dist.get_world_size())
+    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, first_step, share)
     for step in range(first_step, args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
-        loss = local_loss(model, x, y)
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
         muon.zero_grad()
         adamw.zero_grad()
+        loss = local_loss(model, x, y)
         loss.backward()
         take_step(muon, adamw, args.clip)
         progress(loss)

@@ -13,11 +13,11 @@ time that a process waits for others:
              rank 1    . F0 F1  . B0 F2 B1 F3 B2  . B3  .
              rank 2    .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
 
-Both wait for (N-1)/(M+N-1) of a step. GPipe keeps the activations of all M micro-batches. 1F1B keeps at most N. The
+Both are idle for (N-1)/(M+N-1) of a step. GPipe keeps the activations of all M micro-batches. 1F1B keeps at most N. The
 other schedules have two stages in each process and a smaller bubble. With N = 3, the six stages are on these ranks:
 
     Interleaved1F1B        0 1 2 0 1 2   waits for (N-1)/(2·M+N-1) of a step
-    InterleavedZeroBubble  0 1 2 0 1 2   computes gradients of weights in the bubble: no process waits for them
+    InterleavedZeroBubble  0 1 2 0 1 2   computes gradients of weights in the bubble, since nothing depends on them
     ZBVZeroBubble          0 1 2 2 1 0   computes gradients of weights in the bubble
     DualPipeV              0 1 2 2 1 0   also runs one micro-batch's forward together with another's backward
 
@@ -79,11 +79,9 @@ def parse_args():
 
 def train(pipeline, optimizer, text, held_out, args):
     """Returns the loss of every step over all processes, (steps,)."""
-    progress = gpt.Progress(pipeline.evaluate, text, held_out, args)
+    progress = gpt.Progress(pipeline.evaluate, text, held_out, args, share=pipeline.share)
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
-        x = pipeline.share(x)
-        y = pipeline.share(y)
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), pipeline.share)
         optimizer.zero_grad()
         inputs = []
         if 0 in pipeline.stages:
@@ -93,7 +91,7 @@ def train(pipeline, optimizer, text, held_out, args):
         # because the loss is a mean.
         pipeline.schedule.step(*inputs, target=y, losses=losses, return_outputs=False)
         if args.data_parallel > 1:
-            average_gradients(pipeline)
+            gpt.reduce_gradients(pipeline.params, "avg", pipeline.mesh.get_group("replica"))
         if args.clip:
             clip_gradients(pipeline, args.clip)
         optimizer.step()
@@ -104,7 +102,8 @@ def train(pipeline, optimizer, text, held_out, args):
 def split(model, ranks, rank, group):
     """Cut the blocks into stages. Stage i runs on rank `ranks[i]` of the pipeline, and this process is `rank`.
 
-    Returns this process's stages by number, and for each a PipelineStage, which also sends and receives.
+    Returns this process's stages by number, and for each a PipelineStage, which also sends and receives. `model` has
+    shapes without memory. The stages have memory, which is not filled yet.
     """
     device = dist.get_device()
     n_blocks = len(model.blocks)
@@ -115,7 +114,7 @@ def split(model, ranks, rank, group):
         if ranks[i] == rank:
             first = i * n_blocks // n_stages
             last = (i + 1) * n_blocks // n_stages
-            stages[i] = Stage(model, first, last).to(device)
+            stages[i] = Stage(model, first, last).to_empty(device=device)
             parts.append(pipelining.PipelineStage(stages[i], i, n_stages, device, group=group))
     return stages, parts
 
@@ -146,7 +145,10 @@ class Stage(nn.Module):
 
 
 class Pipeline:
-    """This process's stages of `model`, and the schedule that runs them with the other processes of the pipeline."""
+    """This process's stages of a GPT, and the schedule that runs them with the other processes of the pipeline.
+
+    `model` is the GPT with shapes but without memory.
+    """
 
     def __init__(self, model, args):
         device = dist.get_device()
@@ -156,11 +158,15 @@ class Pipeline:
         )
         self.group = self.mesh.get_group("stage")
         self.rank = self.mesh.get_local_rank("stage")
+        self.share = (self.mesh.get_local_rank("replica"), args.data_parallel)  # of the global batch
+        self.micro_batches = args.micro_batches
         self.width = args.width
 
         self.ranks = stage_ranks(args.schedule, self.n_ranks)
         self.stages, parts = split(model, self.ranks, self.rank, self.group)
-        self.params = [param for stage in self.stages.values() for param in stage.parameters()]
+        named_params = [pair for stage in self.stages.values() for pair in stage.named_parameters()]
+        gpt.fill(named_params, args)
+        self.params = [param for _, param in named_params]
 
         schedule_class = getattr(pipelining, f"Schedule{args.schedule}")
         if args.schedule in ONE_STAGE:
@@ -169,10 +175,18 @@ class Pipeline:
             self.schedule = schedule_class(parts, args.micro_batches, gpt.loss_fn)
 
     def evaluate(self, x, y):
-        """`local_loss` of the global batch, without gradients. It passes through the stages in one piece."""
+        """`local_loss` of the global batch, of which (x, y) is this pipeline's share. Call it without gradients.
+
+        One micro-batch after the other passes through the stages, so only one at a time has logits in memory.
+        """
         # The schedules have an `eval`, but it fails if two stages in a row share a process (torch 2.15).
-        x = self.share(x)
-        y = self.share(y)
+        losses = []
+        for x_part, y_part in zip(x.chunk(self.micro_batches), y.chunk(self.micro_batches), strict=True):
+            losses += self.evaluate_micro_batch(x_part, y_part)
+        return self.local_loss(losses)
+
+    def evaluate_micro_batch(self, x, y):
+        """A list with the loss on the process of the last stage, and an empty list on the others."""
         losses = []
         for i, stage in self.stages.items():
             if i > 0 and self.ranks[i - 1] != self.rank:
@@ -183,16 +197,12 @@ class Pipeline:
                 losses.append(gpt.loss_fn(x, y))
             elif self.ranks[i + 1] != self.rank:
                 self.transfer(torch_dist.isend, x, self.ranks[i + 1])
-        return self.local_loss(losses)
+        return losses
 
     def transfer(self, op, tensor, rank):
         """Send or receive `tensor`, as the schedule does: NCCL would serialize calls that are not batched, and warn."""
         for work in torch_dist.batch_isend_irecv([torch_dist.P2POp(op, tensor, group=self.group, group_peer=rank)]):
             work.wait()
-
-    def share(self, batch):
-        """This pipeline's part of the global batch."""
-        return batch.chunk(self.mesh.size(0))[self.mesh.get_local_rank("replica")]
 
     def local_loss(self, losses):
         """A loss whose mean over all processes is the loss of the global batch.
@@ -240,16 +250,6 @@ def check_options(parser, args):
     gpt.check_model_options(parser, args, batch=(parts, "--micro-batches x --data-parallel"))
 
 
-def average_gradients(pipeline):
-    """Replace the gradients by their mean over the pipelines, in one all-reduce after backward."""
-    grads = [param.grad for param in pipeline.params]
-    flat = nn.utils.parameters_to_vector(grads)
-    torch_dist.all_reduce(flat, group=pipeline.mesh.get_group("replica"))
-    flat /= pipeline.mesh.size(0)
-    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(part.view_as(grad))
-
-
 def clip_gradients(pipeline, max_norm):
     """As nn.utils.clip_grad_norm_, by the norm over all stages."""
     norm = nn.utils.get_total_norm([param.grad for param in pipeline.params])
@@ -263,11 +263,9 @@ def main_worker(local_rank, world_size, args):
     if not dist.is_dist_avail_and_initialized():  # PipelineStage needs a process group, in one process too
         torch_dist.init_process_group(store=torch_dist.HashStore(), rank=0, world_size=1)
     text, held_out = gpt.load_text()
-    torch.manual_seed(args.seed)  # the same weights on all processes, before each keeps its stages
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length)  # whole, on the CPU
+    model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
     n_params = sum(param.numel() for param in model.parameters())
     pipeline = Pipeline(model, args)
-    del model  # frees the blocks of the other processes' stages
     optimizer = torch.optim.AdamW(pipeline.params, lr=args.lr, fused=True)
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {args.schedule}")
     gpt.report_held(pipeline.params, n_params)

@@ -250,7 +250,7 @@ def train(model, optimizer, rows, held_out, args):
         n_tokens += (own[:, OWNERS] != PADDING).sum()
         if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
             recent = shares[first_unprinted : step + 1]
-            loss = dist.all_reduce(recent).mean().item()  # waits for the device, so the clock is read after it
+            loss = dist.reduce(recent, op="sum").mean().item()  # waits for the device, so the clock is read after it
             speed = dist.all_reduce(n_tokens).item() / (time.perf_counter() - start)
             held_out_loss = evaluate(model, held_out)
             dist.print_primary(

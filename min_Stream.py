@@ -354,8 +354,8 @@ def train(model, optimizer, stream, position, args):
         targets = targets.to(device, non_blocking=True)
         # Ranks hold unequal numbers of targets, so divide by the number of all of them. See min_Packing.py.
         n_targets = dist.all_reduce((targets != IGNORED).sum()).clamp(min=1)
-        loss = sum_of_losses(model, tokens, targets) / n_targets
         optimizer.zero_grad()
+        loss = sum_of_losses(model, tokens, targets) / n_targets
         (loss * dist.get_world_size()).backward()  # DDP divides by the world size
         if args.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
@@ -364,7 +364,7 @@ def train(model, optimizer, stream, position, args):
         step += 1
         position += args.global_batch_size
         if step % args.log_every == 0 or step == args.steps:
-            loss = dist.all_reduce(losses[first_unprinted:step]).mean().item()
+            loss = dist.reduce(losses[first_unprinted:step], op="sum").mean().item()
             speed = (step - first_unprinted) * args.global_batch_size / (time.perf_counter() - start)
             dist.print_primary(
                 f"step {step} | epoch {position / stream.n_documents:.2f} | loss {loss:.4f} | {speed:,.0f} documents/s",

@@ -93,8 +93,8 @@ def train(model, optimizer, text, held_out, args):
     for step in range(args.steps):
         # Every process takes the whole batch.
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
-        loss = loss_of(x, y)
         optimizer.zero_grad()
+        loss = loss_of(x, y)
         loss.backward()
         if args.clip:
             # The gradients are DTensors, so this is the norm over all processes. With foreach=True, torch 2.11 would
@@ -108,11 +108,11 @@ def train(model, optimizer, text, held_out, args):
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     text, held_out = gpt.load_text()
-    torch.manual_seed(args.seed)  # the same weights on all processes, before each keeps its part
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length)  # whole, in the CPU's memory
+    model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
     n_params = sum(param.numel() for param in model.parameters())
-    split_layers(model)  # moves each layer to the GPU when it is split, so no GPU holds the whole model
-    model.to(dist.get_device())
+    split_layers(model)
+    model.to_empty(device=dist.get_device())  # memory for this process's part
+    gpt.fill(model.named_parameters(), args)
     gpt.report_held(model.parameters(), n_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, text, held_out, args)

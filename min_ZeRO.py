@@ -87,12 +87,12 @@ class ZeRO:
         self.own_grad *= (self.clip / (norm + 1e-6)).clamp(max=1)
 
     def own_groups(self, groups):
-        """The parameter groups of `optim`: the piece of each group that lies in this process's part, maybe empty."""
+        """The parameter groups of `optim`: the piece of each group in this process's part. It may be empty."""
         own_groups = []
         offset = dist.get_rank() * len(self.own)  # where the part begins in the flat vector
         start = 0  # where the group begins in the flat vector
         for group in groups:
-            stop = start + sum(param.numel() for param in group["params"])
+            stop = start + sum(aligned_size(param) for param in group["params"])
             first = min(max(0, start - offset), len(self.own))
             last = min(max(0, stop - offset), len(self.own))
             piece = nn.Parameter(self.own[first:last])
@@ -105,10 +105,12 @@ class ZeRO:
 def flatten(groups, world_size):
     """Move all parameters into one vector and their gradients into another. Returns both, with the parameters as views.
 
-    The vectors are padded with zeros to a multiple of `world_size`.
+    Zeros lie between the parameters, so that each begins at a multiple of 16 bytes, and after the last one, so that
+    all parts are equally long.
     """
     params = [param for group in groups for param in group["params"]]
-    part_size = math.ceil(sum(param.numel() for param in params) / world_size)
+    n_aligned = sum(aligned_size(param) for param in params)
+    part_size = math.ceil(n_aligned / world_size)
     flat = params[0].detach().new_zeros(world_size * part_size)
     grad = torch.zeros_like(flat)
     start = 0
@@ -117,27 +119,29 @@ def flatten(groups, world_size):
         flat[start:stop] = param.detach().flatten()
         param.data = flat[start:stop].view_as(param)
         param.grad = grad[start:stop].view_as(param)
-        start = stop
+        start += aligned_size(param)
     return flat, grad
 
 
-def own_share(batch):
-    """This process's sequences of a global batch."""
-    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+def aligned_size(param):
+    """Its elements, rounded up to a multiple of 16 bytes. GPU kernels that load 16 bytes at once need this."""
+    elements = 16 // param.element_size()
+    return math.ceil(param.numel() / elements) * elements
 
 
 def local_loss(model, x, y):
     """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
-    return gpt.loss_fn(model(own_share(x)), own_share(y))
+    return gpt.loss_fn(model(x), y)
 
 
 def train(model, optimizer, text, held_out, args):
     """Returns the loss of every step over all processes, (steps,)."""
-    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
+    share = (dist.get_rank(), dist.get_world_size())
+    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, share=share)
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
-        loss = local_loss(model, x, y)
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
         optimizer.zero_grad()
+        loss = local_loss(model, x, y)
         loss.backward()
         optimizer.step()
         progress(loss)

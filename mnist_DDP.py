@@ -17,7 +17,7 @@ Choose min_DDP.py to learn DDP, flyte_workflow.py to run this experiment as the 
 multinode_torchrun.py for machines that come and go.
 
 Cost per process, for P float32 parameters trained by SGD with momentum on N processes: 4·P bytes of parameters, 4·P of
-gradients, 4·P of momentum, and the activations of one micro-batch. Each step sends 2·(N-1)/N · 4·P bytes, whatever K.
+gradients, 4·P of momentum, and the activations of one micro-batch. Each step sends 2·(N-1)/N · 4·P bytes, for any K.
 A snapshot is 8·P bytes.
 
     python mnist_DDP.py                                           # all visible GPUs; on the CPU add --nproc 2
@@ -45,7 +45,7 @@ import sys
 import numpy as np
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import checkpoint
 import distributed as dist
@@ -127,7 +127,7 @@ class Trainer:
         if hp.compile:
             self.model.compile()  # after DDP: torch then splits the graph where DDP's buckets end
         self.optimizer, self.scheduler = make_optimizer(self.net, hp, hp.epochs * self.steps)
-        self.tracker = tracking.Tracker("mnist_DDP", hp.wandb, hp.tensorboard)
+        self.tracker = tracking.Tracker("mnist_DDP", hp.wandb, hp.tensorboard, hp.watch_gradients)
 
     def train_step(self, batches, epoch, step):
         """Train on the next global batch. Returns the sum of the losses of this rank's share."""
@@ -158,7 +158,7 @@ class Trainer:
         self.model.train()
         n = len(self.train_set)
         loader = DataLoader(
-            SeededBatches(self.train_set),
+            dist.SeededBatches(self.train_set),
             batch_size=None,  # each item is a whole micro-batch
             sampler=micro_batches(n, self.hp, epoch, first_step),
             num_workers=self.hp.num_workers,
@@ -190,6 +190,7 @@ class Trainer:
         self.tracker.start(self.net, self.hp, self.samples(epoch, step))
         while epoch < self.hp.epochs:
             self.train_epoch(epoch, step)
+            dist.check_in_sync(self.net)  # stops if the weights of two processes differ
             self.test_epoch(epoch)
             epoch += 1
             step = 0
@@ -244,7 +245,7 @@ class Trainer:
         """Load the snapshot, if there is one. Returns the epoch and the step to run next."""
         # DDP arranges its buckets in the first backward. Do that before the first step, as each resumed run does: the
         # buckets decide in which order gradients are summed, and so their last bits.
-        checkpoint.rebuild_buckets(self.model, self.loss_of_two_samples)
+        checkpoint.rebuild_buckets(self.model, self.loss_of_a_micro_batch)
         if not self.snapshot_path:
             return 0, 0
         parts = {"scheduler": self.scheduler, "tracker": self.tracker}
@@ -258,11 +259,10 @@ class Trainer:
             dist.print_primary(f"Resuming from {self.snapshot_path} at epoch {epoch + 1}, step {step}", flush=True)
         return epoch, step
 
-    def loss_of_two_samples(self):
-        batches = SeededBatches(self.train_set)
-        seed = 0
-        indices = [0, 1]
-        inputs, labels = batches.load(seed, indices)
+    def loss_of_a_micro_batch(self):
+        # A real one: with --compile the model would be compiled for any other size too.
+        seed, indices = next(micro_batches(len(self.train_set), self.hp, epoch=0, first_step=0))
+        inputs, labels = dist.SeededBatches(self.train_set)[seed, indices]
         _, _, losses = forward(self.model, inputs, labels, self.device, self.hp.amp)
         return losses.sum()
 
@@ -283,24 +283,6 @@ DROPOUT = 1
 def seed_of(*numbers):
     """A random seed that depends on all these whole numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
-
-
-class SeededBatches(Dataset):
-    """A whole batch of `dataset` at each access. Its augmentation has the batch's seed, in any worker process."""
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __getitem__(self, seed_and_indices):
-        return self.load(*seed_and_indices)
-
-    def load(self, seed, indices):
-        torch.manual_seed(seed)
-        if hasattr(self.dataset, "__getitems__"):
-            batch = self.dataset.__getitems__(indices)
-        else:
-            batch = [self.dataset[index] for index in indices]
-        return mnist.collate(batch)
 
 
 def micro_batches(n, hp, epoch, first_step):
@@ -383,6 +365,7 @@ class Hyperparameters:
     backend: str = option("auto", options.one_of("auto", "nccl", "gloo"), "auto, nccl or gloo; auto is nccl for GPUs")
     wandb: bool = option(False, bool, "track with Weights & Biases")
     tensorboard: str = option("", str, "track with TensorBoard, in this folder")
+    watch_gradients: bool = option(False, bool, "with --wandb, log histograms of all gradients, which takes time")
 
     def __post_init__(self):
         """Check each value by itself: an orchestrator fills them in without a command line."""

@@ -33,8 +33,6 @@ All machines must share --checkpoint-dir. Load only checkpoints that you trust, 
 
 import os
 import random
-import resource
-import sys
 import threading
 import time
 
@@ -173,14 +171,6 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def peak_memory(device):
-    """Bytes: the most that this process has had allocated on its GPU, or resident in memory on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
-
-
 def largest(numbers, device):
     """The maximum of each number over all ranks."""
     return dist.all_reduce(torch.tensor(numbers, device=device), op="max").tolist()
@@ -247,7 +237,7 @@ def main_worker(local_rank, world_size, args):
         seed_epoch(args.seed, epoch)
         train_loss, speed = train_epoch(model, loader, optimizer, device, args.mixed_precision, epoch)
         test_loss, hits, n = mnist.evaluate(model, test_loader, device, args.mixed_precision)
-        (memory,) = largest([peak_memory(device)], device)
+        (memory,) = largest([dist.peak_memory(device)], device)
         dist.print_primary(
             f"epoch: {epoch} | train loss: {train_loss:.4f} | test loss: {test_loss:.4f} | test acc: {hits}/{n} "
             f"({hits / n:.4f}) | memory: {memory / 1e6:.0f} MB | {speed:.0f} samples/s"

@@ -52,7 +52,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 import checkpoint
 import distributed as dist
@@ -108,7 +108,7 @@ class Trainer:
             share = global_batch[dist.get_rank() :: dist.get_world_size()]
             shares.append((self.seed(epoch, step), share))
         return DataLoader(
-            SeededBatches(self.dataset),
+            dist.SeededBatches(self.dataset),
             batch_size=None,  # an entry of `shares` is a batch
             sampler=shares,
             num_workers=self.num_workers,
@@ -225,24 +225,6 @@ class Preemption:
 def ignore_sigterm(worker_id):
     """For the data loaders, which get SIGTERM too. The ranks need one more batch before they save."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-class SeededBatches(Dataset):
-    """Batches of `dataset`. Each is drawn with a seed of its own, so augmentation is the same after a restart."""
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __getitem__(self, seed_and_indices):
-        seed, indices = seed_and_indices
-        torch.manual_seed(seed)
-        if hasattr(self.dataset, "__getitems__"):
-            batch = self.dataset.__getitems__(indices)
-        else:
-            batch = [self.dataset[index] for index in indices]
-        if isinstance(batch, list):
-            batch = default_collate(batch)
-        return batch
 
 
 class ToyDataset(Dataset):

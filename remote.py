@@ -111,7 +111,7 @@ def _init_rpc(name, rank, world_size, timeout):
 
 
 def call(name, function, *args, timeout=rpc.constants.UNSET_RPC_TIMEOUT):
-    """Run `function(*args)` in the process `name` and return the result. A `timeout` of 0 waits for ever.
+    """Run `function(*args)` in the process `name` and return the result. A `timeout` of 0 waits forever.
 
     Raises DistributedError if that process is lost or does not answer in time, and what `function` raises.
     """

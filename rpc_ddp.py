@@ -145,7 +145,7 @@ class TableServer:
 
     def update(self):
         """Step the table with the mean of the trainers' gradients, and answer all of them."""
-        trainers = sorted(self.pushed)  # in this order, so that each run rounds alike
+        trainers = sorted(self.pushed)  # in this order, so that rounding is the same in each run
         ids = torch.cat([self.pushed[trainer][0] for trainer in trainers])
         gradients = torch.cat([self.pushed[trainer][1] for trainer in trainers]) / self.n_trainers
         with torch.sparse.check_sparse_tensor_invariants():  # torch warns unless this is turned on or off

@@ -46,7 +46,7 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
     work = _pickle_work(worker_fn, args)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([name for name in PRELOADED if name in sys.modules])
-    store = _start_store()
+    store = start_store()
     environment = _worker_environment(nprocs, store.port)
     # A Connection can be sent to the fork server's children. These two are stdout and stderr.
     outputs = [Connection(os.dup(1), readable=False), Connection(os.dup(2), readable=False)]
@@ -81,12 +81,14 @@ def _pickle_work(worker_fn, args):
             line = "the function given to launch, and its arguments, must be defined at the top level of a file"
             raise SystemExit(f"{line}: {error}") from None
         raise
-    if b"__main__" in work and not hasattr(sys.modules["__main__"], "__file__"):
+    # Neither `python -c` nor a notebook has a file. The file of `python < script.py` is called <stdin>.
+    script = getattr(sys.modules["__main__"], "__file__", "")
+    if b"__main__" in work and not os.path.exists(script):
         raise SystemExit("launch needs a script that new processes can import: save this code to a file, and run that")
     return work
 
 
-def _start_store():
+def start_store():
     """A rendezvous store in this process, on a free port of loopback that no other job can take."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -149,6 +151,11 @@ def _failure(processes, store, tolerate_killed):
     """The exception to raise for the processes that failed."""
     failed = _failed(processes, tolerate_killed)
     failure = _root_cause(failed, store)
+    done = [rank for rank, process in enumerate(processes) if process.exitcode == 0]
+    if done and isinstance(failure, ProcessRaisedException) and "onnection" in str(failure):
+        ranks = ", ".join(map(str, done))
+        note = f"finished without an error: {ranks}; did the ranks call different numbers of collectives?"
+        failure = ProcessRaisedException(f"{failure}\n({note})", failure.error_index, failure.error_pid)
     killed = _failed(processes, tolerate_killed=False).keys() - failed.keys()
     if killed and isinstance(failure, SystemExit):
         notes = [_how_it_ended(rank, processes[rank]) for rank in sorted(killed)]

@@ -13,7 +13,6 @@ Every rank makes the same calls, except `log_predictions`, which only rank 0 nee
 Needs requirements-tracking.txt; without --wandb and --tensorboard, neither package is imported.
 """
 
-import dataclasses
 import os
 import threading
 
@@ -21,12 +20,17 @@ import distributed as dist
 
 
 class Tracker:
-    """The record of a run. `accuracies` is a list that a snapshot keeps, on every rank."""
+    """The record of a run. `accuracies` is a list that a snapshot keeps, on every rank.
 
-    def __init__(self, project, wandb, tensorboard):
+    With `watch_gradients` W&B gets a histogram of the gradients of every parameter. Each one waits for the device and
+    takes milliseconds, so leave it out where speed counts.
+    """
+
+    def __init__(self, project, wandb, tensorboard, watch_gradients=False):
         self.project = project
         self.wandb = wandb
         self.tensorboard = tensorboard
+        self.watch_gradients = watch_gradients
         self.accuracies = []
         self.run = None
         self.run_id = None
@@ -47,8 +51,8 @@ class Tracker:
     def start(self, net, hyperparameters, samples):
         """Begin to track `net` after `samples` samples. Raises DistributedError on every rank if it cannot.
 
-        `hyperparameters` is a dataclass. W&B needs its fields `log_interval`, in steps, and `grad_accumulation`, the
-        backwards per step. Call it when a snapshot, if any, has been loaded.
+        `hyperparameters` is a dataclass or a namespace. With `watch_gradients` it needs the fields `log_interval`, in
+        steps, and `grad_accumulation`, the backwards per step. Call it when a snapshot, if any, has been loaded.
         """
         if dist.is_primary():
             if self.wandb:
@@ -65,15 +69,16 @@ class Tracker:
         if self.run_id is not None:
             settings = {"id": self.run_id, "resume": "allow"}
         try:
-            self.run = wandb.init(project=self.project, config=dataclasses.asdict(hyperparameters), **settings)
+            self.run = wandb.init(project=self.project, config=dict(vars(hyperparameters)), **settings)
         except wandb.Error as error:
             reason = str(error).partition("\n")[0]
             self.error = f"--wandb: {reason}: `wandb login` once, or set WANDB_MODE=offline"
             return
         self.run_id = self.run.id
         self.run.define_metric("*", step_metric="samples")
-        backwards = hyperparameters.log_interval * hyperparameters.grad_accumulation
-        self.run.watch(net, log="gradients", log_freq=backwards)
+        if self.watch_gradients:
+            backwards = hyperparameters.log_interval * hyperparameters.grad_accumulation
+            self.run.watch(net, log="gradients", log_freq=backwards)
 
     def start_tensorboard(self, samples):
         from torch.utils.tensorboard import SummaryWriter
@@ -126,7 +131,7 @@ class Tracker:
                 self.writer.close()
             except OSError as error:
                 self.fail(error)
-        dist.raise_on_all(self.error, dist.patient_group())  # rank 0 may upload for long
+        dist.raise_on_all(self.error, dist.patient_group())  # rank 0 may upload for minutes
 
 
 def hide_errors_of_tensorboards_thread():

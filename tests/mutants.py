@@ -43,7 +43,7 @@ TESTS = {  # of the files that have no test file of their own name, or more than
     "mnist": ["mnist", "mnist_DDP", "mnist_FSDP"],
 }
 TRANSFORMERS = ("min_2D", "min_3D", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP", "min_Muon", "min_PP", "min_Ring")
-TRANSFORMERS += ("min_TP", "min_ZeRO")
+TRANSFORMERS += ("min_AllReduce", "min_TP", "min_ZeRO")
 LONGEST = 1500  # seconds for the tests of one mutant
 
 

@@ -19,7 +19,16 @@ def test_plots_show_what_is_stored(tmp_path):
         assert status == 0, stderr
         pictures.append({path.stem: path.read_text() for path in (tmp_path / seed).glob("*.svg")})
     assert pictures[0] == pictures[1]
-    not_drawn = {"actor_learner", "check_cluster", "mnist_accuracy", "mutants", "soak", "step", "text_data"}
+    not_drawn = {
+        "actor_learner",
+        "all_reduce",
+        "check_cluster",
+        "mnist_accuracy",
+        "mutants",
+        "soak",
+        "step",
+        "text_data",
+    }
     names = {path.stem for path in common.RESULTS.glob("*.json")} - not_drawn
     assert set(pictures[0]) == names
     for name in names:
@@ -71,6 +80,7 @@ SMALLEST = {  # and how many ratios they give
     "fsdp_memory": (3, "--model", "shallow"),
     "scaling": (1, "--sizes", 1, 2, "--rounds", 1),
     "step": (7, "--model", "tiny", "--rounds", 1),
+    "all_reduce": (3, "--widths", 32, "--rounds", 1),
 }
 
 

@@ -1,13 +1,17 @@
 """gpt.py: real text, batches from seed and step alone, a causal model, and the progress that scripts print."""
 
 import collections
+import contextlib
+import ctypes
+import importlib
+import io
 import math
 from pathlib import Path
 
 import pytest
 import torch
 import transformer
-from conftest import check_peak_memory, slow_clock
+from conftest import exit_message, float64, slow_clock
 
 import distributed as dist
 import gpt
@@ -37,6 +41,24 @@ def test_batches_reach_from_the_first_byte_to_the_last():
     x, y = gpt.batch(text, 0, batch_size=1000, length=5)
     assert (x.min(), x.max(), y.min(), y.max()) == (0, 18, 1, 19)
     assert x[:, 0].unique().tolist() == list(range(15))
+
+
+def test_a_process_reads_only_its_share(monkeypatch):
+    text, held_out = transformer.small_text()
+    moved = []
+    monkeypatch.setattr(gpt, "to_device", lambda rows, device: moved.append(rows.shape) or rows)
+    whole = gpt.batch(text, 3, 12, 5)
+    shares = [gpt.batch(text, 3, 12, 5, share=(i, 4)) for i in range(4)]
+    for part, wholes in zip(zip(*shares, strict=True), whole, strict=True):
+        assert torch.equal(torch.cat(part), wholes)
+    assert moved == [(12, 6), *[(3, 6)] * 4]
+    args = transformer.arguments()
+    whole = gpt.Progress(None, text, held_out, args).batches
+    shares = [gpt.Progress(None, text, held_out, args, share=(i, 2)).batches for i in range(2)]
+    assert len(whole) == 8
+    for number, batch in enumerate(whole):
+        for which, wholes in enumerate(batch):
+            assert torch.equal(torch.cat([share[number][which] for share in shares]), wholes)
 
 
 def load_another_text(local_rank, world_size, folder):
@@ -92,6 +114,199 @@ def test_a_slice_of_the_rows_of_qkv_is_whole_heads(model):
         assert torch.allclose(whole[:, 2:], part, atol=1e-6)
 
 
+def test_a_part_is_filled_as_the_whole_model_is_made():
+    args = transformer.arguments()
+    whole = transformer.make_model(args)
+    after = torch.rand(1)
+    part = gpt.make_meta_model(args).blocks[1].to_empty(device="cpu")
+    torch.manual_seed(7)
+    gpt.fill([(f"blocks.1.{name}", param) for name, param in part.named_parameters()], args)
+    for param, expected in zip(part.parameters(), whole.blocks[1].parameters(), strict=True):
+        assert torch.equal(param, expected)
+    assert torch.equal(torch.rand(1), after), "and so do the random numbers that follow"
+
+
+# ---- no process holds the whole model -----------------------------------------------------------------------------
+
+LARGE = {"layers": 4, "width": 1024, "length": 16}  # 204 MB, of which the largest layer has 17 MB
+SPLIT = {"checkpoint_dir": None, "checkpoint_activations": False, "micro_batches": 2, "schedule": "1F1B"}
+PARTS = [
+    ("min_TP", {}),
+    ("min_2D", {"replicate": 1, "shard": 2, "tensor": 1}),
+    ("min_2D", {"replicate": 1, "shard": 1, "tensor": 2}),
+    ("min_PP", {"data_parallel": 1}),
+    ("min_3D", {"stages": 2, "shard": 1, "tensor": 1}),
+    ("min_3D", {"stages": 1, "shard": 2, "tensor": 1}),
+]
+
+
+def peak_worker(local_rank, world_size, script, args, folder):
+    """Save the bytes by which memory has grown at its peak, when training begins."""
+    m_mmap_threshold = -3
+    ctypes.CDLL(None).mallopt(m_mmap_threshold, 2**16)  # a freed tensor goes back to the system
+    dist.init_process_group()
+    texts = transformer.small_text()
+    module = importlib.import_module(script)
+    before = dist.peak_memory(dist.get_device())
+
+    def train(*args):
+        Path(f"{folder}/{local_rank}").write_text(str(dist.peak_memory(dist.get_device()) - before))
+
+    gpt.load_text = lambda: texts
+    module.train = train
+    with contextlib.redirect_stdout(io.StringIO()):
+        module.main_worker(local_rank, world_size, args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, mesh", PARTS, ids=lambda value: value if isinstance(value, str) else str(value))
+def test_no_process_holds_the_whole_model(script, mesh, tmp_path):
+    args = transformer.arguments(2, **LARGE, **SPLIT, **mesh)
+    n_bytes = sum(param.nbytes for param in gpt.make_meta_model(args).parameters())
+    dist.launch(peak_worker, script, args, str(tmp_path), nprocs=2)
+    peaks = [int((tmp_path / f"{rank}").read_text()) / n_bytes for rank in range(2)]
+    print(script, mesh, peaks)
+    assert min(peaks) > 0.4 and max(peaks) < 0.8, "its half, and a layer or two"
+
+
+# ---- generation ---------------------------------------------------------------------------------------------------
+
+PROMPTS = [b"a", b"hello", b"abcdefghijk", b"xy"]
+
+
+def peaked_model(width=32, heads=4, length=64):
+    """In float64, with large weights: what was read before decides what comes, so a wrong position changes it."""
+    with float64():
+        torch.manual_seed(0)
+        model = gpt.GPT(2, width, heads, length)
+    with torch.no_grad():
+        for param in model.parameters():
+            param *= 3
+    return model
+
+
+@torch.no_grad()
+def continue_alone(model, prompt, drawn, stop, temperature):
+    """One row after the other, without cache, batch and padding: the text, and each new byte's log-probability."""
+    text, logs = list(prompt), []
+    for number in drawn.tolist():
+        logits = model(torch.tensor([text]))[0, -1]
+        if temperature == 0:
+            log_probabilities = logits.log_softmax(-1)
+            byte = int(logits.argmax())
+        else:
+            log_probabilities = (logits / temperature).log_softmax(-1)
+            byte, total = 0, log_probabilities[0].exp()
+            while total <= number:
+                byte += 1
+                total = total + log_probabilities[byte].exp()
+        text.append(byte)
+        logs.append(log_probabilities[byte])
+        if byte == stop:
+            break
+    return bytes(text), torch.stack(logs)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("stop", [None, 10, 200])
+def test_generation_equals_a_loop_without_cache_batch_and_padding(stop, samples, temperature):
+    model = peaked_model()
+    drawn = torch.rand(samples * len(PROMPTS), 30, dtype=torch.double, generator=torch.Generator().manual_seed(5))
+    tokens, generated, log_probabilities = gpt.generate(model, PROMPTS, drawn, stop, temperature, samples)
+    answers = gpt.generated_bytes(tokens, generated)
+    lengths = set()
+    for row, answer in enumerate(answers):
+        prompt = PROMPTS[row // samples]
+        text, logs = continue_alone(model, prompt, drawn[row], stop, temperature)
+        end = len(text)
+        assert bytes(tokens[row, :end].tolist()) == text and prompt + answer == text
+        assert generated[row].nonzero()[:, 0].tolist() == list(range(len(prompt), end))
+        assert (log_probabilities[row, len(prompt) : end] - logs).abs().max() < 1e-12
+        assert not tokens[row, end:].any()
+        assert not log_probabilities[row, : len(prompt)].any() and not log_probabilities[row, end:].any()
+        lengths.add(len(answer))
+    assert tokens.shape[1] <= 11 + max(lengths)
+    assert len(lengths) > 1 or stop is None or temperature == 0
+
+
+def test_a_new_byte_costs_one_position_and_rows_that_have_ended_cost_nothing(monkeypatch):
+    model = peaked_model()
+    drawn = torch.rand(12, 30, dtype=torch.double, generator=torch.Generator().manual_seed(5))
+    shapes = []
+    forward = gpt.GPT.forward
+    monkeypatch.setattr(gpt.GPT, "forward", lambda self, x, at: shapes.append(tuple(x.shape)) or forward(self, x, at))
+    _, generated, _ = gpt.generate(model, PROMPTS, drawn, 10, 0.7, samples=3)
+    lengths = generated.sum(1)
+    assert lengths.min() < 30, "rows must end at different times"
+    expected = [(4, 11)] + [(int((lengths > number).sum()), 1) for number in range(1, 30)]
+    # A row whose last byte is the stop leaves after it.
+    assert shapes == [shape for shape in expected if shape[0]]
+
+
+def test_generating_leaves_the_model_as_it_was():
+    model = peaked_model()
+    x = torch.arange(16)[None]
+    before = model(x)
+    with pytest.raises(ZeroDivisionError):
+        gpt.generate(model, PROMPTS, torch.zeros(4, 3, dtype=torch.double), choose=lambda *args: 1 / 0)
+    gpt.generate(model, PROMPTS, torch.zeros(4, 3, dtype=torch.double))
+    assert torch.equal(model(x), before)
+    assert all("attend" not in vars(block.attention) for block in model.blocks)
+
+
+def test_log_probabilities_may_take_part_in_a_loss():
+    model = peaked_model()
+    drawn = torch.full((4, 3), 0.5, dtype=torch.double)
+    _, _, log_probabilities = gpt.generate(model, PROMPTS, drawn)
+    parameter = torch.ones((), requires_grad=True)
+    (parameter * log_probabilities).sum().backward()
+    assert parameter.grad < 0
+
+
+def test_a_byte_is_drawn_with_its_probability():
+    """Also by the smallest and the largest number, in float32, and where the last bytes have none."""
+    logits = torch.full((1, 256), -torch.inf)
+    logits[0, 3:6] = torch.tensor([0.1, 0.2, 0.7]).log()
+    drawn = torch.arange(0, 1, 1e-4, dtype=torch.double)
+    chosen, logs = gpt.choose(logits.expand(len(drawn), -1), drawn)
+    assert chosen.bincount()[3:].tolist() == pytest.approx([1000, 2000, 7000], abs=2)
+    assert torch.allclose(logs, logits[0, chosen])
+    edges = torch.tensor([0, 1 - 2**-53], dtype=torch.double)
+    assert gpt.choose(logits.expand(2, -1), edges)[0].tolist() == [3, 5]
+    assert gpt.choose(torch.randn(200, 256), edges[1:].expand(200))[0].max() < 256
+
+
+def test_temperature_sharpens():
+    logits = torch.tensor([[0.0, 1.0]])
+    for temperature in (0.5, 1, 2):
+        _, log_probability = gpt.choose(logits, torch.zeros(1, dtype=torch.double), temperature)
+        assert log_probability.item() == pytest.approx(-math.log(1 + math.exp(1 / temperature)))
+
+
+def test_numbers_depend_on_their_name_alone():
+    torch.manual_seed(1)
+    first = gpt.uniform("0 7 3", 2, 5)
+    torch.manual_seed(2)
+    assert torch.equal(gpt.uniform("0 7 3", 2, 5), first) and first.dtype == torch.double
+    assert not torch.equal(gpt.uniform("0 7 4", 2, 5), first)
+    assert len(first.unique()) == 10 and first.min() >= 0 and first.max() < 1
+
+
+def test_what_cannot_be_continued():
+    model = peaked_model()
+    drawn = torch.zeros(2, 10, dtype=torch.double)
+    with pytest.raises(ValueError, match=r"^a prompt is empty: the model needs at least one byte$"):
+        gpt.generate(model, [b"a", b""], drawn)
+    gpt.generate(model, [b"a", 54 * b"b"], drawn)
+    with pytest.raises(ValueError, match=r"^a prompt of 55 bytes and 10 new ones exceed the model's 64 positions$"):
+        gpt.generate(model, [b"a", 55 * b"b"], drawn)
+    model.head.weight.data[0, 0] = torch.nan
+    assert exit_message(gpt.generate, model, [b"a", b"b"], drawn) == (
+        "the model's logits are NaN, so no byte can be drawn: its training has diverged"
+    )
+
+
 # ---- progress -----------------------------------------------------------------------------------------------------
 
 
@@ -132,10 +347,6 @@ def test_progress_prints_at_its_interval_and_after_the_last_step(capsys, monkeyp
     assert torch.equal(rows[0], held_out[: args.length + 1].long())
     assert torch.equal(rows[-1], held_out[-args.length - 1 :].long()), "from its first byte to its last"
     assert lines[0]["bigram"] == round(gpt.ngram_loss(text, rows.to(torch.uint8), 2), 4)
-
-
-def test_the_peak_of_memory_is_in_bytes(monkeypatch):
-    check_peak_memory(gpt, monkeypatch)
 
 
 def test_held_parameters(model, capsys):

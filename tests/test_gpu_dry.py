@@ -41,12 +41,17 @@ CASES = [
     ("min_2D", 4, *STEPS, "--tensor", 2),
     ("min_3D", 8, *STEPS, "--layers", 2, "--micro-batches", 2),
     ("min_3D", 4, *STEPS, "--layers", 4, "--micro-batches", 2, "--schedule", "Interleaved1F1B"),
+    ("min_AllReduce", 4, *STEPS, "--bucket-mb", 0.01),
+    ("min_AllReduce", 2, *STEPS, "--compress", "bf16", "--accumulate", 2),
     ("min_CP", 2, *STEPS),
     ("min_CP", 2, *STEPS, "--attention", "all-gather"),
     ("min_DiLoCo", 2, *STEPS, "--sync-every", 2),
     ("min_EP", 2, *STEPS, *EXPERTS),
     ("min_FSDP", 2, *STEPS),
     ("min_FSDP", 2, *STEPS, "--mixed-precision"),
+    ("min_GRPO", 2, *STEPS, "--prompts", 4, "--imitation-steps", 3, "--save", "model.pt"),
+    ("min_GRPO", 2, *STEPS, "--prompts", 4, "--inner-steps", 2, "--kl", 0.1),
+    ("min_Generate", 4, "--tensor", 2, "--model", "model.pt", "--prompts", "prompts.jsonl", "--log-every", 1),
     ("min_Muon", 2, *STEPS, "--snapshot-path", "snapshot.pt"),
     ("min_PP", 2, *STEPS, "--layers", 2),
     ("min_PP", 2, *STEPS, "--layers", 4, "--schedule", "ZBVZeroBubble"),
@@ -74,6 +79,10 @@ WAITS = {
         "lengths, kinds = torch.stack(headers).T.tolist()",
         "hits = correct.sum().item()",
         'dist.print_primary(f"Finish iteration {iteration} - acc: {hits / n:.4f} ({hits}/{n}) - loss: {loss.item():.4f}")',  # noqa: E501
+    },
+    "min_GRPO": {  # the program that checks the answers needs them, and drawing must know which rows have ended
+        "chosen = chosen.cpu()",
+        "for row, mask in zip(tokens.tolist(), generated.tolist(), strict=True):",
     },
     "min_Join": {  # once for each --log-every steps
         "with Join([model], divide_by_initial_world_size=False):  # no collective but DDP's may be called inside",
@@ -223,6 +232,7 @@ WITH_EXPERT = P - (LENGTH - 32) * WIDTH + LAYERS * 64 * WIDTH
 @pytest.mark.parametrize(
     "script, world_size, options, expected",  # bytes on rank 1, by the formula of the docstring
     [
+        ("min_AllReduce", 64, (), 16 * P),
         ("min_2D", 64, ("--tensor", 8), 16 * (WHOLE / 8 + (P - WHOLE) / 64)),
         ("min_CP", 64, ("--attention", "all-gather"), 16 * P),
         ("min_DiLoCo", 64, ("--sync-every", 1), 24 * P),

@@ -98,9 +98,55 @@ def test_one_process_per_visible_gpu_by_default(monkeypatch, capfd):
     assert sorted(capfd.readouterr().out.splitlines()) == ["0 3", "1 3", "2 3"]
 
 
-def test_nprocs_must_be_positive():
-    with pytest.raises(ValueError, match="nprocs must be at least 1, got 0"):
-        dist.launch(print, nprocs=0)
+@pytest.mark.parametrize("nprocs", [0, "2", 2.0])
+def test_nprocs_must_be_a_positive_whole_number(nprocs):
+    with pytest.raises(SystemExit, match=f"^nprocs must be a whole number of at least 1, got {nprocs!r}$"):
+        dist.launch(print, nprocs=nprocs)
+
+
+def test_a_worker_function_without_the_two_arguments_is_one_line():
+    def main(args):
+        raise AssertionError("it is not called")
+
+    for args in ((), (2, "x")):
+        shown = ", ".join(["local_rank, world_size", *map(repr, args)])
+        with pytest.raises(SystemExit) as error:
+            dist.launch(main, *args)
+        assert str(error.value).startswith(f"launch calls main({shown}), which main does not take (too many ")
+        assert str(error.value).endswith(
+            "write def main(local_rank, world_size), and give the number of processes as nprocs=N"
+        )
+
+
+def join_wrongly(local_rank, world_size):
+    with pytest.raises(dist.DistributedError, match=r"^the backend nccl needs a GPU, and none is visible: choose gloo"):
+        dist.init_process_group(backend="nccl")
+    dist.init_process_group()
+    model = dist.prepare_ddp_model(torch.nn.Linear(1, 1))
+    with pytest.raises(dist.DistributedError, match=r"^the model is wrapped in DistributedDataParallel already"):
+        dist.prepare_ddp_model(model)
+    for size in (0, 3):
+        line = f"the global batch size is {size}, not a multiple of the number of processes, 2"
+        with pytest.raises(dist.DistributedError, match=line):
+            dist.local_batch_size(size)
+    assert dist.local_batch_size(6) == 3
+
+
+def test_calls_that_torch_would_refuse_later_are_refused_in_a_line():
+    dist.launch(join_wrongly, nprocs=2)
+
+
+def leave_a_loop_early(local_rank, world_size):
+    dist.init_process_group()
+    for _ in range(3 - local_rank):
+        dist.reduce(torch.ones(1))
+
+
+def test_a_rank_that_finishes_early_is_named_beside_its_peers_error():
+    with pytest.raises(ProcessRaisedException) as error:
+        dist.launch(leave_a_loop_early, nprocs=2)
+    line = "(finished without an error: 1; did the ranks call different numbers of collectives?)"
+    assert str(error.value).endswith(line)
 
 
 @pytest.mark.parametrize("given", [{"rank": 3}, {"world_size": 4}])
@@ -194,7 +240,7 @@ def test_a_rank_that_exits_because_of_its_peer_is_not_the_cause():
 def test_a_failure_counts_if_no_process_is_running_any_more():
     process = SimpleNamespace(exitcode=3, pid=None, sentinel=None)
     with pytest.raises(ProcessExitedException, match=r"^rank 0 exited with status 3$"):
-        spawn._wait_for([process], [process], spawn._start_store(), tolerate_killed=False)
+        spawn._wait_for([process], [process], spawn.start_store(), tolerate_killed=False)
 
 
 def leave_a_child_behind(local_rank, world_size, mark):
@@ -327,7 +373,7 @@ def lose_a_peer(local_rank, world_size):
 
 def test_a_report_is_never_unpickled(tmp_path):
     """Other users of the machine can write to the store."""
-    store = spawn._start_store()
+    store = spawn.start_store()
     store.queue_push("failures", pickle.dumps(Bomb(str(tmp_path / "exploded"))))
     with pytest.raises(ValueError):
         spawn._root_cause({}, store)
@@ -355,6 +401,22 @@ def test_an_expected_failure_is_an_exception_on_all_ranks_and_one_line_of_launch
         dist.launch(expect_one_line, nprocs=2)
 
 
+@pytest.mark.parametrize(
+    ("rank", "on_all_ranks", "status"), [(0, True, "no room"), (1, True, 1), (1, False, "no room")]
+)
+def test_under_torchrun_an_error_of_all_ranks_is_printed_once(rank, on_all_ranks, status, monkeypatch):
+    monkeypatch.setattr(dist, "_exit_status", None)
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+
+    def fail(*args):
+        raise dist.DistributedError("no room", on_all_ranks)
+
+    with pytest.raises(SystemExit) as error:
+        dist.launch(fail)
+    assert error.value.code == status
+
+
 BEGINNERS = [  # a script, what it is given to python as, and the one line
     ("def main():\n    def work(*args): pass\n    dist.launch(work, nprocs=2)\nmain()", "file", "top level of a file"),
     ("def work(*args): pass\ndist.launch(work, nprocs=2)", "-c", "launch needs a script"),
@@ -376,6 +438,13 @@ def test_a_beginners_mistake_is_one_line(code, how, line, tmp_path):
     script.write_text(code)
     status, stdout, stderr = run("-c", code) if how == "-c" else run(script)
     assert (status, stdout) == (1, "") and line in stderr and stderr.count("\n") == 1, stderr
+
+
+def test_a_script_from_standard_input_is_one_line():
+    code = "import distributed as dist\ndef work(*args): pass\ndist.launch(work, nprocs=2)\n"
+    done = subprocess.run([sys.executable, "-"], input=code, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "") and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("launch needs a script that new processes can import: save this code to a file")
 
 
 def test_a_folder_for_temporary_files_that_is_too_long_is_one_line(tmp_path):

@@ -1,6 +1,7 @@
 """Metrics over all ranks are exact: reduce, gather and the sampler, on 1, 2 and 4 processes."""
 
 import os
+import sys
 from datetime import timedelta
 from unittest import mock
 
@@ -14,13 +15,17 @@ import distributed as dist
 def check_reduce(rank, n):
     ranks = torch.arange(n)
     every = torch.stack([torch.tensor([r, -r, 2.0 * r + 1]) for r in range(n)])
+    expected = {"avg": every.mean(dim=0), "sum": every.sum(dim=0), "min": every.amin(dim=0), "max": every.amax(dim=0)}
+    for op, result in expected.items():
+        value = every[rank].clone()
+        assert torch.equal(dist.reduce(value, op), result)
+        assert torch.equal(value, every[rank]), "reduce has changed its argument"
+        assert dist.all_reduce(value, op=op) is value
+        assert torch.equal(value, result), "all_reduce has not changed its argument"
     value = every[rank].clone()
-    assert torch.equal(dist.reduce(value), every.mean(dim=0))
-    assert torch.equal(dist.all_reduce(value), every.sum(dim=0))
-    assert torch.equal(dist.reduce(value, "min"), every.amin(dim=0))
-    assert torch.equal(dist.all_reduce(value, op="max"), every.amax(dim=0))
-    assert torch.equal(value, every[rank]), "the argument was changed"
-    assert dist.all_reduce(value).data_ptr() != value.data_ptr()
+    assert dist.reduce(value).data_ptr() != value.data_ptr()
+    assert torch.equal(dist.reduce(value), expected["avg"]), "the default"
+    assert torch.equal(dist.all_reduce(value), expected["sum"]), "the default"
 
     scalar = dist.reduce(torch.tensor(float(rank)))
     assert scalar.shape == () and scalar == ranks.float().mean()
@@ -29,11 +34,23 @@ def check_reduce(rank, n):
     # 256 + 1 is 256 in bf16: whichever rank is summed first, one of these sums would lose the ones.
     half = torch.ones(n, dtype=torch.bfloat16)
     half[rank] = 256
-    assert torch.equal(dist.all_reduce(half), torch.full((n,), 255.0 + n).bfloat16())
+    assert torch.equal(dist.reduce(half, "sum"), torch.full((n,), 255.0 + n).bfloat16())
+    assert dist.all_reduce(half) is half
+    assert torch.equal(half, torch.full((n,), 255.0 + n).bfloat16())
     transposed = torch.arange(6.0).reshape(2, 3).t()
     assert torch.equal(dist.reduce(transposed), transposed)
+    dist.all_reduce(transposed)
+    assert torch.equal(transposed, n * torch.arange(6.0).reshape(2, 3).t())
+    rows = torch.ones(3, 2)
+    dist.all_reduce(rows[1])
+    assert rows.tolist() == [[1, 1], [n, n], [1, 1]], "of a view, the tensor that it views is changed"
     needs_grad = torch.ones(2, requires_grad=True)
     assert not dist.reduce(needs_grad * 2).requires_grad
+    for function in (dist.reduce, dist.all_reduce, dist.gather):
+        with pytest.raises(
+            TypeError, match=f"^dist.{function.__name__} takes a tensor on this process's device, got float"
+        ):
+            function(1.5)
 
     for op in ("mean", "AVG", None):
         with pytest.raises(ValueError, match="op must be one of avg, sum, min, max, got "):
@@ -138,7 +155,7 @@ def test_helpers(nprocs):
 
 def test_the_ranks_that_a_caller_gives_reach_its_loader_processes(monkeypatch):
     """They have no process group, and with another start method than fork nothing but the environment."""
-    monkeypatch.setattr(dist, "_fresh_store", lambda *args: None)
+    monkeypatch.setattr(dist, "_fresh_store", lambda *args: torch_dist.HashStore())
     monkeypatch.setattr(torch_dist, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(torch_dist, "barrier", lambda: None)
     with mock.patch.dict(os.environ):
@@ -178,3 +195,11 @@ def test_device_is_the_local_rank_and_must_exist(monkeypatch):
         match=r"local rank 1 has no GPU: start no more processes .* than its visible GPUs, 1, ",
     ):
         dist.get_device()
+
+
+def test_the_peak_of_memory_is_in_bytes(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(dist.resource, "getrusage", lambda who: mock.Mock(ru_maxrss=3))  # kB
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    assert dist.peak_memory(torch.device("cpu")) == 3 * 1024
+    assert dist.peak_memory(torch.device("cuda", 0)) == 7

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformer
 from conftest import run
+from torch.distributed.tensor import DTensor
 
 import gpt
 import min_2D
@@ -20,6 +21,11 @@ def train(mesh, optimizer, changes):
     options = {"checkpoint_activations": False, "checkpoint_dir": None, "save_every": 100, "log_every": 100}
     args = transformer.arguments(**{**layout, **options, **SMALL, **changes})
     result = transformer.run_main_worker(min_2D, args, optimizer)
+    if layout["nproc"] > 1:
+        sharded = [param for param in result.model.parameters() if isinstance(param, DTensor)]  # some may be gathered
+        dims = {name for param in sharded for name in param.device_mesh.mesh_dim_names}
+        assert sharded
+        assert ("replicate" in dims) == (replicate > 1), "gradients of one replica are reduced over a group of one"
     return result.losses, transformer.full_parameters(result.model)
 
 
@@ -64,7 +70,8 @@ def test_a_block_that_is_computed_again_keeps_only_its_input():
     kept = {}
     for again in (False, True):
         args = transformer.arguments(checkpoint_activations=again)
-        model = min_2D.parallelize(transformer.make_model(args), args)
+        model = transformer.make_model(args)
+        min_2D.parallelize(model, args)
         x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length)
         sizes = {}
         with torch.autograd.graph.saved_tensors_hooks(

@@ -4,6 +4,7 @@ import gc
 import math
 import re
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -51,9 +52,11 @@ def train(mesh, optimizer, changes):
     """Losses and whole parameters of the script's main_worker, and its held-out loss."""
     args = arguments(mesh, **changes)
     result = transformer.run_main_worker(min_3D, args, optimizer)
-    batches = gpt.Progress(None, *transformer.small_text(), args).batches[:2]
-    with torch.no_grad():
+    batches = gpt.Progress(None, *transformer.small_text(), args, share=result.model.share).batches[:2]
+    with torch.no_grad(), mock.patch.object(gpt, "loss_fn", wraps=gpt.loss_fn) as loss_fn:
         held_out = dist.reduce(torch.stack([result.model.evaluate(x, y) for x, y in batches]).mean()).item()
+    rows = {len(call.args[0]) for call in loss_fn.call_args_list}  # of logits in memory
+    assert rows <= {args.global_batch_size // args.shard // args.micro_batches}
     return result.losses, whole_parameters(result.model), held_out
 
 

@@ -1,8 +1,11 @@
 """min_CP.py: equal to one process, and activations split for real."""
 
 import pytest
+import torch
 import transformer
+from torch.nn import functional as F
 
+import distributed as dist
 import min_CP
 
 CASES = [(kind, *how) for kind in min_CP.ATTENTIONS for how in (("AdamW", None), ("SGD", 1.5))]
@@ -13,8 +16,29 @@ def train(kind, optimizer, clip):
     """Losses and parameters of the script's main_worker, and what a loss on a long sequence saves for its backward."""
     args = transformer.arguments(clip=clip, attention=kind, **SMALL)
     result = transformer.run_main_worker(min_CP, args, optimizer)
+    assert grouped_query_errors(kind) < 1e-12
     saved = saved_bytes(kind) if optimizer == "AdamW" else None
     return result.losses, transformer.full_parameters(result.model), saved
+
+
+def grouped_query_errors(kind):
+    """The largest errors of the result and the gradients where two heads of q share a head of k and v."""
+    generator = torch.Generator().manual_seed(0)
+    length = 8 * dist.get_world_size()
+    q, k, v, grad = [torch.randn(2, n, length, 16, generator=generator) for n in (8, 4, 4, 8)]
+
+    def attend_alone(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    attend = attend_alone if dist.get_world_size() == 1 else min_CP.ATTENTIONS[kind]
+    results = []
+    for attention, own in ((attend_alone, slice(None)), (attend, slice(8 * dist.get_rank(), 8 * dist.get_rank() + 8))):
+        leaves = [tensor[:, :, own].clone().requires_grad_() for tensor in (q, k, v)]
+        result = attention(*leaves)
+        result.backward(grad[:, :, own])
+        results.append([result.detach(), *(leaf.grad for leaf in leaves)])
+    whole, part = results
+    return max((one[:, :, own] - ours).abs().max().item() for one, ours in zip(whole, part, strict=True))
 
 
 def saved_bytes(kind):

@@ -101,7 +101,8 @@ def look_inside(mixed_precision):
 
     for block in model.blocks:
         block.mlp.up.register_forward_hook(note_forward)
-    x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length, args.seed)
+    share = (dist.get_rank(), dist.get_world_size())
+    x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length, args.seed, share=share)
     with Watch() as forward:
         loss = min_FSDP.local_loss(model, args, x, y)
     with Watch() as backward:

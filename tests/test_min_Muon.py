@@ -125,6 +125,8 @@ def train(case, **changes):
         total = 8 * sum(SIZES)  # in float64
         most = 8 * sum(held)  # the first rank is dealt the first matrix
         assert result.stdout.endswith(f"momentum held: {most:,} of {total:,} bytes ({most / total:.3f})\n")
+    for matrix in matrices_of(result.model):
+        assert matrix.data_ptr() % 16 == 0 and matrix.grad.data_ptr() % 16 == 0, "of odd sizes too"
     return result.losses, transformer.full_parameters(result.model), held
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -72,9 +73,11 @@ def train(optimizer, own, changes):
     """Losses, parameters, the held-out loss, and what was printed."""
     args = transformer.arguments(**own, **changes)
     run = transformer.run_main_worker(min_PP, args, optimizer)
-    batches = gpt.Progress(None, *transformer.small_text(), args).batches
-    with torch.no_grad():
+    batches = gpt.Progress(None, *transformer.small_text(), args, share=run.model.share).batches
+    with torch.no_grad(), mock.patch.object(gpt, "loss_fn", wraps=gpt.loss_fn) as loss_fn:
         held_out = dist.reduce(torch.stack([run.model.evaluate(x, y) for x, y in batches]).mean()).item()
+    rows = {len(call.args[0]) for call in loss_fn.call_args_list}  # of logits in memory
+    assert rows <= {args.global_batch_size // args.data_parallel // args.micro_batches}
     return run.losses, whole_model(run.model), held_out, run.stdout
 
 
@@ -99,7 +102,7 @@ def hold_worker(local_rank, world_size, folder, args):
 
     def report_held(params, total):
         gc.collect()
-        alive = [thing for thing in gc.get_objects() if isinstance(thing, nn.Parameter)]
+        alive = [thing for thing in gc.get_objects() if isinstance(thing, nn.Parameter) and not thing.is_meta]
         sizes = [sum(param.numel() for param in params) for params in (params, alive)]
         Path(f"{folder}/{local_rank}.json").write_text(json.dumps([*sizes, total]))
 

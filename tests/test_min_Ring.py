@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformer
 from conftest import ROOT, run
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import distributed as dist
@@ -58,11 +59,15 @@ def attention_errors(dtype, scale=1.0):
     mine = min_Ring.local_positions(shape[2], "cpu")
     exact = with_gradients(plain, q.double(), k.double(), v.double(), grad.double())
     plainly = with_gradients(plain, q, k, v, grad)
-    ring = with_gradients(min_Ring.RingAttention.apply, *(tensor[:, :, mine] for tensor in (q, k, v, grad)))
+    ring = with_gradients(ring_attention, *(tensor[:, :, mine] for tensor in (q, k, v, grad)))
     assert all(tensor.dtype == dtype for tensor in ring)
     ring_errors = [(ours - one[:, :, mine]).abs().max().item() for ours, one in zip(ring, exact, strict=True)]
     plain_errors = [(ours - one).abs().max().item() for ours, one in zip(plainly, exact, strict=True)]
     return ring_errors, plain_errors
+
+
+def ring_attention(q, k, v):
+    return min_Ring.RingAttention.apply(q, k, v, None)
 
 
 def with_gradients(attend, q, k, v, grad):
@@ -79,9 +84,9 @@ def probe_attention():
         by_formula = attention_errors(torch.float64)
     sent_types = []
 
-    def noting_start_hop(tensor):
+    def noting_start_hop(tensor, group):
         sent_types.append(str(tensor.dtype))
-        return start_hop(tensor)
+        return start_hop(tensor, group)
 
     with mock.patch.object(min_Ring, "start_hop", noting_start_hop):
         in_bfloat16 = attention_errors(torch.bfloat16)
@@ -138,10 +143,11 @@ class Recorder:
         self.count("backward", q, k, causal)
         return min_Ring.FlashOnCPU.backward(grad, q, k, v, out, lse, causal)
 
-    def start_hop(self, tensor):
+    def start_hop(self, tensor, group):
         self.events.append("start")
         self.sent += tensor.nbytes
-        return start_hop(tensor)
+        assert group not in (None, torch.distributed.group.WORLD), "DDP's gradients would be in the way"
+        return start_hop(tensor, group)
 
     def finish_hop(self, hop):
         if hop[1]:
@@ -235,11 +241,29 @@ def test_kernel_of_the_cpu_is_the_formula(causal):
 
 def test_kernel_of_gpus_gets_arguments_that_it_takes():
     """Shapes and types alone: on the device "meta" nothing is computed."""
-    q, k, v, grad = torch.empty(4, 2, 3, 20, 16, device="meta")
-    out, lse = min_Ring.EfficientOnGPU.forward(q, k, v, causal=True)
-    assert out.shape == q.shape and lse.shape == q.shape[:3]
-    grads = min_Ring.EfficientOnGPU.backward(grad, q, k, v, out, lse, causal=True)
-    assert [tensor.shape for tensor in grads] == [q.shape, k.shape, v.shape]
+    for kernel, dtype in ((min_Ring.EfficientOnGPU, torch.float32), (min_Ring.FlashOnGPU, torch.bfloat16)):
+        q, k, v, grad = torch.empty(4, 2, 3, 20, 16, device="meta", dtype=dtype)
+        for n_keys, causal in ((20, True), (10, False)):
+            args = (q, k[:, :, :n_keys], v[:, :, :n_keys])
+            out, lse = kernel.forward(*args, causal=causal)
+            assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+            grads = kernel.backward(grad, *args, out, lse, causal=causal)
+            assert [tensor.shape for tensor in grads] == [tensor.shape for tensor in args]
+
+
+@pytest.mark.parametrize(
+    "dtype, width, kernel",
+    [
+        (torch.float64, 32, min_Ring.Formula),
+        (torch.float32, 32, min_Ring.EfficientOnGPU),
+        (torch.bfloat16, 32, min_Ring.FlashOnGPU),
+        (torch.float16, 8, min_Ring.FlashOnGPU),
+        (torch.bfloat16, 12, min_Ring.EfficientOnGPU),  # flash takes multiples of 8
+    ],
+)
+def test_kernels_of_gpus(dtype, width, kernel):
+    with FakeTensorMode():
+        assert min_Ring.choose_kernel(torch.empty(1, 1, 2, width, dtype=dtype, device="cuda")) is kernel
 
 
 @pytest.mark.gpu
@@ -251,7 +275,7 @@ def test_kernel_of_gpus_is_the_formula(causal, dtype):
     args = (q[:, :, 50:], k[:, :, 50:], v[:, :, 50:], causal)
     out, lse = min_Ring.attention_to_nothing(args[0])
     kernel = min_Ring.choose_kernel(q)
-    assert kernel is min_Ring.EfficientOnGPU
+    assert kernel is {torch.float32: min_Ring.EfficientOnGPU, torch.bfloat16: min_Ring.FlashOnGPU}[dtype]
     min_Ring.merge(out, lse, *kernel.forward(*args))
     exact_out, exact_lse = min_Ring.Formula.forward(*(tensor.double() for tensor in args[:3]), causal)
     grads = kernel.backward(grad[:, :, 50:], *args[:3], out.to(dtype), lse, causal)

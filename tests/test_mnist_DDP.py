@@ -114,12 +114,12 @@ def test_the_command_tracked(tmp_path, tmp_path_factory):
     test_set = mnist.load_data("synthetic", "", train=False)
     assert result_of(net, test_set)[1] == round(accuracies[0] * 10_000)
     losses = [float(line[-1]) for line in TRAIN_LINE.findall(stdout)]
-    check_wandb(tmp_path, net, test_set, [12_800, 19_968], losses, accuracies)
+    check_wandb(tmp_path, net, test_set, [12_800, 19_968], losses, accuracies, watched=False)
     check_tensorboard(tmp_path / "runs", [12_800, 19_968], accuracies)
 
 
-def check_wandb(folder, net, test_set, seen, losses, accuracies):
-    """The history, the gradients of every layer, the configuration, and the table of the last epoch."""
+def check_wandb(folder, net, test_set, seen, losses, accuracies, watched=True):
+    """The history, the gradients of every layer if `watched`, the configuration, and the table of the last epoch."""
     rows, config, tables, metrics = read_wandb(folder)
     assert metrics == {"*": "samples"}, "the x-axis"
     assert config["epochs"] == len(accuracies) and config["lr"] == 0.05
@@ -127,7 +127,7 @@ def check_wandb(folder, net, test_set, seen, losses, accuracies):
     assert [row["samples"] for row in logged] == seen
     assert [row["loss"] for row in logged] == pytest.approx(losses, abs=6e-5)
     gradients = {key.rpartition(".")[0] for row in logged for key in row if key.startswith("gradients/")}
-    assert gradients == {f"gradients/{name}" for name, _ in net.named_parameters()}
+    assert gradients == {f"gradients/{name}" for name, _ in net.named_parameters() if watched}
     tested = [row for row in rows if "accuracy" in row]
     assert [row["accuracy"] for row in tested] == accuracies and tested[-1]["samples"] == seen[-1]
     assert all(row["test_loss"] > 0 for row in tested)
@@ -240,7 +240,7 @@ def test_the_hyperparameters_are_the_command_line(monkeypatch, tmp_path):
     assert hp == Hyperparameters()
     assert (args.nproc, args.output_dir, args.snapshot_path) == (1, ".", None)
     given = {"backend": "gloo", "amp": True, "wandb": True, "tensorboard": "runs", "data": "mnist", "data_dir": "there"}
-    given["compile"] = True
+    given.update(compile=True, watch_gradients=True)
     for field in FIELDS:
         given.setdefault(field.name, 0.5 if field.type is float else 7)
     for spelling in (str, lambda name: name.replace("_", "-")):
@@ -363,6 +363,7 @@ def cases_worker(local_rank, world_size, folder):
         sent, waits, prepare = [], [], dist.prepare_ddp_model
         stdout = io.StringIO()
         Net.drawn.clear()
+        Net.sizes.clear()
 
         def count_all_reduces(group, bucket, sent=sent):
             sent.append(bucket.buffer().numel())
@@ -390,6 +391,8 @@ def cases_worker(local_rank, world_size, folder):
         ):
             data = {"dtype": torch.float64, **({"kind": Plain} if rare else {})}
             train_worker(local_rank, world_size, hp, f"{folder}/{case}", SIZES, Net, **data)
+        smallest = hp.global_batch_size // (world_size * hp.grad_accumulation)
+        assert min(Net.sizes) >= smallest, "the first backward too, or a model would be compiled once more for it"
         torch.save((sent, waits, stdout.getvalue(), torch.stack(Net.drawn)), f"{folder}/{case}/{local_rank}.pt")
 
 
@@ -593,7 +596,7 @@ def test_it_saves_after_every_so_many_steps_and_after_each_epoch(save_every, exp
 
 def more_worker(local_rank, world_size, folder):
     """Batch norm, and what the seed and the tracking decide."""
-    tracking = {"log_interval": 1, "wandb": True, "tensorboard": f"{folder}/runs"}
+    tracking = {"log_interval": 1, "wandb": True, "watch_gradients": True, "tensorboard": f"{folder}/runs"}
     runs = {
         "normed": (Hyperparameters(epochs=2, global_batch_size=16, test_batch_size=5, lr=0.01), {"model": Normed}),
         "first": (Hyperparameters(epochs=2), {}),

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conftest import MNIST_ROOT, check_peak_memory, exit_message, killed_in, needs_mnist, run, slow_clock, torchrun
+from conftest import MNIST_ROOT, exit_message, killed_in, needs_mnist, run, slow_clock, torchrun
 from images import OPTIMIZERS, Net, Normed, Plain, Pooled, assert_equal_states, few_digits, result_of, train_alone
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -60,7 +60,8 @@ def train(local_rank, world_size, folder, name="run", optimizer="adam", model=Ne
     with (
         few_digits(*SIZES, kind=kind, dtype=torch.float32 if args.mixed_precision else torch.float64),
         mock.patch.dict(mnist.MODELS, simple=model),
-        mock.patch.multiple("mnist_FSDP", time=clock, peak_memory=lambda device: (7 + local_rank) * 1_000_000),
+        mock.patch("mnist_FSDP.time", clock),
+        mock.patch("distributed.peak_memory", lambda device: (7 + local_rank) * 1_000_000),
         mock.patch("mnist_FSDP.tqdm", bar_of_rank_0),
         mock.patch("torch.optim.Adam", OPTIMIZERS[optimizer]) if optimizer != "adam" else contextlib.nullcontext(),
         contextlib.redirect_stdout(io.StringIO()) as stdout,
@@ -207,10 +208,6 @@ def test_batch_norm(tmp_path):
         assert_equal_states(torch.load(tmp_path / "saved.pt", weights_only=True)["model"], state, 0)
 
 
-def test_the_peak_of_memory_is_in_bytes(monkeypatch):
-    check_peak_memory(mnist_FSDP, monkeypatch)
-
-
 # ---- sharded for real ---------------------------------------------------------------------------------------------
 
 
@@ -277,7 +274,7 @@ def deep_worker(local_rank, world_size, strategy, folder):
     held = mnist_FSDP.held_by_this_rank(two_steps(model, False))
     share = 16 * DEEP / (2 if strategy == "fsdp" else 1)
     assert sum(held) == pytest.approx(share, rel=0.02 if strategy == "fsdp" else 1e-4)
-    Path(f"{folder}/{strategy} {local_rank}").write_text(str(mnist_FSDP.peak_memory(dist.get_device())))
+    Path(f"{folder}/{strategy} {local_rank}").write_text(str(dist.peak_memory(dist.get_device())))
 
 
 @pytest.mark.slow

@@ -161,12 +161,12 @@ def test_a_batch_of_any_dataset():
     samples = Augmented()
     data = samples.data
     for dataset in (data, Subset(data, range(9))):
-        x, y = multinode_torchrun.SeededBatches(dataset)[7, [8, 3]]
+        x, y = dist.SeededBatches(dataset)[7, [8, 3]]
         assert torch.equal(x, data.x[[8, 3]]) and torch.equal(y, data.y[[8, 3]])
     torch.manual_seed(7)
     noise = torch.stack([torch.randn(20), torch.randn(20)])
     for dataset in (samples, Subset(samples, range(9))):
-        x, y = multinode_torchrun.SeededBatches(dataset)[7, [8, 3]]
+        x, y = dist.SeededBatches(dataset)[7, [8, 3]]
         assert torch.equal(x, data.x[[8, 3]] + noise) and torch.equal(y, data.y[[8, 3]])
 
 

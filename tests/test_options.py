@@ -16,13 +16,24 @@ import options
 import single_gpu
 
 TRANSFORMERS = ["min_2D", "min_3D", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP", "min_Join", "min_Muon", "min_PP"]
-TRANSFORMERS += ["min_Packing", "min_Ring", "min_Stream", "min_TP", "min_ZeRO"]
-NPROC = ["min_DDP", "mnist_DDP", "mnist_FSDP", *TRANSFORMERS]
+TRANSFORMERS += ["min_AllReduce", "min_Packing", "min_Ring", "min_Stream", "min_TP", "min_ZeRO"]
+NPROC = ["min_DDP", "min_GRPO", "mnist_DDP", "mnist_FSDP", *TRANSFORMERS]
 POSITIONAL = {"multigpu_torchrun": ["5", "1"], "multinode_torchrun": ["5", "1"]}
-SCRIPTS = [*NPROC, *POSITIONAL, "rpc_param_server", "rpc_model_parallel"]
-MAY_BE_0 = {"seed", "least", "num-workers", "momentum", "outer-momentum", "warmup"}
-WITHOUT_DEFAULT = {"clip", "checkpoint-dir", "export", "tensorboard", "snapshot-path"}  # left out, nothing is done
-PATHS = {"snapshot-path", "data-dir", "checkpoint-dir", "output-dir", "export", "tensorboard"}
+SCRIPTS = [*NPROC, *POSITIONAL, "min_FaultTolerant", "min_Generate", "rpc_param_server", "rpc_model_parallel"]
+MAY_BE_0 = {"bucket-mb", "seed", "least", "num-workers", "max-restarts", "momentum", "outer-momentum", "warmup"}
+MAY_BE_0 |= {"imitation-steps", "flawed", "low", "high", "kl"}  # of min_GRPO
+WITHOUT_DEFAULT = {
+    "clip",
+    "checkpoint-dir",
+    "export",
+    "tensorboard",
+    "snapshot-path",
+    "save",
+}  # left out, nothing is done
+WITHOUT_DEFAULT |= {"model", "prompts"}  # of min_Generate, which needs them
+PATHS = {"snapshot-path", "data-dir", "checkpoint-dir", "output-dir", "export", "tensorboard", "save"}
+TEXTS = {("min_Generate", name) for name in ("model", "prompts", "output", "stop")}
+ZEROS = {("mnist_DDP", "clip"), ("min_Generate", "temperature")}
 
 # As typed into a shell, and the line that answers.
 REFUSED = {
@@ -72,6 +83,13 @@ processes
         --epochs 0 | argument --epochs: '0' is not a whole number of at least 1
         --nproc 2 | unrecognized arguments: --nproc 2
     """,
+    "min_AllReduce.py": """
+        --compress powersgd | argument --compress: powersgd is a hook of PyTorch's DDP, add --library
+        --compress fp8 | argument --compress: 'fp8' is not one of none, bf16, powersgd
+        --library | argument --library: one process sends nothing, use at least 2 (--nproc 2)
+        --nproc 2 --accumulate 3 --global-batch-size 16 | argument --global-batch-size: 16 is not a multiple of 6, \
+the number of processes times --accumulate
+    """,
     "min_2D.py": """
         --heads 3 --width 128 | argument --width: 128 is not a multiple of 3, the number of heads
         --length 1 | argument --length: '1' is not a whole number from 2 to 65536
@@ -99,6 +117,17 @@ processes
         --nproc 2 --top 9 | argument --top: 9 is more than the 8 experts
         --nproc 3 --global-batch-size 16 | argument --global-batch-size: 16 is not a multiple of 3, the number of \
 processes
+    """,
+    "min_GRPO.py": """
+        --nproc 3 --prompts 32 | argument --prompts: 32 is not a multiple of 3, the number of processes
+        --samples 1 | argument --samples: '1' is not a whole number of at least 2
+        --heads 3 | argument --width: 64 is not a multiple of 3, the number of heads
+        --flawed 1 | argument --flawed: '1' is not a number of at least 0 and below 1
+    """,
+    "min_FaultTolerant.py": """
+        --store localhost | argument --store: 'localhost' is not HOST:PORT
+        --store localhost:70000 | argument --store: 'localhost:70000' is not HOST:PORT
+        --timeout 0 | argument --timeout: '0' is not a whole number of at least 1
     """,
     "min_Join.py": """
         --steps 20 --least 21 | argument --least: 21 is not a whole number from 0 to 20, the --steps
@@ -181,8 +210,8 @@ def test_help_shows_usage_and_all_defaults_and_every_number_and_choice_is_checke
     for option in options:
         name, value = re.match(r"--([\w-]+)(?:, --no-[\w-]+)?( \S+)?\s", option).groups()
         assert "(default:" in option or name in WITHOUT_DEFAULT, option
-        if value and name not in PATHS:
-            may_not_be_0 = name not in MAY_BE_0 and (script, name) != ("mnist_DDP", "clip")
+        if value and name not in PATHS and (script, name) not in TEXTS:
+            may_not_be_0 = name not in MAY_BE_0 and (script, name) not in ZEROS
             for wrong in ("x", "nan", "-1", *(["0"] if may_not_be_0 else [])):
                 status, stdout, stderr = exit_of(module, capsys, monkeypatch, f"--{name}={wrong}")
                 assert (status, stdout, stderr.count("\n")) == (2, "", 1), f"{name} {wrong}"
@@ -271,6 +300,7 @@ FOLDERS = [
     ("mnist_DDP", "--snapshot-path", "snapshot.pt"),
     ("mnist_DDP", "--tensorboard", ""),
     ("min_2D", "--checkpoint-dir", ""),
+    ("min_GRPO", "--save", "model.pt"),
 ]
 
 

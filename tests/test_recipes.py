@@ -400,6 +400,29 @@ def bfloat16_under_ddp():
 
 
 @recipe
+def drawing_under_fsdp():
+    """Rank 1 takes five forwards, and rank 0 one."""
+    (block,) = blocks_of("How do I draw answers or samples from a model under FSDP2?")
+    model = shard(make_model())
+    plain_model = make_model()
+    train_steps(model)
+    x, _ = make_batch()
+    collectives = []
+
+    def draw(model):
+        with count_collectives() as counts:
+            outputs = [model(x) for _ in range(1 + 4 * dist.get_rank())]
+        collectives.append(counts)
+        return outputs[0]
+
+    result = execute(block, fsdp_model=model, plain_model=plain_model, draw=draw)
+    check_equal(full_parameters(plain_model), full_parameters(model))
+    assert collectives == [{}]
+    assert (result.answers - model(x)).abs().max() < 1e-12
+    assert (result.answers - make_model()(x)).abs().max() > 1e-3, "the model has moved"
+
+
+@recipe
 def bfloat16_under_fsdp():
     (block,) = blocks_of("How do I use bfloat16 under FSDP2?")
     expected, tolerance = float32_step(0.02)
@@ -567,7 +590,7 @@ def generator_loss(scores):
 
 @recipe
 def two_optimizers():
-    (block,) = blocks_of("My script has two models and two optimizers, like a GAN. What do I wrap?")
+    block, sampling = blocks_of("My script has two models and two optimizers, like a GAN. What do I wrap?")
     torch.manual_seed(3)
     batches = [(torch.randn(8, 6), torch.randn(8, 6)) for _ in range(3)]
 
@@ -603,6 +626,71 @@ def two_optimizers():
     assert n_all_reduces(counts) == 2 * len(batches), "one of each model per step"
 
     assert len(computed) == len(batches), "the generator's step needs no gradients of the critic"
+    with count_collectives() as counts:
+        names = execute(sampling, generator=models["generator"], fixed_noise=batches[0][1])
+    assert not counts and hasattr(names, "samples") == dist.is_primary()
+
+
+@recipe
+def gradient_penalty():
+    """The step equals one process's, and has one backward: a second one through the plain critic makes ranks drift."""
+    (block,) = blocks_of("My critic has a gradient penalty. How do I compute it?")
+    torch.manual_seed(3)
+    real, fake, mixing = torch.randn(8, 6), torch.randn(8, 6), torch.rand(8, 1)
+
+    def loss_and_penalty(critic):
+        mixed = (real + mixing * (fake - real)).requires_grad_()
+        (slopes,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+        scores = critic(torch.cat([real, fake]))
+        return critic_loss(scores) + 10 * (slopes.norm(dim=1) - 1).square().mean()
+
+    def step(block):
+        critic = make_model(outputs=1)
+        names = {"critic": critic, "ddp_critic": dist.prepare_ddp_model(critic), "critic_optimizer": sgd(critic)}
+        own_real, own_fake, own_mixing = own(real, fake, mixing)
+        execute(block, **names, real=own_real, fake=own_fake, mixing=own_mixing, critic_loss=critic_loss)
+        return critic
+
+    critic = step(block)
+    check_equal(full_parameters(critic), train_alone(make_model(outputs=1), loss_and_penalty))
+    dist.check_in_sync(critic)
+    one, two = "(critic_loss(scores) + 10 * penalty).backward()", "critic_loss(scores).backward(); penalty.backward()"
+    assert one in block
+    with pytest.raises(dist.DistributedError):
+        dist.check_in_sync(step(block.replace(one, two)))
+
+
+@recipe
+def unfreezing():
+    """Two steps with a frozen layer, and two more with all layers, equal one process's."""
+    (block,) = blocks_of("How do I unfreeze layers during training?")
+    x, y = make_batch()
+
+    def train(model, trained, optimizer, x, y):
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(trained(x), y).backward()
+            optimizer.step()
+
+    def make():
+        model = make_model()
+        model.inner.requires_grad_(False)
+        return model, torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=RATE)
+
+    alone, optimizer = make()
+    train(alone, alone, optimizer, x, y)
+    alone.inner.requires_grad_(True)
+    optimizer.add_param_group({"params": alone.inner.parameters()})
+    train(alone, alone, optimizer, x, y)
+
+    model, optimizer = make()
+    ddp_model = dist.prepare_ddp_model(model)
+    train(model, ddp_model, optimizer, *own(x, y))
+    ddp_model = execute(block, model=model, ddp_model=ddp_model, optimizer=optimizer).ddp_model
+    train(model, ddp_model, optimizer, *own(x, y))
+    check_equal(full_parameters(model), full_parameters(alone))
+    dist.check_in_sync(model)
+    assert not torch.equal(model.inner.weight, make_model().inner.weight)
 
 
 @recipe
@@ -636,7 +724,9 @@ def early_stop():
 
     optimizer = sgd(make_model())
     names = {"optimizer": optimizer, "train_epoch": train_epoch, "sum_of_test_losses": sum_of_test_losses}
-    execute(block, **names, epochs=len(means), test_set=range(8))
+    execute(block, **names, model=make_model(), epochs=len(means), test_set=range(8))
+    dist.barrier()
+    assert os.path.exists("best.pt")
     assert [epoch for epoch, _ in trained] == list(range(10)), "four epochs after the best one"
     assert [rate for _, rate in trained] == pytest.approx(rates)
 
@@ -812,6 +902,48 @@ def iterable_data_set():
 
 
 # ---- save, load and resume ------------------------------------------------------------------------------------------
+
+
+@recipe
+def two_models_and_plain_values():
+    """Interrupted after three epochs, the run stops where the uninterrupted one does: four epochs after the best."""
+    (block,) = blocks_of("How do I resume two models, the best loss so far, and the epochs without a better one?")
+    losses = [5, 4, 3, 3.5, 2, 3, 3, 3, 3, 1, 1]
+    trained = []
+
+    def make():
+        generator, critic = make_model(outputs=6), make_model(outputs=1)
+        return {
+            **{"ddp_generator": dist.prepare_ddp_model(generator), "generator_optimizer": sgd(generator)},
+            **{"ddp_critic": dist.prepare_ddp_model(critic), "critic_optimizer": sgd(critic)},
+        }
+
+    def run(epochs):
+        names = make()
+
+        def train_epoch(epoch):
+            trained.append(epoch)
+            with torch.no_grad():
+                getattr(names["ddp_critic"], "module", names["ddp_critic"]).outer.bias.fill_(epoch)
+
+        def test_loss():
+            return losses[trained[-1]]
+
+        done = execute(
+            block.replace("snapshot.pt", "two_models.pt"),
+            **names,
+            train_epoch=train_epoch,
+            test_loss=test_loss,
+            epochs=epochs,
+        )
+        return done, getattr(names["ddp_critic"], "module", names["ddp_critic"])
+
+    run(3)
+    done, critic = run(len(losses))
+    assert trained == list(range(9)) and (done.best_loss, done.bad_epochs) == (2, 4)
+    _, critic = run(len(losses))
+    assert len(trained) == 9, "it has stopped"
+    assert (critic.outer.bias == 8).all(), "the critic was restored"
 
 
 def resume(epochs):

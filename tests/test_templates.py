@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import float64
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
@@ -137,11 +138,14 @@ def resume(folder, make_model, model, optimizer):
             assert torch.equal(*(moment.full_tensor() for moment in moments))
 
 
+def units_of(model):
+    """The names of the modules that are sharded by themselves; the root's is empty."""
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
 def check_units(model):
-    """What is sharded by itself: each part of at least 1000 parameters that has a forward of its own."""
-    units = {name for name, module in model.named_modules() if type(module).__name__.startswith("FSDP")}
-    layers = ("self_attn", "linear1", "linear2")
-    assert units == {"", "body", *(f"blocks.{i}.{layer}" for i in range(2) for layer in layers)}
+    """Each block, and outside of the blocks each part of at least 1000 parameters that has a forward of its own."""
+    assert set(units_of(model)) == {"", "body", "blocks.0", "blocks.1"}
     assert all(isinstance(param, DTensor) for param in model.parameters())
     assert model.head.weight is model.embedding.weight
 
@@ -182,6 +186,62 @@ def test_models_that_no_one_here_wrote(tmp_path):
 
 
 # ---- two models and two optimizers ----------------------------------------------------------------------------------
+
+
+class Staged(nn.Module):
+    """As a Swin Transformer: stages, of which one holds most of the model, and has blocks of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList([self.make_stage(1), self.make_stage(1), self.make_stage(8)])
+
+    def make_stage(self, n_blocks):
+        layers = {"d_model": 32, "nhead": 2, "dim_feedforward": 160, "batch_first": True}
+        return nn.Sequential(*(nn.TransformerEncoderLayer(**layers) for _ in range(n_blocks)))
+
+
+def cases_of_units():
+    """Models, and the blocks, and what else is a unit, beside the root."""
+    import torchvision
+    import transformers
+
+    sizes = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4}
+    llama = transformers.LlamaConfig(num_hidden_layers=32, **sizes)
+    bert = transformers.BertConfig(num_hidden_layers=12, **sizes)
+    special = {"bos_token_id": 0, "eos_token_id": 0}
+    gpt2 = transformers.GPT2Config(vocab_size=1000, n_embd=64, n_layer=12, n_head=4, **special)
+    vit = torchvision.models.VisionTransformer(32, 16, 12, 4, 64, 256)
+    resnet_blocks = [f"layer{stage}.{i}" for stage in range(1, 5) for i in range(2)]
+    convolutions = [f"layer{stage}.{i}.conv{k}" for stage in range(1, 5) for i in range(2) for k in (1, 2)]
+    downsamplings = ["layer3.0.downsample.0", "layer4.0.downsample.0"]  # layer2's is too small
+    resnet, linear = torchvision.models.resnet18, (nn.Linear, nn.Conv2d)
+    # Embedding and head are tied in GPT-2 and BERT, so they belong to the root.
+    return [
+        (transformers.LlamaForCausalLM(llama), {}, "model.layers", 32, ["model.embed_tokens", "lm_head"]),
+        (transformers.GPT2LMHeadModel(gpt2), {}, "transformer.h", 12, ["transformer.wpe"]),
+        (transformers.BertForMaskedLM(bert), {}, "bert.encoder.layer", 12, ["bert.embeddings.position_embeddings"]),
+        (vit, {}, "encoder.layers.encoder_layer", 12, ["conv_proj", "heads.head"]),
+        (resnet(), {}, "", 0, [*resnet_blocks, "fc"]),
+        (resnet(), {"blocks": linear}, "", 0, [*convolutions, *downsamplings, "fc"]),
+        (Staged(), {"min_num_params": 1}, "stages.2", 8, ["stages.0", "stages.1"]),
+    ]
+
+
+def unit_worker(local_rank, world_size):
+    dist.init_process_group()
+    for model, options, name, n_blocks, others in cases_of_units():
+        separator = "_" if name.endswith("encoder_layer") else "."
+        expected = {"", *others, *(f"{name}{separator}{i}" for i in range(n_blocks))}
+        total = sum(param.numel() for param in model.parameters())
+        dist.prepare_fsdp_model(model, **options)
+        units = units_of(model)
+        held = sum(param.to_local().numel() for param in model.parameters())
+        assert set(units) == expected and len(units) == len(expected), set(units) ^ expected
+        assert held <= 0.51 * total
+
+
+def test_a_unit_is_a_block():
+    dist.launch(unit_worker, nprocs=2)
 
 
 class Generator(nn.Sequential):

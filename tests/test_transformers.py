@@ -13,6 +13,7 @@ from transformer import arguments, make_model, make_optimizer, progress_lines, s
 
 import distributed as dist
 import min_3D
+import min_AllReduce
 import min_CP
 import min_DiLoCo
 import min_EP
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [
-        *("min_2D", "min_3D", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP"),
+        *("min_2D", "min_3D", "min_AllReduce", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP"),
         *("min_Join", "min_Muon", "min_PP", "min_Ring", "min_TP", "min_ZeRO"),
     ],
 )
@@ -86,6 +87,8 @@ def prepare(script, model, args):
         min_TP.split_layers(model)
     elif script is min_CP:
         model = min_CP.parallelize(model, args.attention)
+    elif script is min_AllReduce:
+        model = min_AllReduce.parallelize(model, args)
     elif script is min_Ring:
         model = min_Ring.parallelize(model)
     elif script is min_EP:
@@ -134,6 +137,7 @@ def count_worker(local_rank, world_size):
     # Blocks are gathered twice and the rest once, and all is reduced, which takes twice as much on gloo.
     report(min_FSDP, (N - 1) / N * 4 * (4 * blocks + 3 * (n_params - blocks)), **whole)
     report(min_ZeRO, on_gloo * ddp)
+    report(min_AllReduce, ddp, bucket_mb=0.05, compress="none", accumulate=2, library=False)
     matrices, rest = min_Muon.split_params(model)
     parts = [sum(matrix.numel() for matrix in part) for part in min_Muon.deal(matrices, N)]
     n_rest = sum(param.numel() for param in rest)
@@ -167,7 +171,7 @@ def test_bytes_sent_are_those_of_the_docstrings():
     status, stdout, stderr = finish(job, timeout=360)
     assert status == 0, stderr
     lines = [json.loads(line) for line in stdout.splitlines()]
-    assert len(lines) == len(PIPELINES) + 12
+    assert len(lines) == len(PIPELINES) + 13
     for name, sent, expected in lines:
         print(f"{name}: {sent:,.0f} bytes, {sent / expected:.4f} of the formula")
         assert sent == pytest.approx(expected, rel=0.03)

@@ -16,7 +16,7 @@ import distributed as dist
 import gpt
 
 SAME_DROPOUT = ("min_2D", "min_3D", "min_PP", "min_TP")  # tensor neighbours and stages work on the same sequences
-SPLIT_FIRST = ("min_2D", "min_3D", "min_TP")  # they split the model before they move it to the GPU
+WHOLE_BATCH = ("min_CP", "min_Ring", "min_TP")  # each process takes the whole global batch
 HELD = re.compile(r"parameters held: ([\d,]+) of ([\d,]+) \((\d\.\d{3})\)")
 GUESSES = re.compile(
     r"loss in nats per byte; guessing by bigrams (?P<bigram>\d\.\d{4}), by trigrams (?P<trigram>\d\.\d{4})"
@@ -148,17 +148,18 @@ def run_main_worker(script, args, optimizer, before_training=None):
     def sgd(params, lr, fused):
         return make_optimizer("SGD", params, lr)
 
-    moved = [0]
-    move = torch.nn.Module.to
+    built = set()
+    build = gpt.batch
 
-    def recorded_move(module, *args, **kwargs):
-        moved.append(sum(param.numel() for param in module.parameters() if not hasattr(param, "to_local")))
-        return move(module, *args, **kwargs)
+    def recorded_batch(*batch_args, **kwargs):
+        x, y = build(*batch_args, **kwargs)
+        built.add(len(x))
+        return x, y
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.nn.Module, "to", recorded_move))
         init = stack.enter_context(mock.patch.object(dist, "init_process_group", wraps=dist.init_process_group))
         stack.enter_context(mock.patch.object(gpt, "load_text", lambda: text))
+        stack.enter_context(mock.patch.object(gpt, "batch", recorded_batch))
         stack.enter_context(mock.patch.object(script, "train", recorded_train))
         if optimizer == "SGD":
             stack.enter_context(mock.patch("torch.optim.AdamW", sgd))
@@ -166,12 +167,24 @@ def run_main_worker(script, args, optimizer, before_training=None):
         script.main_worker(dist.get_local_rank(), dist.get_world_size(), args)
     assert init.called
     result.stdout = stdout.getvalue()
-    if script.__name__ in SPLIT_FIRST and dist.get_world_size() > 1:
-        whole = sum(param.numel() for param in make_model(args).parameters())
-        assert max(moved) < whole, "a GPU would hold the whole model before it is split"
+    assert built <= {args.global_batch_size // n_shares(script, args)}, "it reads more than its share of the batch"
     if script.__name__ not in SAME_DROPOUT:
         assert torch.initial_seed() == args.seed + dist.get_rank(), "or dropout in a copy is the same on all ranks"
     return result
+
+
+def n_shares(script, args):
+    """In how many shares a script divides the global batch."""
+    name = script.__name__
+    if name in WHOLE_BATCH:
+        return 1
+    if name == "min_2D":
+        return args.replicate * args.shard
+    if name == "min_3D":
+        return args.shard
+    if name == "min_PP":
+        return args.data_parallel
+    return dist.get_world_size()
 
 
 def saves_of(script, args):

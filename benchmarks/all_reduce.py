@@ -1,0 +1,94 @@
+"""DDP from scratch beside PyTorch's, by the size of the buckets.
+
+    python -m benchmarks.all_reduce                          # on all GPUs, or two CPU processes, in three minutes
+    python -m benchmarks.all_reduce --widths 256 --rounds 5
+
+The step of min_AllReduce.py, all cases in turn in the same processes, the slowest rank's time. "hidden" is the share of
+the time for communication that passes during backward, where a process that waits for a slower one communicates too.
+"""
+
+import argparse
+import functools
+
+import torch
+
+import distributed as dist
+import gpt
+import min_AllReduce
+import options
+from benchmarks import common
+
+LIBRARY = "PyTorch's DDP"
+ONE_BUCKET = 10_000  # more megabytes than the gradients have
+STEPS = 3  # of a round
+
+
+def make_cases(width):
+    """{name: the changed options}; the buckets of the first two are as large."""
+    mb = 0.5 * (width / 128) ** 2  # a quarter of the gradients, as by default
+    cases = {
+        LIBRARY: {"library": True, "bucket_mb": mb},
+        "buckets": {"bucket_mb": mb},
+        "each parameter by itself": {"bucket_mb": 0},
+        "one bucket": {"bucket_mb": ONE_BUCKET},
+    }
+    defaults = {"library": False, "compress": "none", "accumulate": 1, "clip": None}
+    return {name: argparse.Namespace(**{**defaults, **changes}) for name, changes in cases.items()}
+
+
+def worker(local_rank, world_size, width, rounds, report):
+    dist.init_process_group()
+    device = dist.get_device()
+    text, _ = gpt.load_text()
+    models, runs = {}, {}
+    for name, args in make_cases(width).items():
+        torch.manual_seed(0)
+        models[name] = min_AllReduce.parallelize(gpt.GPT(2, width, 4, 128).to(device), args)
+        optimizer = torch.optim.AdamW(models[name].parameters(), lr=0.001, fused=True)
+        runs[name] = functools.partial(run, models[name], optimizer, text, args)
+    times = common.alternate_ranks(runs, rounds, device)
+    rows = {}
+    for name, model in models.items():
+        rows[name] = {"tokens/s": [STEPS * 8 * world_size * 128 / seconds for seconds in times[name]]}
+        if name != LIBRARY:
+            busy, waited = model.background.seconds_per_step()
+            busy, waited = dist.reduce(torch.tensor([busy, waited], dtype=torch.float64, device=device)).tolist()
+            rows[name].update(buckets=len(model.buckets), hidden=round(max(0, 1 - waited / busy), 3))
+    report(rows)
+
+
+def run(model, optimizer, text, args, number):
+    for step in range(STEPS * number, STEPS * (number + 1)):
+        x, y = gpt.batch(text, step, 8 * dist.get_world_size(), 128, device=dist.get_device())
+        min_AllReduce.train_step(model, optimizer, min_AllReduce.own_share(x), min_AllReduce.own_share(y), args)
+
+
+def main():
+    parser = options.ArgumentParser(__doc__)
+    count = options.whole_number(1)
+    parser.add_argument(
+        "--nproc", type=options.whole_number(2), default=torch.cuda.device_count() or 2, help="processes to start"
+    )
+    parser.add_argument("--widths", type=count, nargs="+", default=[128, 512], help="features per byte")
+    parser.add_argument("--rounds", type=count, default=8, help="rounds of all cases")
+    args = parser.parse_args()
+    results, ratios = {}, {}
+    for width in args.widths:
+        rows = common.launch(worker, width, args.rounds, nprocs=args.nproc)
+        speeds = {name: row["tokens/s"] for name, row in rows.items()}
+        for name, row in rows.items():
+            row["tokens/s"] = common.summary(speeds[name])
+            results[f"width {width}: {name}"] = row
+            print(f"width {width}: {name:25} {row['tokens/s']['median']:8,.0f} tokens/s", end="")
+            print(f"  buckets {row['buckets']}, hidden {row['hidden']:.2f}" if name != LIBRARY else "")
+            if name != LIBRARY:
+                promise = "at least 0.7" if name == "buckets" else "none"
+                ratio = common.ratio(speeds[name], speeds[LIBRARY], promise)
+                ratios[f"width {width}: {name} / {LIBRARY}"] = ratio
+    common.show(ratios)
+    record = {"unit": "tokens/s", "processes": args.nproc, "results": results, "ratios": ratios}
+    common.write("all_reduce", record)
+
+
+if __name__ == "__main__":
+    main()

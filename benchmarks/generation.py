@@ -1,0 +1,79 @@
+"""Bytes per second that gpt.generate generates, and without its KV cache.
+
+    python -m benchmarks.generation [--rounds 3] [--small]
+
+- "cache": gpt.generate, as min_Generate.py uses it, with one thread.
+- "no cache": each new byte costs the forward of all bytes before it. The same random numbers draw the same bytes.
+
+The cases alternate, and only ratios within a round mean something.
+"""
+
+import functools
+import time
+
+import torch
+
+import gpt
+import options
+from benchmarks import common
+
+PROMPT = b"def "
+SHAPES = [  # layers, width, rows, new bytes
+    (2, 128, 16, 64),
+    (2, 128, 4, 256),
+    (4, 256, 4, 64),
+]
+SMALL = [(1, 16, 2, 8)]
+
+
+@torch.no_grad()
+def generate_without_cache(model, prompts, drawn):
+    tokens = torch.tensor([list(prompt) for prompt in prompts])
+    for numbers in drawn.T:
+        chosen, _ = gpt.choose(model(tokens)[:, -1], numbers)
+        tokens = torch.cat([tokens, chosen[:, None]], dim=1)
+    return tokens
+
+
+def measure(results, name, function, n_bytes):
+    begin = time.perf_counter()
+    function()
+    results[name].append(n_bytes / (time.perf_counter() - begin))
+
+
+def main():
+    parser = options.ArgumentParser(__doc__)
+    parser.add_argument("--rounds", type=options.whole_number(1), default=3, help="measurements of each case")
+    parser.add_argument("--small", action="store_true", help="only one tiny model, to see that it runs")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+
+    results, cases, ratios = {}, {}, {}
+    shapes = SMALL if args.small else SHAPES
+    for layers, width, rows, n_new in shapes:
+        torch.manual_seed(0)
+        model = gpt.GPT(layers, width, 4, len(PROMPT) + n_new)
+        prompts = rows * [PROMPT]
+        drawn = gpt.uniform("benchmark", rows, n_new)
+        tokens, _, _ = gpt.generate(model, prompts, drawn)
+        assert (tokens != generate_without_cache(model, prompts, drawn)).double().mean() < 0.01, "but for rounding"
+        shape = f"{layers} layers, width {width}, {rows} rows, {n_new} new bytes"
+        functions = {"cache": gpt.generate, "no cache": generate_without_cache}
+        for case, generate in functions.items():
+            name = f"{shape}: {case}"
+            results[name] = []
+            work = functools.partial(generate, model, prompts, drawn)
+            cases[name] = functools.partial(measure, results, name, work, rows * n_new)
+    common.alternate(cases, args.rounds)
+
+    for name in results:
+        shape, _, case = name.partition(": ")
+        if case == "cache":
+            ratios[f"{shape}: cache / no cache"] = common.ratio(results[name], results[f"{shape}: no cache"], "above 1")
+    common.show(ratios)
+    speeds = {name: common.summary(values) for name, values in results.items()}
+    common.write("generation", {"unit": "new bytes/s", "results": speeds, "ratios": ratios})
+
+
+if __name__ == "__main__":
+    main()

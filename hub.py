@@ -1,0 +1,238 @@
+"""Hugging Face's format, read into the shards of FSDP and written from them; and LoRA.
+
+    with torch.device("meta"):
+        model = hub.build_model(config, torch.float32)  # shapes without memory
+        hub.add_lora(model, rank=16, alpha=32)          # leave it out to train all parameters
+    for layer in hub.layers_of(model):
+        fully_shard(layer)
+    fully_shard(model)
+    hub.fill(model, whole)                              # rank 0 has the `whole` model; the other ranks pass None
+    ...
+    hub.save_model(model, tokenizer, config, "folder")  # transformers.AutoModelForCausalLM.from_pretrained("folder")
+    hub.save_adapters(model, tokenizer, "folder")       # peft.PeftModel.from_pretrained(base, "folder")
+
+Only rank 0 reads and writes files. It needs one whole model in the CPU's memory to write it. To read one it needs less,
+because safetensors maps the files into memory, and no rank ever holds a whole model on its device.
+"""
+
+import copy
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+import distributed as dist
+
+# ---- read ---------------------------------------------------------------------------------------------------------
+
+
+def layers_of(model):
+    """The layers of a model of transformers, in their order: what FSDP gathers at a time.
+
+    Raises DistributedError if the model has none that transformers marks as such.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise dist.DistributedError(f"{type(model).__name__} has no layers that transformers marks as such")
+    return layers
+
+
+def build_model(config, dtype, attention="sdpa"):
+    """An untrained model. Under torch.device("meta") it needs no memory.
+
+    `attention` is a name that transformers knows: "sdpa", "eager", "flex_attention", "flash_attention_2".
+    """
+    config = copy.deepcopy(config)  # from_config writes the type into it
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    model.tie_weights()  # transformers 5.0 does not tie weights on "meta"
+    return model
+
+
+def load_model(name, attention="sdpa"):
+    """The whole model of a folder, or of a name on the Hub, on the CPU, in the type of its files.
+
+    Raises OSError, ValueError or ImportError if it cannot be loaded, also if its files lack some weights.
+    """
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        name, dtype="auto", attn_implementation=attention, output_loading_info=True
+    )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ValueError(f"its files lack {len(missing)} weights, such as {missing[0]}")
+    return model
+
+
+def fill(model, whole):
+    """Give the sharded `model`, made on "meta", the values of rank 0's `whole` model. The others pass None.
+
+    Rank 0 sends one tensor after the other, and each rank keeps its shards. Every rank must call it.
+    """
+    model.to_empty(device=dist.get_device())
+    weights = {}
+    if dist.is_primary():
+        weights = whole.state_dict()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
+    # Some buffers are in no state_dict, such as the frequencies of rotary positions.
+    generation_config = None
+    if dist.is_primary():
+        generation_config = whole.generation_config
+        for buffer, source in zip(model.buffers(), whole.buffers(), strict=True):
+            buffer.copy_(source)
+    dist.sync_params(model.buffers())
+    model.generation_config = dist.broadcast_object(generation_config)  # says which tokens end an answer
+
+
+# ---- LoRA ---------------------------------------------------------------------------------------------------------
+
+
+def add_lora(model, rank, alpha):
+    """Freeze the model, and add alpha / rank * B(A(x)) to each linear layer of its blocks. B starts at 0.
+
+    The adapters A (rank, inputs) and B (outputs, rank) become parts of their linear layer. So the model's own
+    parameters keep their names. The layers are those that PEFT calls "all-linear". https://arxiv.org/abs/2106.09685
+    """
+    model.requires_grad_(False)
+    dtype = torch.get_default_dtype()
+    linears = []
+    for layer in layers_of(model):
+        linears.extend(module for module in layer.modules() if isinstance(module, nn.Linear | Conv1D))
+    if not linears:
+        raise dist.DistributedError(f"--lora: the layers of {type(model).__name__} have no nn.Linear to adapt")
+    for linear in linears:
+        n_outputs, n_inputs = linear.weight.shape
+        if isinstance(linear, Conv1D):  # GPT-2's linear layer, whose weight is transposed
+            n_inputs, n_outputs = linear.weight.shape
+        linear.lora_A = nn.Linear(n_inputs, rank, bias=False, dtype=dtype)
+        linear.lora_B = nn.Linear(rank, n_outputs, bias=False, dtype=dtype)
+        nn.init.zeros_(linear.lora_B.weight)
+        linear.lora_scale = alpha / rank
+        linear.register_forward_hook(add_adapted)
+
+
+def add_adapted(linear, inputs, output):
+    x = inputs[0].to(linear.lora_A.weight.dtype)
+    return output + linear.lora_scale * linear.lora_B(linear.lora_A(x)).to(output.dtype)
+
+
+def adapted_layers(model):
+    """The linear layers that have adapters, by their names."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_scale")}
+
+
+# ---- write --------------------------------------------------------------------------------------------------------
+
+
+def gathered(tensor):
+    """The whole of a sharded tensor, on every rank, which must all call it."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    return tensor
+
+
+def save_model(model, tokenizer, config, folder):
+    """Write what `from_pretrained` of transformers loads, in the type `config.dtype`. Adapters are merged.
+
+    Rank 0, which alone needs the `tokenizer`, collects the weights in the CPU's memory. Raises DistributedError on
+    every rank if it cannot write.
+    """
+    modules = dict(model.named_modules())
+    weights = {}
+    seen = set()
+    for name, param in model.state_dict(keep_vars=True).items():
+        if ".lora_" in name or id(param) in seen:
+            continue  # the second name of a tied weight: from_pretrained ties it again
+        seen.add(id(param))
+        tensor = gathered(param)
+        module = modules[name.rpartition(".")[0]]
+        if hasattr(module, "lora_scale") and param is module.weight:
+            tensor = tensor + change_by_lora(module)
+        if dist.is_primary():
+            weights[name] = tensor.to(config.dtype).cpu()
+
+    def write(temporary):
+        with torch.device("meta"):
+            frame = build_model(config, config.dtype)
+        frame.generation_config = model.generation_config
+        frame.save_pretrained(temporary, state_dict=weights, max_shard_size="5GB")
+        tokenizer.save_pretrained(temporary)
+
+    write_folder(folder, write, "model*.safetensors*", last="config.json")
+
+
+def change_by_lora(linear):
+    """What the adapters add to a linear layer's weight."""
+    change = linear.lora_scale * gathered(linear.lora_B.weight) @ gathered(linear.lora_A.weight)
+    if isinstance(linear, Conv1D):
+        change = change.T
+    return change
+
+
+def save_adapters(model, tokenizer, folder, base):
+    """Write the adapters alone, as PEFT loads them beside the model that is named `base`. See `save_model`."""
+    adapted = adapted_layers(model)
+    linear = next(iter(adapted.values()))
+    rank = linear.lora_A.out_features
+    adapter_config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": linear.lora_scale * rank,
+        "target_modules": sorted({name.rpartition(".")[2] for name in adapted}),
+        "fan_in_fan_out": isinstance(linear, Conv1D),
+    }
+    weights = {}
+    for name, param in model.state_dict(keep_vars=True).items():
+        if ".lora_" in name:
+            weights[f"base_model.model.{name}"] = gathered(param).cpu().contiguous()
+
+    def write(temporary):
+        save_file(weights, Path(temporary, "adapter_model.safetensors"), metadata={"format": "pt"})
+        Path(temporary, "adapter_config.json").write_text(json.dumps(adapter_config, indent=2) + "\n")
+        tokenizer.save_pretrained(temporary)
+
+    write_folder(folder, write, "adapter_model*.safetensors*", last="adapter_config.json")
+
+
+def write_folder(folder, write, weights, last):
+    """On rank 0, call `write(path)` with a new folder, and move the files that it has written there to `folder`.
+
+    The file named `last` is removed first and moved last. Nothing loads the folder without it, so a kill at any moment
+    leaves a complete result or none. `weights` is the pattern of the files that an older result may have left.
+    """
+    error = None
+    if dist.is_primary():
+        temporary = Path(folder, ".incomplete")
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            write(temporary)
+            for path in temporary.iterdir():
+                flush_to_disk(path)
+            Path(folder, last).unlink(missing_ok=True)
+            for path in Path(folder).glob(weights):
+                path.unlink()
+            for path in sorted(temporary.iterdir(), key=lambda path: path.name == last):
+                os.replace(path, Path(folder, path.name))
+            temporary.rmdir()
+        except (OSError, SafetensorError, ValueError) as failure:
+            shutil.rmtree(temporary, ignore_errors=True)
+            cause = str(failure).partition("\n")[0]
+            error = f"cannot write {folder}: {cause}"
+    dist.raise_on_all(error, dist.patient_group())  # the other ranks wait for a long write
+
+
+def flush_to_disk(path):
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

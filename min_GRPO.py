@@ -1,0 +1,354 @@
+"""Reinforcement learning from rewards that a program computes (GRPO): draw answers, check them, prefer the right ones.
+
+The task is to sort digits: the model should continue `62615=` by `12566` and the end of the line. First it imitates a
+teacher who makes a mistake in most examples. From then on it sees no more examples. In each step it draws a group of
+answers to each prompt. A program rewards each answer with 1 or 0. An answer is good if it beats the mean of its group:
+
+    prompt     answers (a group)   reward   advantage = reward - mean of the group's rewards
+    62615=     12566                 1        0.75
+               12656                 0       -0.25
+               15266                 0       -0.25
+               1266                  0       -0.25
+
+    rank 0     prompts 0, 2, 4, …    draw, check, compare ──┐
+                                                            ├──► one step of DDP on the answers of all ranks
+    rank 1     prompts 1, 3, 5, …    draw, check, compare ──┘
+
+Let A be the advantage of an answer, p the probability that the model gives to one of its bytes, and r = p / (p when the
+byte was drawn). The loss of a step is one fraction over the bytes of all answers of all ranks:
+
+    loss = -Σ min(r·A, clip(r, 1 - low, 1 + high)·A) / (number of bytes)
+
+A mean of the ranks' means would give some bytes a larger weight than others, and no error would be raised. In the first
+of the --inner-steps r is 1, and the gradient is that of REINFORCE with the group's mean as its baseline. Later inner
+steps use the answers again, and clipping limits how far they move the model. With --kl the numerator also gets
+
+    kl · Σ r·(exp(d) - 1 - d),    d = log(p of the model after imitation) - log p
+
+whose gradient has the gradient of the KL divergence as its expectation. Without the factor r it would not have it.
+
+The answers of a group are on one rank, so advantages need no communication. What is drawn depends on the seed, the step
+and the prompt's number alone, so the answers do not depend on the number of processes. Ranks draw from the plain model,
+which communicates nothing, and may need different times. They meet in the update.
+
+Choose it if a program can check answers, nobody can write enough right ones, and the model is right sometimes: a task
+that it never solves is not learnt in this way. If you have right answers, imitate them (min_Packing.py). If you want to
+train a large model, whose answers an inference engine draws on other GPUs, use TRL or verl.
+
+Cost per process, for P float32 parameters on N processes: 16·P bytes with AdamW, and 4·P more with --kl. Each inner
+step sends 2·(N-1)/N · 4·P bytes, as DDP does. While R answers are drawn that have up to T bytes with their prompts, the
+keys and values take 8·layers·width·R·T bytes.
+
+    python min_GRPO.py --nproc 2                                     # two processes; without --nproc, all GPUs
+    python min_GRPO.py --nproc 2 --inner-steps 2 --save model.pt     # answers used twice; saved for min_Generate.py
+    torchrun --standalone --nproc-per-node 2 min_GRPO.py
+
+It prints after the first step, and after every --log-every steps, a line like
+`step 100 | reward 0.920 | held-out 0.996 | no signal 0.63 | mismatch 7e-08 | clipped 0.000 | 6,902 answers/s`. The
+reward is the mean over the answers since the last line. Held-out is the share of other prompts that the most probable
+answer solves. "No signal" is the share of groups whose answers are all equally good, which teach nothing. Mismatch is
+the mean of |r - 1| at the first inner step: if it is above 1e-5, the model that is trained differs from the model that
+drew, by a temperature, a type or a mask. Clipped is the share of bytes whose ratio is clipped at the last inner step.
+"""
+
+import copy
+import os
+import random
+import time
+
+import torch
+from torch import nn
+
+import checkpoint
+import distributed as dist
+import gpt
+import options
+
+STOP = ord("\n")  # ends each answer
+IMITATION_LR = 0.002
+HELD_OUT = 256  # prompts
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    count = options.whole_number(1)
+    parser.add_argument("--layers", type=count, default=2, help="blocks of attention and MLP")
+    parser.add_argument("--width", type=count, default=64, help="features per byte")
+    parser.add_argument("--heads", type=count, default=4, help="attention heads per block")
+    parser.add_argument("--digits", type=options.whole_number(3, 100), default=8, help="most digits in a prompt")
+    parser.add_argument("--imitation-steps", type=options.whole_number(0), default=300, help="steps of imitation")
+    parser.add_argument(
+        "--flawed", type=options.number(0, 1), default=0.8, help="share of the teacher's flawed answers"
+    )
+    parser.add_argument("--steps", type=count, default=100, help="steps of reinforcement learning")
+    parser.add_argument(
+        "--prompts",
+        type=count,
+        help="prompts per step, over all processes (default: 32, rounded up so that these can split them evenly)",
+    )
+    parser.add_argument("--samples", type=options.whole_number(2), default=8, help="answers to each prompt, a group")
+    parser.add_argument("--temperature", type=options.positive_number, default=1.0, help="temperature of drawn answers")
+    parser.add_argument("--inner-steps", type=count, default=1, help="optimizer steps on the answers of one step")
+    parser.add_argument("--low", type=options.number(0), default=0.2, help="clip the ratio at 1 minus this")
+    parser.add_argument("--high", type=options.number(0), default=0.28, help="clip the ratio at 1 plus this")
+    parser.add_argument("--kl", type=options.number(0), default=0.0, help="weight of the KL divergence")
+    parser.add_argument(
+        "--deviation", action="store_true", help="divide advantages by the standard deviation of the group's rewards"
+    )
+    parser.add_argument("--lr", type=options.positive_number, default=0.0003, help="learning rate")
+    parser.add_argument("--clip", type=options.positive_number, help="clip the global gradient norm to this value")
+    parser.add_argument("--log-every", type=count, default=10, help="print every N steps", metavar="N")
+    parser.add_argument("--seed", type=options.seed_number, default=0, help="random seed of all that is drawn")
+    parser.add_argument("--save", help="write the trained model to this file, for min_Generate.py", metavar="FILE")
+    parser.add_nproc()
+    args = parser.parse_args()
+    parser.require_multiple(args, "prompts", args.nproc, "the number of processes", default=32)
+    parser.require_multiple(args, "width", args.heads, "the number of heads")
+    if args.save:
+        checkpoint.check_writable("--save", os.path.dirname(os.path.abspath(args.save)))
+    return args
+
+
+# ---- the update ---------------------------------------------------------------------------------------------------
+
+
+def advantages_of(rewards, args):
+    """How much better than the mean of its group each answer is: (answers,)."""
+    groups = rewards.view(-1, args.samples)
+    advantages = groups - groups.mean(dim=1, keepdim=True)
+    if args.deviation:  # this favours prompts that are nearly always, or nearly never, solved (arXiv:2503.20783)
+        advantages = advantages / (groups.std(dim=1, keepdim=True) + 1e-4)
+    return advantages.flatten()
+
+
+def policy_loss(ratio, advantages, args):
+    """The loss of each byte. A byte whose ratio is clipped has no gradient."""
+    clipped = ratio.clamp(1 - args.low, 1 + args.high)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def divergence(new, reference, ratio):
+    """An estimate for each byte whose expectation is the KL divergence from the reference; so is its gradient's."""
+    difference = reference - new
+    return ratio * (difference.exp() - 1 - difference)
+
+
+def update(model, optimizer, reference, tokens, answered, old, advantages, args):
+    """Take --inner-steps optimizer steps on the answers that all ranks have drawn.
+
+    `tokens`, `answered` and `old` are those that gpt.generate returns, (answers, length). `advantages`, (answers,), are
+    on the CPU. Returns sums over this process's bytes, (3,): |ratio - 1| at the first inner step, the bytes that are
+    clipped at the last one, and the bytes.
+    """
+    n_bytes = dist.all_reduce(answered.sum())  # over all ranks, so that each byte weighs the same
+    rows = gpt.to_device(rows_to_train(advantages, args), tokens.device)
+    advantages = gpt.to_device(advantages, tokens.device)[rows, None]
+    tokens, answered, old = tokens[rows], answered[rows], old[rows, 1:]
+    if args.kl:
+        with torch.no_grad():
+            reference_log = log_probabilities_of(reference, tokens, answered, args.temperature)
+    answered_next = answered[:, 1:]  # no answer begins at position 0
+    for inner_step in range(args.inner_steps):
+        new = log_probabilities_of(model, tokens, answered, args.temperature)
+        ratio = (new - old).exp()
+        losses = policy_loss(ratio, advantages, args)
+        if args.kl:
+            losses = losses + args.kl * divergence(new, reference_log, ratio)
+        loss = (losses * answered_next).sum() / n_bytes
+        optimizer.zero_grad()
+        (loss * dist.get_world_size()).backward()  # DDP divides by the world size, so multiply by it
+        if args.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+        if inner_step == 0:
+            mismatch = ((ratio.detach() - 1).abs() * answered_next).sum()
+    too_high = (ratio > 1 + args.high) & (advantages > 0)
+    too_low = (ratio < 1 - args.low) & (advantages < 0)
+    clipped = ((too_high | too_low) & answered_next).sum()
+    return torch.stack([mismatch.double(), clipped.double(), answered_next.sum().double()])
+
+
+def rows_to_train(advantages, args):
+    """Leave out answers without a gradient: those that are as good as the mean of their group, unless --kl is given."""
+    if args.kl:
+        return torch.arange(len(advantages))
+    rows = advantages.nonzero()[:, 0]
+    if len(rows) == 0:
+        # Every rank must take part in the update, because the others wait for its gradients. Those of this row are 0.
+        return torch.tensor([0])
+    return rows
+
+
+def log_probabilities_of(model, tokens, answered, temperature):
+    """Log-probabilities of the answers' bytes, given those before them, and 0 elsewhere: (rows, length - 1).
+
+    The temperature must be that of the drawing. Otherwise the ratio would not be 1, although the model is the same.
+    """
+    logits = model(tokens[:, :-1]) / temperature
+    log_probabilities = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    return torch.where(answered[:, 1:], log_probabilities, 0)
+
+
+# ---- draw answers and check them ----------------------------------------------------------------------------------
+
+
+def draw_answers(model, step, args):
+    """Draw answers to this process's prompts. Returns what gpt.generate returns, and the rewards, on the CPU."""
+    prompts = own(make_prompts(f"step {step}", args.prompts, args))
+    drawn = []
+    for number in own(range(args.prompts)):
+        drawn.append(gpt.uniform(f"{args.seed} {step} {number}", args.samples, args.digits + 2))
+    drawn = gpt.to_device(torch.cat(drawn), dist.get_device())
+    tokens, answered, log_probabilities = gpt.generate(model, prompts, drawn, STOP, args.temperature, args.samples)
+    rewards = []
+    for row, answer in enumerate(gpt.generated_bytes(tokens, answered)):
+        rewards.append(reward(prompts[row // args.samples], answer))
+    return tokens, answered, log_probabilities, torch.tensor(rewards)
+
+
+def own(values):
+    """This process's share of what all processes know."""
+    return values[dist.get_rank() :: dist.get_world_size()]
+
+
+def make_prompts(name, number, args):
+    """`number` prompts, bytes, that depend on `name` and the seed alone."""
+    draw = random.Random(f"{args.seed} {name}")
+    shortest = args.digits // 2 + 1
+    prompts = []
+    for _ in range(number):
+        digits = draw.choices(b"0123456789", k=draw.randint(shortest, args.digits))
+        prompts.append(bytes(digits) + b"=")
+    return prompts
+
+
+def reward(prompt, answer):
+    """Any program that checks an answer will do."""
+    return float(answer == bytes(sorted(prompt[:-1])) + bytes([STOP]))
+
+
+# ---- imitation ----------------------------------------------------------------------------------------------------
+
+
+def imitate(model, args):
+    """Train on the answers of the teacher."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=IMITATION_LR, fused=True)
+    for step in range(args.imitation_steps):
+        prompts = make_prompts(f"imitate {step}", 2 * args.prompts, args)
+        answers = teacher_answers(prompts, step, args)
+        tokens, answered = make_rows(own(prompts), own(answers))
+        n_bytes = dist.all_reduce(answered.sum())
+        loss = -log_probabilities_of(model, tokens, answered, 1.0).sum() / n_bytes
+        optimizer.zero_grad()
+        (loss * dist.get_world_size()).backward()
+        optimizer.step()
+
+
+def teacher_answers(prompts, step, args):
+    """Sorted digits. In a share of --flawed two neighbours are exchanged."""
+    draw = random.Random(f"{args.seed} teacher {step}")
+    answers = []
+    for prompt in prompts:
+        digits = sorted(prompt[:-1])
+        place = draw.randrange(len(digits) - 1)
+        if draw.random() < args.flawed:
+            digits[place : place + 2] = digits[place + 1], digits[place]
+        answers.append(bytes(digits) + bytes([STOP]))
+    return answers
+
+
+def make_rows(prompts, answers):
+    """Tokens (rows, length), padded on the right, and where the answers are."""
+    texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    tokens = nn.utils.rnn.pad_sequence([torch.tensor(list(text)) for text in texts], batch_first=True)
+    starts = torch.tensor([len(prompt) for prompt in prompts])
+    ends = torch.tensor([len(text) for text in texts])
+    positions = torch.arange(tokens.shape[1])
+    answered = (starts[:, None] <= positions) & (positions < ends[:, None])
+    return gpt.to_device(tokens, dist.get_device()), gpt.to_device(answered, dist.get_device())
+
+
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
+def plain(model):
+    """Without DDP's wrapper."""
+    return getattr(model, "module", model)
+
+
+def evaluate(model, args):
+    """The share of held-out prompts that the most probable answer solves."""
+    prompts = own(make_prompts("held-out", HELD_OUT, args))
+    unused = torch.zeros(len(prompts), args.digits + 2, dtype=torch.double, device=dist.get_device())
+    tokens, answered, _ = gpt.generate(model, prompts, unused, STOP, temperature=0)
+    solved = 0
+    for prompt, answer in zip(prompts, gpt.generated_bytes(tokens, answered), strict=True):
+        solved += reward(prompt, answer)
+    return dist.all_reduce(torch.tensor(solved, device=dist.get_device())).item() / HELD_OUT
+
+
+def train(model, args):
+    """Reinforcement learning. Returns the rewards that it has printed."""
+    reference = None
+    if args.kl:
+        reference = copy.deepcopy(plain(model)).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    sums = torch.zeros(5, dtype=torch.double, device=dist.get_device())  # since the last line; see print_line
+    n_steps = 0
+    printed = []
+    start = time.perf_counter()
+    for step in range(args.steps):
+        tokens, answered, old, rewards = draw_answers(plain(model), step, args)
+        advantages = advantages_of(rewards, args)
+        sums[:3] += update(model, optimizer, reference, tokens, answered, old, advantages, args)
+        sums[3] += rewards.sum().item()  # on the CPU, so the device is not waited for
+        sums[4] += (advantages.view(-1, args.samples) == 0).all(dim=1).sum().item()
+        n_steps += 1
+        if step == 0 or (step + 1) % args.log_every == 0 or step + 1 == args.steps:
+            printed.append(print_line(step, model, sums, n_steps, start, args))
+            sums.zero_()
+            n_steps = 0
+            start = time.perf_counter()
+    return printed
+
+
+def print_line(step, model, sums, n_steps, start, args):
+    """Print what `n_steps` steps gave, of which `sums` are this process's sums. Returns the mean reward."""
+    mismatch, clipped, n_bytes, rewarded, no_signal = dist.all_reduce(sums).tolist()
+    n_groups = n_steps * args.prompts
+    n_answers = n_groups * args.samples
+    speed = n_answers / (time.perf_counter() - start)
+    held_out = evaluate(plain(model), args)
+    dist.print_primary(
+        f"step {step + 1} | reward {rewarded / n_answers:.3f} | held-out {held_out:.3f} | "
+        f"no signal {no_signal / n_groups:.2f} | mismatch {mismatch / n_bytes:.0e} | clipped {clipped / n_bytes:.3f} | "
+        f"{speed:,.0f} answers/s",
+        flush=True,
+    )
+    return rewarded / n_answers
+
+
+def save(model, sizes, path):
+    weights = {name: value.cpu() for name, value in model.state_dict().items()}
+    with checkpoint.atomic(path) as file:
+        torch.save({"sizes": sizes, "model": weights}, file)
+
+
+def main_worker(local_rank, world_size, args):
+    dist.init_process_group()
+    torch.manual_seed(args.seed)  # the same weights on all ranks
+    longest = 2 * args.digits + 3  # a prompt, its answer, and the end of the line
+    sizes = {"layers": args.layers, "width": args.width, "heads": args.heads, "length": longest}
+    model = dist.prepare_ddp_model(gpt.GPT(**sizes).to(dist.get_device()))
+    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
+    imitate(model, args)
+    held_out = evaluate(plain(model), args)
+    dist.print_primary(f"after {args.imitation_steps} steps of imitation | held-out {held_out:.3f}", flush=True)
+    train(model, args)
+    if args.save and dist.is_primary():
+        save(plain(model), sizes, args.save)
+
+
+if __name__ == "__main__":
+    cli_args = parse_args()
+    dist.launch(main_worker, cli_args, nprocs=cli_args.nproc)

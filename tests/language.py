@@ -1,0 +1,75 @@
+"""What the tests of llm_FSDP.py and hub.py share: tiny models with random weights, a tokenizer of bytes, documents."""
+
+import json
+import random
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import documents
+
+SMALL = {"vocab_size": 259, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 256}
+NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=False),
+    "llama_tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=8),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=259, n_embd=32, n_layer=2, n_head=4, n_positions=256, **NO_DROPOUT
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=32),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SMALL, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
+    ),
+}
+FIVE = ("llama", "qwen3", "gpt2", "gemma3", "qwen3_moe")
+
+
+def byte_tokenizer():
+    """259 tokens: the bytes, and three special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>"])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    tokenizer.chat_template = documents.CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_folder(name, folder, dtype=torch.float32):
+    """Write a model with random weights in at least two files, and the tokenizer."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.1 * torch.randn_like(param))  # all are 1 or 0 in a norm or a bias
+    model.generation_config.eos_token_id = 256
+    n_bytes = sum(param.numel() * dtype.itemsize for param in model.parameters())
+    model.to(dtype).save_pretrained(folder, max_shard_size=n_bytes // 2)
+    assert len(list(folder.glob("*.safetensors"))) >= 2
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def records(n=60, seed=0):
+    """Conversations of up to three turns, and texts. Answers have 1 to 30 bytes: means of means are far from the mean."""
+    draw = random.Random(seed)
+    for number in range(n):
+        if number % 4 == 3:
+            yield {"text": "".join(draw.choices("xyz .", k=draw.choice((5, 40, 200))))}
+            continue
+        messages = []
+        for _ in range(draw.choice((1, 1, 2, 3))):
+            question = "".join(draw.choices("abcdefgh ", k=draw.randint(3, 15)))
+            answer = "".join(draw.choices("stuvw ", k=draw.randint(1, draw.choice((2, 3, 30)))))
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": answer})
+        yield {"messages": messages}
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path

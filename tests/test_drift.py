@@ -1,0 +1,330 @@
+"""Ranks that drift apart: each of these trainings ends without an error, and `check_in_sync` raises on every rank."""
+
+import contextlib
+import io
+import re
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from conftest import exit_message, finish, start
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import init_device_mesh
+
+import checkpoint
+import distributed as dist
+
+N_STEPS = 5
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 1))
+
+
+def own_batches(n_steps=N_STEPS):
+    """Other data on each rank."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(n_steps):
+        x = torch.randn(4, 8, generator=generator)
+        yield x, x.sum(dim=1, keepdim=True)
+
+
+def train(trained, model, optimizer=None):
+    """Call `trained`, a wrapped or a plain model, and step `model`'s parameters."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, y in own_batches():
+        loss = nn.functional.mse_loss(trained(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+# ---- six mistakes ---------------------------------------------------------------------------------------------------
+
+
+def a_layer_is_unfrozen_after_wrapping():
+    model = make_model()
+    model[0].requires_grad_(False)
+    ddp_model = dist.prepare_ddp_model(model)
+    model[0].requires_grad_(True)
+    return train(ddp_model, model)
+
+
+def weights_are_initialised_after_wrapping():
+    model = make_model()
+    ddp_model = dist.prepare_ddp_model(model)
+    torch.manual_seed(dist.get_rank())
+    nn.init.normal_(model[3].weight)
+    return train(ddp_model, model)
+
+
+def left_over_micro_batches_are_stepped_inside_no_sync():
+    model = make_model()
+    ddp_model = dist.prepare_ddp_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    batches = list(own_batches(3))
+    for number, (x, y) in enumerate(batches):
+        is_second = number % 2 == 1
+        sync = contextlib.nullcontext() if is_second else ddp_model.no_sync()
+        with sync:
+            nn.functional.mse_loss(ddp_model(x), y).backward()
+        if is_second or number == len(batches) - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def a_penalty_has_a_backward_through_the_plain_model():
+    model = make_model()
+    ddp_model = dist.prepare_ddp_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, y in own_batches():
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp_model(x), y).backward()
+        x.requires_grad_(True)
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        (0.01 * gradient.square().mean()).backward()
+        optimizer.step()
+    return model
+
+
+def the_plain_model_is_trained():
+    model = make_model()
+    dist.prepare_ddp_model(model)
+    return train(model, model)
+
+
+def weights_are_loaded_on_one_rank():
+    model = make_model()
+    ddp_model = dist.prepare_ddp_model(model)
+    if dist.is_primary():
+        model.load_state_dict(make_model(seed=1).state_dict())
+    return train(ddp_model, model)
+
+
+MISTAKES = [
+    a_layer_is_unfrozen_after_wrapping,
+    weights_are_initialised_after_wrapping,
+    left_over_micro_batches_are_stepped_inside_no_sync,
+    a_penalty_has_a_backward_through_the_plain_model,
+    the_plain_model_is_trained,
+    weights_are_loaded_on_one_rank,
+]
+
+
+def check_mistakes(local_rank, world_size, folder):
+    dist.init_process_group()
+    for mistake in MISTAKES:
+        model = mistake()  # ends without an error
+        message = exit_message(dist.check_in_sync, model)
+        first = next(name for name, param in model.named_parameters() if not torch.equal(*dist.gather(param)))
+        theirs, ours = dist.gather(model.get_parameter(first))
+        difference = (theirs - ours).abs().max().item()
+        assert difference > 1e-3, mistake.__name__
+        expected = (
+            f"the ranks hold different weights: {first} of rank 1 differs from rank 0's by up to {difference:.3g}"
+        )
+        assert message.startswith(expected), (mistake.__name__, message)
+        # A snapshot of one of them is not written.
+        path = f"{folder}/{mistake.__name__}"
+        assert exit_message(checkpoint.save, path, model, torch.optim.SGD(model.parameters())) == message
+        assert exit_message(checkpoint.save_sharded, path, model, torch.optim.SGD(model.parameters()), 1) == message
+
+
+def test_each_mistake_is_silent_and_the_check_names_it(tmp_path):
+    dist.launch(check_mistakes, tmp_path, nprocs=2)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- no false alarms, and every kind of tensor ----------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Parameters of all sizes and types, and one that begins at a multiple of 4 bytes."""
+
+    def __init__(self):
+        super().__init__()
+        flat = torch.arange(9.0)
+        self.misaligned = nn.Parameter(flat[1:])
+        self.scalar = nn.Parameter(torch.tensor(1.0))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.transposed = nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
+        self.odd = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.float64 = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.complex64 = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        self.flags = nn.Parameter(torch.tensor([True, False, True]), requires_grad=False)
+        self.register_buffer("count", torch.tensor(3))
+
+
+def check_what_is_compared(local_rank, world_size):
+    dist.init_process_group()
+    model = train(dist.prepare_ddp_model(make_model()), make_model())
+    ddp_model = dist.prepare_ddp_model(make_model())
+    model = train(ddp_model, ddp_model.module)
+    for same in (model, ddp_model, torch.compile(ddp_model), nn.ReLU()):
+        dist.check_in_sync(same)
+    # BatchNorm's statistics are each rank's own.
+    with pytest.raises(dist.DistributedError, match=r"2\.running_mean of ranks 1 and 2 differs from rank 0's by up to"):
+        dist.check_in_sync(ddp_model, buffers=True)
+
+    mixed = Mixed()
+    dist.check_in_sync(mixed, buffers=True)
+    for name, tensor in [*mixed.named_parameters(), *mixed.named_buffers()]:
+        if tensor.numel() == 0:
+            continue
+        with torch.no_grad():
+            before = tensor.clone()
+            if local_rank == 2:
+                tensor[...] = 0
+        with pytest.raises(dist.DistributedError, match=f"{name} of rank 2 differs from rank 0's"):
+            dist.check_in_sync(mixed, buffers=True)
+        with torch.no_grad():
+            tensor.copy_(before)
+    # Two values that change places are noticed too, though their sum is the same.
+    if local_rank == 1:
+        mixed.misaligned.data = mixed.misaligned.detach().flip(0)
+    with pytest.raises(dist.DistributedError, match=r"misaligned of rank 1 differs .* by up to 7, and 1 of 8 tensors"):
+        dist.check_in_sync(mixed)
+
+
+def check_shards(local_rank, world_size):
+    """On a mesh of 2 replicas of 2 shards, ranks 0 and 2 hold the same shard, and so do 1 and 3."""
+    dist.init_process_group()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = make_model()
+    fully_shard(model, mesh=mesh)
+    dist.check_in_sync(model)
+    if local_rank == 3:
+        with torch.no_grad():
+            model[0].weight.to_local()[0, 0] += 0.5
+    with pytest.raises(
+        dist.DistributedError, match=r"0\.weight of rank 3 differs from rank 1's by up to 0\.5, and 1 of"
+    ):
+        dist.check_in_sync(model)
+
+
+def test_equal_weights_are_no_alarm_and_any_tensor_is_compared():
+    dist.launch(check_what_is_compared, nprocs=3)
+    dist.check_in_sync(make_model())  # in one process it does nothing
+
+
+def test_of_shards_those_that_should_be_equal_are_compared():
+    dist.launch(check_shards, nprocs=4)
+
+
+def test_ranks_are_named_shortly():
+    assert [dist._names_of(list(range(1, n))) for n in (2, 3, 5, 9)] == [
+        "rank 1",
+        "ranks 1 and 2",
+        "ranks 1, 2, 3 and 4",
+        "ranks 1, 2, 3 and 5 more",
+    ]
+
+
+# ---- a rank that waits ----------------------------------------------------------------------------------------------
+
+
+def call_unequally(local_rank, world_size, case, folder):
+    """Rank 0 calls what rank 1 does not: nobody would ever say so. Or it comes late, which ends well."""
+    dist.init_process_group()
+    model = make_model()
+    ddp_model = dist.prepare_ddp_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if case == "save" and dist.is_primary():
+        checkpoint.save(f"{folder}/snapshot.pt", model, optimizer)
+    if case == "forward" and dist.is_primary():
+        for x, _ in own_batches():
+            ddp_model(x)
+    if case == "loss":
+        for x, _ in own_batches(3 - dist.get_rank()):  # the shares of an evaluation differ
+            dist.reduce(model(x).mean())
+    if case == "download":
+        while dist.is_primary() and not Path(folder, "downloaded").exists():
+            time.sleep(0.05)  # the work of rank 0
+        dist.barrier()
+        return
+    for _ in range(3):
+        dist.reduce(torch.zeros(()))
+        train(ddp_model, model, optimizer)
+
+
+LINES = {
+    "save": "rank 0 has waited {} s in checkpoint.save for rank 1: every rank must call it\n",
+    "forward": "rank 1 has waited {} s in dist.reduce for rank 0: every rank must call it\n",
+    "loss": "rank 0 has waited {} s in dist.reduce for rank 1: every rank must call it\n",
+    "download": "rank 1 has waited {} s in dist.barrier for rank 0: every rank must call it\n",
+}
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_says_for_whom_within_40_s(tmp_path):
+    jobs = {case: start(__file__, case, tmp_path) for case in LINES}
+    try:
+        for case, expected in LINES.items():
+            line = jobs[case].stderr.readline()
+            waited = int(re.search(r"\d+(?= s in)", line)[0])
+            assert line == expected.format(waited)
+            assert 30 <= waited <= 40
+        (tmp_path / "downloaded").touch()
+        assert finish(jobs["download"], timeout=60) == (0, "", "")
+        assert [case for case in jobs if jobs[case].poll() is None] == ["save", "forward", "loss"], "they wait"
+    finally:
+        for job in jobs.values():
+            job.kill()  # its workers end with it
+            job.communicate(timeout=30)
+
+
+def call_late(local_rank, world_size, folder):
+    """Rank 1 calls each function only after rank 0 has said that it waits."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    path = f"{folder}/snapshot.pt"
+    calls = {
+        "checkpoint.save": lambda: checkpoint.save(path, model, optimizer),
+        "checkpoint.load": lambda: checkpoint.load(path, model, optimizer),
+        "dist.reduce": lambda: dist.reduce(torch.ones(1)),
+        "dist.gather_objects": lambda: dist.gather_objects(1),
+        "dist.check_in_sync": lambda: dist.check_in_sync(model),
+        "dist.barrier": dist.barrier,
+    }
+    stderr = io.StringIO()
+    with mock.patch.object(dist, "WAIT_SECONDS", 1), contextlib.redirect_stderr(stderr):
+        dist.init_process_group()
+        store = torch.distributed.distributed_c10d._get_default_store()
+        for number, function in enumerate(calls.values()):
+            if local_rank == 1:
+                while store.add("lines", 0) == number:
+                    time.sleep(0.02)
+            with mock.patch.object(sys.stderr, "flush", lambda: store.add("lines", 1)):
+                function()
+    lines = stderr.getvalue().splitlines()
+    expected = [f"rank 0 has waited 1 s in {name} for rank 1: every rank must call it" for name in calls]
+    assert lines == (expected if local_rank == 0 else [])
+
+
+def test_every_call_of_ours_says_that_it_waits(tmp_path):
+    dist.launch(call_late, tmp_path, nprocs=2)
+
+
+def test_one_rank_says_who_is_missing_or_that_nobody_is(capsys):
+    for rank in (0, 2):
+        dist._say_who_is_missing("2,0,", rank, 8, "dist.gather", 30.4)
+        dist._say_who_is_missing("2,0,", rank, 3, "dist.gather", 30.4)
+        dist._say_who_is_missing("2,1,0,", rank, 3, "dist.gather", 30.4)
+        dist._say_who_is_missing("2,1,0,", rank, 3, "checkpoint.save", 30.4)  # one of them writes
+    assert capsys.readouterr().err.splitlines() == [
+        "rank 2 has waited 30 s in dist.gather for ranks 1, 3, 4 and 3 more: every rank must call it",
+        "rank 2 has waited 30 s in dist.gather for rank 1: every rank must call it",
+        "rank 2 has waited 30 s in dist.gather with all other ranks: before it, the ranks have called different "
+        "collectives",
+    ]
+
+
+if __name__ == "__main__":
+    dist.launch(call_unequally, *sys.argv[1:], nprocs=2)

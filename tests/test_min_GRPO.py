@@ -1,0 +1,349 @@
+"""min_GRPO.py equals a loop that draws and trains one answer at a time, without cache, batch, padding and DDP."""
+
+import argparse
+import contextlib
+import copy
+import functools
+import io
+import re
+import types
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import transformer
+from conftest import ROOT, float64, slow_clock
+
+import distributed as dist
+import gpt
+import min_GRPO
+
+SIZES = {"layers": 2, "width": 16, "heads": 4, "digits": 5}
+TRAINING = {"imitation_steps": 12, "flawed": 0.5, "steps": 4, "prompts": 12, "samples": 4, "temperature": 0.8}
+TRAINING |= {"inner_steps": 1, "low": 0.2, "high": 0.28, "kl": 0.0, "deviation": False, "lr": 0.0025, "clip": None}
+OTHERS = {"log_every": 2, "seed": 3, "save": None}
+IMITATION_LR = 0.01
+HELD_OUT = 25  # prompts, which no number of processes here divides
+CASES = [  # the optimizer, is there a signal in few groups only, and options
+    ("SGD", False, {}),
+    ("SGD", False, {"inner_steps": 3, "kl": 0.1, "deviation": True}),
+    ("AdamW", False, {"inner_steps": 2, "clip": 0.1}),
+    ("SGD", True, {"inner_steps": 2}),
+]
+LINE = re.compile(
+    r"step (\d+) \| reward (\d\.\d{3}) \| held-out (\d\.\d{3}) \| no signal (\d\.\d\d) \| mismatch (\de[+-]\d\d) \| "
+    r"clipped (\d\.\d{3}) \| ([\d,]+) answers/s"
+)
+
+
+def arguments(**changes):
+    return argparse.Namespace(**{**SIZES, **TRAINING, **OTHERS, **changes})
+
+
+def partial_reward(sparse, prompt, answer):
+    """The share of bytes in the right place, so that nearly all groups have a signal; if `sparse`, few have one."""
+    if sparse and prompt[0] > ord("1"):
+        return 0.0
+    right = bytes(sorted(prompt[:-1])) + b"\n"
+    return sum(a == b for a, b in zip(right, answer, strict=False)) / max(len(right), len(answer))
+
+
+def make_optimizer(name, adamw, params, lr):
+    if name == "SGD" and lr != IMITATION_LR:
+        return torch.optim.SGD(params, lr=100 * lr)
+    return adamw(params, lr=lr)
+
+
+# ---- one answer at a time -------------------------------------------------------------------------------------------
+
+
+def logits_after(model, text):
+    return model(torch.tensor([list(text)]))[0]
+
+
+def log_probabilities(model, prompt, answer, temperature):
+    """Of each byte of the answer."""
+    logits = logits_after(model, (prompt + answer)[:-1])[len(prompt) - 1 :] / temperature
+    return logits.log_softmax(-1)[torch.arange(len(answer)), list(answer)]
+
+
+@torch.no_grad()
+def draw(model, prompt, numbers, temperature):
+    answer = b""
+    for number in numbers:
+        shares = (logits_after(model, prompt + answer)[-1] / temperature).softmax(-1)
+        byte, total = 0, shares[0]
+        while total <= number:
+            byte += 1
+            total = total + shares[byte]
+        answer += bytes([byte])
+        if byte == ord("\n"):
+            break
+    return answer
+
+
+@torch.no_grad()
+def most_probable(model, prompt, longest):
+    answer = b""
+    while len(answer) < longest and answer[-1:] != b"\n":
+        answer += bytes([int(logits_after(model, prompt + answer)[-1].argmax())])
+    return answer
+
+
+def loss_of_answer(model, args, prompt, answer, advantage, old, of_start):
+    new = log_probabilities(model, prompt, answer, args.temperature)
+    ratio = (new - old).exp()
+    total = 0
+    for r, difference in zip(ratio, of_start - new, strict=True):
+        clipped = max(1 - args.low, min(1 + args.high, r))
+        total = total - min(r * advantage, clipped * advantage)
+        total = total + args.kl * r * (difference.exp() - 1 - difference)
+    return total
+
+
+def draw_all(model, start_model, step, sparse, args):
+    """The answers of all groups, what is needed for their losses, and their rewards."""
+    batch, rewards = [], []
+    for number, prompt in enumerate(min_GRPO.make_prompts(f"step {step}", args.prompts, args)):
+        drawn = gpt.uniform(f"{args.seed} {step} {number}", args.samples, args.digits + 2)
+        answers = [draw(model, prompt, numbers, args.temperature) for numbers in drawn.tolist()]
+        of_group = torch.tensor([partial_reward(sparse, prompt, answer) for answer in answers])
+        advantages = of_group - of_group.mean()
+        if args.deviation:
+            advantages = advantages / (of_group.std() + 1e-4)
+        for answer, advantage in zip(answers, advantages.tolist(), strict=True):
+            with torch.no_grad():
+                old = log_probabilities(model, prompt, answer, args.temperature)
+                of_start = log_probabilities(start_model, prompt, answer, args.temperature)
+            batch.append((prompt, answer, advantage, old, of_start))
+        rewards.append(of_group.mean().item())
+    return batch, rewards
+
+
+@functools.cache
+def reference(case):
+    """Parameters by name, the answers of every step, the rewards that are printed, and the held-out share at last."""
+    optimizer_name, sparse, changes = CASES[case]
+    args = arguments(**changes)
+    with float64():
+        torch.manual_seed(args.seed)
+        model = gpt.GPT(args.layers, args.width, args.heads, 2 * args.digits + 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=IMITATION_LR)
+        for step in range(args.imitation_steps):
+            prompts = min_GRPO.make_prompts(f"imitate {step}", 2 * args.prompts, args)
+            answers = min_GRPO.teacher_answers(prompts, step, args)
+            total = 0
+            for prompt, answer in zip(prompts, answers, strict=True):
+                total = total - log_probabilities(model, prompt, answer, 1).sum()
+            transformer.take_step(model, optimizer, total / sum(map(len, answers)))
+        start_model = copy.deepcopy(model)
+        optimizer = make_optimizer(optimizer_name, torch.optim.AdamW, model.parameters(), args.lr)
+        answers, rewards, n_clipped = [], [], 0
+        for step in range(args.steps):
+            batch, of_step = draw_all(model, start_model, step, sparse, args)
+            n_bytes = sum(len(answer) for _, answer, *_ in batch)
+            for _ in range(args.inner_steps):
+                loss = sum(loss_of_answer(model, args, *answer) for answer in batch) / n_bytes
+                n_clipped += bool(transformer.take_step(model, optimizer, loss, args.clip)[1])
+            answers.append([answer for _, answer, *_ in batch])
+            rewards.append(sum(of_step) / len(of_step))
+        assert n_clipped or not args.clip
+        before, after = transformer.full_parameters(start_model), transformer.full_parameters(model)
+        assert all((after[name] - before[name]).abs().max() > 1e-5 for name in before if name != "position.weight")
+        prompts = min_GRPO.make_prompts("held-out", HELD_OUT, args)
+        held_out = [partial_reward(sparse, prompt, most_probable(model, prompt, args.digits + 2)) for prompt in prompts]
+    printed = [rewards[0], rewards[1], (rewards[2] + rewards[3]) / 2]
+    return after, answers, printed, sum(held_out) / HELD_OUT
+
+
+# ---- the script -----------------------------------------------------------------------------------------------------
+
+
+def train(case, module=min_GRPO):
+    """What the script's main_worker trains and draws on this rank, with what happened in its updates."""
+    optimizer_name, sparse, changes = CASES[case]
+    args = arguments(**changes)
+    result = {"answers": [], "rows": [], "mismatch": [], "clipped": []}
+    adamw, own_draw, own_update, own_train = torch.optim.AdamW, module.draw_answers, module.update, module.train
+
+    def draw_answers(*args):
+        batch = own_draw(*args)
+        result["answers"].append([answer.hex() for answer in module.gpt.generated_bytes(*batch[:2])])
+        return batch
+
+    def update(*args):
+        sums = own_update(*args)
+        advantages = args[6]
+        result["rows"].append(int((advantages != 0).sum()))
+        result["mismatch"].append(sums[0].item())
+        result["clipped"].append(sums[1].item())
+        return sums
+
+    def train(model, args):
+        result["printed"] = own_train(model, args)
+        result["parameters"] = transformer.full_parameters(model)
+
+    stdout = io.StringIO()
+    with (
+        mock.patch.object(module, "reward", functools.partial(partial_reward, sparse)),
+        mock.patch.object(module, "draw_answers", draw_answers),
+        mock.patch.object(module, "update", update),
+        mock.patch.object(module, "train", train),
+        mock.patch.multiple(module, IMITATION_LR=IMITATION_LR, HELD_OUT=HELD_OUT),
+        mock.patch("torch.optim.AdamW", lambda params, lr, fused: make_optimizer(optimizer_name, adamw, params, lr)),
+        contextlib.redirect_stdout(stdout),
+    ):
+        module.main_worker(dist.get_local_rank(), dist.get_world_size(), args)
+    assert torch.initial_seed() == args.seed + dist.get_rank(), "or dropout in a copy is the same on all ranks"
+    result["stdout"] = stdout.getvalue()
+    return result
+
+
+def answers_of_step(ranks, step, samples):
+    """In the order of the prompts: rank r of N has the prompts r, r + N, …"""
+    groups = []
+    for result in ranks:
+        answers = [bytes.fromhex(answer) for answer in result["answers"][step]]
+        groups.append([answers[first : first + samples] for first in range(0, len(answers), samples)])
+    in_order = []
+    for number in range(max(map(len, groups))):
+        for of_rank in groups:
+            in_order += of_rank[number]
+    return in_order
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+def test_equals_one_answer_at_a_time(nprocs, tmp_path):
+    by_rank = transformer.train_on(nprocs, train, [(case,) for case in range(len(CASES))], tmp_path)
+    for case, (optimizer, sparse, changes) in enumerate(CASES):
+        print(nprocs, optimizer, sparse, changes)
+        parameters, answers, printed, held_out = reference(case)
+        ranks = [results[case] for results in by_rank]
+        for result in ranks:
+            for name, value in parameters.items():
+                assert (result["parameters"][name] - value).abs().max() <= 1e-9, name
+            assert result["printed"] == pytest.approx(printed, abs=1e-12)
+        for step, expected in enumerate(answers):
+            assert answers_of_step(ranks, step, TRAINING["samples"]) == expected
+        assert len({len(answer) for of_step in answers for answer in of_step}) > 3
+        assert max(result["mismatch"][0] for result in ranks) < 1e-10, "the ratio is 1 at the first inner step"
+        n_clipped = sum(sum(result["clipped"]) for result in ranks)
+        if not sparse:
+            assert (n_clipped > 0) == ("inner_steps" in changes)
+        without_rows = sum(result["rows"].count(0) for result in ranks)
+        assert (without_rows > 0) == (sparse and nprocs > 1), "some ranks take part without rows"
+        lines = ranks[0]["stdout"].splitlines()
+        numbers = [LINE.fullmatch(line).groups() for line in lines[1:]]
+        assert [number[0] for number in numbers] == ["1", "2", "4"]
+        assert [float(number[1]) for number in numbers] == pytest.approx(printed, abs=0.0006)
+        assert float(numbers[-1][2]) == pytest.approx(held_out, abs=0.0006)
+        assert all(float(number[4]) < 1e-12 for number in numbers)
+        assert not any(result["stdout"] for result in ranks[1:])
+
+
+# ---- wrong versions -------------------------------------------------------------------------------------------------
+
+WRONG = [  # a module, its text, what stands in its place, and the case that notices
+    ("min_GRPO", "n_bytes = dist.all_reduce(answered.sum())  # over", "n_bytes = answered.sum()  # over", 0),
+    ("min_GRPO", "(loss * dist.get_world_size()).backward()  # DDP", "loss.backward()  # DDP", 0),
+    ("min_GRPO", "new = log_probabilities_of(model, tokens, answered, args.temperature)", None, 0),
+    ("min_GRPO", "for number in own(range(args.prompts)):", "for number in range(len(prompts)):", 0),
+    ("min_GRPO", "groups.mean(dim=1, keepdim=True)", "groups.mean()", 0),
+    ("min_GRPO", "answered_next = answered[:, 1:]", "answered_next = answered[:, 1:] & (tokens[:, 1:] != STOP)", 0),
+    ("gpt", "positions = lengths[rows] + number", "positions = torch.full_like(rows, longest + number)", 0),
+    ("gpt", "logits = logits[row_numbers, lengths - 1]", "logits = logits[:, -1]", 0),
+    ("min_GRPO", "return ratio * (difference.exp() - 1 - difference)", "return difference.exp() - 1 - difference", 1),
+    ("min_GRPO", "return -torch.minimum(ratio * advantages, clipped * advantages)", "return -ratio * advantages", 1),
+]
+
+
+def planted(name, before, after):
+    """The module min_GRPO, with a defect in itself or in its gpt."""
+    source = (ROOT / f"{name}.py").read_text()
+    assert source.count(before) == 1, before
+    module = types.ModuleType(name)
+    exec(compile(source.replace(before, after), name, "exec"), vars(module))
+    if name == "min_GRPO":
+        return module
+    user = types.ModuleType("min_GRPO")
+    exec(compile((ROOT / "min_GRPO.py").read_text(), "min_GRPO", "exec"), vars(user))
+    user.gpt = module
+    return user
+
+
+def train_wrong(name, before, after, case):
+    return train(case, planted(name, before, after or before.replace("args.temperature", "1.0")))
+
+
+@pytest.mark.slow
+def test_wrong_versions_are_noticed(tmp_path):
+    by_rank = transformer.train_on(2, train_wrong, WRONG, tmp_path)
+    for number, (_, before, _, case) in enumerate(WRONG):
+        parameters, *_ = reference(case)
+        differences = []
+        for name, value in by_rank[0][number]["parameters"].items():
+            differences.append((value - parameters[name]).abs().max())
+        assert max(differences) > 1e-6, before
+
+
+# ---- learning -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_it_learns_what_the_teacher_did_not_show(seed, job_of):
+    first, *lines = job_of("min_GRPO.py", "--nproc", 1, "--seed", seed).splitlines()
+    numbers = [LINE.fullmatch(line).groups() for line in lines]
+    assert float(numbers[0][1]) < 0.55 < 0.85 < float(numbers[-1][1]), "the reward"
+    assert float(first.split()[-1]) < 0.95 < float(numbers[-1][2]), "held-out prompts"
+    assert all(float(number[4]) < 1e-5 for number in numbers), "the sampler is the model that is trained"
+
+
+def test_what_it_prints_and_saves(job_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(min_GRPO, "time", slow_clock())
+    path = tmp_path / "new" / "model.pt"
+    options = ("--width", 16, "--imitation-steps", 3, "--prompts", 4, "--steps", 5, "--log-every", 2, "--save", path)
+    first, *lines = job_of("min_GRPO.py", "--nproc", 1, *options).splitlines()
+    assert re.fullmatch(r"after 3 steps of imitation \| held-out \d\.\d{3}", first)
+    numbers = [LINE.fullmatch(line).groups() for line in lines]
+    assert [(number[0], number[6]) for number in numbers] == [("1", "16"), ("2", "16"), ("4", "32"), ("5", "16")]
+    saved = torch.load(path, weights_only=True)
+    assert saved["sizes"] == {"layers": 2, "width": 16, "heads": 4, "length": 19}
+    gpt.GPT(**saved["sizes"]).load_state_dict(saved["model"])
+    assert [name.name for name in Path(path.parent).iterdir()] == ["model.pt"]
+
+
+def test_advantages_compare_with_the_group():
+    rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1])
+    args = arguments(samples=4)
+    assert min_GRPO.advantages_of(rewards, args).tolist() == [0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0]
+    args.deviation = True
+    assert min_GRPO.advantages_of(rewards, args)[:2].tolist() == pytest.approx([1.5, -0.5], abs=1e-3)
+
+
+def test_the_divergence_and_its_gradient_are_exact_in_expectation():
+    """Summed over all bytes, weighted by the probability with which each was drawn."""
+    with float64():
+        torch.manual_seed(0)
+        logits = torch.randn(10, requires_grad=True)
+        old, reference_log = torch.randn(2, 10).log_softmax(-1)
+        new = logits.log_softmax(-1)
+        (exact,) = torch.autograd.grad((new.exp() * (new - reference_log)).sum(), logits, retain_graph=True)
+        ratio = (new - old).exp()
+        estimate = (old.exp() * min_GRPO.divergence(new, reference_log, ratio)).sum()
+        assert estimate.item() == pytest.approx((new.exp() * (new - reference_log)).sum().item())
+        assert (torch.autograd.grad(estimate, logits)[0] - exact).abs().max() < 1e-12
+
+
+def test_the_task():
+    args = arguments(digits=8, flawed=0.8)
+    prompts = min_GRPO.make_prompts("any", 400, args)
+    assert prompts == min_GRPO.make_prompts("any", 400, args) != min_GRPO.make_prompts("other", 400, args)
+    assert {len(prompt) for prompt in prompts} == {6, 7, 8, 9} and all(prompt.endswith(b"=") for prompt in prompts)
+    assert min_GRPO.reward(b"62615=", b"12566\n") == 1
+    assert [min_GRPO.reward(b"62615=", wrong) for wrong in (b"12566", b"12656\n", b"1256\n", b"")] == [0, 0, 0, 0]
+    answers = min_GRPO.teacher_answers(prompts, 0, args)
+    rewards = [min_GRPO.reward(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    assert 0.2 < sum(rewards) / 400 < 0.4, "exchanged neighbours may be equal"
+    assert all(sorted(answer) == sorted(prompt[:-1] + b"\n") for prompt, answer in zip(prompts, answers, strict=True))
