@@ -601,6 +601,18 @@ def test_on_several_machines_it_is_a_command_of_torchrun():
     assert plan.command(job, plan.Layout(shard=8, context=8)) is None
 
 
+def test_llm_fsdp_takes_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it makes a folder for its result
+    words = ["--model", "llama3-8b", "--gpus", "8", "--recompute", "full", "--compile", "--lora", "16"]
+    _, job = plan.parse_args(words)
+    results, _ = plan.search(job)
+    python, name, *rest = shlex.split(plan.command(job, plan.simplest(results).layout))
+    assert (python, name) == ("python", "llm_FSDP.py")
+    args = importlib.import_module("llm_FSDP").parse_args(rest)
+    assert (args.nproc, args.lora, args.recompute, args.compile) == (8, 16, True, True)
+    assert (args.model, args.length, args.global_batch_size) == ("meta-llama/Llama-3.1-8B", 8192, 8)
+
+
 def test_a_model_of_the_hub_is_trained_by_llm_fsdp():
     """With FSDP alone. Other meshes are those of the other scripts."""
     job = dataclasses.replace(job_of("llama3-8b", 8), name="llama3-8b")
