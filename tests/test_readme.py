@@ -371,6 +371,12 @@ def test_the_files_that_a_copied_script_needs():
     assert named == FOUNDATION - {"distributed.py", "spawn.py"}
 
 
+def test_the_recipes_have_a_table_of_contents():
+    page = PAGES[ROOT / "docs" / "recipes.md"]
+    contents = section(page, "Contents")
+    assert re.findall(r"^- \[(.*)\]\(#", contents, re.M) == re.findall(r"^### (.*)$", page, re.M)
+
+
 def in_a_package(command):
     """`python script.py --option` as `python -m mypackage.script --option`."""
     command = re.sub(r"python (\w+)\.py", r"python -m mypackage.\1", command)
