@@ -79,6 +79,9 @@ FROM_DEVICE = {"min_DDP": 128, "min_Join": 0}
 
 # Lines that may wait for the device in each step, or oftener than once for another reason.
 WAITS = {
+    "min_DDP": {  # once per epoch, but for four numbers
+        "lengths, kinds = torch.stack(headers).T.tolist()",
+    },
     "min_Join": {  # once for each --log-every steps
         "with Join([model], divide_by_initial_world_size=False):  # no collective but DDP's may be called inside",
     },
