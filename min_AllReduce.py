@@ -168,10 +168,10 @@ class RingDDP(nn.Module):
 
     def on_gradient(self, bucket, param):
         """Called by backward when the gradient of `param` is complete, also that of a parameter used in two places."""
+        if param not in bucket.missing:  # its bucket may be on its way
+            raise dist.DistributedError(f"a second gradient of {self.names[param]} before wait(): see no_sync()")
         if not self.sync:
             return
-        if param not in bucket.missing:
-            raise dist.DistributedError(f"a second gradient of {self.names[param]} before wait(): see no_sync()")
         bucket.missing.remove(param)
         # Buckets start in one order, the same on all processes, even if gradients arrive in another.
         while self.n_started < len(self.buckets) and not self.buckets[self.n_started].missing:
@@ -309,7 +309,7 @@ def run_jobs(jobs, results):
         except BaseException as failure:
             error = failure  # `wait` raises it
         results.put((time.perf_counter() - begin, error))
-        del function  # or it would keep the model alive
+        del function, error  # or they would keep the model alive
 
 
 class BackgroundStream:
@@ -387,7 +387,7 @@ def train_step(model, optimizer, x, y, args):
         if number < args.accumulate:
             sync = model.no_sync()  # only the last micro-batch's backward reduces the accumulated gradients
         with sync:
-            loss = gpt.loss_fn(model(micro_x), micro_y) / args.accumulate
+            loss = local_loss(model, micro_x, micro_y) / args.accumulate
             loss.backward()
         losses.append(loss.detach())
     if not args.library:

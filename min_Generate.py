@@ -265,7 +265,7 @@ def compare_options(folder, used):
         return
     before = json.loads(path.read_bytes())
     for name, value in used.items():
-        if before[name] != value:
+        if before.get(name) != value:
             raise dist.DistributedError(
                 f"{folder} has answers with another --{name}: use the same one, delete the folder, or change --output"
             )

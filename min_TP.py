@@ -24,8 +24,8 @@ Cost per process, for P float32 parameters, L layers of width D, B sequences of 
     sent      (N-1)/N · ((8·L + 4)·B + 1) · 4·T·D bytes in each step, and (N-1)/N · 4·B·T·256 for the logits. The CPU's
               gloo sends 12·L + 5 for 8·L + 4, because its reduce-scatter is an all-reduce.
 No process ever holds the whole model: it is built without memory, on the device "meta", and each process fills its
-part. Each process has all logits and computes the same loss. With a vocabulary larger than these 256 bytes the logits can
-stay split: see `loss_parallel` in torch.distributed.tensor.parallel.
+part. Each process has all logits and computes the same loss. With a vocabulary larger than these 256 bytes the logits
+can stay split: see `loss_parallel` in torch.distributed.tensor.parallel.
 
     python min_TP.py --nproc 2                                           # two processes; without --nproc, all GPUs
     CUDA_VISIBLE_DEVICES=0,1 python min_TP.py --width 2048 --heads 16    # two GPUs

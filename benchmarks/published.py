@@ -2,7 +2,7 @@
 
     python -m benchmarks.published
 
-benchmarks/published.json has the measurements, with the layout of each run as plan.py takes it. Six constants of
+benchmarks/published.json has the measurements, with the layout of each run as plan.py takes it. Three constants of
 plan.py are fitted to them. Each row is also projected with constants that were fitted without any row of its publisher.
 These held-out errors are what you may expect of a run that is not in the table.
 """
@@ -81,11 +81,8 @@ def load_runs():
 
 # The constants that are fitted, and what is known of them without these rows. The fit departs from there.
 KNOWN = {
-    "A100": 0.85,  # efficiency: a guess
-    "H100": 0.85,
+    "EFFICIENCY": 0.85,  # a guess
     "FORWARD": 1 / 3,  # forward's share of the operations
-    "FLOAT8": 1402.6 / 794.5,  # of matrices alone: github.com/stas00/ml-engineering, accelerator
-    "ASYNC_HIDES": 0.5,  # a guess
     "TRITON": 1 / 1.8,  # FlashAttention-2 is 1.3 to 2.5 times as fast: arXiv:2307.08691
 }
 TRUST = 0.1  # in what is known. A departure by a factor e weighs as much as an error by a factor e**TRUST of one row.
@@ -94,17 +91,14 @@ OUTLIER = 0.08  # errors beyond this weigh less: the loss is sqrt(1 + (error/OUT
 
 @contextlib.contextmanager
 def constants(values):
-    """plan.py with other FORWARD, FLOAT8, ASYNC_HIDES and TRITON."""
-    old = {name: getattr(plan, name) for name in ("FORWARD", "FLOAT8", "ASYNC_HIDES")}
-    kernels = dict(plan.KERNELS)
+    """plan.py with other FORWARD and TRITON."""
+    forward, kernels = plan.FORWARD, dict(plan.KERNELS)
     try:
-        for name in old:
-            setattr(plan, name, values[name])
+        plan.FORWARD = values["FORWARD"]
         plan.KERNELS["triton"] = values["TRITON"]
         yield
     finally:
-        for name, value in old.items():
-            setattr(plan, name, value)
+        plan.FORWARD = forward
         plan.KERNELS.update(kernels)
 
 
@@ -113,8 +107,7 @@ def project(runs, values):
     speeds = []
     with constants(values):
         for run in runs:
-            efficiency = values["A100" if run.source["gpu"] == "a100" else "H100"]
-            cluster = dataclasses.replace(run.cluster, efficiency=efficiency)
+            cluster = dataclasses.replace(run.cluster, efficiency=values["EFFICIENCY"])
             speeds.append(plan.tokens_per_second(run.model, run.layout, cluster))
     return speeds
 
@@ -154,14 +147,7 @@ def fit(runs):
 
 def current():
     """The constants as they stand in plan.py."""
-    return {
-        "A100": plan.GPUS["a100"].efficiency,
-        "H100": plan.GPUS["h100"].efficiency,
-        "FORWARD": plan.FORWARD,
-        "FLOAT8": plan.FLOAT8,
-        "ASYNC_HIDES": plan.ASYNC_HIDES,
-        "TRITON": plan.TRITON,
-    }
+    return {name: getattr(plan, name) for name in KNOWN}
 
 
 # ---- held against the rows ----------------------------------------------------------------------------------------
@@ -264,11 +250,11 @@ INTRODUCTION = """# How far to trust plan.py
 {n} published runs of {publishers} publishers. `python -m benchmarks.published` writes it from
 [published.json](../benchmarks/published.json), and a test fails if an error grows.
 
-The formulas have a source each, in plan.py. Six constants are fitted to the runs, the same for all sources. Two of
-them are the efficiency of A100 and of H100, which H200 shares. "Fitted" is the error of plan.py as it is. "Held out" is
-the error of the same formulas if the six constants are fitted without any run of the same publisher. Expect this error
-for your own run. No constant belongs to a source, and nothing is calibrated on a row before the row is projected.
-The formulas themselves were chosen with all these runs in view, so a run of another kind can be further off.
+The formulas have a source each, in plan.py. Three constants are fitted to the runs, the same for all GPUs and sources.
+"Fitted" is the error of plan.py as it is. "Held out" is the error of the same formulas if the three constants are
+fitted without any run of the same publisher. Expect this error for your own run. Nothing is calibrated on a row before
+the row is projected. The formulas, and the few constants that plan.py calls chosen, were chosen with all these runs in
+view, so a run of another kind can be further off.
 """
 
 MISSES = """## What it misses
@@ -400,9 +386,8 @@ def publishers_table(results):
 
 def constants_table():
     lines = ["| constant | fitted | known without the rows |", "|---|---|---|"]
-    names = {"A100": "efficiency of A100", "H100": "efficiency of H100 and H200"}
     for name, value in current().items():
-        lines.append(f"| {names.get(name, f'`{name}`')} | {value} | {KNOWN[name]:.2f} |")
+        lines.append(f"| `{name}` | {value} | {KNOWN[name]:.2f} |")
     return lines
 
 
