@@ -39,7 +39,6 @@ import importlib.util
 import math
 import os
 import resource
-import signal
 import sys
 import time
 from pathlib import Path
@@ -254,7 +253,8 @@ class Trainer:
         self.optimizer, self.scheduler = make_optimizer(model, self.steps, args)
         self.trained = [param for param in model.parameters() if param.requires_grad]
         self.tracker = tracking.Tracker("llm_FSDP", args.wandb, args.tensorboard)
-        self.preemption = Preemption()
+        if args.checkpoint_dir:
+            self.preemption = checkpoint.Preemption()
         self.speed = Speed(model, args)
 
     def train(self):
@@ -331,7 +331,9 @@ class Trainer:
         if self.args.checkpoint_dir:
             parts = self.checkpoint_parts()
             with self.speed.paused():
-                checkpoint.save_sharded(self.args.checkpoint_dir, self.model, self.optimizer, done, parts, frozen=False)
+                checkpoint.save_sharded(
+                    self.args.checkpoint_dir, self.model, self.optimizer, scheduler=parts, frozen=False, step=done
+                )
 
     def checkpoint_parts(self):
         data = {"rows": len(self.rows), "length": self.args.length, "global batch size": self.args.global_batch_size}
@@ -362,23 +364,6 @@ class CheckpointParts:
 def seed_of(*numbers):
     """A random seed that depends on all these whole numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
-
-
-class Preemption:
-    """SIGTERM, which a scheduler sends before it takes a machine away."""
-
-    def __init__(self):
-        self.received = False
-        signal.signal(signal.SIGTERM, self.receive)
-
-    def receive(self, number, frame):
-        self.received = True
-
-    def agreed(self):
-        """Has any rank received it? All ranks call it after the same step. It waits for the CPUs alone."""
-        received = torch.tensor(float(self.received))
-        torch_dist.all_reduce(received, torch_dist.ReduceOp.MAX, group=dist.patient_group())
-        return bool(received)
 
 
 # ---- speed --------------------------------------------------------------------------------------------------------
@@ -694,10 +679,10 @@ def main_worker(local_rank, world_size, args):
     if not args.model:
         guess = documents.bigram_loss(rows, held_out, config.vocab_size)
         dist.print_primary(f"loss in nats per token; guessing by bigrams {guess:.4f}", flush=True)
-    _, finished = Trainer(model, rows, held_out, args).train()
+    trainer = Trainer(model, rows, held_out, args)
+    _, finished = trainer.train()
     if not finished:
-        dist.cleanup()  # as at the end of training: all ranks leave together
-        sys.exit(128 + signal.SIGTERM)  # not 0: the launcher must start the job again
+        trainer.preemption.leave()
     prompt = args.prompt
     if not prompt and not args.model:
         prompt = 'def is_empty(self):\n    """Return True if the queue is empty."""\n'
