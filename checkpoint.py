@@ -507,8 +507,10 @@ def _prefixes(keys):
     """ "a.b.c" has the prefixes "a.b" and "a". All of them, of all keys."""
     prefixes = set()
     for key in keys:
-        while key and key not in prefixes:
+        while key:
             key = key.rpartition(".")[0]
+            if key in prefixes:
+                break
             prefixes.add(key)
     return prefixes
 

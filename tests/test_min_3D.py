@@ -199,9 +199,9 @@ def resume(script, mesh, changes):
     rates = []
     save_sharded = checkpoint.save_sharded
 
-    def note_rates(folder, model, optimizer, epoch):
+    def note_rates(folder, model, optimizer, **where):
         rates.extend(group["lr"] for group in optimizer.param_groups)
-        save_sharded(folder, model, optimizer, epoch)
+        save_sharded(folder, model, optimizer, **where)
 
     checkpoint.save_sharded = note_rates
     try:
