@@ -37,7 +37,6 @@ import contextlib
 import importlib.util
 import math
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -209,7 +208,7 @@ class Trainer:
         self.tracker = tracking.Tracker("llm_FSDP", args.wandb, args.tensorboard)
         self.preemption = None
         if args.checkpoint_dir:
-            self.preemption = Preemption()
+            self.preemption = checkpoint.Preemption()
         self.speed = Speed(model, args)
 
     def train(self):
@@ -286,7 +285,9 @@ class Trainer:
         if self.args.checkpoint_dir:
             parts = self.checkpoint_parts()
             with self.speed.paused():
-                checkpoint.save_sharded(self.args.checkpoint_dir, self.model, self.optimizer, done, parts, frozen=False)
+                checkpoint.save_sharded(
+                    self.args.checkpoint_dir, self.model, self.optimizer, scheduler=parts, frozen=False, step=done
+                )
 
     def checkpoint_parts(self):
         args = self.args
@@ -319,23 +320,6 @@ class CheckpointParts:
 def seed_of(*numbers):
     """A random seed that depends on all these whole numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
-
-
-class Preemption:
-    """SIGTERM, which a scheduler sends before it takes a machine away."""
-
-    def __init__(self):
-        self.received = False
-        signal.signal(signal.SIGTERM, self.receive)
-
-    def receive(self, number, frame):
-        self.received = True
-
-    def agreed(self):
-        """Has any rank received it? All ranks call it after the same step. It waits for the CPUs alone."""
-        received = torch.tensor(float(self.received))
-        torch_dist.all_reduce(received, torch_dist.ReduceOp.MAX, group=dist.patient_group())
-        return bool(received)
 
 
 # ---- speed --------------------------------------------------------------------------------------------------------
@@ -586,10 +570,10 @@ def main_worker(local_rank, world_size, args):
     if not args.model:
         guess = documents.bigram_loss(rows, held_out, config.vocab_size)
         dist.print_primary(f"loss in nats per token; guessing by bigrams {guess:.4f}", flush=True)
-    _, finished = Trainer(model, rows, held_out, args).train()
+    trainer = Trainer(model, rows, held_out, args)
+    _, finished = trainer.train()
     if not finished:
-        dist.cleanup()  # as at the end of training: all ranks leave together
-        sys.exit(128 + signal.SIGTERM)  # not 0: the launcher must start the job again
+        trainer.preemption.leave()
     prompt = args.prompt
     if not prompt and not args.model:
         prompt = 'def is_empty(self):\n    """Return True if the queue is empty."""\n'

@@ -192,7 +192,7 @@ def saved_model(kind, folder):
         from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # slow, and `worker` needs none of it
 
         path = folder.parent / "whole.pt"
-        dcp_to_torch_save(folder / "state" / "epoch-40", path)
+        dcp_to_torch_save(folder / "state" / "step-40", path)
     return torch.load(path, weights_only=True)["model"]
 
 
@@ -228,7 +228,7 @@ def saving_trial(kind, rng, folder, kills):
 
 def newest_change(folder):
     """A number that changes whenever the job saves."""
-    return max((path.stat().st_mtime_ns for path in [folder, *folder.glob("state/epoch-*")]), default=0)
+    return max((path.stat().st_mtime_ns for path in [folder, *folder.glob("state/step-*")]), default=0)
 
 
 def wait_for_the_others():

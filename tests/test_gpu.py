@@ -228,7 +228,7 @@ def read(path):
         return torch.load(path, weights_only=True)
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    dcp_to_torch_save(path / "epoch-8", path / "whole.pt")
+    dcp_to_torch_save(path / "step-8", path / "whole.pt")
     return torch.load(path / "whole.pt", weights_only=True)
 
 
