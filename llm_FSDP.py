@@ -285,8 +285,9 @@ class Trainer:
         if self.args.checkpoint_dir:
             parts = self.checkpoint_parts()
             with self.speed.paused():
+                options_of_save = {"scheduler": parts, "frozen": False, "keep": self.args.keep}
                 checkpoint.save_sharded(
-                    self.args.checkpoint_dir, self.model, self.optimizer, scheduler=parts, frozen=False, step=done
+                    self.args.checkpoint_dir, self.model, self.optimizer, step=done, **options_of_save
                 )
 
     def checkpoint_parts(self):
@@ -417,6 +418,7 @@ def parse_args(argv=None):
     add("--attention", type=attention, default="sdpa", help="sdpa, eager, flex_attention or flash_attention_2")
     add("--recompute", action="store_true", help="recompute the layers in backward, to save memory")
     add("--compile", action="store_true", help="compile each layer with torch.compile")
+    add("--keep", type=count, help="keep only the newest N checkpoints (default: all)", metavar="N")
     add("--log-every", type=count, default=20, help="print every N steps", metavar="N")
     add("--eval-every", type=count, default=100, help="evaluate every N steps, and at the end", metavar="N")
     add("--prompt", help="what the trained model answers at the end (default: nothing with --model)")
