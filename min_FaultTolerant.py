@@ -467,8 +467,15 @@ def leave_together(quorum):
 
 def main_worker(local_rank, world_size, args):
     """Keep one process training, until the job is finished or cannot continue. This process itself does not train."""
-    store, address = connect_to_store(args)
-    store.append("lost", "")
+    try:
+        store, address = connect_to_store(args)
+        store.append("lost", "")
+        supervise(local_rank, world_size, store, address, args)
+    except torch_dist.DistNetworkError:
+        raise dist.DistributedError("the store is lost, or cannot be reached") from None
+
+
+def supervise(local_rank, world_size, store, address, args):
     context = multiprocessing.get_context("fork")  # a copy of this process starts at once: it has imported torch
     for _ in range(args.max_restarts + 1):
         name = f"{socket.gethostname()}-{local_rank}-{uuid.uuid4().hex[:8]}"
@@ -545,7 +552,7 @@ def run_trainer(address, name, n_expected, args, reasons):
         reasons.put(str(error))
         sys.exit(1)
     except torch_dist.DistNetworkError:
-        reasons.put(f"the store at {address[0]}:{address[1]} is lost")
+        reasons.put("the store is lost")
         sys.exit(1)
     except torch.AcceleratorError:  # the GPU has failed, and this process with it
         traceback.print_exc()
