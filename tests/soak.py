@@ -374,7 +374,7 @@ def survivors_trial(rng, folder, kills):
 def kill_some(rng, folder, kills, ended):
     """Kill one or two processes at random moments, or stop one for a while. One that has taken a step is left."""
     while len(kills) < KILLS and not ended.wait(rng.choice([rng.uniform(0, 0.1), rng.uniform(0, 1)])):
-        trainers, holders = alive(folder.glob("*.trainer")), alive(folder.glob("*.holder"))
+        trainers, holders = alive(folder.glob("*.trainer"), kills), alive(folder.glob("*.holder"), kills)
         victims = rng.sample(trainers, k=min(len(trainers), rng.choice([1, 1, 1, 2])))
         if not set(holders) - set(victims):
             continue
@@ -382,19 +382,20 @@ def kill_some(rng, folder, kills, ended):
             with contextlib.suppress(psutil.NoSuchProcess):
                 victims[0].suspend()
                 ended.wait(rng.uniform(0, 3 * FAULTS["timeout"]))
+                (folder / f"{victims[0].pid}.holder").unlink(missing_ok=True)  # it may be left behind by now
                 victims[0].resume()
         else:
             for process in victims:
                 kill(process, kills)
 
 
-def alive(paths):
+def alive(paths, kills):
     processes = []
     for path in paths:
+        pid = int(path.stem)
         with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(int(path.stem))
-            if process.status() != psutil.STATUS_ZOMBIE:
-                processes.append(process)
+            if pid not in kills:  # one that was killed just now may still be there
+                processes.append(psutil.Process(pid))
     return processes
 
 

@@ -45,6 +45,7 @@ CASES = [
     ("min_CP", 2, *STEPS, "--attention", "all-gather"),
     ("min_DiLoCo", 2, *STEPS, "--sync-every", 2),
     ("min_EP", 2, *STEPS, *EXPERTS),
+    ("min_FaultTolerant", 3, *STEPS[2:], "--steps", N_STEPS + 1),
     ("min_FSDP", 2, *STEPS),
     ("min_FSDP", 2, *STEPS, "--mixed-precision"),
     ("min_Muon", 2, *STEPS, "--snapshot-path", "snapshot.pt"),
