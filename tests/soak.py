@@ -301,14 +301,14 @@ KILLS = 20  # in a trial
 
 
 def survivor_worker(local_rank, world_size, folder):
-    """The script's own, by SGD in float64. Files say which processes train, and which have taken a step."""
+    """The script's own, by SGD in float64. Each process writes the newest step that it has taken."""
     import min_FaultTolerant
 
     train, take_step = min_FaultTolerant.train, min_FaultTolerant.Trainer.take_step
 
     def recorded_step(trainer, step):
         take_step(trainer, step)
-        (folder / f"{os.getpid()}.holder").touch()
+        (folder / f"{os.getpid()}.trainer").write_text(str(step))
 
     def recorded_train(store, name, n_expected, args):
         (folder / f"{os.getpid()}.trainer").touch()
@@ -372,31 +372,27 @@ def survivors_trial(rng, folder, kills):
 
 
 def kill_some(rng, folder, kills, ended):
-    """Kill one or two processes at random moments, or stop one for a while. One that has taken a step is left."""
+    """Kill one or two processes at random moments, or stop one for a while. One with the newest step is left."""
     while len(kills) < KILLS and not ended.wait(rng.choice([rng.uniform(0, 0.1), rng.uniform(0, 1)])):
-        trainers, holders = alive(folder.glob("*.trainer"), kills), alive(folder.glob("*.holder"), kills)
-        victims = rng.sample(trainers, k=min(len(trainers), rng.choice([1, 1, 1, 2])))
-        if not set(holders) - set(victims):
+        steps = {}
+        for path in folder.glob("*.trainer"):
+            pid = int(path.stem)
+            if pid not in kills:  # one that was killed just now may still be there
+                steps[pid] = int(path.read_text() or -1)
+        victims = rng.sample(sorted(steps), k=min(len(steps), rng.choice([1, 1, 1, 2])))
+        left = [step for pid, step in steps.items() if pid not in victims]
+        if not left or max(left) < max(steps.values()) or max(left) == -1:
             continue
         if rng.random() < 0.1:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                victims[0].suspend()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victims[0], signal.SIGSTOP)
                 ended.wait(rng.uniform(0, 3 * FAULTS["timeout"]))
-                (folder / f"{victims[0].pid}.holder").unlink(missing_ok=True)  # it may be left behind by now
-                victims[0].resume()
+                os.kill(victims[0], signal.SIGCONT)
         else:
-            for process in victims:
-                kill(process, kills)
-
-
-def alive(paths, kills):
-    processes = []
-    for path in paths:
-        pid = int(path.stem)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if pid not in kills:  # one that was killed just now may still be there
-                processes.append(psutil.Process(pid))
-    return processes
+            for pid in victims:
+                with contextlib.suppress(ProcessLookupError):  # it has finished
+                    os.kill(pid, signal.SIGKILL)
+                    kills.append(pid)
 
 
 # ---- put together ---------------------------------------------------------------------------------------------------
