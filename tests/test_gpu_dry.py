@@ -53,6 +53,7 @@ CASES = [
     ("min_DiLoCo", 2, *STEPS, "--sync-every", 2),
     ("min_EP", 2, *STEPS, *EXPERTS),
     ("min_EP", 2, *STEPS, *EXPERTS, "--bf16"),
+    ("min_FaultTolerant", 3, *STEPS[2:], "--steps", N_STEPS + 1),
     ("min_FSDP", 2, *STEPS),
     ("min_FSDP", 2, *STEPS, "--bf16"),
     ("min_GRPO", 2, *STEPS, "--prompts", 4, "--imitation-steps", 3, "--save", "model.pt"),
