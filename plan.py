@@ -949,24 +949,31 @@ def fits(job):
     return bool(results)
 
 
+def can_be_shared(job):
+    """Whether there is a layout, which may be too large."""
+    return next(layouts(job), None) is not None
+
+
 def why_no_layout(job):
-    """Two sentences: why the batch cannot be shared by the GPUs, and the next batch that can."""
-    model = job.model
+    """Two sentences: why the GPUs cannot share the batch, and the next larger batch or fewer GPUs that can."""
     device = job.cluster.device
-    cannot = f"{counted(job.batch, 'sequence')} cannot be shared by {job.n_gpus} {device}s"
-    for batch in range(job.batch + 1, 2 * job.n_gpus + job.batch):
-        if any(True for _ in layouts(dataclasses.replace(job, batch=batch))):
-            advice = f"Take --global-batch-size {batch}, or fewer {device}s."
-            break
-    else:
-        advice = f"Take fewer {device}s, or another mesh."
+    why = f"tensor x context splits a sequence by at most the {job.model.heads} heads"
     if job.mesh:
-        return (
-            f"{cannot} on this mesh: replicate x shard must divide them, and stages need as many micro-batches.",
-            advice,
-        )
-    why = f"tensor x context splits a sequence by at most the {model.heads} heads"
-    return f"{cannot}: {why}, and stages need as many micro-batches.", advice
+        why = "replicate x shard of this mesh must divide them"
+    ways = []
+    for batch in range(job.batch + 1, 2 * job.n_gpus + job.batch):
+        if can_be_shared(dataclasses.replace(job, batch=batch)):
+            ways.append(f"--global-batch-size {batch}")
+            break
+    fewer = job.n_gpus // 2
+    while fewer and not job.mesh:
+        if can_be_shared(dataclasses.replace(job, n_gpus=fewer)):
+            ways.append(counted(fewer, device))
+            break
+        fewer //= 2
+    sequences = counted(job.batch, "sequence")
+    cannot = f"{sequences} cannot be shared by {job.n_gpus} {device}s: {why}, and stages need as many micro-batches."
+    return cannot, f"Take {' or '.join(ways) or 'another mesh'}."
 
 
 # ---- the command --------------------------------------------------------------------------------------------------
