@@ -293,8 +293,20 @@ def patient_group():
         return None
     world = torch_dist.group.WORLD
     if world not in _patient_groups:
-        _patient_groups[world] = torch_dist.new_group(backend="gloo", timeout=timedelta(hours=2))
+        _patient_groups[world] = _sparse_gloo_group(timedelta(hours=2))
     return _patient_groups[world]
+
+
+def pipeline_backend(dim):
+    """For `backend_override` of init_device_mesh: a backend that suits pipelines, whose stages are dimension `dim`.
+
+    In torch 2.15 "nccl" builds a ProcessGroupNCCL2, unless TORCH_DIST_USE_NCCL2=0. It sends to all ranks on one stream,
+    so what goes to one neighbour waits for what goes to the other. "nccl-lazy" has a communicator and a stream for each
+    pair of ranks. Returns {dim: "nccl-lazy"}, or None with gloo and with torch before 2.15, which has no such backend.
+    """
+    if torch_dist.get_backend() == "nccl" and torch_dist.is_backend_available("nccl-lazy"):
+        return {dim: "nccl-lazy"}
+    return None
 
 
 def cleanup():
@@ -784,7 +796,11 @@ def _run_worker(worker_fn, *args):
         worker_fn(get_local_rank(), get_world_size(), *args)
     except DistributedError as error:
         _note_exit_status(1)
-        raise SystemExit(1 if error.on_all_ranks and not is_primary() else str(error)) from None
+        # The workers of `launch` all report it: the launcher prints the first report, whichever rank it is from.
+        under_torchrun = multiprocessing.parent_process() is None
+        if error.on_all_ranks and under_torchrun and not is_primary():
+            raise SystemExit(1) from None
+        raise SystemExit(str(error)) from None
     except SystemExit as error:
         _note_exit_status(error.code)
         raise
@@ -867,6 +883,25 @@ def _tell_prefix(store, world_size, timeout):
         time.sleep(pause)
         pause = min(2 * pause, 0.1)  # do not keep the store busy while a rank is late
     return prefix
+
+
+def _sparse_gloo_group(timeout):
+    """A gloo group of all ranks in which two ranks connect when they first communicate.
+
+    gloo otherwise connects every pair at once: of 1,024 ranks each would have 1,023 sockets, as many as the usual limit
+    of open files. With this, a barrier, a gather and a broadcast of objects together take about 2·log2(N). No argument
+    of new_group says so, in torch 2.11 to 2.15, so the variable is set for its call alone. Delete when there is one.
+    """
+    before = os.environ.get("TORCH_GLOO_LAZY_INIT")
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    try:
+        group = torch_dist.new_group(backend="gloo", timeout=timeout)
+    finally:
+        del os.environ["TORCH_GLOO_LAZY_INIT"]
+        if before is not None:
+            os.environ["TORCH_GLOO_LAZY_INIT"] = before
+    torch_dist.barrier(group)  # connects the pairs that later calls need, so that they notice at once if a peer dies
+    return group
 
 
 _exit_status = None  # of `worker_fn`; None before `launch` has called it

@@ -15,6 +15,7 @@ Only rank 0 reads and writes files. It needs one whole model in the CPU's memory
 because safetensors maps the files into memory, and no rank ever holds a whole model on its device.
 """
 
+import contextlib
 import copy
 import json
 import os
@@ -57,13 +58,13 @@ def build_model(config, dtype, attention="sdpa"):
     return model
 
 
-def load_model(name, attention="sdpa"):
+def load_model(name, config, attention="sdpa"):
     """The whole model of a folder, or of a name on the Hub, on the CPU, in the type of its files.
 
     Raises OSError, ValueError or ImportError if it cannot be loaded, also if its files lack some weights.
     """
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        name, dtype="auto", attn_implementation=attention, output_loading_info=True
+        name, config=copy.deepcopy(config), dtype="auto", attn_implementation=attention, output_loading_info=True
     )
     missing = sorted(info["missing_keys"])
     if missing:
@@ -129,6 +130,20 @@ def adapted_layers(model):
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_scale")}
 
 
+@contextlib.contextmanager
+def without_adapters(model):
+    """Inside the block the model computes what it computed before `add_lora`."""
+    adapted = adapted_layers(model).values()
+    scales = [linear.lora_scale for linear in adapted]
+    for linear in adapted:
+        linear.lora_scale = 0.0
+    try:
+        yield
+    finally:
+        for linear, scale in zip(adapted, scales, strict=True):
+            linear.lora_scale = scale
+
+
 # ---- write --------------------------------------------------------------------------------------------------------
 
 
@@ -153,7 +168,7 @@ def save_model(model, tokenizer, config, folder):
         if ".lora_" in name or id(param) in seen:
             continue  # the second name of a tied weight: from_pretrained ties it again
         seen.add(id(param))
-        tensor = gathered(param)
+        tensor = gathered(param.detach().to(config.dtype))
         module = modules[name.rpartition(".")[0]]
         if hasattr(module, "lora_scale") and param is module.weight:
             tensor = tensor + change_by_lora(module)

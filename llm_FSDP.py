@@ -38,7 +38,6 @@ import functools
 import importlib.util
 import math
 import os
-import resource
 import signal
 import sys
 import time
@@ -48,6 +47,7 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -200,9 +200,10 @@ Row = collections.namedtuple("Row", "tokens positions places targets n_tokens")
 def on_device(row, in_loss=True):
     """A row (3, length) as the model takes it; `places` are the positions of the targets. The host does not wait."""
     tokens, positions, targets = row.long()
-    if not in_loss:
-        targets = torch.full_like(targets, documents.IGNORED)
     n_tokens = (tokens != documents.PADDING).sum().item()
+    if not in_loss:
+        n_tokens = 0
+        targets = torch.full_like(targets, documents.IGNORED)
     places = (targets != documents.IGNORED).nonzero()[:, 0]
     tensors = tokens.clamp(min=0)[None], positions[None], places, targets[places]
     device = dist.get_device()
@@ -426,7 +427,7 @@ class Speed:
         seconds = time.perf_counter() - self.start
         counts = torch.tensor([self.n_targets, self.n_tokens], dtype=torch.float64, device=self.device)
         targets, tokens = (dist.all_reduce(counts) / seconds).tolist()
-        memory = torch.tensor(float(peak_memory(self.device)), device=self.device)
+        memory = torch.tensor(float(dist.peak_memory(self.device)), device=self.device)
         memory = dist.all_reduce(memory, op="max").item()
         text = f"{targets:,.0f} targets/s | {tokens:,.0f} tokens/s | {memory / 1e6:,.0f} MB"
         if self.peak:
@@ -434,14 +435,6 @@ class Speed:
             text += f" | MFU {operations / (self.peak * dist.get_world_size()):.1%}"
         self.begin()
         return text
-
-
-def peak_memory(device):
-    """Bytes: the most that this process has had allocated on its GPU, or resident in memory on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 # ---- before and after training ------------------------------------------------------------------------------------
@@ -512,7 +505,12 @@ def parse_args(argv=None):
     add("--output-dir", default="runs/llm", help="folder for the trained model, or for its adapters")
     add("--checkpoint-dir", help="save checkpoints here, and resume from the newest one")
     add("--save-every", type=count, default=500, help="save a checkpoint every N steps, and at the end", metavar="N")
-    add("--lora", type=count, metavar="RANK", help="freeze the model and train adapters of this rank")
+    add(
+        "--lora",
+        type=count,
+        metavar="RANK",
+        help="freeze the model and train adapters of this rank (default: train the model)",
+    )
     add("--lora-alpha", type=options.positive_number, help="scale of the adapters (default: twice their rank)")
     add("--merge", action="store_true", help="with --lora: also write the merged model, to OUTPUT_DIR/merged")
     length = options.whole_number(2)
@@ -534,7 +532,7 @@ def parse_args(argv=None):
     add("--compile", action="store_true", help="compile each layer with torch.compile")
     add("--log-every", type=count, default=20, help="print every N steps", metavar="N")
     add("--eval-every", type=count, default=100, help="evaluate every N steps, and at the end", metavar="N")
-    add("--prompt", help="what the trained model answers at the end")
+    add("--prompt", help="what the trained model answers at the end (default: nothing with --model)")
     add("--seed", type=options.seed_number, default=0, help="random seed")
     add("--wandb", action="store_true", help="track with Weights & Biases")
     add("--tensorboard", default="", help="track with TensorBoard, in this folder", metavar="FOLDER")
@@ -629,7 +627,7 @@ def load_whole_model(config, args):
     """The model to begin with, on the CPU. Rank 0 calls it."""
     torch.manual_seed(args.seed)
     if args.model and not args.from_scratch:
-        whole = hub.load_model(args.model, args.attention)
+        whole = hub.load_model(args.model, config, args.attention)
     else:
         whole = hub.build_model(config, torch.get_default_dtype(), args.attention)
     config.dtype = whole.dtype  # in which the result is written
@@ -649,7 +647,7 @@ def prepare(args):
             tokenizer, config = load_tokenizer_and_config(args)
             whole = load_whole_model(config, args)
             rows, held_out = make_rows(tokenizer, args.length, args)
-        except (ImportError, OSError, ValueError) as failure:
+        except (ImportError, OSError, ValueError, SafetensorError) as failure:
             cause = str(failure).strip().partition("\n")[0]
             error = f"--model {args.model}: {cause}"
         except dist.DistributedError as failure:
@@ -680,6 +678,7 @@ def init_process_group():
 
 def main_worker(local_rank, world_size, args):
     init_process_group()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     tokenizer, whole, config, rows, held_out = prepare(args)

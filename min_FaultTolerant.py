@@ -142,13 +142,15 @@ class Quorum:
         _, closed = committed_steps(self.store, self.number)
         if closed:
             raise PeerLost("a member is lost")
+        device = dist.get_device()
         with communication():
             torch_dist.init_process_group(
-                "nccl" if dist.get_device().type == "cuda" else "gloo",
+                "nccl" if device.type == "cuda" else "gloo",
                 store=torch_dist.PrefixStore(f"{self.number} group", self.store),
                 rank=self.rank,
                 world_size=len(self.members),
                 timeout=self.timeout,
+                device_id=device if device.type == "cuda" else None,
             )
 
     def vote(self, step):
@@ -251,6 +253,11 @@ def read_quorum(store, number):
     return quorum["holders"], quorum["newcomers"], quorum["step"]
 
 
+def members_of(store, number):
+    holders, newcomers, _ = read_quorum(store, number)
+    return holders + newcomers
+
+
 def meet(store, name, own_step, n_expected, args):
     """Join the next quorum with the parameters of `own_step`. Returns None if all steps are committed.
 
@@ -288,8 +295,7 @@ def propose(store, number, n_expected, waited, args):
     step = 0
     previous = []
     if number > 0:
-        holders, newcomers, _ = read_quorum(store, number - 1)
-        previous = holders + newcomers
+        previous = members_of(store, number - 1)
         if lost.issuperset(previous):
             close(store, number - 1)
         step, closed = committed_steps(store, number - 1)
@@ -470,15 +476,16 @@ def main_worker(local_rank, world_size, args):
         process = context.Process(target=run_trainer, args=(address, name, world_size, args, reasons))
         process.start()
         log(f"process {process.pid} trains as {name}")
-        finished = wait_for(process, store, args)
+        finished = wait_for(process, name, store, args)
         if finished:
             return
         report_loss(store, name)
+        if process.exitcode > 0 and reasons.empty():
+            raise dist.DistributedError(f"{name} raised an exception: see its traceback above")
         if process.exitcode > 0:
-            line = f"{name} failed: see its traceback above" if reasons.empty() else reasons.get()
-            raise dist.DistributedError(line)
+            raise dist.DistributedError(reasons.get())
         log(f"{name} was killed by {signal.Signals(-process.exitcode).name}")
-    raise dist.DistributedError(f"process {local_rank} was killed after --max-restarts {args.max_restarts}")
+    raise dist.DistributedError(f"{name} is not replaced: --max-restarts is {args.max_restarts}")
 
 
 def connect_to_store(args):
@@ -499,16 +506,19 @@ def connect(address):
     return torch_dist.PrefixStore("quorums", torch_dist.TCPStore(host, port, is_master=False))
 
 
-def wait_for(process, store, args):
-    """Wait until the process has ended. Returns whether the job is finished; then a process that hangs is killed."""
+def wait_for(process, name, store, args):
+    """Wait until the process has ended. Returns whether it was needed no more.
+
+    When the job is finished, a process that was left behind is killed: it may be stopped for ever.
+    """
     finished = False
-    while process.is_alive() and not finished:
+    while process.is_alive():
         process.join(1)
         number = newest_quorum(store)
         finished = number >= 0 and is_finished(store, number, args)
-    process.join(args.timeout)
-    process.kill()
-    process.join()
+        if finished and name not in members_of(store, number):
+            process.join(args.timeout)
+            process.kill()
     return finished or process.exitcode == 0
 
 
@@ -516,10 +526,8 @@ def report_loss(store, name):
     """Tell the others that a process has died, and end its quorum, so that nobody waits for its vote."""
     store.append("lost", f"{name} ")
     number = newest_quorum(store)
-    if number >= 0:
-        holders, newcomers, _ = read_quorum(store, number)
-        if name in holders + newcomers:
-            close(store, number)
+    if number >= 0 and name in members_of(store, number):
+        close(store, number)
 
 
 def run_trainer(address, name, n_expected, args, reasons):
@@ -528,6 +536,7 @@ def run_trainer(address, name, n_expected, args, reasons):
     os.environ.pop("RANK", None)  # its rank is another one in each quorum
     os.environ.pop("WORLD_SIZE", None)
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # or NCCL would end this process after the timeout
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(args.timeout))  # seconds to wait for the others
     try:
         if torch.cuda.is_available():
             torch.cuda.set_device(dist.get_device())

@@ -1029,7 +1029,7 @@ def script(layout, model_name=None):
     if kinds == {"shard"} and layout.recompute == "none":
         if layout.precision == "float32":
             return "min_FSDP.py", []
-        return "min_FSDP.py", ["--mixed-precision"]
+        return "min_FSDP.py", ["--bf16"]
     mesh = ["--replicate", replicate, "--shard", shard, "--tensor", tensor]
     if layout.recompute == "full":
         mesh.append("--checkpoint-activations")

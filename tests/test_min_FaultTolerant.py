@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -19,54 +20,76 @@ import min_FaultTolerant
 from min_FaultTolerant import Quorum, Trainer
 
 N = 3
-# Which rank of the quorum is killed in which step, and where. The step before a kill ends when all new processes wait.
-# So each kill finds three members, and the new process is healed in the step after it.
-PLAN = [
-    (3, "in forward", 1),
-    (6, "in backward", 0),
-    (9, "in the all-reduce", 2),
-    (12, "when the others have voted", 1),
-    (15, "after its vote", 2),
-    (18, "after the last vote", 0),
-    (21, "after the decision", 1),
-    (24, "before the optimizer's step", 0),
-    (27, "in the all-reduce", 0),  # two at once
-    (27, "in the all-reduce", 2),
-    (30, "in forward", 1),
-    (31, "while it sends the state", 0),
-    (32, "while it receives the state", 2),
-    (34, "in forward", 1),
-    (34, "after it has joined", 0),
-    (37, "in forward", 1),
-    (37, "when it is a member", 0),
-    (40, "in forward", 1),
-    (40, "while it connects", 0),  # the one moment in which the others wait until the timeout
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+# In which step, where in it, and which rank of the quorum is killed or stopped. The step before ends when all new
+# processes wait. So each finds three members, and the step after it begins with a new one, which is healed.
+FEW = [
+    (3, "in forward", 1, KILL),
+    (6, "when the others have voted", 2, KILL),
+    (9, "in the all-reduce", 0, KILL),
+    (10, "while it sends the state", 0, KILL),
+    (13, "after the decision", 1, KILL),
 ]
-STEPS = 42
+MANY = [
+    *FEW,
+    (16, "in backward", 0, KILL),
+    (19, "in the all-reduce", 2, KILL),
+    (22, "after its vote", 2, KILL),
+    (25, "after the last vote", 0, KILL),
+    (28, "before the optimizer's step", 0, KILL),
+    (31, "in the all-reduce", 0, KILL),  # two at once
+    (31, "in the all-reduce", 2, KILL),
+    (34, "in forward", 1, KILL),
+    (35, "while it receives the state", 2, KILL),
+    (38, "in forward", 1, KILL),
+    (38, "after it has joined", 0, KILL),
+    (41, "in forward", 1, KILL),
+    (41, "when it is a member", 0, KILL),
+    (44, "in forward", 1, KILL),
+    (44, "while it connects", 0, KILL),  # here the others wait until the timeout
+    (47, "in forward", 0, STOP),  # and here, until it is left behind
+    (50, "in the all-reduce", 1, STOP),
+    (53, "when the others have voted", 2, STOP),
+    (56, "after the last vote", 1, STOP),
+    (59, "after the decision", 0, STOP),
+]
 
 
 def arguments(**changes):
-    values = {"steps": STEPS, "layers": 1, "log_every": 10, "min_members": 1, "timeout": 4, "wait": 60}
+    values = {"layers": 1, "log_every": 10, "min_members": 1, "timeout": 3, "wait": 60}
     return transformer.arguments(**{**values, "max_restarts": 99, "store": None, **changes})
 
 
 class Hooks:
-    """What a process of the test does in the script's functions: it kills itself as PLAN says, but only once each."""
+    """What the script's functions do besides in a test: the process kills or stops itself as planned, once each."""
 
-    def __init__(self, folder):
+    def __init__(self, plan, folder):
+        self.plan = plan
         self.folder = Path(folder)
         self.step = self.rank = None
 
     def planned(self, point):
-        return (self.step, point, self.rank) in PLAN
-
-    def at(self, point):
-        if self.planned(point) and not self.marker(self.rank).exists():
-            self.marker(self.rank).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        """The signal that is still to come here, or None."""
+        for step, where, rank, number in self.plan:
+            if (step, where, rank) == (self.step, point, self.rank) and not self.marker(rank).exists():
+                return number
+        return None
 
     def marker(self, rank):
-        return self.folder / f"killed in step {self.step}, rank {rank}"
+        return self.folder / f"step {self.step}, rank {rank}"
+
+    def at(self, point):
+        number = self.planned(point)
+        if number is not None:
+            self.marker(self.rank).write_text(f"{os.getpid()} {number.name}")
+            os.kill(os.getpid(), number)
+
+    def wake(self):
+        for marker in self.folder.glob("step*"):
+            pid, name = marker.read_text().split()
+            if name == "SIGSTOP":
+                marker.write_text(f"{pid} SIGCONT")
+                os.kill(int(pid), signal.SIGCONT)
 
     @contextlib.contextmanager
     def patched(self):
@@ -127,18 +150,21 @@ class Hooks:
 
     def Quorum_vote(self, original, quorum, step):
         before = len(quorum.members) * (step - quorum.first_step)  # votes for the steps before
-        late = self.planned("when the others have voted") or self.planned("after the last vote")
-        late = late or self.planned("after the decision")
-        early = [rank for place, point, rank in PLAN if place == step and point == "after its vote"]
-        if late and not self.marker(self.rank).exists():
-            wait_until(lambda: quorum.store.add(f"{quorum.number} votes", 0) == before + len(quorum.members) - 1)
+
+        def n_votes():
+            return quorum.store.add(f"{quorum.number} votes", 0) - before
+
+        if any(map(self.planned, ("when the others have voted", "after the last vote", "after the decision"))):
+            wait_until(lambda: n_votes() == len(quorum.members) - 1)
+        early = [rank for place, point, rank, _ in self.plan if place == step and point == "after its vote"]
         if early and self.rank not in early and not self.marker(early[0]).exists():
-            wait_until(lambda: quorum.store.add(f"{quorum.number} votes", 0) > before)
+            wait_until(lambda: n_votes() > 0)
         self.at("when the others have voted")
         return original(quorum, step)
 
     def Quorum_commit(self, original, quorum, step):
-        if len(quorum.members) < N and step + 1 < STEPS:
+        if len(quorum.members) < N and step < self.plan[-1][0] + 3:
+            self.wake()
             wait_until(lambda: len(quorum.members) + n_waiting(quorum) == N)
         original(quorum, step)
 
@@ -188,7 +214,7 @@ def wait_until(condition, seconds=60):
         time.sleep(0.005)
 
 
-def worker(local_rank, world_size, args, optimizer, folder):
+def worker(local_rank, world_size, args, optimizer, plan, folder):
     """The script's own, in float64 on the small text. Each process that finishes saves what it has trained."""
     train = min_FaultTolerant.train
 
@@ -205,22 +231,36 @@ def worker(local_rank, world_size, args, optimizer, folder):
     with (
         mock.patch.object(min_FaultTolerant, "train", recorded_train),
         mock.patch("torch.optim.AdamW", make if optimizer == "SGD" else torch.optim.AdamW),
-        Hooks(folder).patched(),
+        Hooks(plan, folder).patched(),
     ):
         min_FaultTolerant.main_worker(local_rank, world_size, args)
 
 
-@pytest.mark.parametrize(("optimizer", "changes"), [("AdamW", {}), ("SGD", {"clip": 0.5})])
-def test_killed_at_every_point_they_end_as_one_process(optimizer, changes, tmp_path, capfd):
-    args = arguments(nprocs=N, **changes)
-    dist.launch(worker, args, optimizer, tmp_path, nprocs=N)
-    out, _ = capfd.readouterr()
-    assert len(list(tmp_path.glob("killed*"))) == len(PLAN)
-    assert out.count("was killed by SIGKILL") == len(PLAN)
-    expected = reference(optimizer, steps=STEPS, layers=1, **changes)
-    results = list(tmp_path.glob("*.pt"))
+def check(plan, optimizer, folder, capfd, **changes):
+    changes["steps"] = plan[-1][0] + 4
+    dist.launch(worker, arguments(nprocs=N, **changes), optimizer, plan, folder, nprocs=N)
+    out, err = capfd.readouterr()
+    print(out, err)
+    n_kills = sum(number == KILL for *_, number in plan)
+    assert len(list(folder.glob("step*"))) == len(plan), "all have happened"
+    assert out.count(" was killed by SIGKILL\n") == n_kills, "no other process has ended"
+    assert len(re.findall(r"^process \d+ trains as ", out, re.M)) == N + n_kills
+    expected = reference(optimizer, layers=1, **changes)
+    results = list(folder.glob("*.pt"))
     assert len(results) == N
+    tolerance = 1e-9 if optimizer == "AdamW" else 1e-12  # AdamW enlarges the rounding of gradients near 0
     for path in results:
         result = torch.load(path, weights_only=True)
-        tolerance = 1e-9 if optimizer == "AdamW" else 1e-12  # AdamW enlarges the rounding of gradients near 0
         transformer.assert_equal(result["losses"], result["parameters"], expected, tolerance)
+    return out, err
+
+
+def test_killed_in_a_few_places_they_end_as_one_process(tmp_path, capfd):
+    _, err = check(FEW, "SGD", tmp_path, capfd, clip=0.5)
+    assert err == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_killed_or_stopped_anywhere_they_end_as_one_process(optimizer, tmp_path, capfd):
+    check(MANY, optimizer, tmp_path, capfd)

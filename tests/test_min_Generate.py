@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import CollectiveCounter, exit_message, float64, killed_in
+from conftest import ROOT, CollectiveCounter, exit_message, float64, killed_in, start, wait_for
 from torch.multiprocessing import ProcessExitedException
 
 import distributed as dist
@@ -292,6 +292,26 @@ def test_killed_at_ten_moments_and_resumed_by_other_numbers_of_processes(args_of
             assert int(LAST_LINE.fullmatch(last)[2].replace(",", "")) == n_new
         Path("answers.jsonl").unlink()
     assert n_kept >= 2, "some answers were kept, others were missing"
+
+
+@pytest.mark.slow
+def test_the_launcher_is_killed_at_random_moments(args_of):
+    """The command itself, three times, each time with another number of processes."""
+    Path("prompts.jsonl").write_text(20 * Path("prompts.jsonl").read_text())
+    launch(args_of("--nproc", 1, "--output", "expected.jsonl", "--batch-size", 64))
+    given = ("--model", "model.pt", "--prompts", "prompts.jsonl", *OPTIONS, "--batch-size", 2)
+    parts = Path("answers.jsonl.parts")
+    draw = random.Random(1)
+    for nproc, tensor in ((2, 1), (2, 2), (3, 1)):
+        kept = numbers_in(parts)
+        goal = len(kept) + draw.randint(1, 50)
+        process = start(ROOT / "min_Generate.py", *given, "--nproc", nproc, "--tensor", tensor, cwd=Path.cwd())
+        wait_for(lambda goal=goal: len(numbers_in(parts)) >= goal, process)
+        process.kill()
+        process.communicate()
+        assert kept < numbers_in(parts), "and the job was not done"
+    launch(args_of("--nproc", 1))
+    assert Path("answers.jsonl").read_bytes() == Path("expected.jsonl").read_bytes()
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

@@ -598,7 +598,7 @@ def test_the_script_takes_the_command(layout, monkeypatch):
 def test_on_several_machines_it_is_a_command_of_torchrun():
     job = job_of("llama3-8b", 64)
     line = plan.command(job, plan.Layout(shard=64))
-    assert line.startswith("torchrun --nnodes 8 --nproc-per-node 8 ") and " min_FSDP.py --mixed-precision " in line
+    assert line.startswith("torchrun --nnodes 8 --nproc-per-node 8 ") and " min_FSDP.py --bf16 " in line
     assert "gated MLPs" in plan.missing(job, plan.Layout(shard=64))
     assert plan.command(job, plan.Layout(shard=8, context=8)) is None
 

@@ -1,5 +1,7 @@
 """What a job of a thousand ranks needs: each rank asks, connects and reads little, whatever the number of ranks."""
 
+import math
+import os
 import threading
 from concurrent import futures
 from datetime import timedelta
@@ -91,3 +93,31 @@ def test_a_rank_that_does_not_come_is_an_error_on_all_others(server):
         with pytest.raises(TimeoutError, match="not all of 3 ranks have joined within 0:00:01"):
             meet(server, 3, meet_late, timeout=1)
         meet(server, 3)
+
+
+# ---- the ranks exchange objects -------------------------------------------------------------------------------------
+
+
+def count_sockets():
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        if os.path.lexists(path):  # the listing's own is closed by now
+            links.append(os.readlink(path))
+    return sum(link.startswith("socket:") for link in links)
+
+
+def exchange(local_rank, world_size):
+    dist.init_process_group()
+    before = count_sockets()
+    group = dist.patient_group()
+    assert dist.gather_objects(local_rank, group) == list(range(world_size))
+    for src in range(0, world_size, 5):
+        assert dist.broadcast_object(local_rank, src, group) == src
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+    sockets = dist.gather_objects(count_sockets() - before)
+    assert max(sockets) <= 2 * math.log2(world_size) + 1, f"not one to each other rank: {sockets}"
+
+
+def test_objects_need_few_sockets():
+    dist.launch(exchange, nprocs=12)

@@ -31,7 +31,7 @@ def arguments(nprocs=1, **changes):
     """As a script's parse_args would give them: 4 layers and heads of little width, so that 4 ranks can share them."""
     values = {
         **{"layers": 4, "width": 32, "heads": 4, "length": 32, "global_batch_size": 8, "steps": 20, "log_every": 10},
-        **{"lr": 0.01, "clip": None, "seed": 3, "nproc": nprocs},
+        **{"lr": 0.01, "clip": None, "seed": 3, "nproc": nprocs, "bf16": False},
     }
     return argparse.Namespace(**{**values, **changes})
 
@@ -236,7 +236,7 @@ def progress_lines(stdout):
     return [{name: float(value.replace(",", "")) for name, value in line.items()} for line in values]
 
 
-def saved_bytes(script, model, length):
+def saved_bytes(script, model, args):
     """What the script's loss on one sequence saves in this process for its backward, parameters aside."""
     storages = {}
 
@@ -244,9 +244,9 @@ def saved_bytes(script, model, length):
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    x, y = gpt.batch(small_text()[0], 0, 1, length)
+    x, y = gpt.batch(small_text()[0], 0, 1, args.length)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = script.local_loss(model, x, y)  # alive, as are its saved tensors: no address is used again
+        loss = script.local_loss(model, args, x, y)  # alive, as are its saved tensors: no address is used again
     for param in model.parameters():
         storages.pop(param.untyped_storage().data_ptr(), None)
     loss.backward()
