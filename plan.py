@@ -1027,9 +1027,7 @@ def script(layout, model_name=None):
         mesh = ["--stages", layout.stages, "--shard", shard, "--tensor", tensor]
         return "min_3D.py", [*mesh, "--micro-batches", layout.count, "--schedule", schedule]
     if kinds == {"shard"} and layout.recompute == "none":
-        if layout.precision == "float32":
-            return "min_FSDP.py", []
-        return "min_FSDP.py", ["--bf16"]
+        return "min_FSDP.py", []
     mesh = ["--replicate", replicate, "--shard", shard, "--tensor", tensor]
     if layout.recompute == "full":
         mesh.append("--checkpoint-activations")
@@ -1054,6 +1052,11 @@ def llm_options(layout):
     return options
 
 
+def has_bf16(name, layout):
+    """Whether the script has --bf16. The scripts with FSDP refuse it for one process."""
+    return name not in ("llm_FSDP.py", "min_PP.py", "min_TP.py") and layout.n_gpus > 1
+
+
 def command(job, layout):
     """The command that starts the model, or gpt.py's model of its shape, on this mesh, or None.
 
@@ -1068,6 +1071,8 @@ def command(job, layout):
         shape = ["--model", HUB.get(job.name, "NAME"), "--data", "DATA.jsonl"]
     else:
         shape = ["--layers", model.layers, "--width", model.width, "--heads", model.heads]
+        if layout.precision != "float32" and has_bf16(name, layout):
+            options = ["--bf16", *options]
     words = [name, *options, *shape, "--length", model.sequence, "--global-batch-size", job.batch]
     if n_machines == 1:
         start = ["python", name, "--nproc", job.n_gpus]
@@ -1089,7 +1094,7 @@ def missing(job, layout):
     """What the plan assumes and the script does not do, as phrases."""
     name, _ = script(layout, job.name)
     found = []
-    if layout.precision == "bfloat16" and name not in ("min_FSDP.py", "llm_FSDP.py"):
+    if layout.precision == "bfloat16" and name != "llm_FSDP.py" and not has_bf16(name, layout):
         found.append("bfloat16")
     if layout.precision == "float8":
         found.append("float8")

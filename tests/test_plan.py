@@ -593,6 +593,10 @@ def test_the_script_takes_the_command(layout, monkeypatch):
     assert (args.layers, args.width, args.heads, args.length) == (8, 64, 4, 64)
     for option in ("replicate", "shard", "tensor"):
         assert getattr(args, option, None) in (None, getattr(layout, option))
+    has_bf16 = getattr(args, "bf16", False)
+    assert has_bf16 == (script not in ("min_TP.py", "min_PP.py") and args.nproc > 1)
+    assert ("bfloat16" in plan.missing(job, layout)) == (not has_bf16)
+    assert "--bf16" not in plan.command(job, dataclasses.replace(layout, precision="float32"))
 
 
 def test_on_several_machines_it_is_a_command_of_torchrun():
