@@ -949,24 +949,31 @@ def fits(job):
     return bool(results)
 
 
+def can_be_shared(job):
+    """Whether there is a layout, which may be too large."""
+    return next(layouts(job), None) is not None
+
+
 def why_no_layout(job):
-    """Two sentences: why the batch cannot be shared by the GPUs, and the next batch that can."""
-    model = job.model
+    """Two sentences: why the GPUs cannot share the batch, and the next larger batch or fewer GPUs that can."""
     device = job.cluster.device
-    cannot = f"{counted(job.batch, 'sequence')} cannot be shared by {job.n_gpus} {device}s"
-    for batch in range(job.batch + 1, 2 * job.n_gpus + job.batch):
-        if any(True for _ in layouts(dataclasses.replace(job, batch=batch))):
-            advice = f"Take --global-batch-size {batch}, or fewer {device}s."
-            break
-    else:
-        advice = f"Take fewer {device}s, or another mesh."
+    why = f"tensor x context splits a sequence by at most the {job.model.heads} heads"
     if job.mesh:
-        return (
-            f"{cannot} on this mesh: replicate x shard must divide them, and stages need as many micro-batches.",
-            advice,
-        )
-    why = f"tensor x context splits a sequence by at most the {model.heads} heads"
-    return f"{cannot}: {why}, and stages need as many micro-batches.", advice
+        why = "replicate x shard of this mesh must divide them"
+    ways = []
+    for batch in range(job.batch + 1, 2 * job.n_gpus + job.batch):
+        if can_be_shared(dataclasses.replace(job, batch=batch)):
+            ways.append(f"--global-batch-size {batch}")
+            break
+    fewer = job.n_gpus // 2
+    while fewer and not job.mesh:
+        if can_be_shared(dataclasses.replace(job, n_gpus=fewer)):
+            ways.append(counted(fewer, device))
+            break
+        fewer //= 2
+    sequences = counted(job.batch, "sequence")
+    cannot = f"{sequences} cannot be shared by {job.n_gpus} {device}s: {why}, and stages need as many micro-batches."
+    return cannot, f"Take {' or '.join(ways) or 'another mesh'}."
 
 
 # ---- the command --------------------------------------------------------------------------------------------------
@@ -1020,9 +1027,7 @@ def script(layout, model_name=None):
         mesh = ["--stages", layout.stages, "--shard", shard, "--tensor", tensor]
         return "min_3D.py", [*mesh, "--micro-batches", layout.count, "--schedule", schedule]
     if kinds == {"shard"} and layout.recompute == "none":
-        if layout.precision == "float32":
-            return "min_FSDP.py", []
-        return "min_FSDP.py", ["--bf16"]
+        return "min_FSDP.py", []
     mesh = ["--replicate", replicate, "--shard", shard, "--tensor", tensor]
     if layout.recompute == "full":
         mesh.append("--checkpoint-activations")
@@ -1047,6 +1052,11 @@ def llm_options(layout):
     return options
 
 
+def has_bf16(name, layout):
+    """Whether the script has --bf16. The scripts with FSDP refuse it for one process."""
+    return name not in ("llm_FSDP.py", "min_PP.py", "min_TP.py") and layout.n_gpus > 1
+
+
 def command(job, layout):
     """The command that starts the model, or gpt.py's model of its shape, on this mesh, or None.
 
@@ -1061,6 +1071,8 @@ def command(job, layout):
         shape = ["--model", HUB.get(job.name, "NAME"), "--data", "DATA.jsonl"]
     else:
         shape = ["--layers", model.layers, "--width", model.width, "--heads", model.heads]
+        if layout.precision != "float32" and has_bf16(name, layout):
+            options = ["--bf16", *options]
     words = [name, *options, *shape, "--length", model.sequence, "--global-batch-size", job.batch]
     if n_machines == 1:
         start = ["python", name, "--nproc", job.n_gpus]
@@ -1082,7 +1094,7 @@ def missing(job, layout):
     """What the plan assumes and the script does not do, as phrases."""
     name, _ = script(layout, job.name)
     found = []
-    if layout.precision == "bfloat16" and name not in ("min_FSDP.py", "llm_FSDP.py"):
+    if layout.precision == "bfloat16" and name != "llm_FSDP.py" and not has_bf16(name, layout):
         found.append("bfloat16")
     if layout.precision == "float8":
         found.append("float8")

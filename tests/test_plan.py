@@ -503,7 +503,7 @@ def test_each_change_is_the_one_that_its_name_says():
 def test_any_length_has_whole_sequences_on_each_gpu(sequence):
     """Without --global-batch-size, and the mesh is as simple as for 8,192 tokens."""
     _, job = plan.parse_args(["--model", "llama3-8b", "--gpus", "64", "--sequence", str(sequence)])
-    assert job.batch % 64 == 0 and 4096 < job.batch / 64 * sequence < 12288
+    assert isinstance(job.batch, int) and job.batch % 64 == 0 and 4096 < job.batch / 64 * sequence < 12288
     results, _ = plan.search(job)
     assert plan.axes(plan.simplest(results).layout) == {"shard"}
 
@@ -514,7 +514,7 @@ def test_a_million_tokens_on_64_gpus_says_the_limit(capsys):
         plan.main(options)
     text = capsys.readouterr().out
     assert "tensor x context splits a sequence by at most the 32 heads" in text and "multiple of 64" not in text
-    assert "--global-batch-size 2," in text
+    assert "Take --global-batch-size 2 or 32 GPUs." in text
     _, job = plan.parse_args([*options, "--global-batch-size", "2"])
     results, _ = plan.search(job)
     assert results
@@ -538,7 +538,9 @@ def test_a_given_mesh_is_projected_alone(capsys):
     assert {(layout.chunks, layout.count >= 4) for layout in plan.layouts(job)} == {(2, True)}
     with pytest.raises(SystemExit):
         plan.main(["--model", "llama3-8b", "--mesh", "shard=8", "--global-batch-size", "12"])
-    assert "12 sequences cannot be shared by 8 GPUs on this mesh" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "12 sequences cannot be shared by 8 GPUs: replicate x shard of this mesh" in text
+    assert "Take --global-batch-size 16." in text
 
 
 @pytest.mark.parametrize("name", plan.GPUS)
@@ -591,6 +593,10 @@ def test_the_script_takes_the_command(layout, monkeypatch):
     assert (args.layers, args.width, args.heads, args.length) == (8, 64, 4, 64)
     for option in ("replicate", "shard", "tensor"):
         assert getattr(args, option, None) in (None, getattr(layout, option))
+    has_bf16 = getattr(args, "bf16", False)
+    assert has_bf16 == (script not in ("min_TP.py", "min_PP.py") and args.nproc > 1)
+    assert ("bfloat16" in plan.missing(job, layout)) == (not has_bf16)
+    assert "--bf16" not in plan.command(job, dataclasses.replace(layout, precision="float32"))
 
 
 def test_on_several_machines_it_is_a_command_of_torchrun():
