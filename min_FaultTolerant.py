@@ -552,6 +552,7 @@ def run_trainer(address, name, n_expected, args, reasons):
     try:
         if torch.cuda.is_available():
             torch.cuda.set_device(dist.get_device())
+        torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
         train(connect(address), name, n_expected, args)
     except dist.DistributedError as error:
         reasons.put(str(error))
