@@ -528,6 +528,10 @@ def _sharded_state(model, optimizer, scheduler, frozen):
 
     options = StateDictOptions(ignore_frozen_params=not frozen)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    if not frozen:  # torch keeps the second name of a tied weight
+        for name, param in model.named_parameters(remove_duplicate=False):
+            if not param.requires_grad:
+                model_state.pop(name, None)
     # A rank of a pipeline has the parameters of its stage alone. But the options of the optimizer's groups are saved
     # once, and apply to the parameters that they name.
     groups = optimizer_state["param_groups"]

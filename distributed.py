@@ -297,6 +297,18 @@ def patient_group():
     return _patient_groups[world]
 
 
+def pipeline_backend(dim):
+    """For `backend_override` of init_device_mesh: a backend that suits pipelines, whose stages are dimension `dim`.
+
+    In torch 2.15 "nccl" builds a ProcessGroupNCCL2, unless TORCH_DIST_USE_NCCL2=0. It sends to all ranks on one stream,
+    so what goes to one neighbour waits for what goes to the other. "nccl-lazy" has a communicator and a stream for each
+    pair of ranks. Returns {dim: "nccl-lazy"}, or None with gloo and with torch before 2.15, which has no such backend.
+    """
+    if torch_dist.get_backend() == "nccl" and torch_dist.is_backend_available("nccl-lazy"):
+        return {dim: "nccl-lazy"}
+    return None
+
+
 def cleanup():
     """Destroy the process group. All ranks must call it; `launch` does when `worker_fn` returns.
 
@@ -784,7 +796,11 @@ def _run_worker(worker_fn, *args):
         worker_fn(get_local_rank(), get_world_size(), *args)
     except DistributedError as error:
         _note_exit_status(1)
-        raise SystemExit(1 if error.on_all_ranks and not is_primary() else str(error)) from None
+        # The workers of `launch` all report it: the launcher prints the first report, whichever rank it is from.
+        under_torchrun = multiprocessing.parent_process() is None
+        if error.on_all_ranks and under_torchrun and not is_primary():
+            raise SystemExit(1) from None
+        raise SystemExit(str(error)) from None
     except SystemExit as error:
         _note_exit_status(error.code)
         raise

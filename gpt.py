@@ -63,6 +63,15 @@ def add_model_options(parser, length=None):
     parser.add_nproc()
 
 
+def add_bf16_option(parser):
+    """Add --bf16. A script that has it computes in bfloat16, and keeps the parameters in float32."""
+    parser.add_argument(
+        "--bf16",
+        action="store_true",
+        help="compute in bfloat16; parameters, their gradients and the optimizer's state stay float32",
+    )
+
+
 def check_model_options(parser, args, batch=(1, "1"), heads=(1, "1"), length=(1, "1")):
     """Check that a script can split the batch, the heads and the length, and fill in those that were not given.
 
@@ -212,6 +221,8 @@ def init_embedding(embedding):
 
 def loss_fn(logits, targets):
     """Mean over all bytes, in nats."""
+    if logits.dtype == torch.bfloat16:
+        logits = logits.float()  # bfloat16 has too few digits for a mean over thousands of bytes
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 

@@ -26,6 +26,8 @@ nor the biases of RowwiseParallel layers), and up to 20·L/T more while a block 
 where A = 4 · global batch size / (R·S) · length · width. With --checkpoint-activations a block keeps only its input for
 backward, A/T bytes. It computes a third more, and sends 11 instead of 8 along tensor.
 
+No process ever holds the whole model: it is built without memory, on the device "meta", split, and then filled.
+
     python min_2D.py --nproc 4 --replicate 2                         # HSDP: 2 replicas of 2 shards
     python min_2D.py --nproc 4 --tensor 2 --checkpoint-dir runs/2d      # FSDP x TP: 2 shards of layers split in 2
     python min_2D.py --nproc 1 --checkpoint-dir runs/2d --steps 600     # resumes on another mesh, here in one process
@@ -39,7 +41,7 @@ import functools
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
 from torch.utils.checkpoint import checkpoint as recompute
 
@@ -52,6 +54,7 @@ import options
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
+    gpt.add_bf16_option(parser)
     count = options.whole_number(1)
     parser.add_argument("--replicate", type=count, default=1, help="replicas of the model")
     parser.add_argument(
@@ -64,6 +67,8 @@ def parse_args():
     parser.add_argument("--keep", type=count, help="keep only the newest N checkpoints (default: all)", metavar="N")
     args = parser.parse_args()
 
+    if args.bf16 and args.nproc == 1:
+        parser.error("argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)")
     parser.require_multiple(args, "nproc", args.replicate * args.tensor, "--replicate x --tensor")
     remaining = args.nproc // (args.replicate * args.tensor)
     if args.shard is None:
@@ -93,10 +98,13 @@ def parallelize(model, args):
     fsdp_mesh = mesh["shard"]
     if args.replicate > 1:
         fsdp_mesh = mesh["replicate", "shard"]  # HSDP: along its first dimension FSDP averages gradients, as DDP does
+    policy = MixedPrecisionPolicy()
+    if args.bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)  # as in min_FSDP.py
     # FSDP shards only this rank's part of the split layers. Each block is gathered when it computes.
     for block in model.blocks:
-        fully_shard(block, mesh=fsdp_mesh)
-    fully_shard(model, mesh=fsdp_mesh)  # the rest: embeddings, last norm and head
+        fully_shard(block, mesh=fsdp_mesh, mp_policy=policy)
+    fully_shard(model, mesh=fsdp_mesh, mp_policy=policy)  # the rest: embeddings, last norm and head
 
 
 def recompute_in_backward(block):
@@ -143,6 +151,7 @@ def train(model, optimizer, text, held_out, args):
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     device = dist.get_device()
     text, held_out = gpt.load_text()
     mesh = f"replicate {args.replicate} x shard {args.shard} x tensor {args.tensor}"

@@ -38,6 +38,8 @@ Cost per process, for P float32 parameters and A = 4 · global batch size / S ·
     sent      2·(S-1)/S · 4·P/(K·T) bytes per step along shard, 8·(T-1)/T · A per block of its stage along tensor, and
               A/T to each neighbour along stages, or 2·A/T with Interleaved1F1B
 
+No process ever holds the whole model: it is built without memory, on the device "meta", split, and then filled.
+
     python min_3D.py --nproc 8                                         # 2 x 2 x 2 processes
     python min_3D.py --nproc 4 --stages 2 --shard 2 --checkpoint-dir runs/3d
     python min_3D.py --nproc 1 --checkpoint-dir runs/3d --steps 800    # resumes on another mesh, here in one process
@@ -53,7 +55,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
 
 import checkpoint
@@ -65,6 +67,7 @@ import options
 def parse_args():
     parser = options.ArgumentParser(__doc__, conflict_handler="resolve")  # allows another --layers
     gpt.add_model_options(parser)
+    gpt.add_bf16_option(parser)
     count = options.whole_number(1)
     parser.add_argument("--layers", type=count, help="blocks of attention and MLP (default: 4, or one per stage)")
     parser.add_argument("--stages", type=count, help="processes of a pipeline (default: 2 if possible)")
@@ -88,17 +91,21 @@ def parse_args():
     return args
 
 
-def parallelize(stage, mesh):
+def parallelize(stage, mesh, args):
     """Split the layers of a `stage` along "tensor", and shard what this process then holds along "shard"."""
     if mesh["tensor"].size() > 1:
         # Between the split layers a process has only its part of the sequence, so it also sends only that part to the
         # next stage.
         gpt.split_layers(stage, mesh["tensor"])
+    policy = MixedPrecisionPolicy()
+    if args.bf16:  # activations travel in bfloat16 too
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # Each unit is gathered in the first forward of a step, and stays gathered. In the backwards the schedule turns off
     # FSDP's reductions and resharding. It reduces and reshards once, after the last micro-batch.
     for block in stage.blocks.values():
-        fully_shard(block, mesh=mesh["shard"], reshard_after_forward=False)
-    fully_shard(stage, mesh=mesh["shard"], reshard_after_forward=False)  # the rest: embeddings, or last norm and head
+        fully_shard(block, mesh=mesh["shard"], mp_policy=policy, reshard_after_forward=False)
+    # The rest: embeddings, or last norm and head.
+    fully_shard(stage, mesh=mesh["shard"], mp_policy=policy, reshard_after_forward=False)
 
 
 class Pipeline:
@@ -110,20 +117,28 @@ class Pipeline:
     def __init__(self, model, args):
         device = dist.get_device()
         shape = (args.stages, args.shard, args.tensor)
-        self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("stage", "shard", "tensor"))
+        self.mesh = init_device_mesh(
+            device.type,
+            shape,
+            mesh_dim_names=("stage", "shard", "tensor"),
+            backend_override=dist.pipeline_backend("stage"),
+        )
         self.group = self.mesh.get_group("stage")
         self.rank = self.mesh.get_local_rank("stage")
         # Tensor neighbours take the same share of the global batch.
         self.share = (self.mesh.get_local_rank("shard"), args.shard)
         self.micro_batches = args.micro_batches
         self.boundary = (args.length // args.tensor, args.width)  # the shape of a sequence between two stages
+        self.boundary_dtype = torch.get_default_dtype()
+        if args.bf16:
+            self.boundary_dtype = torch.bfloat16
 
         n_stages = count_stages(args)
         self.stages = {}
         parts = []
         for i in range(self.rank, n_stages, args.stages):  # with two stages per process: 0 1 0 1
             stage = Stage(model, i * args.layers // n_stages, (i + 1) * args.layers // n_stages)
-            parallelize(stage, self.mesh)
+            parallelize(stage, self.mesh, args)
             stage.to_empty(device=device)  # memory for this process's shards
             self.stages[i] = stage
             parts.append(pipelining.PipelineStage(stage, i, n_stages, device, group=self.group))
@@ -162,7 +177,7 @@ class Pipeline:
         losses = []
         for stage in self.stages.values():
             if not stage.is_first:
-                x = torch.empty(len(y), *self.boundary, device=y.device)
+                x = torch.empty(len(y), *self.boundary, dtype=self.boundary_dtype, device=y.device)
                 self.transfer(torch_dist.irecv, x, self.rank - 1)
             x = stage(x)
             if stage.is_last:
@@ -317,6 +332,7 @@ def check_options(parser, args):
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     if not dist.is_dist_avail_and_initialized():  # PipelineStage needs a process group, in one process too
         torch_dist.init_process_group(store=torch_dist.HashStore(), rank=0, world_size=1)
     gpt.silence_false_alarms()

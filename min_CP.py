@@ -56,6 +56,7 @@ import options
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
+    gpt.add_bf16_option(parser)
     parser.add_argument("--attention", choices=ATTENTIONS, default="ulysses", help="what the processes exchange")
     args = parser.parse_args()
     pieces = (args.nproc, "the number of processes")
@@ -144,20 +145,22 @@ def parallelize(model, attention):
     return dist.prepare_ddp_model(model)
 
 
-def local_loss(model, x, y):
+def local_loss(model, args, x, y):
     """The loss of this process's piece. Pieces are equally long, so the mean over processes is the batch's loss."""
     positions = torch.arange(x.shape[1], device=x.device)
     piece = positions.chunk(dist.get_world_size())[dist.get_rank()]
-    return gpt.loss_fn(model(x[:, piece], piece), y[:, piece])  # positions count from the start of the whole sequence
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=args.bf16):
+        logits = model(x[:, piece], piece)  # positions count from the start of the whole sequence
+        return gpt.loss_fn(logits, y[:, piece])
 
 
 def train(model, optimizer, text, held_out, args):
     """Returns the loss of every step over the whole batch, (steps,)."""
-    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
+    progress = gpt.Progress(functools.partial(local_loss, model, args), text, held_out, args)
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
         optimizer.zero_grad()
-        loss = local_loss(model, x, y)
+        loss = local_loss(model, args, x, y)
         loss.backward()
         if args.clip:  # DDP has averaged the gradients, so every rank finds the same norm
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
@@ -168,6 +171,7 @@ def train(model, optimizer, text, held_out, args):
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     text, held_out = gpt.load_text()
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())

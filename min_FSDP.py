@@ -20,7 +20,7 @@ forward to backward. A process sends up to 3·(N-1)/N · 4·P bytes per step, fo
 gloo it sends up to 4·(N-1)/N · 4·P bytes, because gloo's reduce-scatter is an all-reduce.
 
     python min_FSDP.py --nproc 2                                     # two GPUs, or two processes on the CPU
-    python min_FSDP.py --nproc 2 --mixed-precision                   # gather and compute in bfloat16
+    python min_FSDP.py --nproc 2 --bf16                              # gather and compute in bfloat16
     python min_FSDP.py --nproc 2 --checkpoint-dir runs/fsdp          # save; run again to resume, with any --nproc
     torchrun --standalone --nproc-per-node 2 min_FSDP.py             # processes started by torchrun
 
@@ -48,7 +48,7 @@ import options
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
-    parser.add_argument("--mixed-precision", action="store_true", help="gather and compute in bfloat16")
+    parser.add_argument("--bf16", action="store_true", help="gather and compute in bfloat16")
     parser.add_argument("--checkpoint-dir", help="save checkpoints here, and resume from the newest one")
     parser.add_argument(
         "--save-every", type=options.whole_number(1), default=100, metavar="N", help="save a checkpoint every N steps"
@@ -58,8 +58,8 @@ def parse_args():
     )
     args = parser.parse_args()
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
-    if args.mixed_precision and args.nproc == 1:
-        parser.error("argument --mixed-precision: one process gathers nothing, use at least 2 (--nproc 2)")
+    if args.bf16 and args.nproc == 1:
+        parser.error("argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)")
     if args.checkpoint_dir:
         checkpoint.check_writable("--checkpoint-dir", args.checkpoint_dir)
     return args
@@ -72,7 +72,7 @@ def shard(model, args):
     """Make each block a unit, which is gathered and freed by itself. Build the optimizer afterwards."""
     mesh = init_device_mesh(dist.get_device().type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
-    if args.mixed_precision:
+    if args.bf16:
         # Only gathered parameters are bfloat16. Shards, reduced gradients and the optimizer's state stay float32.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
@@ -108,12 +108,9 @@ def make_sharded_model(args):
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def local_loss(model, args, x, y):
+def local_loss(model, x, y):
     """The loss on (x, y), this process's share of the batch."""
-    logits = model(x)
-    if args.mixed_precision:
-        logits = logits.float()  # bfloat16 has too few digits for a mean over thousands of bytes
-    return gpt.loss_fn(logits, y)
+    return gpt.loss_fn(model(x), y)
 
 
 def train(model, optimizer, text, held_out, args):
@@ -124,11 +121,11 @@ def train(model, optimizer, text, held_out, args):
         first_step = checkpoint.load_sharded(args.checkpoint_dir, model, optimizer)
         preemption = checkpoint.Preemption()
     share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(functools.partial(local_loss, model, args), text, held_out, args, first_step, share)
+    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, first_step, share)
     for step in range(first_step, args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, device, share)
         optimizer.zero_grad()
-        loss = local_loss(model, args, x, y)
+        loss = local_loss(model, x, y)
         loss.backward()
         if args.clip:
             # The gradients are DTensors, so this is the norm over all shards.
@@ -146,6 +143,7 @@ def train(model, optimizer, text, held_out, args):
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     device = dist.get_device()
     text, held_out = gpt.load_text()
     torch.manual_seed(args.seed)

@@ -61,6 +61,7 @@ import options
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
+    gpt.add_bf16_option(parser)
     parser.add_argument("--muon-lr", type=options.positive_number, default=0.02, help="learning rate of the matrices")
     parser.add_argument("--momentum", type=options.number(0, 1), default=0.95, help="momentum of the matrices")
     parser.add_argument("--snapshot-path", help="save to this file, and resume from it (default: do not save)")
@@ -234,9 +235,10 @@ def clip_gradients(muon, adamw, max_norm):
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def local_loss(model, x, y):
+def local_loss(model, args, x, y):
     """The loss on this process's share of the batch. Shares are equal, so their mean is the loss of the batch."""
-    return gpt.loss_fn(model(x), y)
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=args.bf16):
+        return gpt.loss_fn(model(x), y)
 
 
 def load(path, model, muon, adamw):
@@ -263,12 +265,12 @@ def train(model, optimizers, text, held_out, args):
         first_step = load(args.snapshot_path, model, muon, adamw)
         preemption = checkpoint.Preemption()
     share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, first_step, share)
+    progress = gpt.Progress(functools.partial(local_loss, model, args), text, held_out, args, first_step, share)
     for step in range(first_step, args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
         muon.zero_grad()
         adamw.zero_grad()
-        loss = local_loss(model, x, y)
+        loss = local_loss(model, args, x, y)
         loss.backward()
         take_step(muon, adamw, args.clip)
         progress(loss)
@@ -291,6 +293,7 @@ def report_state(muon):
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     text, held_out = gpt.load_text()
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())

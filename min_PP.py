@@ -28,6 +28,9 @@ and they send little. Over fast links FSDP (min_FSDP.py) is simpler: it has no b
 --data-parallel D trains D pipelines, each on its share of the batch, and averages their gradients. N is then the
 number of processes of one pipeline.
 
+No process ever holds the whole model: it is built without memory, on the device "meta", and each process fills its own
+stages. On GPUs the stages send with the backend "nccl-lazy", where torch has it (2.15): see dist.pipeline_backend.
+
 Cost, for P float32 parameters and A = 4 · batch size · length · width, the bytes of the activations between two blocks:
     memory    16·P/N bytes per process for parameters, gradients and AdamW's state; the first stage also has the
               embeddings, and the last one the head
@@ -154,7 +157,10 @@ class Pipeline:
         device = dist.get_device()
         self.n_ranks = dist.get_world_size() // args.data_parallel  # processes of this pipeline
         self.mesh = torch_dist.init_device_mesh(
-            device.type, (args.data_parallel, self.n_ranks), mesh_dim_names=("replica", "stage")
+            device.type,
+            (args.data_parallel, self.n_ranks),
+            mesh_dim_names=("replica", "stage"),
+            backend_override=dist.pipeline_backend("stage"),
         )
         self.group = self.mesh.get_group("stage")
         self.rank = self.mesh.get_local_rank("stage")
@@ -260,6 +266,7 @@ def clip_gradients(pipeline, max_norm):
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     if not dist.is_dist_avail_and_initialized():  # PipelineStage needs a process group, in one process too
         torch_dist.init_process_group(store=torch_dist.HashStore(), rank=0, world_size=1)
     text, held_out = gpt.load_text()

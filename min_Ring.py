@@ -60,6 +60,7 @@ import options
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
+    gpt.add_bf16_option(parser)
     args = parser.parse_args()
     gpt.check_model_options(parser, args, length=(2 * args.nproc, "twice the number of processes"))
     return args
@@ -328,19 +329,20 @@ def local_positions(length, device):
     return torch.cat([pieces[first], pieces[-1 - first]])
 
 
-def local_loss(model, x, y):
+def local_loss(model, args, x, y):
     """The loss of this process's share. Shares are equally long, so the mean over processes is the batch's loss."""
     positions = local_positions(x.shape[1], x.device)
-    return gpt.loss_fn(model(x[:, positions], positions), y[:, positions])
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=args.bf16):
+        return gpt.loss_fn(model(x[:, positions], positions), y[:, positions])
 
 
 def train(model, optimizer, text, held_out, args):
     """Returns the loss of every step over the whole batch, (steps,)."""
-    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
+    progress = gpt.Progress(functools.partial(local_loss, model, args), text, held_out, args)
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
         optimizer.zero_grad()
-        loss = local_loss(model, x, y)
+        loss = local_loss(model, args, x, y)
         loss.backward()
         if args.clip:  # DDP has averaged the gradients, so every rank finds the same norm
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
@@ -351,6 +353,7 @@ def train(model, optimizer, text, held_out, args):
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     text, held_out = gpt.load_text()
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())

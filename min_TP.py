@@ -23,8 +23,9 @@ Cost per process, for P float32 parameters, L layers of width D, B sequences of 
               take 1/N, except the input X of each pair, which is kept for backward, and the logits.
     sent      (N-1)/N · ((8·L + 4)·B + 1) · 4·T·D bytes in each step, and (N-1)/N · 4·B·T·256 for the logits. The CPU's
               gloo sends 12·L + 5 for 8·L + 4, because its reduce-scatter is an all-reduce.
-Each process has all logits and computes the same loss. With a vocabulary larger than these 256 bytes the logits can
-stay split: see `loss_parallel` in torch.distributed.tensor.parallel.
+No process ever holds the whole model: it is built without memory, on the device "meta", and each process fills its
+part. Each process has all logits and computes the same loss. With a vocabulary larger than these 256 bytes the logits
+can stay split: see `loss_parallel` in torch.distributed.tensor.parallel.
 
     python min_TP.py --nproc 2                                           # two processes; without --nproc, all GPUs
     CUDA_VISIBLE_DEVICES=0,1 python min_TP.py --width 2048 --heads 16    # two GPUs
@@ -107,6 +108,7 @@ def train(model, optimizer, text, held_out, args):
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     text, held_out = gpt.load_text()
     model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
     n_params = sum(param.numel() for param in model.parameters())

@@ -46,6 +46,7 @@ import options
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
+    gpt.add_bf16_option(parser)
     args = parser.parse_args()
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
     return args
@@ -129,19 +130,20 @@ def aligned_size(param):
     return math.ceil(param.numel() / elements) * elements
 
 
-def local_loss(model, x, y):
+def local_loss(model, args, x, y):
     """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
-    return gpt.loss_fn(model(x), y)
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=args.bf16):
+        return gpt.loss_fn(model(x), y)
 
 
 def train(model, optimizer, text, held_out, args):
     """Returns the loss of every step over all processes, (steps,)."""
     share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, share=share)
+    progress = gpt.Progress(functools.partial(local_loss, model, args), text, held_out, args, share=share)
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
         optimizer.zero_grad()
-        loss = local_loss(model, x, y)
+        loss = local_loss(model, args, x, y)
         loss.backward()
         optimizer.step()
         progress(loss)
@@ -160,6 +162,7 @@ def report_state(optim, n_params):
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     text, held_out = gpt.load_text()
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())

@@ -126,6 +126,7 @@ HUB = {  # their names on the Hugging Face Hub, for llm_FSDP.py
 }
 
 GIB = 2**30
+EFFICIENCY = 0.76  # fitted to the rows of docs/plan.md: see `compute_seconds`
 
 
 @dataclass(frozen=True)
@@ -141,47 +142,48 @@ class Cluster:
     gpus_per_node: int = 8
     reachable: float = 0.8  # of `flops`, by large matrices alone
     flash: float = 0.33  # of `flops`, by FlashAttention-2, forward and backward
-    efficiency: float = 0.85  # of what kernels reach alone, in training: see `compute_seconds`
+    efficiency: float = EFFICIENCY  # of what kernels reach alone, in training: see `compute_seconds`
     has_rows: bool = True  # docs/plan.md has runs of this GPU, or it was measured
-    # NCCL's own model of a ring: microseconds per hop over NVLink and over the network, protocol Simple, see
-    # `transfer_seconds`. (hwLatencies in https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc)
+    # Of a hop in a ring over NVLink, and over the network, with NCCL's protocol for large messages:
+    # hwLatencies in https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc, see `transfer_seconds`.
     latency_inside: float = 3.4e-6
     latency_between: float = 14e-6
     reachable_link: float = 0.8  # of `inside` and `between`, by large messages: usual in nccl-tests
     overlaps: bool = True  # links work while the GPU computes
     float32: float = 0.5  # speed of float32 matrices (TF32) in relation to bfloat16
-    few_tokens: int = 300  # a micro-batch with this many tokens runs at half of the speed
-    narrow: int = 250  # so do matrices, if their width / tensor is this
+    few_tokens: float | None = None  # matrices of so many tokens run at half of their speed: see `matrix_rate`
+    narrow: float | None = None  # so do matrices of this width
     reduce_scatter: float = 1.0  # its time in relation to an all-gather's: gloo's is an all-reduce
     device: str = "GPU"
 
 
 # Memory is what torch.cuda.get_device_properties reports. `flops`, `bandwidth` and links are the makers' numbers, dense
-# and in one direction: https://www.nvidia.com/en-us/data-center/h100/ and the pages of the other GPUs beside it,
-# https://aws.amazon.com/ec2/instance-types/g5/ for the A10G, NVIDIA's paper on the Ada architecture for the RTX 4090,
-# https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html.
-# `reachable`: "Maximum Achievable Matmul FLOPS", https://github.com/stas00/ml-engineering/tree/master/compute/accelerator.
+# and in one direction, from the pages named beside them.
+# `reachable`: "Maximum Achievable Matmul FLOPS" in https://github.com/stas00/ml-engineering, compute/accelerator.
 # `flash`: 189 of 312 TFLOP/s on A100 (arXiv:2307.08691), 335 forward and 322 backward of 989 on H100 (2407.08608).
 # `between` is the network of the usual machine: 8 x 200 Gb/s with A100, 8 x 400 Gb/s with H100 and newer ones, 100 Gb/s
-# for a whole machine of small cards. These have no NVLink. They send over PCIe 4, the RTX 4090 through the host.
-# `efficiency` of A100 and H100 is fitted: see docs/plan.md. Where there was no run to fit it is between the two.
-A100 = {"reachable": 271.2 / 312, "flash": 0.6, "efficiency": 0.86}
-H100 = {"reachable": 794.5 / 989, "flash": 0.33, "efficiency": 0.79}
-ADA = {"flash": 0.6, "has_rows": False}
+# for a whole machine of cards. Cards have no NVLink. They send over PCIe, the RTX 4090 through the host's memory.
+A100 = {"reachable": 271.2 / 312, "flash": 0.6}
+H100 = {"reachable": 794.5 / 989, "flash": 0.33}
+CARD = {"flash": 0.6, "has_rows": False}
 GPUS = {
+    # nvidia.com/en-us/data-center/ a100, h100, h200, dgx-b200
     "a100": Cluster("a100", 79.25 * GIB, 312e12, 2.04e12, 300e9, 25e9, **A100),
     "a100-40": Cluster("a100-40", 39.5 * GIB, 312e12, 1.555e12, 300e9, 25e9, **A100),
     "h100": Cluster("h100", 79.25 * GIB, 989.5e12, 3.35e12, 450e9, 50e9, **H100),
-    "h100-nvl": Cluster("h100-nvl", 93 * GIB, 835e12, 3.9e12, 64e9, 50e9, reachable=0.8, has_rows=False),
     "h200": Cluster("h200", 139.8 * GIB, 989.5e12, 4.8e12, 450e9, 50e9, **H100),
     "b200": Cluster("b200", 178 * GIB, 2250e12, 8e12, 900e9, 50e9, reachable=1745 / 2250, has_rows=False),
+    # h100 again: NVLink joins pairs only, the others are joined by PCIe 5
+    "h100-nvl": Cluster("h100-nvl", 93 * GIB, 835e12, 3.9e12, 64e9, 50e9, has_rows=False),
+    # amd.com/en/products/accelerators/instinct/mi300/mi300x.html
     "mi300x": Cluster("mi300x", 191.5 * GIB, 1307e12, 5.3e12, 448e9, 50e9, reachable=668.4 / 1307, has_rows=False),
-    "l40s": Cluster("l40s", 44.4 * GIB, 362e12, 864e9, 32e9, 1.6e9, **ADA),
-    "l4": Cluster("l4", 22 * GIB, 121e12, 300e9, 32e9, 1.6e9, **ADA),
-    "a10g": Cluster("a10g", 22 * GIB, 70e12, 600e9, 32e9, 1.6e9, **ADA),
-    "rtx4090": Cluster("rtx4090", 23.5 * GIB, 165e12, 1.008e12, 16e9, 1.6e9, **ADA),
+    # nvidia.com/en-us/data-center/ l40s, l4; aws.amazon.com/ec2/instance-types/g5; NVIDIA's paper on Ada
+    "l40s": Cluster("l40s", 44.4 * GIB, 362e12, 864e9, 32e9, 1.6e9, **CARD),
+    "l4": Cluster("l4", 22 * GIB, 121e12, 300e9, 32e9, 1.6e9, **CARD),
+    "a10g": Cluster("a10g", 22 * GIB, 70e12, 600e9, 32e9, 1.6e9, **CARD),
+    "rtx4090": Cluster("rtx4090", 23.5 * GIB, 165e12, 1.008e12, 16e9, 1.6e9, **CARD),
 }
-SHARE_OF_MEMORY = 0.95  # the rest is for CUDA, NCCL and fragments
+SHARE_OF_MEMORY = 0.95  # The rest is for CUDA, NCCL and fragments. Of the runs of docs/plan.md, 1 in 20 needs more.
 
 
 @dataclass(frozen=True)
@@ -437,27 +439,35 @@ def working_bytes(model, layout):
 
 # ---- time: computing ----------------------------------------------------------------------------------------------
 
-# Fitted to the rows of docs/plan.md, like the efficiency of A100 and H100:
-FLOAT8 = 1.72  # speed of blocks in float8, with all casts, in relation to bfloat16
-FORWARD = 0.21  # forward's share of the time of a block: less than its third of the operations
-ASYNC_HIDES = 0.51  # of tensor parallelism's communication, where a framework overlaps it with matrices
-TRITON = 0.69  # speed of Triton's older attention in relation to FlashAttention-2
+# Fitted to the rows of docs/plan.md, like EFFICIENCY:
+FORWARD = 0.17  # the share of a block's time that recomputing all of it adds. Of the operations it is a third.
+TRITON = 0.74  # speed of Triton's older attention in relation to FlashAttention-2
 
+FLOAT8 = 1402.6 / 794.5  # speed of matrices in float8 in relation to bfloat16: the source of `reachable`, for an H100
 # The speed of attention in relation to FlashAttention-2's. FlashAttention-3: arXiv:2407.08608, figures 5 and 6.
 # An unknown kernel is taken as between FlashAttention-2 and Triton's: most runs of docs/plan.md have one of them.
 KERNELS = {"flash2": 1.0, "flash3": 1.7, "triton": TRITON, "unknown": math.sqrt(TRITON)}
 SHORT = 300  # tokens of a sequence with which attention reaches half of its speed: the same figures, causal
 NARROW_HEADS = 0.9  # speed of attention with 64 features per head in relation to 128: the same figures
-PASSES = 6  # how often memory moves each kept activation: 1 write and 2 reads, and as many of its gradient
+PASSES = 4  # each kept activation is written once and read once by other kernels than matrices, as is its gradient
 
 
 def matrix_rate(model, layout, cluster):
-    """Operations per second of a block's matrices. It falls with few tokens, and with narrow slices of the layers."""
-    tokens = tokens_of_micro_batch(model, layout)
-    width = model.width / layout.tensor
+    """Operations per second of a block's matrices. It falls with few tokens, and with narrow slices of the layers.
+
+    A product of M x K by K x N in bfloat16 has 2·M·K·N operations and moves 2·(K·N + M·K + M·N) bytes. As in the
+    roofline model (https://doi.org/10.1145/1498765.1498785), moving them takes ridge/M + ridge/K + ridge/N times as
+    long as computing, where the ridge is operations per byte of memory. M are the tokens. Of K and N the narrower
+    counts, which is width / tensor. The two times add up.
+    """
     speed = {"bfloat16": 1.0, "float8": FLOAT8, "float32": cluster.float32}[layout.precision]
-    fullness = tokens / (tokens + cluster.few_tokens) * width / (width + cluster.narrow)
-    return cluster.flops * cluster.reachable * speed * fullness
+    ridge = cluster.flops * cluster.reachable / cluster.bandwidth
+    few_tokens = ridge if cluster.few_tokens is None else cluster.few_tokens
+    narrow = ridge if cluster.narrow is None else cluster.narrow
+    moving = few_tokens / tokens_of_micro_batch(model, layout) + narrow * layout.tensor / model.width
+    if layout.precision == "float8":  # the matrices are faster, the memory is not
+        moving *= speed
+    return cluster.flops * cluster.reachable * speed / (1 + moving)
 
 
 def attention_rate(model, layout, cluster):
@@ -512,6 +522,7 @@ def compute_seconds(model, layout, cluster):
 
 # ---- time: communication ------------------------------------------------------------------------------------------
 
+ASYNC_HIDES = 0.5  # of tensor parallelism's communication, where a framework overlaps it with matrices: about half
 HIDDEN_COST = 0.15  # each second of hidden communication adds this to compute: NCCL takes 16 to 24 of 132 cores
 TENSORS = 9  # messages of a block, one per parameter tensor: q, k, v, output, gate, up, down, two norms
 
@@ -818,9 +829,15 @@ def axes(layout):
 
 
 def complexity(layout):
-    """How much there is to understand and to go wrong: a weight for each axis, then for recomputing and chunks."""
+    """How much there is to understand and to go wrong: a weight for each axis, then for recomputing and chunks.
+
+    A mesh that no script here has is more work than another axis.
+    """
     weights = {"replicate": 1, "zero": 1, "shard": 2, "tensor": 4, "context": 4, "stages": 6}
     total = sum(weights[name] for name in axes(layout))
+    name, _ = script(layout)
+    if name is None:
+        total += 5
     return total, layout.chunks, RECOMPUTE.index(layout.recompute)
 
 
@@ -932,24 +949,31 @@ def fits(job):
     return bool(results)
 
 
+def can_be_shared(job):
+    """Whether there is a layout, which may be too large."""
+    return next(layouts(job), None) is not None
+
+
 def why_no_layout(job):
-    """Two sentences: why the batch cannot be shared by the GPUs, and the next batch that can."""
-    model = job.model
+    """Two sentences: why the GPUs cannot share the batch, and the next larger batch or fewer GPUs that can."""
     device = job.cluster.device
-    cannot = f"{counted(job.batch, 'sequence')} cannot be shared by {job.n_gpus} {device}s"
-    for batch in range(job.batch + 1, 2 * job.n_gpus + job.batch):
-        if any(True for _ in layouts(dataclasses.replace(job, batch=batch))):
-            advice = f"Take --global-batch-size {batch}, or fewer {device}s."
-            break
-    else:
-        advice = f"Take fewer {device}s, or another mesh."
+    why = f"tensor x context splits a sequence by at most the {job.model.heads} heads"
     if job.mesh:
-        return (
-            f"{cannot} on this mesh: replicate x shard must divide them, and stages need as many micro-batches.",
-            advice,
-        )
-    why = f"tensor x context splits a sequence by at most the {model.heads} heads"
-    return f"{cannot}: {why}, and stages need as many micro-batches.", advice
+        why = "replicate x shard of this mesh must divide them"
+    ways = []
+    for batch in range(job.batch + 1, 2 * job.n_gpus + job.batch):
+        if can_be_shared(dataclasses.replace(job, batch=batch)):
+            ways.append(f"--global-batch-size {batch}")
+            break
+    fewer = job.n_gpus // 2
+    while fewer and not job.mesh:
+        if can_be_shared(dataclasses.replace(job, n_gpus=fewer)):
+            ways.append(counted(fewer, device))
+            break
+        fewer //= 2
+    sequences = counted(job.batch, "sequence")
+    cannot = f"{sequences} cannot be shared by {job.n_gpus} {device}s: {why}, and stages need as many micro-batches."
+    return cannot, f"Take {' or '.join(ways) or 'another mesh'}."
 
 
 # ---- the command --------------------------------------------------------------------------------------------------
@@ -979,12 +1003,12 @@ def mesh_name(layout):
     return " x ".join(names)
 
 
-def script(job, layout):
+def script(layout, model_name=None):
     """(the script that has this mesh, its options for it), or (None, advice)."""
     kinds = axes(layout)
     replicate, shard, tensor = layout.replicate, layout.shard, layout.tensor
     schedule = "Interleaved1F1B" if layout.chunks > 1 else "1F1B"
-    if is_for_llm(job, layout):
+    if is_for_llm(layout, model_name):
         return "llm_FSDP.py", llm_options(layout)
     if "context" in kinds:
         if kinds == {"context"} and not layout.shard_context:
@@ -1003,20 +1027,18 @@ def script(job, layout):
         mesh = ["--stages", layout.stages, "--shard", shard, "--tensor", tensor]
         return "min_3D.py", [*mesh, "--micro-batches", layout.count, "--schedule", schedule]
     if kinds == {"shard"} and layout.recompute == "none":
-        if layout.precision == "float32":
-            return "min_FSDP.py", []
-        return "min_FSDP.py", ["--mixed-precision"]
+        return "min_FSDP.py", []
     mesh = ["--replicate", replicate, "--shard", shard, "--tensor", tensor]
     if layout.recompute == "full":
         mesh.append("--checkpoint-activations")
     return "min_2D.py", mesh
 
 
-def is_for_llm(job, layout):
+def is_for_llm(layout, model_name):
     """Whether llm_FSDP.py trains it: a model of the Hub, sharded by FSDP."""
     if layout.lora:
         return True
-    return job.name in HUB and axes(layout) == {"shard"} and layout.recompute != "selective"
+    return model_name in HUB and axes(layout) == {"shard"} and layout.recompute != "selective"
 
 
 def llm_options(layout):
@@ -1030,12 +1052,17 @@ def llm_options(layout):
     return options
 
 
+def has_bf16(name, layout):
+    """Whether the script has --bf16. The scripts with FSDP refuse it for one process."""
+    return name not in ("llm_FSDP.py", "min_PP.py", "min_TP.py") and layout.n_gpus > 1
+
+
 def command(job, layout):
     """The command that starts the model, or gpt.py's model of its shape, on this mesh, or None.
 
     On several machines: on each one.
     """
-    name, options = script(job, layout)
+    name, options = script(layout, job.name)
     if name is None:
         return None
     model = job.model
@@ -1044,6 +1071,8 @@ def command(job, layout):
         shape = ["--model", HUB.get(job.name, "NAME"), "--data", "DATA.jsonl"]
     else:
         shape = ["--layers", model.layers, "--width", model.width, "--heads", model.heads]
+        if layout.precision != "float32" and has_bf16(name, layout):
+            options = ["--bf16", *options]
     words = [name, *options, *shape, "--length", model.sequence, "--global-batch-size", job.batch]
     if n_machines == 1:
         start = ["python", name, "--nproc", job.n_gpus]
@@ -1057,15 +1086,15 @@ def how_to_start(job, layout):
     """The command, or advice if no script here has this mesh."""
     line = command(job, layout)
     if line is None:
-        _, line = script(job, layout)
+        _, line = script(layout, job.name)
     return line
 
 
 def missing(job, layout):
     """What the plan assumes and the script does not do, as phrases."""
-    name, _ = script(job, layout)
+    name, _ = script(layout, job.name)
     found = []
-    if layout.precision == "bfloat16" and name not in ("min_FSDP.py", "llm_FSDP.py"):
+    if layout.precision == "bfloat16" and name != "llm_FSDP.py" and not has_bf16(name, layout):
         found.append("bfloat16")
     if layout.precision == "float8":
         found.append("float8")
@@ -1145,7 +1174,7 @@ def print_result(job, result):
     lacking = missing(job, layout)
     print(f"{'your mesh  ' if job.mesh else 'recommended'}   {describe(layout)}")
     print(f"start         {how_to_start(job, layout)}")
-    if not is_for_llm(job, layout):
+    if not is_for_llm(layout, job.name):
         print("              It trains gpt.py's model in this shape.")
     if lacking:
         print(f"              The projection also assumes what the script lacks: {', '.join(lacking)}.")
@@ -1180,7 +1209,7 @@ def print_alternatives(job, results):
     if other is not None:
         print(f"\nrunner-up     {describe(other.layout)}: {compared(other, winner)}")
         change = what_would_change_it(job, winner, other)
-        if change:
+        if change and other.speed < winner.speed:
             print(f"              It would be faster with {change}.")
 
 

@@ -28,7 +28,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 # The fork server imports these once, so that the workers need not. Importing them does not initialize CUDA, which
 # would not work in a process that is forked afterwards.
-PRELOADED = ("torch", "torch.distributed.nn.functional", "torch._dynamo", "torchvision")
+PRELOADED = ("torch", "torch.distributed.nn.functional", "torch._dynamo", "torchvision", "transformers.modeling_layers")
 
 IMPORTING_MAIN = 77  # exit status of a worker whose script calls `launch` while it is imported
 

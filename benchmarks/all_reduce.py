@@ -58,9 +58,10 @@ def worker(local_rank, world_size, width, rounds, report):
 
 
 def run(model, optimizer, text, args, number):
+    share = (dist.get_rank(), dist.get_world_size())
     for step in range(STEPS * number, STEPS * (number + 1)):
-        x, y = gpt.batch(text, step, 8 * dist.get_world_size(), 128, device=dist.get_device())
-        min_AllReduce.train_step(model, optimizer, min_AllReduce.own_share(x), min_AllReduce.own_share(y), args)
+        x, y = gpt.batch(text, step, 8 * dist.get_world_size(), 128, device=dist.get_device(), share=share)
+        min_AllReduce.train_step(model, optimizer, x, y, args)
 
 
 def main():

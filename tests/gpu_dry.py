@@ -35,7 +35,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 ROOT = Path(__file__).parent.parent
 GPUS = 8  # on each machine
 aten, c10d = torch.ops.aten, torch.ops.c10d
-Result = collections.namedtuple("Result", "calls waits held sent_by_rank_0 error")
+Result = collections.namedtuple("Result", "calls waits held sent_by_rank_0 products senders error")
+MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 
 
 # ---- the device -----------------------------------------------------------------------------------------------------
@@ -135,7 +136,9 @@ class Scripts(importlib.machinery.SourceFileLoader):
 class Recorder(TorchDispatchMode):
     """Runs operations on the CPU as they are and those on the device on fake tensors.
 
-    `calls` has every collective in order, `waits` the number of times that each line waits for the device.
+    `calls` has every collective in order, `waits` the number of times that each line waits for the device, `products`
+    the lines with a matrix product on the device: their type, or "float32 without TF32", and `senders` the backends of
+    the groups in which tensors are sent from rank to rank.
     """
 
     def __init__(self, rank, host_value):
@@ -144,7 +147,10 @@ class Recorder(TorchDispatchMode):
         self.device = torch.device("gpu", rank % GPUS)
         self.host_value = host_value  # what every number is that comes from the device
         self.gloo_groups = set()
+        self.backends = {}  # of the other groups, by name
+        self.senders = set()
         self.calls, self.waits = [], collections.Counter()
+        self.products = set()
         self.sent_by_rank_0 = []
         self.n_steps = 0
         self.held_after_step = math.inf  # the least after any step
@@ -172,6 +178,8 @@ class Recorder(TorchDispatchMode):
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if func in fake_collectives.collective_ops:
             self.record(func, args, kwargs, tensors)
+        if func in MATRIX_PRODUCTS and is_fake(tensors[0]):
+            self.note_product(tensors[0].dtype)
         if func in self.on_device:
             result = self.on_device[func](*args, **kwargs)
             if result is not NotImplemented:
@@ -180,6 +188,12 @@ class Recorder(TorchDispatchMode):
             with self.fake:
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def note_product(self, dtype):
+        kind = str(dtype).removeprefix("torch.")
+        if kind == "float32" and torch.get_float32_matmul_precision() == "highest":
+            kind = "float32 without TF32"
+        self.products.add((kind, place(frames_of_project())))
 
     def is_pinned(self, tensor, device=None):
         return getattr(tensor, "is_in_pinned_memory", False)
@@ -264,6 +278,8 @@ class Recorder(TorchDispatchMode):
                 raise RuntimeError(f"{func} of a tensor on {tensor.device} in a group of {backend} with {device}")
             if device.type == "gpu" and not tensor.is_contiguous():
                 raise RuntimeError(f"{func}: NCCL takes contiguous tensors only")
+        if func is c10d.send.default:
+            self.senders.add(torch_dist.get_backend(group))
         if func is c10d.scatter_.default:
             tensors = args[0]  # the received one: only the source has a list of what it sends
         shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
@@ -336,7 +352,10 @@ def run(pipe, script, options, rank, world_size, sent_by_rank_0=(), host_value=1
                 module.main_worker(rank % GPUS, world_size, args)
     except BaseException:
         error = traceback.format_exc()
-    result = Result(recorder.calls, recorder.waits, recorder.held_after_step, recorder.sent_by_rank_0, error)
+    products = recorder.products if "gpt" in sys.modules else set()  # of the transformer scripts
+    held = recorder.held_after_step
+    senders = recorder.senders
+    result = Result(recorder.calls, recorder.waits, held, recorder.sent_by_rank_0, products, senders, error)
     pipe.send_bytes(pickle.dumps(result))  # pipe.send would share the memory of tensors, and this process ends now
     pipe.close()
     os._exit(0)
@@ -350,8 +369,7 @@ def pretend_device(rank, host_value):
     module = DeviceModule(rank % GPUS)
     _setup_privateuseone_for_python_backend("gpu", backend_module=module)
     module.recorder = recorder = Recorder(rank, host_value)
-    recorder.autocast = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")  # it changes no type
-    recorder.autocast.fallback(torch.library.fallthrough_kernel)
+    pretend_autocast(recorder)
 
     def new_tensor(tensor, data, dtype=None):
         return torch.tensor(data, dtype=dtype or tensor.dtype, device=tensor.device)
@@ -375,6 +393,33 @@ def pretend_device(rank, host_value):
     return recorder
 
 
+def pretend_autocast(recorder):
+    """As on CUDA, for the operations that the scripts use."""
+    recorder.autocast = [torch.library.Library("_", "IMPL", "AutocastPrivateUse1")]
+    recorder.autocast[0].fallback(torch.library.fallthrough_kernel)
+    recorder.autocast.append(torch.library.Library("aten", "IMPL", "AutocastPrivateUse1"))
+    without_autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+    def casting(name, dtype):
+        operation = getattr(aten, name)
+
+        def call(*args, **kwargs):
+            def cast(value):
+                if isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.bfloat16):
+                    return value.to(dtype)
+                return value
+
+            with torch._C._ExcludeDispatchKeyGuard(without_autocast):
+                args, kwargs = pytree.tree_map(cast, (args, kwargs))
+                return operation(*args, **kwargs)
+
+        recorder.autocast[1].impl(name, call)
+
+    for name in ("linear", "matmul", "scaled_dot_product_attention"):
+        casting(name, torch.bfloat16)
+    casting("cross_entropy_loss", torch.float32)
+
+
 def pretend_groups(recorder):
     """Let torch.distributed make fake groups, and give each rank what rank 0, which runs first, has sent as objects."""
     torch_dist.Backend.register_backend("dry", _create_fake_pg, extended_api=True, devices=["cpu", "gpu"])
@@ -389,10 +434,20 @@ def pretend_groups(recorder):
         init_process_group("dry", **kwargs)
 
     def new_dry(ranks=None, timeout=None, backend=None, *args, **kwargs):
+        if backend not in (None, "gloo", "nccl", "nccl-lazy"):
+            raise RuntimeError(f"a group of {backend}")
         group = new_group(ranks, timeout, "dry")
         if backend == "gloo":
             recorder.gloo_groups.add(group.group_name)
+        elif group != torch_dist.GroupMember.NON_GROUP_MEMBER:
+            recorder.backends[group.group_name] = backend or "nccl"
         return group
+
+    def get_backend(group=None):
+        name = (group or torch_dist.group.WORLD).group_name
+        if name in recorder.gloo_groups:
+            return "gloo"
+        return recorder.backends.get(name, "nccl")
 
     def from_rank_0(name, value, group):
         """Rank 0's `value`."""
@@ -409,6 +464,7 @@ def pretend_groups(recorder):
         objects[:] = from_rank_0("broadcast_object_list", list(objects), group)
 
     torch_dist.rendezvous, torch_dist.init_process_group = rendezvous, init_dry
+    torch_dist.get_backend = get_backend
     torch_dist.all_gather_object, torch_dist.broadcast_object_list = all_gather_object, broadcast_object_list
     for module in (torch_dist, torch_dist.distributed_c10d, torch_dist.device_mesh):
         module.new_group = new_dry
@@ -447,8 +503,9 @@ def pipeline_stage(args):
 
     def stage(module, index, n_stages, device, group):
         tokens = torch.empty(rows, args.length, dtype=torch.long, device="meta")
-        between = torch.empty(rows, piece, args.width, device="meta", requires_grad=True)
-        logits = torch.empty(rows, args.length, 256, device="meta", requires_grad=True)
+        dtype = torch.bfloat16 if getattr(args, "bf16", False) else torch.float32  # min_PP has no such option
+        between = torch.empty(rows, piece, args.width, device="meta", dtype=dtype, requires_grad=True)
+        logits = torch.empty(rows, args.length, 256, device="meta", dtype=dtype, requires_grad=True)
         inputs = tokens if index == 0 else between
         outputs = logits if index == n_stages - 1 else between
         return PipelineStage(module, index, n_stages, device, input_args=inputs, output_args=outputs, group=group)
@@ -465,10 +522,34 @@ def write_files(script):
         Path("prompts.jsonl").write_text(100 * '{"prompt": "31524="}\n')
 
 
+def train_in_one_quorum(module):
+    """A main_worker for min_FaultTolerant.py: the last rank is healed in the first step, and all vote for each step."""
+
+    def main_worker(local_rank, world_size, args):
+        rank = int(os.environ.pop("RANK"))
+        del os.environ["WORLD_SIZE"]  # as run_trainer does
+        store = torch_dist.HashStore()
+        store.set("lost", "")
+        store.set("0 steps", "1")
+        store.add("0 here", world_size - 1)
+        trainer = module.Trainer(args)
+        if rank < world_size - 1:
+            trainer.take_step(0)
+        quorum = module.Quorum(store, 0, rank, list(range(world_size)), world_size - 1, first_step=1, timeout=1)
+        quorum.vote = lambda step: (step + 1, False)
+        quorum.leave = lambda: None
+        trainer.train_in(quorum)
+        assert trainer.step == args.steps
+
+    return main_worker
+
+
 def change(module, args):
     """Replace what fake tensors and fake groups cannot do, and make the data small."""
     if "gpt" in sys.modules:
         sys.modules["gpt"].LIBRARY /= "email"
+    if module.__name__ == "min_FaultTolerant":
+        module.main_worker = train_in_one_quorum(module)
     if module.__name__ in ("min_PP", "min_3D"):
         module.pipelining.PipelineStage = pipeline_stage(args)
     if module.__name__ == "min_Packing":

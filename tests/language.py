@@ -55,7 +55,7 @@ def make_folder(name, folder, dtype=torch.float32):
 
 
 def records(n=60, seed=0):
-    """Conversations of up to three turns, and texts. Answers have 1 to 30 bytes: means of means are far from the mean."""
+    """Conversations and texts. Answers have 1 to 30 bytes, so that means of means are far from the mean."""
     draw = random.Random(seed)
     for number in range(n):
         if number % 4 == 3:

@@ -39,6 +39,8 @@ TESTS = {  # of the files that have no test file of their own name, or more than
     "checkpoint": ["checkpoint", "mnist_FSDP"],
     "remote": ["rpc_param_server", "rpc_model_parallel"],
     "tracking": ["mnist_DDP"],
+    "hub": ["llm_FSDP"],
+    "documents": ["documents", "llm_FSDP"],
     "gpt": ["gpt", "min_TP"],
     "mnist": ["mnist", "mnist_DDP", "mnist_FSDP"],
 }

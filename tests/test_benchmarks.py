@@ -23,6 +23,7 @@ def test_plots_show_what_is_stored(tmp_path):
         "actor_learner",
         "all_reduce",
         "check_cluster",
+        "generation",
         "mnist_accuracy",
         "mutants",
         "soak",

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformer
 from conftest import exit_message, float64, slow_clock
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed as dist
 import gpt
@@ -124,6 +125,52 @@ def test_a_part_is_filled_as_the_whole_model_is_made():
     for param, expected in zip(part.parameters(), whole.blocks[1].parameters(), strict=True):
         assert torch.equal(param, expected)
     assert torch.equal(torch.rand(1), after), "and so do the random numbers that follow"
+
+
+# ---- bfloat16 -----------------------------------------------------------------------------------------------------
+
+IN_BFLOAT16 = {
+    "min_CP": {"attention": "ulysses"},
+    "min_DiLoCo": {"sync_every": 5, "outer_lr": 0.7, "outer_momentum": 0.0},
+    "min_EP": {"experts": 4, "top": 2, "balance": 0.01},
+    "min_Join": {"method": "weights", "least": 20},
+    "min_Muon": {"muon_lr": 0.02, "momentum": 0.9, "snapshot_path": None, "save_every": 100},
+    "min_Ring": {},
+    "min_ZeRO": {},
+}
+
+
+class Products(TorchDispatchMode):
+    """The types of the results of linear layers, in forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.types = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default):
+            self.types.add(result.dtype)
+        return result
+
+
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_bf16_computes_in_bfloat16_and_learns_alike(name):
+    script = importlib.import_module(name)
+    losses = {}
+    for bf16 in (False, True):
+        args = transformer.arguments(**IN_BFLOAT16[name], bf16=bf16)
+        with Products() as products:
+            result = transformer.run_main_worker(script, args, "AdamW")
+        losses[bf16] = result.losses
+        expected = {torch.bfloat16 if bf16 else torch.float32}
+        if name == "min_Muon":
+            expected.add(torch.float32)  # the optimizer's own products
+        assert products.types == expected
+        assert {param.dtype for param in result.model.parameters()} == {torch.float32}
+        assert result.losses.dtype == torch.float32
+    difference = (losses[True] - losses[False]).abs().max()
+    assert 0 < difference < 0.1
 
 
 # ---- no process holds the whole model -----------------------------------------------------------------------------

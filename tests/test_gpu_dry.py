@@ -16,6 +16,7 @@ import multiprocessing
 import pickle
 
 import pytest
+import torch
 
 try:
     import gpu_dry
@@ -37,18 +38,24 @@ CASES = [
     ("min_Join", 2, *STEPS, "--least", N_STEPS),
     ("min_Join", 2, *STEPS, "--least", 0, "--method", "weights"),
     ("min_ZeRO", 2, *STEPS),
+    ("min_ZeRO", 2, *STEPS, "--bf16"),
     ("min_2D", 4, *STEPS, "--replicate", 2, "--checkpoint-activations"),
     ("min_2D", 4, *STEPS, "--tensor", 2),
+    ("min_2D", 4, *STEPS, "--tensor", 2, "--bf16"),
     ("min_3D", 8, *STEPS, "--layers", 2, "--micro-batches", 2),
     ("min_3D", 4, *STEPS, "--layers", 4, "--micro-batches", 2, "--schedule", "Interleaved1F1B"),
+    ("min_3D", 8, *STEPS, "--layers", 2, "--micro-batches", 2, "--bf16"),
     ("min_AllReduce", 4, *STEPS, "--bucket-mb", 0.01),
     ("min_AllReduce", 2, *STEPS, "--compress", "bf16", "--accumulate", 2),
     ("min_CP", 2, *STEPS),
     ("min_CP", 2, *STEPS, "--attention", "all-gather"),
+    ("min_CP", 2, *STEPS, "--bf16"),
     ("min_DiLoCo", 2, *STEPS, "--sync-every", 2),
     ("min_EP", 2, *STEPS, *EXPERTS),
+    ("min_EP", 2, *STEPS, *EXPERTS, "--bf16"),
+    ("min_FaultTolerant", 3, *STEPS[2:], "--steps", N_STEPS + 1),
     ("min_FSDP", 2, *STEPS),
-    ("min_FSDP", 2, *STEPS, "--mixed-precision"),
+    ("min_FSDP", 2, *STEPS, "--bf16"),
     ("min_GRPO", 2, *STEPS, "--prompts", 4, "--imitation-steps", 3, "--save", "model.pt"),
     ("min_GRPO", 2, *STEPS, "--prompts", 4, "--inner-steps", 2, "--kl", 0.1),
     ("min_Generate", 4, "--tensor", 2, "--model", "model.pt", "--prompts", "prompts.jsonl", "--log-every", 1),
@@ -58,6 +65,7 @@ CASES = [
     ("min_PP", 4, *STEPS, "--layers", 4, "--schedule", "Interleaved1F1B", "--data-parallel", 2),
     ("min_Packing", 2, *STEPS, "--accumulate", 2),
     ("min_Ring", 2, *STEPS),
+    ("min_Ring", 2, *STEPS, "--bf16"),
     ("min_Stream", 2, *STEPS, "--num-workers", 0, "--snapshot-path", "snapshot.pt"),
     ("min_TP", 2, *STEPS),
     ("mnist_DDP", 2, *IMAGES, "--global-batch-size", 64, "--grad-accumulation", 2, "--amp", "--clip", 1),
@@ -68,21 +76,12 @@ CASES = [
 QUICK = CASES[:4]
 # What each number is that the host gets from the device. min_DDP: the samples of each rank. min_Join: the ranks that
 # have batches left, so Join ends at once.
-FROM_DEVICE = {"min_DDP": 16, "min_Join": 0}
+FROM_DEVICE = {"min_DDP": 128, "min_Join": 0}
 
 # Lines that may wait for the device in each step, or oftener than once for another reason.
 WAITS = {
-    "min_DDP": {  # it reduces and prints in each step, because that is its lesson
-        "x = x.to(device)",
-        "y = y.to(device)",
-        "header = torch.tensor([len(rows), zlib.crc32(kind.encode())], device=tensor.device)",
+    "min_DDP": {  # once per epoch, but for four numbers
         "lengths, kinds = torch.stack(headers).T.tolist()",
-        "hits = correct.sum().item()",
-        'dist.print_primary(f"Finish iteration {iteration} - acc: {hits / n:.4f} ({hits}/{n}) - loss: {loss.item():.4f}")',  # noqa: E501
-    },
-    "min_GRPO": {  # the program that checks the answers needs them, and drawing must know which rows have ended
-        "chosen = chosen.cpu()",
-        "for row, mask in zip(tokens.tolist(), generated.tolist(), strict=True):",
     },
     "min_Join": {  # once for each --log-every steps
         "with Join([model], divide_by_initial_world_size=False):  # no collective but DDP's may be called inside",
@@ -173,6 +172,18 @@ def check(script, world_size, *options, defect=None):
     for result in results.values():
         waits = waits_in_each_step(result) - WAITS.get(script, set())
         assert not waits, f"waits in each step: {waits}"
+        check_products(result.products, "--bf16" in options)
+        if script in ("min_PP", "min_3D"):
+            overlaps = torch.distributed.is_backend_available("nccl-lazy")
+            assert result.senders <= {"nccl-lazy" if overlaps else "nccl"}, "one stream for all neighbours"
+
+
+def check_products(products, bf16):
+    """A float32 matrix product needs TF32, or takes many times as long. Attention is in plain operations here."""
+    slow = {line for kind, line in products if kind == "float32 without TF32"}
+    assert not slow, f"float32 without TF32: {slow}"
+    in_bfloat16 = any(kind == "bfloat16" for kind, _ in products)
+    assert in_bfloat16 == bf16
 
 
 def name(case):

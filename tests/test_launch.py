@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from datetime import timedelta
@@ -399,6 +400,21 @@ def expect_one_line(local_rank, world_size):
 def test_an_expected_failure_is_an_exception_on_all_ranks_and_one_line_of_launch():
     with pytest.raises(SystemExit, match=r"^the disk is full$"):
         dist.launch(expect_one_line, nprocs=2)
+
+
+def report_late_on_rank_0(local_rank, world_size):
+    dist.init_process_group()
+    try:
+        dist.raise_on_all("no room")
+    except dist.DistributedError:
+        if local_rank == 0:
+            threading.Event().wait(60)  # the launcher ends it before
+        raise
+
+
+def test_the_line_of_an_error_of_all_ranks_is_printed_whichever_rank_is_first():
+    with pytest.raises(SystemExit, match=r"^no room$"):
+        dist.launch(report_late_on_rank_0, nprocs=2)
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,26 @@
 import contextlib
 import functools
 import io
+import itertools
 import json
+import os
+import random
 import re
-import signal
+import shutil
+import threading
 from pathlib import Path
 from unittest import mock
 
 import language
 import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
-from conftest import exit_message, float64
+from conftest import exit_message, float64, run, start, wait_for
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed as dist
 import documents
@@ -47,6 +54,8 @@ CASES = {  # name: (model, optimizer, options)
     "lora, qwen3_moe": ("qwen3_moe", "SGD", {**SGD, **LORA, "lr": 0.5}),
 }
 ON = {1: ["llama", "tied", "lora"], 2: list(CASES), 3: ["llama", "tied", "uneven", "lora, AdamW"]}
+RESUMED = ["tied", "lora"]
+STOP = 3  # the step after which they are stopped on two processes
 
 
 def arguments(folder, model, output="out", **changes):
@@ -82,7 +91,7 @@ def documents_of(args):
     lists = documents.pack(found, LENGTH)
     if args.pad:
         lists = [[document] for document in found]
-    return lists, [llm_FSDP.global_batch(len(lists), step, args) for step in range(STEPS)]
+    return lists, [documents.global_batch(len(lists), args.global_batch_size, step, args.seed) for step in range(STEPS)]
 
 
 def plain_model(args, lora_A):
@@ -111,10 +120,8 @@ def train_alone(args, optimizer, lora_A):
         {"params": [param for param in trained if param.dim() > 1], "weight_decay": args.weight_decay},
         {"params": [param for param in trained if param.dim() < 2], "weight_decay": 0.0},
     ]
-    if optimizer == "SGD":
-        optimizer = torch.optim.SGD(trained)
-    else:
-        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    optimizers = {"SGD": torch.optim.SGD(trained), "AdamW": torch.optim.AdamW(groups, betas=(0.9, 0.95))}
+    optimizer = optimizers[optimizer]
     lists, batches = documents_of(args)
     losses, norms = [], []
     for step, batch in enumerate(batches):
@@ -169,13 +176,13 @@ def train(folder, name, output="out", **changes):
             stack.enter_context(mock.patch("torch.optim.AdamW", make_sgd))
         tokenizer, whole, config, rows, held_out = llm_FSDP.prepare(args)
         model = llm_FSDP.make_model(whole, config, args)
-        llm_FSDP.check_packing(model, args)
+        hub.check_packing(model, args.length)
         before = whole_parameters(model)
         args.epochs = STEPS * args.global_batch_size / len(rows)
         trainer = llm_FSDP.Trainer(model, rows, held_out, args)
         losses, finished = trainer.train()
         result = {"before": before, "losses": losses, "finished": finished, "logits": logits_of(model)}
-        result["answer"] = llm_FSDP.answer(model, tokenizer, "abc", n_tokens=8)
+        result["answer"] = hub.answer(model, tokenizer, "abc", n_tokens=8)
         result["parameters"] = whole_parameters(model)
         args.merge = bool(args.lora)
         llm_FSDP.write_results(model, tokenizer, config, args)
@@ -192,6 +199,17 @@ def work(local_rank, world_size, folder):
     with float64_everywhere():
         for name in ON[world_size]:
             results[name] = train(folder, name, f"{name} {world_size}")
+        for name in RESUMED:
+            stopped = {"checkpoint_dir": str(folder / f"{name} stopped")}
+            resumed = {"checkpoint_dir": str(folder / f"{name} resumed {world_size}")}
+            if world_size == 2:
+                with mock.patch.object(llm_FSDP.Preemption, "agreed", mock.Mock(side_effect=[False, False, True])):
+                    results[f"{name} stopped"] = train(folder, name, "stopped", **stopped)
+                if local_rank == 0:
+                    for number in ON:
+                        shutil.copytree(stopped["checkpoint_dir"], folder / f"{name} resumed {number}")
+                dist.barrier()
+            results[f"{name} resumed"] = train(folder, name, f"{name} output {world_size}", **resumed)
     torch.save(results, folder / f"{world_size} {local_rank}.pt")
 
 
@@ -208,6 +226,8 @@ def folder(tmp_path_factory):
 @functools.cache
 def job(folder, world_size):
     """Rank 0's results by case; those of the other ranks are the same."""
+    if world_size != 2:
+        job(folder, 2)  # which saves what is resumed here
     dist.launch(work, str(folder), nprocs=world_size)
     results = [torch.load(folder / f"{world_size} {rank}.pt") for rank in range(world_size)]
     for other in results[1:]:
@@ -265,3 +285,523 @@ def test_results_load(folder, name):
     config = json.loads((merged / "config.json").read_text())
     assert config["architectures"] == json.loads((folder / model_name / "config.json").read_text())["architectures"]
     assert not list(output.glob(".incomplete"))
+
+
+@pytest.mark.parametrize("name, world_size", [(name, world_size) for name in RESUMED for world_size in ON])
+def test_resumes_inside_an_epoch_on_any_number_of_processes(folder, name, world_size):
+    """It stopped on two processes, as after SIGTERM, and ends as if it had not; on two, bit for bit."""
+    whole = job(folder, 2)[name]
+    stopped = job(folder, 2)[f"{name} stopped"]
+    resumed = job(folder, world_size)[f"{name} resumed"]
+    assert whole["finished"] and resumed["finished"] and not stopped["finished"]
+    assert torch.equal(stopped["losses"], whole["losses"][:STOP])
+    assert len(resumed["losses"]) == STEPS - STOP
+    tolerance = 0 if world_size == 2 else 1e-6
+    assert (resumed["losses"] - whole["losses"][STOP:]).abs().max() <= tolerance
+    for key, value in whole["parameters"].items():
+        assert (resumed["parameters"][key] - value).abs().max() <= tolerance, key
+    checkpoints = folder / f"{name} resumed {world_size}"
+    assert {path.name for path in checkpoints.iterdir()} == {f"epoch-{STOP}", f"epoch-{STEPS}"}
+
+
+def test_checkpoints_of_adapters_leave_the_model_out(folder):
+    job(folder, 2)
+    metadata = torch.distributed.checkpoint.FileSystemReader(folder / "lora stopped" / f"epoch-{STOP}").read_metadata()
+    names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
+    assert len(names) == 2 * 7 * 2 and all(".lora_" in name for name in names)
+
+
+# ---- the script as it is run ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_without_a_model_and_a_network_it_learns_and_answers(tmp_path):
+    env = {"HF_HOME": str(tmp_path / "empty"), "HF_HUB_OFFLINE": "1"}
+    status, stdout, stderr = run("llm_FSDP.py", "--nproc", "2", "--output-dir", tmp_path / "out", env=env, timeout=500)
+    assert (status, stderr) == (0, "")
+    guess = float(re.search(r"guessing by bigrams (.*)", stdout)[1])
+    held_out = [float(loss) for loss in re.findall(r"held-out (.*)", stdout)]
+    assert held_out[0] > 7 and held_out[-1] < guess - 0.2
+    assert re.search(
+        r"^step 20/369 \| loss \d\.\d{4} \| norm \d\.\d\d \| lr \d\.\de-03 \| [\d,]+ targets/s", stdout, re.M
+    )
+    assert re.search(r"--->\n    (?:return|if|self|for|raise|with|try)\b", stdout), "it answers with code"
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() == 664_192
+
+
+def small_run(folder, output, nproc):
+    """The options of a run of 60 steps, which saves every third, and prints every step."""
+    command = ["--model", folder / "llama", "--data", folder / "data.jsonl", "--length", LENGTH, "--seed", 1]
+    command += [
+        "--lr",
+        0.01,
+        "--global-batch-size",
+        6,
+        "--epochs",
+        (60 * 6 - 3) / 35,
+        "--log-every",
+        1,
+        "--save-every",
+        3,
+    ]
+    return [*command, "--output-dir", output, "--checkpoint-dir", f"{output} checkpoints", "--nproc", nproc]
+
+
+def steps_in(log):
+    """The last step that is printed, or 0."""
+    found = re.findall(r"^step (\d+)/", log.read_text(), re.M)
+    return int(found[-1]) if found else 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_kills_and_sigterm_change_nothing(folder, tmp_path):
+    """Killed at any moment and once in a save, stopped by SIGTERM; each time resumed by another number of processes."""
+    status, stdout, stderr = run("llm_FSDP.py", *small_run(folder, tmp_path / "whole", 2))
+    assert (status, stderr) == (0, "") and "step 60/60 | loss" in stdout
+    output = tmp_path / "killed"
+    checkpoints = Path(f"{output} checkpoints")
+    log = tmp_path / "log"
+    log.touch()
+    draw = random.Random(0)
+    for number, nproc in enumerate((2, 3, 1, 2), 1):
+        process = start("llm_FSDP.py", *small_run(folder, output, nproc), log=log)
+        aim = 10 * number + draw.randint(0, 5)
+        if number == 3:
+            wait_for(lambda aim=aim: steps_in(log) >= aim and is_incomplete(checkpoints), process)
+        else:
+            wait_for(lambda aim=aim: steps_in(log) >= aim, process)
+        process.kill()
+        process.wait()
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    process = start(*command, "llm_FSDP.py", *small_run(folder, output, 2), log=log, env={"OMP_NUM_THREADS": "1"})
+    wait_for(lambda: steps_in(log) >= 50, process)
+    process.terminate()
+    process.wait(timeout=100)
+    stopped_at = steps_in(log)
+    assert stopped_at < 60 and (checkpoints / f"epoch-{stopped_at}" / ".metadata").exists(), "it saved at once"
+    status, stdout, stderr = run("llm_FSDP.py", *small_run(folder, output, 2))
+    assert (status, stderr) == (0, "")
+    assert re.findall(r"^step (\d+)/60 \| loss", stdout, re.M)[0] == str(stopped_at + 1)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").state_dict()
+    for name, value in transformers.AutoModelForCausalLM.from_pretrained(output).state_dict().items():
+        assert (value - expected[name]).abs().max() < 1e-3, name
+
+
+def is_incomplete(checkpoints):
+    """Is a checkpoint being written at this moment?"""
+    return any(not (path / ".metadata").exists() for path in checkpoints.glob("epoch-*"))
+
+
+# ---- the CPU's memory -----------------------------------------------------------------------------------------------
+
+
+class Peak:
+    """By how much the anonymous memory of this process grows while the block runs."""
+
+    def __enter__(self):
+        self.before = self.largest = anonymous_bytes()
+        self.is_done = threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def watch(self):
+        while not self.is_done.wait(timeout=0.002):
+            self.largest = max(self.largest, anonymous_bytes())
+
+    def __exit__(self, *error):
+        self.is_done.set()
+        self.thread.join()
+        self.peak = max(self.largest, anonymous_bytes()) - self.before
+
+
+def anonymous_bytes():
+    """Without mapped files, whose pages the system may drop at any time."""
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+def measure_memory(local_rank, world_size, folder):
+    llm_FSDP.init_process_group()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    args = arguments(Path(folder), "large", f"large {world_size}")
+    peaks = []
+    with contextlib.redirect_stdout(io.StringIO()):
+        tokenizer, whole, config, _, _ = llm_FSDP.prepare(args)
+        with Peak() as peak:
+            model = llm_FSDP.make_model(whole, config, args)
+            del whole
+        peaks.append(peak.peak)
+        with Peak() as peak:
+            llm_FSDP.write_results(model, tokenizer, config, args)
+        peaks.append(peak.peak)
+    everyone = dist.gather_objects(peaks)
+    if local_rank == 0:
+        Path(folder, f"memory {world_size}.json").write_text(json.dumps(everyone))
+
+
+@pytest.mark.slow
+def test_the_cpus_hold_one_model_and_not_one_per_process(folder):
+    """Loading fills the shards, one model over all ranks; saving collects one more. One tensor at a time is sent."""
+    config = transformers.LlamaConfig(
+        vocab_size=16000, hidden_size=1024, num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=8,
+        intermediate_size=2816, tie_word_embeddings=False, max_position_embeddings=256,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    n_bytes = 4 * model.num_parameters()
+    largest = max(4 * param.numel() for param in model.parameters())
+    assert 400e6 < n_bytes < 420e6
+    model.save_pretrained(folder / "large", max_shard_size="100MB")
+    language.byte_tokenizer().save_pretrained(folder / "large")
+    del model
+    for world_size in (1, 2, 4):
+        dist.launch(measure_memory, str(folder), nprocs=world_size)
+        peaks = json.loads((folder / f"memory {world_size}.json").read_text())
+        loading, saving = zip(*peaks, strict=True)
+        print(world_size, [[round(n / 1e6) for n in part] for part in (loading, saving)], flush=True)
+        assert 0.9 * n_bytes < sum(loading) < 1.1 * n_bytes + 3 * world_size * largest
+        assert 0.9 * n_bytes * (world_size > 1) < sum(saving) < 1.2 * n_bytes + 3 * world_size * largest
+        for rank in range(1, world_size):
+            assert loading[rank] < n_bytes / world_size + 4 * largest and saving[rank] < 4 * largest
+        shutil.rmtree(folder / f"large {world_size}")
+
+
+# ---- bfloat16, memory and collectives -------------------------------------------------------------------------------
+
+
+class Watch(TorchDispatchMode):
+    """Notes the types of what is gathered and reduced, and counts reads of a value by the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.gathered = []
+        self.reduced = []
+        self.host_reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # its own operations on the shards come here next
+        name = func.name()
+        if "_allgather_base_" in name:
+            self.gathered.append(str(args[0].dtype))
+        elif "_reduce_scatter_base_" in name:
+            self.reduced.append(str(args[1].dtype))
+        elif "_local_scalar_dense" in name:
+            self.host_reads += 1
+        return func(*args, **(kwargs or {}))
+
+
+def held_bytes(model, optimizer):
+    """Of the parameters, of their gradients, and of the optimizer's state, by whether they are trained."""
+    held = {True: 0, False: 0}
+    for param in model.parameters():
+        state = [value for value in optimizer.state.get(param, {}).values() if value.dim()]
+        for tensor in [param, param.grad, *state]:
+            if tensor is not None:
+                held[param.requires_grad] += tensor.to_local().nbytes
+    return held
+
+
+def mix(folder, output, **changes):
+    """A model in bfloat16 is loaded, trained by mixed precision for a step, and written."""
+    args = arguments(folder, "bfloat16", output, precision="mixed", merge=bool(changes), **changes)
+    with contextlib.redirect_stdout(io.StringIO()):
+        tokenizer, whole, config, rows, held_out = llm_FSDP.prepare(args)
+        model = llm_FSDP.make_model(whole, config, args)
+        n_params = {True: 0, False: 0}
+        for param in model.parameters():
+            n_params[param.requires_grad] += param.numel()
+        trainer = llm_FSDP.Trainer(model, rows, held_out, args)
+        trainer.train_step(0)
+        own_rows = list(
+            documents.share_of(rows, documents.global_batch(len(rows), args.global_batch_size, 1, args.seed))
+        )
+        with Watch() as watch:
+            trainer.optimizer.zero_grad()
+            llm_FSDP.backward(model, own_rows)
+            torch.nn.utils.clip_grad_norm_(trainer.trained, 1.0)
+            trainer.optimizer.step()
+        types = {str(param.dtype) for param in trainer.trained}
+        result = {"params": n_params, "held": held_bytes(model, trainer.optimizer), "types": types}
+        result |= {"gathered": watch.gathered, "reduced": watch.reduced, "host reads": watch.host_reads}
+        result["logits"] = logits_of(model)
+        llm_FSDP.write_results(model, tokenizer, config, args)
+    return result
+
+
+def work_mixed(local_rank, world_size, folder):
+    folder = Path(folder)
+    llm_FSDP.init_process_group()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    results = {"full": mix(folder, "mixed"), "lora": mix(folder, "mixed lora", lora=4, lora_alpha=8.0)}
+    torch.save(results, folder / f"mixed {local_rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def mixed(folder):
+    language.make_folder("llama", folder / "bfloat16", torch.bfloat16)
+    dist.launch(work_mixed, str(folder), nprocs=2)
+    return [torch.load(folder / f"mixed {rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def test_bytes_held_are_those_of_the_docstring(mixed):
+    for result in mixed:
+        full, lora = result["full"], result["lora"]
+        assert full["held"][True] == pytest.approx(16 * full["params"][True] / 2, rel=0.01)
+        assert lora["held"][False] == pytest.approx(2 * lora["params"][False] / 2, rel=0.01)
+        assert lora["held"][True] == pytest.approx(16 * lora["params"][True] / 2, rel=0.01)
+        assert lora["params"][False] == full["params"][True]
+
+
+def test_parameters_are_gathered_in_bfloat16_and_trained_in_float32(mixed):
+    """Per row: two layers twice, and embedding and root; of the adapters only those two layers are reduced."""
+    for result in mixed:
+        for name, n_reduced in (("full", 4), ("lora", 2)):
+            assert result[name]["types"] == {"torch.float32"}
+            assert set(result[name]["gathered"]) == {"torch.bfloat16"}
+            assert result[name]["reduced"] == ["torch.float32"] * n_reduced * (BATCH // 2)
+            assert result[name]["host reads"] == BATCH // 2, "in each forward transformers looks for packed positions"
+
+
+def test_results_of_mixed_precision_are_bfloat16_and_bit_for_bit_what_was_trained(folder, mixed):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "mixed")
+    assert model.dtype == torch.bfloat16
+    assert torch.equal(logits_of_bfloat16(model), mixed[0]["full"]["logits"])
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "bfloat16")
+    adapted = peft.PeftModel.from_pretrained(base, folder / "mixed lora")
+    expected = mixed[0]["lora"]["logits"]
+    assert (logits_of_bfloat16(adapted) - expected).abs().max() < 0.05 * expected.std()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "mixed lora" / "merged")
+    assert (logits_of_bfloat16(merged) - expected).abs().max() < 0.05 * expected.std()
+
+
+@torch.no_grad()
+def logits_of_bfloat16(model):
+    return model.eval()(IDS, use_cache=False).logits
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def group():
+    """Of this process alone."""
+    llm_FSDP.init_process_group()
+    transformers.utils.logging.set_verbosity_error()
+    yield
+    dist.cleanup()
+
+
+def copy_of(folder, tmp_path):
+    shutil.copytree(folder / "llama", tmp_path / "llama")
+    shutil.copy(folder / "data.jsonl", tmp_path)
+    return tmp_path / "llama"
+
+
+def without_template(path):
+    (path / "chat_template.jinja").unlink()
+
+
+def without_weights(path):
+    for file in path.glob("model*"):
+        file.unlink()
+
+
+def without_one_weight(path):
+    file = sorted(path.glob("*.safetensors"))[0]
+    weights = safetensors.torch.load_file(file)
+    del weights["model.embed_tokens.weight"]
+    safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
+
+
+def with_half_a_file(path):
+    file = sorted(path.glob("*.safetensors"))[0]
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def without_everything(path):
+    for file in path.iterdir():
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    "spoil, cause",
+    [
+        (without_everything, r"--model .*/llama: .*"),
+        (without_template, r".*/data.jsonl: line 1 is no .*the tokenizer has no chat template: give one by .*"),
+        (without_weights, r"--model .*/llama: .*no file named model.safetensors.*"),
+        (without_one_weight, r"--model .*/llama: its files lack 1 weights, such as model.embed_tokens.weight"),
+        (with_half_a_file, r"--model .*/llama: .*"),
+    ],
+)
+def test_a_folder_that_is_not_complete(spoil, cause, folder, tmp_path, group):
+    spoil(copy_of(folder, tmp_path))
+    assert re.fullmatch(cause, exit_message(llm_FSDP.prepare, arguments(tmp_path, "llama")))
+
+
+def test_what_does_not_fit(folder, tmp_path, group):
+    args = arguments(folder, "llama", length=257)
+    assert exit_message(llm_FSDP.prepare, args).endswith("llama: --length 257 is more than its 256 positions")
+    args = arguments(folder, "llama", length=4)
+    line = "--data: too few documents fit into --length 4 to train and to hold out"
+    assert exit_message(llm_FSDP.prepare, args) == line
+    args = arguments(folder, "llama", data=[tmp_path / "none.jsonl"])
+    assert "cannot read" in exit_message(llm_FSDP.prepare, args)
+    args = arguments(folder, "llama", chat_template=tmp_path / "none.jinja")
+    assert "No such file" in exit_message(llm_FSDP.prepare, args)
+    args = arguments(folder, "llama", attention="flash_attention_2")
+    assert "flash" in exit_message(llm_FSDP.prepare, args).lower()
+
+
+@pytest.mark.slow
+def test_without_network_a_name_that_is_not_cached_is_one_line(folder, tmp_path):
+    env = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    command = ["llm_FSDP.py", "--model", "nobody/nothing", "--data", folder / "data.jsonl", "--output-dir", tmp_path]
+    status, stdout, stderr = run(*command, "--nproc", "2", env=env)
+    assert (status, stdout) == (1, "")
+    assert stderr.startswith("--model nobody/nothing: ") and stderr.count("\n") == 1
+
+
+def test_a_checkpoint_of_other_data_is_refused():
+    scheduler, tracker = mock.Mock(), mock.Mock()
+    saved = llm_FSDP.CheckpointParts(scheduler, tracker, {"rows": 9, "--length": 64}).state_dict()
+    llm_FSDP.CheckpointParts(scheduler, tracker, {"rows": 9, "--length": 64}).load_state_dict(saved)
+    other = llm_FSDP.CheckpointParts(scheduler, tracker, {"rows": 9, "--length": 32})
+    line = "--checkpoint-dir was saved with --length 64, not 32: use the same, or another folder"
+    assert exit_message(other.load_state_dict, saved) == line
+
+
+def test_documents_that_would_see_each_other_are_refused(folder, group):
+    """A model that ignores positions, as recurrent ones do."""
+    args = arguments(folder, "gpt2")
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.model)
+    model.reshard = lambda: None
+    hub.check_packing(model, args.length)
+    forward = model.forward
+    with mock.patch.object(model, "forward", lambda tokens, position_ids, **rest: forward(tokens, **rest)):
+        message = exit_message(hub.check_packing, model, args.length)
+    assert message == "GPT2LMHeadModel with --attention sdpa does not keep packed documents apart: use --pad"
+
+
+# ---- packed rows, and what is sent to the device --------------------------------------------------------------------
+
+
+ATTENTIONS = itertools.product(language.CONFIGS, ["sdpa", "eager", "flex_attention"])
+OFFERED = [pair for pair in ATTENTIONS if pair != ("gpt2", "flex_attention")]  # which transformers refuses
+
+
+@pytest.mark.parametrize("name, attention", OFFERED)
+def test_packed_documents_do_not_see_each_other(name, attention, folder):
+    """Their losses and gradients are those of each document alone. On the CPU, flex_attention has no gradients."""
+    is_flex = attention == "flex_attention"
+    with float64_everywhere(), torch.set_grad_enabled(not is_flex), torch.compiler.set_stance("force_eager"):
+        dtype = torch.float64
+        if is_flex:
+            dtype = torch.float32
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder / name, dtype=dtype, attn_implementation=attention
+        )
+        lists, _ = documents_of(arguments(folder, name))
+        row = max(lists, key=len)
+        assert len(row) >= 3
+        results = []
+        for lists in ([row], [[document] for document in row]):
+            model.zero_grad()
+            losses = []
+            for packed in documents.make_rows(lists, LENGTH):
+                loss = llm_FSDP.sum_of_losses(model, documents.on_device(packed))
+                if not is_flex:
+                    loss.backward()
+                losses.append(loss.detach())
+            gradients = [param.grad for param in model.parameters() if param.grad is not None]
+            results.append([torch.stack(losses).sum(), *gradients])
+    for packed, alone in zip(*results, strict=True):
+        assert (packed - alone).abs().max() <= 1e-5 * alone.abs().max().clamp(min=1)
+
+
+def test_the_last_rows_of_a_batch_may_be_without_targets():
+    row = torch.tensor([[7, 8, documents.PADDING], [0, 1, 0], [8, 9, documents.IGNORED]], dtype=torch.int32)
+    there = documents.on_device(row)
+    assert there.tokens.tolist() == [[7, 8, 0]] and there.positions.tolist() == [[0, 1, 0]]
+    assert there.places.tolist() == [0, 1] and there.targets.tolist() == [8, 9] and there.n_tokens == 2
+    empty = documents.on_device(row, in_loss=False)
+    assert empty.tokens.tolist() == [[7, 8, 0]] and len(empty.places) == len(empty.targets) == empty.n_tokens == 0
+
+
+def test_every_row_is_taken_once_in_an_epoch_in_another_order_in_the_next():
+    numbers = [number for step in range(5) for number in documents.global_batch(10, 4, step, 1)]
+    assert sorted(numbers[:10]) == sorted(numbers[10:]) == list(range(10))
+    assert numbers[:10] != numbers[10:] != list(range(10))
+    assert numbers[:4] != documents.global_batch(10, 4, 0, 2)
+
+
+# ---- results are complete or absent ---------------------------------------------------------------------------------
+
+
+def die_in_call(number):
+    """Of os.replace, Path.unlink and os.fsync together, the calls of write_folder that change the folder."""
+    calls = []
+
+    def counting(function):
+        def call(*args, **kwargs):
+            calls.append(None)
+            if len(calls) == number:
+                os._exit(9)
+            return function(*args, **kwargs)
+
+        return call
+
+    for target, name in ((os, "replace"), (os, "fsync"), (Path, "unlink")):
+        mock.patch.object(target, name, counting(getattr(target, name))).start()
+
+
+def result_in(folder):
+    """The number that a result holds, or None without one."""
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    except (OSError, ValueError):  # no config.json, or no weights
+        return None
+    return model.get_input_embeddings().weight[0, 0].item()
+
+
+def test_a_kill_while_a_result_is_written_leaves_the_old_one_the_new_one_or_none(folder, tmp_path):
+    config = transformers.AutoConfig.from_pretrained(folder / "llama")
+    config.dtype = torch.float32
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
+    tokenizer = language.byte_tokenizer()
+    found = []
+    for number in range(1, 30):
+        output = tmp_path / str(number)
+        shutil.copytree(folder / "llama", output)  # two files, of which the new result has one
+        with torch.no_grad():
+            model.get_input_embeddings().weight[0, 0] = 5.0
+        child = os.fork()
+        if child == 0:
+            die_in_call(number)
+            hub.save_model(model, tokenizer, config, output)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        found.append(result_in(output))
+        if status == 0:
+            break
+        hub.save_model(model, tokenizer, config, output)
+        assert result_in(output) == 5.0 and not (output / ".incomplete").exists()
+    old = result_in(folder / "llama")
+    assert found[0] == old and found[-1] == 5.0 and None in found
+    assert set(found) == {old, None, 5.0}
+    assert 6 < len(found) < 29
+
+
+def test_a_disk_that_is_full_is_one_line(folder, tmp_path):
+    config = transformers.AutoConfig.from_pretrained(folder / "llama")
+    config.dtype = torch.float32
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
+    hub.save_model(model, language.byte_tokenizer(), config, tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with mock.patch("hub.flush_to_disk", side_effect=OSError(28, "No space left on device")):
+        message = exit_message(hub.save_model, model, language.byte_tokenizer(), config, tmp_path)
+    assert message == f"cannot write {tmp_path}: [Errno 28] No space left on device"
+    assert sorted(path.name for path in tmp_path.iterdir()) == before and result_in(tmp_path) is not None

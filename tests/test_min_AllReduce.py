@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import re
 import threading
 from unittest import mock
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 import transformer
-from conftest import float64
+from conftest import float64, torchrun
 from torch.nn.parallel import DistributedDataParallel
 
 import distributed as dist
@@ -246,6 +247,8 @@ def mistakes():
     model = min_AllReduce.RingDDP(transformer.make_model(args), 20_000)
     transformer.plain_loss(model, x, y).backward()
     refused(transformer.plain_loss(model, x, y).backward)
+    with model.no_sync():
+        refused(transformer.plain_loss(model, x, y).backward)
     model.wait()
     odd = make_odd(args, "SGD")[0]
     model = min_AllReduce.RingDDP(odd, 20_000)
@@ -270,8 +273,8 @@ def lost_peer():
 def test_the_ring_moves_during_backward_and_mistakes_are_one_line(tmp_path):
     ranks = transformer.train_on(2, during_backward, [("ring",), ("mistakes",)], tmp_path)
     for _, lines in ranks:
-        second, without, unfrozen = lines
-        assert re.fullmatch(r"a second gradient of head.weight before wait\(\): .*no_sync\(\).*", second)
+        *second, without, unfrozen = lines
+        assert second == 2 * ["a second gradient of head.weight before wait(): see no_sync()"]
         assert re.fullmatch(r"no gradient of never.weight, never.bias(, sometimes.*)?: .* find_unused=True", without)
         assert unfrozen == "gpt.position.weight was frozen when RingDDP was made: unfreeze it before"
 
@@ -280,8 +283,51 @@ def during_backward(name):
     return {"ring": step_with_watched_ring, "mistakes": mistakes}[name]()
 
 
+def test_the_thread_runs_in_order_hands_over_errors_and_ends():
+    background, calls = min_AllReduce.BackgroundThread(), []
+    before = threading.active_count()
+    for number in range(3):
+        background.start(functools.partial(calls.append, number))
+    background.wait()
+    assert calls == [0, 1, 2]
+    background.start(functools.partial([].remove, "what the ring lost"))
+    with pytest.raises(ValueError, match="not in list"):
+        background.wait()
+    busy, waited = background.seconds_per_step()
+    assert busy > 0 and waited > 0
+    (thread,) = [thread for thread in threading.enumerate() if thread.name.endswith("(run_jobs)")]
+    del background
+    gc.collect()
+    thread.join(60)
+    assert threading.active_count() == before - 1
+
+
+# A script whose rank 1 fails in backward while its thread waits for rank 0, which waits for rank 1.
+FAILS = """
+import torch
+import distributed as dist
+import min_AllReduce
+
+def main(local_rank, world_size):
+    dist.init_process_group()
+    model = min_AllReduce.RingDDP(torch.nn.Linear(2, 2), 0)
+    if local_rank == 0:
+        dist.barrier()
+    model.module.weight.register_hook(lambda grad: 1 / 0)
+    model(torch.ones(2)).sum().backward()
+
+dist.launch(main)
+"""
+
+
+@pytest.mark.slow
+def test_a_failure_in_backward_ends_a_process_whose_thread_waits(tmp_path):
+    (tmp_path / "fails.py").write_text(FAILS)
+    status, _, stderr = torchrun(2, tmp_path / "fails.py", timeout=90)
+    assert status == 1 and "ZeroDivisionError" in stderr
+
+
 def test_a_failure_of_another_rank_ends_the_job(tmp_path):
-    """Its thread, which waits for a hop, does not keep a process alive."""
     with pytest.raises(SystemExit, match=r"^rank 1 gives up$"):
         transformer.train_on(2, lost_peer, [()], tmp_path)
 

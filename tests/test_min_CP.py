@@ -45,7 +45,7 @@ def saved_bytes(kind):
     """That a loss on one sequence of 4096 bytes saves in this process for its backward, parameters aside."""
     args = transformer.arguments(layers=2, width=64, length=4096)
     model = min_CP.parallelize(transformer.make_model(args).float(), kind)
-    return transformer.saved_bytes(min_CP, model, args.length)
+    return transformer.saved_bytes(min_CP, model, args)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import gpt
 import min_FSDP
 
 CLIP = 0.5
-OPTIONS = {"mixed_precision": False, "checkpoint_dir": None, "save_every": 100, "log_every": 100}
+OPTIONS = {"checkpoint_dir": None, "save_every": 100, "log_every": 100}
 CASES = [("AdamW", {}), ("SGD", {"clip": CLIP})]
 SEGMENTS = [(1, 4), (4, 10), (2, 16), (1, 20)]  # ranks, and the step at which they stop: one run, resumed three times
 
@@ -82,10 +82,10 @@ def unsharded(model):
     return sum(param.numel() for param in model.parameters() if not isinstance(param, DTensor))
 
 
-def look_inside(mixed_precision):
+def look_inside(bf16):
     """One step, looked at: collectives, whole parameters and types within forward and backward."""
     torch.set_default_dtype(torch.float32)
-    args = transformer.arguments(dist.get_world_size(), **{**OPTIONS, "mixed_precision": mixed_precision})
+    args = transformer.arguments(dist.get_world_size(), **{**OPTIONS, "bf16": bf16})
     torch.manual_seed(args.seed)
     model = min_FSDP.make_sharded_model(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
@@ -104,7 +104,7 @@ def look_inside(mixed_precision):
     share = (dist.get_rank(), dist.get_world_size())
     x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length, args.seed, share=share)
     with Watch() as forward:
-        loss = min_FSDP.local_loss(model, args, x, y)
+        loss = min_FSDP.local_loss(model, x, y)
     with Watch() as backward:
         loss.backward()
     optimizer.step()
@@ -282,7 +282,7 @@ def test_the_defaults_fit_any_number_of_processes(monkeypatch):
 
 
 def test_the_script_prints_its_lines_and_nothing_on_stderr(tmp_path):
-    options = ("--mixed-precision", "--clip", 1, "--checkpoint-dir", tmp_path, "--steps", 2, "--log-every", 1)
+    options = ("--bf16", "--clip", 1, "--checkpoint-dir", tmp_path, "--steps", 2, "--log-every", 1)
     status, stdout, stderr = run(ROOT / "min_FSDP.py", "--nproc", 2, "--width", 64, *options)
     assert (status, stderr) == (0, "")
     assert re.match(r"Training on 2 x cpu\nparameters held: ([\d,]+) of ([\d,]+) \(0.500\)\n", stdout)

@@ -250,7 +250,7 @@ WRONG = [  # a module, its text, what stands in its place, and the case that not
     ("min_GRPO", "new = log_probabilities_of(model, tokens, answered, args.temperature)", None, 0),
     ("min_GRPO", "for number in own(range(args.prompts)):", "for number in range(len(prompts)):", 0),
     ("min_GRPO", "groups.mean(dim=1, keepdim=True)", "groups.mean()", 0),
-    ("min_GRPO", "answered_next = answered[:, 1:]", "answered_next = answered[:, 1:] & (tokens[:, 1:] != STOP)", 0),
+    ("min_GRPO", "in_loss = answered[:, 1:]", "in_loss = answered[:, 1:] & (tokens[:, 1:] != STOP)", 0),
     ("gpt", "positions = lengths[rows] + number", "positions = torch.full_like(rows, longest + number)", 0),
     ("gpt", "logits = logits[row_numbers, lengths - 1]", "logits = logits[:, -1]", 0),
     ("min_GRPO", "return ratio * (difference.exp() - 1 - difference)", "return difference.exp() - 1 - difference", 1),

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import CollectiveCounter, exit_message, float64, killed_in
+from conftest import ROOT, CollectiveCounter, exit_message, float64, killed_in, start, wait_for
 from torch.multiprocessing import ProcessExitedException
 
 import distributed as dist
@@ -294,6 +294,26 @@ def test_killed_at_ten_moments_and_resumed_by_other_numbers_of_processes(args_of
     assert n_kept >= 2, "some answers were kept, others were missing"
 
 
+@pytest.mark.slow
+def test_the_launcher_is_killed_at_random_moments(args_of):
+    """The command itself, three times, each time with another number of processes."""
+    Path("prompts.jsonl").write_text(20 * Path("prompts.jsonl").read_text())
+    launch(args_of("--nproc", 1, "--output", "expected.jsonl", "--batch-size", 64))
+    given = ("--model", "model.pt", "--prompts", "prompts.jsonl", *OPTIONS, "--batch-size", 2)
+    parts = Path("answers.jsonl.parts")
+    draw = random.Random(1)
+    for nproc, tensor in ((2, 1), (2, 2), (3, 1)):
+        kept = numbers_in(parts)
+        goal = len(kept) + draw.randint(1, 50)
+        process = start(ROOT / "min_Generate.py", *given, "--nproc", nproc, "--tensor", tensor, cwd=Path.cwd())
+        wait_for(lambda goal=goal: len(numbers_in(parts)) >= goal, process)
+        process.kill()
+        process.communicate()
+        assert kept < numbers_in(parts), "and the job was not done"
+    launch(args_of("--nproc", 1))
+    assert Path("answers.jsonl").read_bytes() == Path("expected.jsonl").read_bytes()
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -307,7 +327,7 @@ def started_job(args_of):
     return parts
 
 
-def test_parts_with_other_options_are_refused_in_one_line(args_of, folder, monkeypatch):
+def test_parts_with_other_options_are_refused_in_one_line(args_of, capfd):
     parts = started_job(args_of)
     message = (
         "answers.jsonl.parts has answers with another --{}: use the same one, delete the folder, or change --output"
@@ -318,9 +338,13 @@ def test_parts_with_other_options_are_refused_in_one_line(args_of, folder, monke
     assert exit_message(launch, args_of("--nproc", 1, "--model", "other.pt")) == message.format("model")
     Path("other.jsonl").write_text(Path("prompts.jsonl").read_text() + '{"prompt": "a"}\n')
     assert exit_message(launch, args_of("--nproc", 1, "--prompts", "other.jsonl")) == message.format("prompts")
-    assert len(numbers_in(parts)) == 10, "they are still there"
-    launch(args_of("--nproc", 1, "--batch-size", 7, "--output", "answers.jsonl"))
+    kept = numbers_in(parts)
+    assert len(kept) == 10, "they are still there"
+    launch(args_of("--nproc", 1, "--batch-size", 7))
     assert lines_of(Path("answers.jsonl")) == expected_output()
+    n_new = sum(len(answer) for number, answer in enumerate(reference()) if number not in kept)
+    last = capfd.readouterr().out.splitlines()[-1]
+    assert int(LAST_LINE.fullmatch(last)[2]) == n_new, "nothing is generated twice"
 
 
 def test_an_output_is_not_overwritten(args_of):

@@ -118,7 +118,7 @@ def saved_bytes(length):
     """What a loss on one sequence saves in this process for its backward, parameters aside."""
     args = transformer.arguments(layers=2, width=64, length=length)
     model = min_Ring.parallelize(transformer.make_model(args).float())
-    return transformer.saved_bytes(min_Ring, model, args.length)
+    return transformer.saved_bytes(min_Ring, model, args)
 
 
 class Recorder:
@@ -166,7 +166,7 @@ def record_step(args):
         stack.enter_context(mock.patch.object(min_Ring, "finish_hop", recorder.finish_hop))
         model = min_Ring.parallelize(transformer.make_model(args))
         x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length)
-        min_Ring.local_loss(model, x, y).backward()
+        min_Ring.local_loss(model, args, x, y).backward()
     return recorder
 
 

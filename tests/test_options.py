@@ -17,10 +17,20 @@ import single_gpu
 
 TRANSFORMERS = ["min_2D", "min_3D", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP", "min_Join", "min_Muon", "min_PP"]
 TRANSFORMERS += ["min_AllReduce", "min_Packing", "min_Ring", "min_Stream", "min_TP", "min_ZeRO"]
-NPROC = ["min_DDP", "min_GRPO", "mnist_DDP", "mnist_FSDP", *TRANSFORMERS]
+NPROC = ["llm_FSDP", "min_DDP", "min_GRPO", "mnist_DDP", "mnist_FSDP", *TRANSFORMERS]
 POSITIONAL = {"multigpu_torchrun": ["5", "1"], "multinode_torchrun": ["5", "1"]}
 SCRIPTS = [*NPROC, *POSITIONAL, "min_FaultTolerant", "min_Generate", "rpc_param_server", "rpc_model_parallel"]
-MAY_BE_0 = {"bucket-mb", "seed", "least", "num-workers", "max-restarts", "momentum", "outer-momentum", "warmup"}
+MAY_BE_0 = {
+    "weight-decay",
+    "bucket-mb",
+    "seed",
+    "least",
+    "num-workers",
+    "max-restarts",
+    "momentum",
+    "outer-momentum",
+    "warmup",
+}
 MAY_BE_0 |= {"imitation-steps", "flawed", "low", "high", "kl"}  # of min_GRPO
 WITHOUT_DEFAULT = {
     "clip",
@@ -32,6 +42,7 @@ WITHOUT_DEFAULT = {
 }  # left out, nothing is done
 WITHOUT_DEFAULT |= {"model", "prompts"}  # of min_Generate, which needs them
 PATHS = {"snapshot-path", "data-dir", "checkpoint-dir", "output-dir", "export", "tensorboard", "save"}
+PATHS |= {"model", "data", "eval-data", "chat-template", "prompt"}
 TEXTS = {("min_Generate", name) for name in ("model", "prompts", "output", "stop")}
 ZEROS = {("mnist_DDP", "clip"), ("min_Generate", "temperature")}
 
@@ -64,12 +75,22 @@ the number of samples
     "min_FSDP.py": """
         --nproc 3 --global-batch-size 16 | argument --global-batch-size: 16 is not a multiple of 3, the number of \
 processes
-        --mixed-precision | argument --mixed-precision: one process gathers nothing, use at least 2 (--nproc 2)
+        --bf16 | argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)
     """,
     "mnist_FSDP.py": """
         --strategy local --nproc 2 | argument --strategy: local trains in 1 process, not in 2
         RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 --strategy local | argument --strategy: local trains in 1 process, not in 2
         --export . | argument --export: '.' is a folder, not a file
+    """,
+    "llm_FSDP.py": """
+        --model folder | argument --data: name the .jsonl files on which --model is trained
+        --from-scratch | argument --from-scratch: name the --model whose configuration and tokenizer are taken
+        --lora 4 | argument --lora: adapters need a --model with weights
+        --model folder --data a --lora 4 --from-scratch | argument --lora: adapters need a --model with weights
+        --model folder --data a --merge | argument --merge: it merges adapters, so it needs --lora
+        --lora-alpha 2 | argument --lora-alpha: it scales adapters, so it needs --lora
+        --attention none | argument --attention: 'none' is not one of sdpa, eager, flex_attention, flash_attention_2
+        --length 1 | argument --length: '1' is not a whole number of at least 2
     """,
     "mnist_DDP.py": """
         --momentum 1 | argument --momentum: '1' is not a number of at least 0 and below 1
@@ -291,6 +312,8 @@ def test_a_positive_number_is_finite(wrong, capsys):
 
 
 FOLDERS = [
+    ("llm_FSDP", "--output-dir", ""),
+    ("llm_FSDP", "--checkpoint-dir", ""),
     ("multigpu_torchrun", "--snapshot-path", "snapshot.pt"),
     ("multinode_torchrun", "--snapshot-path", "snapshot.pt"),
     ("min_FSDP", "--checkpoint-dir", ""),

@@ -47,7 +47,8 @@ def inline_sessions(page):
 def docstring_commands(source):
     docstring = (ast.get_docstring(ast.parse(source)) or "").replace("\\\n", "")
     found = re.findall(r"^    ((?:\w+=\S+ +)*(?:python|torchrun) .*)$", docstring, re.M)
-    found = [command for command in found if " --model " not in command]  # of the Hub, or a folder that is not there
+    # Left out are models of the Hub, and folders that are not there.
+    found = [command for command in found if " --model " not in command or " --model model.pt" in command]
     return [command for command in found if "--data mnist" not in command or "MNIST_ROOT" in os.environ]
 
 
@@ -369,6 +370,63 @@ def test_the_files_that_a_copied_script_needs():
     (advice,) = re.findall(r"\*\*Further files\.\*\* (.*?)\n\n", PAGES[README], re.S)
     named = set(re.findall(r"\[`(\w+\.py)`\]", advice))
     assert named == FOUNDATION - {"distributed.py", "spawn.py"}
+
+
+def test_the_recipes_have_a_table_of_contents():
+    page = PAGES[ROOT / "docs" / "recipes.md"]
+    contents = section(page, "Contents")
+    assert re.findall(r"^- \[(.*)\]\(#", contents, re.M) == re.findall(r"^### (.*)$", page, re.M)
+
+
+def in_a_package(command):
+    """`python script.py --option` as `python -m mypackage.script --option`."""
+    command = re.sub(r"python (\w+)\.py", r"python -m mypackage.\1", command)
+    return re.sub(r"(torchrun .*?)(\w+)\.py", r"\1-m mypackage.\2", command)
+
+
+def make_package(folder, names):
+    """A package with these scripts, and with the lines that the README tells to put into its __init__.py."""
+    (lines,) = (block for block in blocks("python") if "sys.path.append" in block)
+    package = folder / "mypackage"
+    package.mkdir()
+    (package / "__init__.py").write_text(lines)
+    for name in names:
+        shutil.copy(ROOT / name, package)
+    return package
+
+
+def shell(command, folder, timeout=200):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": "", "HOME": str(folder)}
+    command = ["timeout", "--kill-after=35", str(timeout), "bash", "-c", command]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_a_script_of_ones_own_in_a_package(tmp_path):
+    package = make_package(tmp_path, ["distributed.py", "spawn.py"])
+    apply_diff(tmp_path)
+    shutil.move(tmp_path / "train.py", package)
+    assert shell("python -m mypackage.train --nproc 2", tmp_path).startswith("processes: 2\nepoch 0: ")
+
+
+ALONE = [name for name in SCRIPTS if docstring_commands(SCRIPTS[name]) and name not in ("min_Generate.py", "plan.py")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALONE)
+def test_a_script_alone_in_a_folder_and_in_a_package(name, tmp_path):
+    """With the files that AGENTS.md names, and without anything else of this project, its first command runs."""
+    (needed,) = re.findall(rf"^\| .* \| `{name}` \| (.*?) ?\| `.*` \|$", PAGES[AGENTS], re.M)
+    files = [name, *re.findall(r"`(.*?)`", needed)]
+    command = smaller(docstring_commands(SCRIPTS[name])[0])
+    (tmp_path / "folder").mkdir()
+    for file in files:
+        shutil.copy(ROOT / file, tmp_path / "folder")
+    shell(command, tmp_path / "folder")
+    make_package(tmp_path, files)
+    shell(in_a_package(command), tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

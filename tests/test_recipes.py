@@ -5,6 +5,7 @@ the others: its processes leave the process group, and all meet in a new one, or
 """
 
 import contextlib
+import copy
 import datetime
 import functools
 import io
@@ -1253,6 +1254,177 @@ def out_of_memory():
     plain, *others = [f"{value:.1f}" for value in measured]
     quoted = re.findall(r"\| (\d+\.\d) → (\d+\.\d) MB \|", PAGE.read_text())
     assert quoted == [(plain, other) for other in others]
+
+
+# ---- language models ------------------------------------------------------------------------------------------------
+
+
+def tiny_llama(change=None):
+    """The shards of llm_FSDP.py, the whole model, and the configuration."""
+    import language
+
+    import hub
+    import llm_FSDP
+
+    config = language.CONFIGS["llama"]()
+    config.dtype = torch.float64
+    torch.manual_seed(0)
+    whole = hub.build_model(config, torch.float64)
+    args = types.SimpleNamespace(lora=None, precision="float32", attention="sdpa", recompute=False, compile=False)
+    with mock.patch.object(hub, "build_model", changed(hub.build_model, change)):
+        whole.load_state_dict(whole.state_dict())
+        if change:
+            change(whole)
+        return llm_FSDP.make_model(whole, config, args), copy.deepcopy(whole), args
+
+
+def changed(build, change):
+    def build_changed(*args):
+        model = build(*args)
+        if change:
+            change(model)
+        return model
+
+    return build_changed
+
+
+def pairs():
+    """4 rows of two documents of 10 and 12 tokens, of which the last 4 and 3 are answers."""
+    import documents
+
+    draw = torch.Generator().manual_seed(1)
+    lists = []
+    for _ in range(4):
+        found = []
+        for length, n_answer in ((10, 4), (12, 3)):
+            tokens = torch.randint(0, 256, (length + 1,), generator=draw, dtype=torch.int32).numpy()
+            targets = tokens[1:].copy()
+            targets[:-n_answer] = documents.IGNORED
+            found.append((tokens[:-1], targets))
+        lists.append(found)
+    return lists, documents.make_rows(lists, 30)
+
+
+def own_pairs(rows):
+    import documents
+
+    return list(documents.share_of(rows, range(len(rows))))
+
+
+def answer_log_probability(model, document):
+    tokens, targets = (torch.tensor(part, dtype=torch.long) for part in document)
+    logits = model(tokens[None]).logits[0]
+    return -F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+
+
+def whole_gradients(model):
+    return {name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@recipe
+def preferences():
+    """DPO with adapters, against the pairs one after the other, beside a copy of the model as the reference."""
+    import hub
+
+    (block,) = blocks_of("How do I train on preferences (DPO)?")
+    names = execute(block, hub=hub)
+
+    def add(model):
+        torch.manual_seed(3)
+        hub.add_lora(model, 2, 4.0)
+        for linear in hub.adapted_layers(model).values():
+            if linear.lora_B.weight.device.type != "meta":
+                nn.init.normal_(linear.lora_B.weight, std=0.3)
+
+    model, whole, _ = tiny_llama(add)
+    lists, rows = pairs()
+    share = names.backward(model, own_pairs(rows))
+    loss = 0
+    for chosen, rejected in lists:
+        with torch.no_grad(), hub.without_adapters(whole):
+            reference = answer_log_probability(whole, chosen) - answer_log_probability(whole, rejected)
+        difference = answer_log_probability(whole, chosen) - answer_log_probability(whole, rejected) - reference
+        loss = loss - F.logsigmoid(0.1 * difference) / len(lists)
+    loss.backward()
+    assert abs(dist.all_reduce(share) - loss) < 1e-7 and abs(loss - math.log(2)) > 1e-3
+    check_equal(whole_gradients(model), whole_gradients(whole), 1e-7)
+
+
+@recipe
+def reward_model():
+    block = blocks_of("How do I train a reward model?")[0]
+    names = execute(block)
+    model, whole, _ = tiny_llama(names.with_reward_head)
+    lists, rows = pairs()
+    loss = 0
+    for row in own_pairs(rows):
+        loss = loss + names.reward_loss(model, row) / len(lists) * dist.get_world_size()
+    loss.backward()
+    expected = 0
+    for found in lists:
+        chosen, rejected = (whole(torch.tensor(tokens, dtype=torch.long)[None]).logits[0, -1, 0] for tokens, _ in found)
+        expected = expected - F.logsigmoid(chosen - rejected) / len(lists)
+    expected.backward()
+    check_equal(whole_gradients(model), whole_gradients(whole), 1e-7)
+
+
+@recipe
+def frozen_layers():
+    import hub
+
+    (block,) = blocks_of("How do I freeze some layers?")
+    names = execute(block, hub=hub)
+    model, _, args = tiny_llama(lambda model: names.freeze_first_layers(model, 1))
+    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+    assert frozen == {name for name, _ in model.named_parameters() if "layers.0." in name or "embed_tokens" in name}
+    before = full_parameters(model)
+    step_of(model, args)
+    for name, value in full_parameters(model).items():
+        assert torch.equal(value, before[name]) == (name in frozen), name
+
+
+def step_of(model, args):
+    """One step of SGD on rows of texts; returns the losses' shares."""
+    import llm_FSDP
+
+    _, rows = pairs()
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=RATE)
+    llm_FSDP.backward(model, own_pairs(rows))
+    optimizer.step()
+
+
+@recipe
+def longer_context():
+    import language
+
+    import hub
+
+    (block,) = blocks_of("How do I train on a longer context than the model was trained on?")
+    config = execute(block).stretch(language.CONFIGS["llama"](), 4)
+    assert config.max_position_embeddings == 1024
+    plain = hub.build_model(language.CONFIGS["llama"](), torch.float64)
+    stretched = hub.build_model(config, torch.float64)
+    assert not torch.equal(plain.model.rotary_emb.inv_freq, stretched.model.rotary_emb.inv_freq)
+    assert stretched(torch.arange(200).repeat(4)[None]).logits.isfinite().all()
+
+
+@recipe
+def hsdp_of_a_language_model():
+    """Two replicas of one shard each give the gradients of two shards."""
+    (block,) = blocks_of("How do I shard within a machine and replicate between machines?")
+    names = execute(block, init_device_mesh=init_device_mesh)
+    expected, _, args = tiny_llama()
+    step_of(expected, args)
+    with mock.patch("llm_FSDP.init_device_mesh", lambda *sizes: names.make_mesh(2)):
+        model, _, _ = tiny_llama()
+    placements = next(model.parameters()).placements
+    assert [type(placement).__name__ for placement in placements] == ["Replicate", "Shard"]
+    step_of(model, args)
+    check_equal(full_parameters(model), full_parameters(expected), 1e-7)
 
 
 # ---- watch, debug and measure ---------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def count_worker(local_rank, world_size):
         report(min_CP, ddp + times * 4 * LAYERS * BATCH * features, attention=attention)
     report(min_Ring, ddp + (3 * N - 2) / N * 8 * LAYERS * BATCH * LENGTH * WIDTH)
     blocks = sum(param.numel() for param in make_model(arguments(layers=2, width=WIDTH)).blocks.parameters())
-    whole = {"mixed_precision": False, "checkpoint_dir": None}
+    whole = {"checkpoint_dir": None}
     # Blocks are gathered twice and the rest once, and all is reduced, which takes twice as much on gloo.
     report(min_FSDP, (N - 1) / N * 4 * (4 * blocks + 3 * (n_params - blocks)), **whole)
     report(min_ZeRO, on_gloo * ddp)
