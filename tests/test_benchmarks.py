@@ -19,7 +19,16 @@ def test_plots_show_what_is_stored(tmp_path):
         assert status == 0, stderr
         pictures.append({path.stem: path.read_text() for path in (tmp_path / seed).glob("*.svg")})
     assert pictures[0] == pictures[1]
-    not_drawn = {"actor_learner", "check_cluster", "mnist_accuracy", "mutants", "soak", "step", "text_data"}
+    not_drawn = {
+        "actor_learner",
+        "check_cluster",
+        "lost_process",
+        "mnist_accuracy",
+        "mutants",
+        "soak",
+        "step",
+        "text_data",
+    }
     names = {path.stem for path in common.RESULTS.glob("*.json")} - not_drawn
     assert set(pictures[0]) == names
     for name in names:
