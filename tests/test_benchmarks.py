@@ -24,6 +24,7 @@ def test_plots_show_what_is_stored(tmp_path):
         "all_reduce",
         "check_cluster",
         "generation",
+        "lost_process",
         "mnist_accuracy",
         "mutants",
         "soak",
