@@ -203,7 +203,7 @@ def work(local_rank, world_size, folder):
             stopped = {"checkpoint_dir": str(folder / f"{name} stopped")}
             resumed = {"checkpoint_dir": str(folder / f"{name} resumed {world_size}")}
             if world_size == 2:
-                with mock.patch.object(llm_FSDP.Preemption, "agreed", mock.Mock(side_effect=[False, False, True])):
+                with mock.patch("checkpoint.Preemption.agreed", mock.Mock(side_effect=[False, False, True])):
                     results[f"{name} stopped"] = train(folder, name, "stopped", **stopped)
                 if local_rank == 0:
                     for number in ON:
@@ -301,12 +301,12 @@ def test_resumes_inside_an_epoch_on_any_number_of_processes(folder, name, world_
     for key, value in whole["parameters"].items():
         assert (resumed["parameters"][key] - value).abs().max() <= tolerance, key
     checkpoints = folder / f"{name} resumed {world_size}"
-    assert {path.name for path in checkpoints.iterdir()} == {f"epoch-{STOP}", f"epoch-{STEPS}"}
+    assert {path.name for path in checkpoints.iterdir()} == {f"step-{STOP}", f"step-{STEPS}"}
 
 
 def test_checkpoints_of_adapters_leave_the_model_out(folder):
     job(folder, 2)
-    metadata = torch.distributed.checkpoint.FileSystemReader(folder / "lora stopped" / f"epoch-{STOP}").read_metadata()
+    metadata = torch.distributed.checkpoint.FileSystemReader(folder / "lora stopped" / f"step-{STOP}").read_metadata()
     names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
     assert len(names) == 2 * 7 * 2 and all(".lora_" in name for name in names)
 
@@ -330,20 +330,10 @@ def test_without_a_model_and_a_network_it_learns_and_answers(tmp_path):
 
 
 def small_run(folder, output, nproc):
-    """The options of a run of 60 steps, which saves every third, and prints every step."""
+    """The options of a run of 200 steps, which saves every tenth, and prints every step."""
     command = ["--model", folder / "llama", "--data", folder / "data.jsonl", "--length", LENGTH, "--seed", 1]
-    command += [
-        "--lr",
-        0.01,
-        "--global-batch-size",
-        6,
-        "--epochs",
-        (60 * 6 - 3) / 35,
-        "--log-every",
-        1,
-        "--save-every",
-        3,
-    ]
+    command += ["--epochs", (200 * 6 - 3) / 35, "--global-batch-size", 6, "--lr", 0.01]
+    command += ["--log-every", 1, "--save-every", 10]
     return [*command, "--output-dir", output, "--checkpoint-dir", f"{output} checkpoints", "--nproc", nproc]
 
 
@@ -358,7 +348,7 @@ def steps_in(log):
 def test_kills_and_sigterm_change_nothing(folder, tmp_path):
     """Killed at any moment and once in a save, stopped by SIGTERM; each time resumed by another number of processes."""
     status, stdout, stderr = run("llm_FSDP.py", *small_run(folder, tmp_path / "whole", 2))
-    assert (status, stderr) == (0, "") and "step 60/60 | loss" in stdout
+    assert (status, stderr) == (0, "") and "step 200/200 | loss" in stdout
     output = tmp_path / "killed"
     checkpoints = Path(f"{output} checkpoints")
     log = tmp_path / "log"
@@ -366,7 +356,7 @@ def test_kills_and_sigterm_change_nothing(folder, tmp_path):
     draw = random.Random(0)
     for number, nproc in enumerate((2, 3, 1, 2), 1):
         process = start("llm_FSDP.py", *small_run(folder, output, nproc), log=log)
-        aim = 10 * number + draw.randint(0, 5)
+        aim = 30 * number + draw.randint(0, 10)
         if number == 3:
             wait_for(lambda aim=aim: steps_in(log) >= aim and is_incomplete(checkpoints), process)
         else:
@@ -375,14 +365,14 @@ def test_kills_and_sigterm_change_nothing(folder, tmp_path):
         process.wait()
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     process = start(*command, "llm_FSDP.py", *small_run(folder, output, 2), log=log, env={"OMP_NUM_THREADS": "1"})
-    wait_for(lambda: steps_in(log) >= 50, process)
+    wait_for(lambda: steps_in(log) >= 135, process)
     process.terminate()
     process.wait(timeout=100)
     stopped_at = steps_in(log)
-    assert stopped_at < 60 and (checkpoints / f"epoch-{stopped_at}" / ".metadata").exists(), "it saved at once"
+    assert stopped_at < 200 and (checkpoints / f"step-{stopped_at}" / ".metadata").exists(), "it saved at once"
     status, stdout, stderr = run("llm_FSDP.py", *small_run(folder, output, 2))
     assert (status, stderr) == (0, "")
-    assert re.findall(r"^step (\d+)/60 \| loss", stdout, re.M)[0] == str(stopped_at + 1)
+    assert re.findall(r"^step (\d+)/200 \| loss", stdout, re.M)[0] == str(stopped_at + 1)
     expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").state_dict()
     for name, value in transformers.AutoModelForCausalLM.from_pretrained(output).state_dict().items():
         assert (value - expected[name]).abs().max() < 1e-3, name
@@ -390,7 +380,7 @@ def test_kills_and_sigterm_change_nothing(folder, tmp_path):
 
 def is_incomplete(checkpoints):
     """Is a checkpoint being written at this moment?"""
-    return any(not (path / ".metadata").exists() for path in checkpoints.glob("epoch-*"))
+    return any(not (path / ".metadata").exists() for path in checkpoints.glob("step-*"))
 
 
 # ---- the CPU's memory -----------------------------------------------------------------------------------------------
