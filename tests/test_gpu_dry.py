@@ -83,6 +83,10 @@ WAITS = {
     "min_DDP": {  # once per epoch, but for four numbers
         "lengths, kinds = torch.stack(headers).T.tolist()",
     },
+    "min_GRPO": {  # the program that checks the answers needs them, and drawing must know which rows have ended
+        "chosen = chosen.cpu()",
+        "for row, mask in zip(tokens.tolist(), generated.tolist(), strict=True):",
+    },
     "min_Join": {  # once for each --log-every steps
         "with Join([model], divide_by_initial_world_size=False):  # no collective but DDP's may be called inside",
     },
