@@ -9,6 +9,9 @@
     epoch = checkpoint.load_sharded(folder, model, optimizer)        # 0 if there is none
     checkpoint.save_sharded(folder, model, optimizer, epoch + 1)
 
+    preemption = checkpoint.Preemption()
+    preempted = preemption.agreed()                                  # after each step: has a rank received SIGTERM?
+
 All four take a `scheduler` too.
 
 Any number of processes can load what any number has saved. A kill at any moment leaves the old snapshot or the new one.
@@ -19,23 +22,31 @@ is executed; parts of a folder are pickles, so load only folders that you trust.
 import contextlib
 import copy
 import errno
+import hashlib
+import itertools
+import json
 import os
 import re
 import shutil
+import signal
 import socket
+import sys
 import tempfile
 import threading
+import time
 import warnings
 import zipfile
 from concurrent import futures
 
 import torch
+import torch.distributed as torch_dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import distributed as dist
 
 NO_SNAPSHOT = (-1, -1)  # instead of (epoch, step)
+NO_CHECKPOINT = (0, "")  # instead of (epoch or step, name of the folder)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, quota exceeded, file too large
 
 
@@ -177,23 +188,26 @@ def load(path, model, optimizer, scheduler=None, **more):
 
     Returns epoch and step, and then each plain value of `more`, in the order in which they are given. Without a
     snapshot anywhere it changes nothing and returns (0, 0) and the given values. Every rank must call it, with `more`
-    as in `save`. Local rank 0 of each node looks for `path`. The node with the highest pair sends its file, tensor by
-    tensor. Until it is restored, each rank holds the whole snapshot in the CPU's memory. The optimizer gets the
-    learning rate of the snapshot, even if it was built with another. Raises DistributedError on every rank if a model
-    is sharded, or if any node's file is damaged, cannot be read, or was saved from another model or other parts.
+    as in `save`. Local rank 0 of each node reads the pair in `path`. The one with the highest pair then reads its whole
+    file, checks it, and sends it, tensor by tensor. Until it is restored, each rank holds the whole snapshot in the
+    CPU's memory. The optimizer gets the learning rate of the snapshot, even if it was built with another. Raises
+    DistributedError on every rank if a model is sharded, if the newest file is damaged or was saved from another model
+    or other parts, or if the pair in any node's file cannot be read.
     """
     parts = _parts(model, optimizer, scheduler, more)
-    snapshot, position, error = None, NO_SNAPSHOT, None
+    position, error = NO_SNAPSHOT, None
     if dist.get_local_rank() == 0:
-        snapshot, position, error = _read(path)
+        _, position, error = _read(path, only_position=True)
     dist.raise_on_all(error, dist.patient_group())
     found = dist.gather_objects((position, dist.get_rank(), _location(path)), dist.patient_group())
     position, holder, location = max(found, key=lambda entry: entry[0])  # if several are equal, the lowest rank's
     if position == NO_SNAPSHOT:
         plain_values = [part for part in parts.values() if not _has_state(part)]
         return 0, 0, *plain_values
-    if dist.get_rank() != holder:
-        snapshot = None  # free the older snapshot before the newest is received
+    snapshot = None
+    if dist.get_rank() == holder:
+        snapshot, _, error = _read(path)
+    dist.raise_on_all(error, dist.patient_group())
     if dist.get_world_size() > 1:
         snapshot = _send(snapshot, holder)
     _restore(parts, snapshot, location)
@@ -253,19 +267,28 @@ def _parts(model, optimizer, scheduler, more):
     return parts
 
 
-def _read(path):
-    """Returns (snapshot, (epoch, step), None), or (None, NO_SNAPSHOT, an error message or None)."""
+def _read(path, only_position=False):
+    """Returns (snapshot, (epoch, step), None), or (None, NO_SNAPSHOT, an error message or None).
+
+    With `only_position` it does not read the tensors, which are most of the file, and the snapshot is None.
+    """
     location = _location(path)
     try:
-        damaged = zipfile.ZipFile(path).testzip()  # torch.load compares no checksum
-        if damaged:
-            raise ValueError(f"checksum of {damaged}")
+        with zipfile.ZipFile(path) as archive:  # raises if the file was cut off
+            damaged = None
+            if not only_position:
+                damaged = archive.testzip()  # torch.load compares no checksum
+            if damaged:
+                raise ValueError(f"checksum of {damaged}")
         refused = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path))
         if refused:
             line = f"{location} contains {refused}, which weights_only=True cannot load"
             return None, NO_SNAPSHOT, f"{line}: convert it, or delete or rename the file"
-        snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        return snapshot, (int(snapshot["epoch"]), int(snapshot["step"])), None
+        snapshot = torch.load(path, map_location="cpu", weights_only=True, mmap=only_position)
+        position = int(snapshot["epoch"]), int(snapshot["step"])
+        if only_position:
+            snapshot = None
+        return snapshot, position, None
     except FileNotFoundError:
         return None, NO_SNAPSHOT, None
     except OSError as failure:
@@ -316,47 +339,82 @@ def _tensors_in(value):
 
 
 @dist.watched
-def save_sharded(folder, model, optimizer, epoch, scheduler=None, frozen=True):
-    """Write `folder`/epoch-N: every rank writes its shards of a model that fully_shard or DDP has wrapped.
+def save_sharded(folder, model, optimizer, epoch=None, scheduler=None, frozen=True, step=None, keep=None):
+    """Write `folder`/epoch-N or step-N: every rank writes its shards of a model that fully_shard or DDP has wrapped.
 
-    `epoch` is the next one to run, at least 1, or else ValueError is raised. No random state is saved: seed each epoch.
-    Its `.metadata` is written last, and a folder without it is ignored, so a kill does no harm. Older ones are kept.
-    Without `frozen`, parameters that are not trained are left out: load it in the same way, into a model that has them.
-    Raises DistributedError on every rank if weights that should be equal differ between ranks, or if one of them cannot
-    write; what it has written is then removed.
+    `epoch` or `step` is the next one to run, at least 1. Give one of the two, or else ValueError is raised. No random
+    state is saved: seed each epoch. Its `.metadata` is written last, and a folder without it is ignored, so a kill does
+    no harm. Once it is complete, all but the newest `keep` checkpoints are deleted; None keeps all of them. Without
+    `frozen`, parameters that are not trained are left out: load it in the same way, into a model that has them. Rank 0
+    collects the plans of all ranks, so it needs a socket to each. Raises DistributedError on every rank if weights that
+    should be equal differ between ranks, or if one of them cannot write; what it has written is then removed.
     https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
     """
     import torch.distributed.checkpoint as dcp  # takes 0.5 s
 
-    if epoch < 1:
-        raise ValueError(f"epoch must be at least 1, the next one to run, got {epoch}")
+    if (epoch is None) == (step is None):
+        raise ValueError("give epoch or step, and not both")
+    unit, number = ("epoch", epoch) if step is None else ("step", step)
+    if number < 1:
+        raise ValueError(f"{unit} must be at least 1, the next one to run, got {number}")
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep must be at least 1, or None, got {keep}")
     dist.check_in_sync(model)
-    path = os.path.join(os.path.abspath(folder), f"epoch-{epoch}")
-    if dist.is_primary():  # remove what an interrupted save left, first `.metadata`, which marks a complete checkpoint
-        with contextlib.suppress(OSError):  # if this fails, the save reports it
-            os.remove(os.path.join(path, ".metadata"))
-        shutil.rmtree(path, ignore_errors=True)
+    path = os.path.join(os.path.abspath(folder), f"{unit}-{number}")
+    if dist.is_primary():  # what an interrupted save left; if this fails, the save reports it
+        _delete_checkpoint(path)
     _sync_buffers(model)
     dist.raise_on_all(None, dist.patient_group())  # wait until the folder is removed
-    failure = _run_dcp(dcp.save, _sharded_state(model, optimizer, scheduler, frozen), path)
+    state = _sharded_state(model, optimizer, scheduler, frozen)
+    failure = _run_dcp(dcp.save, state, checkpoint_id=path)
     if failure is not None:
         if dist.is_primary():
             shutil.rmtree(path, ignore_errors=True)
         cause = f"{type(failure).__name__}: {failure}".splitlines()[0]
         raise dist.DistributedError(f"cannot save {path}, is the disk full? ({cause})", on_all_ranks=True)
+    if keep is not None and dist.is_primary():
+        _delete_all_but_newest(folder, keep, path)
+
+
+def _delete_checkpoint(path):
+    with contextlib.suppress(OSError):
+        os.remove(os.path.join(path, ".metadata"))  # first, because it marks a complete checkpoint
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _delete_all_but_newest(folder, keep, saved):
+    """Delete the others, and what interrupted saves left. The one just `saved` stays even if others count further."""
+    kept = [name for _, name in _checkpoints(folder)[:keep]]
+    for _, name in _checkpoints(folder, complete=False):
+        path = os.path.join(os.path.abspath(folder), name)
+        if name not in kept and path != saved:
+            _delete_checkpoint(path)
 
 
 def _sync_buffers(model):
     """Buffers are not sharded: save rank 0's. If stages of a pipeline have different ones, leave them as they are."""
-    buffers = [(name, buffer.shape) for name, buffer in model.named_buffers()]
-    everyone = dist.gather_objects(buffers, dist.patient_group())
-    if all(others == buffers for others in everyone):
+    buffers = [f"{name} {tuple(buffer.shape)}" for name, buffer in model.named_buffers()]
+    if len(set(dist.gather_objects(_digest(buffers), dist.patient_group()))) == 1:
         dist.sync_params(model.buffers())
+
+
+def _digest(names):
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()
+
+
+def _names_of_all_ranks(names):
+    """Every rank's names, each once. Each different list is sent once: all ranks of FSDP have the same one."""
+    digests = dist.gather_objects(_digest(names), dist.patient_group())
+    result = {}
+    for digest in dict.fromkeys(digests):
+        names_of_rank = dist.broadcast_object(names, digests.index(digest), dist.patient_group())
+        result.update(dict.fromkeys(names_of_rank))
+    return list(result)
 
 
 @dist.watched
 def load_sharded(folder, model, optimizer, scheduler=None, frozen=True):
-    """Load the newest complete checkpoint, whatever the number of ranks then and now; returns the next epoch.
+    """Load the newest complete checkpoint, whatever the number of ranks then and now; returns the next epoch or step.
 
     Without a checkpoint it changes nothing and returns 0. The optimizer's learning rates are restored. Without a
     scheduler, they are multiplied by new / old if the optimizer is now built with another base rate. Raises
@@ -366,32 +424,33 @@ def load_sharded(folder, model, optimizer, scheduler=None, frozen=True):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-    newest = max(dist.gather_objects(_newest_complete(folder), dist.patient_group()))
+    complete = _checkpoints(folder)
+    newest, name = max(dist.gather_objects(complete[0] if complete else NO_CHECKPOINT, dist.patient_group()))
     if newest == 0:
         return 0
-    path = os.path.join(os.path.abspath(folder), f"epoch-{newest}")
+    path = os.path.join(os.path.abspath(folder), name)
     optimizer.zero_grad()  # if there are gradients, torch loads no state into a new optimizer, and says nothing
     state = _sharded_state(model, optimizer, scheduler, frozen)
     base_rate = state["lr"]
-    names = set()
-    for names_of_rank in dist.gather_objects(list(state["model"]), dist.patient_group()):
-        names.update(names_of_rank)
-    saved, error = {}, None
-    try:
-        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        _refuse_missing_in_model(saved, names)
-    except Exception as failure:  # whatever unpickling raises on bytes that are no index
-        error = _unreadable(path, failure)
+    names = set(_names_of_all_ranks(list(state["model"])))
+    metadata, error = None, None
+    if dist.is_primary():
+        metadata, error = _read_metadata(path, names)
+    dist.raise_on_all(error, dist.patient_group())
+    metadata = dist.broadcast_object(metadata, group=dist.patient_group())
+    saved = metadata.state_dict_metadata
+    error = None
     had_scheduler = any(key.partition(".")[0] == "scheduler" for key in saved)
-    if error is None and had_scheduler != (scheduler is not None):
+    if had_scheduler != (scheduler is not None):
         how = "with" if had_scheduler else "without"
         error = f"{path} was saved {how} a scheduler: load it {how} one"
     dist.raise_on_all(error, dist.patient_group())
     # A parameter that has never had a gradient has no optimizer state in the checkpoint.
     moments = state["optimizer"]["state"]
-    known = [name for name in moments if any(key.startswith(f"optimizer.state.{name}.") for key in saved)]
-    state["optimizer"]["state"] = {name: moments[name] for name in known}
-    failure = _run_dcp(dcp.load, state, path)
+    prefixes = _prefixes(saved)
+    known = {name: value for name, value in moments.items() if f"optimizer.state.{name}" in prefixes}
+    state["optimizer"]["state"] = known
+    failure = _run_dcp(dcp.load, state, storage_reader=_reader(path, metadata))
     if failure is not None:
         raise dist.DistributedError(_unreadable(path, failure), on_all_ranks=True)
     set_state_dict(
@@ -411,15 +470,49 @@ def load_sharded(folder, model, optimizer, scheduler=None, frozen=True):
     return newest
 
 
-def _newest_complete(folder):
-    """The highest N of the folders epoch-N that have a `.metadata`, or 0."""
-    if not os.path.isdir(folder):
-        return 0
-    newest = 0
-    for name in os.listdir(folder):
-        if re.fullmatch(r"epoch-\d+", name) and os.path.exists(os.path.join(folder, name, ".metadata")):
-            newest = max(newest, int(name.removeprefix("epoch-")))
-    return newest
+def _checkpoints(folder, complete=True):
+    """(N, name) of the folders epoch-N and step-N, the highest N first. A complete one has a `.metadata`."""
+    found = []
+    if os.path.isdir(folder):
+        for name in os.listdir(folder):
+            is_complete = os.path.exists(os.path.join(folder, name, ".metadata"))
+            if re.fullmatch(r"(epoch|step)-\d+", name) and (is_complete or not complete):
+                found.append((int(name.partition("-")[2]), name))
+    return sorted(found, reverse=True)
+
+
+def _read_metadata(path, names):
+    """Returns (metadata, None), or (None, an error message). Rank 0 reads it for all: it lists every shard."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+        _refuse_missing_in_model(metadata.state_dict_metadata, names)
+    except Exception as failure:  # whatever unpickling raises on bytes that are no index
+        return None, _unreadable(path, failure)
+    return metadata, None
+
+
+def _reader(path, metadata):
+    from torch.distributed.checkpoint import FileSystemReader
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args, **kwargs):
+            return metadata
+
+    return Reader(path)
+
+
+def _prefixes(keys):
+    """ "a.b.c" has the prefixes "a.b" and "a". All of them, of all keys."""
+    prefixes = set()
+    for key in keys:
+        while key:
+            key = key.rpartition(".")[0]
+            if key in prefixes:
+                break
+            prefixes.add(key)
+    return prefixes
 
 
 def _refuse_missing_in_model(saved, names):
@@ -442,12 +535,8 @@ def _sharded_state(model, optimizer, scheduler, frozen):
     # A rank of a pipeline has the parameters of its stage alone. But the options of the optimizer's groups are saved
     # once, and apply to the parameters that they name.
     groups = optimizer_state["param_groups"]
-    everyone = dist.gather_objects([group["params"] for group in groups], dist.patient_group())
-    for number, group in enumerate(groups):
-        names = []
-        for groups_of_rank in everyone:
-            names.extend(groups_of_rank[number])
-        group["params"] = list(dict.fromkeys(names))  # each one once
+    for group in groups:
+        group["params"] = _names_of_all_ranks(group["params"])
     state = {"model": model_state, "optimizer": optimizer_state, "lr": float(optimizer.defaults["lr"])}
     if scheduler is not None:
         state["scheduler"] = [scheduler.state_dict()]  # dcp saves a list as a whole, and a dict key by key
@@ -461,16 +550,106 @@ def _unreadable(path, cause):
     return f"cannot load {path}: {reason} ({type(cause).__name__}: {cause})".splitlines()[0]
 
 
-def _run_dcp(function, state, path):
+def _run_dcp(function, state, **where):
     """Run dcp.save or dcp.load on every rank; returns the first failure of any rank, or None."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process, where it is right
-            function(state, checkpoint_id=path, process_group=dist.patient_group())
+            function(state, process_group=dist.patient_group(), **where)
     except CheckpointException as failure:  # raised on every rank, after all have ended
         lowest_rank = min(failure.failures)
         cause, _ = failure.failures[lowest_rank]
         return cause
     return None
+
+
+# ---- save before a machine is taken away ----------------------------------------------------------------------------
+
+CHECK_SECONDS = 1  # between two steps after which the ranks read whether to stop
+
+_preemptions = itertools.count()  # the same on all ranks
+
+
+class Preemption:
+    """Tells all ranks after the same step that at least one of them has received SIGTERM.
+
+        preemption = checkpoint.Preemption()
+        for step in range(first_step, steps):
+            ...
+            preempted = preemption.agreed()  # after each step, on every rank
+            if preempted or step % save_every == 0:
+                checkpoint.save(...)
+            if preempted:
+                preemption.leave()
+
+    A scheduler sends SIGTERM some time before it takes a machine away, and torchrun sends it when a node joins. No rank
+    may stop alone, because the others would wait for it in the next step. So rank 0 decides. After some steps, about
+    one second apart, each rank reads from the job's store what rank 0 has written one such step earlier:
+
+        after step        8                  16                            24
+        rank 1            reads "go on"      has SIGTERM, writes it;       reads "stop"
+                                             reads "go on"
+        rank 0 writes     "16: go on"        "24: stop"                    reads "stop"
+
+    Only a rank that is one such step ahead of rank 0 waits. An all-reduce after each step would instead make all ranks
+    wait for the slowest network connection of all. From SIGTERM to the last step it takes two or three seconds, or
+    three steps if these are longer. Make one on every rank, in the main thread, once the process group is made.
+    """
+
+    def __init__(self):
+        self.received = False
+        self.step = 0  # steps since then
+        self.number = 0  # of the next check
+        self.next_check = 1  # its step
+        self.last_check = (0, time.monotonic())
+        self.store = None
+        if dist.get_world_size() > 1:
+            store = torch_dist.distributed_c10d._get_default_store()
+            self.store = torch_dist.PrefixStore(f"preemption {next(_preemptions)}", store)
+            if dist.is_primary():
+                self.store.set("0", json.dumps({"stop": False, "next": 2}))
+        signal.signal(signal.SIGTERM, self.receive)
+
+    def receive(self, number, frame):
+        self.received = True
+
+    def agreed(self):
+        """Call it after each step, on every rank. It returns True on all ranks after the same step."""
+        self.step += 1
+        if self.store is None:
+            return self.received
+        if self.step < self.next_check:
+            return False
+        if self.received:
+            self.store.set("received", "")
+        decision = json.loads(self.store.get(str(self.number)))
+        if decision["stop"]:
+            return True
+        self.number += 1
+        self.next_check = decision["next"]
+        if dist.is_primary():
+            self.decide()
+        return False
+
+    def decide(self):
+        """Write what all ranks read at the next check: whether to stop there, and the step of the check after it."""
+        step, when = self.last_check
+        self.last_check = (self.step, time.monotonic())
+        seconds_per_step = (time.monotonic() - when) / (self.step - step)
+        steps = min(int(CHECK_SECONDS / seconds_per_step), 2 * (self.next_check - self.step))
+        decision = {"stop": self.store.check(["received"]), "next": self.next_check + max(1, steps)}
+        self.store.set(str(self.number), json.dumps(decision))
+        if self.number >= 1000:
+            self.store.delete_key(str(self.number - 1000))  # no rank is so far behind
+
+    def leave(self):
+        """Call it after the save, on every rank. It exits with status 143, so that torchrun restarts the processes."""
+        dist.cleanup()  # as at the end of training: all ranks leave together
+        sys.exit(128 + signal.SIGTERM)
+
+
+def ignore_sigterm(worker_id):
+    """The `worker_init_fn` of a DataLoader: its processes get SIGTERM too, but the ranks need more batches to save."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -15,6 +15,7 @@ tokens that end its turn.
 """
 
 import ast
+import collections
 import functools
 import itertools
 import json
@@ -25,6 +26,7 @@ from pathlib import Path
 import jinja2
 import numpy as np
 import torch
+import torch.distributed as torch_dist
 import transformers
 
 import distributed as dist
@@ -241,6 +243,67 @@ def bigram_loss(rows, held_out, vocab_size):
     prior = 100 * unigrams / unigrams.sum()
     probability = (counts + prior) / (counts.sum(1, keepdim=True) + 100)
     return -probability.flatten()[pairs_of(held_out)].log().mean().item()
+
+
+# ---- the rows of a rank -------------------------------------------------------------------------------------------
+
+
+def broadcast_rows(rows):
+    """Rank 0's rows on every rank, in the CPU's memory."""
+    group = dist.patient_group()
+    shape = dist.broadcast_object(None if rows is None else rows.shape, group=group)
+    if rows is None:
+        rows = torch.empty(shape, dtype=torch.int32)
+    torch_dist.broadcast(rows, src=0, group=group)
+    return rows
+
+
+Row = collections.namedtuple("Row", "tokens positions places targets n_tokens")
+
+
+def on_device(row, in_loss=True):
+    """A row (3, length) as the model takes it; `places` are the positions of the targets. The host does not wait."""
+    tokens, positions, targets = row.long()
+    n_tokens = (tokens != PADDING).sum().item()
+    if not in_loss:
+        n_tokens = 0
+        targets = torch.full_like(targets, IGNORED)
+    places = (targets != IGNORED).nonzero()[:, 0]
+    tensors = tokens.clamp(min=0)[None], positions[None], places, targets[places]
+    device = dist.get_device()
+    if device.type == "cuda":
+        tensors = [tensor.pin_memory() for tensor in tensors]
+    return Row(*(tensor.to(device, non_blocking=True) for tensor in tensors), n_tokens)
+
+
+def share_of(rows, numbers):
+    """This rank's share of the rows `numbers`, one at a time.
+
+    Each rank gets equally many, since each forward is a collective. The last ones may be without targets.
+    """
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    for first in range(0, len(numbers), world_size):
+        group = numbers[first : first + world_size]
+        if rank < len(group):
+            yield on_device(rows[group[rank]])
+        else:
+            yield on_device(rows[group[0]], in_loss=False)
+
+
+def global_batch(n_rows, batch_size, step, seed):
+    """The numbers of the rows of a step. They do not depend on the number of ranks."""
+    numbers = []
+    for position in range(step * batch_size, (step + 1) * batch_size):
+        epoch, place = divmod(position, n_rows)
+        numbers.append(order_of(n_rows, seed, epoch)[place])
+    return numbers
+
+
+@functools.lru_cache(maxsize=2)
+def order_of(n_rows, seed, epoch):
+    generator = torch.Generator().manual_seed(seed + epoch)
+    return torch.randperm(n_rows, generator=generator).tolist()
 
 
 # ---- conversations that need no network ---------------------------------------------------------------------------

@@ -93,6 +93,59 @@ def fill(model, whole):
     model.generation_config = dist.broadcast_object(generation_config)  # says which tokens end an answer
 
 
+# ---- use ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def check_packing(model, length):
+    """Raise DistributedError if a document has other logits in a row behind another one than alone.
+
+    Models that know nothing of restarting positions, such as recurrent ones, would mix documents without an error.
+    """
+    length = min(24, length // 2)  # of each of two documents
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.config.get_text_config().vocab_size, (1, 2 * length), generator=generator)
+    positions = torch.arange(length).repeat(2)[None]
+    device = dist.get_device()
+    model.eval()
+    packed = model(tokens.to(device), position_ids=positions.to(device), use_cache=False).logits[0, length:].float()
+    tokens = tokens[:, length:]
+    positions = positions[:, length:]
+    alone = model(tokens.to(device), position_ids=positions.to(device), use_cache=False).logits[0].float()
+    model.train()
+    model.reshard()  # the root stays gathered after forward, and would hide weights that are loaded now
+    difference = (packed - alone).norm() / (alone - alone.mean(dim=0)).norm()
+    if not difference < 0.1:  # rounding in bfloat16 gives 0.01
+        name = type(model).__name__
+        attention = model.config._attn_implementation
+        line = f"{name} with --attention {attention} does not keep packed documents apart: use --pad"
+        raise dist.DistributedError(line, on_all_ranks=True)
+
+
+@torch.no_grad()
+def answer(model, tokenizer, prompt, n_tokens=100):
+    """On rank 0, what the model finds most likely after `prompt`. Every forward needs all ranks, so all generate."""
+    tokens = None
+    if dist.is_primary():
+        is_chat = bool(tokenizer.chat_template)
+        if is_chat:
+            turn = {"role": "user", "content": prompt}
+            prompt = tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
+        tokens = tokenizer(prompt, add_special_tokens=not is_chat, return_tensors="pt").input_ids
+    tokens = dist.broadcast_object(tokens).to(dist.get_device())
+    model.eval()
+    found = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=n_tokens,
+        do_sample=False,
+        synced_gpus=True,  # a rank that has finished continues until all have
+    )
+    if dist.is_primary():
+        return tokenizer.decode(found[0, tokens.shape[1] :])
+    return None
+
+
 # ---- LoRA ---------------------------------------------------------------------------------------------------------
 
 

@@ -28,17 +28,15 @@ and reduces float32 gradients, 4·P; with --lora (N-1)/N · 4·P.
         --model Qwen/Qwen3-0.6B --from-scratch --data books/*.jsonl            # two machines
 
 The data are .jsonl files: {"messages": [...]}, of which only what the assistant says is in the loss, or {"text": ...}.
-It prints `step 20/122 | loss 5.9 | norm 1.23 | lr 4.0e-03 | 2,900 targets/s | 8,800 tokens/s | 649 MB`, where neither
-speed counts padding, and on a known GPU the model FLOPs utilization (MFU). `| held-out 4.39` follows now and then.
+It prints `step 20/369 | loss 6.2687 | norm 1.41 | lr 4.0e-03 | 3,422 targets/s | 6,854 tokens/s | 663 MB`. Neither
+speed counts padding. On a known GPU the line ends with the model FLOPs utilization (MFU). Every --eval-every steps it
+prints `step 100/369 | held-out 4.2481`, the mean loss of the documents that are not trained on.
 """
 
-import collections
 import contextlib
-import functools
 import importlib.util
 import math
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -79,6 +77,7 @@ def backward(model, own_rows):
 
 def sum_of_losses(model, row):
     # Positions that start at 0 again keep documents apart, but only without a cache and without an attention mask.
+    # transformers looks for them at the start of each forward, and waits for the device there.
     # Logits are computed for the targets of one row at a time: a large vocabulary makes them large.
     output = model(row.tokens, position_ids=row.positions, use_cache=False, logits_to_keep=row.places)
     logits = output.logits[0].to(torch.get_default_dtype())  # bfloat16 has too few digits for a sum of losses
@@ -194,54 +193,6 @@ def make_rows(tokenizer, length, args):
     return rows, held_out
 
 
-Row = collections.namedtuple("Row", "tokens positions places targets n_tokens")
-
-
-def on_device(row, in_loss=True):
-    """A row (3, length) as the model takes it; `places` are the positions of the targets. The host does not wait."""
-    tokens, positions, targets = row.long()
-    n_tokens = (tokens != documents.PADDING).sum().item()
-    if not in_loss:
-        n_tokens = 0
-        targets = torch.full_like(targets, documents.IGNORED)
-    places = (targets != documents.IGNORED).nonzero()[:, 0]
-    tensors = tokens.clamp(min=0)[None], positions[None], places, targets[places]
-    device = dist.get_device()
-    if device.type == "cuda":
-        tensors = [tensor.pin_memory() for tensor in tensors]
-    return Row(*(tensor.to(device, non_blocking=True) for tensor in tensors), n_tokens)
-
-
-def share_of(rows, numbers):
-    """This rank's share of the rows `numbers`, one at a time.
-
-    Each rank gets equally many, since each forward is a collective. The last ones may be without targets.
-    """
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    for first in range(0, len(numbers), world_size):
-        group = numbers[first : first + world_size]
-        if rank < len(group):
-            yield on_device(rows[group[rank]])
-        else:
-            yield on_device(rows[group[0]], in_loss=False)
-
-
-def global_batch(n_rows, step, args):
-    """The numbers of the rows of a step. They depend on --seed alone, so any number of ranks takes the same steps."""
-    numbers = []
-    for position in range(step * args.global_batch_size, (step + 1) * args.global_batch_size):
-        epoch, place = divmod(position, n_rows)
-        numbers.append(order_of(n_rows, args.seed, epoch)[place])
-    return numbers
-
-
-@functools.lru_cache(maxsize=2)
-def order_of(n_rows, seed, epoch):
-    generator = torch.Generator().manual_seed(seed + epoch)
-    return torch.randperm(n_rows, generator=generator).tolist()
-
-
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
@@ -255,7 +206,9 @@ class Trainer:
         self.optimizer, self.scheduler = make_optimizer(model, self.steps, args)
         self.trained = [param for param in model.parameters() if param.requires_grad]
         self.tracker = tracking.Tracker("llm_FSDP", args.wandb, args.tensorboard)
-        self.preemption = Preemption()
+        self.preemption = None
+        if args.checkpoint_dir:
+            self.preemption = checkpoint.Preemption()
         self.speed = Speed(model, args)
 
     def train(self):
@@ -272,7 +225,7 @@ class Trainer:
         while done < self.steps and not preempted:
             losses[done], norm = self.train_step(done)
             done += 1
-            preempted = bool(self.args.checkpoint_dir) and self.preemption.agreed()
+            preempted = self.preemption is not None and self.preemption.agreed()
             is_last = done == self.steps
             if done % self.args.log_every == 0 or is_last or preempted:
                 self.print_line(done, losses[last_line:done], norm)
@@ -286,8 +239,8 @@ class Trainer:
 
     def train_step(self, step):
         """Returns this rank's share of the loss, and the norm of all gradients."""
-        batch = global_batch(len(self.rows), step, self.args)
-        own_rows = list(share_of(self.rows, batch))
+        batch = documents.global_batch(len(self.rows), self.args.global_batch_size, step, self.args.seed)
+        own_rows = list(documents.share_of(self.rows, batch))
         torch.manual_seed(seed_of(self.args.seed, step, dist.get_rank()))  # of dropout: the same after a resume
         self.optimizer.zero_grad()
         share = backward(self.model, own_rows)
@@ -311,7 +264,7 @@ class Trainer:
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=dist.get_device())
         with self.speed.paused():
-            for row in share_of(self.held_out, range(len(self.held_out))):
+            for row in documents.share_of(self.held_out, range(len(self.held_out))):
                 sums[0] += sum_of_losses(self.model, row)
                 sums[1] += len(row.targets)
             loss_sum, n_targets = dist.all_reduce(sums).tolist()
@@ -332,10 +285,15 @@ class Trainer:
         if self.args.checkpoint_dir:
             parts = self.checkpoint_parts()
             with self.speed.paused():
-                checkpoint.save_sharded(self.args.checkpoint_dir, self.model, self.optimizer, done, parts, frozen=False)
+                options_of_save = {"scheduler": parts, "frozen": False, "keep": self.args.keep}
+                checkpoint.save_sharded(
+                    self.args.checkpoint_dir, self.model, self.optimizer, step=done, **options_of_save
+                )
 
     def checkpoint_parts(self):
-        data = {"rows": len(self.rows), "length": self.args.length, "global batch size": self.args.global_batch_size}
+        args = self.args
+        data = {"rows": len(self.rows), "--length": args.length, "--seed": args.seed}
+        data["--global-batch-size"] = args.global_batch_size
         return CheckpointParts(self.scheduler, self.tracker, data)
 
 
@@ -354,8 +312,8 @@ class CheckpointParts:
         for name, value in self.data.items():
             saved = state["data"][name]
             if saved != value:
-                line = f"--checkpoint-dir: it was saved with {saved} {name}, now it is {value}: choose another folder"
-                raise dist.DistributedError(line)
+                line = f"--checkpoint-dir was saved with {name} {saved}, not {value}: use the same, or another folder"
+                raise dist.DistributedError(line, on_all_ranks=True)
         self.scheduler.load_state_dict(state["scheduler"])
         self.tracker.load_state_dict(state["tracker"])
 
@@ -363,23 +321,6 @@ class CheckpointParts:
 def seed_of(*numbers):
     """A random seed that depends on all these whole numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
-
-
-class Preemption:
-    """SIGTERM, which a scheduler sends before it takes a machine away."""
-
-    def __init__(self):
-        self.received = False
-        signal.signal(signal.SIGTERM, self.receive)
-
-    def receive(self, number, frame):
-        self.received = True
-
-    def agreed(self):
-        """Has any rank received it? All ranks call it after the same step. It waits for the CPUs alone."""
-        received = torch.tensor(float(self.received))
-        torch_dist.all_reduce(received, torch_dist.ReduceOp.MAX, group=dist.patient_group())
-        return bool(received)
 
 
 # ---- speed --------------------------------------------------------------------------------------------------------
@@ -437,59 +378,6 @@ class Speed:
         return text
 
 
-# ---- before and after training ------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def check_packing(model, args):
-    """Raise DistributedError if a document has other logits in a row behind another one than alone.
-
-    Models that know nothing of restarting positions, such as recurrent ones, would mix documents without an error.
-    """
-    length = min(24, args.length // 2)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(model.config.get_text_config().vocab_size, (1, 2 * length), generator=generator)
-    positions = torch.arange(length).repeat(2)[None]
-    device = dist.get_device()
-    model.eval()
-    packed = model(tokens.to(device), position_ids=positions.to(device), use_cache=False).logits[0, length:].float()
-    tokens = tokens[:, length:]
-    positions = positions[:, length:]
-    alone = model(tokens.to(device), position_ids=positions.to(device), use_cache=False).logits[0].float()
-    model.train()
-    model.reshard()  # the root stays gathered after forward, and would hide weights that are loaded now
-    difference = (packed - alone).norm() / (alone - alone.mean(dim=0)).norm()
-    if not difference < 0.1:  # rounding in bfloat16 gives 0.01
-        line = (
-            f"{type(model).__name__} with --attention {args.attention} does not keep packed documents apart: use --pad"
-        )
-        raise dist.DistributedError(line)
-
-
-@torch.no_grad()
-def answer(model, tokenizer, prompt, n_tokens=100):
-    """On rank 0, what the model finds most likely after `prompt`. Every forward needs all ranks, so all generate."""
-    tokens = None
-    if dist.is_primary():
-        is_chat = bool(tokenizer.chat_template)
-        if is_chat:
-            turn = {"role": "user", "content": prompt}
-            prompt = tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
-        tokens = tokenizer(prompt, add_special_tokens=not is_chat, return_tensors="pt").input_ids
-    tokens = dist.broadcast_object(tokens).to(dist.get_device())
-    model.eval()
-    found = model.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=n_tokens,
-        do_sample=False,
-        synced_gpus=True,  # a rank that has finished continues until all have
-    )
-    if dist.is_primary():
-        return tokenizer.decode(found[0, tokens.shape[1] :])
-    return None
-
-
 # ---- options ------------------------------------------------------------------------------------------------------
 
 
@@ -530,6 +418,7 @@ def parse_args(argv=None):
     add("--attention", type=attention, default="sdpa", help="sdpa, eager, flex_attention or flash_attention_2")
     add("--recompute", action="store_true", help="recompute the layers in backward, to save memory")
     add("--compile", action="store_true", help="compile each layer with torch.compile")
+    add("--keep", type=count, help="keep only the newest N checkpoints (default: all)", metavar="N")
     add("--log-every", type=count, default=20, help="print every N steps", metavar="N")
     add("--eval-every", type=count, default=100, help="evaluate every N steps, and at the end", metavar="N")
     add("--prompt", help="what the trained model answers at the end (default: nothing with --model)")
@@ -655,17 +544,7 @@ def prepare(args):
     group = dist.patient_group()  # a download may take longer than NCCL waits
     dist.raise_on_all(error, group)
     config, args.length = dist.broadcast_object((config, args.length), group=group)
-    return tokenizer, whole, config, broadcast_rows(rows), broadcast_rows(held_out)
-
-
-def broadcast_rows(rows):
-    """Rank 0's rows on every rank, in the CPU's memory."""
-    group = dist.patient_group()
-    shape = dist.broadcast_object(None if rows is None else rows.shape, group=group)
-    if rows is None:
-        rows = torch.empty(shape, dtype=torch.int32)
-    torch_dist.broadcast(rows, src=0, group=group)
-    return rows
+    return tokenizer, whole, config, documents.broadcast_rows(rows), documents.broadcast_rows(held_out)
 
 
 def init_process_group():
@@ -689,19 +568,19 @@ def main_worker(local_rank, world_size, args):
     line = f"Training {n_trained:,} of {n_params:,} parameters on {world_size} x {dist.get_device().type}"
     dist.print_primary(line, flush=True)
     if not args.pad:
-        check_packing(model, args)
+        hub.check_packing(model, args.length)
     if not args.model:
         guess = documents.bigram_loss(rows, held_out, config.vocab_size)
         dist.print_primary(f"loss in nats per token; guessing by bigrams {guess:.4f}", flush=True)
-    _, finished = Trainer(model, rows, held_out, args).train()
+    trainer = Trainer(model, rows, held_out, args)
+    _, finished = trainer.train()
     if not finished:
-        dist.cleanup()  # as at the end of training: all ranks leave together
-        sys.exit(128 + signal.SIGTERM)  # not 0: the launcher must start the job again
+        trainer.preemption.leave()
     prompt = args.prompt
     if not prompt and not args.model:
         prompt = 'def is_empty(self):\n    """Return True if the queue is empty."""\n'
     if prompt:
-        text = answer(model, tokenizer, prompt)
+        text = hub.answer(model, tokenizer, prompt)
         dist.print_primary(f"{prompt}--->\n{text}", flush=True)
     write_results(model, tokenizer, config, args)
 

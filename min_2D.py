@@ -32,9 +32,9 @@ No process ever holds the whole model: it is built without memory, on the device
     python min_2D.py --nproc 4 --tensor 2 --checkpoint-dir runs/2d      # FSDP x TP: 2 shards of layers split in 2
     python min_2D.py --nproc 1 --checkpoint-dir runs/2d --steps 600     # resumes on another mesh, here in one process
 
-The second prints `parameters held: 120,128 of 478,720 (0.251)`. Each checkpoint is a folder `epoch-N` in
---checkpoint-dir, where N counts steps, not epochs. Older ones are kept: delete them yourself. Load only checkpoints
-that you trust.
+The second prints `parameters held: 120,128 of 478,720 (0.251)`. Each checkpoint is a folder `step-N` in
+--checkpoint-dir. With --keep 3 older ones are deleted. A run that gets SIGTERM from torchrun or a scheduler saves one
+before it exits. Load only checkpoints that you trust.
 """
 
 import functools
@@ -64,6 +64,7 @@ def parse_args():
     parser.add_argument("--checkpoint-activations", action="store_true", help="recompute blocks to save memory")
     parser.add_argument("--checkpoint-dir", help="save checkpoints in this folder, and resume from the newest")
     parser.add_argument("--save-every", type=count, default=100, help="save a checkpoint every N steps", metavar="N")
+    parser.add_argument("--keep", type=count, help="keep only the newest N checkpoints (default: all)", metavar="N")
     args = parser.parse_args()
 
     if args.bf16 and args.nproc == 1:
@@ -126,6 +127,7 @@ def train(model, optimizer, text, held_out, args):
     first_step = 0
     if args.checkpoint_dir:
         first_step = checkpoint.load_sharded(args.checkpoint_dir, model, optimizer)
+        preemption = checkpoint.Preemption()
     # Tensor neighbours, whose ranks are consecutive, take the same share of the batch.
     share = (dist.get_rank() // args.tensor, args.replicate * args.shard)
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, first_step, share)
@@ -138,8 +140,12 @@ def train(model, optimizer, text, held_out, args):
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         progress(loss)
-        if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
-            checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, progress.step)
+        if args.checkpoint_dir:
+            preempted = preemption.agreed()  # has any process received SIGTERM?
+            if preempted or progress.step % args.save_every == 0 or progress.step == args.steps:
+                checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, step=progress.step, keep=args.keep)
+            if preempted:
+                preemption.leave()
     return progress.losses[first_step:]
 
 

@@ -45,8 +45,8 @@ No process ever holds the whole model: it is built without memory, on the device
     python min_3D.py --nproc 1 --checkpoint-dir runs/3d --steps 800    # resumes on another mesh, here in one process
 
 The first prints `parameters held: 111,808 of 875,264 (0.128)` for the process that holds most. Each checkpoint is a
-folder `epoch-N` in --checkpoint-dir, where N counts steps, not epochs. Older ones are kept: delete them yourself. Load
-only checkpoints that you trust.
+folder `step-N` in --checkpoint-dir. With --keep 3 older ones are deleted. A run that gets SIGTERM from torchrun or a
+scheduler saves one before it exits. Load only checkpoints that you trust.
 """
 
 import math
@@ -84,6 +84,7 @@ def parse_args():
     parser.add_argument("--micro-batches", type=count, help="parts of a pipeline's batch (default: 8, or what fits)")
     parser.add_argument("--checkpoint-dir", help="save checkpoints in this folder, and resume from the newest")
     parser.add_argument("--save-every", type=count, default=100, help="save a checkpoint every N steps", metavar="N")
+    parser.add_argument("--keep", type=count, help="keep only the newest N checkpoints (default: all)", metavar="N")
     parser.set_defaults(steps=600)
     args = parser.parse_args()
     check_options(parser, args)
@@ -254,6 +255,7 @@ def train(pipeline, optimizer, text, held_out, args):
     first_step = 0
     if args.checkpoint_dir:
         first_step = checkpoint.load_sharded(args.checkpoint_dir, pipeline.module, optimizer)
+        preemption = checkpoint.Preemption()
     progress = gpt.Progress(pipeline.evaluate, text, held_out, args, first_step, pipeline.share)
     for step in range(first_step, args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), pipeline.share)
@@ -269,8 +271,13 @@ def train(pipeline, optimizer, text, held_out, args):
             clip_gradients(pipeline, args.clip)
         optimizer.step()
         progress(pipeline.local_loss(losses))
-        if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
-            checkpoint.save_sharded(args.checkpoint_dir, pipeline.module, optimizer, progress.step)
+        if args.checkpoint_dir:
+            preempted = preemption.agreed()  # has any process received SIGTERM?
+            if preempted or progress.step % args.save_every == 0 or progress.step == args.steps:
+                model = pipeline.module
+                checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, step=progress.step, keep=args.keep)
+            if preempted:
+                preemption.leave()
     return progress.losses[first_step:]
 
 

@@ -1,9 +1,9 @@
 """Average the gradients by hand: DistributedDataParallel (DDP) from scratch, over sends and receives.
 
 Every process holds the whole model and computes the gradients of its share of the batch. Then all processes need the
-average g = (1/N) · sum_r g_r. A ring all-reduce computes it. Each process cuts its gradients into N chunks and sends to
-the next process only. This is N = 4. The letters say whose gradients have been added up in a chunk, and > marks the
-chunk that is sent in the next hop:
+average g = (1/N) · sum_r g_r. A ring all-reduce computes it. Each process cuts its gradients into N chunks. It sends
+only to the next process, and receives only from the previous one. With N = 4, the letters below say whose gradients a
+chunk contains, and > marks the chunk that is sent in the next hop:
 
     1. reduce-scatter, N-1 hops. A process adds the chunk that it receives to its own, and sends the sum on.
 
@@ -28,8 +28,8 @@ ring reduces a bucket as soon as its last gradient is there, while backward comp
 
 Each hop must wait for the hop before. On the CPU a thread does this waiting. On a GPU the hops are enqueued on a second
 stream, and the host does not wait. PyTorch's DDP does the same in C++ (arXiv:2006.15704): its reducer starts one
-asynchronous all-reduce per bucket. NCCL runs it on a stream of its own, and gloo in threads of its own. DDP's buckets
-have 25 MB. All gradients of the model here have 1.9 MB, so its buckets have 0.5 MB.
+asynchronous all-reduce per bucket. NCCL runs it on a stream of its own, and gloo in threads of its own. The default
+size of DDP's buckets is 25 MB. Here it is 0.5 MB, because all gradients of this small model take 1.9 MB.
 
 Read this script to learn what DDP does. To train, choose min_DDP.py: DDP needs no wait() in the loop, and it also keeps
 buffers equal, such as BatchNorm's. `--library` trains with PyTorch's DDP, to compare. `--compress bf16` sends gradients
@@ -273,7 +273,7 @@ class BackgroundThread:
         self.waited = 0.0  # seconds in which the caller waited
         # A daemon: a process whose backward fails must not wait for a hop that the others never make.
         threading.Thread(target=run_jobs, args=(self.jobs, self.results), daemon=True).start()
-        weakref.finalize(self, self.jobs.put, None)
+        weakref.finalize(self, self.jobs.put, None)  # the thread ends with this object
 
     def start(self, function):
         self.jobs.put(function)
@@ -367,6 +367,7 @@ def parallelize(model, args):
     if args.compress == "bf16":
         ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
     elif args.compress == "powersgd":
+        # The first steps, in which gradients change most, are not compressed.
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return ddp

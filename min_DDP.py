@@ -23,8 +23,8 @@ state. Each step sends 2·(N-1)/N · 4·P bytes (a ring all-reduce).
     python min_DDP.py --nproc 2                            # two processes, on two GPUs or on the CPU
     torchrun --standalone --nproc-per-node 2 min_DDP.py    # torchrun starts the processes
 
-For each step it prints accuracy and loss over the whole global batch, once for all processes:
-`Finish iteration 3 - acc: 0.8125 (26/32) - loss: 0.5912`. A real training loop does so once per epoch.
+After each epoch it prints accuracy and loss over the samples of all processes, once for all processes:
+`Finish epoch 2 - acc: 0.9648 (247/256) - loss: 0.4350`.
 """
 
 import torch
@@ -51,7 +51,7 @@ def main_worker(local_rank, world_size, args):
 
     dataset = DummyDataset(args.seed)
     sampler = dist.data_sampler(dataset, distributed=True, shuffle=True, seed=args.seed)  # this rank's share
-    loader = DataLoader(dataset, args.batch_size, sampler=sampler)
+    loader = DataLoader(dataset, args.batch_size, sampler=sampler, pin_memory=device.type == "cuda")
 
     # Each rank draws its own dropout, if your model has dropout. The weights are equal anyway: DDP copies rank 0's.
     torch.manual_seed(args.seed + dist.get_rank())
@@ -61,9 +61,9 @@ def main_worker(local_rank, world_size, args):
 
     dist.print_primary(f"Training on {world_size} x {device.type}, global batch {world_size * args.batch_size}")
     for epoch in range(args.epochs):
-        dist.print_primary(f"------- Epoch {epoch + 1}")
         sampler.set_epoch(epoch)  # a new order in each epoch, the same on every rank
-        train_epoch(ddp_model, loader, optimizer, device)
+        loss, hits, n = train_epoch(ddp_model, loader, optimizer, device)
+        dist.print_primary(f"Finish epoch {epoch + 1} - acc: {hits / n:.4f} ({hits}/{n}) - loss: {loss:.4f}")
 
     # Not `ddp_model`: DDP may communicate in each forward pass, and some ranks have fewer batches. A real run evaluates
     # on a test set.
@@ -73,21 +73,25 @@ def main_worker(local_rank, world_size, args):
 
 
 def train_epoch(ddp_model, loader, optimizer, device):
+    """Returns the mean loss of the steps, and how many samples were classified correctly, of how many, on all ranks."""
     ddp_model.train()
-    for iteration, (x, y) in enumerate(loader):
-        x = x.to(device)
-        y = y.to(device)
+    losses = []
+    correct = []
+    for x, y in loader:
+        x = x.to(device, non_blocking=True)
+        y = y.to(device, non_blocking=True)
+        optimizer.zero_grad()
         logits = ddp_model(x)
         loss = nn.functional.cross_entropy(logits, y)
-        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        # These stay on the GPU until the epoch ends. To read a number, the CPU would wait for the GPU in each step.
+        losses.append(loss.detach())
+        correct.append(logits.argmax(dim=1) == y)
 
-        loss = dist.reduce(loss)  # the average over all ranks
-        correct = torch.cat(dist.gather(logits.argmax(dim=1) == y))  # the samples of all ranks
-        hits = correct.sum().item()
-        n = len(correct)
-        dist.print_primary(f"Finish iteration {iteration} - acc: {hits / n:.4f} ({hits}/{n}) - loss: {loss.item():.4f}")
+    loss = dist.reduce(torch.stack(losses).mean())  # the average over all ranks
+    correct = torch.cat(dist.gather(torch.cat(correct)))  # the samples of all ranks
+    return loss.item(), correct.sum().item(), len(correct)
 
 
 @torch.no_grad()

@@ -25,9 +25,10 @@ gloo it sends up to 4·(N-1)/N · 4·P bytes, because gloo's reduce-scatter is a
     torchrun --standalone --nproc-per-node 2 min_FSDP.py             # processes started by torchrun
 
 It prints `parameters held: 239,360 of 478,720 (0.500)`, and every --log-every steps a line like
-`step 50 | loss 3.1585 | held-out 2.9212 | 2,624 tokens/s | 548 MB`. Each checkpoint is a folder `epoch-N` in
---checkpoint-dir, where N counts steps, not epochs. Older ones are kept: delete them yourself. All machines must share
---checkpoint-dir. Load only checkpoints that you trust, because parts of them are pickles.
+`step 50 | loss 3.1585 | held-out 2.9212 | 2,624 tokens/s | 548 MB`. Each checkpoint is a folder `step-N` in
+--checkpoint-dir. With --keep 3 older ones are deleted. A run that gets SIGTERM from torchrun or a scheduler saves one
+before it exits. All machines must share --checkpoint-dir. Load only checkpoints that you trust, because parts of them
+are pickles.
 """
 
 import functools
@@ -51,6 +52,9 @@ def parse_args():
     parser.add_argument("--checkpoint-dir", help="save checkpoints here, and resume from the newest one")
     parser.add_argument(
         "--save-every", type=options.whole_number(1), default=100, metavar="N", help="save a checkpoint every N steps"
+    )
+    parser.add_argument(
+        "--keep", type=options.whole_number(1), metavar="N", help="keep only the newest N checkpoints (default: all)"
     )
     args = parser.parse_args()
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
@@ -115,6 +119,7 @@ def train(model, optimizer, text, held_out, args):
     first_step = 0
     if args.checkpoint_dir:
         first_step = checkpoint.load_sharded(args.checkpoint_dir, model, optimizer)
+        preemption = checkpoint.Preemption()
     share = (dist.get_rank(), dist.get_world_size())
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, first_step, share)
     for step in range(first_step, args.steps):
@@ -127,8 +132,12 @@ def train(model, optimizer, text, held_out, args):
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         progress(loss)
-        if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
-            checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, progress.step)
+        if args.checkpoint_dir:
+            preempted = preemption.agreed()  # has any process received SIGTERM?
+            if preempted or progress.step % args.save_every == 0 or progress.step == args.steps:
+                checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, step=progress.step, keep=args.keep)
+            if preempted:
+                preemption.leave()
     return progress.losses[first_step:]
 
 

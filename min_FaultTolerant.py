@@ -1,49 +1,54 @@
 """Lose a process without a restart: the minimum working example of fault-tolerant data parallelism.
 
 torchrun restarts all processes when one is lost. Here the others repeat the step without it, and a new process joins
-them later. The processes that train together are a quorum. Every step ends with a vote in a store that the launcher
-holds. A member votes when it has the sum of all gradients. All members take the optimizer step, or none does:
+them later. The processes that train together are a quorum. They split the same global batch, however many they are, so
+a step computes the same in every quorum, up to rounding.
 
-    A     step 7 | step 8 fails   | step 8   step 9  | sends, step 10 | step 11
-    B     step 7 | step 8 fails   | step 8   step 9  |        step 10 | step 11
+Every step ends with a vote. A member votes when it has the sum of all gradients. Then either all members take the
+optimizer step, or none of them does:
+
+    A     step 7 | step 8 fails   | step 8   step 9 | step 10, sends its state | step 11
+    B     step 7 | step 8 fails   | step 8   step 9 | step 10                  | step 11
     C     step 7 | step 8, killed |
-    D                               starts . . joins | healed, votes  | step 11
-           quorum 0: A B C          quorum 1: A B      quorum 2: A B D
+    D                                  starts, asks | step 10, is healed       | step 11
+           quorum 0: A B C          quorum 1: A B     quorum 2: A B D
 
-For each quorum the store has one key with the number of committed steps. It is changed by compare_set alone, so if two
-processes change it at the same time, one of them wins and the other learns of it:
+The store, which no training process holds, has one key for each quorum: the number of committed steps. It is changed by
+compare_set alone. If two processes change it at once, one of them succeeds, and the other reads what has happened:
 
     "8"  ->  "9"           by the last voter: step 8 is committed
-    "8"  ->  "8 closed"    by whoever saw a failure: step 8 is not committed, and the quorum ends
-    "8"  ->  "9 closed"    by the last voter if a new process waits: both
+    "8"  ->  "9 closed"    by the last voter if a new process waits: step 8 is committed, and the quorum ends
+    "8"  ->  "8 closed"    by anyone who sees a failure: step 8 is not committed, and the quorum ends
 
-The value decides, not what a process saw: a process that waits, fails or sleeps reads it before it goes on. Once closed
-it never changes. So a process that was left behind, and wakes, can change nothing any more. It joins as a new one.
+This value decides, not what a process has seen itself. A member can die before its vote, after it, or between the
+decision and the optimizer step: the others read the same value. A closed quorum stays closed. So a process that was
+stopped and wakes later can change nothing. It joins the next quorum as a new member.
 
-The next quorum begins with this number of steps. The first member that has taken them sends its state to the new
-ones while the others compute. In this step the new ones have no share of the batch. They add zeros to the sum, and take
-the optimizer step with all. Each step splits the same global batch among the members, so any number of members
-computes the same, up to rounding.
+The next quorum begins with the number of steps in this value. One member that has taken them sends its parameters and
+the optimizer's state to the new members, while all others compute. In this step the new members have no share of the
+batch: they add zeros to the sum of the gradients. If the step is committed, they are healed, and take it too.
 
-Every process of the launcher is a supervisor: it uses no GPU, and starts a process that trains. If that one is killed,
-or its GPU fails, the supervisor closes the quorum and starts another. An exception in your code ends the job.
+Every process of the launcher is a supervisor, which uses no GPU. It starts one process that trains. If that is killed,
+or its GPU fails, the supervisor closes the quorum and starts another. An exception in your own code ends the job.
 
-Choose it over multinode_torchrun.py when restarts take too much of the time: on hundreds of GPUs. It has no snapshots:
-save them too (docs/recipes.md), because the parameters are lost when all members are. The launcher that holds the store
-must live. A process that hangs is left behind after --timeout. Under nccl a killed one may hang the others until then.
+Choose it over multinode_torchrun.py when restarts cost too much time, as on hundreds of GPUs. It saves no snapshots: if
+all members are lost, so are the parameters. If the launcher that holds the store is lost, the job ends. A process that
+hangs is left behind after up to twice --timeout seconds, which must be longer than a step and the healing of a new
+member. Under nccl, which this was not tested with, a killed process too may be noticed only after the timeout.
 
 Cost per process, for P float32 parameters on N processes: 16·P bytes (parameters 4, gradients 4, AdamW 8). Each step
-sends 2·(N-1)/N · 4·P bytes (a ring all-reduce), not hidden behind the backward pass, and the vote takes two to five
-round trips to the store. To heal a new process, one member sends 12·P bytes.
+sends 2·(N-1)/N · 4·P bytes (a ring all-reduce), which are not hidden behind the backward pass. The vote is three round
+trips to the store, and six for the last voter. To heal a new member, another one sends 12·P bytes.
 
     python min_FaultTolerant.py --nproc 4        # then kill -9 one of the processes whose ids it prints
     torchrun --standalone --nproc-per-node gpu min_FaultTolerant.py
 
-    # Several machines: one torchrun on each, which do not know of each other. The one on HOST holds the store.
+    # Several machines: one torchrun on each, none of which restarts the others. The one on HOST holds the store.
     torchrun --nnodes 1 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id $(hostname) \
         min_FaultTolerant.py --store HOST:29400
 
-After a kill it prints `quorum 1: 3 members, 0 of them new | step 58 took 0.15 s`.
+After a kill it prints `quorum 1: 3 members, 0 of them new | step 58 took 0.15 s`. For large jobs see torchft, which has
+the same idea: https://docs.pytorch.org/torchft
 """
 
 import argparse
@@ -130,29 +135,6 @@ class Quorum:
         self.first_step = first_step
         self.timeout = timedelta(seconds=timeout)
 
-    def connect(self):
-        """Wait until all members are here, and connect them. Raises PeerLost."""
-        if lost_processes(self.store).intersection(self.members):
-            raise PeerLost("a member is lost")
-        bell = f"{self.number} bell {self.first_step - 1}"
-        if self.store.add(f"{self.number} here", 1) == len(self.members):
-            self.store.set(bell, "")
-        with communication():
-            self.store.wait([bell], self.timeout)
-        _, closed = committed_steps(self.store, self.number)
-        if closed:
-            raise PeerLost("a member is lost")
-        device = dist.get_device()
-        with communication():
-            torch_dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                store=torch_dist.PrefixStore(f"{self.number} group", self.store),
-                rank=self.rank,
-                world_size=len(self.members),
-                timeout=self.timeout,
-                device_id=device if device.type == "cuda" else None,
-            )
-
     def vote(self, step):
         """Vote for `step`, and wait for the decision. Returns the number of committed steps, and if it is closed."""
         votes = self.store.add(f"{self.number} votes", 1)
@@ -173,6 +155,29 @@ class Quorum:
         self.store.compare_set(f"{self.number} steps", str(step), value)
         self.store.set(f"{self.number} bell {step}", "")  # wakes those who wait for the decision
         self.store.delete_key(f"{self.number} bell {step - 1}")  # all have heard it, or they could not have voted
+
+    def connect(self):
+        """Wait until all members are here, and make their process group. Raises PeerLost."""
+        if lost_processes(self.store).intersection(self.members):
+            raise PeerLost("a member is lost")
+        bell = f"{self.number} bell {self.first_step - 1}"
+        if self.store.add(f"{self.number} here", 1) == len(self.members):
+            self.store.set(bell, "")
+        with communication():
+            self.store.wait([bell], self.timeout)
+        _, closed = committed_steps(self.store, self.number)
+        if closed:
+            raise PeerLost("a member is lost")
+        device = dist.get_device()
+        with communication():
+            torch_dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=torch_dist.PrefixStore(f"{self.number} group", self.store),
+                rank=self.rank,
+                world_size=len(self.members),
+                timeout=self.timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
 
     def leave(self):
         """Close all connections at once, so that no other member waits for this one."""
@@ -467,8 +472,15 @@ def leave_together(quorum):
 
 def main_worker(local_rank, world_size, args):
     """Keep one process training, until the job is finished or cannot continue. This process itself does not train."""
-    store, address = connect_to_store(args)
-    store.append("lost", "")
+    try:
+        store, address = connect_to_store(args)
+        store.append("lost", "")
+        supervise(local_rank, world_size, store, address, args)
+    except torch_dist.DistNetworkError:
+        raise dist.DistributedError("the store is lost, or cannot be reached") from None
+
+
+def supervise(local_rank, world_size, store, address, args):
     context = multiprocessing.get_context("fork")  # a copy of this process starts at once: it has imported torch
     for _ in range(args.max_restarts + 1):
         name = f"{socket.gethostname()}-{local_rank}-{uuid.uuid4().hex[:8]}"
@@ -492,7 +504,7 @@ def connect_to_store(args):
     """The store of the job, and its host and port. One process without a launcher holds it itself."""
     if args.store:
         address = args.store
-    elif "MASTER_ADDR" in os.environ:
+    elif dist.is_launched():
         address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", spawn.loopback())
@@ -540,12 +552,13 @@ def run_trainer(address, name, n_expected, args, reasons):
     try:
         if torch.cuda.is_available():
             torch.cuda.set_device(dist.get_device())
+        torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
         train(connect(address), name, n_expected, args)
     except dist.DistributedError as error:
         reasons.put(str(error))
         sys.exit(1)
     except torch_dist.DistNetworkError:
-        reasons.put(f"the store at {address[0]}:{address[1]} is lost")
+        reasons.put("the store is lost")
         sys.exit(1)
     except torch.AcceleratorError:  # the GPU has failed, and this process with it
         traceback.print_exc()

@@ -7,7 +7,8 @@
     decode     one new byte per row, and the KV cache        -> logits of the next byte, until all rows have ended
 
 The KV cache holds the keys and values of all earlier positions, so a new byte costs the forward of one position instead
-of all. Prompts of unequal lengths share a batch: each row has positions of its own. Rows that have ended leave it.
+of all. Prompts of unequal lengths share a batch: each row has positions of its own. Rows that have ended leave it. This
+loop is `generate` in gpt.py.
 
 With data parallelism (--tensor 1) processes do not communicate while they answer. With tensor parallelism T processes
 split each block, and the cache with its heads. They sum twice per block, so they take every step together. If they
@@ -104,7 +105,9 @@ def answer_missing(model, prompts, answers, group, file, args):
     n_shares = dist.get_world_size() // args.tensor
     is_first_of_group = dist.get_rank() % args.tensor == 0
     missing = [number for number in range(len(prompts)) if number not in answers]
-    missing.sort(key=lambda number: len(prompts[number]))  # so that a batch has little padding
+    # Prompts of similar lengths share a batch, so there is little padding. The longest come first, since these may need
+    # more memory than there is.
+    missing.sort(key=lambda number: len(prompts[number]), reverse=True)
     own = missing[share::n_shares]
     stop = ord(args.stop) if args.stop else None
     n_new = 0

@@ -263,6 +263,7 @@ def train(model, optimizers, text, held_out, args):
     first_step = 0
     if args.snapshot_path:
         first_step = load(args.snapshot_path, model, muon, adamw)
+        preemption = checkpoint.Preemption()
     share = (dist.get_rank(), dist.get_world_size())
     progress = gpt.Progress(functools.partial(local_loss, model, args), text, held_out, args, first_step, share)
     for step in range(first_step, args.steps):
@@ -273,8 +274,12 @@ def train(model, optimizers, text, held_out, args):
         loss.backward()
         take_step(muon, adamw, args.clip)
         progress(loss)
-        if args.snapshot_path and (progress.step % args.save_every == 0 or progress.step == args.steps):
-            save(args.snapshot_path, model, muon, adamw, progress.step)
+        if args.snapshot_path:
+            preempted = preemption.agreed()  # has any process received SIGTERM?
+            if preempted or progress.step % args.save_every == 0 or progress.step == args.steps:
+                save(args.snapshot_path, model, muon, adamw, progress.step)
+            if preempted:
+                preemption.leave()
     return progress.losses[first_step:]
 
 

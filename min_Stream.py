@@ -160,6 +160,7 @@ def make_loader(stream, position, args):
         batch_size=None,  # an item of the stream is a batch
         sampler=range(position, end, args.global_batch_size),  # DataLoader keeps this order for any num_workers
         num_workers=args.num_workers,
+        worker_init_fn=checkpoint.ignore_sigterm,
         pin_memory=dist.get_device().type == "cuda",
     )
 
@@ -350,6 +351,8 @@ def train(model, optimizer, stream, position, args):
     step = first_step  # the number of steps that are done
     first_unprinted = first_step
     start = time.perf_counter()
+    if args.snapshot_path:
+        preemption = checkpoint.Preemption()
     for tokens, targets in make_loader(stream, position, args):
         tokens = tokens.to(device, non_blocking=True)
         targets = targets.to(device, non_blocking=True)
@@ -374,8 +377,12 @@ def train(model, optimizer, stream, position, args):
             )
             first_unprinted = step
             start = time.perf_counter()
-        if args.snapshot_path and (step % args.save_every == 0 or step == args.steps):
-            checkpoint.save(args.snapshot_path, model, optimizer, step=position, stream=stream)
+        if args.snapshot_path:
+            preempted = preemption.agreed()  # has any process received SIGTERM?
+            if preempted or step % args.save_every == 0 or step == args.steps:
+                checkpoint.save(args.snapshot_path, model, optimizer, step=position, stream=stream)
+            if preempted:
+                preemption.leave()
     return dist.all_reduce(losses[first_step:])
 
 

@@ -116,6 +116,8 @@ class Trainer:
         self.hp = hp
         self.device = device
         self.snapshot_path = snapshot_path
+        if snapshot_path:
+            self.preemption = checkpoint.Preemption()
         self.train_set, self.test_set = load_datasets(hp)
         self.steps = len(self.train_set) // hp.global_batch_size  # per epoch
         if self.steps == 0:
@@ -162,6 +164,7 @@ class Trainer:
             batch_size=None,  # each item is a whole micro-batch
             sampler=micro_batches(n, self.hp, epoch, first_step),
             num_workers=self.hp.num_workers,
+            worker_init_fn=checkpoint.ignore_sigterm,
             pin_memory=self.device.type == "cuda",
         )
         batches = iter(loader)
@@ -169,7 +172,8 @@ class Trainer:
         last_line = first_step
         for step in range(first_step + 1, self.steps + 1):
             loss_sum += self.train_step(batches, epoch, step - 1)
-            saves = bool(self.snapshot_path) and step % self.hp.save_every == 0 and step < self.steps
+            preempted = bool(self.snapshot_path) and self.preemption.agreed()  # has any process received SIGTERM?
+            saves = bool(self.snapshot_path) and (preempted or step % self.hp.save_every == 0) and step < self.steps
             # Print before each snapshot too: then a resumed run averages over the same steps.
             if step % self.hp.log_interval == 0 or step == self.steps or saves:
                 samples = (step - last_line) * self.hp.global_batch_size
@@ -183,6 +187,11 @@ class Trainer:
                 self.tracker.log(self.samples(epoch, step), loss=loss, lr=lr, epoch=epoch + 1)
             if saves:
                 self.save_snapshot(epoch, step)
+            if (
+                preempted and saves
+            ):  # after the last step of an epoch, evaluate and save first, and leave one step later
+                self.tracker.close()
+                self.preemption.leave()
 
     def train(self):
         """Returns the accuracy after each epoch."""

@@ -12,12 +12,11 @@ number of ranks, and these resume from the newest snapshot that any node has. Tw
    (BatchNorm, dropout and random augmentation see the shares. With them this holds only for one number of ranks.)
 
 2. A SIGTERM loses no step. A scheduler sends it before it takes a node away. torchrun sends it when a node joins.
-   After each step an asynchronous all-reduce tells all ranks whether one of them has received it. Its result is read
-   one step later:
+   About once per second all ranks read, after the same step, whether one of them has received it, and so leave
+   together. `checkpoint.Preemption` shows how:
 
-       rank 0   | step 7            | step 8            | save, exit with status 143
-       rank 1   | step 7, SIGTERM   | step 8            | exit with status 143
-                                    all-reduce    result: yes
+       rank 0   | ... step 16            | ... step 24: stop | save, exit with status 143
+       rank 1   | ... step 16, SIGTERM   | ... step 24: stop | exit with status 143
 
    torchrun kills the processes 30 s after SIGTERM. From torch 2.12 on, TORCH_ELASTIC_SHUTDOWN_TIMEOUT gives a slow
    save more seconds.
@@ -26,7 +25,7 @@ Choose it over multigpu_torchrun.py for several machines, for spot instances, or
 `diff multigpu_torchrun.py multinode_torchrun.py` shows everything that is new.
 
 Cost per process, for P float32 parameters trained by SGD on N processes: 4·P bytes of parameters and 4·P of gradients.
-Each step sends 2·(N-1)/N · 4·P bytes (a ring all-reduce), and 4 bytes more. A resume sends the snapshot, 4·P bytes.
+Each step sends 2·(N-1)/N · 4·P bytes (a ring all-reduce). A resume sends the snapshot, 4·P bytes.
 
     torchrun --standalone --nproc-per-node gpu multinode_torchrun.py 50 10    # one machine
     sbatch launchers/slurm.sbatch                                             # SLURM; Kubernetes: see launchers/
@@ -43,13 +42,10 @@ Each rank prints where it starts, and rank 0 prints the average loss of each epo
 """
 
 import os
-import signal
 import socket
-import sys
 from datetime import timedelta
 
 import torch
-import torch.distributed as torch_dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -112,7 +108,7 @@ class Trainer:
             batch_size=None,  # an entry of `shares` is a batch
             sampler=shares,
             num_workers=self.num_workers,
-            worker_init_fn=ignore_sigterm,
+            worker_init_fn=checkpoint.ignore_sigterm,
             pin_memory=self.device.type == "cuda",
         )
 
@@ -172,7 +168,6 @@ class Trainer:
                 self.step = 0
             if preempted or self.epoch % self.save_every == 0 or self.epoch == total_epochs:
                 self.save_snapshot()
-        self.preemption.answer()  # no all-reduce may be under way when the process group is destroyed
         return self.epoch >= total_epochs
 
     def first_loss(self):
@@ -184,47 +179,6 @@ class Trainer:
         checkpoint.save(self.snapshot_path, self.model, self.optimizer, epoch=self.epoch, step=samples)
         if dist.is_primary():
             log(f"Snapshot saved at {self.snapshot_path}: next is Epoch {self.epoch}, Step {self.step}")
-
-
-class Preemption:
-    """Tells all ranks after the same step that at least one of them got SIGTERM."""
-
-    def __init__(self, timeout):
-        self.received = False
-        self.question = None  # the all-reduce that is under way: has a rank received SIGTERM?
-        self.group = None
-        if dist.get_world_size() > 1:
-            # A gloo group of its own: this all-reduce waits for no GPU, and has no order among DDP's collectives.
-            self.group = torch_dist.new_group(backend="gloo", timeout=timeout)
-        signal.signal(signal.SIGTERM, self.receive)
-
-    def receive(self, number, frame):
-        self.received = True
-
-    def agreed(self):
-        """Call it after every step. Returns the result of the last step's all-reduce, and starts the next one."""
-        if self.group is None:
-            return self.received
-        if self.answer():
-            return True
-        self.any_received = torch.tensor(float(self.received))
-        self.question = torch_dist.all_reduce(
-            self.any_received, torch_dist.ReduceOp.MAX, group=self.group, async_op=True
-        )
-        return False
-
-    def answer(self):
-        """Wait for the all-reduce, if one is under way. Returns its result."""
-        if self.question is None:
-            return False
-        self.question.wait()
-        self.question = None
-        return bool(self.any_received)
-
-
-def ignore_sigterm(worker_id):
-    """For the data loaders, which get SIGTERM too. The ranks need one more batch before they save."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class ToyDataset(Dataset):
@@ -249,7 +203,7 @@ def main_worker(local_rank, world_size, args):
     timeout = timedelta(seconds=args.timeout)
     dist.init_process_group(timeout=timeout)
     device = dist.get_device()
-    preemption = Preemption(timeout)
+    preemption = checkpoint.Preemption()
     torch.manual_seed(0)
     dataset = ToyDataset()
     model = torch.nn.Linear(20, 1).to(device)
@@ -257,8 +211,7 @@ def main_worker(local_rank, world_size, args):
     trainer = Trainer(model, dataset, optimizer, device, preemption, args)
     finished = trainer.train(args.total_epochs)
     if not finished:
-        dist.cleanup()  # as at the end of training: all ranks leave together
-        sys.exit(128 + signal.SIGTERM)  # not 0: if this node's torchrun stays, it must restart the processes
+        preemption.leave()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@
   bits.
 - stream: the same with min_Stream.py and its state.
 - server: rpc_param_server.py with a killed trainer. The job continues to its end, once all have joined.
+- survivors: min_FaultTolerant.py with processes that are killed or stopped at random moments. The others never end, and
+  all end with the parameters of one process, in float64.
 - table: rpc_ddp.py with a killed server or trainer. All end, and the last line names who is lost.
 
 After each, nothing is left running or listening, and no temporary file. A trial depends on its seed alone, but for the
@@ -18,6 +20,7 @@ scheduling of the machine. At the end, or after Ctrl-C, it prints a table and ad
 it exits with 1 after a failure.
 """
 
+import argparse
 import contextlib
 import functools
 import json
@@ -28,6 +31,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -192,7 +196,7 @@ def saved_model(kind, folder):
         from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # slow, and `worker` needs none of it
 
         path = folder.parent / "whole.pt"
-        dcp_to_torch_save(folder / "state" / "epoch-40", path)
+        dcp_to_torch_save(folder / "state" / "step-40", path)
     return torch.load(path, weights_only=True)["model"]
 
 
@@ -228,7 +232,7 @@ def saving_trial(kind, rng, folder, kills):
 
 def newest_change(folder):
     """A number that changes whenever the job saves."""
-    return max((path.stat().st_mtime_ns for path in [folder, *folder.glob("state/epoch-*")]), default=0)
+    return max((path.stat().st_mtime_ns for path in [folder, *folder.glob("state/step-*")]), default=0)
 
 
 def wait_for_the_others():
@@ -289,6 +293,108 @@ def table_trial(rng, folder, kills):
         assert status == 1 and re.search(r"(server|trainer)\d is lost: rank \d was killed by SIGKILL\n$", text), text
 
 
+# ---- the survivors of min_FaultTolerant.py --------------------------------------------------------------------------
+
+FAULTS = {"layers": 1, "width": 32, "heads": 4, "length": 32, "global_batch_size": 8, "steps": 1000, "log_every": 1000}
+FAULTS |= {"lr": 0.001, "clip": 0.5, "seed": 3, "min_members": 1, "timeout": 5, "wait": 120, "max_restarts": 10**6}
+KILLS = 20  # in a trial
+
+
+def survivor_worker(local_rank, world_size, folder):
+    """The script's own, by SGD in float64. Each process writes the newest step that it has taken."""
+    import min_FaultTolerant
+
+    train, take_step = min_FaultTolerant.train, min_FaultTolerant.Trainer.take_step
+
+    def recorded_step(trainer, step):
+        take_step(trainer, step)
+        (folder / f"{os.getpid()}.trainer").write_text(str(step))
+
+    def recorded_train(store, name, n_expected, args):
+        (folder / f"{os.getpid()}.trainer").touch()
+        torch.set_default_dtype(torch.float64)
+        torch.optim.AdamW = sgd
+        trainer = train(store, name, n_expected, args)
+        if trainer is not None:
+            state = {"losses": trainer.losses, "model": trainer.model.state_dict()}
+            torch.save(state, folder / f"{name}.unfinished")
+            os.rename(folder / f"{name}.unfinished", folder / f"{name}.pt")
+
+    min_FaultTolerant.train, min_FaultTolerant.Trainer.take_step = recorded_train, recorded_step
+    min_FaultTolerant.main_worker(local_rank, world_size, argparse.Namespace(**FAULTS, nproc=world_size, store=None))
+
+
+def sgd(params, lr, fused=True):
+    return torch.optim.SGD(params, lr=10 * lr, momentum=0.5)
+
+
+@functools.cache
+def one_process():
+    """The losses and parameters of plain training."""
+    import gpt
+
+    args = argparse.Namespace(**FAULTS)
+    torch.set_num_threads(1)  # beside the load generator, threads would wait for each other
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(args.seed)
+    model = gpt.GPT(args.layers, args.width, args.heads, args.length)
+    optimizer, losses, (text, _) = sgd(model.parameters(), args.lr), [], gpt.load_text()
+    for step in range(args.steps):
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed)
+        loss = gpt.loss_fn(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+        losses.append(loss.detach())
+    torch.set_default_dtype(torch.float32)
+    return torch.stack(losses), model.state_dict()
+
+
+def survivors_trial(rng, folder, kills):
+    expected_losses, expected = one_process()
+    nprocs, ended = rng.randint(2, 4), threading.Event()
+    killer = threading.Thread(target=kill_some, args=(rng, folder, kills, ended))
+    killer.start()
+    try:
+        dist.launch(survivor_worker, folder, nprocs=nprocs)
+    finally:
+        ended.set()
+        killer.join()
+    results = [torch.load(path, weights_only=True) for path in folder.glob("*.pt")]
+    assert results
+    for result in results:
+        error = (result["losses"] - expected_losses).abs().max().item()
+        error = max(error, *((result["model"][name] - expected[name]).abs().max().item() for name in expected))
+        assert error < 1e-10, f"another result, by {error}"
+    n_started = len(list(folder.glob("*.trainer")))
+    assert n_started <= nprocs + len(kills), f"{n_started} processes were started, {len(kills)} killed"
+
+
+def kill_some(rng, folder, kills, ended):
+    """Kill one or two processes at random moments, or stop one for a while. One with the newest step is left."""
+    while len(kills) < KILLS and not ended.wait(rng.choice([rng.uniform(0, 0.1), rng.uniform(0, 1)])):
+        steps = {}
+        for path in folder.glob("*.trainer"):
+            pid = int(path.stem)
+            if pid not in kills:  # one that was killed just now may still be there
+                steps[pid] = int(path.read_text() or -1)
+        victims = rng.sample(sorted(steps), k=min(len(steps), rng.choice([1, 1, 1, 2])))
+        left = [step for pid, step in steps.items() if pid not in victims]
+        if not left or max(left) < max(steps.values()) or max(left) == -1:
+            continue
+        if rng.random() < 0.1:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victims[0], signal.SIGSTOP)
+                ended.wait(rng.uniform(0, 3 * FAULTS["timeout"]))
+                os.kill(victims[0], signal.SIGCONT)
+        else:
+            for pid in victims:
+                with contextlib.suppress(ProcessLookupError):  # it has finished
+                    os.kill(pid, signal.SIGKILL)
+                    kills.append(pid)
+
+
 # ---- put together ---------------------------------------------------------------------------------------------------
 
 TRIALS = {  # and how often
@@ -297,6 +403,7 @@ TRIALS = {  # and how often
     "sharded": (sharded_trial, 2),
     "stream": (stream_trial, 2),
     "server": (server_trial, 1),
+    "survivors": (survivors_trial, 3),
     "table": (table_trial, 1),
 }
 

@@ -57,6 +57,8 @@ OTHERS = [
     ("min_DDP.py", "--epochs", 1),
     ("min_EP.py", *STEPS, "--experts", 64 * GPUS, "--top", 1, "--global-batch-size", GPUS, "--length", 2),  # most empty
     ("min_FSDP.py", *STEPS, "--bf16"),
+    ("min_GRPO.py", *STEPS, "--imitation-steps", 100),
+    ("min_GRPO.py", *STEPS, "--inner-steps", 2, "--kl", 0.1, "--clip", 1),
     ("min_Join.py", *STEPS, "--least", 0),
     ("min_Join.py", *STEPS, "--least", 0, "--method", "weights"),  # the last rank has empty batches alone
     ("mnist_DDP.py", "--epochs", 1, "--amp", "--clip", 1),
@@ -126,8 +128,30 @@ def test_losses_are_those_of_cpus(case, tmp_path):
     assert printed[0] == pytest.approx(printed[1], abs=0.03)
 
 
-# min_DDP.py reduces and prints in each step. min_EP.py waits for the number of tokens of each expert.
+def test_answers_are_those_of_cpus(tmp_path):
+    """The most probable ones, and but for rounding."""
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(f'{{"prompt": "{number}="}}\n' for number in range(10_000, 90_000, 97))
+    )
+    assert run(ROOT / "min_GRPO.py", "--heads", 4 * GPUS, "--save", "model.pt", cwd=tmp_path)[0] == 0
+    given = ("--model", "model.pt", "--prompts", "prompts.jsonl", "--temperature", 0, "--output")
+    lines = []
+    for name, options, env in (
+        ("cpu", (), {"CUDA_VISIBLE_DEVICES": ""}),
+        ("gpu", (), {}),
+        ("tp", ("--tensor", GPUS), {}),
+    ):
+        status, _, stderr = run(ROOT / "min_Generate.py", *given, name, *options, cwd=tmp_path, env=env)
+        assert (status, stderr) == (0, "")
+        lines.append((tmp_path / name).read_text().splitlines())
+    for others in lines[1:]:
+        differ = sum(line != other for line, other in zip(lines[0], others, strict=True))
+        assert differ < 0.01 * len(lines[0])
+
+
+# min_EP.py waits for the number of tokens of each expert.
 WITHOUT_WAITS = [case for case in TRANSFORMERS if case[0] != "min_EP.py"]
+WITHOUT_WAITS += [("min_DDP.py", "--epochs", 1, "--batch-size", 2)]
 WITHOUT_WAITS += [("mnist_DDP.py", "--epochs", 1), ("mnist_FSDP.py", "--epochs", 1), ("multigpu_torchrun.py", 1, 1)]
 
 
@@ -227,7 +251,7 @@ def read(path):
         return torch.load(path, weights_only=True)
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    dcp_to_torch_save(path / "epoch-8", path / "whole.pt")
+    dcp_to_torch_save(path / "step-8", path / "whole.pt")
     return torch.load(path / "whole.pt", weights_only=True)
 
 

@@ -56,7 +56,7 @@ while sleep 0.05; do :; done""",
 }
 
 
-def run_job(folder, number=None, ends="", state="RUNNING", preempted="None", restarts="0"):
+def run_job(folder, number=None, ends="", state="RUNNING", preempted="None", restarts="0", arguments=()):
     """Run the job file, signal it once it has started; returns its status and what was printed."""
     for name, body in COMMANDS.items():
         (folder / name).write_text(f"#!/bin/sh\n{body}\n")
@@ -66,7 +66,8 @@ def run_job(folder, number=None, ends="", state="RUNNING", preempted="None", res
     environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "ENDS": ends, "STATE": state, "PREEMPTED": preempted}
     log = folder / "log"
     with open(log, "w") as file:
-        job = subprocess.Popen(["bash", SLURM], cwd=folder, env={**os.environ, **environment}, stdout=file, stderr=file)
+        environment = {**os.environ, **environment}
+        job = subprocess.Popen(["bash", SLURM, *arguments], cwd=folder, env=environment, stdout=file, stderr=file)
     if number:
         wait_for(lambda: "started" in log.read_text(), job)
         job.send_signal(number)
@@ -80,6 +81,13 @@ def test_usr1_saves_and_requeues_also_when_scancel_fails_once(tmp_path):
     assert "--cpus-per-task 5" in text
     assert "torchrun --nproc-per-node 2 --nnodes 1 --max-restarts 3" in text
     assert "multinode_torchrun.py 50 10; 100 s" in text
+    ports = re.findall(r"--rdzv-endpoint localhost:(\d+)", text)
+    assert set(ports) == {"12007"}, "not a port that Linux gives to outgoing connections, from 32768 on"
+
+
+def test_it_starts_any_script(tmp_path):
+    _, text = run_job(tmp_path, arguments=("min_FSDP.py", "--checkpoint-dir", "/shared/a folder"), ends="0")
+    assert "localhost:12007 min_FSDP.py --checkpoint-dir /shared/a folder; 100 s" in text
 
 
 @pytest.mark.parametrize(
@@ -115,7 +123,7 @@ def test_the_trainjob_starts_the_script(monkeypatch):
     assert trainer["command"] == ["torchrun"]
     monkeypatch.setenv("PET_NNODES", str(trainer["numNodes"]))
     args = get_args_parser().parse_args(trainer["args"])
-    assert (args.nnodes, args.rdzv_backend, args.max_restarts) == ("2", "c10d", 3)
+    assert (args.nnodes, args.rdzv_backend, args.max_restarts) == ("2", "c10d", 99)
     assert args.training_script == "multinode_torchrun.py"
     monkeypatch.setattr(sys, "argv", [args.training_script, *args.training_script_args])
     monkeypatch.setattr(checkpoint, "check_writable", lambda option, folder: None)
@@ -128,5 +136,9 @@ def test_the_trainjob_starts_the_script(monkeypatch):
     assert any(f"--snapshot-path={mount['mountPath']}/" in line for mount in mounts for line in trainer["args"])
     environment = {variable["name"]: variable["value"] for variable in trainer["env"]}
     assert 60 < int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
-    (shared,) = [volume["name"] for volume in pod["volumes"] if volume.get("emptyDir") == {"medium": "Memory"}]
+    (shared,) = [volume["name"] for volume in pod["volumes"] if "emptyDir" in volume]
     assert {"name": shared, "mountPath": "/dev/shm"} in mounts
+    (size,) = [volume["emptyDir"]["sizeLimit"] for volume in pod["volumes"] if "emptyDir" in volume]
+    resources = trainer["resourcesPerNode"]
+    assert int(size.removesuffix("Gi")) < int(resources["limits"]["memory"].removesuffix("Gi"))
+    assert resources["requests"].items() >= resources["limits"].items(), "GPUs cannot be overcommitted"

@@ -105,7 +105,7 @@ def test_a_run_goes_from_mesh_to_mesh_and_from_and_to_one_process_as_if_it_had_n
         last, parameters = train((1, 1, 1), "AdamW", {**options, "save_every": 2})
     check(torch.cat([first, *between, last]), parameters, MESHES, "AdamW", options)
     saved = {4, 8, 12, 16, 18, 20}
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {f"epoch-{step}" for step in saved}
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {f"step-{step}" for step in saved}
 
 
 @pytest.mark.slow
@@ -123,5 +123,5 @@ def test_the_script_holds_a_quarter_and_goes_on_on_another_mesh(job_of, tmp_path
     mesh, held, resuming, _, step = stdout.splitlines()
     assert mesh == "Training on 2 x cpu: replicate 2 x shard 1 x tensor 1"
     assert held.endswith("(1.000)")
-    assert resuming == f"Resuming from {tmp_path}/runs/epoch-2"
+    assert resuming == f"Resuming from {tmp_path}/runs/step-2"
     assert step.startswith("step 4 | loss ")

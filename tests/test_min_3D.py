@@ -199,9 +199,9 @@ def resume(script, mesh, changes):
     rates = []
     save_sharded = checkpoint.save_sharded
 
-    def note_rates(folder, model, optimizer, epoch):
+    def note_rates(folder, model, optimizer, **where):
         rates.extend(group["lr"] for group in optimizer.param_groups)
-        save_sharded(folder, model, optimizer, epoch)
+        save_sharded(folder, model, optimizer, **where)
 
     checkpoint.save_sharded = note_rates
     try:
@@ -234,7 +234,7 @@ def test_a_run_goes_from_mesh_to_mesh_and_from_and_to_one_process_as_if_it_had_n
     losses = torch.cat([first, *middle, more, rest])
     transformer.assert_equal(losses, parameters, transformer.reference("AdamW", **CLIP))
     saved = [3 * (number + 1) for number in range(len(between) + 1)] + [18, 20]
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {f"epoch-{step}" for step in saved}
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {f"step-{step}" for step in saved}
 
 
 def test_it_saves_every_so_many_steps_and_at_the_end(tmp_path):
@@ -315,5 +315,5 @@ def test_the_script_holds_an_eighth_and_resumes_on_another_mesh(job_of, tmp_path
     mesh, held, resuming, _, step = stdout.splitlines()
     assert mesh == "Training on 2 x cpu: stages 2 x shard 1 x tensor 1, Interleaved1F1B"
     assert re.fullmatch(r"parameters held: .* \(0\.[56]\d\d\)", held)
-    assert resuming == f"Resuming from {tmp_path}/runs/epoch-2"
+    assert resuming == f"Resuming from {tmp_path}/runs/step-2"
     assert step.startswith("step 4 | loss ")

@@ -193,7 +193,7 @@ def test_a_run_that_changes_its_number_of_ranks_equals_the_uninterrupted_one(job
     _, segments, saved = jobs
     losses = torch.cat([losses for losses, *_ in segments])
     transformer.assert_equal(losses, segments[-1][1], transformer.reference("AdamW", clip=CLIP))
-    assert saved == {f"epoch-{step}" for step in (4, 8, 10, 12, 16, 20)}
+    assert saved == {f"step-{step}" for step in (4, 8, 10, 12, 16, 20)}
 
 
 def test_it_saves_every_so_many_steps_and_at_the_end(tmp_path):
@@ -288,4 +288,4 @@ def test_the_script_prints_its_lines_and_nothing_on_stderr(tmp_path):
     assert re.match(r"Training on 2 x cpu\nparameters held: ([\d,]+) of ([\d,]+) \(0.500\)\n", stdout)
     first, second = transformer.progress_lines(stdout)
     assert (first["step"], second["step"]) == (1, 2) and second["held_out"] < first["held_out"] < 5.7
-    assert (tmp_path / "epoch-2" / ".metadata").exists()
+    assert (tmp_path / "step-2" / ".metadata").exists()

@@ -8,19 +8,24 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 import torch.distributed as torch_dist
 import transformer
+from conftest import ROOT, finish, start, wait_for
+from test_readme import free_port
 from transformer import full_parameters, make_optimizer, reference, small_text
 
 import distributed as dist
 import gpt
 import min_FaultTolerant
+import spawn
 from min_FaultTolerant import Quorum, Trainer
 
 N = 3
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+RAISE, ORPHAN = signal.SIGUSR1, signal.SIGUSR2  # stand for an exception, and for a kill of the supervisor
 # In which step, where in it, and which rank of the quorum is killed or stopped. The step before ends when all new
 # processes wait. So each finds three members, and the step after it begins with a new one, which is healed.
 FEW = [
@@ -63,8 +68,9 @@ def arguments(**changes):
 class Hooks:
     """What the script's functions do besides in a test: the process kills or stops itself as planned, once each."""
 
-    def __init__(self, plan, folder):
+    def __init__(self, plan, n, folder):
         self.plan = plan
+        self.n = n
         self.folder = Path(folder)
         self.step = self.rank = None
 
@@ -82,6 +88,11 @@ class Hooks:
         number = self.planned(point)
         if number is not None:
             self.marker(self.rank).write_text(f"{os.getpid()} {number.name}")
+            if number == RAISE:
+                raise ZeroDivisionError("a mistake")
+            if number == ORPHAN:
+                os.kill(os.getppid(), signal.SIGKILL)
+                time.sleep(60)
             os.kill(os.getpid(), number)
 
     def wake(self):
@@ -163,9 +174,9 @@ class Hooks:
         return original(quorum, step)
 
     def Quorum_commit(self, original, quorum, step):
-        if len(quorum.members) < N and step < self.plan[-1][0] + 3:
+        if len(quorum.members) < self.n and self.plan and step < self.plan[-1][0] + 3:
             self.wake()
-            wait_until(lambda: len(quorum.members) + n_waiting(quorum) == N)
+            wait_until(lambda: len(quorum.members) + n_waiting(quorum) == self.n)
         original(quorum, step)
 
     def Trainer_take_step(self, original, trainer, step):
@@ -231,7 +242,7 @@ def worker(local_rank, world_size, args, optimizer, plan, folder):
     with (
         mock.patch.object(min_FaultTolerant, "train", recorded_train),
         mock.patch("torch.optim.AdamW", make if optimizer == "SGD" else torch.optim.AdamW),
-        Hooks(plan, folder).patched(),
+        Hooks(plan, world_size, folder).patched(),
     ):
         min_FaultTolerant.main_worker(local_rank, world_size, args)
 
@@ -264,3 +275,130 @@ def test_killed_in_a_few_places_they_end_as_one_process(tmp_path, capfd):
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 def test_killed_or_stopped_anywhere_they_end_as_one_process(optimizer, tmp_path, capfd):
     check(MANY, optimizer, tmp_path, capfd)
+
+
+# ---- the ends of a job ----------------------------------------------------------------------------------------------
+
+
+def failure(plan, folder, nprocs=2, **changes):
+    """The line with which a job ends."""
+    folder.mkdir()
+    with pytest.raises(SystemExit) as exit_info:
+        dist.launch(worker, arguments(nprocs=nprocs, **changes), "SGD", plan, folder, nprocs=nprocs)
+    return str(exit_info.value)
+
+
+def test_what_ends_a_job_is_one_line(tmp_path, capfd):
+    too_few = "2 members, 2 of them with the parameters of step 0, after --wait 1 s: --min-members is 3"
+    assert failure([], tmp_path / "a", min_members=3, wait=1) == too_few
+    both = [(3, "in forward", 0, KILL), (3, "in forward", 1, KILL)]
+    all_lost = "all processes with the parameters of step 3 are lost: start again"
+    assert failure(both, tmp_path / "b") == all_lost
+    assert failure(both[:1], tmp_path / "c", nprocs=1) == all_lost  # one process without a launcher
+    assert re.fullmatch(r"\S+ is not replaced: --max-restarts is 0", failure(both[:1], tmp_path / "d", max_restarts=0))
+    assert capfd.readouterr().err == ""
+    exception = [(3, "in forward", 0, RAISE)]
+    assert re.fullmatch(r"\S+ raised an exception: see its traceback above", failure(exception, tmp_path / "e"))
+    assert "ZeroDivisionError: a mistake" in capfd.readouterr().err
+
+
+def test_another_text_is_refused():
+    store = torch_dist.HashStore()
+    text, other = small_text()
+    min_FaultTolerant.check_text(store, text)
+    min_FaultTolerant.check_text(store, text.clone())
+    with pytest.raises(dist.DistributedError, match="the standard libraries of two processes differ"):
+        min_FaultTolerant.check_text(store, other)
+
+
+def test_a_supervisor_that_is_killed_takes_its_process_with_it(tmp_path, capfd):
+    """Nobody tells the others, so these wait until the timeout, and nobody replaces it."""
+    dist.launch(orphan_worker, arguments(steps=9, timeout=1), tmp_path, nprocs=2, tolerate_killed=True)
+    out, _ = capfd.readouterr()
+    assert re.findall(r"^quorum .* members", out, re.M) == ["quorum 1: 1 members"]
+    losses, parameters = reference("SGD", layers=1, steps=9)
+    (path,) = tmp_path.glob("*.pt")
+    result = torch.load(path, weights_only=True)
+    transformer.assert_equal(result["losses"], result["parameters"], (losses, parameters), 1e-12)
+
+
+def orphan_worker(local_rank, world_size, args, folder):
+    plan = [(5, "in forward", rank, ORPHAN) for rank in range(2)] if local_rank == 1 else []
+    worker(local_rank, world_size, args, "SGD", plan, folder)
+
+
+# ---- under torchrun -------------------------------------------------------------------------------------------------
+
+SMALL = ("--layers", 1, "--width", 32, "--heads", 2, "--length", 32, "--log-every", 100)
+
+
+def trainers(log):
+    return [int(pid) for pid in re.findall(r"^process (\d+) trains as ", log.read_text(), re.M)]
+
+
+@pytest.mark.slow
+def test_torchrun_does_not_notice(tmp_path):
+    log = tmp_path / "log"
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, ROOT / "min_FaultTolerant.py")
+    job = start(*command, *SMALL, "--steps", 3000, log=log, env={"OMP_NUM_THREADS": "1"})
+    for number in (1, 3):
+        wait_for(lambda number=number: f"step {number}00 " in log.read_text(), job)
+        os.kill(trainers(log)[-1], KILL)
+        wait_for(lambda number=number: f"\nquorum {number + 1}: 2 members, 1 of them new" in log.read_text(), job)
+    assert finish(job)[0] == 0, log.read_text()
+    lines = log.read_text().splitlines()
+    others = [line for line in lines if not re.match(r"process \d+ trains|\S+ was killed|quorum \d|step \d", line)]
+    assert not others and lines[-1].startswith("step 3000 ")
+
+
+def start_agent(number, port, log, *options):
+    """A torchrun of its own, as on a machine of its own. Number 0 holds the store."""
+    command = ("-m", "torch.distributed.run", "--nnodes", 1, "--nproc-per-node", 1, "--rdzv-backend", "c10d")
+    command += ("--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", f"machine-{number}", ROOT / "min_FaultTolerant.py")
+    command += ("--store", f"localhost:{port}", *SMALL, *options)
+    return start(*command, log=log, env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": spawn.loopback()})
+
+
+def kill_machine(agent):
+    """End all processes of an agent at once, so that none can tell the others."""
+    processes = [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]
+    for process in processes:
+        process.send_signal(STOP)
+    for process in processes:
+        process.kill()
+    psutil.wait_procs(processes, timeout=10)
+
+
+@pytest.mark.slow
+def test_two_machines_of_which_one_is_lost_and_comes_back(tmp_path):
+    logs = [tmp_path / name for name in ("0", "1", "1 again")]
+    port = free_port()
+
+    def seen(text):
+        return text in "".join(log.read_text() for log in logs if log.exists())
+
+    options = ("--steps", 10**6, "--timeout", 3)
+    here = start_agent(0, port, logs[0], *options)
+    wait_for(lambda: seen("step 100 "), here)
+    there = start_agent(1, port, logs[1], *options)
+    wait_for(lambda: seen("quorum 1: 2 members, 1 of them new"), here)
+    kill_machine(there)
+    wait_for(lambda: seen("quorum 2: 1 members, 0 of them new"), here)
+    there = start_agent(1, port, logs[2], *options)
+    wait_for(lambda: seen("quorum 3: 2 members, 1 of them new"), here)
+    assert len(trainers(logs[0])) == 1, "the survivor has not been restarted"
+    kill_machine(here)  # and with it the store
+    assert finish(there, timeout=60)[0] != 0
+    assert not any(psutil.pid_exists(pid) for pid in trainers(logs[2]))
+
+
+@pytest.mark.slow
+def test_two_machines_end_together(tmp_path):
+    logs = [tmp_path / name for name in ("0", "1")]
+    port = free_port()
+    jobs = [start_agent(0, port, logs[0], "--steps", 300, "--min-members", 2)]
+    wait_for(lambda: trainers(logs[0]), jobs[0])
+    jobs.append(start_agent(1, port, logs[1], "--steps", 300, "--min-members", 2))
+    for job, log in zip(jobs, logs, strict=True):
+        assert finish(job)[0] == 0, log.read_text()
+    assert "step 300 " in logs[0].read_text() + logs[1].read_text()

@@ -327,7 +327,7 @@ def started_job(args_of):
     return parts
 
 
-def test_parts_with_other_options_are_refused_in_one_line(args_of, folder, monkeypatch):
+def test_parts_with_other_options_are_refused_in_one_line(args_of, capfd):
     parts = started_job(args_of)
     message = (
         "answers.jsonl.parts has answers with another --{}: use the same one, delete the folder, or change --output"
@@ -338,9 +338,13 @@ def test_parts_with_other_options_are_refused_in_one_line(args_of, folder, monke
     assert exit_message(launch, args_of("--nproc", 1, "--model", "other.pt")) == message.format("model")
     Path("other.jsonl").write_text(Path("prompts.jsonl").read_text() + '{"prompt": "a"}\n')
     assert exit_message(launch, args_of("--nproc", 1, "--prompts", "other.jsonl")) == message.format("prompts")
-    assert len(numbers_in(parts)) == 10, "they are still there"
-    launch(args_of("--nproc", 1, "--batch-size", 7, "--output", "answers.jsonl"))
+    kept = numbers_in(parts)
+    assert len(kept) == 10, "they are still there"
+    launch(args_of("--nproc", 1, "--batch-size", 7))
     assert lines_of(Path("answers.jsonl")) == expected_output()
+    n_new = sum(len(answer) for number, answer in enumerate(reference()) if number not in kept)
+    last = capfd.readouterr().out.splitlines()[-1]
+    assert int(LAST_LINE.fullmatch(last)[2]) == n_new, "nothing is generated twice"
 
 
 def test_an_output_is_not_overwritten(args_of):

@@ -47,7 +47,8 @@ def inline_sessions(page):
 def docstring_commands(source):
     docstring = (ast.get_docstring(ast.parse(source)) or "").replace("\\\n", "")
     found = re.findall(r"^    ((?:\w+=\S+ +)*(?:python|torchrun) .*)$", docstring, re.M)
-    found = [command for command in found if " --model " not in command]  # of the Hub, or a folder that is not there
+    # Left out are models of the Hub, and folders that are not there.
+    found = [command for command in found if " --model " not in command or " --model model.pt" in command]
     return [command for command in found if "--data mnist" not in command or "MNIST_ROOT" in os.environ]
 
 

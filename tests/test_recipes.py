@@ -1306,9 +1306,9 @@ def pairs():
 
 
 def own_pairs(rows):
-    import llm_FSDP
+    import documents
 
-    return list(llm_FSDP.share_of(rows, range(len(rows))))
+    return list(documents.share_of(rows, range(len(rows))))
 
 
 def answer_log_probability(model, document):

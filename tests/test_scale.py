@@ -1,14 +1,23 @@
 """What a job of a thousand ranks needs: each rank asks, connects and reads little, whatever the number of ranks."""
 
+import importlib
 import math
 import os
+import signal
+import sys
 import threading
+import zipfile
 from concurrent import futures
 from datetime import timedelta
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as torch_dist
+from images import few_digits
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
+import checkpoint
 import distributed as dist
 
 # ---- the ranks meet -------------------------------------------------------------------------------------------------
@@ -121,3 +130,153 @@ def exchange(local_rank, world_size):
 
 def test_objects_need_few_sockets():
     dist.launch(exchange, nprocs=12)
+
+
+# ---- save and load --------------------------------------------------------------------------------------------------
+
+
+def make_parts(seed=0):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def read_by_one(rank, world_size, folder):
+    dist.init_process_group()
+    os.environ["LOCAL_RANK"] = "0"  # each rank is the only one of its node
+    model, optimizer = make_parts()
+    path = f"{folder}/{rank}.pt"
+    checkpoint.save(path, model, optimizer, epoch=1)
+    other, other_optimizer = make_parts(seed=1)
+    with mock.patch.object(zipfile.ZipFile, "testzip", autospec=True, side_effect=zipfile.ZipFile.testzip) as whole:
+        assert checkpoint.load(path, other, other_optimizer) == (1, 0)
+    assert dist.gather_objects(whole.call_count) == [1, 0, 0], "only the sender reads its whole file"
+    assert torch.equal(other[0].weight, model[0].weight)
+
+    checkpoint.save_sharded(f"{folder}/sharded", model, optimizer, 3)
+    read = FileSystemReader.read_metadata
+    with mock.patch.object(FileSystemReader, "read_metadata", autospec=True, side_effect=read) as reads:
+        assert checkpoint.load_sharded(f"{folder}/sharded", other, other_optimizer) == 3
+    assert dist.gather_objects(reads.call_count) == [1, 0, 0], "rank 0 reads the index for all"
+    check_kept(f"{folder}/kept", model, optimizer)
+
+
+def check_kept(folder, model, optimizer):
+    def names():
+        dist.barrier()  # rank 0 has deleted what it deletes
+        return sorted(os.listdir(folder), key=lambda name: int(name.partition("-")[2]))
+
+    for epoch in (1, 2, 3):
+        checkpoint.save_sharded(folder, model, optimizer, epoch)
+    if dist.is_primary():
+        os.mkdir(f"{folder}/step-4")  # left by a save that was interrupted
+    assert names() == ["epoch-1", "epoch-2", "epoch-3", "step-4"], "without keep nothing is deleted"
+    assert checkpoint.load_sharded(folder, model, optimizer) == 3
+    checkpoint.save_sharded(folder, model, optimizer, step=10, keep=3)
+    assert names() == ["epoch-2", "epoch-3", "step-10"]
+    assert checkpoint.load_sharded(folder, model, optimizer) == 10
+
+    def fail(*args, **kwargs):
+        raise OSError("no room")
+
+    with mock.patch.object(FileSystemWriter, "finish", fail), pytest.raises(dist.DistributedError, match="no room"):
+        checkpoint.save_sharded(folder, model, optimizer, step=11, keep=1)
+    assert names() == ["epoch-2", "epoch-3", "step-10"], "older ones are deleted once the new one is complete"
+    checkpoint.save_sharded(folder, model, optimizer, step=11, keep=1)
+    assert names() == ["step-11"]
+    for wrong, line in [
+        ({}, "give epoch or step"),
+        ({"epoch": 1, "step": 1}, "give epoch or step"),
+        ({"step": 0}, "step must be at least 1"),
+        ({"step": 1, "keep": 0}, "keep must be at least 1"),
+    ]:
+        with pytest.raises(ValueError, match=line):
+            checkpoint.save_sharded(folder, model, optimizer, **wrong)
+
+
+def test_one_rank_reads_for_all_and_the_newest_are_kept(tmp_path):
+    dist.launch(read_by_one, str(tmp_path), nprocs=3)
+
+
+def test_prefixes_of_names_are_found_once():
+    keys = ["optimizer.state.a.exp_avg", "optimizer.state.a.b.step", "optimizer.state.c"]
+    expected = {"", "optimizer", "optimizer.state", "optimizer.state.a", "optimizer.state.a.b"}
+    assert checkpoint._prefixes(keys) == expected
+
+
+# ---- SIGTERM --------------------------------------------------------------------------------------------------------
+
+SMALL = ("--nproc", "2", "--layers", "2", "--width", "32", "--heads", "2", "--length", "32", "--global-batch-size", "8")
+STEPS = 1000
+SCRIPTS = {
+    "min_FSDP": (*SMALL, "--checkpoint-dir", "{folder}", "--keep", "1"),
+    "min_2D": (*SMALL, "--checkpoint-dir", "{folder}"),
+    "min_3D": (*SMALL, "--stages", "2", "--micro-batches", "2", "--checkpoint-dir", "{folder}"),
+    "min_Muon": (*SMALL, "--snapshot-path", "{folder}/run.pt"),
+    "min_Stream": (*SMALL, "--snapshot-path", "{folder}/run.pt", "--data-dir", "{data}", "--num-workers", "1"),
+    "mnist_DDP": ("--nproc", "2", "--snapshot-path", "{folder}/run.pt", "--output-dir", "{folder}"),
+}
+
+
+def arguments_of(name, folder):
+    script = importlib.import_module(name)
+    options = [option.format(folder=folder / name, data=folder / "data") for option in SCRIPTS[name]]
+    if name == "mnist_DDP":
+        options += ["--global-batch-size", "2000"]
+    else:
+        options += ["--steps", str(STEPS), "--save-every", str(STEPS), "--log-every", str(STEPS)]
+    with mock.patch.object(sys, "argv", [name, *options]):
+        args = script.parse_args()
+    if name == "mnist_DDP":
+        hp, args = args
+        return hp, args.output_dir, args.snapshot_path
+    return (args,)
+
+
+def preempted(local_rank, world_size, name, args, receiver):
+    """Run a script; `receiver` gets SIGTERM in its third step. Returns the number of steps until it left."""
+    agreed, calls = checkpoint.Preemption.agreed, []
+
+    def count(self):
+        calls.append(None)
+        if len(calls) == 3 and local_rank == receiver:
+            signal.raise_signal(signal.SIGTERM)
+        return agreed(self)
+
+    with (
+        mock.patch.object(checkpoint.Preemption, "agreed", count),
+        mock.patch.object(checkpoint, "CHECK_SECONDS", 0),
+        pytest.raises(SystemExit, match="143"),
+    ):
+        importlib.import_module(name).main_worker(local_rank, world_size, *args)
+    assert not dist.is_dist_avail_and_initialized(), "all ranks leave together"
+    assert 3 <= len(calls) <= 5
+    return len(calls)
+
+
+def saved_steps(name, folder):
+    """The step at which the newest checkpoint of a script was saved."""
+    if (folder / "run.pt").exists():
+        saved = torch.load(folder / "run.pt", weights_only=True)["step"]
+        return saved // 8 if name == "min_Stream" else saved
+    return max(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+def preempt_all(local_rank, world_size, folder, jobs):
+    with few_digits(20_000, 100, dtype=torch.float32):
+        for name, args in jobs.items():
+            done = preempted(local_rank, world_size, name, args, receiver=1)
+            assert saved_steps(name, folder / name) == done, f"{name} saves the step that all ranks have done"
+            done += preempted(local_rank, world_size, name, args, receiver=0)
+            assert saved_steps(name, folder / name) == done, f"{name} resumes there"
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_rank_saves_in_every_script_that_can_save(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_text('{"text": "a text of some words"}\n' * 100)
+    jobs = {name: arguments_of(name, tmp_path) for name in SCRIPTS}
+    dist.launch(preempt_all, tmp_path, jobs, nprocs=2)

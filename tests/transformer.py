@@ -15,6 +15,7 @@ import checkpoint
 import distributed as dist
 import gpt
 
+MICRO_BATCHES = ("min_3D", "min_PP")  # the gradients of one are there when the next one begins
 SAME_DROPOUT = ("min_2D", "min_3D", "min_PP", "min_TP")  # tensor neighbours and stages work on the same sequences
 WHOLE_BATCH = ("min_CP", "min_Ring", "min_TP")  # each process takes the whole global batch
 HELD = re.compile(r"parameters held: ([\d,]+) of ([\d,]+) \((\d\.\d{3})\)")
@@ -31,7 +32,7 @@ def arguments(nprocs=1, **changes):
     """As a script's parse_args would give them: 4 layers and heads of little width, so that 4 ranks can share them."""
     values = {
         **{"layers": 4, "width": 32, "heads": 4, "length": 32, "global_batch_size": 8, "steps": 20, "log_every": 10},
-        **{"lr": 0.01, "clip": None, "seed": 3, "nproc": nprocs, "bf16": False},
+        **{"lr": 0.01, "clip": None, "seed": 3, "nproc": nprocs, "bf16": False, "keep": None},
     }
     return argparse.Namespace(**{**values, **changes})
 
@@ -156,7 +157,16 @@ def run_main_worker(script, args, optimizer, before_training=None):
         built.add(len(x))
         return x, y
 
+    forward = gpt.Block.forward
+
+    def checked_forward(block, x):
+        grads = [local(param.grad) for param in block.parameters() if param.grad is not None]
+        if torch.is_grad_enabled() and script.__name__ not in MICRO_BATCHES:
+            assert not any(grad.any() for grad in grads), "gradients of the step before take memory in forward"
+        return forward(block, x)
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(gpt.Block, "forward", checked_forward))
         init = stack.enter_context(mock.patch.object(dist, "init_process_group", wraps=dist.init_process_group))
         stack.enter_context(mock.patch.object(gpt, "load_text", lambda: text))
         stack.enter_context(mock.patch.object(gpt, "batch", recorded_batch))
