@@ -924,12 +924,9 @@ def ways_to_fit(job):
     ways = []
     if set(job.recompute) != set(RECOMPUTE) and fits(dataclasses.replace(job, recompute=RECOMPUTE)):
         ways.append("with --recompute auto")
-    for factor in (2, 4, 8, 16, 32, 64):
-        more = dataclasses.replace(job, n_gpus=factor * job.n_gpus, batch=factor * job.batch)
-        results, _ = search(more)
-        if results and not job.mesh:
-            ways.append(f"on {more.n_gpus} {job.cluster.device}s: {describe(simplest(results).layout)}")
-            break
+    more = None if job.mesh else with_more_gpus(job)
+    if more:
+        ways.append(more)
     sequence = job.model.sequence // 2
     while sequence >= 512:
         model = dataclasses.replace(job.model, sequence=sequence)
@@ -942,6 +939,16 @@ def ways_to_fit(job):
         if fits(dataclasses.replace(job, framework=framework)):
             ways.append(f"with {name}, which no script here has")
     return ways
+
+
+def with_more_gpus(job):
+    """The first multiple of the GPUs on which it fits, and how, or None."""
+    for factor in (2, 4, 8, 16, 32, 64):
+        more = dataclasses.replace(job, n_gpus=factor * job.n_gpus, batch=factor * job.batch)
+        results, _ = search(more)
+        if results:
+            return f"on {more.n_gpus} {job.cluster.device}s: {describe(simplest(results).layout)}"
+    return None
 
 
 def fits(job):

@@ -537,6 +537,10 @@ def test_a_given_mesh_is_projected_alone(capsys):
     _, job = plan.parse_args(["--model", "llama3-8b", "--mesh", "shard=2 stages=4 chunks=2"])
     assert {(layout.chunks, layout.count >= 4) for layout in plan.layouts(job)} == {(2, True)}
     with pytest.raises(SystemExit):
+        plan.main(["--model", "llama3-8b", "--mesh", "shard=2"])
+    text = capsys.readouterr().out
+    assert "does not fit" in text and "would fit     with 8-bit Adam" in text and "would fit     on" not in text
+    with pytest.raises(SystemExit):
         plan.main(["--model", "llama3-8b", "--mesh", "shard=8", "--global-batch-size", "12"])
     text = capsys.readouterr().out
     assert "12 sequences cannot be shared by 8 GPUs: replicate x shard of this mesh" in text
