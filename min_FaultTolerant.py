@@ -337,6 +337,7 @@ class Trainer:
     """Model, optimizer, and `step`: the parameters here are those before this step."""
 
     def __init__(self, args):
+        torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
         device = dist.get_device()
         torch.manual_seed(args.seed)  # the same weights in every process
         self.model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(device)
@@ -552,7 +553,6 @@ def run_trainer(address, name, n_expected, args, reasons):
     try:
         if torch.cuda.is_available():
             torch.cuda.set_device(dist.get_device())
-        torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
         train(connect(address), name, n_expected, args)
     except dist.DistributedError as error:
         reasons.put(str(error))
