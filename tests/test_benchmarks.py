@@ -26,6 +26,7 @@ def test_plots_show_what_is_stored(tmp_path):
         "generation",
         "mnist_accuracy",
         "mutants",
+        "scale",
         "soak",
         "step",
         "text_data",
