@@ -27,6 +27,7 @@ def test_plots_show_what_is_stored(tmp_path):
         "lost_process",
         "mnist_accuracy",
         "mutants",
+        "scale",
         "soak",
         "step",
         "text_data",
