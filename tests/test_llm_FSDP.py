@@ -364,7 +364,8 @@ def test_kills_and_sigterm_change_nothing(folder, tmp_path):
         process.kill()
         process.wait()
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    process = start(*command, "llm_FSDP.py", *small_run(folder, output, 2), log=log, env={"OMP_NUM_THREADS": "1"})
+    options = small_run(folder, output, 2)[:-2]  # without --nproc, which torchrun would take for an option of its own
+    process = start(*command, "llm_FSDP.py", *options, log=log, env={"OMP_NUM_THREADS": "1"})
     wait_for(lambda: steps_in(log) >= 135, process)
     process.terminate()
     process.wait(timeout=100)
