@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
     """Runs operations on the CPU as they are and those on the device on fake tensors.
 
     `calls` has every collective in order, `waits` the number of times that each line waits for the device, `products`
-    the lines with a matrix product on the device: their type, or "float32 without TF32", and `senders` the backends of
+    the types of matrix products on the device, or "float32 without TF32" and the line, and `senders` the backends of
     the groups in which tensors are sent from rank to rank.
     """
 
@@ -190,10 +190,10 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def note_product(self, dtype):
-        kind = str(dtype).removeprefix("torch.")
-        if kind == "float32" and torch.get_float32_matmul_precision() == "highest":
-            kind = "float32 without TF32"
-        self.products.add((kind, place(frames_of_project())))
+        if dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+            self.products.add(("float32 without TF32", place(frames_of_project())))
+        else:
+            self.products.add((str(dtype).removeprefix("torch."), None))
 
     def is_pinned(self, tensor, device=None):
         return getattr(tensor, "is_in_pinned_memory", False)
