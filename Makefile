@@ -4,8 +4,8 @@ BIN := .venv/bin
 MINUTES ?= 30
 N ?= 60
 SEED ?= 0
-# Two files of tests at a time: they wait more than they compute.
-SIDE_BY_SIDE := -n 2 --dist loadfile
+# Three files of tests at a time, on two cores: they wait more than they compute.
+SIDE_BY_SIDE := -n 3 --dist loadfile
 
 .PHONY: demo test test-slow test-guard test-gpu test-versions soak mutants lint bench plots clean
 

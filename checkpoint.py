@@ -293,6 +293,9 @@ def _read(path, only_position=False):
         return None, NO_SNAPSHOT, None
     except OSError as failure:
         return None, NO_SNAPSHOT, f"cannot read {location}: {failure.strerror}: correct that, or delete or rename it"
+    except KeyError as failure:
+        line = f"{location} has no {failure}: checkpoint.save has not written it. Choose another path"
+        return None, NO_SNAPSHOT, line
     except Exception as failure:  # whatever the two readers raise on bytes that are no snapshot
         first_line = str(failure).partition("\n")[0][:200]
         error = f"{location} is damaged or not a snapshot ({type(failure).__name__}: {first_line}): delete or rename it"

@@ -563,7 +563,7 @@ def check_in_sync(model, buffers=False):
                 different.setdefault(number, (first_rank, []))[1].append(rank)
     if different:
         names = dict(zip(rows[:, 0].tolist(), held, strict=True))
-        _raise_difference(held, names, different)
+        _raise_difference(type(unwrapped(model)).__name__, held, names, different)
 
 
 def _shard_coordinates(tensor):
@@ -584,7 +584,7 @@ def _checksum(tensor):
     return data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
 
 
-def _raise_difference(held, names, different):
+def _raise_difference(kind, held, names, different):
     """Every rank calls it, with the same `different`: the ranks that differ in its first tensor say by how much."""
     number, (holder, ranks) = next(iter(different.items()))
     sent = None
@@ -596,11 +596,10 @@ def _raise_difference(held, names, different):
         own = held[name].cpu()
         difference = (own.to(torch.complex128) - expected.to(torch.complex128)).abs().max().item()  # of any type
     differences = [value for value in gather_objects(difference) if value is not None]
-    raise DistributedError(
-        f"the ranks hold different weights: {name} of {_names_of(ranks)} differs from rank {holder}'s by up to "
-        f'{max(differences):.3g}, and {len(different)} of {len(held)} tensors differ: see "Ranks drift apart" in '
-        "docs/mistakes.md"
-    )
+    where = f"{name} of {_names_of(ranks)} differs from rank {holder}'s by up to {max(differences):.3g}"
+    how_many = f"{len(different)} of {len(held)} tensors differ"
+    line = f"the ranks hold different weights of {kind}: {where}, and {how_many}"
+    raise DistributedError(f'{line}: see "Ranks drift apart" in docs/mistakes.md', on_all_ranks=True)
 
 
 def unwrapped(model):

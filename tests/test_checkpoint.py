@@ -242,7 +242,8 @@ def bad_files(folder):
     torch.save({"epoch": 1, "step": 0, "model": Bomb("exploded")}, folder / "bomb")
     torch.save({"epoch": 1, "model": model.state_dict()}, folder / "foreign")
     torch.save(model[0].weight.detach(), folder / "tensor")
-    expected = dict.fromkeys([*cases, "foreign", "tensor"], "is damaged or not a snapshot")
+    expected = dict.fromkeys([*cases, "tensor"], "is damaged or not a snapshot")
+    expected["foreign"] = "has no 'step': checkpoint.save has not written it. Choose another path"
     expected["bomb"] = f"contains {os.mknod.__module__}.mknod, which weights_only=True cannot load"
     (folder / "directory").mkdir()
     checkpoint.save(folder / "unreadable", model, optimizer, scheduler, epoch=1)
@@ -273,6 +274,8 @@ def bad_worker(local_rank, world_size, folder, expected):
             advice = "save and load the same parts"
         if reason.startswith("was saved from"):
             advice = "build what was saved, or choose another path"  # the file is right: nobody should delete it
+        if reason.startswith("has no"):
+            advice = "Choose another path"
         assert advice in message
         assert ("delete" in message) == ("delete" in advice)
     message = agreed_message(checkpoint.load, "good", *objects()[:2])

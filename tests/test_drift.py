@@ -127,9 +127,8 @@ def check_mistakes(local_rank, world_size, folder):
         theirs, ours = dist.gather(model.get_parameter(first))
         difference = (theirs - ours).abs().max().item()
         assert difference > 1e-3, mistake.__name__
-        expected = (
-            f"the ranks hold different weights: {first} of rank 1 differs from rank 0's by up to {difference:.3g}"
-        )
+        expected = f"{first} of rank 1 differs from rank 0's by up to {difference:.3g}"
+        expected = f"the ranks hold different weights of Sequential: {expected}"
         assert message.startswith(expected), (mistake.__name__, message)
         # A snapshot of one of them is not written.
         path = f"{folder}/{mistake.__name__}"

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 import transformer
-from conftest import ROOT, finish, start, wait_for
+from conftest import LAUNCHER_VARIABLES, ROOT, finish, start, wait_for
 from test_readme import free_port
 from transformer import full_parameters, make_optimizer, reference, small_text
 
@@ -268,7 +268,8 @@ def check(plan, optimizer, folder, capfd, **changes):
 
 def test_killed_in_a_few_places_they_end_as_one_process(tmp_path, capfd):
     _, err = check(FEW, "SGD", tmp_path, capfd, clip=0.5)
-    assert err == ""
+    # gloo itself says so if a process is lost while all connect.
+    assert [line for line in err.splitlines() if line and "Gloo connectFullMesh failed" not in line] == []
 
 
 @pytest.mark.slow
@@ -288,13 +289,20 @@ def failure(plan, folder, nprocs=2, **changes):
     return str(exit_info.value)
 
 
+def fail_alone(plan, folder, line):
+    """In a new process without a launcher: one that has computed gradients cannot be forked."""
+    for name in LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    assert failure(plan, folder, nprocs=1) == line
+
+
 def test_what_ends_a_job_is_one_line(tmp_path, capfd):
     too_few = "2 members, 2 of them with the parameters of step 0, after --wait 1 s: --min-members is 3"
     assert failure([], tmp_path / "a", min_members=3, wait=1) == too_few
     both = [(3, "in forward", 0, KILL), (3, "in forward", 1, KILL)]
     all_lost = "all processes with the parameters of step 3 are lost: start again"
     assert failure(both, tmp_path / "b") == all_lost
-    assert failure(both[:1], tmp_path / "c", nprocs=1) == all_lost  # one process without a launcher
+    spawn.run_processes(fail_alone, (both[:1], tmp_path / "c", all_lost), 1)
     assert re.fullmatch(r"\S+ is not replaced: --max-restarts is 0", failure(both[:1], tmp_path / "d", max_restarts=0))
     assert capfd.readouterr().err == ""
     exception = [(3, "in forward", 0, RAISE)]

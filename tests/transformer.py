@@ -161,7 +161,8 @@ def run_main_worker(script, args, optimizer, before_training=None):
 
     def checked_forward(block, x):
         grads = [local(param.grad) for param in block.parameters() if param.grad is not None]
-        if torch.is_grad_enabled() and script.__name__ not in MICRO_BATCHES:
+        accumulates = script.__name__ in MICRO_BATCHES or getattr(args, "accumulate", 1) > 1
+        if torch.is_grad_enabled() and not accumulates:
             assert not any(grad.any() for grad in grads), "gradients of the step before take memory in forward"
         return forward(block, x)
 
