@@ -535,35 +535,40 @@ def check_in_sync(model, buffers=False):
     """Raise DistributedError on every rank if weights that all ranks should hold alike differ between ranks.
 
     Every rank must call it, for example after each epoch. `model` may be wrapped. The error names the first parameter
-    that differs, the ranks, and the largest difference. Of a DTensor, ranks that hold the same shard are compared. A
-    parameter that only one rank has is not compared. With `buffers` they are compared too; BatchNorm's differ between
-    ranks by design. Ranks compare exact sums of the parameters' bits. So the optimizer must run on equal hardware:
-    another kind of GPU may round differently. The cost is one read of the weights, and 16 bytes sent per tensor.
+    that differs, the ranks, and the largest difference. For a DTensor, only ranks that hold the same shard are
+    compared. A parameter that only one rank has is not compared. With `buffers` they are compared too; BatchNorm's
+    differ between ranks by design. Ranks compare exact sums of the parameters' bits. So the optimizer must run on equal
+    hardware: another kind of GPU may round differently. The cost is one read of the weights, and about 30 bytes sent
+    per tensor.
     """
     if get_world_size() == 1:
         return
     named = dict(unwrapped(model).named_parameters())
     if buffers:
         named.update(unwrapped(model).named_buffers())
-    device = get_device()
-    held = {}  # the tensors of this rank, or its shards of them
-    rows = []  # for each of them: the number of its name and shard, and its checksum
+    held = {}  # the tensors of this rank, or its shards of them, by the number of name and shard
+    names = {}
+    checksums = []
     for name, tensor in named.items():
-        held[name] = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
+        shard = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
         label = f"{name} {_shard_coordinates(tensor)}"
-        number = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "big", signed=True)
-        rows.append(torch.stack([torch.tensor(number, device=device), _checksum(held[name]).to(device)]))
-    rows = torch.stack(rows) if rows else torch.empty(0, 2, dtype=torch.int64, device=device)
+        number = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "big")
+        held[number] = shard
+        names[number] = name
+        checksums.append(_checksum(shard).to(get_device()))
+    checksums = torch.stack(checksums).tolist() if checksums else []  # the only wait for the device
     first = {}  # the first rank that holds a shard, and its checksum there
     different = {}  # the ranks whose checksum is another
-    for rank, rows_of_rank in enumerate(gather(rows)):
-        for number, checksum in rows_of_rank.tolist():
-            first_rank, expected = first.setdefault(number, (rank, checksum))
-            if checksum != expected:
-                different.setdefault(number, (first_rank, []))[1].append(rank)
+    for rank, checksums_of_rank in enumerate(gather_objects(list(zip(held, checksums, strict=True)))):
+        for number, checksum in checksums_of_rank:
+            first.setdefault(number, (rank, checksum))
+            if checksum != first[number][1]:
+                different.setdefault(number, []).append(rank)
     if different:
-        names = dict(zip(rows[:, 0].tolist(), held, strict=True))
-        _raise_difference(type(unwrapped(model)).__name__, held, names, different)
+        number, ranks = next(iter(different.items()))  # of the first tensor that differs
+        kind = type(unwrapped(model)).__name__
+        how_many = f"{len(different)} of {len(held)} tensors differ"
+        _raise_difference(kind, names.get(number), held.get(number), first[number][0], ranks, how_many)
 
 
 def _shard_coordinates(tensor):
@@ -584,20 +589,17 @@ def _checksum(tensor):
     return data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
 
 
-def _raise_difference(kind, held, names, different):
-    """Every rank calls it, with the same `different`: the ranks that differ in its first tensor say by how much."""
-    number, (holder, ranks) = next(iter(different.items()))
+def _raise_difference(kind, name, shard, holder, ranks, how_many):
+    """Every rank calls it. `ranks` differ from rank `holder` in a tensor, and say by how much."""
     sent = None
     if get_rank() == holder:
-        sent = names[number], held[names[number]].cpu()
+        sent = name, shard.cpu()
     name, expected = broadcast_object(sent, holder)
     difference = None
     if get_rank() in ranks:
-        own = held[name].cpu()
-        difference = (own.to(torch.complex128) - expected.to(torch.complex128)).abs().max().item()  # of any type
+        difference = (shard.cpu().to(torch.complex128) - expected.to(torch.complex128)).abs().max().item()  # any type
     differences = [value for value in gather_objects(difference) if value is not None]
     where = f"{name} of {_names_of(ranks)} differs from rank {holder}'s by up to {max(differences):.3g}"
-    how_many = f"{len(different)} of {len(held)} tensors differ"
     line = f"the ranks hold different weights of {kind}: {where}, and {how_many}"
     raise DistributedError(f'{line}: see "Ranks drift apart" in docs/mistakes.md', on_all_ranks=True)
 

@@ -69,13 +69,16 @@ def read(lines, tokenizer, length, cut=False):
     found = []
     n_too_long = 0
     while True:
-        texts = []  # (number of the line, text, spans of what the assistant says, or None) of some lines
-        for place, line in itertools.islice(lines, LINES_AT_A_TIME):
+        some_lines = list(itertools.islice(lines, LINES_AT_A_TIME))
+        if not some_lines:
+            break
+        texts = []  # (number of the line, text, spans of what the assistant says, or None)
+        for place, line in some_lines:
             for text, spans in texts_of(place, line, tokenizer):
                 texts.append((len(found), text, spans))
             found.append([])
         if not texts:
-            break
+            continue  # none of these lines has anything to train on
         for (number, _, spans), tokens, starts in encode(texts, tokenizer):
             if spans is None:
                 found[number] += pieces(tokens, tokenizer, length)

@@ -9,7 +9,7 @@
     hub.fill(model, whole)                              # rank 0 has the `whole` model; the other ranks pass None
     ...
     hub.save_model(model, tokenizer, config, "folder")  # transformers.AutoModelForCausalLM.from_pretrained("folder")
-    hub.save_adapters(model, tokenizer, "folder")       # peft.PeftModel.from_pretrained(base, "folder")
+    hub.save_adapters(model, tokenizer, "folder", base="Qwen/Qwen3-8B")  # peft.PeftModel.from_pretrained(base, …)
 
 Only rank 0 reads and writes files. It needs one whole model in the CPU's memory to write it. To read one it needs less,
 because safetensors maps the files into memory, and no rank ever holds a whole model on its device.
@@ -286,13 +286,17 @@ def write_folder(folder, write, weights, last):
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             write(temporary)
-            for path in temporary.iterdir():
-                flush_to_disk(path)
+            for path in temporary.rglob("*"):
+                if path.is_file():  # a tokenizer may write a folder of templates
+                    flush_to_disk(path)
             Path(folder, last).unlink(missing_ok=True)
             for path in Path(folder).glob(weights):
                 path.unlink()
             for path in sorted(temporary.iterdir(), key=lambda path: path.name == last):
-                os.replace(path, Path(folder, path.name))
+                target = Path(folder, path.name)
+                if target.is_dir():
+                    shutil.rmtree(target)
+                os.replace(path, target)
             temporary.rmdir()
         except (OSError, SafetensorError, ValueError) as failure:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -223,17 +223,18 @@ class Trainer:
         preempted = False
         done = first_step
         while done < self.steps and not preempted:
-            losses[done], norm = self.train_step(done)
+            share, norm = self.train_step(done)
+            losses[done] = share
             done += 1
             preempted = self.preemption is not None and self.preemption.agreed()
             is_last = done == self.steps
             if done % self.args.log_every == 0 or is_last or preempted:
                 self.print_line(done, losses[last_line:done], norm)
                 last_line = done
-            if done % self.args.eval_every == 0 or is_last:
-                self.evaluate(done)
             if done % self.args.save_every == 0 or is_last or preempted:
                 self.save(done)
+            if (done % self.args.eval_every == 0 and not preempted) or is_last:
+                self.evaluate(done)
         self.tracker.close()
         return dist.all_reduce(losses[first_step:done]), done == self.steps
 
@@ -388,7 +389,12 @@ def parse_args(argv=None):
     add("--model", help="folder, or name on the Hugging Face Hub (default: a small Llama, untrained)")
     add("--from-scratch", action="store_true", help="take the configuration and the tokenizer of --model, no weights")
     add("--data", type=Path, nargs="+", help=".jsonl files (default: functions of Python's library)")
-    add("--eval-data", type=Path, nargs="+", help=".jsonl files to evaluate on (default: a twentieth of --data)")
+    add(
+        "--eval-data",
+        type=Path,
+        nargs="+",
+        help=".jsonl files to evaluate on (default: one line in 20 of --data, or about 500 lines if it is large)",
+    )
     add("--chat-template", type=Path, help="file with a chat template (default: the one of the tokenizer)")
     add("--output-dir", default="runs/llm", help="folder for the trained model, or for its adapters")
     add("--checkpoint-dir", help="save checkpoints here, and resume from the newest one")

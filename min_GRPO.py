@@ -274,7 +274,7 @@ def make_rows(prompts, answers):
 
 def plain(model):
     """Without DDP's wrapper."""
-    return getattr(model, "module", model)
+    return dist.unwrapped(model)
 
 
 def evaluate(model, args):

@@ -201,7 +201,10 @@ def load_model(args):
 
 
 def on_rank_0(function, *args):
-    """Call it on rank 0 only. Every rank gets its result, or its DistributedError. All ranks must call this."""
+    """Call `function(*args)` on rank 0 only. Every rank gets its result, or its DistributedError.
+
+    Every rank must call `on_rank_0`.
+    """
     result, error = None, None
     if dist.is_primary():
         try:

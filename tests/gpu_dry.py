@@ -343,6 +343,7 @@ def run(pipe, script, options, rank, world_size, sent_by_rank_0=(), host_value=1
             pretend_groups(recorder)
             pretend_ddp()
             module = importlib.import_module(script)
+            sys.modules["distributed"].check_in_sync = lambda model: None  # it compares numbers, which are made up here
             write_files(script)
             args = module.parse_args()
             change(module, args)

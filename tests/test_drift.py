@@ -266,10 +266,13 @@ def test_a_rank_that_waits_says_for_whom_within_40_s(tmp_path):
     jobs = {case: start(__file__, case, tmp_path) for case in LINES}
     try:
         for case, expected in LINES.items():
-            line = jobs[case].stderr.readline()
-            waited = int(re.search(r"\d+(?= s in)", line)[0])
-            assert line == expected.format(waited)
-            assert 30 <= waited <= 40
+            lines = [jobs[case].stderr.readline()]
+            if case == "save":  # where rank 1 waits in another call
+                lines.append(jobs[case].stderr.readline())
+            for line in lines:
+                waited = int(re.search(r"\d+(?= s in)", line)[0])
+                assert 30 <= waited <= 40
+            assert expected in [re.sub(r"\d+(?= s in)", "{}", line) for line in lines]
         (tmp_path / "downloaded").touch()
         assert finish(jobs["download"], timeout=60) == (0, "", "")
         assert [case for case in jobs if jobs[case].poll() is None] == ["save", "forward", "loss"], "they wait"
