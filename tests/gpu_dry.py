@@ -344,6 +344,8 @@ def run(pipe, script, options, rank, world_size, sent_by_rank_0=(), host_value=1
             pretend_ddp()
             module = importlib.import_module(script)
             sys.modules["distributed"].check_in_sync = lambda model: None  # it compares numbers, which are made up here
+            if "checkpoint" in sys.modules:  # the ranks run one after the other, and have no common store
+                sys.modules["checkpoint"].Preemption.agreed = lambda self: False
             write_files(script)
             args = module.parse_args()
             change(module, args)
