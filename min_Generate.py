@@ -1,5 +1,8 @@
 """Answer the prompts of a file on several processes: share the prompts, split the model, or both.
 
+The idea is that an answer needs no other prompt. So processes answer their own prompts and do not communicate. Only if
+the model does not fit on one device, several processes compute each answer together:
+
     --nproc 4 --tensor 1     each of 4 processes holds the whole model and answers a quarter of the prompts
     --nproc 4 --tensor 2     ranks 0 and 1 hold half a model each and answer one half, ranks 2 and 3 the other half
 
@@ -15,10 +18,11 @@ split each block, and the cache with its heads. They sum twice per block, so the
 chose different bytes, they would continue different texts, and no error would be raised. So the first of them chooses,
 and sends the bytes to the others.
 
-An answer depends on the seed and on its prompt's number alone, not on the number of processes or on the rows beside it.
-Only float32's rounding may tip a choice, about once in a million bytes. Each process appends its answers to a file of
-its own in the folder OUTPUT.parts. At the end rank 0 writes OUTPUT in the order of the prompts. If the job is killed at
-any moment, run the same command again, with any --nproc and --tensor: it generates only what is missing.
+The random numbers of an answer depend on the seed and on the number of its prompt alone. So the number of processes and
+the rows beside it do not change it. Only float32's rounding may tip a choice, about once in a million bytes. Each
+process appends its answers to a file of its own in the folder OUTPUT.parts. At the end rank 0 writes OUTPUT in the
+order of the prompts. If the job is killed at any moment, run the same command again, with any --nproc and --tensor: it
+generates only what is missing.
 
 Choose --tensor 1 if the model fits on one device, and more only if it does not, because tensor parallelism needs fast
 links. To serve many users, or models from the Hugging Face hub, choose vLLM or SGLang. They also admit new prompts
