@@ -13,9 +13,9 @@ optimizer step, or none of them does:
     D                                  starts, asks | step 10, is healed       | step 11
            quorum 0: A B C          quorum 1: A B     quorum 2: A B D
 
-The store, which no training process holds, has one key for each quorum: the number of committed steps. A quorum that has
-lost a member is closed, and commits no further step. Processes change the key only by compare_set, which writes a value
-if the old one is still there. If two do so at once, one of them succeeds, and the other reads what has happened:
+The store, which no training process holds, has one key for each quorum: the number of committed steps. A quorum that
+has lost a member is closed, and commits no further step. Processes change the key only by compare_set, which writes a
+value if the old one is still there. If two do so at once, one of them succeeds, and the other reads what has happened:
 
     "8"  ->  "9"           by the last voter: step 8 is committed
     "8"  ->  "9 closed"    by the last voter if a new process waits: step 8 is committed, and the quorum ends
