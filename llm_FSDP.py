@@ -408,7 +408,7 @@ def parse_args(argv=None):
     add("--lora-alpha", type=options.positive_number, help="scale of the adapters (default: twice their rank)")
     add("--merge", action="store_true", help="with --lora: also write the merged model, to OUTPUT_DIR/merged")
     length = options.whole_number(2)
-    add("--length", type=length, help="tokens per row (default: 256 without --model, else 2048, or what it can)")
+    add("--length", type=length, help="tokens per row (default: 256 without --model, else 2048, or the model's limit)")
     add("--pad", action="store_true", help="put one document into each row and fill it with padding")
     add("--cut", action="store_true", help="cut conversations that are too long, instead of leaving them out")
     add("--global-batch-size", type=count, default=8, help="rows per step, over all processes")

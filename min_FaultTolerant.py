@@ -192,7 +192,7 @@ class Quorum:
         torch_dist.destroy_process_group()
 
     def share(self, step, batch):
-        """This member's rows of a global batch, maybe none. A new member has none in its first step."""
+        """This member's rows of a global batch. There may be none. A new member has none in its first step."""
         n_shares = self.n_holders if step == self.first_step else len(self.members)
         if self.rank >= n_shares:
             return batch[:0]
@@ -523,7 +523,7 @@ def connect(address):
 def wait_for(process, name, store, args):
     """Wait until the process has ended. Returns whether it was needed no more.
 
-    When the job is finished, a process that was left behind is killed: it may be stopped for ever.
+    When the job is finished, a process that was left behind is killed: it may be stopped forever.
     """
     finished = False
     while process.is_alive():

@@ -29,8 +29,8 @@ for each byte, an estimate of the KL divergence. On average its gradient is the 
 factor r it would not be. Groups and their mean are from arXiv:2402.03300, the denominator is from arXiv:2503.14476.
 
 The answers of a group are on one rank, so advantages need no communication. What is drawn depends on the seed, the step
-and the prompt's number alone, so the answers do not depend on the number of processes. Ranks draw from the plain model,
-which communicates nothing, and may need different times. They meet in the update.
+and the prompt's number alone, so the number of processes changes the answers only by rounding. Ranks draw from the
+plain model, which communicates nothing, and may need different times. They meet in the update.
 
 Choose it if a program can check answers, nobody can write enough right ones, and the model is right sometimes: a task
 that it never solves is not learnt in this way. If you have right answers, imitate them (min_Packing.py). If you want to

@@ -229,7 +229,7 @@ def job(folder, world_size):
     if world_size != 2:
         job(folder, 2)  # which saves what is resumed here
     dist.launch(work, str(folder), nprocs=world_size)
-    results = [torch.load(folder / f"{world_size} {rank}.pt") for rank in range(world_size)]
+    results = [torch.load(folder / f"{world_size} {rank}.pt", weights_only=True) for rank in range(world_size)]
     for other in results[1:]:
         for name, result in other.items():
             assert torch.equal(result["losses"], results[0][name]["losses"])
