@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, run, slow_clock, torchrun
 from images import assert_equal_states, few_digits, make_sgd, train_alone
-from test_rpc_param_server import MNIST_ROOT, REAL
+from test_rpc_param_server import MNIST_ROOT, REAL, without_a_late_answer
 from torch.distributed import rpc
 from torch.utils.data import DataLoader
 
@@ -48,7 +48,7 @@ def train_split(local_rank, world_size, folder):
 def test_it_equals_the_unsplit_model(tmp_path, capfd):
     dist.launch(train_split, str(tmp_path), nprocs=2)
     stdout, stderr = capfd.readouterr()
-    assert stderr == "", "a healthy job ends without a word of torch's"
+    assert without_a_late_answer(stderr) == "", "a healthy job ends without a word of torch's"
     assert stdout.count(f" - {SIZES[0] / 2:.1f} samples/s\n") == EPOCHS
     initial, last, losses = torch.load(tmp_path / "params.pt", weights_only=True)
 

@@ -86,7 +86,7 @@ def train_and_record(local_rank, world_size, folder, mode):
 def test_one_round_trip_a_step_and_sync_equals_one_process(mode, tmp_path, capfd):
     dist.launch(train_and_record, str(tmp_path), mode, nprocs=3)
     stdout, stderr = capfd.readouterr()
-    assert stderr == "", "a healthy job ends without a word of torch's"
+    assert without_a_late_answer(stderr) == "", "a healthy job ends without a word of torch's"
     *lines, last = stdout.splitlines()[1:]
     updates = 24 if mode == "sync" else 48
     assert last == f"Finished: {updates} updates, no trainer lost"
@@ -208,6 +208,14 @@ def test_a_loss_wakes_the_process_that_waits_for_the_end(monkeypatch):
         answer.set_exception(RuntimeError("the connection is closed"))
         with pytest.raises(dist.DistributedError, match=r"^trainer1 is lost$"):
             end.result()
+
+
+def without_a_late_answer(stderr):
+    """stderr without the line that torch's agent logs if the other side shuts down before it knows of its answer's end.
+
+    It is a race inside of rpc.shutdown, rare on a busy machine and harmless: the other side has read the answer.
+    """
+    return re.sub(r"\[rank\d\]:\[W.*RPC agent for .* when sending response to request .*: pipe closed .*\n", "", stderr)
 
 
 def own_lines(stderr):
