@@ -104,13 +104,25 @@ def _replace(temporary, path):
         old = os.open(path, os.O_RDONLY)
     try:
         os.replace(temporary, path)
-        with contextlib.suppress(PermissionError):  # a folder that one may not read cannot be synced
-            folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
-            os.fsync(folder)
-            os.close(folder)
+        _sync_folder(os.path.dirname(os.path.abspath(path)))
     finally:
         if old is not None:
             threading.Thread(target=os.close, args=(old,)).start()
+
+
+def _sync_folder(path):
+    """Write a rename in the folder `path` to the disk, where that is possible."""
+    try:
+        folder = os.open(path, os.O_RDONLY)
+    except PermissionError:  # this user may write to the folder, but not read it
+        return
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder
+            raise
+    finally:
+        os.close(folder)
 
 
 def check_writable(option, folder):
@@ -259,11 +271,9 @@ def _parts(model, optimizer, scheduler, more):
     given = {name: part for name, part in given.items() if part is not None}
     parts = {name: dist.unwrapped(part) for name, part in (given | more).items()}
     for name, part in parts.items():
-        if isinstance(part, nn.Module) and any(hasattr(param, "to_local") for param in part.parameters()):
-            line = (
-                f"the {name} is sharded: use save_sharded and load_sharded, not save and load"  # a DTensor is a shard
-            )
-            raise dist.DistributedError(line)
+        is_model = isinstance(part, nn.Module)
+        if is_model and any(hasattr(param, "to_local") for param in part.parameters()):  # a DTensor is a shard
+            raise dist.DistributedError(f"the {name} is sharded: use save_sharded and load_sharded, not save and load")
     return parts
 
 
@@ -350,7 +360,8 @@ def save_sharded(folder, model, optimizer, epoch=None, scheduler=None, frozen=Tr
     no harm. Once it is complete, all but the newest `keep` checkpoints are deleted; None keeps all of them. Without
     `frozen`, parameters that are not trained are left out: load it in the same way, into a model that has them. Rank 0
     collects the plans of all ranks, so it needs a socket to each. Raises DistributedError on every rank if weights that
-    should be equal differ between ranks, or if one of them cannot write; what it has written is then removed.
+    should be equal differ between ranks, if the folder counts in the other unit, or if a rank cannot write; what was
+    written is then removed.
     https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
     """
     import torch.distributed.checkpoint as dcp  # takes 0.5 s
@@ -364,6 +375,10 @@ def save_sharded(folder, model, optimizer, epoch=None, scheduler=None, frozen=Tr
         raise ValueError(f"keep must be at least 1, or None, got {keep}")
     dist.check_in_sync(model)
     path = os.path.join(os.path.abspath(folder), f"{unit}-{number}")
+    error = None
+    if dist.is_primary():
+        error = _refusal_of_two_units(folder, [f"{unit}-{number}"])
+    dist.raise_on_all(error, dist.patient_group())
     if dist.is_primary():  # what an interrupted save left; if this fails, the save reports it
         _delete_checkpoint(path)
     _sync_buffers(model)
@@ -377,6 +392,15 @@ def save_sharded(folder, model, optimizer, epoch=None, scheduler=None, frozen=Tr
         raise dist.DistributedError(f"cannot save {path}, is the disk full? ({cause})", on_all_ranks=True)
     if keep is not None and dist.is_primary():
         _delete_all_but_newest(folder, keep, path)
+
+
+def _refusal_of_two_units(folder, names=()):
+    """An error message if `folder` and `names` together have epochs and steps: the newest could not be told."""
+    names = [*names, *[name for _, name in _checkpoints(folder)]]
+    if len({name.partition("-")[0] for name in names}) < 2:
+        return None
+    line = f"{os.path.abspath(folder)} has checkpoints of epochs and of steps, {names[0]} and {names[-1]}"
+    return f"{line}: name a folder for one kind"
 
 
 def _delete_checkpoint(path):
@@ -427,6 +451,7 @@ def load_sharded(folder, model, optimizer, scheduler=None, frozen=True):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
+    dist.raise_on_all(_refusal_of_two_units(folder), dist.patient_group())
     complete = _checkpoints(folder)
     newest, name = max(dist.gather_objects(complete[0] if complete else NO_CHECKPOINT, dist.patient_group()))
     if newest == 0:
@@ -588,15 +613,17 @@ class Preemption:
                 preemption.leave()
 
     A scheduler sends SIGTERM some time before it takes a machine away, and torchrun sends it when a node joins. No rank
-    may stop alone, because the others would wait for it in the next step. So rank 0 decides. After some steps, about
-    one second apart, each rank reads from the job's store what rank 0 has written one such step earlier:
+    may stop alone, because the others would wait for it in the next step. So rank 0 decides. All ranks make a check
+    after the same steps, about one second apart. At a check, each rank reads from the job's store what rank 0 wrote
+    there at the check before:
 
-        after step        8                  16                            24
-        rank 1            reads "go on"      has SIGTERM, writes it;       reads "stop"
-                                             reads "go on"
-        rank 0 writes     "16: go on"        "24: stop"                    reads "stop"
+        check after step    8                  16                            24
+        rank 1              reads "go on"      has received SIGTERM,         reads "stop"
+                                               writes that; reads "go on"
+        rank 0              reads "go on",     reads "go on",                reads "stop"
+                            writes "go on"     writes "stop"
 
-    Only a rank that is one such step ahead of rank 0 waits. An all-reduce after each step would instead make all ranks
+    A rank waits only if it is a whole check ahead of rank 0. An all-reduce after each step would instead make all ranks
     wait for the slowest network connection of all. From SIGTERM to the last step it takes two or three seconds, or
     three steps if these are longer. Make one on every rank, in the main thread, once the process group is made.
     """

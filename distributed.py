@@ -153,7 +153,9 @@ def watched(function):
     The line names the function and the ranks that have not called it: `rank 0 has waited 30 s in checkpoint.save for
     rank 1: every rank must call it`. Each rank has one thread, which sleeps. A call itself only notes that it began.
     """
-    module = function.__module__.replace("distributed", "dist")
+    module = function.__module__.rpartition(".")[2]
+    if function.__module__ == __name__:
+        module = "dist"
     name = f"{module}.{function.__name__}"
     calls = itertools.count(1)
 
@@ -197,10 +199,10 @@ def _watch(store, rank, world_size, ended):
         key = f"waiting in {name} {number}"
         waited = time.monotonic() - start
         try:
-            if waited > WAIT_SECONDS / 3 and noted != call:
+            if noted != call and waited > WAIT_SECONDS / 10:
                 noted = call
                 store.append(key, f"{rank},")
-            if waited > WAIT_SECONDS and printed != call:
+            if printed != call and waited > WAIT_SECONDS:
                 printed = call
                 _say_who_is_missing(store.get(key).decode(), rank, world_size, name, waited)
         except RuntimeError:  # the store is gone: the job is ending
@@ -405,11 +407,12 @@ class SeededBatches(Dataset):
 
     def __getitem__(self, seed_and_indices):
         seed, indices = seed_and_indices
-        torch.manual_seed(seed)
-        if hasattr(self.dataset, "__getitems__"):  # it may give a whole batch
-            batch = self.dataset.__getitems__(indices)
-        else:
-            batch = [self.dataset[index] for index in indices]
+        with torch.random.fork_rng(devices=[]):  # without worker processes, dropout draws from this generator too
+            torch.default_generator.manual_seed(seed)
+            if hasattr(self.dataset, "__getitems__"):  # it may give a whole batch
+                batch = self.dataset.__getitems__(indices)
+            else:
+                batch = [self.dataset[index] for index in indices]
         if isinstance(batch, list):
             batch = default_collate(batch)
         return batch
@@ -455,7 +458,6 @@ def prepare_fsdp_model(model, min_num_params=20_000, blocks=(), **kwargs):
         raise ValueError(f"min_num_params must be at least 1, got {min_num_params}")
     if get_world_size() == 1:
         return model.to(get_device())
-    from torch.distributed.fsdp import fully_shard  # takes 0.7 s, which only this function needs
     from torch.distributed.tensor import init_device_mesh
 
     if "mesh" not in kwargs:
@@ -463,24 +465,39 @@ def prepare_fsdp_model(model, min_num_params=20_000, blocks=(), **kwargs):
     sync_params(model.buffers())
     uses = Counter(param for _, param in model.named_parameters(remove_duplicate=False))
     for module in _candidates(model, tuple(blocks), min_num_params, uses):
-        if module is model or _can_be_unit(module, min_num_params, uses):
-            sync_params(dict.fromkeys(_unsharded_params(module)))  # each once, in the same order on all ranks
-            fully_shard(module, **kwargs)
+        if _can_be_unit(module, min_num_params, uses):
+            _shard_unit(module, kwargs)
+    _shard_unit(model, kwargs)
     return model
 
 
-def _candidates(module, blocks, min_num_params, uses, is_block=False):
-    """The modules that may become units, submodules first: `module` and, unless it is a block, its submodules."""
-    if not (is_block and _can_be_unit(module, min_num_params, uses)):
-        for child in module.children():
-            child_is_block = isinstance(child, blocks)
-            if not blocks and isinstance(module, _CONTAINERS):
-                child_is_block = not _has_blocks_of_its_own(child, sum(param.numel() for param in uses))
-            yield from _candidates(child, blocks, min_num_params, uses, child_is_block)
-    yield module
+def _shard_unit(module, kwargs):
+    from torch.distributed.fsdp import fully_shard  # takes 0.7 s, which only prepare_fsdp_model needs
+
+    sync_params(dict.fromkeys(_unsharded_params(module)))  # each once, in the same order on all ranks
+    fully_shard(module, **kwargs)
+
+
+def _candidates(module, blocks, min_num_params, uses):
+    """The submodules that may become units, inner ones first. A block stays whole: nothing inside of it is listed."""
+    candidates = []
+    for child in module.children():
+        is_unit = _is_block(child, module, blocks, uses) and _can_be_unit(child, min_num_params, uses)
+        if not is_unit:
+            candidates += _candidates(child, blocks, min_num_params, uses)
+        candidates.append(child)
+    return candidates
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def _is_block(module, parent, blocks, uses):
+    """Is it of the classes that the caller has named, or else an entry of a container?"""
+    if blocks:
+        return isinstance(module, blocks)
+    n_params_of_model = sum(param.numel() for param in uses)
+    return isinstance(parent, _CONTAINERS) and not _has_blocks_of_its_own(module, n_params_of_model)
 
 
 def _has_blocks_of_its_own(module, n_params_of_model):

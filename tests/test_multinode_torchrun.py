@@ -177,8 +177,10 @@ def test_a_batch_of_any_dataset():
     torch.manual_seed(7)
     noise = torch.stack([torch.randn(20), torch.randn(20)])
     for dataset in (samples, Subset(samples, range(9))):
+        before = torch.get_rng_state()
         x, y = dist.SeededBatches(dataset)[7, [8, 3]]
         assert torch.equal(x, data.x[[8, 3]] + noise) and torch.equal(y, data.y[[8, 3]])
+        assert torch.equal(torch.get_rng_state(), before), "dropout in the training process draws what it drew before"
 
 
 def test_torchruns_report_has_the_traceback(tmp_path, monkeypatch):

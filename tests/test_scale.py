@@ -3,6 +3,7 @@
 import importlib
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -169,14 +170,14 @@ def check_kept(folder, model, optimizer):
         dist.barrier()  # rank 0 has deleted what it deletes
         return sorted(os.listdir(folder), key=lambda name: int(name.partition("-")[2]))
 
-    for epoch in (1, 2, 3):
-        checkpoint.save_sharded(folder, model, optimizer, epoch)
+    for step in (1, 2, 3):
+        checkpoint.save_sharded(folder, model, optimizer, step=step)
     if dist.is_primary():
         os.mkdir(f"{folder}/step-4")  # left by a save that was interrupted
-    assert names() == ["epoch-1", "epoch-2", "epoch-3", "step-4"], "without keep nothing is deleted"
+    assert names() == ["step-1", "step-2", "step-3", "step-4"], "without keep nothing is deleted"
     assert checkpoint.load_sharded(folder, model, optimizer) == 3
     checkpoint.save_sharded(folder, model, optimizer, step=10, keep=3)
-    assert names() == ["epoch-2", "epoch-3", "step-10"]
+    assert names() == ["step-2", "step-3", "step-10"]
     assert checkpoint.load_sharded(folder, model, optimizer) == 10
 
     def fail(*args, **kwargs):
@@ -184,9 +185,17 @@ def check_kept(folder, model, optimizer):
 
     with mock.patch.object(FileSystemWriter, "finish", fail), pytest.raises(dist.DistributedError, match="no room"):
         checkpoint.save_sharded(folder, model, optimizer, step=11, keep=1)
-    assert names() == ["epoch-2", "epoch-3", "step-10"], "older ones are deleted once the new one is complete"
+    assert names() == ["step-2", "step-3", "step-10"], "older ones are deleted once the new one is complete"
     checkpoint.save_sharded(folder, model, optimizer, step=11, keep=1)
     assert names() == ["step-11"]
+    two_units = r"has checkpoints of epochs and of steps, epoch-\d and step-11: name a folder for one kind"
+    with pytest.raises(dist.DistributedError, match=two_units):
+        checkpoint.save_sharded(folder, model, optimizer, epoch=3)
+    if dist.is_primary():
+        shutil.copytree(f"{folder}/step-11", f"{folder}/epoch-4")
+    assert names() == ["epoch-4", "step-11"]
+    with pytest.raises(dist.DistributedError, match="step-11 and epoch-4"):
+        checkpoint.load_sharded(folder, model, optimizer)
     for wrong, line in [
         ({}, "give epoch or step"),
         ({"epoch": 1, "step": 1}, "give epoch or step"),
