@@ -187,9 +187,8 @@ class Trainer:
                 self.tracker.log(self.samples(epoch, step), loss=loss, lr=lr, epoch=epoch + 1)
             if saves:
                 self.save_snapshot(epoch, step)
-            if (
-                preempted and saves
-            ):  # after the last step of an epoch, evaluate and save first, and leave one step later
+            # After the last step of an epoch it evaluates and saves first, and leaves one step later.
+            if preempted and saves:
                 self.tracker.close()
                 self.preemption.leave()
 

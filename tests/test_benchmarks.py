@@ -83,6 +83,7 @@ SMALLEST = {  # and how many ratios they give
     "fsdp_memory": (3, "--model", "shallow"),
     "scaling": (1, "--sizes", 1, 2, "--rounds", 1),
     "step": (7, "--model", "tiny", "--rounds", 1),
+    "drift_check": (1, "--rounds", 1),
     "all_reduce": (3, "--widths", 32, "--rounds", 1),
 }
 
@@ -99,6 +100,8 @@ def test_benchmark_runs(name, tmp_path):
         assert ratio in stdout and f"promised: {row['promise']}" in stdout
         if "held" in ratio:
             assert 0.99 <= row["median"] <= 1.02
+        if row["promise"] == "under 0.01":
+            assert row["median"] < 0.01
 
 
 @pytest.mark.slow
