@@ -1072,6 +1072,35 @@ def weights_of_somebody_else():
 
 
 @recipe
+def continue_from_one_process():
+    """Two steps in one process and two in two processes are four steps in one, with momentum."""
+    (block,) = blocks_of("How do I continue from the checkpoint of my script for one GPU?")
+
+    def train(model, optimizer, x, y, steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    x, y = make_batch()
+    reference = two_layers(seed=7)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=RATE, momentum=0.9)
+    train(reference, optimizer, x, y, steps=2)
+    if dist.is_primary():
+        torch.save({"model": reference.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}, "old.pt")
+    dist.barrier()
+    train(reference, optimizer, x, y, steps=2)
+
+    model = two_layers(seed=dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    result = execute(block, model=model, optimizer=optimizer)
+    assert result.first_epoch == 2
+    share = slice(dist.get_rank(), None, dist.get_world_size())
+    train(result.ddp_model, optimizer, x[share], y[share], steps=2)
+    check_equal(full_parameters(model), full_parameters(reference))
+
+
+@recipe
 def export():
     gathered, converted = blocks_of("How do I export one plain file?")
     for name, wrap in SHARDED.items():
