@@ -46,10 +46,11 @@ keys and values take 8·layers·width·R·T bytes.
 
 It prints after the first step, and after every --log-every steps, a line like
 `step 100 | reward 0.920 | held-out 0.996 | no signal 0.63 | mismatch 7e-08 | clipped 0.000 | 6,902 answers/s`. The
-reward is the mean over the answers since the last line. Held-out is the share of other prompts that the most probable
-answer solves. "No signal" is the share of groups whose answers are all equally good, which teach nothing. Mismatch is
-the mean of |r - 1| at the first inner step: if it is above 1e-5, the model that is trained differs from the model that
-drew, by a temperature, a type or a mask. Clipped is the share of bytes whose ratio is clipped at the last inner step.
+reward is the mean over the answers since the last line. Held-out is the share of 256 further prompts that greedy
+decoding solves, which takes the most probable byte each time. With --digits below 5, training draws some of them too.
+"No signal" is the share of groups whose answers are all equally good, which teach nothing. Mismatch is the mean of
+|r - 1| at the first inner step: if it is above 1e-5, the model that is trained differs from the model that drew, by a
+temperature, a type or a mask. Clipped is the share of bytes whose ratio is clipped at the last inner step.
 """
 
 import copy
@@ -278,7 +279,7 @@ def plain(model):
 
 
 def evaluate(model, args):
-    """The share of held-out prompts that the most probable answer solves."""
+    """The share of held-out prompts that greedy decoding solves."""
     prompts = own(make_prompts("held-out", HELD_OUT, args))
     unused = torch.zeros(len(prompts), args.digits + 2, dtype=torch.double, device=dist.get_device())
     tokens, answered, _ = gpt.generate(model, prompts, unused, STOP, temperature=0)
