@@ -7,7 +7,7 @@
         fully_shard(layer)
     fully_shard(model)
     hub.fill(model, whole)                              # rank 0 has the `whole` model; the other ranks pass None
-    ...
+    ...                                                 # with add_lora above, `whole` needs add_lora too
     hub.save_model(model, tokenizer, config, "folder")  # transformers.AutoModelForCausalLM.from_pretrained("folder")
     hub.save_adapters(model, tokenizer, "folder", base="Qwen/Qwen3-8B")  # peft.PeftModel.from_pretrained(base, …)
 
@@ -75,8 +75,13 @@ def load_model(name, config, attention="sdpa"):
 def fill(model, whole):
     """Give the sharded `model`, made on "meta", the values of rank 0's `whole` model. The others pass None.
 
-    Rank 0 sends one tensor after the other, and each rank keeps its shards. Every rank must call it.
+    Rank 0 sends one tensor after the other, and each rank keeps its shards. Every rank must call it. Raises
+    DistributedError on every rank if the names or shapes of `whole` are others than those of `model`.
     """
+    error = None
+    if dist.is_primary():
+        error = _difference(model, whole)
+    dist.raise_on_all(error)
     model.to_empty(device=dist.get_device())
     weights = {}
     if dist.is_primary():
@@ -91,6 +96,19 @@ def fill(model, whole):
             buffer.copy_(source)
     dist.sync_params(model.buffers())
     model.generation_config = dist.broadcast_object(generation_config)  # says which tokens end an answer
+
+
+def _difference(model, whole):
+    """An error message if the two models have other parameters or buffers; None if they have the same."""
+    shapes = []
+    for either in (model, whole):
+        named = [*either.named_parameters(), *either.named_buffers()]
+        shapes.append({name: tuple(tensor.shape) for name, tensor in named})
+    for name in shapes[0] | shapes[1]:
+        here, there = shapes[0].get(name), shapes[1].get(name)
+        if here != there:
+            return f"hub.fill: {name} has the shape {here} in the sharded model, and {there} in the whole one"
+    return None
 
 
 # ---- use ----------------------------------------------------------------------------------------------------------
@@ -221,12 +239,15 @@ def save_model(model, tokenizer, config, folder):
         if ".lora_" in name or id(param) in seen:
             continue  # the second name of a tied weight: from_pretrained ties it again
         seen.add(id(param))
-        tensor = gathered(param.detach().to(config.dtype))
+        tensor = param.detach()
+        if tensor.is_floating_point():  # a buffer may hold whole numbers
+            tensor = tensor.to(config.dtype)
+        tensor = gathered(tensor)
         module = modules[name.rpartition(".")[0]]
         if hasattr(module, "lora_scale") and param is module.weight:
-            tensor = tensor + change_by_lora(module)
+            tensor = (tensor + change_by_lora(module)).to(config.dtype)
         if dist.is_primary():
-            weights[name] = tensor.to(config.dtype).cpu()
+            weights[name] = tensor.cpu()
 
     def write(temporary):
         with torch.device("meta"):

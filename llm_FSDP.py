@@ -1,18 +1,20 @@
 """The file to start from for language models: fine-tune or pretrain any causal LM of Hugging Face, sharded by FSDP.
 
 Four places say CHANGE HERE: the loss, the model, the optimizer, the data. Each step takes one global batch of rows. A
-row holds several documents, and a document does not see the others. Each rank computes its rows one after the other:
+row holds several documents, and a document does not see the others. Each of N ranks computes every N-th row. It holds
+1/N of each layer: of the parameters, the gradients and Adam's state. A step is, on every rank at the same time:
 
-    rank 0   row 0, row 2    forward and backward each  --+-- gradients of the loss --- clip --- AdamW on the shards
-    rank 1   row 1, row 3    forward and backward each  --+
+    forward of each row       layer by layer: gather the layer --- compute --- free what other ranks hold
+    backward of each row      the last layer first: gather --- compute --- sum the gradients of all ranks, keep 1/N
+    after the last row        clip by the norm of all gradients --- AdamW on the shards of this rank
 
     loss = (sum of the losses of all targets of all ranks and rows) / (number of all these targets)
 
-So the number of processes changes the speed and not the result, except for rounding and dropout. Each layer is gathered
-before it computes and freed afterwards, as in min_FSDP.py, which explains FSDP. No process ever holds the whole model
-on its device: it is built without memory, sharded, and filled by rank 0, which alone reads files. With --lora the model
-is frozen, and small matrices beside its linear layers are trained. The result is a folder that `from_pretrained` of
-transformers, or of PEFT, loads. Checkpoints resume on any number of processes.
+So the number of processes changes the speed and not the result, except for rounding and dropout. min_FSDP.py explains
+FSDP. No process ever holds the whole model on its device: it is built without memory, sharded, and filled by rank 0,
+which alone reads files. With --lora the model is frozen, and small matrices beside its linear layers are trained. The
+result is a folder that `from_pretrained` of transformers, or of PEFT, loads. Checkpoints resume on any number of
+processes.
 
 Choose mnist_DDP.py for images, and min_FSDP.py or min_Packing.py to learn one of the ideas.
 
@@ -171,26 +173,26 @@ def load_documents(tokenizer, length, args):
 
 def make_rows(tokenizer, length, args):
     """Rows (n, 3, length) to train on, and rows held out. Rank 0 calls it."""
-    found = []
-    for documents_found in load_documents(tokenizer, length, args):
-        if not documents_found:
-            raise dist.DistributedError(
-                f"--data: too few documents fit into --length {length} to train and to hold out"
-            )
-        lists = [[document] for document in documents_found]
-        if not args.pad:
-            lists = documents.pack(documents_found, length)
-        found.append(documents.make_rows(lists, length))
-        n_documents = len(documents_found)
-    rows, held_out = found
+    training, held_out = load_documents(tokenizer, length, args)
+    if not training or not held_out:
+        raise dist.DistributedError(f"--data: too few documents fit into --length {length} to train and to hold out")
+    rows = rows_of(training, length, args)
+    held_out_rows = rows_of(held_out, length, args)
     n_targets = (rows[:, documents.TARGETS] != documents.IGNORED).sum().item()
     padding = (rows[:, documents.TOKENS] == documents.PADDING).double().mean().item()
     print(
         f"{len(rows):,} rows of {length} tokens, {n_targets:,} targets, {padding:.1%} padding; "
-        f"{n_documents:,} documents are held out",
+        f"{len(held_out):,} documents are held out",
         flush=True,
     )
-    return rows, held_out
+    return rows, held_out_rows
+
+
+def rows_of(found, length, args):
+    lists = [[document] for document in found]
+    if not args.pad:
+        lists = documents.pack(found, length)
+    return documents.make_rows(lists, length)
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
@@ -510,12 +512,19 @@ def load_tokenizer_and_config(args):
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     config = transformers.AutoConfig.from_pretrained(args.model)
     if args.chat_template:
-        tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")
+        tokenizer.chat_template = read_template(args.chat_template)
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
     args.length = args.length or min(2048, longest)
     if args.length > longest:
         raise ValueError(f"--length {args.length} is more than its {longest} positions")
     return tokenizer, config
+
+
+def read_template(path):
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as failure:
+        raise dist.DistributedError(f"--chat-template {path}: {failure}") from None
 
 
 def load_whole_model(config, args):
@@ -541,13 +550,18 @@ def prepare(args):
         try:
             tokenizer, config = load_tokenizer_and_config(args)
             whole = load_whole_model(config, args)
-            rows, held_out = make_rows(tokenizer, args.length, args)
         except (ImportError, OSError, ValueError, SafetensorError) as failure:
             cause = str(failure).strip().partition("\n")[0]
             error = f"--model {args.model}: {cause}"
         except dist.DistributedError as failure:
             error = str(failure)
     group = dist.patient_group()  # a download may take longer than NCCL waits
+    dist.raise_on_all(error, group)
+    if dist.is_primary():
+        try:
+            rows, held_out = make_rows(tokenizer, args.length, args)
+        except dist.DistributedError as failure:
+            error = str(failure)
     dist.raise_on_all(error, group)
     config, args.length = dist.broadcast_object((config, args.length), group=group)
     return tokenizer, whole, config, documents.broadcast_rows(rows), documents.broadcast_rows(held_out)

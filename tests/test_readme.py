@@ -291,6 +291,9 @@ def test_results_are_those_that_are_stored():
         "Samples per second, 784-128-10 / the usual": speeds("tiny", "tutorial", "Accelerate", "Fabric"),
         "Samples per second, SimpleCNN / the usual": speeds("small", "tutorial", "Accelerate", "Fabric"),
         "Time of a step with": ratios("overhead", "with distributed.py / plain torch"),
+        "`dist.check_in_sync` / an epoch": [
+            f"{stored['drift_check']['ratios']['check / epoch of mnist_DDP.py']['median']:.4f}"
+        ],
         "Speed of reading": [f"{stored['data_path']['ratio']:.0f}"],
         "Time of a snapshot": [f"{stored[f'snapshot_stall_{size}MB']['ratio']:.2f}" for size in (1130, 300)],
         "Speed of HogWild": ratios(

@@ -1103,6 +1103,8 @@ def continue_from_one_process():
 @recipe
 def export():
     gathered, converted = blocks_of("How do I export one plain file?")
+    os.makedirs("export", exist_ok=True)
+    os.chdir("export")  # beside it is a folder "runs" with the steps of another recipe
     for name, wrap in SHARDED.items():
         model = wrap(two_layers(seed=7))
         if name == "FSDP2":
@@ -1114,6 +1116,7 @@ def export():
         result = execute(converted)
         check_equal(result.weights, two_layers(seed=7).state_dict(), tolerance=0)
     dist.barrier()
+    os.chdir("..")
 
 
 # ---- memory and speed -----------------------------------------------------------------------------------------------
