@@ -2,12 +2,12 @@
 
     pip install trl datasets accelerate
     python -m benchmarks.llm_trl                             # two CPU processes
-    python -m benchmarks.llm_trl --rounds 5
+    python -m benchmarks.llm_trl --nproc 1                   # without communication
 
 Both train all parameters of the same small Llama in float32 on the same texts, in full rows, with AdamW. TRL packs by
 its strategy "wrapped", in which documents see each other; llm_FSDP.py keeps them apart. On CPUs accelerate has DDP and
-no FSDP, so TRL sends less than llm_FSDP.py. TRL runs with one row at a time, as llm_FSDP.py does, and with all rows of
-a process at once. The first line of a run, with its warm-up, is not counted.
+no FSDP, so with two processes TRL sends less: gradients once a step, instead of weights and gradients for each row. TRL
+runs with one row at a time, as llm_FSDP.py does, and with four. The first line of a run, its warm-up, is not counted.
 """
 
 import argparse
@@ -35,7 +35,7 @@ import sys, time, torch, transformers
 from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer
 
-folder, rows, length, per_process, steps, warmup = sys.argv[1], *map(int, sys.argv[2:])
+folder, rows, length, per_process, n_processes, steps, warmup = sys.argv[1], *map(int, sys.argv[2:])
 
 class Clock(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
@@ -43,7 +43,7 @@ class Clock(transformers.TrainerCallback):
             self.start = time.perf_counter()
         if state.global_step == steps and state.is_world_process_zero:
             seconds = time.perf_counter() - self.start
-            print(f"{(steps - warmup) * per_process * 2 * length / seconds:.1f} tokens/s", flush=True)
+            print(f"{(steps - warmup) * per_process * n_processes * length / seconds:.1f} tokens/s", flush=True)
 
 config = SFTConfig(
     output_dir=folder + "/trl", max_length=length, packing=True, packing_strategy="wrapped", max_steps=steps,
@@ -73,18 +73,18 @@ def make_files(folder):
                 room -= len(text)
 
 
-def ours(folder):
-    command = [sys.executable, "llm_FSDP.py", "--nproc", "2", "--model", folder / "llama", "--precision", "float32"]
+def ours(folder, nproc):
+    command = [sys.executable, "llm_FSDP.py", "--nproc", nproc, "--model", folder / "llama", "--precision", "float32"]
     command += ["--data", folder / "texts.jsonl", "--length", LENGTH, "--global-batch-size", GLOBAL_BATCH]
     command += ["--epochs", "1", "--log-every", LOG_EVERY, "--eval-every", 10**6, "--output-dir", folder / "ours"]
     speeds = [float(found.replace(",", "")) for found in re.findall(r"([\d,]+) tokens/s", output_of(command))]
     return statistics.mean(speeds[1 : STEPS // LOG_EVERY])
 
 
-def trl(folder, rows):
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+def trl(folder, rows, nproc):
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", nproc]
     launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command = [*launcher, folder / "sft.py", folder, rows, LENGTH, GLOBAL_BATCH // 2, STEPS, LOG_EVERY]
+    command = [*launcher, folder / "sft.py", folder, rows, LENGTH, GLOBAL_BATCH // nproc, nproc, STEPS, LOG_EVERY]
     return float(re.search(r"([\d.]+) tokens/s", output_of(command))[1])
 
 
@@ -98,6 +98,7 @@ def output_of(command):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=options.whole_number(1), default=3, help="runs of each")
+    parser.add_argument("--nproc", type=options.whole_number(1, 2), default=2, help="processes")
     args = parser.parse_args()
     common.require("trl", "datasets", "accelerate")
     with tempfile.TemporaryDirectory() as name:
@@ -105,9 +106,9 @@ def main():
         make_files(folder)
         (folder / "sft.py").write_text(SFT)
         cases = {
-            "llm_FSDP.py": lambda: ours(folder),
-            "TRL, one row at a time": lambda: trl(folder, 1),
-            "TRL, all rows at once": lambda: trl(folder, GLOBAL_BATCH // 2),
+            "llm_FSDP.py": lambda: ours(folder, args.nproc),
+            "TRL, one row at a time": lambda: trl(folder, 1, args.nproc),
+            "TRL, four rows at a time": lambda: trl(folder, 4, args.nproc),
         }
         speeds = {case: [] for case in cases}
         for _ in range(args.rounds):
@@ -119,7 +120,8 @@ def main():
         ratios[f"llm_FSDP.py / {case}"] = common.ratio(speeds["llm_FSDP.py"], speeds[case], PROMISE)
     common.show(ratios)
     results = {case: common.summary(values) for case, values in speeds.items()}
-    common.write("llm_trl", {"unit": "tokens per second", "processes": 2, "results": results, "ratios": ratios})
+    name = f"llm_trl_{args.nproc}"
+    common.write(name, {"unit": "tokens per second", "processes": args.nproc, "results": results, "ratios": ratios})
 
 
 if __name__ == "__main__":
