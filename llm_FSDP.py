@@ -21,7 +21,8 @@ Choose mnist_DDP.py for images, and min_FSDP.py or min_Packing.py to learn one o
 Cost per process for P parameters on N processes: 16·P/N bytes between two steps (float32 parameters 4, gradients 4,
 Adam 8), with --lora 2·P/N (bfloat16). Rank 0 also needs the CPU's memory for one model, 2·P bytes in bfloat16, while it
 writes the result. With bfloat16 each row sends up to (N-1)/N · 8·P bytes: it gathers the parameters twice, 2·P each,
-and reduces float32 gradients, 4·P; with --lora (N-1)/N · 4·P.
+and reduces float32 gradients, 4·P; with --lora (N-1)/N · 4·P. With --gather-once a step sends (N-1)/N · 6·P bytes, for
+any number of rows, and holds 6·P more: the gathered model and its whole gradients. It is faster for a small model.
 
     python llm_FSDP.py --nproc 2                                               # no network: a small Llama, from scratch
     python llm_FSDP.py --model Qwen/Qwen3-8B --data chats.jsonl --lora 16      # all GPUs of this machine
@@ -64,12 +65,17 @@ import tracking
 # ---- the step -----------------------------------------------------------------------------------------------------
 
 
-def backward(model, own_rows):
+def backward(model, own_rows, gather_once=False):
     """Leave the gradients of the global batch on the shards. Returns this process's share of its loss."""
     n_targets = torch.full((), sum(len(row.targets) for row in own_rows), device=dist.get_device())
     n_targets = dist.all_reduce(n_targets)  # of all ranks and rows
     share = 0
     for row in own_rows:
+        if gather_once:  # until the backward of the last row, layers stay gathered and gradients stay whole
+            is_last = row is own_rows[-1]
+            model.set_reshard_after_forward(False)
+            model.set_reshard_after_backward(is_last)
+            model.set_requires_gradient_sync(is_last)
         loss = sum_of_losses(model, row) / n_targets
         # FSDP averages over the ranks: multiply by their number to sum. The gradients of the rows add up on the shards.
         (loss * dist.get_world_size()).backward()
@@ -246,7 +252,7 @@ class Trainer:
         own_rows = list(documents.share_of(self.rows, batch))
         torch.manual_seed(seed_of(self.args.seed, step, dist.get_rank()))  # of dropout: the same after a resume
         self.optimizer.zero_grad()
-        share = backward(self.model, own_rows)
+        share = backward(self.model, own_rows, self.args.gather_once)
         norm = nn.utils.clip_grad_norm_(self.trained, self.args.clip)  # of DTensors: the norm over all shards
         self.optimizer.step()
         self.scheduler.step()
@@ -424,6 +430,7 @@ def parse_args(argv=None):
     add("--precision", type=options.one_of("mixed", "float32"), help=precision_help)
     attention = options.one_of("sdpa", "eager", "flex_attention", "flash_attention_2")
     add("--attention", type=attention, default="sdpa", help="sdpa, eager, flex_attention or flash_attention_2")
+    add("--gather-once", action="store_true", help="gather the layers once per step, not for each row: less is sent")
     add("--recompute", action="store_true", help="recompute the layers in backward, to save memory")
     add("--compile", action="store_true", help="compile each layer with torch.compile")
     add("--keep", type=count, help="keep only the newest N checkpoints (default: all)", metavar="N")

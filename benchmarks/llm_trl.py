@@ -1,13 +1,13 @@
 """Tokens per second of llm_FSDP.py and of TRL's SFTTrainer: the same model, data and number of CPU processes.
 
     pip install trl datasets accelerate
-    python -m benchmarks.llm_trl                             # two CPU processes
-    python -m benchmarks.llm_trl --nproc 1                   # without communication
+    python -m benchmarks.llm_trl
 
 Both train all parameters of the same small Llama in float32 on the same texts, in full rows, with AdamW. TRL packs by
 its strategy "wrapped", in which documents see each other; llm_FSDP.py keeps them apart. On CPUs accelerate has DDP and
-no FSDP, so with two processes TRL sends less: gradients once a step, instead of weights and gradients for each row. TRL
-runs with one row at a time, as llm_FSDP.py does, and with four. The first line of a run, its warm-up, is not counted.
+no FSDP, so with two processes TRL sends gradients once a step. llm_FSDP.py sends weights and gradients for each row,
+and with --gather-once once a step. TRL runs with one row at a time, as llm_FSDP.py does, and with four. The first line
+of a run, its warm-up, is not counted.
 """
 
 import argparse
@@ -73,10 +73,11 @@ def make_files(folder):
                 room -= len(text)
 
 
-def ours(folder, nproc):
+def ours(folder, nproc, *more):
     command = [sys.executable, "llm_FSDP.py", "--nproc", nproc, "--model", folder / "llama", "--precision", "float32"]
     command += ["--data", folder / "texts.jsonl", "--length", LENGTH, "--global-batch-size", GLOBAL_BATCH]
-    command += ["--epochs", "1", "--log-every", LOG_EVERY, "--eval-every", 10**6, "--output-dir", folder / "ours"]
+    command += ["--epochs", "1", "--log-every", LOG_EVERY, "--eval-every", 10**6]
+    command += ["--output-dir", folder / "ours", *more]
     speeds = [float(found.replace(",", "")) for found in re.findall(r"([\d,]+) tokens/s", output_of(command))]
     return statistics.mean(speeds[1 : STEPS // LOG_EVERY])
 
@@ -95,33 +96,39 @@ def output_of(command):
     return job.stdout
 
 
+def cases(folder, nproc):
+    """Functions by label. Each trains, and returns tokens per second."""
+    one = {"llm_FSDP.py": lambda: ours(folder, nproc)}
+    if nproc > 1:
+        one["llm_FSDP.py --gather-once"] = lambda: ours(folder, nproc, "--gather-once")
+    one["TRL, one row at a time"] = lambda: trl(folder, 1, nproc)
+    one["TRL, four rows at a time"] = lambda: trl(folder, 4, nproc)
+    return {f"{label}, N = {nproc}": run for label, run in one.items()}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=options.whole_number(1), default=3, help="runs of each")
-    parser.add_argument("--nproc", type=options.whole_number(1, 2), default=2, help="processes")
     args = parser.parse_args()
     common.require("trl", "datasets", "accelerate")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_files(folder)
         (folder / "sft.py").write_text(SFT)
-        cases = {
-            "llm_FSDP.py": lambda: ours(folder, args.nproc),
-            "TRL, one row at a time": lambda: trl(folder, 1, args.nproc),
-            "TRL, four rows at a time": lambda: trl(folder, 4, args.nproc),
-        }
-        speeds = {case: [] for case in cases}
+        runs = cases(folder, 1) | cases(folder, 2)
+        speeds = {label: [] for label in runs}
         for _ in range(args.rounds):
-            for case, run in cases.items():
-                speeds[case].append(run())
-                print(f"{case:24} {speeds[case][-1]:,.0f} tokens/s", flush=True)
+            for label, run in runs.items():
+                speeds[label].append(run())
+                print(f"{label:34} {speeds[label][-1]:,.0f} tokens/s", flush=True)
     ratios = {}
-    for case in list(cases)[1:]:
-        ratios[f"llm_FSDP.py / {case}"] = common.ratio(speeds["llm_FSDP.py"], speeds[case], PROMISE)
+    for best, nproc in (("llm_FSDP.py", 1), ("llm_FSDP.py --gather-once", 2)):
+        for rows in ("one row", "four rows"):
+            pair = f"{best}, N = {nproc}", f"TRL, {rows} at a time, N = {nproc}"
+            ratios[" / ".join(pair)] = common.ratio(speeds[pair[0]], speeds[pair[1]], PROMISE)
     common.show(ratios)
-    results = {case: common.summary(values) for case, values in speeds.items()}
-    name = f"llm_trl_{args.nproc}"
-    common.write(name, {"unit": "tokens per second", "processes": args.nproc, "results": results, "ratios": ratios})
+    results = {label: common.summary(values) for label, values in speeds.items()}
+    common.write("llm_trl", {"unit": "tokens per second", "results": results, "ratios": ratios})
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ CASES = {  # name: (model, optimizer, options)
     "tied": ("llama_tied", "AdamW", ADAMW),
     "tied, clipped": ("llama_tied", "SGD", CLIPPED),
     "uneven": ("llama", "SGD", {**SGD, "global_batch_size": 7}),
+    "gathered once": ("llama_tied", "SGD", {**CLIPPED, "gather_once": True}),
     "padded": ("gpt2", "SGD", {**SGD, "pad": True}),
     "recomputed": ("qwen3", "AdamW", {**ADAMW, "recompute": True}),
     "gemma3": ("gemma3", "SGD", SGD),
@@ -53,7 +54,7 @@ CASES = {  # name: (model, optimizer, options)
     "lora, gemma3": ("gemma3", "SGD", {**SGD, **LORA, "lr": 0.5}),
     "lora, qwen3_moe": ("qwen3_moe", "SGD", {**SGD, **LORA, "lr": 0.5}),
 }
-ON = {1: ["llama", "tied", "lora"], 2: list(CASES), 3: ["llama", "tied", "uneven", "lora, AdamW"]}
+ON = {1: ["llama", "tied", "lora"], 2: list(CASES), 3: ["llama", "tied", "uneven", "gathered once", "lora, AdamW"]}
 RESUMED = ["tied", "lora"]
 STOP = 3  # the step after which they are stopped on two processes
 
@@ -497,7 +498,7 @@ def held_bytes(model, optimizer):
 
 def mix(folder, output, **changes):
     """A model in bfloat16 is loaded, trained by mixed precision for a step, and written."""
-    args = arguments(folder, "bfloat16", output, precision="mixed", merge=bool(changes), **changes)
+    args = arguments(folder, "bfloat16", output, precision="mixed", merge="lora" in changes, **changes)
     with contextlib.redirect_stdout(io.StringIO()):
         tokenizer, whole, config, rows, held_out = llm_FSDP.prepare(args)
         model = llm_FSDP.make_model(whole, config, args)
@@ -511,7 +512,7 @@ def mix(folder, output, **changes):
         )
         with Watch() as watch:
             trainer.optimizer.zero_grad()
-            llm_FSDP.backward(model, own_rows)
+            llm_FSDP.backward(model, own_rows, args.gather_once)
             torch.nn.utils.clip_grad_norm_(trainer.trained, 1.0)
             trainer.optimizer.step()
         types = {str(param.dtype) for param in trainer.trained}
@@ -528,6 +529,7 @@ def work_mixed(local_rank, world_size, folder):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     results = {"full": mix(folder, "mixed"), "lora": mix(folder, "mixed lora", lora=4, lora_alpha=8.0)}
+    results["once"] = mix(folder, "mixed once", gather_once=True)
     torch.save(results, folder / f"mixed {local_rank}.pt")
 
 
@@ -555,6 +557,13 @@ def test_parameters_are_gathered_in_bfloat16_and_trained_in_float32(mixed):
             assert set(result[name]["gathered"]) == {"torch.bfloat16"}
             assert result[name]["reduced"] == ["torch.float32"] * n_reduced * (BATCH // 2)
             assert result[name]["host reads"] == BATCH // 2, "in each forward transformers looks for packed positions"
+
+
+def test_layers_that_are_gathered_once_are_gathered_and_reduced_once_per_step(mixed):
+    for result in mixed:
+        assert result["once"]["gathered"] == ["torch.bfloat16"] * 4
+        assert result["once"]["reduced"] == ["torch.float32"] * 4
+        assert result["once"]["held"] == result["full"]["held"], "after the step, the shards alone are left"
 
 
 def test_results_of_mixed_precision_are_bfloat16_and_bit_for_bit_what_was_trained(folder, mixed):
