@@ -4,8 +4,8 @@ BIN := .venv/bin
 MINUTES ?= 30
 N ?= 60
 SEED ?= 0
-# Three files of tests at a time, on two cores: they wait more than they compute.
-SIDE_BY_SIDE := -n 3 --dist loadfile
+# Three files of tests at a time, on two cores: they wait more than they compute. conftest.py orders the files.
+SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-slow test-guard test-gpu test-versions soak mutants lint bench plots clean
 

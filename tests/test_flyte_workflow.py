@@ -1,5 +1,6 @@
 """The experiment as a task: local executions, what it returns, what it asks of a cluster, and when it is run again."""
 
+import importlib
 import os
 import re
 import shutil
@@ -12,16 +13,19 @@ from unittest import mock
 import pytest
 import torch
 from conftest import ROOT, finish, run, start
-from flytekit.configuration import Image, ImageConfig, SerializationSettings
 from images import result_of
 
-import flyte_workflow
 import mnist
 import mnist_DDP
-from flyte_workflow import Hyperparameters
 
 SCRIPT = "flyte_workflow.py"
 OPTIONS = '{"epochs": 1, "lr": 0.04}'
+
+
+@pytest.fixture(scope="module")
+def flyte_workflow():
+    """The script. Flyte takes seconds to import, which processes that collect these tests need not spend."""
+    return importlib.import_module("flyte_workflow")
 
 
 @pytest.fixture
@@ -86,10 +90,11 @@ def test_pyflyte_refuses_wrong_hyperparameters(options, message, home):
 
 def elastic(nodes, processes):
     """The task for several machines on as many agents; run as a script, by the tests below."""
+    flyte_workflow = importlib.import_module("flyte_workflow")
     task = flyte_workflow.pytorch_mnist_elastic_task
     task.min_nodes = task.max_nodes = nodes
     task.task_config.nproc_per_node = processes
-    outputs = task(hp=Hyperparameters(epochs=1))
+    outputs = task(hp=flyte_workflow.Hyperparameters(epochs=1))
     print(f"epoch_accuracies: {outputs.epoch_accuracies}\nmodel_state: {outputs.model_state.path}")
 
 
@@ -122,22 +127,25 @@ def test_the_elastic_task_on_two(tmp_path):
     check_outputs(stdout)
 
 
-@pytest.mark.parametrize("task", [flyte_workflow.pytorch_mnist_task, flyte_workflow.pytorch_mnist_elastic_task])
-def test_what_a_task_asks_for(task):
+@pytest.mark.parametrize("name", ["pytorch_mnist_task", "pytorch_mnist_elastic_task"])
+def test_what_a_task_asks_for(name, flyte_workflow):
+    task = getattr(flyte_workflow, name)
     assert task.resources.requests.gpu == task.resources.limits.gpu == str(flyte_workflow.GPUS)
     assert task.resources.requests.mem == "8Gi"
     assert task.metadata.retries == 2 and task.shared_memory
     assert task.metadata.cache and task.metadata.cache_version == flyte_workflow.VERSION
 
 
-def test_the_elastic_task_asks_for_machines():
-    settings = SerializationSettings(image_config=ImageConfig(Image("default", "image", "tag")))
+def test_the_elastic_task_asks_for_machines(flyte_workflow):
+    configuration = importlib.import_module("flytekit.configuration")
+    image = configuration.Image("default", "image", "tag")
+    settings = configuration.SerializationSettings(image_config=configuration.ImageConfig(image))
     custom = flyte_workflow.pytorch_mnist_elastic_task.get_custom(settings)["elasticConfig"]
     assert (custom["minReplicas"], custom["maxReplicas"], custom["nprocPerNode"]) == (2, 2, flyte_workflow.GPUS)
     assert flyte_workflow.pytorch_mnist_elastic_task.task_type == "pytorch"
 
 
-def test_another_code_is_another_version(tmp_path):
+def test_another_code_is_another_version(flyte_workflow, tmp_path):
     names = (SCRIPT, "mnist_DDP.py", "mnist.py", "tracking.py", "checkpoint.py", "distributed.py", "spawn.py")
     names += ("options.py",)
     versions = set()
@@ -149,13 +157,13 @@ def test_another_code_is_another_version(tmp_path):
     assert len(versions) == 1 + len(names) and flyte_workflow.VERSION in versions
 
 
-def test_a_task_trains_in_a_process_per_gpu_of_its_container(monkeypatch, tmp_path):
+def test_a_task_trains_in_a_process_per_gpu_of_its_container(flyte_workflow, monkeypatch, tmp_path):
     monkeypatch.setattr(flyte_workflow, "current_context", lambda: SimpleNamespace(working_directory=tmp_path))
     monkeypatch.setattr("distributed.launch", launch := mock.Mock())
     (tmp_path / "mnist_cnn_accuracies.json").write_text("[0.5]")
     for gpus, nprocs in ((0, flyte_workflow.GPUS), (3, 3)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        hp = Hyperparameters(epochs=7)
+        hp = flyte_workflow.Hyperparameters(epochs=7)
         outputs = flyte_workflow.train(hp)
         assert launch.call_args == mock.call(mnist_DDP.main_worker, hp, str(tmp_path), nprocs=nprocs)
         assert (outputs.epoch_accuracies, outputs.model_state.path) == ([0.5], str(tmp_path / "mnist_cnn.pt"))

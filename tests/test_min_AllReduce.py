@@ -20,6 +20,7 @@ import min_AllReduce
 
 # 27,330 numbers in matrices of odd sizes: chunks of a ring are unequal on 2, 3 and 4 ranks.
 ODD = {"layers": 2, "width": 33, "heads": 3, "length": 15, "global_batch_size": 24}
+STEPS = transformer.arguments().steps
 DEFAULTS = {"bucket_mb": 0.05, "accumulate": 1, "compress": "none", "library": False}
 CASES = {
     "AdamW": ("AdamW", {}),
@@ -166,12 +167,12 @@ def test_equal_to_one_process_and_to_ddp(n, tmp_path):
         if changes.get("library"):
             assert n_bytes == 0
         else:
-            assert n_bytes == 20 * 2 * (n - 1) * 8 * n_params, "2 (N-1)/N of the gradients on each of N ranks"
+            assert n_bytes == STEPS * 2 * (n - 1) * 8 * n_params, "2 (N-1)/N of the gradients on each of N ranks"
     for case, optimizer in [case for case in cases if len(case) == 2]:
         expected, used_in_steps = expected_odd(optimizer)
         assert 0 in used_in_steps and max(used_in_steps) > 0, "in some steps no rank uses the layer"
         parameters, n_bytes, used = zip(*results[case, optimizer], strict=True)
-        by_rank = torch.tensor(used).view(n, 20, -1).sum(2)
+        by_rank = torch.tensor(used).view(n, STEPS, -1).sum(2)
         assert by_rank.sum(0).tolist() == used_in_steps
         assert ((by_rank == 0).any(0) & (by_rank > 0).any(0)).any(), "in some steps only some ranks use the layer"
         differences = [largest_difference(of_rank, expected) for of_rank in parameters]
@@ -181,7 +182,7 @@ def test_equal_to_one_process_and_to_ddp(n, tmp_path):
         assert max(differences) <= 1e-10
         n_params = sum(value.numel() for name, value in expected.items() if name != "gpt.position.weight")
         if case != "library":
-            assert sum(n_bytes) == 20 * 2 * (n - 1) * 8 * n_params
+            assert sum(n_bytes) == STEPS * 2 * (n - 1) * 8 * n_params
 
 
 # ---- compression ----------------------------------------------------------------------------------------------------

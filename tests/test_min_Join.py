@@ -17,7 +17,7 @@ UNEVEN = [("uneven", "SGD")]
 
 
 def arguments(nprocs, method="join", least=18, clip=None):
-    sizes = {"steps": STEPS, "global_batch_size": BATCH[nprocs], "layers": 1}
+    sizes = {"steps": STEPS, "log_every": 10, "global_batch_size": BATCH[nprocs], "layers": 1}
     return transformer.arguments(nprocs, method=method, least=least, clip=clip, **sizes)
 
 

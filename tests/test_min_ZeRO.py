@@ -16,7 +16,7 @@ import min_ZeRO
 # 44,913 parameters, 44,934 elements with the zeros between them: the last part is shorter on 4 ranks.
 ODD = {"layers": 2, "width": 33, "heads": 3, "length": 29, "clip": 0.5}
 GROUPS = ({"lr": 0.02, "weight_decay": 0.3}, {"weight_decay": 0.0}, {"lr": 0.005})
-WARMUP = 10
+WARMUP = 5
 
 
 def groups_of(model):
