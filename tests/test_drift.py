@@ -2,12 +2,18 @@
 
 import contextlib
 import io
+import os
 import re
+import shutil
+import socket
+import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 from conftest import exit_message, finish, start
@@ -308,6 +314,19 @@ def call_late(local_rank, world_size, folder):
     lines = stderr.getvalue().splitlines()
     expected = [f"rank 0 has waited 1 s in {name} for rank 1: every rank must call it" for name in calls]
     assert lines == (expected if local_rank == 0 else [])
+    if local_rank == 0:
+        check_connections()
+
+
+def check_connections():
+    """The kernel probes all connections of this process, and closes one that is silent for 5 minutes."""
+    fds = [each.fd for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_ESTABLISHED]
+    assert len(fds) >= 3, "to the store, and to rank 1 in two groups"
+    for fd in fds:
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 300_000
 
 
 def test_every_call_of_ours_says_that_it_waits(tmp_path):
@@ -328,5 +347,73 @@ def test_one_rank_says_who_is_missing_or_that_nobody_is(capsys):
     ]
 
 
+# ---- a machine that is lost -----------------------------------------------------------------------------------------
+
+FAST = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 6000}  # instead of minutes
+
+
+def wait_for_a_lost_machine():
+    """Ranks 0 and 2 save; the machine of rank 1 loses its network before it does."""
+    dist.init_process_group()
+    model = make_model()
+    dist.patient_group()
+    with mock.patch.object(dist, "WAIT_SECONDS", 10), mock.patch.object(dist, "KEEPALIVE", FAST):
+        if dist.get_rank() == 1:
+            print("ready", flush=True)
+            time.sleep(600)
+        checkpoint.save("snapshot.pt", model, torch.optim.SGD(model.parameters()))
+
+
+@pytest.fixture
+def machines():
+    """Two network namespaces with a cable between them: their names, and those of the ends of the cable."""
+    if os.getuid() or not shutil.which("ip"):
+        pytest.skip("needs root and iproute2")
+    mark = uuid.uuid4().hex[:6]
+    names = [(f"machine-{mark}-{number}", f"cable{mark}{number}") for number in range(2)]
+    (first, end), (second, other_end) = names
+    try:
+        for machine, _ in names:
+            ip("netns", "add", machine)
+        ip("link", "add", end, "netns", first, "type", "veth", "peer", "name", other_end, "netns", second)
+        for number, (machine, cable) in enumerate(names):
+            ip("-n", machine, "addr", "add", f"10.9.0.{number + 1}/24", "dev", cable)
+            for device in ("lo", cable):
+                ip("-n", machine, "link", "set", device, "up")
+        yield names
+    finally:
+        for machine, _ in names:
+            ip("netns", "delete", machine)
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_a_machine_that_loses_its_network_is_noticed(machines, tmp_path):
+    environment = {"MASTER_ADDR": "10.9.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}
+    jobs = []
+    try:
+        for rank, (machine, cable) in enumerate([machines[0], machines[1], machines[0]]):
+            environment |= {"RANK": str(rank), "GLOO_SOCKET_IFNAME": cable}
+            prefix = ("ip", "netns", "exec", machine)
+            jobs.append(start(__file__, "lost", cwd=tmp_path, env=dict(environment), prefix=prefix))
+        assert jobs[1].stdout.readline() == "ready\n"
+        ip("-n", machines[1][0], "link", "set", machines[1][1], "down")
+        ends = [finish(job, timeout=60) for job in (jobs[0], jobs[2])]
+        assert [status for status, _, _ in ends] == [1, 1]
+        noticed = "Connection timed out|No route to host"
+        assert any(re.search(noticed, stderr) for _, _, stderr in ends), "the other may notice that one has left"
+        assert jobs[1].poll() is None
+    finally:
+        for job in jobs:
+            job.kill()
+            job.communicate(timeout=30)
+
+
 if __name__ == "__main__":
-    dist.launch(call_unequally, *sys.argv[1:], nprocs=2)
+    if sys.argv[1] == "lost":
+        wait_for_a_lost_machine()
+    else:
+        dist.launch(call_unequally, *sys.argv[1:], nprocs=2)
