@@ -942,7 +942,11 @@ def _sparse_gloo_group(timeout):
     gloo otherwise connects every pair at once: of 1,024 ranks each would have 1,023 sockets, as many as the usual limit
     of open files. With this, a barrier, a gather and a broadcast of objects together take about 2·log2(N). No argument
     of new_group says so, in torch 2.11 to 2.15, so the variable is set for its call alone. Delete when there is one.
+    torch.distributed.checkpoint collects a plan of every rank on rank 0, which so gets a socket for each.
     """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY:  # as on macOS, which refuses it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     before = os.environ.get("TORCH_GLOO_LAZY_INIT")
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     try:

@@ -3,6 +3,7 @@
 import importlib
 import math
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -120,7 +121,10 @@ def count_sockets():
 def exchange(local_rank, world_size):
     dist.init_process_group()
     before = count_sockets()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, most))
     group = dist.patient_group()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
     assert dist.gather_objects(local_rank, group) == list(range(world_size))
     for src in range(0, world_size, 5):
         assert dist.broadcast_object(local_rank, src, group) == src
