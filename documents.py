@@ -79,15 +79,15 @@ def read(lines, tokenizer, length, cut=False):
             found.append([])
         if not texts:
             continue  # none of these lines has anything to train on
-        for (number, _, spans), tokens, starts in encode(texts, tokenizer):
+        for (number, _, spans), tokens, characters in encode(texts, tokenizer):
             if spans is None:
                 found[number] += pieces(tokens, tokenizer, length)
                 continue
             n_too_long += len(tokens) > length + 1
             if cut:
                 tokens = tokens[: length + 1]
-                starts = starts[: length + 1]
-            document = tokens_and_targets(tokens, starts, spans)
+                characters = characters[: length + 1]
+            document = tokens_and_targets(tokens, characters, spans)
             if len(tokens) <= length + 1 and has_targets(document):
                 found[number].append(document)
     if n_too_long:
@@ -97,18 +97,19 @@ def read(lines, tokenizer, length, cut=False):
 
 
 def encode(texts, tokenizer):
-    """For each of `texts`: itself, its tokens, and the place of the character with which each token starts."""
+    """For each of `texts`: itself, its tokens, and for each token its first character and the one after its last."""
     # The chat template has written all special tokens.
     encoded = tokenizer([text for _, text, _ in texts], add_special_tokens=False, return_offsets_mapping=True)
     for text, tokens, offsets in zip(texts, encoded.input_ids, encoded.offset_mapping, strict=True):
-        starts = np.array(offsets, dtype=np.int64).reshape(-1, 2)[:, 0]
-        yield text, np.array(tokens, dtype=np.int32), starts
+        yield text, np.array(tokens, dtype=np.int32), np.array(offsets, dtype=np.int64).reshape(-1, 2)
 
 
-def tokens_and_targets(tokens, starts, spans):
+def tokens_and_targets(tokens, characters, spans):
     in_loss = np.zeros(len(tokens), dtype=bool)
+    starts, ends = characters.T
     for first, end in spans:
-        in_loss |= (first <= starts) & (starts < end)
+        # The first token of an answer may begin before it, with the space that ends the prompt.
+        in_loss |= (first < ends) & (starts < end)
     targets = np.where(in_loss, tokens, IGNORED)
     return tokens[:-1], targets[1:]
 
@@ -131,6 +132,18 @@ def has_targets(document):
     return bool((targets != IGNORED).any())
 
 
+def text_around_loss(document, tokenizer, n_tokens=20):
+    """Of the first targets of a document that lie together, the text of up to `n_tokens`, and the text before them."""
+    tokens, targets = document
+    in_loss = targets != IGNORED
+    first = int(in_loss.argmax())
+    end = first
+    while end < min(len(targets), first + n_tokens) and in_loss[end]:
+        end += 1
+    before = tokens[max(0, first + 1 - n_tokens) : first + 1]
+    return tokenizer.decode(before), tokenizer.decode(targets[first:end])
+
+
 # ---- conversations ------------------------------------------------------------------------------------------------
 
 
@@ -138,13 +151,19 @@ def texts_of(place, line, tokenizer):
     """Pairs of a text and the spans of its characters that the assistant says; None for a text without turns."""
     try:
         record = json.loads(line)
+        if not isinstance(record, dict):
+            raise ValueError("it is no JSON object")
         if "messages" in record:
             return conversation(record, tokenizer)
+        if "text" not in record:
+            raise ValueError(f"it has neither, but {', '.join(record) or 'nothing'}")
         if not isinstance(record["text"], str):
             raise TypeError("its text is no string")
         return [(record["text"], None)]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, jinja2.TemplateError) as failure:
-        cause = f"{type(failure).__name__}: {failure}".partition("\n")[0][:200]
+        cause = str(failure).partition("\n")[0][:200]
+        if type(failure) is not ValueError:  # ours say what is wrong
+            cause = f"{type(failure).__name__}: {cause}"
         message = f'{place} is no {{"messages": [...]}} or {{"text": "..."}} that this model can read ({cause})'
         raise dist.DistributedError(message) from None
 
@@ -152,8 +171,9 @@ def texts_of(place, line, tokenizer):
 def conversation(record, tokenizer):
     """Pairs of a text and the spans of its characters that the assistant says.
 
-    A turn is what follows the prompt with which the model is asked for it. So any chat template will do. Some templates
-    show an earlier turn in another way, for example without its thoughts. Then each turn becomes a text of its own.
+    The assistant's turn is the text after the prompt with which the model is asked for it. So any chat template will
+    do, also one without {% generation %}. Some templates show an earlier turn in another way, for example without its
+    thoughts. Then each turn becomes a text of its own.
     """
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: give one by --chat-template, or use texts")
@@ -163,11 +183,14 @@ def conversation(record, tokenizer):
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
+        if number == 0:
+            raise ValueError("its first message is the assistant's, and answers nothing")
         text = render(messages[: number + 1])
         prompt = render(messages[:number], add_generation_prompt=True)
         start = n_common(text, prompt)  # not the whole prompt, if that also opens a thought
         if start < len(render(messages[:number])):
-            raise ValueError("the chat template changes a question once it is answered")
+            line = "the chat template shows the messages before an answer in another way once the answer follows"
+            raise ValueError(f"{line}, so the answer cannot be located")
         spans = []
         if found and text.startswith(found[-1][0]):
             _, spans = found.pop()  # this text contains the one before

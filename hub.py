@@ -116,7 +116,7 @@ def _difference(model, whole):
 
 @torch.no_grad()
 def check_packing(model, length):
-    """Raise DistributedError if a document has other logits in a row behind another one than alone.
+    """Raise DistributedError if a document's logits change when another document stands before it in the row.
 
     Models that know nothing of restarting positions, such as recurrent ones, would mix documents without an error.
     """
@@ -256,7 +256,7 @@ def save_model(model, tokenizer, config, folder):
         frame.save_pretrained(temporary, state_dict=weights, max_shard_size="5GB")
         tokenizer.save_pretrained(temporary)
 
-    write_folder(folder, write, "model*.safetensors*", last="config.json")
+    write_folder(folder, write, adapters=False)
 
 
 def change_by_lora(linear):
@@ -291,17 +291,33 @@ def save_adapters(model, tokenizer, folder, base):
         Path(temporary, "adapter_config.json").write_text(json.dumps(adapter_config, indent=2) + "\n")
         tokenizer.save_pretrained(temporary)
 
-    write_folder(folder, write, "adapter_model*.safetensors*", last="adapter_config.json")
+    write_folder(folder, write, adapters=True)
 
 
-def write_folder(folder, write, weights, last):
+def mixture_problem(folder, adapters):
+    """An error message if `folder` has a result of the other kind, which would be loaded together with this one."""
+    if adapters and Path(folder, "config.json").exists():
+        return f"{folder} holds a whole model: choose another folder for the adapters"
+    if not adapters and Path(folder, "adapter_config.json").exists():
+        return f"{folder} holds adapters, which would be added to the model: choose another folder"
+    return None
+
+
+def write_folder(folder, write, adapters):
     """On rank 0, call `write(path)` with a new folder, and move the files that it has written there to `folder`.
 
     The file named `last` is removed first and moved last. Nothing loads the folder without it, so a kill at any moment
-    leaves a complete result or none. `weights` is the pattern of the files that an older result may have left.
+    leaves a complete result or none. The weights of an older result are removed.
     """
+    weights = "model*.safetensors*"
+    last = "config.json"
+    if adapters:
+        weights = "adapter_model*.safetensors*"
+        last = "adapter_config.json"
     error = None
     if dist.is_primary():
+        error = mixture_problem(folder, adapters)
+    if dist.is_primary() and not error:
         temporary = Path(folder, ".incomplete")
         try:
             shutil.rmtree(temporary, ignore_errors=True)

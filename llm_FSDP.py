@@ -1,28 +1,36 @@
 """The file to start from for language models: fine-tune or pretrain any causal LM of Hugging Face, sharded by FSDP.
 
 Four places say CHANGE HERE: the loss, the model, the optimizer, the data. Each step takes one global batch of rows. A
-row holds several documents, and a document does not see the others. Each of N ranks computes every N-th row. It holds
-1/N of each layer: of the parameters, the gradients and Adam's state. A step is, on every rank at the same time:
+row holds several documents, and a document does not see the others. Each of N ranks computes every N-th row, and each
+row is a micro-batch: one forward and one backward. A rank holds 1/N of each layer: of the parameters, the gradients and
+Adam's state. A step is, on every rank at the same time:
 
-    forward of each row       layer by layer: gather the layer --- compute --- free what other ranks hold
+    forward of each row       layer by layer: gather the layer --- compute --- free the gathered copy, keep 1/N
     backward of each row      the last layer first: gather --- compute --- sum the gradients of all ranks, keep 1/N
     after the last row        clip by the norm of all gradients --- AdamW on the shards of this rank
 
     loss = (sum of the losses of all targets of all ranks and rows) / (number of all these targets)
 
-So the number of processes changes the speed and not the result, except for rounding and dropout. min_FSDP.py explains
-FSDP. No process ever holds the whole model on its device: it is built without memory, sharded, and filled by rank 0,
-which alone reads files. With --lora the model is frozen, and small matrices beside its linear layers are trained. The
-result is a folder that `from_pretrained` of transformers, or of PEFT, loads. Checkpoints resume on any number of
-processes.
+A target is a token that is in the loss: a label other than -100. So the number of processes changes the speed and not
+the result, except for rounding and dropout. min_FSDP.py explains FSDP. No process ever holds the whole model on its
+device: it is built on the meta device, which has shapes without memory, then sharded, then filled by rank 0, which
+alone reads files. With --lora the model is frozen, and small matrices beside its linear layers are trained. The result
+is a folder that `from_pretrained` of transformers, or of PEFT, loads. Checkpoints resume on any number of processes.
+
+In the words of TRL, --length is max_length, --global-batch-size is per_device_train_batch_size ·
+gradient_accumulation_steps · N, and packing and assistant_only_loss are on. Not offered: a base in 4 bits, code from
+the Hub, tokenizers that are not fast, the router's loss of a mixture of experts. --lora adapts linear layers, but not
+experts that are stored as one 3-D tensor, which PEFT adapts too.
 
 Choose mnist_DDP.py for images, and min_FSDP.py or min_Packing.py to learn one of the ideas.
 
 Cost per process for P parameters on N processes: 16·P/N bytes between two steps (float32 parameters 4, gradients 4,
 Adam 8), with --lora 2·P/N (bfloat16). Rank 0 also needs the CPU's memory for one model, 2·P bytes in bfloat16, while it
 writes the result. With bfloat16 each row sends up to (N-1)/N · 8·P bytes: it gathers the parameters twice, 2·P each,
-and reduces float32 gradients, 4·P; with --lora (N-1)/N · 4·P. With --gather-once a step sends (N-1)/N · 6·P bytes, for
-any number of rows, and holds 6·P more: the gathered model and its whole gradients. It is faster for a small model.
+and reduces float32 gradients, 4·P; with --lora (N-1)/N · 4·P. The activations of one row and the logits of its targets
+come on top: they are what runs out of memory, and --recompute keeps only each layer's input. With --gather-once a step
+sends (N-1)/N · 6·P bytes, for any number of rows, and holds 6·P more: the gathered model and its whole gradients. It is
+faster for a small model.
 
     python llm_FSDP.py --nproc 2                                               # no network: a small Llama, from scratch
     python llm_FSDP.py --model Qwen/Qwen3-8B --data chats.jsonl --lora 16      # all GPUs of this machine
@@ -30,10 +38,11 @@ any number of rows, and holds 6·P more: the gathered model and its whole gradie
     torchrun --nnodes 2 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint HOST:29400 llm_FSDP.py \
         --model Qwen/Qwen3-0.6B --from-scratch --data books/*.jsonl            # two machines
 
-The data are .jsonl files: {"messages": [...]}, of which only what the assistant says is in the loss, or {"text": ...}.
-It prints `step 20/369 | loss 6.2687 | norm 1.41 | lr 4.0e-03 | 3,422 targets/s | 6,854 tokens/s | 663 MB`. Neither
-speed counts padding. On a known GPU the line ends with the model FLOPs utilization (MFU). Every --eval-every steps it
-prints `step 100/369 | held-out 4.2481`, the mean loss of the documents that are not trained on.
+The data are .jsonl files, up to 1 GB together, as `Dataset.to_json` of Hugging Face writes them: {"messages": [...]},
+of which only what the assistant says is in the loss, or {"text": ...}. It prints `step 20/369 | loss 6.2687 | norm 1.41
+| lr 4.0e-03 | 3,422 targets/s | 6,854 tokens/s | 663 MB`. Neither speed counts padding. On a known GPU the line ends
+with the model FLOPs utilization (MFU). Every --eval-every steps it prints `step 100/369 | held-out 4.2481`, the mean
+loss of the documents that are not trained on.
 """
 
 import contextlib
@@ -70,12 +79,9 @@ def backward(model, own_rows, gather_once=False):
     n_targets = torch.full((), sum(len(row.targets) for row in own_rows), device=dist.get_device())
     n_targets = dist.all_reduce(n_targets)  # of all ranks and rows
     share = 0
-    for row in own_rows:
-        if gather_once:  # until the backward of the last row, layers stay gathered and gradients stay whole
-            is_last = row is own_rows[-1]
-            model.set_reshard_after_forward(False)
-            model.set_reshard_after_backward(is_last)
-            model.set_requires_gradient_sync(is_last)
+    for row in own_rows:  # a micro-batch
+        if gather_once:
+            reduce_only_after(model, row is own_rows[-1])
         loss = sum_of_losses(model, row) / n_targets
         # FSDP averages over the ranks: multiply by their number to sum. The gradients of the rows add up on the shards.
         (loss * dist.get_world_size()).backward()
@@ -84,6 +90,7 @@ def backward(model, own_rows, gather_once=False):
 
 
 def sum_of_losses(model, row):
+    # In a conversation, the targets are what the assistant says: documents.texts_of finds it.
     # Positions that start at 0 again keep documents apart, but only without a cache and without an attention mask.
     # transformers looks for them at the start of each forward, and waits for the device there.
     # Logits are computed for the targets of one row at a time: a large vocabulary makes them large.
@@ -91,6 +98,13 @@ def sum_of_losses(model, row):
     logits = output.logits[0].to(torch.get_default_dtype())  # bfloat16 has too few digits for a sum of losses
     # CHANGE HERE, 1 of 4: the loss. A sum over targets, not a mean, since rows have unequal numbers of them.
     return F.cross_entropy(logits, row.targets, reduction="sum")
+
+
+def reduce_only_after(model, is_last):
+    """Until the backward of the last row, layers stay gathered and gradients stay whole."""
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(is_last)
+    model.set_requires_gradient_sync(is_last)
 
 
 # ---- model and optimizer ------------------------------------------------------------------------------------------
@@ -148,11 +162,15 @@ def make_optimizer(model, steps, args):
     # CHANGE HERE, 3 of 4: the optimizer. It is built after sharding, because it steps the shards.
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
 
+    warmup = args.warmup
+    if warmup is None:
+        warmup = min(10, steps // 10)
+
     def factor(step):
         """The learning rate of `step`, as a fraction of --lr: it rises to 1, then falls to 0.1 along a cosine."""
-        if step < args.warmup:
-            return (step + 1) / (args.warmup + 1)
-        progress = (step - args.warmup) / max(1, steps - args.warmup)
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        progress = (step - warmup) / max(1, steps - warmup)
         return 0.55 + 0.45 * math.cos(math.pi * progress)
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
@@ -163,11 +181,12 @@ def make_optimizer(model, steps, args):
 
 def load_documents(tokenizer, length, args):
     """Documents to train on, and documents held out: lists of pairs of arrays, tokens and targets. Rank 0 calls it."""
-    # CHANGE HERE, 4 of 4: the data. See documents.py for the pairs.
+    # CHANGE HERE, 4 of 4: the data. See documents.py for the pairs, and its `texts_of` for what is in the loss.
     if not args.data:
         lines = documents.read(documents.lines_of_library(), tokenizer, length)
     else:
         lines = documents.read(documents.lines_of(args.data), tokenizer, length, args.cut)
+    lines = [found for found in lines if found]  # without those that are too long
     if args.eval_data:
         held_out = documents.read(documents.lines_of(args.eval_data), tokenizer, length, args.cut)
     else:
@@ -191,6 +210,8 @@ def make_rows(tokenizer, length, args):
         f"{len(held_out):,} documents are held out",
         flush=True,
     )
+    before, in_loss = documents.text_around_loss(training[0], tokenizer)
+    print(f"in the loss, for example: {in_loss!r} after {before!r}", flush=True)
     return rows, held_out_rows
 
 
@@ -217,6 +238,7 @@ class Trainer:
         self.preemption = None
         if args.checkpoint_dir:
             self.preemption = checkpoint.Preemption()
+            self.checksum = checksum_of_frozen(model)  # a checkpoint does not hold frozen weights
         self.speed = Speed(model, args)
 
     def train(self):
@@ -303,6 +325,10 @@ class Trainer:
         args = self.args
         data = {"rows": len(self.rows), "--length": args.length, "--seed": args.seed}
         data["--global-batch-size"] = args.global_batch_size
+        data["--lr"] = args.lr
+        data["--lora"] = args.lora
+        data["--lora-alpha"] = args.lora_alpha
+        data["a --model of the checksum"] = self.checksum
         return CheckpointParts(self.scheduler, self.tracker, data)
 
 
@@ -315,7 +341,8 @@ class CheckpointParts:
         self.data = data
 
     def state_dict(self):
-        return {"scheduler": self.scheduler.state_dict(), "tracker": self.tracker.state_dict(), "data": self.data}
+        data = dict(self.data)  # a copy, because dcp writes what it loads into this dict
+        return {"scheduler": self.scheduler.state_dict(), "tracker": self.tracker.state_dict(), "data": data}
 
     def load_state_dict(self, state):
         for name, value in self.data.items():
@@ -325,6 +352,17 @@ class CheckpointParts:
                 raise dist.DistributedError(line, on_all_ranks=True)
         self.scheduler.load_state_dict(state["scheduler"])
         self.tracker.load_state_dict(state["tracker"])
+
+
+def checksum_of_frozen(model):
+    """The sum of the bits of all frozen weights, as whole numbers. It does not depend on the number of ranks."""
+    whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    total = torch.zeros((), dtype=torch.int64, device=dist.get_device())
+    for param in model.parameters():
+        if not param.requires_grad:
+            shard = param.detach().to_local()
+            total += shard.view(whole_numbers[shard.element_size()]).sum(dtype=torch.int64)
+    return dist.all_reduce(total).item()
 
 
 def seed_of(*numbers):
@@ -413,20 +451,21 @@ def parse_args(argv=None):
         metavar="RANK",
         help="freeze the model and train adapters of this rank (default: train the model)",
     )
-    add("--lora-alpha", type=options.positive_number, help="scale of the adapters (default: twice their rank)")
+    add("--lora-alpha", type=options.positive_number, help="scale adapters by this / RANK (default: twice RANK)")
     add("--merge", action="store_true", help="with --lora: also write the merged model, to OUTPUT_DIR/merged")
     length = options.whole_number(2)
     add("--length", type=length, help="tokens per row (default: 256 without --model, else 2048, or the model's limit)")
-    add("--pad", action="store_true", help="put one document into each row and fill it with padding")
+    add("--pad", action="store_true", help="do not pack: one document in each row, filled with padding")
     add("--cut", action="store_true", help="cut conversations that are too long, instead of leaving them out")
     add("--global-batch-size", type=count, default=8, help="rows per step, over all processes")
     add("--epochs", type=options.positive_number, default=3.0, help="passes over the training data")
     lr_help = "largest learning rate (default: 2e-5; 2e-4 with --lora, 3e-4 from scratch, 4e-3 without --model)"
     add("--lr", type=options.positive_number, help=lr_help)
-    add("--warmup", type=options.whole_number(0), default=10, help="steps in which the learning rate rises to --lr")
+    warmup_help = "steps in which the learning rate rises to --lr (default: 10, at most a tenth of all steps)"
+    add("--warmup", type=options.whole_number(0), help=warmup_help, metavar="N")
     add("--weight-decay", type=options.number(0), default=0.0, help="weight decay of the matrices")
     add("--clip", type=options.positive_number, default=1.0, help="clip the global gradient norm to this value")
-    precision_help = "mixed computes in bfloat16, and keeps float32 (default: mixed on GPUs, else float32)"
+    precision_help = "mixed: compute in bfloat16, trained weights in float32 (default: mixed on GPUs, else float32)"
     add("--precision", type=options.one_of("mixed", "float32"), help=precision_help)
     attention = options.one_of("sdpa", "eager", "flex_attention", "flash_attention_2")
     add("--attention", type=attention, default="sdpa", help="sdpa, eager, flex_attention or flash_attention_2")
@@ -445,6 +484,9 @@ def parse_args(argv=None):
     check_together(parser, args)
     set_defaults(args)
     checkpoint.check_writable("--output-dir", args.output_dir)
+    problem = hub.mixture_problem(args.output_dir, adapters=bool(args.lora))
+    if problem:
+        parser.error(f"argument --output-dir: {problem}")
     if args.checkpoint_dir:
         checkpoint.check_writable("--checkpoint-dir", args.checkpoint_dir)
     return args
@@ -517,6 +559,8 @@ def load_tokenizer_and_config(args):
         tokenizer = documents.library_tokenizer()
         return tokenizer, small_llama(tokenizer, args.length)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    if not tokenizer.is_fast:
+        raise ValueError("its tokenizer is not a fast one, which knows at which character a token starts")
     config = transformers.AutoConfig.from_pretrained(args.model)
     if args.chat_template:
         tokenizer.chat_template = read_template(args.chat_template)
@@ -556,7 +600,9 @@ def prepare(args):
     if dist.is_primary():
         try:
             tokenizer, config = load_tokenizer_and_config(args)
+            rows, held_out = make_rows(tokenizer, args.length, args)
             whole = load_whole_model(config, args)
+            warn_if_answers_do_not_end(whole.generation_config, rows, tokenizer)
         except (ImportError, OSError, ValueError, SafetensorError) as failure:
             cause = str(failure).strip().partition("\n")[0]
             error = f"--model {args.model}: {cause}"
@@ -564,14 +610,20 @@ def prepare(args):
             error = str(failure)
     group = dist.patient_group()  # a download may take longer than NCCL waits
     dist.raise_on_all(error, group)
-    if dist.is_primary():
-        try:
-            rows, held_out = make_rows(tokenizer, args.length, args)
-        except dist.DistributedError as failure:
-            error = str(failure)
-    dist.raise_on_all(error, group)
     config, args.length = dist.broadcast_object((config, args.length), group=group)
     return tokenizer, whole, config, documents.broadcast_rows(rows), documents.broadcast_rows(held_out)
+
+
+def warn_if_answers_do_not_end(generation_config, rows, tokenizer):
+    """Print a line if no token that ends generation is in the loss: then `generate` runs on."""
+    ends = generation_config.eos_token_id  # a number, a list or None
+    if ends is None:
+        print("generation_config names no token that ends generation: `generate` runs on after an answer", flush=True)
+        return
+    targets = rows[:, documents.TARGETS]
+    if not torch.isin(targets, torch.tensor(ends)).any():
+        line = "which is in no answer of the data: `generate` runs on after an answer"
+        print(f"generation_config ends generation at {tokenizer.decode(ends)!r}, {line}", flush=True)
 
 
 def init_process_group():
@@ -584,6 +636,9 @@ def init_process_group():
 
 def main_worker(local_rank, world_size, args):
     init_process_group()
+    if args.global_batch_size < world_size:
+        line = f"--global-batch-size {args.global_batch_size} is less than {world_size}, the number of processes"
+        raise dist.DistributedError(line, on_all_ranks=True)
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -603,13 +658,13 @@ def main_worker(local_rank, world_size, args):
     _, finished = trainer.train()
     if not finished:
         trainer.preemption.leave()
+    write_results(model, tokenizer, config, args)
     prompt = args.prompt
     if not prompt and not args.model:
         prompt = 'def is_empty(self):\n    """Return True if the queue is empty."""\n'
     if prompt:
         text = hub.answer(model, tokenizer, prompt)
         dist.print_primary(f"{prompt}--->\n{text}", flush=True)
-    write_results(model, tokenizer, config, args)
 
 
 def write_results(model, tokenizer, config, args):

@@ -7,8 +7,9 @@ import language
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import exit_message
-from tokenizers import processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import documents
 
@@ -87,6 +88,27 @@ def test_a_prompt_that_opens_a_thought():
     assert said(tokenizer, document) == ["Hello!\n<|end|>", "4.<|end|>"]
 
 
+def test_a_token_that_begins_with_the_end_of_the_prompt():
+    """The space that ends the prompt and the first word of the answer are one token."""
+    tokenizer = Tokenizer(models.WordLevel({"USER:": 0, " a": 1, " ASSISTANT:": 2, " self": 3, " is": 4, "<|end|>": 5}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_next")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    tokenizer.chat_template = """{% for m in messages %}{{ m.role.upper() }}: {{ m.content }}\
+{% if m.role == 'assistant' %}<|end|>{% else %} {% endif %}{% endfor %}\
+{% if add_generation_prompt %}ASSISTANT: {% endif %}"""
+    record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "self is"}]}
+    ((document,),) = read(tokenizer, record)
+    assert document[1].tolist() == [documents.IGNORED, documents.IGNORED, 3, 4, 5]
+
+
+def test_the_text_around_the_loss(tokenizer):
+    ((document,),) = read(tokenizer, CHAT)
+    before, in_loss = documents.text_around_loss(document, tokenizer, n_tokens=4)
+    assert (before, in_loss) == ("i.<|end|><|assistant|>", "Hell")
+    ((document,),) = read(tokenizer, {"text": "abc"})
+    assert documents.text_around_loss(document, tokenizer) == ("a", "bc<|end|>")
+
+
 def test_a_text_is_cut_and_each_of_its_tokens_is_a_target_once(tokenizer):
     text = "abcdefghij"
     for length in (2, 3, 10, 11, 50):
@@ -158,13 +180,15 @@ def test_documents_share_rows_and_none_is_lost(tokenizer):
 
 BAD = [
     ("{", "JSONDecodeError"),
-    ("[]", "AttributeError|TypeError"),
-    ('"text"', "TypeError"),
-    ("{}", "KeyError: 'text'"),
+    ("[]", "it is no JSON object"),
+    ('"text"', "it is no JSON object"),
+    ("{}", "it has neither, but nothing"),
+    ('{"prompt": "x", "completion": "y"}', "it has neither, but prompt, completion"),
     ('{"text": 3}', "its text is no string"),
     ('{"messages": "x"}', "TypeError"),
     ('{"messages": [{"role": "user"}]}', "the assistant says nothing in it"),
     ('{"messages": [{"content": "x"}]}', "KeyError: 'role'"),
+    ('{"messages": [{"role": "assistant", "content": "x"}]}', "its first message is the assistant's"),
     (b'{"text": "\xff"}', "UnicodeDecodeError"),
 ]
 
@@ -185,7 +209,7 @@ def test_a_bad_line_is_named(line, cause, tokenizer, tmp_path):
     [
         (None, "the tokenizer has no chat template: give one by --chat-template, or use texts"),
         (REFUSES, "System role not supported"),
-        (CHANGES_THE_QUESTION, "the chat template changes a question once it is answered"),
+        (CHANGES_THE_QUESTION, "the chat template shows the messages before an answer in another way once the answer"),
         ("{{ messages[0].content", "TemplateSyntaxError"),
     ],
 )

@@ -1,6 +1,7 @@
 """llm_FSDP.py: equal to a plain loop over transformers in one process, exact on resume, and its results load."""
 
 import contextlib
+import copy
 import functools
 import io
 import itertools
@@ -11,6 +12,7 @@ import re
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import language
@@ -205,7 +207,7 @@ def work(local_rank, world_size, folder):
             resumed = {"checkpoint_dir": str(folder / f"{name} resumed {world_size}")}
             if world_size == 2:
                 with mock.patch("checkpoint.Preemption.agreed", mock.Mock(side_effect=[False, False, True])):
-                    results[f"{name} stopped"] = train(folder, name, "stopped", **stopped)
+                    results[f"{name} stopped"] = train(folder, name, f"{name} stopped output", **stopped)
                 if local_rank == 0:
                     for number in ON:
                         shutil.copytree(stopped["checkpoint_dir"], folder / f"{name} resumed {number}")
@@ -645,7 +647,8 @@ def test_a_folder_that_is_not_complete(spoil, cause, folder, tmp_path, group):
 def test_what_does_not_fit(folder, tmp_path, group):
     args = arguments(folder, "llama", length=257)
     assert exit_message(llm_FSDP.prepare, args).endswith("llama: --length 257 is more than its 256 positions")
-    args = arguments(folder, "llama", length=4)
+    conversations = [record for record in language.records() if "messages" in record]
+    args = arguments(folder, "llama", length=4, data=[language.write_jsonl(tmp_path / "chats.jsonl", conversations)])
     line = "--data: too few documents fit into --length 4 to train and to hold out"
     assert exit_message(llm_FSDP.prepare, args) == line
     args = arguments(folder, "llama", data=[tmp_path / "none.jsonl"])
@@ -672,6 +675,80 @@ def test_a_checkpoint_of_other_data_is_refused():
     other = llm_FSDP.CheckpointParts(scheduler, tracker, {"rows": 9, "--length": 32})
     line = "--checkpoint-dir was saved with --length 64, not 32: use the same, or another folder"
     assert exit_message(other.load_state_dict, saved) == line
+
+
+def test_a_checkpoint_of_other_options_or_frozen_weights_is_refused(folder, group, tmp_path):
+    def trainer(**changes):
+        options = {"lora": 2, "lora_alpha": 4.0, "checkpoint_dir": str(tmp_path), **changes}
+        args = arguments(folder, "llama", **options)
+        _, whole, config, rows, held_out = llm_FSDP.prepare(args)
+        with torch.no_grad():
+            whole.get_input_embeddings().weight[0, 0] += changes.get("another", 0)
+        args.epochs = 1
+        return llm_FSDP.Trainer(llm_FSDP.make_model(whole, config, args), rows, held_out, args)
+
+    trainer().save(1)
+    assert trainer().resume() == 1
+    for changes, line in (
+        ({"length": 32}, "rows 34, not "),
+        ({"seed": 1}, "--seed 0, not 1"),
+        ({"lr": 0.5}, "--lr 2e-05, not 0.5"),
+        ({"lora_alpha": 8.0}, "--lora-alpha 4.0, not 8.0"),
+        ({"another": 1.0}, "a --model of the checksum "),
+    ):
+        message = exit_message(trainer(**changes).resume)
+        assert message.startswith(f"--checkpoint-dir was saved with {line}"), message
+
+
+def test_a_result_of_the_other_kind_is_not_mixed_with_this_one(folder, group, tmp_path, main_of, capsys):
+    """transformers would load adapters that lie beside a model into it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
+    config = transformers.AutoConfig.from_pretrained(folder / "llama")
+    config.dtype = torch.float32
+    tokenizer = language.byte_tokenizer()
+    adapted = copy.deepcopy(model)
+    hub.add_lora(adapted, 2, 4)
+    options = ("--model", str(folder / "llama"), "--data", str(folder / "data.jsonl"), "--output-dir")
+    whole, adapters = tmp_path / "whole", tmp_path / "adapters"
+    hub.save_model(model, tokenizer, config, whole)
+    hub.save_adapters(adapted, tokenizer, adapters, "base")
+    line = f"{whole} holds a whole model: choose another folder for the adapters"
+    assert exit_message(hub.save_adapters, adapted, tokenizer, whole, "base") == line
+    usage = "llm_FSDP.py: error: argument --output-dir"
+    capsys.readouterr()
+    assert main_of("llm_FSDP.py", *options, str(whole), "--lora", "2") == (2, f"{usage}: {line}\n")
+    line = f"{adapters} holds adapters, which would be added to the model: choose another folder"
+    assert exit_message(hub.save_model, model, tokenizer, config, adapters) == line
+    assert main_of("llm_FSDP.py", *options, str(adapters)) == (2, f"{usage}: {line}\n")
+
+
+def test_what_a_user_should_know_is_printed_before_training(folder, group, tmp_path, capsys):
+    llm_FSDP.prepare(arguments(folder, "llama"))
+    example = capsys.readouterr().out.splitlines()[-1]
+    match = re.fullmatch(r"in the loss, for example: '(.*)' after '(.*)'", example)
+    assert match[1].endswith("<|end|>") and match[2].endswith("<|end|><|assistant|>")
+    for ends, line in (
+        (None, "generation_config names no token that ends generation: `generate` runs on after an answer"),
+        (257, "generation_config ends generation at '<|user|>', which is in no answer of the data: `generate` runs on"),
+        ([258, 257], "generation_config ends generation at '<|assistant|><|user|>', which is in no answer"),
+    ):
+        spoiled = copy_of(folder, tmp_path / str(ends))
+        (spoiled / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        llm_FSDP.prepare(arguments(spoiled.parent, "llama"))
+        assert capsys.readouterr().out.splitlines()[-1].startswith(line)
+
+
+def test_few_steps_warm_up_over_a_tenth_of_them():
+    model = torch.nn.Linear(2, 2)
+    for steps, warmup in ((3, 0), (50, 5), (1000, 10)):
+        args = SimpleNamespace(lr=1.0, weight_decay=0.0, warmup=None)
+        optimizer, scheduler = llm_FSDP.make_optimizer(model, steps, args)
+        rates = []
+        for _ in range(steps):
+            rates.append(scheduler.get_last_lr()[0])
+            optimizer.step()
+            scheduler.step()
+        assert rates.index(max(rates)) == warmup and max(rates) == pytest.approx(1)
 
 
 def test_documents_that_would_see_each_other_are_refused(folder, group):
