@@ -1,17 +1,17 @@
 """The file to start from: a complete experiment with DDP, to copy for a data set and a model of your own.
 
 It classifies images. Four places say CHANGE HERE: the data, the model, the loss, the optimizer. For another task also
-change `evaluate`, which counts correct predictions, and `log_predictions`, which tracking calls. Keep the rest. All
+change `evaluate`, which counts correct predictions, and `log_predictions`, which tracks them. Keep the rest. All
 processes train and evaluate, gradients are accumulated, the run resumes from its last snapshot, and it is tracked. The
 number of processes changes the speed and not the result, except for rounding, dropout, BatchNorm and random
-augmentation. Each step takes one global batch B of a shuffled order. Each process takes its share of B, and splits it
-into K micro-batches:
+augmentation. Each step takes one global batch of B samples of a shuffled order. Each process takes its share, and
+splits it into K micro-batches, where K is --grad-accumulation:
 
     2 processes, --grad-accumulation 2
 
     rank 0   forward backward   forward backward --+-- all-reduce --- clip --- optimizer --- next step
     rank 1   forward backward   forward backward --+
-             (no_sync)          gradient of the mean over B, on every rank:  g = 1/B * sum of the gradients of B
+             (no_sync)          on every rank the gradient is  g = 1/B * sum of the gradients of all B samples
 
 Choose min_DDP.py to learn DDP, flyte_workflow.py to run this experiment as the task of an orchestrator, and
 multinode_torchrun.py for machines that come and go.
@@ -157,6 +157,7 @@ class Trainer:
         return loss_sum
 
     def train_epoch(self, epoch, first_step):
+        """Returns whether a SIGTERM came after the last step. After another step it saves and leaves."""
         self.model.train()
         n = len(self.train_set)
         loader = DataLoader(
@@ -187,23 +188,28 @@ class Trainer:
                 self.tracker.log(self.samples(epoch, step), loss=loss, lr=lr, epoch=epoch + 1)
             if saves:
                 self.save_snapshot(epoch, step)
-            # After the last step of an epoch it evaluates and saves first, and leaves one step later.
             if preempted and saves:
-                self.tracker.close()
-                self.preemption.leave()
+                self.leave()
+        return preempted
 
     def train(self):
         """Returns the accuracy after each epoch."""
         epoch, step = self.resume()
         self.tracker.start(self.net, self.hp, self.samples(epoch, step))
         while epoch < self.hp.epochs:
-            self.train_epoch(epoch, step)
+            preempted = self.train_epoch(epoch, step)
             dist.check_in_sync(self.net)  # stops if the weights of two processes differ
             self.test_epoch(epoch)
             epoch += 1
             step = 0
             self.save_snapshot(epoch, step)
+            if preempted and epoch < self.hp.epochs:
+                self.leave()
         return self.tracker.accuracies
+
+    def leave(self):
+        self.tracker.close()
+        self.preemption.leave()
 
     def test_epoch(self, epoch):
         test_loss, hits, n = self.evaluate()
@@ -226,6 +232,7 @@ class Trainer:
             sampler=dist.data_sampler(self.test_set, True, shuffle=False, pad=False),
             collate_fn=mnist.collate,
             num_workers=self.hp.num_workers,
+            worker_init_fn=checkpoint.ignore_sigterm,
             pin_memory=self.device.type == "cuda",
         )
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -6,9 +6,11 @@ import errno
 import io
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
+import signal
 import struct
 import sys
 from importlib.machinery import ModuleSpec
@@ -589,6 +591,35 @@ def test_it_saves_after_every_so_many_steps_and_after_each_epoch(save_every, exp
     seen = [int(n) for _, n, *_ in TRAIN_LINE.findall(capsys.readouterr().out)]
     steps = [step or 13 for _, step in expected]
     assert seen == [22 * step for step in steps], "a line before each snapshot, or a resumed run prints another mean"
+
+
+@pytest.mark.parametrize(("at", "expected"), [(2, (2, 0)), (3, None)])
+def test_after_sigterm_in_the_last_step_of_an_epoch_it_leaves_unless_all_is_done(at, expected, tmp_path):
+    """Each of the three epochs has one step, after which the epoch is evaluated and saved."""
+    preempted = mock.patch.object(checkpoint.Preemption, "agreed", mock.Mock(side_effect=[at == 1, at == 2, at == 3]))
+    path = tmp_path / "snapshot.pt"
+    with preempted, pytest.raises(SystemExit, match="143") if expected else contextlib.nullcontext():
+        train_worker(0, 1, hyperparameters("sgd", global_batch_size=SIZES[0]), tmp_path, SIZES, Net, path)
+    saved = torch.load(path, weights_only=True)
+    assert (saved["epoch"], saved["step"]) == (expected or (3, 0))
+    assert (tmp_path / "mnist_cnn.pt").exists() == (expected is None)
+
+
+def test_sigterm_to_the_processes_that_load_does_not_end_an_evaluation(tmp_path, monkeypatch):
+    """A scheduler sends it to all processes of a job."""
+    forward, terminated = mnist_DDP.forward, []
+
+    def terminate(model, *args):
+        if not model.training:
+            for loading in multiprocessing.active_children():
+                terminated.append(loading.pid)
+                os.kill(loading.pid, signal.SIGTERM)
+        return forward(model, *args)
+
+    monkeypatch.setattr(mnist_DDP, "forward", terminate)
+    hp = hyperparameters("sgd", num_workers=1, epochs=1)
+    train_worker(0, 1, hp, tmp_path, SIZES, Net)
+    assert terminated and (tmp_path / "mnist_cnn.pt").exists()
 
 
 # ---- the rest -------------------------------------------------------------------------------------------------------
