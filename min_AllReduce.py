@@ -16,8 +16,8 @@ chunk contains, and > marks the chunk that is sent in the next hop:
     2. all-gather, N-1 hops. Each process has one complete chunk, in brackets. These chunks are passed on around the
        ring until every process has all of them.
 
-In each phase a process sends N-1 of its N chunks. So it sends 2·(N-1)/N of the size of the gradients, which is less
-than twice that size however many processes there are.
+In each phase a process sends N-1 of its N chunks. So in both it sends 2·(N-1)/N times the bytes of the gradients. That
+is less than twice as many, for any N.
 
 Backward computes the gradients of the last layers first. So the parameters are put into buckets in reverse order. The
 ring reduces a bucket as soon as its last gradient is there, while backward computes the gradients of earlier layers:
@@ -33,18 +33,20 @@ size of DDP's buckets is 25 MB. Here it is 0.5 MB, because all gradients of this
 
 Read this script to learn what DDP does. To train, choose min_DDP.py: DDP needs no wait() in the loop, and it also keeps
 buffers equal, such as BatchNorm's. `--library` trains with PyTorch's DDP, to compare. `--compress bf16` sends gradients
-as bfloat16. With `--library`, `--compress powersgd` sends them as low-rank matrices (arXiv:1905.13727).
+as bfloat16, and rounds a chunk in each of N-1 hops, so the error grows with N. With `--library`, `--compress powersgd`
+sends them as low-rank matrices (arXiv:1905.13727).
 
 Cost per process, for P float32 parameters on N processes: 16·P bytes (parameters 4, buckets of gradients 4, AdamW 8),
-and during backward the gradients of a bucket that is not complete yet. Each step sends 2·(N-1)/N · 4·P bytes, and half
-as many with `--compress bf16`.
+and during backward the gradients of a bucket that is not complete yet. With `--accumulate` these are all gradients,
+4·P bytes more. Each step sends 2·(N-1)/N · 4·P bytes, and half as many with `--compress bf16`.
 
     python min_AllReduce.py --nproc 2                                  # two processes; without --nproc, all GPUs
     python min_AllReduce.py --nproc 2 --bucket-mb 0                    # each parameter is a bucket of its own
     python min_AllReduce.py --nproc 2 --library --compress powersgd    # PyTorch's DDP with compressed gradients
 
-The last line of the first is `sent per step: 1,914,880 bytes, 1.000 of the gradients | buckets: 4 | communication: 24.8
-ms, 51 % of it in backward`. If a process waits in a hop for a slower one, this counts as communication.
+The last line of the first command is `sent per step: 1,914,880 bytes, 1.000 of the gradients | buckets: 4 |
+communication: 24.8 ms, 51 % of it in backward`. If a process waits in a hop for a slower one, this counts as
+communication.
 """
 
 import collections
@@ -130,8 +132,8 @@ class RingDDP(nn.Module):
     """`module`, whose gradients are averaged over all processes during backward. Call `wait` before the step.
 
     A bucket is full when it has `bucket_bytes`. Gradients are sent as `dtype`, by default as they are. With
-    `find_unused` a parameter may have no gradient: on some processes, which then count as zero, or on all, which then
-    leave it without one. Otherwise `wait` raises DistributedError for it.
+    `find_unused` a parameter may be unused. If some processes have used it, the others count as zeros. If none has, it
+    keeps no gradient. Without `find_unused`, `wait` raises DistributedError for it; then the job ends on all processes.
     """
 
     def __init__(self, module, bucket_bytes, dtype=None, find_unused=False):
@@ -210,7 +212,7 @@ class RingDDP(nn.Module):
             self.share_unused(without_gradient)
 
     def share_unused(self, without_gradient):
-        """A parameter used on another process takes the average here too. One that nobody used keeps no gradient."""
+        """If another process has used a parameter, it takes the average here too. If none has, it keeps no gradient."""
         used_here = [param not in without_gradient for param in self.names]
         used = dist.all_reduce(torch.tensor(used_here, dtype=torch.int, device=dist.get_device()), "max")
         if without_gradient:  # only then must the host wait for the answer
@@ -313,7 +315,7 @@ def run_jobs(jobs, results):
 
 
 class BackgroundStream:
-    """The same on a GPU, where a second stream does what the thread does, and the host waits for nothing."""
+    """The same on a GPU, on a second stream. `wait` lets the current stream wait for it, and not the host."""
 
     def __init__(self, device):
         self.stream = torch.cuda.Stream(device)

@@ -14,8 +14,9 @@ optimizer step, or none of them does:
            quorum 0: A B C          quorum 1: A B     quorum 2: A B D
 
 The store, which no training process holds, has one key for each quorum: the number of committed steps. A quorum that
-has lost a member is closed, and commits no further step. Processes change the key only by compare_set, which writes a
-value if the old one is still there. If two do so at once, one of them succeeds, and the other reads what has happened:
+has lost a member is closed, and commits no further step. Processes change the key by compare_set(key, expected, new).
+It writes the new value only if the key still holds the expected one. If two processes do so at once, one of them
+succeeds, and the other reads what has happened. Steps count from 0 in the key and above, and from 1 in printed lines:
 
     "8"  ->  "9"           by the last voter: step 8 is committed
     "8"  ->  "9 closed"    by the last voter if a new process waits: step 8 is committed, and the quorum ends
@@ -32,10 +33,10 @@ batch: they add zeros to the sum of the gradients. If the step is committed, the
 Every process of the launcher is a supervisor, which uses no GPU. It starts one process that trains. If that is killed,
 or its GPU fails, the supervisor closes the quorum and starts another. An exception in your own code ends the job.
 
-Choose it over multinode_torchrun.py when restarts cost too much time, as on hundreds of GPUs. It saves no snapshots: if
-all members are lost, so are the parameters. If the launcher that holds the store is lost, the job ends. A process that
-hangs is left behind after up to twice --timeout seconds, which must be longer than a step and the healing of a new
-member. Under nccl, which this was not tested with, a killed process too may be noticed only after the timeout.
+Choose it over multinode_torchrun.py when restarts cost too much time, as on hundreds of GPUs. It was tested with gloo
+on CPUs alone. Under nccl a killed process may be noticed only after --timeout seconds. It saves no snapshots: if all
+members are lost, so are the parameters. If the launcher that holds the store is lost, the job ends. --timeout must be
+longer than one step and the healing of a new member. A process that hangs is dropped after at most twice that time.
 
 Cost per process, for P float32 parameters on N processes: 16·P bytes (parameters 4, gradients 4, AdamW 8). Each step
 sends 2·(N-1)/N · 4·P bytes (a ring all-reduce), which are not hidden behind the backward pass. The vote is three round
@@ -77,6 +78,7 @@ import options
 import spawn
 
 POLL = 0.02  # seconds between two looks into the store while a quorum forms
+MOST_FRUITLESS = 10  # quorums in a row without a committed step, before the job ends
 
 
 def log(line):
@@ -125,7 +127,7 @@ def communication():
 
 
 class Quorum:
-    """The members that train together, by rank. The first `n_holders` have the parameters of `first_step`."""
+    """The members that train together, by rank. The first `n_holders` have the parameters before `first_step`."""
 
     def __init__(self, store, number, rank, members, n_holders, first_step, timeout):
         self.store = store
@@ -224,10 +226,10 @@ def close(store, number):
     steps, closed = committed_steps(store, number)
     while not closed:
         store.compare_set(f"{number} steps", str(steps), f"{steps} closed")
-        # Who has decided on the step before, or was to ring when all members were here, may have died.
-        for step in (steps - 1, steps):
-            store.set(f"{number} bell {step}", "")
         steps, closed = committed_steps(store, number)
+    # The process that was to ring may have died: the last voter, the last to arrive, or another one that has closed it.
+    for step in (steps - 1, steps):
+        store.set(f"{number} bell {step}", "")
 
 
 # ---- the next quorum ----------------------------------------------------------------------------------------------
@@ -350,6 +352,7 @@ class Trainer:
         self.timed_step = 0  # the speed is measured since this step, which began at `start`
         self.start = self.last_commit = time.perf_counter()
         self.text, _ = gpt.load_text()
+        self.last_error = None  # of a collective
         self.args = args
 
     def train_in(self, quorum):
@@ -368,7 +371,8 @@ class Trainer:
                     self.take_step(step)
                     self.report(quorum)
                 step = committed
-        except PeerLost:
+        except PeerLost as error:
+            self.last_error = error
             close(quorum.store, quorum.number)
         quorum.leave()
 
@@ -445,11 +449,17 @@ def train(store, name, n_expected, args):
     """Returns the trainer after all steps, or None if the others finished without this process."""
     trainer = Trainer(args)
     check_text(store, trainer.text)
+    n_fruitless = 0
     while trainer.step < args.steps:
         quorum = meet(store, name, trainer.step, n_expected, args)
         if quorum is None:
             return None
         trainer.train_in(quorum)
+        committed, _ = committed_steps(store, quorum.number)
+        n_fruitless = 0 if committed > quorum.first_step else n_fruitless + 1
+        if n_fruitless == MOST_FRUITLESS:
+            line = f"{n_fruitless} quorums in a row have committed no step; the last error: {trainer.last_error}"
+            raise dist.DistributedError(line)
     leave_together(quorum)
     return trainer
 

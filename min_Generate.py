@@ -10,19 +10,19 @@ the model does not fit on one device, several processes compute each answer toge
     decode     one new byte per row, and the KV cache        -> logits of the next byte, until all rows have ended
 
 The KV cache holds the keys and values of all earlier positions, so a new byte costs the forward of one position instead
-of all. Prompts of unequal lengths share a batch: each row has positions of its own. Rows that have ended leave it. This
-loop is `generate` in gpt.py.
+of all. Prompts of unequal lengths share a batch: each row has positions of its own. A row that has ended is removed
+from the batch. This loop is `generate` in gpt.py.
 
-With data parallelism (--tensor 1) processes do not communicate while they answer. With tensor parallelism T processes
-split each block, and the cache with its heads. They sum twice per block, so they take every step together. If they
-chose different bytes, they would continue different texts, and no error would be raised. So the first of them chooses,
-and sends the bytes to the others.
+With tensor parallelism (--tensor T) the T processes of a group split the weights of each block. Each caches the keys
+and values of its own heads only. Two all-reduces per block sum the partial outputs, so the group takes every step
+together. Rounding may differ between its processes. Then they could choose different bytes and continue different
+texts, and no error would be raised. So the first process of the group chooses, and sends the bytes to the others.
 
-The random numbers of an answer depend on the seed and on the number of its prompt alone. So the number of processes and
-the rows beside it do not change it. Only float32's rounding may tip a choice, about once in a million bytes. Each
-process appends its answers to a file of its own in the folder OUTPUT.parts. At the end rank 0 writes OUTPUT in the
-order of the prompts. If the job is killed at any moment, run the same command again, with any --nproc and --tensor: it
-generates only what is missing.
+The random numbers of an answer depend on the seed and on its prompt's index in the file alone. So the number of
+processes and the rows beside it do not change it. Only rounding may tip a choice, and with it the rest of that answer:
+rarely in float32, more often with the TF32 of GPUs. Each process appends its answers to a file of its own in the folder
+OUTPUT.parts. At the end rank 0 writes OUTPUT in the order of the prompts. If the job is killed at any moment, run the
+same command again, with any --nproc and --tensor: it generates only what is missing.
 
 Choose --tensor 1 if the model fits on one device, and more only if it does not, because tensor parallelism needs fast
 links. To serve many users, or models from the Hugging Face hub, choose vLLM or SGLang. They also admit new prompts
@@ -30,7 +30,8 @@ while others are being answered.
 
 Cost per process, for P float32 parameters, L layers of width D, and R rows of up to B bytes: 4·P/T bytes of parameters
 (embeddings, norms and the head are whole) and 8·L·D·R·B/T bytes of keys and values. For each new byte of R rows, tensor
-parallelism makes 2·L all-reduces of 4·D·R bytes and a broadcast of 8·R bytes, one after the other.
+parallelism makes 2·L all-reduces of 4·D·R bytes and a broadcast of 8·R bytes, one after the other. In the prefill each
+all-reduce is of 4·D·R bytes for each byte of the longest prompt.
 
     python min_Generate.py --nproc 2 --model model.pt --prompts prompts.jsonl
     python min_Generate.py --nproc 2 --tensor 2 --model model.pt --prompts prompts.jsonl --output b.jsonl
@@ -117,7 +118,7 @@ def answer_missing(model, prompts, answers, group, file, args):
     n_new = 0
     for first in range(0, len(own), args.batch_size):
         numbers = own[first : first + args.batch_size]
-        # An answer's random numbers depend on the seed and on its prompt's number alone.
+        # An answer's random numbers depend on the seed and on its prompt's index alone.
         drawn = torch.cat([gpt.uniform(f"{args.seed} {number}", 1, args.new_bytes) for number in numbers])
         drawn = gpt.to_device(drawn, dist.get_device())
         batch = [prompts[number] for number in numbers]
@@ -335,11 +336,12 @@ def merge(records, folder, args):
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    dist.patient_group()  # made now, as long as the ranks do not wait for each other
+    dist.patient_group()  # a collective makes it, so it is made here, where no rank is far behind
     folder = Path(f"{args.output}.parts")
     model = load_model(args)
     n_positions = model.position.num_embeddings
-    records, args.new_bytes, answers = on_rank_0(prepare, n_positions, folder, args)
+    records, new_bytes, answers = on_rank_0(prepare, n_positions, folder, args)
+    args.new_bytes = new_bytes  # the default depends on the prompts
     if answers is None:
         dist.print_primary(f"{args.output} was complete already")
         return

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -308,6 +309,34 @@ def test_what_ends_a_job_is_one_line(tmp_path, capfd):
     exception = [(3, "in forward", 0, RAISE)]
     assert re.fullmatch(r"\S+ raised an exception: see its traceback above", failure(exception, tmp_path / "e"))
     assert "ZeroDivisionError: a mistake" in capfd.readouterr().err
+
+
+def unconnected_worker(local_rank, world_size, args):
+    connect = torch_dist.init_process_group
+
+    def fail(*values, world_size, **options):
+        if world_size > 1:
+            raise RuntimeError("no route to host")
+        connect(*values, world_size=world_size, **options)
+
+    with mock.patch.object(torch_dist, "init_process_group", fail):
+        min_FaultTolerant.main_worker(local_rank, world_size, args)
+
+
+def test_members_that_can_never_connect_do_not_try_forever(capfd):
+    with pytest.raises(SystemExit) as exit_info:
+        dist.launch(unconnected_worker, arguments(nprocs=2), nprocs=2)
+    line = "10 quorums in a row have committed no step; the last error: no route to host"
+    assert str(exit_info.value) == line
+    assert capfd.readouterr().err == ""
+
+
+def test_to_close_a_quorum_rings_for_one_that_has_closed_it_and_died():
+    store = torch_dist.HashStore()
+    store.set("4 steps", "9 closed")
+    min_FaultTolerant.close(store, 4)
+    store.wait(["4 bell 8"], timedelta(seconds=1))
+    assert store.get("4 steps") == b"9 closed"
 
 
 def test_another_text_is_refused():

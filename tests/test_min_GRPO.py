@@ -320,6 +320,10 @@ def test_advantages_compare_with_the_group():
     assert min_GRPO.advantages_of(rewards, args).tolist() == [0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0]
     args.deviation = True
     assert min_GRPO.advantages_of(rewards, args)[:2].tolist() == pytest.approx([1.5, -0.5], abs=1e-3)
+    args.samples = 7
+    equal = torch.full((7,), 0.9)
+    assert (equal - equal.mean()).abs().max() > 0, "their mean is rounded"
+    assert min_GRPO.advantages_of(equal, args).tolist() == [0] * 7
 
 
 def test_the_divergence_and_its_gradient_are_exact_in_expectation():
