@@ -222,7 +222,7 @@ def _say_who_is_missing(noted, rank, world_size, name, waited):
     if missing:
         reason = f"for {_names_of(missing)}: every rank must call it"
     elif name.startswith("dist."):  # in a save one rank may still be writing
-        reason = "with all other ranks: before it, the ranks have called different collectives"
+        reason = "with all other ranks: the network is slow, or before it the ranks have called different collectives"
     if reason and waiting[0] == rank:
         print(f"rank {rank} has waited {waited:.0f} s in {name} {reason}", file=sys.stderr, flush=True)
 
@@ -337,8 +337,11 @@ def pipeline_backend(dim):
 
     In torch 2.15 "nccl" builds a ProcessGroupNCCL2, unless TORCH_DIST_USE_NCCL2=0. It sends to all ranks on one stream,
     so what goes to one neighbour waits for what goes to the other. "nccl-lazy" has a communicator and a stream for each
-    pair of ranks. Returns {dim: "nccl-lazy"}, or None with gloo and with torch before 2.15, which has no such backend.
+    pair of ranks. Returns {dim: "nccl-lazy"}, or None with gloo, in a single process, and with torch before 2.15, which
+    has no such backend.
     """
+    if not is_dist_avail_and_initialized():
+        return None
     if torch_dist.get_backend() == "nccl" and torch_dist.is_backend_available("nccl-lazy"):
         return {dim: "nccl-lazy"}
     return None
@@ -419,7 +422,7 @@ class _UnpaddedSampler(Sampler):
 def local_batch_size(global_batch_size):
     """The batch size of this process, for a DataLoader: `global_batch_size` divided by the number of processes.
 
-    Raises DistributedError if they do not divide it.
+    Raises DistributedError if the global batch size is not a multiple of the number of processes.
     """
     world_size = get_world_size()
     if global_batch_size < 1 or global_batch_size % world_size:
@@ -476,14 +479,16 @@ def prepare_fsdp_model(model, min_num_params=20_000, blocks=(), **kwargs):
     own model, call fully_shard on its blocks, as min_FSDP.py does. Every process begins with the whole model in the
     CPU's memory, which min_FSDP.py avoids.
 
-    A unit is gathered and freed as a whole. The units are the model's blocks: the modules of the classes `blocks`, for
-    instance `(LlamaDecoderLayer,)`. By default they are the entries of its ModuleList, ModuleDict and Sequential
-    containers. If containers are nested, the outer entries count, unless an entry holds more than a quarter of the
-    model. Then its own entries count. A block with fewer than `min_num_params` parameters is no unit. Outside of the
-    blocks, a submodule is a unit if it has that many beside the units in it. The root takes the rest. A shared
-    parameter belongs to the smallest unit that contains all its uses.
+    FSDP shards the parameters of a unit together: every process gathers all of them before the unit computes, and frees
+    them afterwards. The units are the model's blocks: the modules of the classes `blocks`, for instance
+    `(LlamaDecoderLayer,)`. By default they are the entries of its ModuleList, ModuleDict and Sequential containers. If
+    containers are nested, the outer entries count, unless an entry holds more than a quarter of the model. Then its own
+    entries count. A block with fewer than `min_num_params` parameters is no unit. A module outside of the blocks is a
+    unit if it has at least `min_num_params` parameters that no unit inside it holds. All other parameters form the last
+    unit. A shared parameter belongs to the smallest unit that contains all its uses.
 
-    A unit moves to this process's device only when it is sharded. All ranks start from rank 0's weights, as with DDP.
+    The units move to this process's device one after the other, so the whole model need not fit there. All ranks start
+    from rank 0's weights, as with DDP.
     `kwargs` go to fully_shard. Raises ValueError for `min_num_params` < 1.
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
@@ -630,13 +635,23 @@ def _shard_coordinates(tensor):
 
 
 def _checksum(tensor):
-    """The sum of a tensor's bytes, eight at a time as an int64. Integers are summed exactly, in any order."""
+    """Depends on a tensor's bytes, read as int64, and on the order of its rows of 64 of these.
+
+    Integers are summed exactly, in any order.
+    """
     flat = tensor.contiguous().flatten()
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()  # a view as int64 must start at a multiple of 8 bytes
     data = flat.view(torch.uint8)
-    whole = len(data) // 8 * 8
-    return data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
+    whole = len(data) // 512 * 512
+    rows = data[:whole].view(torch.int64).view(-1, 64).sum(dim=1)
+    rest = data[whole:].to(torch.int64)
+    return _weighted_sum(rows) + _weighted_sum(rest)
+
+
+def _weighted_sum(numbers):
+    """Each number times its place: another order has another sum."""
+    return (numbers * torch.arange(1, len(numbers) + 1, device=numbers.device)).sum()
 
 
 def _raise_difference(kind, name, shard, holder, ranks, how_many):
@@ -679,7 +694,7 @@ _REDUCE_OPS = {
 def reduce(tensor, op="avg"):
     """A new tensor: the average of `tensor` over all ranks, as for a loss, on every rank. `tensor` keeps its value.
 
-    Another `op`, the types and what is raised are as in `all_reduce`.
+    `op`, the types and the errors are those of `all_reduce`.
     """
     _refuse_other_than_tensor("reduce", tensor)
     return all_reduce(tensor.detach().clone(), op)

@@ -196,6 +196,12 @@ def check_what_is_compared(local_rank, world_size):
         mixed.misaligned.data = mixed.misaligned.detach().flip(0)
     with pytest.raises(dist.DistributedError, match=r"misaligned of rank 1 differs .* by up to 7, and 1 of 8 tensors"):
         dist.check_in_sync(mixed)
+    # An order that each rank has drawn with a seed of its own.
+    for n in (50, 1000):
+        holder = nn.Module()
+        holder.register_buffer("order", torch.randperm(n, generator=torch.Generator().manual_seed(local_rank)))
+        with pytest.raises(dist.DistributedError, match="order of ranks 1 and 2 differs"):
+            dist.check_in_sync(holder, buffers=True)
 
 
 def check_shards(local_rank, world_size):
@@ -342,8 +348,8 @@ def test_one_rank_says_who_is_missing_or_that_nobody_is(capsys):
     assert capsys.readouterr().err.splitlines() == [
         "rank 2 has waited 30 s in dist.gather for ranks 1, 3, 4 and 3 more: every rank must call it",
         "rank 2 has waited 30 s in dist.gather for rank 1: every rank must call it",
-        "rank 2 has waited 30 s in dist.gather with all other ranks: before it, the ranks have called different "
-        "collectives",
+        "rank 2 has waited 30 s in dist.gather with all other ranks: the network is slow, or before it the ranks have "
+        "called different collectives",
     ]
 
 
