@@ -12,9 +12,10 @@
     preemption = checkpoint.Preemption()
     preempted = preemption.agreed()                                  # after each step: has a rank received SIGTERM?
 
-All four take a `scheduler` too.
+All four take a `scheduler`, and `settings`: options that a resumed run must share with the one that saved.
 
-Any number of processes can load what any number has saved. A kill at any moment leaves the old snapshot or the new one.
+Any number of processes can load what any number has saved. A kill at any moment leaves the old snapshot or the new one;
+but `save_sharded` first deletes a checkpoint of the same epoch or step.
 Disk and file errors are one-line messages, on every rank. A file is loaded with `weights_only=True`, so nothing in it
 is executed; parts of a folder are pickles, so load only folders that you trust.
 """
@@ -149,7 +150,7 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0, **more):
     state_dict and load_state_dict, like a second model or a GradScaler. It also names plain values: numbers, strings,
     tensors, and lists and dicts of these. Rank 0's are saved. Every rank must call it. Models are saved unwrapped, so
     any number of processes can load them. Local rank 0 of each node writes to `path`. If nodes share a disk, rank 0
-    alone writes, from the second save on. The model's buffers become rank 0's on all ranks, as in DDP. Raises
+    alone writes, from the second save on. The buffers of all models become rank 0's on all ranks, as in DDP. Raises
     DistributedError on every rank if weights differ between ranks, if the model is sharded, if a node cannot write, or
     if a value could not be loaded again, like a numpy number or a Path; that node's old file is then unchanged.
     """
@@ -157,12 +158,16 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0, **more):
     for part in parts.values():
         if isinstance(part, nn.Module):
             dist.check_in_sync(part)  # rank 0's weights alone are saved
-    dist.sync_params(parts["model"].buffers())  # so that all nodes save the same
+            dist.sync_params(part.buffers())  # so that all nodes save the same
+    plain_values = {name: part for name, part in parts.items() if not _has_state(part)}
+    plain_values = _with_tensors(plain_values, torch.Tensor.cpu)
+    plain_values = dist.broadcast_object(plain_values, group=dist.patient_group())
     error = None
     if _is_writer(path):
-        snapshot = {"epoch": epoch, "step": step}
+        snapshot = {"epoch": epoch, "step": step, **plain_values}
         for name, part in parts.items():
-            snapshot[name] = part.state_dict() if _has_state(part) else part
+            if _has_state(part):
+                snapshot[name] = part.state_dict()
         try:
             _write(path, snapshot)
         except dist.DistributedError as failure:
@@ -202,7 +207,8 @@ def load(path, model, optimizer, scheduler=None, **more):
     snapshot anywhere it changes nothing and returns (0, 0) and the given values. Every rank must call it, with `more`
     as in `save`. Local rank 0 of each node reads the pair in `path`. The one with the highest pair then reads its whole
     file, checks it, and sends it, tensor by tensor. Until it is restored, each rank holds the whole snapshot in the
-    CPU's memory. The optimizer gets the learning rate of the snapshot, even if it was built with another. Raises
+    CPU's memory. The optimizer gets the learning rate and all other options of the snapshot, even if it was built with
+    others. Raises
     DistributedError on every rank if a model is sharded, if the newest file is damaged or was saved from another model
     or other parts, or if the pair in any node's file cannot be read.
     """
@@ -241,6 +247,8 @@ def _restore(parts, snapshot, location):
         for name, part in parts.items():
             if _has_state(part):
                 part.load_state_dict(snapshot[name])
+    except dist.DistributedError:
+        raise
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as failure:
         cause = " ".join(str(failure).split())[:300]
         line = f"{location} was saved from another model or optimizer ({cause})"
@@ -352,7 +360,9 @@ def _tensors_in(value):
 
 
 @dist.watched
-def save_sharded(folder, model, optimizer, epoch=None, scheduler=None, frozen=True, step=None, keep=None):
+def save_sharded(
+    folder, model, optimizer, epoch=None, scheduler=None, frozen=True, step=None, keep=None, settings=None
+):
     """Write `folder`/epoch-N or step-N: every rank writes its shards of a model that fully_shard or DDP has wrapped.
 
     `epoch` or `step` is the next one to run, at least 1. Give one of the two, or else ValueError is raised. No random
@@ -373,6 +383,9 @@ def save_sharded(folder, model, optimizer, epoch=None, scheduler=None, frozen=Tr
         raise ValueError(f"{unit} must be at least 1, the next one to run, got {number}")
     if keep is not None and keep < 1:
         raise ValueError(f"keep must be at least 1, or None, got {keep}")
+    for module in model.modules():
+        if hasattr(module, "reshard"):  # after an evaluation the root of FSDP is gathered, perhaps in bfloat16
+            module.reshard()
     dist.check_in_sync(model)
     path = os.path.join(os.path.abspath(folder), f"{unit}-{number}")
     error = None
@@ -383,7 +396,7 @@ def save_sharded(folder, model, optimizer, epoch=None, scheduler=None, frozen=Tr
         _delete_checkpoint(path)
     _sync_buffers(model)
     dist.raise_on_all(None, dist.patient_group())  # wait until the folder is removed
-    state = _sharded_state(model, optimizer, scheduler, frozen)
+    state = _sharded_state(model, optimizer, scheduler, settings, frozen)
     failure = _run_dcp(dcp.save, state, checkpoint_id=path)
     if failure is not None:
         if dist.is_primary():
@@ -440,13 +453,14 @@ def _names_of_all_ranks(names):
 
 
 @dist.watched
-def load_sharded(folder, model, optimizer, scheduler=None, frozen=True):
+def load_sharded(folder, model, optimizer, scheduler=None, frozen=True, settings=None):
     """Load the newest complete checkpoint, whatever the number of ranks then and now; returns the next epoch or step.
 
-    Without a checkpoint it changes nothing and returns 0. The optimizer's learning rates are restored. Without a
-    scheduler, they are multiplied by new / old if the optimizer is now built with another base rate. Raises
-    DistributedError on every rank if the checkpoint cannot be read, is incomplete, does not match the model, or was
-    saved with a scheduler and is loaded without one, or the reverse. It has no checksums: changed bits are not noticed.
+    Without a checkpoint it changes nothing and returns 0. All options of the optimizer's groups are restored, such as
+    weight decay. Without a scheduler, the learning rates are then multiplied by new / old if the optimizer is now built
+    with another base rate. Raises DistributedError on every rank if the checkpoint cannot be read, is incomplete, does
+    not match the model, has other `settings`, or was saved with a scheduler or settings and is loaded without, or the
+    reverse. It has no checksums: changed bits are not noticed.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
@@ -457,8 +471,10 @@ def load_sharded(folder, model, optimizer, scheduler=None, frozen=True):
     if newest == 0:
         return 0
     path = os.path.join(os.path.abspath(folder), name)
+    if torch.is_tensor(optimizer.defaults["lr"]):
+        optimizer.defaults["lr"] = optimizer.defaults["lr"].clone()  # the groups have the same tensor, which dcp fills
     optimizer.zero_grad()  # if there are gradients, torch loads no state into a new optimizer, and says nothing
-    state = _sharded_state(model, optimizer, scheduler, frozen)
+    state = _sharded_state(model, optimizer, scheduler, settings, frozen)
     base_rate = state["lr"]
     names = set(_names_of_all_ranks(list(state["model"])))
     metadata, error = None, None
@@ -468,10 +484,11 @@ def load_sharded(folder, model, optimizer, scheduler=None, frozen=True):
     metadata = dist.broadcast_object(metadata, group=dist.patient_group())
     saved = metadata.state_dict_metadata
     error = None
-    had_scheduler = any(key.partition(".")[0] == "scheduler" for key in saved)
-    if had_scheduler != (scheduler is not None):
-        how = "with" if had_scheduler else "without"
-        error = f"{path} was saved {how} a scheduler: load it {how} one"
+    for name, part in (("scheduler", scheduler), ("settings", settings)):
+        was_saved = any(key.partition(".")[0] == name for key in saved)
+        if was_saved != (part is not None):
+            how = "with" if was_saved else "without"
+            error = f"{path} was saved {how} `{name}`: load it {how} `{name}`"
     dist.raise_on_all(error, dist.patient_group())
     # A parameter that has never had a gradient has no optimizer state in the checkpoint.
     moments = state["optimizer"]["state"]
@@ -481,6 +498,8 @@ def load_sharded(folder, model, optimizer, scheduler=None, frozen=True):
     failure = _run_dcp(dcp.load, state, storage_reader=_reader(path, metadata))
     if failure is not None:
         raise dist.DistributedError(_unreadable(path, failure), on_all_ranks=True)
+    if settings is not None:
+        settings.load_state_dict(state["settings"][0])
     set_state_dict(
         model,
         optimizer,
@@ -551,7 +570,7 @@ def _refuse_missing_in_model(saved, names):
             raise KeyError(f"the model has no {name}")
 
 
-def _sharded_state(model, optimizer, scheduler, frozen):
+def _sharded_state(model, optimizer, scheduler, settings, frozen):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
     options = StateDictOptions(ignore_frozen_params=not frozen)
@@ -566,8 +585,9 @@ def _sharded_state(model, optimizer, scheduler, frozen):
     for group in groups:
         group["params"] = _names_of_all_ranks(group["params"])
     state = {"model": model_state, "optimizer": optimizer_state, "lr": float(optimizer.defaults["lr"])}
-    if scheduler is not None:
-        state["scheduler"] = [scheduler.state_dict()]  # dcp saves a list as a whole, and a dict key by key
+    for name, part in (("scheduler", scheduler), ("settings", settings)):
+        if part is not None:
+            state[name] = [part.state_dict()]  # dcp saves a list as a whole, and a dict key by key
     return state
 
 
@@ -598,6 +618,28 @@ def _run_dcp(function, state, **where):
 CHECK_SECONDS = 1  # between two steps after which the ranks read whether to stop
 
 _preemptions = itertools.count()  # the same on all ranks
+
+
+class Settings:
+    """Values that a resumed run must share with the run that saved, by the names that an error message should have.
+
+        settings = checkpoint.Settings({"--heads": args.heads, "--seed": args.seed})
+        checkpoint.load(path, model, optimizer, settings=settings)
+
+    No tensor's shape shows them, so another value would be a silent mistake. Loading raises DistributedError instead.
+    """
+
+    def __init__(self, values):
+        self.values = values
+
+    def state_dict(self):
+        return dict(self.values)  # a copy, because dcp writes what it loads into this dict
+
+    def load_state_dict(self, saved):
+        for name, value in self.values.items():
+            if saved[name] != value:
+                line = f"the checkpoint was saved with {name} {saved[name]}, not {value}"
+                raise dist.DistributedError(f"{line}: use the same, or save elsewhere", on_all_ranks=True)
 
 
 class Preemption:

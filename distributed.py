@@ -432,7 +432,7 @@ def local_batch_size(global_batch_size):
 
 
 class SeededBatches(Dataset):
-    """A whole batch of `dataset` for each pair (seed, indices). Augmentation in it depends on the seed alone.
+    """A whole batch of `dataset` for each pair (seed, indices). What torch draws in it depends on the seed alone.
 
     A run that resumes within an epoch then draws the same numbers as one that was not interrupted, with any number of
     worker processes. Give the DataLoader a list of such pairs as its sampler, and `batch_size=None`.
@@ -592,7 +592,7 @@ def check_in_sync(model, buffers=False):
     Every rank must call it, for example after each epoch. `model` may be wrapped. The error names the first parameter
     that differs, the ranks, and the largest difference. For a DTensor, only ranks that hold the same shard are
     compared. A parameter that only one rank has is not compared. With `buffers` they are compared too; BatchNorm's
-    differ between ranks by design. Ranks compare exact sums of the parameters' bits. So the optimizer must run on equal
+    differ between ranks by design. Ranks compare checksums of the parameters' bits. So the optimizer must run on equal
     hardware: another kind of GPU may round differently. The cost is one read of the weights, and about 30 bytes sent
     per tensor.
     """
@@ -635,23 +635,21 @@ def _shard_coordinates(tensor):
 
 
 def _checksum(tensor):
-    """Depends on a tensor's bytes, read as int64, and on the order of its rows of 64 of these.
-
-    Integers are summed exactly, in any order.
-    """
+    """Depends on a tensor's bytes, and on the order of its pieces of 512 bytes. Sums of integers are exact."""
     flat = tensor.contiguous().flatten()
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()  # a view as int64 must start at a multiple of 8 bytes
     data = flat.view(torch.uint8)
     whole = len(data) // 512 * 512
-    rows = data[:whole].view(torch.int64).view(-1, 64).sum(dim=1)
+    pieces = data[:whole].view(torch.int64).view(-1, 64).sum(dim=1)
     rest = data[whole:].to(torch.int64)
-    return _weighted_sum(rows) + _weighted_sum(rest)
+    return _weighted_sum(pieces) + _weighted_sum(rest)
 
 
 def _weighted_sum(numbers):
-    """Each number times its place: another order has another sum."""
-    return (numbers * torch.arange(1, len(numbers) + 1, device=numbers.device)).sum()
+    """Another order has another sum. Weights are odd: an even one would lose the highest bit of an int64."""
+    weights = 2 * torch.arange(len(numbers), device=numbers.device) + 1
+    return (numbers * weights).sum()
 
 
 def _raise_difference(kind, name, shard, holder, ranks, how_many):
@@ -825,8 +823,9 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
     A DistributedError ends the job with one line and status 1. Any other failure of a started process ends the others,
     and is raised here: torch.multiprocessing.ProcessRaisedException with the worker's traceback, SystemExit with the
     message of `sys.exit(message)`, or ProcessExitedException with the rank and how it ended. With `tolerate_killed` the
-    job continues when a worker other than rank 0 is killed. Ctrl-C and SIGTERM end the workers at once, without their
-    `finally` blocks. A process that a worker has started ends with it. If srun or mpirun has started this process
+    job continues when a worker other than rank 0 is killed. Ctrl-C ends the workers at once, without their
+    `finally` blocks. So does SIGTERM, which is sent on to the workers, unless they handle it, as checkpoint.Preemption
+    does. A process that a worker has started ends with it. If srun or mpirun has started this process
     directly, `launch` exits with one line, because they do not set RANK and WORLD_SIZE.
     """
     _refuse_tasks_without_rank()

@@ -68,6 +68,7 @@ def read(lines, tokenizer, length, cut=False):
     lines = iter(lines)
     found = []
     n_too_long = 0
+    n_without_answer = 0
     while True:
         some_lines = list(itertools.islice(lines, LINES_AT_A_TIME))
         if not some_lines:
@@ -90,9 +91,13 @@ def read(lines, tokenizer, length, cut=False):
             document = tokens_and_targets(tokens, characters, spans)
             if len(tokens) <= length + 1 and has_targets(document):
                 found[number].append(document)
+            elif cut:
+                n_without_answer += 1
     if n_too_long:
         how = "cut" if cut else "left out"
         print(f"{n_too_long:,} conversations have more than --length {length} tokens and are {how}", flush=True)
+    if n_without_answer:
+        print(f"{n_without_answer:,} of them have no answer before the cut and are left out", flush=True)
     return found
 
 

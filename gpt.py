@@ -229,6 +229,11 @@ def loss_fn(logits, targets):
 # ---- a model that no process could hold -----------------------------------------------------------------------------
 
 
+def settings_of(args):
+    """Options that a resumed run must share, though no tensor's shape depends on them. For checkpoint.Settings."""
+    return {"--heads": args.heads, "--global-batch-size": args.global_batch_size, "--seed": args.seed}
+
+
 def make_meta_model(args):
     """A GPT whose parameters have shapes, but no memory. Split it, call its `to_empty`, then `fill` it."""
     with torch.device("meta"):
@@ -241,18 +246,22 @@ def fill(named_params, args):
 
     `named_params` are pairs of a name, as in the whole GPT, and a parameter. A DTensor receives its shard. Every
     process draws the same numbers, one layer after the other, and keeps its part. So nothing is sent, and a process
-    holds no more than its part and one layer.
+    holds no more than its part and one layer. Raises ValueError if there are no weights for a parameter.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor  # takes 0.5 s, which most scripts need not spend
 
     own = dict(named_params)
+    missing = set(own)
     for name, weights in initial_weights(args):
         if name in own:
             param = own[name]
+            missing.discard(name)
             if isinstance(param, DTensor):
                 # With src_data_rank=None each process cuts its shard from its own tensor.
                 weights = distribute_tensor(weights, param.device_mesh, param.placements, src_data_rank=None)
             param.copy_(weights)
+    if missing:  # of a layer that `initial_weights` does not know, or under another name
+        raise ValueError(f"there are no weights for {', '.join(sorted(missing))}")
 
 
 def initial_weights(args):
@@ -351,6 +360,7 @@ class KVCache:
         self.attentions = [block.attention for block in model.blocks]
         self.length = length  # positions of the longest row
         self.stored = {}  # by layer: keys and values (2, rows, heads, length, head width)
+        self.replaced = [vars(attention).get("attend") for attention in self.attentions]  # by min_CP.py, for instance
 
     def __enter__(self):
         for layer, attention in enumerate(self.attentions):
@@ -358,8 +368,10 @@ class KVCache:
         return self
 
     def __exit__(self, *error):
-        for attention in self.attentions:
+        for attention, replaced in zip(self.attentions, self.replaced, strict=True):
             del attention.attend  # now the class's own is found again
+            if replaced is not None:
+                attention.attend = replaced
 
     def forward(self, tokens, positions, end):
         """Logits (rows, new, 256) of `tokens` at `positions`, both (rows, new). All positions are below `end`."""
@@ -391,7 +403,7 @@ def choose(logits, drawn, temperature=1.0):
     same numbers draw the same bytes. At temperature 0 it is the most probable byte. It is 256 if the logits are NaN.
     """
     if temperature == 0:
-        chosen = logits.argmax(-1, keepdim=True)
+        chosen = logits.argmax(-1, keepdim=True).masked_fill(logits.isnan().any(-1, keepdim=True), 256)
         log_probabilities = logits.log_softmax(-1)
     else:
         log_probabilities = (logits / temperature).log_softmax(-1)

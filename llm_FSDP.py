@@ -39,9 +39,9 @@ faster for a small model.
         --model Qwen/Qwen3-0.6B --from-scratch --data books/*.jsonl            # two machines
 
 The data are .jsonl files, up to 1 GB together, as `Dataset.to_json` of Hugging Face writes them: {"messages": [...]},
-of which only what the assistant says is in the loss, or {"text": ...}. It prints `step 20/369 | loss 6.2687 | norm 1.41
-| lr 4.0e-03 | 3,422 targets/s | 6,854 tokens/s | 663 MB`. Neither speed counts padding. On a known GPU the line ends
-with the model FLOPs utilization (MFU). Every --eval-every steps it prints `step 100/369 | held-out 4.2481`, the mean
+of which only what the assistant says is in the loss, or {"text": ...}. It prints `step 20/370 | loss 6.2499 | norm 1.64
+| lr 4.0e-03 | 3,892 targets/s | 7,686 tokens/s | 656 MB`. Neither speed counts padding. On a known GPU the line ends
+with the model FLOPs utilization (MFU). Every --eval-every steps it prints `step 100/370 | held-out 4.2481`, the mean
 loss of the documents that are not trained on.
 """
 
@@ -51,6 +51,7 @@ import math
 import os
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -238,12 +239,15 @@ class Trainer:
         self.preemption = None
         if args.checkpoint_dir:
             self.preemption = checkpoint.Preemption()
-            self.checksum = checksum_of_frozen(model)  # a checkpoint does not hold frozen weights
+            self.checksum = checksum_of_weights(model)  # a checkpoint overwrites them, or leaves frozen ones out
         self.speed = Speed(model, args)
 
     def train(self):
         """Returns the loss of every step of this run, over all processes, and whether all steps are done."""
         first_step = self.resume()
+        if first_step > self.steps:
+            line = f"the checkpoint has {first_step} steps, more than the {self.steps} that --epochs gives"
+            raise dist.DistributedError(line, on_all_ranks=True)
         self.tracker.start(None, self.args, first_step * self.args.global_batch_size)
         if first_step == 0:
             self.evaluate(0)
@@ -283,6 +287,7 @@ class Trainer:
 
     def print_line(self, done, shares, norm):
         loss = dist.all_reduce(shares.clone()).mean().item()
+        refuse_nan("loss", loss)
         norm = norm.full_tensor().item()
         lr = self.optimizer.param_groups[0]["lr"]
         line = f"step {done}/{self.steps} | loss {loss:.4f} | norm {norm:.2f} | lr {lr:.1e} | {self.speed.describe()}"
@@ -301,6 +306,7 @@ class Trainer:
             loss_sum, n_targets = dist.all_reduce(sums).tolist()
         self.model.train()
         loss = loss_sum / n_targets
+        refuse_nan("held-out loss", loss)
         dist.print_primary(f"step {done}/{self.steps} | held-out {loss:.4f}", flush=True)
         self.tracker.log(done * self.args.global_batch_size, held_out=loss)
         return loss
@@ -310,59 +316,58 @@ class Trainer:
         if not self.args.checkpoint_dir:
             return 0
         parts = self.checkpoint_parts()
-        return checkpoint.load_sharded(self.args.checkpoint_dir, self.model, self.optimizer, parts, frozen=False)
+        return checkpoint.load_sharded(self.args.checkpoint_dir, self.model, self.optimizer, **parts)
 
     def save(self, done):
         if self.args.checkpoint_dir:
             parts = self.checkpoint_parts()
             with self.speed.paused():
-                options_of_save = {"scheduler": parts, "frozen": False, "keep": self.args.keep}
-                checkpoint.save_sharded(
-                    self.args.checkpoint_dir, self.model, self.optimizer, step=done, **options_of_save
-                )
+                where = {"step": done, "keep": self.args.keep}
+                checkpoint.save_sharded(self.args.checkpoint_dir, self.model, self.optimizer, **where, **parts)
 
     def checkpoint_parts(self):
+        """What a checkpoint holds beside the model and the optimizer. It leaves frozen weights out."""
         args = self.args
-        data = {"rows": len(self.rows), "--length": args.length, "--seed": args.seed}
-        data["--global-batch-size"] = args.global_batch_size
-        data["--lr"] = args.lr
-        data["--lora"] = args.lora
-        data["--lora-alpha"] = args.lora_alpha
-        data["a --model of the checksum"] = self.checksum
-        return CheckpointParts(self.scheduler, self.tracker, data)
+        values = {"rows": len(self.rows), "--length": args.length, "--seed": args.seed, "--lr": args.lr}
+        values["--data of the checksum"] = zlib.crc32(self.rows.numpy())
+        values["--weight-decay"] = args.weight_decay
+        values["--global-batch-size"] = args.global_batch_size
+        values["--lora"] = args.lora
+        values["--lora-alpha"] = args.lora_alpha
+        values["a --model of the checksum"] = self.checksum
+        both = Both(self.scheduler, self.tracker)
+        return {"scheduler": both, "settings": checkpoint.Settings(values), "frozen": False}
 
 
-class CheckpointParts:
-    """What a checkpoint holds beside the model and the optimizer. The data are only compared."""
+class Both:
+    """The state of the scheduler and of the tracker."""
 
-    def __init__(self, scheduler, tracker, data):
+    def __init__(self, scheduler, tracker):
         self.scheduler = scheduler
         self.tracker = tracker
-        self.data = data
 
     def state_dict(self):
-        data = dict(self.data)  # a copy, because dcp writes what it loads into this dict
-        return {"scheduler": self.scheduler.state_dict(), "tracker": self.tracker.state_dict(), "data": data}
+        return {"scheduler": self.scheduler.state_dict(), "tracker": self.tracker.state_dict()}
 
     def load_state_dict(self, state):
-        for name, value in self.data.items():
-            saved = state["data"][name]
-            if saved != value:
-                line = f"--checkpoint-dir was saved with {name} {saved}, not {value}: use the same, or another folder"
-                raise dist.DistributedError(line, on_all_ranks=True)
         self.scheduler.load_state_dict(state["scheduler"])
         self.tracker.load_state_dict(state["tracker"])
 
 
-def checksum_of_frozen(model):
-    """The sum of the bits of all frozen weights, as whole numbers. It does not depend on the number of ranks."""
+def checksum_of_weights(model):
+    """The sum of the bits of all weights, as whole numbers. It does not depend on the number of ranks."""
     whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     total = torch.zeros((), dtype=torch.int64, device=dist.get_device())
     for param in model.parameters():
-        if not param.requires_grad:
-            shard = param.detach().to_local()
-            total += shard.view(whole_numbers[shard.element_size()]).sum(dtype=torch.int64)
+        shard = param.detach().to_local()
+        total += shard.view(whole_numbers[shard.element_size()]).sum(dtype=torch.int64)
     return dist.all_reduce(total).item()
+
+
+def refuse_nan(name, loss):
+    """Before a checkpoint or a result replaces a good one. `loss` is the same on all ranks."""
+    if not math.isfinite(loss):
+        raise dist.DistributedError(f"the {name} is {loss}: training has diverged, try a lower --lr", on_all_ranks=True)
 
 
 def seed_of(*numbers):
@@ -496,6 +501,10 @@ def check_together(parser, args):
     """Leave with one line if an option needs another one."""
     if args.model and not args.data:
         parser.error("argument --data: name the .jsonl files on which --model is trained")
+    if args.cut and not args.data:
+        parser.error("argument --cut: it cuts conversations of --data, which is not given")
+    if args.chat_template and not args.model:
+        parser.error("argument --chat-template: it is for the tokenizer of --model, which is not given")
     if args.from_scratch and not args.model:
         parser.error("argument --from-scratch: name the --model whose configuration and tokenizer are taken")
     if args.lora and (args.from_scratch or not args.model):

@@ -126,7 +126,8 @@ def train(model, optimizer, text, held_out, args):
     """Returns the losses over all processes of all steps since the newest checkpoint."""
     first_step = 0
     if args.checkpoint_dir:
-        first_step = checkpoint.load_sharded(args.checkpoint_dir, model, optimizer)
+        settings = checkpoint.Settings(gpt.settings_of(args))
+        first_step = checkpoint.load_sharded(args.checkpoint_dir, model, optimizer, settings=settings)
         preemption = checkpoint.Preemption()
     # Tensor neighbours, whose ranks are consecutive, take the same share of the batch.
     share = (dist.get_rank() // args.tensor, args.replicate * args.shard)
@@ -143,7 +144,8 @@ def train(model, optimizer, text, held_out, args):
         if args.checkpoint_dir:
             preempted = preemption.agreed()  # has any process received SIGTERM?
             if preempted or progress.step % args.save_every == 0 or progress.step == args.steps:
-                checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, step=progress.step, keep=args.keep)
+                where = {"step": progress.step, "keep": args.keep, "settings": settings}
+                checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, **where)
             if preempted:
                 preemption.leave()
     return progress.losses[first_step:]

@@ -254,7 +254,8 @@ def train(pipeline, optimizer, text, held_out, args):
     """Returns the losses over all processes of all steps since the newest checkpoint."""
     first_step = 0
     if args.checkpoint_dir:
-        first_step = checkpoint.load_sharded(args.checkpoint_dir, pipeline.module, optimizer)
+        settings = checkpoint.Settings(gpt.settings_of(args))
+        first_step = checkpoint.load_sharded(args.checkpoint_dir, pipeline.module, optimizer, settings=settings)
         preemption = checkpoint.Preemption()
     progress = gpt.Progress(pipeline.evaluate, text, held_out, args, first_step, pipeline.share)
     for step in range(first_step, args.steps):
@@ -275,7 +276,8 @@ def train(pipeline, optimizer, text, held_out, args):
             preempted = preemption.agreed()  # has any process received SIGTERM?
             if preempted or progress.step % args.save_every == 0 or progress.step == args.steps:
                 model = pipeline.module
-                checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, step=progress.step, keep=args.keep)
+                where = {"step": progress.step, "keep": args.keep, "settings": settings}
+                checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, **where)
             if preempted:
                 preemption.leave()
     return progress.losses[first_step:]

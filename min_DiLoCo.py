@@ -67,6 +67,7 @@ class Outer:
 
     def __init__(self, model, lr, momentum):
         self.params = list(model.parameters())
+        dist.sync_params([*self.params, *model.buffers()])  # start from rank 0's weights, as DDP does
         self.start = nn.utils.parameters_to_vector(self.params).detach().requires_grad_()
         self.optimizer = torch.optim.SGD([self.start], lr, momentum, nesterov=momentum > 0)
 

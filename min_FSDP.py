@@ -118,7 +118,8 @@ def train(model, optimizer, text, held_out, args):
     device = dist.get_device()
     first_step = 0
     if args.checkpoint_dir:
-        first_step = checkpoint.load_sharded(args.checkpoint_dir, model, optimizer)
+        settings = checkpoint.Settings(gpt.settings_of(args))
+        first_step = checkpoint.load_sharded(args.checkpoint_dir, model, optimizer, settings=settings)
         preemption = checkpoint.Preemption()
     share = (dist.get_rank(), dist.get_world_size())
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, first_step, share)
@@ -135,7 +136,8 @@ def train(model, optimizer, text, held_out, args):
         if args.checkpoint_dir:
             preempted = preemption.agreed()  # has any process received SIGTERM?
             if preempted or progress.step % args.save_every == 0 or progress.step == args.steps:
-                checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, step=progress.step, keep=args.keep)
+                where = {"step": progress.step, "keep": args.keep, "settings": settings}
+                checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, **where)
             if preempted:
                 preemption.leave()
     return progress.losses[first_step:]

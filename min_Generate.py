@@ -30,8 +30,8 @@ while others are being answered.
 
 Cost per process, for P float32 parameters, L layers of width D, and R rows of up to B bytes: 4·P/T bytes of parameters
 (embeddings, norms and the head are whole) and 8·L·D·R·B/T bytes of keys and values. For each new byte of R rows, tensor
-parallelism makes 2·L all-reduces of 4·D·R bytes and a broadcast of 8·R bytes, one after the other. In the prefill each
-all-reduce is of 4·D·R bytes for each byte of the longest prompt.
+parallelism makes 2·L all-reduces of 4·D·R bytes and a broadcast of 8·R bytes, one after the other. In the prefill
+each all-reduce is of 4·D·R bytes for each byte of the longest prompt.
 
     python min_Generate.py --nproc 2 --model model.pt --prompts prompts.jsonl
     python min_Generate.py --nproc 2 --tensor 2 --model model.pt --prompts prompts.jsonl --output b.jsonl
@@ -39,8 +39,8 @@ all-reduce is of 4·D·R bytes for each byte of the longest prompt.
 
 `python min_GRPO.py --save model.pt` makes a model that sorts digits, within a minute. A line of prompts.jsonl is a JSON
 object with a "prompt", like {"prompt": "31524="}. OUTPUT, by default answers.jsonl, has the same objects with an
-"answer". All machines must share the folders of these files. The last line that is printed is like
-`500 answers | 3,778 new bytes | 14,428 bytes/s`.
+"answer", which replaces an older one. Bytes that are not UTF-8 become U+FFFD in it. All machines must share the folders
+of these files. The last line that is printed is like `500 answers | 3,778 new bytes | 14,428 bytes/s`.
 """
 
 import functools
@@ -133,7 +133,10 @@ def answer_missing(model, prompts, answers, group, file, args):
 
 
 def choose_together(group, logits, drawn, temperature):
-    """The first process of the group chooses. The others could choose otherwise, if their rounding differs."""
+    """The first process of the group chooses. The others could choose otherwise, if their rounding differs.
+
+    Only the bytes are sent. Each process returns its own log-probabilities, which this script does not use.
+    """
     chosen, log_probabilities = gpt.choose(logits, drawn, temperature)
     torch_dist.broadcast(chosen, group=group, group_src=0)
     return chosen, log_probabilities
@@ -220,7 +223,7 @@ def on_rank_0(function, *args):
     return dist.broadcast_object(result, group=dist.patient_group())
 
 
-def prepare(n_positions, folder, args):
+def prepare(n_positions, digest, folder, args):
     """Returns the objects of --prompts, the number of new bytes, and the answers by number that `folder` has already.
 
     The answers are None if all was done before. Raises DistributedError if `folder` has answers with other options.
@@ -234,13 +237,15 @@ def prepare(n_positions, folder, args):
             f"--new-bytes {max(new_bytes, 1)}"
         )
     used = {"new-bytes": new_bytes, "stop": args.stop, "temperature": args.temperature, "seed": args.seed}
-    used["model"] = digest_of(args.model)
+    used["model"] = digest
     used["prompts"] = hashlib.sha256(json.dumps(records).encode()).hexdigest()
     compare_options(folder, used)
     if os.path.exists(args.output):
-        if not folder.exists():
+        is_of_these_options = (folder / "options.json").exists()
+        if folder.exists():  # the job was killed after it had written the output
+            delete_parts(folder)
+        if not is_of_these_options:
             raise dist.DistributedError(f"{args.output} exists already: delete it, or choose another --output")
-        shutil.rmtree(folder)  # the job was killed after it had written the output
         return records, new_bytes, None
     folder.mkdir(exist_ok=True)
     with checkpoint.atomic(folder / "options.json") as file:
@@ -268,6 +273,15 @@ def read_prompts(path):
 def digest_of(path):
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return hashlib.sha256(content).hexdigest()
+
+
+def digest_on_all_machines(path):
+    """The digest of a file. Raises DistributedError on every rank if the machines do not have the same file."""
+    digest = digest_of(path) if dist.get_local_rank() == 0 else None
+    digests = [digest for digest in dist.gather_objects(digest, dist.patient_group()) if digest]
+    if len(set(digests)) > 1:
+        raise dist.DistributedError(f"{path} differs between machines: copy one file to all", on_all_ranks=True)
+    return digests[0]
 
 
 def compare_options(folder, used):
@@ -327,6 +341,13 @@ def merge(records, folder, args):
     with checkpoint.atomic(args.output) as file:
         for number, record in enumerate(records):
             file.write(json.dumps({**record, "answer": answers[number]}).encode() + b"\n")
+    delete_parts(folder)
+
+
+def delete_parts(folder):
+    """Delete options.json last: until then a job that is started after a kill can compare its options with these."""
+    for path in folder.glob("*.jsonl"):
+        path.unlink()
     shutil.rmtree(folder)
 
 
@@ -340,7 +361,8 @@ def main_worker(local_rank, world_size, args):
     folder = Path(f"{args.output}.parts")
     model = load_model(args)
     n_positions = model.position.num_embeddings
-    records, new_bytes, answers = on_rank_0(prepare, n_positions, folder, args)
+    digest = digest_on_all_machines(args.model)
+    records, new_bytes, answers = on_rank_0(prepare, n_positions, digest, folder, args)
     args.new_bytes = new_bytes  # the default depends on the prompts
     if answers is None:
         dist.print_primary(f"{args.output} was complete already")

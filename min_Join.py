@@ -29,6 +29,7 @@ gives all ranks equally many samples), because a rank without data does nothing 
 
 Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW, and 2·(N-1)/N · 4·P bytes
 sent in each step, also by a rank without data. In each step `join` also all-reduces two numbers, and `weights` one.
+After each --log-every steps `join` also broadcasts the parameters, 4·P bytes.
 
     python min_Join.py --nproc 2                        # two processes with 400 and 300 batches
     python min_Join.py --nproc 2 --least 0              # the last process has no data at all

@@ -169,10 +169,10 @@ def orthogonalize(matrix):
 
 
 def split_params(model):
-    """Two lists: the matrices of the blocks, and the rest. Embeddings and the head have two dimensions too."""
-    matrices = [param for param in model.blocks.parameters() if param.ndim == 2]
+    """What is trained: the blocks' matrices, and the rest. Embeddings and the head have two dimensions too."""
+    matrices = [param for param in model.blocks.parameters() if param.ndim == 2 and param.requires_grad]
     chosen = set(matrices)
-    rest = [param for param in model.parameters() if param not in chosen]
+    rest = [param for param in model.parameters() if param not in chosen and param.requires_grad]
     return matrices, rest
 
 
@@ -196,6 +196,10 @@ def flatten(parts):
     The matrices of process r lie in part r. Zeros pad each part to the length of the longest, and lie between the
     matrices, so that each begins at a multiple of 16 bytes.
     """
+    if len({matrix.dtype for part in parts for matrix in part}) > 1:
+        raise ValueError("the matrices have several types, and one vector has one: use an optimizer for each type")
+    if not all(matrix.requires_grad for part in parts for matrix in part):
+        raise ValueError("a frozen matrix has no gradient: leave it out, or weight decay would change it")
     part_size = max(sum(aligned_size(matrix) for matrix in part) for part in parts)
     flat = parts[0][0].detach().new_zeros(len(parts) * part_size)
     grad = torch.zeros_like(flat)
@@ -241,19 +245,24 @@ def local_loss(model, args, x, y):
         return gpt.loss_fn(model(x), y)
 
 
-def load(path, model, muon, adamw):
+def settings_of(args):
+    rates = {"--lr": args.lr, "--muon-lr": args.muon_lr, "--momentum": args.momentum}
+    return checkpoint.Settings({**gpt.settings_of(args), **rates})
+
+
+def load(path, model, muon, adamw, args):
     """Resume from the newest snapshot, if there is one. Returns the next step."""
-    _, step = checkpoint.load(path, model, adamw, muon=muon)
+    _, step = checkpoint.load(path, model, adamw, muon=muon, settings=settings_of(args))
     muon.drop_state()
     if step:
         dist.print_primary(f"Resuming at step {step}")
     return step
 
 
-def save(path, model, muon, adamw, step):
+def save(path, model, muon, adamw, step, args):
     """The snapshot has the momentum of all matrices, so any number of processes can resume from it."""
     muon.gather_state()
-    checkpoint.save(path, model, adamw, muon=muon, step=step)
+    checkpoint.save(path, model, adamw, muon=muon, settings=settings_of(args), step=step)
     muon.drop_state()
 
 
@@ -262,7 +271,7 @@ def train(model, optimizers, text, held_out, args):
     muon, adamw = optimizers
     first_step = 0
     if args.snapshot_path:
-        first_step = load(args.snapshot_path, model, muon, adamw)
+        first_step = load(args.snapshot_path, model, muon, adamw, args)
         preemption = checkpoint.Preemption()
     share = (dist.get_rank(), dist.get_world_size())
     progress = gpt.Progress(functools.partial(local_loss, model, args), text, held_out, args, first_step, share)
@@ -277,7 +286,7 @@ def train(model, optimizers, text, held_out, args):
         if args.snapshot_path:
             preempted = preemption.agreed()  # has any process received SIGTERM?
             if preempted or progress.step % args.save_every == 0 or progress.step == args.steps:
-                save(args.snapshot_path, model, muon, adamw, progress.step)
+                save(args.snapshot_path, model, muon, adamw, progress.step, args)
             if preempted:
                 preemption.leave()
     return progress.losses[first_step:]

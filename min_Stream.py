@@ -380,10 +380,15 @@ def train(model, optimizer, stream, position, args):
         if args.snapshot_path:
             preempted = preemption.agreed()  # has any process received SIGTERM?
             if preempted or step % args.save_every == 0 or step == args.steps:
-                checkpoint.save(args.snapshot_path, model, optimizer, step=position, stream=stream)
+                parts = {"stream": stream, "settings": settings_of(args)}
+                checkpoint.save(args.snapshot_path, model, optimizer, step=position, **parts)
             if preempted:
                 preemption.leave()
     return dist.all_reduce(losses[first_step:])
+
+
+def settings_of(args):
+    return checkpoint.Settings({"--heads": args.heads, "--lr": args.lr})
 
 
 def main_worker(local_rank, world_size, args):
@@ -402,7 +407,8 @@ def main_worker(local_rank, world_size, args):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     position = 0
     if args.snapshot_path:
-        _, position = checkpoint.load(args.snapshot_path, model, optimizer, stream=stream)
+        parts = {"stream": stream, "settings": settings_of(args)}
+        _, position = checkpoint.load(args.snapshot_path, model, optimizer, **parts)
     if position > 0:
         check_same(stream.saved, stream, f"cannot resume from {args.snapshot_path}, the order would differ")
         dist.print_primary(f"Resuming at document {position:,}")

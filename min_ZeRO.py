@@ -63,6 +63,7 @@ class ZeRO:
         rank = dist.get_rank()
         world_size = dist.get_world_size()
         self.clip = clip
+        groups = [dict(group, params=trained(group["params"])) for group in groups]
         self.flat, self.grad = flatten(groups, world_size)  # all parameters and all gradients
         dist.sync_params([self.flat])  # start from rank 0's weights, as DDP does
         self.own = self.flat.chunk(world_size)[rank]  # views of this process's part
@@ -103,6 +104,11 @@ class ZeRO:
         return own_groups
 
 
+def trained(params):
+    """A frozen parameter has no gradient. In the flat vector it would have one of zeros, and weight decay."""
+    return [param for param in params if param.requires_grad]
+
+
 def flatten(groups, world_size):
     """Move all parameters into one vector and their gradients into another. Returns both, with the parameters as views.
 
@@ -110,6 +116,8 @@ def flatten(groups, world_size):
     all parts are equally long.
     """
     params = [param for group in groups for param in group["params"]]
+    if len({param.dtype for param in params}) > 1:
+        raise ValueError("the parameters have several types, and one vector has one: use an optimizer for each type")
     n_aligned = sum(aligned_size(param) for param in params)
     part_size = math.ceil(n_aligned / world_size)
     flat = params[0].detach().new_zeros(world_size * part_size)

@@ -57,7 +57,8 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
     try:
         for process in processes:
             process.start()
-        _wait_for(processes, to_end, store, tolerate_killed)
+        with _forwarded_sigterm(to_end):
+            _wait_for(processes, to_end, store, tolerate_killed)
     except OSError as error:
         if str(error) != "AF_UNIX path too long":
             raise
@@ -67,6 +68,43 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
     finally:
         for process in to_end:
             _end(process)
+
+
+@contextlib.contextmanager
+def _forwarded_sigterm(running):
+    """Send SIGTERM on to the processes in the list `running`: one that handles it can save first, the others end.
+
+    This process then ends as they do.
+    """
+    received = []
+
+    def forward(number, frame):
+        received.append(number)
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+
+    is_ours = threading.current_thread() is threading.main_thread() and _has_default_sigterm()
+    if is_ours:
+        signal.signal(signal.SIGTERM, forward)
+    try:
+        yield
+    except ProcessExitedException as failure:
+        if received and failure.exit_code == 128 + signal.SIGTERM:  # saved by checkpoint.Preemption
+            raise SystemExit(failure.exit_code) from None
+        if received and failure.exit_code == -signal.SIGTERM:
+            for process in running:
+                _end(process)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _has_default_sigterm():
+    return signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def _pickle_work(worker_fn, args):

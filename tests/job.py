@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+import checkpoint
 import distributed as dist
 
 
@@ -19,6 +20,16 @@ def train(local_rank, world_size, stop):
         dist.print_primary("training", flush=True)
         time.sleep(0.05)  # a step of training: several such jobs share the machine
     dist.print_primary("done", flush=True)
+
+
+def save_when_told(local_rank, world_size):
+    dist.init_process_group()
+    preemption = checkpoint.Preemption()
+    print("training", flush=True)
+    while not preemption.agreed():
+        dist.barrier()
+    print(f"rank {local_rank} saves", flush=True)
+    preemption.leave()
 
 
 def fail(local_rank, world_size):

@@ -193,6 +193,35 @@ def nodes_worker(rank, world_size, folder):
     assert not list(Path.cwd().glob("*.tmp"))
 
 
+def plain_values_worker(rank, world_size, folder):
+    os.environ["LOCAL_RANK"] = "0"  # each rank is a node, with a disk of its own
+    dist.init_process_group()
+    path = f"{folder}/{rank}.pt"
+    model, second = torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1)
+    second.running_mean.fill_(rank)
+    values = {"best": 100 + rank, "table": [torch.tensor(float(rank))]}
+    checkpoint.save(path, dist.prepare_ddp_model(model), torch.optim.SGD(model.parameters()), second=second, **values)
+    saved = torch.load(path, weights_only=True)
+    assert saved["best"] == 100 and saved["table"][0] == 0 and saved["second"]["running_mean"] == 0
+
+
+def test_every_node_saves_rank_0s_values(tmp_path):
+    dist.launch(plain_values_worker, str(tmp_path), nprocs=2)
+
+
+def test_a_learning_rate_that_is_a_tensor_is_restored(tmp_path):
+    """torch gives the tensor to the groups too, into which dcp loads."""
+    model = torch.nn.Linear(1, 1)
+    for step, expected in ((1, None), (2, 0.02), (3, 0.02)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01 if step == 1 else 0.02))
+        checkpoint.load_sharded(tmp_path, model, optimizer)
+        if expected:
+            assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(expected)
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        checkpoint.save_sharded(tmp_path, model, optimizer, step=step)
+
+
 def test_nodes_agree(tmp_path):
     dist.launch(nodes_worker, str(tmp_path), nprocs=4)
 
@@ -458,10 +487,10 @@ def scheduled_worker(local_rank, world_size, folder):
         assert torch.equal(actual.full_tensor(), expected.full_tensor())
 
     message = agreed_message(checkpoint.load_sharded, folder, model, optimizer)
-    assert message == f"{folder}/epoch-5 was saved with a scheduler: load it with one"
+    assert message == f"{folder}/epoch-5 was saved with `scheduler`: load it with `scheduler`"
     checkpoint.save_sharded(folder, model, optimizer, 6)
     message = agreed_message(checkpoint.load_sharded, folder, model, optimizer, scheduler)
-    assert message == f"{folder}/epoch-6 was saved without a scheduler: load it without one"
+    assert message == f"{folder}/epoch-6 was saved without `scheduler`: load it without `scheduler`"
     with pytest.raises(ValueError, match="epoch must be at least 1, the next one to run, got 0"):
         checkpoint.save_sharded(folder, model, optimizer, 0)
     for function in (checkpoint.save, checkpoint.load):

@@ -144,6 +144,7 @@ def test_too_long_conversations_are_left_out_or_cut_and_counted(tokenizer, capsy
     assert said(tokenizer, found[1][0]) == ["Hello"]
     assert capsys.readouterr().out == "1 conversations have more than --length 10 tokens and are cut\n"
     assert read(tokenizer, CHAT, length=4, cut=True) == [[]], "nothing that the assistant says is left"
+    assert capsys.readouterr().out.endswith("\n1 of them have no answer before the cut and are left out\n")
 
 
 def test_many_lines(tokenizer, monkeypatch):

@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import exit_message, finish, start
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
 
 import checkpoint
@@ -218,6 +218,18 @@ def check_shards(local_rank, world_size):
         dist.DistributedError, match=r"0\.weight of rank 3 differs from rank 1's by up to 0\.5, and 1 of"
     ):
         dist.check_in_sync(model)
+    # After an evaluation the root has gathered its parameters in bfloat16, which hides a small difference.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    if local_rank == 3:
+        with torch.no_grad():
+            model[0].weight.to_local()[0, 0] *= 1.0005
+    with torch.no_grad():
+        model(torch.ones(4, 8))
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(dist.DistributedError, match=r"0\.weight of rank 3 differs from rank 1's"):
+        checkpoint.save_sharded("not written", model, optimizer, 1)
 
 
 def test_equal_weights_are_no_alarm_and_any_tensor_is_compared():

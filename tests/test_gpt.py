@@ -7,6 +7,7 @@ import importlib
 import io
 import math
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -300,6 +301,18 @@ def test_generating_leaves_the_model_as_it_was():
     gpt.generate(model, PROMPTS, torch.zeros(4, 3, dtype=torch.double))
     assert torch.equal(model(x), before)
     assert all("attend" not in vars(block.attention) for block in model.blocks)
+    model.blocks[0].attention.attend = replaced = mock.Mock()  # as context parallelism does
+    gpt.generate(model, PROMPTS, torch.zeros(4, 3, dtype=torch.double))
+    assert model.blocks[0].attention.attend is replaced
+
+
+def test_a_parameter_without_weights_is_an_error():
+    args = transformer.arguments(layers=1)
+    model = gpt.make_meta_model(args).to_empty(device="cpu")
+    gpt.fill(model.named_parameters(), args)
+    model.scale = torch.nn.Parameter(torch.empty(1))
+    with pytest.raises(ValueError, match="there are no weights for scale"):
+        gpt.fill(model.named_parameters(), args)
 
 
 def test_log_probabilities_may_take_part_in_a_loss():
@@ -349,9 +362,10 @@ def test_what_cannot_be_continued():
     with pytest.raises(ValueError, match=r"^a prompt of 55 bytes and 10 new ones exceed the model's 64 positions$"):
         gpt.generate(model, [b"a", 55 * b"b"], drawn)
     model.head.weight.data[0, 0] = torch.nan
-    assert exit_message(gpt.generate, model, [b"a", b"b"], drawn) == (
-        "the model's logits are NaN, so no byte can be drawn: its training has diverged"
-    )
+    for temperature in (1.0, 0):
+        assert exit_message(gpt.generate, model, [b"a", b"b"], drawn, temperature=temperature) == (
+            "the model's logits are NaN, so no byte can be drawn: its training has diverged"
+        )
 
 
 # ---- progress -----------------------------------------------------------------------------------------------------

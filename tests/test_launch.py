@@ -701,8 +701,19 @@ def test_no_process_outlives_the_launcher(jobs, name):
     process, mark, _ = jobs[name]
     assert len(members(mark)) >= 1 + 2 + 2 + 2  # launcher, two servers, two workers, a process of each
     process.send_signal(SIGNALS[name][0])
-    assert finish(process, timeout=60)[0] != 0
+    status, _, stderr = finish(process, timeout=60)
+    assert status != 0
+    if name == "SIGTERM":
+        assert (status, stderr) == (-signal.SIGTERM, "")
     wait_for_the_end_of(mark)
+
+
+def test_sigterm_to_the_launcher_lets_workers_save():
+    process = start(JOB, "save_when_told")
+    assert [process.stdout.readline() for _ in range(2)] == ["training\n"] * 2
+    process.terminate()
+    status, stdout, stderr = finish(process, timeout=60)
+    assert (status, sorted(stdout.splitlines()), stderr) == (143, ["rank 0 saves", "rank 1 saves"], "")
 
 
 def test_jobs_started_at_once_all_succeed(jobs):

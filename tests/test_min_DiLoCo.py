@@ -8,6 +8,7 @@ import torch.distributed as torch_dist
 import transformer
 from transformer import full_parameters, make_model, make_optimizer, small_text, take_step
 
+import distributed as dist
 import gpt
 import min_DiLoCo
 
@@ -66,6 +67,23 @@ def simulate(n, name):
             for model in models:
                 model.load_state_dict(start)
     return losses.sum(1) / n, start
+
+
+def start_apart():
+    model = make_model(arguments({}))
+    with torch.no_grad():
+        for param in model.parameters():
+            param += dist.get_rank()
+    min_DiLoCo.Outer(model, 0.7, 0.9)
+    dist.check_in_sync(model)
+    return full_parameters(model)
+
+
+def test_all_copies_start_from_rank_0s_weights(tmp_path):
+    ((parameters,), _) = transformer.train_on(2, start_apart, [()], tmp_path)
+    with transformer.float64():
+        expected = full_parameters(make_model(arguments({})))
+    assert all(torch.equal(parameters[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize(("n", "names"), [(2, list(CASES)), (4, ["AdamW", "SGD, and a short last round"])])

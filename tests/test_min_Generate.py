@@ -237,10 +237,12 @@ MOMENTS = {
     "within a line": lambda: mock.patch("min_Generate.append", torn_write),
     "before the merge": lambda: killed_in("min_Generate.merge"),
     "before the output has its name": lambda: killed_in("checkpoint._replace", call=2),
-    "before the parts are deleted": lambda: killed_in("min_Generate.shutil.rmtree"),
+    "before the parts are deleted": lambda: killed_in("min_Generate.delete_parts"),
+    "when the options alone are left": lambda: killed_in("min_Generate.shutil.rmtree"),
     "while the parts are deleted": lambda: mock.patch("min_Generate.shutil.rmtree", killed_while_deleting),
 }
-ON_RANK_0 = ("before the options", "before the merge", "before the output", "before the parts", "while the parts")
+ON_RANK_0 = ("before the options", "before the merge", "before the output", "before the parts", "when the", "while the")
+EXISTS = "answers.jsonl exists already: delete it, or choose another --output"
 
 
 def killed_worker(local_rank, world_size, args, moment, rank):
@@ -277,13 +279,18 @@ def test_killed_at_ten_moments_and_resumed_by_other_numbers_of_processes(args_of
         kept = numbers_in(parts)
         n_kept += 0 < len(kept) < 24
         if Path("answers.jsonl").exists():
-            assert moment in ("before the parts are deleted", "while the parts are deleted")
+            assert moment.startswith(("before the parts", "when the", "while the"))
             assert lines_of(Path("answers.jsonl")) == expected_output()
         if moment.startswith(("before the merge", "before the output", "before the parts")):
             assert len(kept) == 24
         capfd.readouterr()
         nproc, tensor = draw.choice([(1, 1), *meshes])
-        launch(args_of("--nproc", nproc, "--tensor", tensor))
+        args = args_of("--nproc", nproc, "--tensor", tensor)
+        if moment == "while the parts are deleted":  # without its options the job is done, and cannot be compared
+            assert exit_message(launch, args) == EXISTS
+            print("answers.jsonl was complete already")
+        else:
+            launch(args)
         assert lines_of(Path("answers.jsonl")) == expected_output()
         assert not parts.exists() and not list(Path().glob("*.tmp"))
         last = capfd.readouterr().out.splitlines()[-1]
@@ -349,9 +356,29 @@ def test_parts_with_other_options_are_refused_in_one_line(args_of, capfd):
 
 def test_an_output_is_not_overwritten(args_of):
     Path("answers.jsonl").write_text("mine")
-    message = "answers.jsonl exists already: delete it, or choose another --output"
-    assert exit_message(launch, args_of("--nproc", 1)) == message
+    assert exit_message(launch, args_of("--nproc", 1)) == EXISTS
     assert Path("answers.jsonl").read_text() == "mine"
+
+
+def test_an_output_of_other_options_is_not_taken_for_this_one(args_of):
+    """The job was killed while it deleted its parts."""
+    with mock.patch.object(min_Generate.shutil, "rmtree"):
+        launch(args_of("--nproc", 1))
+    assert [path.name for path in Path("answers.jsonl.parts").iterdir()] == ["options.json"]
+    message = exit_message(launch, args_of("--nproc", 1, "--seed", 5))
+    assert message.startswith("answers.jsonl.parts has answers with another --seed")
+
+
+def model_of_this_rank(local_rank, world_size, args):
+    os.environ["LOCAL_RANK"] = "0"  # each rank is a machine
+    args.model = ("model.pt", "other.pt")[local_rank]
+    min_Generate.main_worker(local_rank, world_size, args)
+
+
+def test_machines_with_different_models_are_refused(args_of):
+    torch.save({"sizes": SIZES, "model": gpt.GPT(**SIZES).double().state_dict()}, "other.pt")
+    message = exit_message(launch, args_of("--nproc", 2), worker=model_of_this_rank)
+    assert re.fullmatch(r"(model|other)\.pt differs between machines: copy one file to all", message)
 
 
 def test_lost_and_damaged_parts_are_one_line(args_of):

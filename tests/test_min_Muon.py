@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import transformer
-from conftest import run, torchrun
+from conftest import exit_message, run, torchrun
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed as dist
@@ -248,6 +248,31 @@ def test_a_run_that_changes_its_number_of_ranks_equals_the_uninterrupted_one(ref
         saved = {number: state["momentum_buffer"].shape for number, state in snapshot["muon"]["state"].items()}
         assert saved == {number: matrix.shape for number, matrix in enumerate(matrices_of(gpt.GPT(2, 33, 3, 31)))}
     transformer.assert_equal(torch.cat(losses), results[0][0][1], references["AdamW"])
+
+
+def test_a_frozen_matrix_is_left_out():
+    model = gpt.GPT(2, 16, 2, 8)
+    model.blocks[0].requires_grad_(False)
+    matrices, rest = min_Muon.split_params(model)
+    assert len(matrices) == 4 and all(param.requires_grad for param in [*matrices, *rest])
+    with pytest.raises(ValueError, match="a frozen matrix has no gradient"):
+        min_Muon.Muon([*matrices, model.blocks[0].mlp.up.weight], lr=0.1)
+    with pytest.raises(ValueError, match="the matrices have several types"):
+        min_Muon.Muon([matrices[0], torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))], lr=0.1)
+
+
+def test_what_no_shape_shows_must_not_change(tmp_path):
+    def run(**changes):
+        args = {"steps": 2, "heads": 3, "snapshot_path": str(tmp_path / "snapshot.pt"), **changes}
+        return min_Muon.main_worker(0, 1, arguments(**args))
+
+    run()
+    for changes, line in (
+        ({"heads": 1}, "--heads 3, not 1"),
+        ({"seed": 5}, f"--seed {arguments().seed}, not 5"),
+        ({"muon_lr": 0.5}, f"--muon-lr {arguments().muon_lr}, not 0.5"),
+    ):
+        assert exit_message(run, steps=3, **changes).startswith(f"the checkpoint was saved with {line}: use the same")
 
 
 def test_it_saves_every_so_many_steps_and_at_the_end(tmp_path):

@@ -1,5 +1,6 @@
 """min_ZeRO.py: equal to one process, with a part of the optimizer's state on each process."""
 
+import copy
 import math
 import re
 from unittest import mock
@@ -111,6 +112,21 @@ def test_it_gives_what_one_process_gives_and_holds_a_part_of_the_state(tmp_path,
 
 
 @pytest.mark.slow
+def test_frozen_parameters_stay_and_an_iterator_is_a_group():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    before = copy.deepcopy(model)
+    optimizer = min_ZeRO.ZeRO([{"params": model.parameters()}], torch.optim.AdamW, lr=0.1, weight_decay=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for layer, is_equal in ((0, True), (1, False)):
+        assert torch.equal(model[layer].weight, before[layer].weight) == is_equal
+    groups = [{"params": torch.nn.Linear(2, 2, dtype=dtype).parameters()} for dtype in (torch.float32, torch.bfloat16)]
+    with pytest.raises(ValueError, match="the parameters have several types"):
+        min_ZeRO.ZeRO(groups, torch.optim.SGD, lr=0.1)
+
+
 def test_the_script_prints_what_it_holds_however_it_is_started():
     outputs = []
     for start, options in ((run, ("min_ZeRO.py", "--nproc", 2)), (torchrun, (2, "min_ZeRO.py"))):

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as torch_dist
+from conftest import exit_message
 from images import few_digits
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
@@ -218,6 +219,25 @@ def test_prefixes_of_names_are_found_once():
     keys = ["optimizer.state.a.exp_avg", "optimizer.state.a.b.step", "optimizer.state.c"]
     expected = {"", "optimizer", "optimizer.state", "optimizer.state.a", "optimizer.state.a.b"}
     assert checkpoint._prefixes(keys) == expected
+
+
+@pytest.mark.parametrize("name", ["min_FSDP", "min_2D", "min_3D"])
+def test_what_no_shape_shows_must_be_the_same_after_a_resume(name, tmp_path, monkeypatch):
+    script = importlib.import_module(name)
+
+    def run(steps, *changes):
+        options = [*SMALL[2:], "--nproc", "1", "--steps", str(steps), "--checkpoint-dir", str(tmp_path), *changes]
+        monkeypatch.setattr(sys, "argv", [name, *options])
+        dist.launch(script.main_worker, script.parse_args(), nprocs=1)
+
+    run(1)
+    for changes, line in (
+        (("--heads", "4"), "--heads 2, not 4"),
+        (("--global-batch-size", "16"), "--global-batch-size 8, not 16"),
+        (("--seed", "7"), "--seed 0, not 7"),
+    ):
+        assert exit_message(run, 2, *changes).startswith(f"the checkpoint was saved with {line}: use the same")
+    run(2)
 
 
 # ---- SIGTERM --------------------------------------------------------------------------------------------------------
