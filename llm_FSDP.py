@@ -448,7 +448,7 @@ def parse_args(argv=None):
     )
     add("--chat-template", type=Path, help="file with a chat template (default: the one of the tokenizer)")
     add("--output-dir", default="runs/llm", help="folder for the trained model, or for its adapters")
-    add("--checkpoint-dir", help="save checkpoints here, and resume from the newest one")
+    add("--checkpoint-dir", type=options.path, help="save checkpoints here, and resume from the newest one")
     add("--save-every", type=count, default=500, help="save a checkpoint every N steps, and at the end", metavar="N")
     add(
         "--lora",

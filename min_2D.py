@@ -62,7 +62,9 @@ def parse_args():
     )
     parser.add_argument("--tensor", type=count, default=1, help="processes that split the work of each layer")
     parser.add_argument("--checkpoint-activations", action="store_true", help="recompute blocks to save memory")
-    parser.add_argument("--checkpoint-dir", help="save checkpoints in this folder, and resume from the newest")
+    parser.add_argument(
+        "--checkpoint-dir", type=options.path, help="save checkpoints in this folder, and resume from the newest"
+    )
     parser.add_argument("--save-every", type=count, default=100, help="save a checkpoint every N steps", metavar="N")
     parser.add_argument("--keep", type=count, help="keep only the newest N checkpoints (default: all)", metavar="N")
     args = parser.parse_args()

@@ -82,7 +82,9 @@ def parse_args():
         help="order of forwards and backwards; Interleaved1F1B has two stages per process and a smaller bubble",
     )
     parser.add_argument("--micro-batches", type=count, help="parts of a pipeline's batch (default: 8, or what fits)")
-    parser.add_argument("--checkpoint-dir", help="save checkpoints in this folder, and resume from the newest")
+    parser.add_argument(
+        "--checkpoint-dir", type=options.path, help="save checkpoints in this folder, and resume from the newest"
+    )
     parser.add_argument("--save-every", type=count, default=100, help="save a checkpoint every N steps", metavar="N")
     parser.add_argument("--keep", type=count, help="keep only the newest N checkpoints (default: all)", metavar="N")
     parser.set_defaults(steps=600)

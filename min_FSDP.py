@@ -49,7 +49,9 @@ def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
     parser.add_argument("--bf16", action="store_true", help="gather and compute in bfloat16")
-    parser.add_argument("--checkpoint-dir", help="save checkpoints here, and resume from the newest one")
+    parser.add_argument(
+        "--checkpoint-dir", type=options.path, help="save checkpoints here, and resume from the newest one"
+    )
     parser.add_argument(
         "--save-every", type=options.whole_number(1), default=100, metavar="N", help="save a checkpoint every N steps"
     )

@@ -91,7 +91,7 @@ def parse_args():
     count = options.whole_number(1)
     parser.add_argument("--min-members", type=count, default=1, help="wait while there are fewer processes than this")
     parser.add_argument("--timeout", type=count, default=30, help="seconds until a process that hangs is left behind")
-    parser.add_argument("--wait", type=count, default=600, help="seconds to wait for --min-members before the job ends")
+    parser.add_argument("--wait", type=count, default=600, help="seconds to wait for --min-members, or at the end")
     restarts = options.whole_number(0)
     parser.add_argument("--max-restarts", type=restarts, default=100, help="how often each process may be replaced")
     parser.add_argument(
@@ -533,15 +533,19 @@ def connect(address):
 def wait_for(process, name, store, args):
     """Wait until the process has ended. Returns whether it was needed no more.
 
-    When the job is finished, a process that was left behind is killed: it may be stopped forever.
+    When the job is finished, a process that does not end is killed, since it may be stopped forever: after --timeout
+    seconds if it was left behind, and after --wait seconds if it has finished and may be saving.
     """
     finished = False
+    end = None
     while process.is_alive():
         process.join(1)
         number = newest_quorum(store)
         finished = number >= 0 and is_finished(store, number, args)
-        if finished and name not in members_of(store, number):
-            process.join(args.timeout)
+        if finished and end is None:
+            has_finished = name in members_of(store, number)
+            end = time.monotonic() + (args.wait if has_finished else args.timeout)
+        if finished and time.monotonic() > end:
             process.kill()
     return finished or process.exitcode == 0
 

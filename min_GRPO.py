@@ -104,7 +104,9 @@ def parse_args():
     parser.add_argument("--clip", type=options.positive_number, help="clip the global gradient norm to this value")
     parser.add_argument("--log-every", type=count, default=10, help="print every N steps", metavar="N")
     parser.add_argument("--seed", type=options.seed_number, default=0, help="random seed of all that is drawn")
-    parser.add_argument("--save", help="write the trained model to this file, for min_Generate.py", metavar="FILE")
+    parser.add_argument(
+        "--save", type=options.path, help="write the trained model to this file, for min_Generate.py", metavar="FILE"
+    )
     parser.add_nproc()
     args = parser.parse_args()
     parser.require_multiple(args, "prompts", args.nproc, "the number of processes", default=32)

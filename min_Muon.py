@@ -64,7 +64,9 @@ def parse_args():
     gpt.add_bf16_option(parser)
     parser.add_argument("--muon-lr", type=options.positive_number, default=0.02, help="learning rate of the matrices")
     parser.add_argument("--momentum", type=options.number(0, 1), default=0.95, help="momentum of the matrices")
-    parser.add_argument("--snapshot-path", help="save to this file, and resume from it (default: do not save)")
+    parser.add_argument(
+        "--snapshot-path", type=options.path, help="save to this file, and resume from it (default: do not save)"
+    )
     parser.add_argument("--save-every", type=options.whole_number(1), default=50, help="steps between two snapshots")
     args = parser.parse_args()
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))

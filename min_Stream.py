@@ -74,7 +74,9 @@ def parse_args():
     parser.add_argument(
         "--num-workers", type=options.whole_number(0), default=1, help="loader processes per training process"
     )
-    parser.add_argument("--snapshot-path", help="save to this file, and resume from it (default: do not save)")
+    parser.add_argument(
+        "--snapshot-path", type=options.path, help="save to this file, and resume from it (default: do not save)"
+    )
     parser.add_argument("--save-every", type=count, default=50, help="steps between two snapshots")
     args = parser.parse_args()
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))

@@ -426,7 +426,11 @@ def parse_args():
     parser = options.ArgumentParser(__doc__)
     parser.add_nproc()
     parser.add_argument("--output-dir", default=".", help="folder for the weights and the accuracies")
-    parser.add_argument("--snapshot-path", help="file to save snapshots to, and to resume from (default: no snapshots)")
+    parser.add_argument(
+        "--snapshot-path",
+        type=options.path,
+        help="file to save snapshots to, and to resume from (default: no snapshots)",
+    )
     hp, args = parse_hyperparameters(parser)
     problem = batch_size_problem(hp, args.nproc)
     if problem:

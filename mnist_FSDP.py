@@ -70,7 +70,9 @@ def parse_args():
     parser.add_argument("--min-num-params", type=count, default=20_000, help="parameters of the smallest FSDP unit")
     parser.add_argument("--mixed-precision", action="store_true", help="compute in bfloat16")
     mnist.add_data_options(parser)
-    parser.add_argument("--checkpoint-dir", help="save here after every epoch, and resume from the newest checkpoint")
+    parser.add_argument(
+        "--checkpoint-dir", type=options.path, help="save here after every epoch, and resume from the newest checkpoint"
+    )
     parser.add_argument("--export", metavar="FILE", help="write the whole state_dict here, for plain PyTorch")
     parser.add_argument("--seed", type=options.seed_number, default=0, help="random seed")
     parser.add_nproc(help="processes to start; ignored under torchrun (default: one per visible GPU, or 1; 1 if local)")

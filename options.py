@@ -78,6 +78,13 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
+def path(text):
+    """An argparse `type`: a path. An empty one, as from a variable that is not set, would mean not to save."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: name a path, or leave the option out")
+    return text
+
+
 def whole_number(minimum, maximum=LARGEST, why=""):
     """An argparse `type`: a whole number from `minimum` to `maximum`; `why` explains the maximum in the error."""
 

@@ -30,6 +30,17 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 # would not work in a process that is forked afterwards.
 PRELOADED = ("torch", "torch.distributed.nn.functional", "torch._dynamo", "torchvision", "transformers.modeling_layers")
 
+
+def _numpy_state():
+    if "numpy.random" in sys.modules:
+        return sys.modules["numpy.random"].get_state()[1].tobytes()
+    return None
+
+
+# In a worker these are of the fork server: the script that it imports has not set a seed yet.
+TORCH_SEED = torch.initial_seed()
+NUMPY_STATE = _numpy_state()
+
 IMPORTING_MAIN = 77  # exit status of a worker whose script calls `launch` while it is imported
 
 
@@ -297,10 +308,14 @@ def _worker(rank, work, environment, outputs):
 
 
 def _draw_seeds():
-    """Every worker has a copy of the fork server's random generators. Without this, all would draw the same numbers."""
-    torch.seed()
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # `random` itself does this after a fork
+    """Every worker has a copy of the fork server's random generators. Without this, all would draw the same numbers.
+
+    A seed that the script has set at its top level stays, as under torchrun. `random` itself seeds anew after a fork.
+    """
+    if torch.initial_seed() == TORCH_SEED:
+        torch.seed()
+    if "numpy.random" in sys.modules and _numpy_state() == NUMPY_STATE:
+        sys.modules["numpy.random"].seed()
 
 
 def _forget_torch_libraries():

@@ -716,6 +716,36 @@ def test_sigterm_to_the_launcher_lets_workers_save():
     assert (status, sorted(stdout.splitlines()), stderr) == (143, ["rank 0 saves", "rank 1 saves"], "")
 
 
+SEEDED = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import numpy as np
+import torch
+import distributed as dist
+if sys.argv[1] == "seeded":
+    torch.manual_seed(1234)
+    np.random.seed(1234)
+
+def main(local_rank, world_size):
+    print(torch.rand(1).item(), np.random.rand())
+
+if __name__ == "__main__":
+    dist.launch(main, nprocs=int(sys.argv[2]))
+"""
+
+
+def test_a_seed_at_the_top_level_of_a_script_stays(tmp_path):
+    (tmp_path / "script.py").write_text(SEEDED)
+    printed = {}
+    for kind, nprocs in (("seeded", 1), ("seeded", 2), ("unseeded", 2)):
+        status, stdout, stderr = run(tmp_path / "script.py", kind, nprocs)
+        assert (status, stderr) == (0, "")
+        printed[kind, nprocs] = stdout.splitlines()
+    assert printed["seeded", 2] == 2 * printed["seeded", 1]
+    first, second = printed["unseeded", 2]
+    assert all(a != b for a, b in zip(first.split(), second.split(), strict=True))
+
+
 def test_jobs_started_at_once_all_succeed(jobs):
     """All have begun to train; this one was not ended. Its workers' own processes end with it."""
     process, mark, stop = jobs["ends"]

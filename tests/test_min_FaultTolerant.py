@@ -331,6 +331,20 @@ def test_members_that_can_never_connect_do_not_try_forever(capfd):
     assert capfd.readouterr().err == ""
 
 
+def stopped_at_the_end_worker(local_rank, world_size, args):
+    def stop(quorum):
+        if quorum.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    with mock.patch.object(min_FaultTolerant, "leave_together", stop):
+        min_FaultTolerant.main_worker(local_rank, world_size, args)
+
+
+def test_a_member_that_stops_after_the_last_step_does_not_hold_the_job(capfd):
+    dist.launch(stopped_at_the_end_worker, arguments(nprocs=2, steps=2, wait=4), nprocs=2)
+    assert capfd.readouterr().err == ""
+
+
 def test_to_close_a_quorum_rings_for_one_that_has_closed_it_and_died():
     store = torch_dist.HashStore()
     store.set("4 steps", "9 closed")

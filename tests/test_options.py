@@ -339,6 +339,26 @@ def test_a_folder_is_made_or_one_line_says_why_not(script, option, name, main_of
     assert (tmp_path / "file").read_text() == "in the way"
 
 
+SAVING = {
+    "llm_FSDP.py": "--checkpoint-dir",
+    "min_2D.py": "--checkpoint-dir",
+    "min_3D.py": "--checkpoint-dir",
+    "min_FSDP.py": "--checkpoint-dir",
+    "mnist_FSDP.py": "--checkpoint-dir",
+    "min_Muon.py": "--snapshot-path",
+    "min_Stream.py": "--snapshot-path",
+    "mnist_DDP.py": "--snapshot-path",
+    "min_GRPO.py": "--save",
+}
+
+
+@pytest.mark.parametrize("script", SAVING)
+def test_an_empty_path_is_one_line(script, main_of):
+    """As from a variable that is not set. Without a path nothing is saved."""
+    message = f"argument {SAVING[script]}: it is empty: name a path, or leave the option out"
+    assert main_of(script, SAVING[script], "") == (2, f"{script}: error: {message}\n")
+
+
 def test_single_gpu_says_so_when_it_saves(monkeypatch):
     monkeypatch.chdir("/sys")
     monkeypatch.setattr(sys, "argv", ["single_gpu.py", "1", "1"])
