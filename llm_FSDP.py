@@ -38,11 +38,11 @@ faster for a small model.
     torchrun --nnodes 2 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint HOST:29400 llm_FSDP.py \
         --model Qwen/Qwen3-0.6B --from-scratch --data books/*.jsonl            # two machines
 
-The data are .jsonl files, up to 1 GB together, as `Dataset.to_json` of Hugging Face writes them: {"messages": [...]},
-of which only what the assistant says is in the loss, or {"text": ...}. It prints `step 20/370 | loss 6.2499 | norm 1.64
-| lr 4.0e-03 | 3,892 targets/s | 7,686 tokens/s | 656 MB`. Neither speed counts padding. On a known GPU the line ends
-with the model FLOPs utilization (MFU). Every --eval-every steps it prints `step 100/370 | held-out 4.2481`, the mean
-loss of the documents that are not trained on.
+The data are .jsonl files, up to 1 GB together, as `Dataset.to_json` of Hugging Face writes them: {"messages": [...]} or
+{"text": ...}. In a conversation only the assistant's words are in the loss. It prints `step 20/370 | loss 6.2499 | norm
+1.64 | lr 4.0e-03 | 3,892 targets/s | 7,686 tokens/s | 656 MB`. Neither speed counts padding. On a known GPU the line
+ends with the model FLOPs utilization (MFU). Every --eval-every steps it prints `step 100/370 | held-out 4.2481`, the
+mean loss of the documents that are not trained on.
 """
 
 import contextlib

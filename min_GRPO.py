@@ -30,9 +30,9 @@ steps use the same answers again. Clipping then limits how far they move the mod
 
     kl · r·(exp(d) - 1 - d),    d = log(p of the model after imitation) - log p
 
-for each byte, an estimate of the KL divergence. Over the bytes that may follow a text, its mean gradient is that of the
-divergence. Without the factor r it would not be. Groups and their mean are from arXiv:2402.03300, the denominator is
-from arXiv:2503.14476.
+for each byte, an estimate of the KL divergence. Averaged over the bytes that may follow a text, its gradient equals the
+gradient of the divergence. Without the factor r it would not. Groups and their mean are from arXiv:2402.03300, the
+denominator is from arXiv:2503.14476.
 
 Choose it if a program can check answers, nobody can write enough right ones, and the model is right sometimes: a task
 that it never solves is not learnt in this way. If you have right answers, imitate them (min_Packing.py). If you want to

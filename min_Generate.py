@@ -22,7 +22,7 @@ The random numbers of an answer depend on the seed and on its prompt's index in 
 processes and the rows beside it do not change it. Only rounding may tip a choice, and with it the rest of that answer:
 rarely in float32, more often with the TF32 of GPUs. Each process appends its answers to a file of its own in the folder
 OUTPUT.parts. At the end rank 0 writes OUTPUT in the order of the prompts. If the job is killed at any moment, run the
-same command again, with any --nproc and --tensor: it generates only what is missing.
+same command again, with any --nproc and --tensor: it generates only the missing answers.
 
 Choose --tensor 1 if the model fits on one device, and more only if it does not, because tensor parallelism needs fast
 links. To serve many users, or models from the Hugging Face hub, choose vLLM or SGLang. They also admit new prompts

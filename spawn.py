@@ -37,7 +37,7 @@ def _numpy_state():
     return None
 
 
-# In a worker these are of the fork server: the script that it imports has not set a seed yet.
+# A worker has these from the fork server. The script that it imports may set seeds of its own afterwards.
 TORCH_SEED = torch.initial_seed()
 NUMPY_STATE = _numpy_state()
 
