@@ -323,7 +323,8 @@ def propose(store, number, n_expected, waited, args):
     n_present = len(holders) + len(newcomers)
     missing = set(previous) - lost - set(holders) - set(newcomers)  # they may still come
     complete = n_present >= n_expected if number == 0 else not missing
-    if step > 0 and not holders and not missing:
+    # One that an earlier quorum has left behind may hold them, and still be on its way.
+    if step > 0 and not holders and not missing and waited > args.timeout:
         return {"error": f"all processes with the parameters of step {step} are lost: start again"}
     if holders and n_present >= args.min_members and (complete or waited > args.timeout):
         return {"step": step, "holders": holders, "newcomers": newcomers}

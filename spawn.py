@@ -77,8 +77,12 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
         line = f"the path of TMPDIR, {folder}, is too long for a socket in it: choose one of at most 70 characters"
         raise SystemExit(line) from None
     finally:
-        for process in to_end:
-            _end(process)
+        while to_end:
+            try:
+                _end(to_end[-1])
+                to_end.pop()
+            except KeyboardInterrupt:  # Ctrl-C once more: without this, a worker would be left, and waited for
+                pass
 
 
 @contextlib.contextmanager

@@ -308,7 +308,8 @@ def survivor_worker(local_rank, world_size, folder):
 
     def recorded_step(trainer, step):
         take_step(trainer, step)
-        (folder / f"{os.getpid()}.trainer").write_text(str(step))
+        (folder / f"{os.getpid()}.step").write_text(str(step))
+        os.rename(folder / f"{os.getpid()}.step", folder / f"{os.getpid()}.trainer")  # nobody reads a part of it
 
     def recorded_train(store, name, n_expected, args):
         (folder / f"{os.getpid()}.trainer").touch()

@@ -266,6 +266,27 @@ def test_the_children_of_a_process_end_with_it():
     wait_for_the_end_of(mark)
 
 
+def sleep_unless_first(local_rank, world_size):
+    if local_rank == 0:
+        sys.exit(3)
+    time.sleep(600)
+
+
+def test_a_second_ctrl_c_leaves_no_process(monkeypatch):
+    """The first comes as the failed process is ended, and the second as the others are: nothing else ends them."""
+    end, interrupts = spawn._end, [signal.SIGINT] * 2
+
+    def end_interrupted(process):
+        if interrupts:
+            signal.raise_signal(interrupts.pop())
+        end(process)
+
+    monkeypatch.setattr(spawn, "_end", end_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        dist.launch(sleep_unless_first, nprocs=3)
+    assert not interrupts and not multiprocessing.active_children()
+
+
 @pytest.mark.parametrize(
     ("failure", "status"),
     [(KeyError(), 1), (SystemExit(), 0), (SystemExit(0), 0), (SystemExit(3), 3), (SystemExit("a message"), 1)],

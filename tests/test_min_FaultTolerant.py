@@ -1,6 +1,7 @@
 """min_FaultTolerant.py: whoever is killed, and whenever, the others train on, to the parameters of one process."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -351,6 +352,21 @@ def test_to_close_a_quorum_rings_for_one_that_has_closed_it_and_died():
     min_FaultTolerant.close(store, 4)
     store.wait(["4 bell 8"], timedelta(seconds=1))
     assert store.get("4 steps") == b"9 closed"
+
+
+def test_a_member_left_behind_may_hold_the_newest_parameters():
+    """Process a had them, and missed quorum 4. There b died before it could heal c."""
+    store, args = torch_dist.HashStore(), arguments()
+    store.set("4 members", json.dumps({"step": 9, "holders": ["b"], "newcomers": ["c"]}))
+    store.set("4 steps", "9 closed")
+    store.set("lost", "b ")
+    store.set("5 joining", "c 0\n")
+    assert min_FaultTolerant.propose(store, 5, 3, args.timeout - 1, args) is None
+    error = "all processes with the parameters of step 9 are lost: start again"
+    assert min_FaultTolerant.propose(store, 5, 3, args.timeout + 1, args) == {"error": error}
+    store.set("5 joining", "c 0\na 9\n")
+    quorum = {"step": 9, "holders": ["a"], "newcomers": ["c"]}
+    assert min_FaultTolerant.propose(store, 5, 3, args.timeout - 1, args) == quorum
 
 
 def test_another_text_is_refused():
