@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 import weakref
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 
 import torch
@@ -66,6 +67,7 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
         processes.append(context.Process(target=_worker, args=(rank, work, environment, outputs)))
     to_end = list(processes)
     try:
+        _start_fork_server()
         for process in processes:
             process.start()
         with _forwarded_sigterm(to_end):
@@ -83,6 +85,19 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
                 to_end.pop()
             except KeyboardInterrupt:  # Ctrl-C once more: without this, a worker would be left, and waited for
                 pass
+
+
+def _start_fork_server():
+    """Start it, unless it runs, with SIGTERM blocked. A scheduler may send SIGTERM to every process of a job.
+
+    Without the fork server, which is their parent, nobody would learn that the workers have saved.
+    """
+    resource_tracker.ensure_running()  # the fork server needs it, and its start unblocks SIGTERM
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        forkserver.ensure_running()  # it takes over the mask of this thread
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextlib.contextmanager
@@ -286,6 +301,7 @@ def _worker(rank, work, environment, outputs):
 
     After a normal return or `sys.exit(0)`, run the handlers of atexit.
     """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked in the fork server
     os.setsid()  # a process group of the worker and its children, which are ended together
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     _take_over_outputs(outputs)

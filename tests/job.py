@@ -28,6 +28,7 @@ def save_when_told(local_rank, world_size):
     print("training", flush=True)
     while not preemption.agreed():
         dist.barrier()
+    time.sleep(1)  # a save takes long
     print(f"rank {local_rank} saves", flush=True)
     preemption.leave()
 

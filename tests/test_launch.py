@@ -729,10 +729,13 @@ def test_no_process_outlives_the_launcher(jobs, name):
     wait_for_the_end_of(mark)
 
 
-def test_sigterm_to_the_launcher_lets_workers_save():
-    process = start(JOB, "save_when_told")
+@pytest.mark.parametrize("receivers", ["the launcher", "all processes"])
+def test_sigterm_lets_workers_save(receivers):
+    mark = uuid.uuid4().hex
+    process = start(JOB, "save_when_told", env={"JOB_MARK": mark})
     assert [process.stdout.readline() for _ in range(2)] == ["training\n"] * 2
-    process.terminate()
+    for receiver in [process] if receivers == "the launcher" else members(mark):
+        receiver.terminate()
     status, stdout, stderr = finish(process, timeout=60)
     assert (status, sorted(stdout.splitlines()), stderr) == (143, ["rank 0 saves", "rank 1 saves"], "")
 
