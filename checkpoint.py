@@ -359,6 +359,9 @@ def _tensors_in(value):
 # ---- a folder per epoch, to which every rank writes its part --------------------------------------------------------
 
 
+VISIBLE_SECONDS = 60  # so late may NFS show a new file to other machines
+
+
 @dist.watched
 def save_sharded(
     folder, model, optimizer, epoch=None, scheduler=None, frozen=True, step=None, keep=None, settings=None
@@ -370,8 +373,8 @@ def save_sharded(
     no harm. Once it is complete, all but the newest `keep` checkpoints are deleted; None keeps all of them. Without
     `frozen`, parameters that are not trained are left out: load it in the same way, into a model that has them. Rank 0
     collects the plans of all ranks, so it needs a socket to each. Raises DistributedError on every rank if weights that
-    should be equal differ between ranks, if the folder counts in the other unit, or if a rank cannot write; what was
-    written is then removed.
+    should be equal differ between ranks, if the folder counts in the other unit, if a rank cannot write, or if machines
+    do not share the folder; what was written is then removed.
     https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
     """
     import torch.distributed.checkpoint as dcp  # takes 0.5 s
@@ -403,8 +406,26 @@ def save_sharded(
             shutil.rmtree(path, ignore_errors=True)
         cause = f"{type(failure).__name__}: {failure}".splitlines()[0]
         raise dist.DistributedError(f"cannot save {path}, is the disk full? ({cause})", on_all_ranks=True)
+    _refuse_separate_folders(path)
     if keep is not None and dist.is_primary():
         _delete_all_but_newest(folder, keep, path)
+
+
+def _refuse_separate_folders(path):
+    """Raises DistributedError on every rank if a rank does not see the index that rank 0 has just written."""
+    end = time.monotonic() + VISIBLE_SECONDS
+    index = os.path.join(path, ".metadata")
+    while not os.path.exists(index) and time.monotonic() < end:
+        time.sleep(0.1)
+    error = None
+    if not os.path.exists(index):
+        line = f"rank {dist.get_rank()} does not see {index}, which rank 0 has written"
+        error = f"{line}: all machines must share the folder"
+    try:
+        dist.raise_on_all(error, dist.patient_group())
+    except dist.DistributedError:
+        shutil.rmtree(path, ignore_errors=True)  # a part of the shards
+        raise
 
 
 def _refusal_of_two_units(folder, names=()):

@@ -168,6 +168,11 @@ def read_by_one(rank, world_size, folder):
         assert checkpoint.load_sharded(f"{folder}/sharded", other, other_optimizer) == 3
     assert dist.gather_objects(reads.call_count) == [1, 0, 0], "rank 0 reads the index for all"
     check_kept(f"{folder}/kept", model, optimizer)
+    own = f"{folder}/disk of machine {rank}"  # as a path that each machine has for itself
+    line = r"^rank 1 does not see .* of machine 1/epoch-1/.metadata, which rank 0 has written: all machines must share"
+    with mock.patch.object(checkpoint, "VISIBLE_SECONDS", 1), pytest.raises(dist.DistributedError, match=line):
+        checkpoint.save_sharded(own, model, optimizer, 1)
+    assert os.listdir(own) == []
 
 
 def check_kept(folder, model, optimizer):
