@@ -521,6 +521,8 @@ def load_sharded(folder, model, optimizer, scheduler=None, frozen=True, settings
         raise dist.DistributedError(_unreadable(path, failure), on_all_ranks=True)
     if settings is not None:
         settings.load_state_dict(state["settings"][0])
+    for group in state["optimizer"]["param_groups"]:  # torch compares them with this rank's, if SGD has no state
+        group["params"] = [name for name in group["params"] if name in state["model"]]
     set_state_dict(
         model,
         optimizer,

@@ -194,7 +194,7 @@ def test_a_process_holds_a_seventh_of_the_parameters_and_nothing_else(schedule, 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def resume(script, mesh, changes):
+def resume(script, mesh, changes, optimizer="AdamW"):
     """Losses, and the rate of each group of the optimizer, as the script resumes and trains."""
     rates = []
     save_sharded = checkpoint.save_sharded
@@ -210,7 +210,7 @@ def resume(script, mesh, changes):
             args.replicate, args.checkpoint_activations = 1, False
             result = transformer.run_main_worker(min_2D, args, "AdamW")
             return result.losses, transformer.full_parameters(result.model), rates
-        result = transformer.run_main_worker(min_3D, args, "AdamW")
+        result = transformer.run_main_worker(min_3D, args, optimizer)
         return result.losses, whole_parameters(result.model), rates
     finally:
         checkpoint.save_sharded = save_sharded
@@ -243,10 +243,14 @@ def test_it_saves_every_so_many_steps_and_at_the_end(tmp_path):
 
 
 def test_another_learning_rate_is_that_of_all_stages_after_a_resume(tmp_path):
-    options = {"checkpoint_dir": f"{tmp_path}/runs", "layers": 2}
-    cases = [("min_3D", (2, 1, 1), {**options, "steps": 1}), ("min_3D", (2, 1, 1), {**options, "steps": 2, "lr": 0.02})]
-    for before, after in transformer.train_on(2, resume, cases, tmp_path):
-        assert before[2] == [0.01] and after[2] == pytest.approx([0.02])
+    cases = []
+    for optimizer in ("AdamW", "SGD without momentum"):
+        options = {"checkpoint_dir": f"{tmp_path}/{optimizer}", "layers": 2}
+        cases.append(("min_3D", (2, 1, 1), {**options, "steps": 1}, optimizer))
+        cases.append(("min_3D", (2, 1, 1), {**options, "steps": 2, "lr": 0.02}, optimizer))
+    for *before, (_, _, last) in transformer.train_on(2, resume, cases, tmp_path):
+        assert before[0][2] == [0.01] and before[1][2] == pytest.approx([0.02]), "AdamW"
+        assert before[2][2] == pytest.approx([0.1]) and last == pytest.approx([0.2]), "SGD"
 
 
 # ---- options and output ---------------------------------------------------------------------------------------------

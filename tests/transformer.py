@@ -48,6 +48,8 @@ def make_optimizer(name, params, lr):
     """AdamW, or SGD, which shows a gradient of the wrong size as Adam does not. It has no fused form for DTensors."""
     if name == "SGD":
         return torch.optim.SGD(params, lr=10 * lr, momentum=0.5)
+    if name == "SGD without momentum":  # it has no state
+        return torch.optim.SGD(params, lr=10 * lr)
     return torch.optim.AdamW(params, lr=lr, fused=True)
 
 
