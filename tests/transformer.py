@@ -136,8 +136,8 @@ def _train_worker(local_rank, world_size, train, cases, folder):
 def run_main_worker(script, args, optimizer, before_training=None):
     """Run a script's main_worker on the small text. Returns what it trained, the losses and what it printed.
 
-    With optimizer="SGD" the script gets make_optimizer's SGD instead of AdamW. `before_training(model)` is called with
-    the first argument of the script's `train`.
+    If the name begins with SGD, the script gets make_optimizer's optimizer instead of AdamW. `before_training(model)`
+    is called with the first argument of the script's `train`.
     """
     text, train, result = small_text(), script.train, argparse.Namespace()
 
@@ -149,7 +149,7 @@ def run_main_worker(script, args, optimizer, before_training=None):
         return result.losses
 
     def sgd(params, lr, fused):
-        return make_optimizer("SGD", params, lr)
+        return make_optimizer(optimizer, params, lr)
 
     built = set()
     build = gpt.batch
@@ -174,7 +174,7 @@ def run_main_worker(script, args, optimizer, before_training=None):
         stack.enter_context(mock.patch.object(gpt, "load_text", lambda: text))
         stack.enter_context(mock.patch.object(gpt, "batch", recorded_batch))
         stack.enter_context(mock.patch.object(script, "train", recorded_train))
-        if optimizer == "SGD":
+        if optimizer.startswith("SGD"):
             stack.enter_context(mock.patch("torch.optim.AdamW", sgd))
         stdout = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         script.main_worker(dist.get_local_rank(), dist.get_world_size(), args)
