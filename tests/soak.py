@@ -10,6 +10,8 @@
 - sharded: min_FSDP.py saves after every step, and is killed, mostly inside save_sharded. Then it ends with the same
   bits.
 - stream: the same with min_Stream.py and its state.
+- finetune: the same with llm_FSDP.py, full or LoRA, and its exported model.
+- generate: min_Generate.py is killed, and resumed by other numbers of processes. It ends with the same file.
 - server: rpc_param_server.py with a killed trainer. The job continues to its end, once all have joined.
 - survivors: min_FaultTolerant.py with processes that are killed or stopped at random moments. The others never end, and
   all end with the parameters of one process, in float64.
@@ -176,22 +178,58 @@ def log_of(log):
 
 # ---- jobs of `launch` that save often -------------------------------------------------------------------------------
 
-SMALL = ["--nproc", 2, "--layers", 1, "--width", 32, "--heads", 2, "--length", 32, "--global-batch-size", 4]
+SMALL = ["--layers", 1, "--width", 32, "--heads", 2, "--length", 32, "--global-batch-size", 4]
 SMALL += ["--steps", 40, "--log-every", 40, "--save-every", 1]
+TUNING = ["--length", 64, "--global-batch-size", 6, "--epochs", 7, "--lr", 0.01, "--save-every", 1]
+ANSWERING = ["--new-bytes", 60, "--stop", "", "--batch-size", 2]
 
 
-def start_saving(kind, folder, log):
+@functools.cache
+def inputs():
+    """A folder with a model and data for llm_FSDP.py, and a model and prompts for min_Generate.py."""
+    import gpt
+    from tests import language  # it imports transformers, and `worker` needs none of it
+
+    folder = tempfile.TemporaryDirectory()
+    path = Path(folder.name)
+    language.make_folder("llama", path / "llama")
+    language.write_jsonl(path / "data.jsonl", language.records())
+    sizes = {"layers": 2, "width": 36, "heads": 6, "length": 80}
+    torch.manual_seed(1)
+    torch.save({"sizes": sizes, "model": gpt.GPT(**sizes).double().state_dict()}, path / "model.pt")
+    prompts = [json.dumps({"prompt": f"{number}+{number * number}="}) + "\n" for number in range(400)]
+    (path / "prompts.jsonl").write_text("".join(prompts))
+    return folder
+
+
+def start_saving(kind, nproc, folder, log):
     if kind == "sharded":
         command = ["min_FSDP.py", *SMALL, "--checkpoint-dir", folder / "state"]
-    else:
+    elif kind == "stream":
         command = ["min_Stream.py", *SMALL, "--buffer", 16, "--snapshot-path", folder / "state"]
+    elif kind == "generate":
+        path = Path(inputs().name)
+        command = ["min_Generate.py", *ANSWERING, "--model", path / "model.pt", "--prompts", path / "prompts.jsonl"]
+        command += ["--output", folder / "answers.jsonl"]
+    else:
+        path = Path(inputs().name)
+        command = ["llm_FSDP.py", *TUNING, "--model", path / "llama", "--data", path / "data.jsonl"]
+        command += ["--checkpoint-dir", folder / "state", "--output-dir", folder / "trained"]
+        command += ["--lora", 4, "--merge"] if kind == "finetune with LoRA" else []
     options = {"cwd": ROOT, "stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
-    return subprocess.Popen([sys.executable, *map(str, command)], **options)
+    return subprocess.Popen([sys.executable, *map(str, command), "--nproc", str(nproc)], **options)
 
 
-def saved_model(kind, folder):
-    """The trained parameters, by name."""
+def saved(kind, folder):
+    """The trained parameters by name, or the bytes of the answers."""
     path = folder / "state"
+    if kind == "generate":
+        return {"answers": torch.tensor(list((folder / "answers.jsonl").read_bytes()))}
+    if kind.startswith("finetune"):
+        from safetensors.torch import load_file
+
+        folder = folder / "trained" / "merged" if "LoRA" in kind else folder / "trained"
+        return load_file(folder / "model.safetensors")
     if kind == "sharded":
         from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # slow, and `worker` needs none of it
 
@@ -201,19 +239,19 @@ def saved_model(kind, folder):
 
 
 @functools.cache
-def undisturbed_model(kind):
+def undisturbed_result(kind):
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as log:
         inner = Path(folder) / "work"
         inner.mkdir()
-        assert start_saving(kind, inner, log).wait(300) == 0
-        return saved_model(kind, inner)
+        assert start_saving(kind, 2, inner, log).wait(300) == 0
+        return saved(kind, inner)
 
 
-def saving_trial(kind, rng, folder, kills):
-    expected = undisturbed_model(kind)
+def saving_trial(kind, rng, folder, kills, nprocs=(2,)):
+    expected = undisturbed_result(kind)
     with open(folder.parent / "log", "w+") as log:
         for _ in range(rng.randint(1, 3)):
-            process = start_saving(kind, folder, log)
+            process = start_saving(kind, rng.choice(nprocs), folder, log)
             before = newest_change(folder)
             while process.poll() is None and newest_change(folder) == before:
                 time.sleep(0.01)  # until this start has saved
@@ -224,15 +262,17 @@ def saving_trial(kind, rng, folder, kills):
                 kill(rng.choice([psutil.Process(process.pid), *workers]), kills)
             process.wait(300)
             wait_for_the_others()
-        process = start_saving(kind, folder, log)
-        assert process.wait(300) == 0, log_of(log)
-        actual = saved_model(kind, folder)
+        if not (folder / "answers.jsonl").exists():  # or it was done before the kill
+            process = start_saving(kind, rng.choice(nprocs), folder, log)
+            assert process.wait(300) == 0, log_of(log)
+        actual = saved(kind, folder)
         assert all(torch.equal(actual[name], expected[name]) for name in expected), "another result"
 
 
 def newest_change(folder):
     """A number that changes whenever the job saves."""
-    return max((path.stat().st_mtime_ns for path in [folder, *folder.glob("state/step-*")]), default=0)
+    paths = [folder, *folder.glob("state/step-*"), *folder.glob("answers.jsonl.parts/*")]
+    return max(path.stat().st_mtime_ns for path in paths)
 
 
 def wait_for_the_others():
@@ -248,6 +288,14 @@ def sharded_trial(rng, folder, kills):
 
 def stream_trial(rng, folder, kills):
     saving_trial("stream", rng, folder, kills)
+
+
+def finetune_trial(rng, folder, kills):
+    saving_trial(rng.choice(["finetune", "finetune with LoRA"]), rng, folder, kills)
+
+
+def generate_trial(rng, folder, kills):
+    saving_trial("generate", rng, folder, kills, nprocs=(1, 2, 3))
 
 
 # ---- the parameter server -------------------------------------------------------------------------------------------
@@ -403,6 +451,8 @@ TRIALS = {  # and how often
     "torchrun": (torchrun_trial, 3),
     "sharded": (sharded_trial, 2),
     "stream": (stream_trial, 2),
+    "finetune": (finetune_trial, 2),
+    "generate": (generate_trial, 3),
     "server": (server_trial, 1),
     "survivors": (survivors_trial, 3),
     "table": (table_trial, 1),
