@@ -112,6 +112,9 @@ class DeviceModule:
     def get_rng_state(self, *args):
         return torch.zeros(16, dtype=torch.uint8)
 
+    def get_device_name(self, *args):
+        return "a GPU that is not there"
+
     def get_amp_supported_dtype(self):
         return [torch.bfloat16, torch.float16]
 

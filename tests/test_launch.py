@@ -266,25 +266,25 @@ def test_the_children_of_a_process_end_with_it():
     wait_for_the_end_of(mark)
 
 
-def sleep_unless_first(local_rank, world_size):
-    if local_rank == 0:
-        sys.exit(3)
+def sleep_long(local_rank, world_size):
     time.sleep(600)
 
 
 def test_a_second_ctrl_c_leaves_no_process(monkeypatch):
-    """The first comes as the failed process is ended, and the second as the others are: nothing else ends them."""
-    end, interrupts = spawn._end, [signal.SIGINT] * 2
+    """The first comes as `launch` waits, and the second as it ends its processes: nothing else would end them."""
+    interrupted = []
 
-    def end_interrupted(process):
-        if interrupts:
-            signal.raise_signal(interrupts.pop())
-        end(process)
+    def interrupt_once(function, *args):
+        if function not in interrupted:
+            interrupted.append(function)
+            signal.raise_signal(signal.SIGINT)
+        return function(*args)
 
-    monkeypatch.setattr(spawn, "_end", end_interrupted)
+    for name in ("wait", "_end"):
+        monkeypatch.setattr(spawn, name, partial(interrupt_once, getattr(spawn, name)))
     with pytest.raises(KeyboardInterrupt):
-        dist.launch(sleep_unless_first, nprocs=3)
-    assert not interrupts and not multiprocessing.active_children()
+        dist.launch(sleep_long, nprocs=2)
+    assert len(interrupted) == 2 and not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(
