@@ -277,7 +277,7 @@ def test_a_second_ctrl_c_leaves_no_process(monkeypatch):
     def interrupt_once(function, *args):
         if function not in interrupted:
             interrupted.append(function)
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
         return function(*args)
 
     for name in ("wait", "_end"):
