@@ -635,21 +635,23 @@ def _shard_coordinates(tensor):
 
 
 def _checksum(tensor):
-    """Depends on a tensor's bytes, and on the order of its pieces of 512 bytes. Sums of integers are exact."""
+    """Depends on a tensor's bytes and on their order. Sums of integers are exact."""
     flat = tensor.contiguous().flatten()
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()  # a view as int64 must start at a multiple of 8 bytes
     data = flat.view(torch.uint8)
     whole = len(data) // 512 * 512
-    pieces = data[:whole].view(torch.int64).view(-1, 64).sum(dim=1)
-    rest = data[whole:].to(torch.int64)
-    return _weighted_sum(pieces) + _weighted_sum(rest)
-
-
-def _weighted_sum(numbers):
-    """Another order has another sum. Weights are odd: an even one would lose the highest bit of an int64."""
-    weights = 2 * torch.arange(len(numbers), device=numbers.device) + 1
-    return (numbers * weights).sum()
+    words = data[:whole].view(torch.int64).view(-1, 64)
+    n_rows = len(words)
+    rows = torch.arange(n_rows, device=data.device)
+    columns = torch.arange(64, device=data.device)
+    rest = torch.arange(len(data) - whole, device=data.device)
+    # Word (i, j) has the weight 2·(i + n_rows·j) + 1, which no other word has. To sum rows and columns first needs no
+    # memory of the tensor's size. Weights are odd: an even one would lose the highest bit of an int64.
+    of_rows = (words.sum(dim=1) * (2 * rows + 1)).sum()
+    of_columns = (words.sum(dim=0) * (2 * n_rows * columns)).sum()
+    of_rest = (data[whole:].to(torch.int64) * (2 * rest + 1)).sum()
+    return of_rows + of_columns + of_rest
 
 
 def _raise_difference(kind, name, shard, holder, ranks, how_many):

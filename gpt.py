@@ -525,9 +525,13 @@ class Progress:
     `local_loss(x, y)` gives a loss on this process whose mean over all processes is the loss of a global batch, where
     (x, y) is this process's `share` of the batch, as `batch` takes it. It is used for the loss of 8 batches of held-out
     text. When all steps are done, `losses`, (steps,), has the loss of each step over all processes.
+    Raises DistributedError if `first_step` is beyond `args.steps`.
     """
 
     def __init__(self, local_loss, text, held_out, args, first_step=0, share=(0, 1)):
+        if first_step > args.steps:
+            line = f"the checkpoint has {first_step} steps, more than --steps {args.steps}"
+            raise dist.DistributedError(line, on_all_ranks=True)
         self.local_loss = local_loss
         self.args = args
         self.device = dist.get_device()

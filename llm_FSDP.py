@@ -200,6 +200,8 @@ def load_documents(tokenizer, length, args):
 def make_rows(tokenizer, length, args):
     """Rows (n, 3, length) to train on, and rows held out. Rank 0 calls it."""
     training, held_out = load_documents(tokenizer, length, args)
+    if training and args.eval_data and not held_out:
+        raise dist.DistributedError(f"--eval-data: no document fits into --length {length}")
     if not training or not held_out:
         raise dist.DistributedError(f"--data: too few documents fit into --length {length} to train and to hold out")
     rows = rows_of(training, length, args)
@@ -257,23 +259,25 @@ class Trainer:
         preempted = False
         done = first_step
         while done < self.steps and not preempted:
-            share, norm = self.train_step(done)
+            share, norm, lr = self.train_step(done)
             losses[done] = share
             done += 1
             preempted = self.preemption is not None and self.preemption.agreed()
             is_last = done == self.steps
-            if done % self.args.log_every == 0 or is_last or preempted:
-                self.print_line(done, losses[last_line:done], norm)
+            saves = bool(self.args.checkpoint_dir) and (done % self.args.save_every == 0 or is_last or preempted)
+            # The line and the evaluation come first. They end a diverged run before it saves.
+            if done % self.args.log_every == 0 or is_last or preempted or saves:
+                self.print_line(done, losses[last_line:done], norm, lr)
                 last_line = done
-            if done % self.args.save_every == 0 or is_last or preempted:
-                self.save(done)
             if (done % self.args.eval_every == 0 and not preempted) or is_last:
                 self.evaluate(done)
+            if saves:
+                self.save(done)
         self.tracker.close()
         return dist.all_reduce(losses[first_step:done]), done == self.steps
 
     def train_step(self, step):
-        """Returns this rank's share of the loss, and the norm of all gradients."""
+        """Returns this rank's share of the loss, the norm of all gradients, and the learning rate of the step."""
         batch = documents.global_batch(len(self.rows), self.args.global_batch_size, step, self.args.seed)
         own_rows = list(documents.share_of(self.rows, batch))
         torch.manual_seed(seed_of(self.args.seed, step, dist.get_rank()))  # of dropout: the same after a resume
@@ -281,15 +285,16 @@ class Trainer:
         share = backward(self.model, own_rows, self.args.gather_once)
         norm = nn.utils.clip_grad_norm_(self.trained, self.args.clip)  # of DTensors: the norm over all shards
         self.optimizer.step()
+        lr = self.scheduler.get_last_lr()[0]
         self.scheduler.step()
         self.speed.add(own_rows)
-        return share, norm
+        return share, norm, lr
 
-    def print_line(self, done, shares, norm):
+    def print_line(self, done, shares, norm, lr):
         loss = dist.all_reduce(shares.clone()).mean().item()
         refuse_nan("loss", loss)
         norm = norm.full_tensor().item()
-        lr = self.optimizer.param_groups[0]["lr"]
+        refuse_nan("gradient norm", norm)
         line = f"step {done}/{self.steps} | loss {loss:.4f} | norm {norm:.2f} | lr {lr:.1e} | {self.speed.describe()}"
         dist.print_primary(line, flush=True)
         self.tracker.log(done * self.args.global_batch_size, loss=loss, lr=lr, norm=norm)
@@ -319,11 +324,10 @@ class Trainer:
         return checkpoint.load_sharded(self.args.checkpoint_dir, self.model, self.optimizer, **parts)
 
     def save(self, done):
-        if self.args.checkpoint_dir:
-            parts = self.checkpoint_parts()
-            with self.speed.paused():
-                where = {"step": done, "keep": self.args.keep}
-                checkpoint.save_sharded(self.args.checkpoint_dir, self.model, self.optimizer, **where, **parts)
+        parts = self.checkpoint_parts()
+        with self.speed.paused():
+            where = {"step": done, "keep": self.args.keep}
+            checkpoint.save_sharded(self.args.checkpoint_dir, self.model, self.optimizer, **where, **parts)
 
     def checkpoint_parts(self):
         """What a checkpoint holds beside the model and the optimizer. It leaves frozen weights out."""
@@ -487,6 +491,7 @@ def parse_args(argv=None):
     parser.add_nproc()
     args = parser.parse_args(argv)
     check_together(parser, args)
+    parser.refuse_without(args, "checkpoint_dir", "save_every", "keep")
     set_defaults(args)
     checkpoint.check_writable("--output-dir", args.output_dir)
     problem = hub.mixture_problem(args.output_dir, adapters=bool(args.lora))

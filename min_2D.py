@@ -68,6 +68,7 @@ def parse_args():
     parser.add_argument("--save-every", type=count, default=100, help="save a checkpoint every N steps", metavar="N")
     parser.add_argument("--keep", type=count, help="keep only the newest N checkpoints (default: all)", metavar="N")
     args = parser.parse_args()
+    parser.refuse_without(args, "checkpoint_dir", "save_every", "keep")
 
     if args.bf16 and args.nproc == 1:
         parser.error("argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)")

@@ -89,6 +89,7 @@ def parse_args():
     parser.add_argument("--keep", type=count, help="keep only the newest N checkpoints (default: all)", metavar="N")
     parser.set_defaults(steps=600)
     args = parser.parse_args()
+    parser.refuse_without(args, "checkpoint_dir", "save_every", "keep")
     check_options(parser, args)
     return args
 

@@ -23,8 +23,9 @@ state. Each step sends 2·(N-1)/N · 4·P bytes (a ring all-reduce).
     python min_DDP.py --nproc 2                            # two processes, on two GPUs or on the CPU
     torchrun --standalone --nproc-per-node 2 min_DDP.py    # torchrun starts the processes
 
-After each epoch it prints accuracy and loss over the samples of all processes, once for all processes:
-`Finish epoch 2 - acc: 0.9648 (247/256) - loss: 0.4350`.
+After each epoch it prints the accuracy and the loss of the epoch's steps, once for all processes:
+`Finish epoch 2 - acc: 0.9648 (247/256) - loss: 0.4350`. If the number of processes does not divide the samples, a few
+samples are trained on twice, so that all processes have equally many. The accuracy at the end counts each sample once.
 """
 
 import torch
@@ -57,7 +58,7 @@ def main_worker(local_rank, world_size, args):
     torch.manual_seed(args.seed + dist.get_rank())
     model = DummyModel().to(device)
     ddp_model = dist.prepare_ddp_model(model)  # DistributedDataParallel, which averages the gradients in backward
-    optimizer = torch.optim.Adam(ddp_model.parameters(), lr=0.01, fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
 
     dist.print_primary(f"Training on {world_size} x {device.type}, global batch {world_size * args.batch_size}")
     for epoch in range(args.epochs):

@@ -59,6 +59,7 @@ def parse_args():
         "--keep", type=options.whole_number(1), metavar="N", help="keep only the newest N checkpoints (default: all)"
     )
     args = parser.parse_args()
+    parser.refuse_without(args, "checkpoint_dir", "save_every", "keep")
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
     if args.bf16 and args.nproc == 1:
         parser.error("argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)")

@@ -79,6 +79,7 @@ import spawn
 
 POLL = 0.02  # seconds between two looks into the store while a quorum forms
 MOST_FRUITLESS = 10  # quorums in a row without a committed step, before the job ends
+SAME_OPTIONS = ("layers", "width", "heads", "length", "global_batch_size", "steps", "lr", "clip", "seed")
 
 
 def log(line):
@@ -114,7 +115,7 @@ def host_and_port(text):
 
 
 class PeerLost(Exception):
-    """A collective failed or timed out, because another member is lost."""
+    """Another member is lost. The message is torch's, if a collective has failed or timed out."""
 
 
 @contextlib.contextmanager
@@ -162,7 +163,7 @@ class Quorum:
     def connect(self):
         """Wait until all members are here, and make their process group. Raises PeerLost."""
         if lost_processes(self.store).intersection(self.members):
-            raise PeerLost("a member is lost")
+            raise PeerLost
         bell = f"{self.number} bell {self.first_step - 1}"
         if self.store.add(f"{self.number} here", 1) == len(self.members):
             self.store.set(bell, "")
@@ -170,7 +171,7 @@ class Quorum:
             self.store.wait([bell], self.timeout)
         _, closed = committed_steps(self.store, self.number)
         if closed:
-            raise PeerLost("a member is lost")
+            raise PeerLost
         device = dist.get_device()
         with communication():
             torch_dist.init_process_group(
@@ -353,7 +354,7 @@ class Trainer:
         self.timed_step = 0  # the speed is measured since this step, which began at `start`
         self.start = self.last_commit = time.perf_counter()
         self.text, _ = gpt.load_text()
-        self.last_error = None  # of a collective
+        self.last_error = "a member is lost"  # or torch's message, once a collective has failed
         self.args = args
 
     def train_in(self, quorum):
@@ -373,7 +374,7 @@ class Trainer:
                     self.report(quorum)
                 step = committed
         except PeerLost as error:
-            self.last_error = error
+            self.last_error = str(error) or self.last_error
             close(quorum.store, quorum.number)
         quorum.leave()
 
@@ -449,7 +450,7 @@ def make_gradients(model):
 def train(store, name, n_expected, args):
     """Returns the trainer after all steps, or None if the others finished without this process."""
     trainer = Trainer(args)
-    check_text(store, trainer.text)
+    check_alike(store, trainer)
     n_fruitless = 0
     while trainer.step < args.steps:
         quorum = meet(store, name, trainer.step, n_expected, args)
@@ -461,23 +462,25 @@ def train(store, name, n_expected, args):
         if n_fruitless == MOST_FRUITLESS:
             line = f"{n_fruitless} quorums in a row have committed no step; the last error: {trainer.last_error}"
             raise dist.DistributedError(line)
-    leave_together(quorum)
     return trainer
 
 
-def check_text(store, text):
-    """Raises DistributedError if this process reads another text than the first one."""
-    digest = hashlib.sha256(text.numpy()).hexdigest()
-    if store.compare_set("text", "", digest).decode() != digest:
-        raise dist.DistributedError("the standard libraries of two processes differ: use one version of Python")
+def check_alike(store, trainer):
+    """Raises DistributedError if this process would train another model than the first one, or on another text."""
+    own = {option: getattr(trainer.args, option) for option in SAME_OPTIONS}
+    own["the text (of the standard library)"] = checksum([trainer.text])
+    own["the first weights"] = checksum(trainer.model.parameters())
+    first = json.loads(store.compare_set("alike", "", json.dumps(own)))
+    different = [what for what in own if own[what] != first[what]]
+    if different:
+        raise dist.DistributedError(f"two processes have different values of: {', '.join(different)}")
 
 
-def leave_together(quorum):
-    """Wait until all members know that the job is finished. Then the launcher that holds the store may end."""
-    if quorum.store.add(f"{quorum.number} done", 1) == len(quorum.members):
-        quorum.store.set(f"{quorum.number} all done", "")
-    with contextlib.suppress(torch_dist.DistError):
-        quorum.store.wait([f"{quorum.number} all done"], quorum.timeout)
+def checksum(tensors):
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 # ---- supervisor ---------------------------------------------------------------------------------------------------
@@ -501,15 +504,22 @@ def supervise(local_rank, world_size, store, address, args):
         process = context.Process(target=run_trainer, args=(address, name, world_size, args, reasons))
         process.start()
         log(f"process {process.pid} trains as {name}")
-        finished = wait_for(process, name, store, args)
-        if finished:
+        wait_for(process, name, store, args)
+        last_members = members_at_the_end(store, args)
+        was_left_behind = last_members is not None and name not in last_members
+        if process.exitcode == 0 or (process.exitcode < 0 and was_left_behind):
+            leave_together(store, name, last_members, args)
             return
         report_loss(store, name)
         if process.exitcode > 0 and reasons.empty():
             raise dist.DistributedError(f"{name} raised an exception: see its traceback above")
         if process.exitcode > 0:
             raise dist.DistributedError(reasons.get())
-        log(f"{name} was killed by {signal.Signals(-process.exitcode).name}")
+        line = f"{name} was killed by {signal.Signals(-process.exitcode).name}"
+        if last_members is not None:  # a new process would not do what this one did after the last step
+            leave_together(store, name, last_members, args)
+            raise dist.DistributedError(f"{line} after the last step: if it was saving, its files are incomplete")
+        log(line)
     raise dist.DistributedError(f"{name} is not replaced: --max-restarts is {args.max_restarts}")
 
 
@@ -531,24 +541,42 @@ def connect(address):
     return torch_dist.PrefixStore("quorums", torch_dist.TCPStore(host, port, is_master=False))
 
 
-def wait_for(process, name, store, args):
-    """Wait until the process has ended. Returns whether it was needed no more.
+def members_at_the_end(store, args):
+    """The members of the quorum that has committed the last step, or None before that."""
+    number = newest_quorum(store)
+    if number < 0 or not is_finished(store, number, args):
+        return None
+    return members_of(store, number)
 
-    When the job is finished, a process that does not end is killed, since it may be stopped forever: after --timeout
-    seconds if it was left behind, and after --wait seconds if it has finished and may be saving.
+
+def wait_for(process, name, store, args):
+    """Wait until the process has ended.
+
+    When all steps are committed, a process that does not end is killed, since it may be stopped forever: after
+    --timeout seconds if it was left behind, and after --wait seconds if it has finished and may be saving.
     """
-    finished = False
     end = None
     while process.is_alive():
         process.join(1)
-        number = newest_quorum(store)
-        finished = number >= 0 and is_finished(store, number, args)
-        if finished and end is None:
-            has_finished = name in members_of(store, number)
-            end = time.monotonic() + (args.wait if has_finished else args.timeout)
-        if finished and time.monotonic() > end:
+        last_members = members_at_the_end(store, args)
+        if last_members is not None and end is None:
+            end = time.monotonic() + (args.wait if name in last_members else args.timeout)
+        if end is not None and time.monotonic() > end:
+            log(f"{name} has not ended in time after the last step: it is killed")
             process.kill()
-    return finished or process.exitcode == 0
+            process.join()
+
+
+def leave_together(store, name, last_members, args):
+    """Wait until all members have ended. Then the launcher that holds the store may end."""
+    with contextlib.suppress(torch_dist.DistError):  # then it has ended, so all members have
+        store.append("ended", f"{name} ")
+        end = time.monotonic() + args.wait
+        while time.monotonic() < end:
+            ended = store.get("ended").decode().split()
+            if lost_processes(store).union(ended).issuperset(last_members):
+                return
+            time.sleep(POLL)
 
 
 def report_loss(store, name):
@@ -569,7 +597,7 @@ def run_trainer(address, name, n_expected, args, reasons):
     try:
         if torch.cuda.is_available():
             torch.cuda.set_device(dist.get_device())
-        train(connect(address), name, n_expected, args)
+        train(connect(address), name, n_expected, args)  # and save here what you need: the others wait until you have
     except dist.DistributedError as error:
         reasons.put(str(error))
         sys.exit(1)

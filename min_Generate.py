@@ -241,11 +241,14 @@ def prepare(n_positions, digest, folder, args):
     used["prompts"] = hashlib.sha256(json.dumps(records).encode()).hexdigest()
     compare_options(folder, used)
     if os.path.exists(args.output):
+        exists = dist.DistributedError(f"{args.output} exists already: move it, or choose another --output")
         is_of_these_options = (folder / "options.json").exists()
+        if is_of_these_options and not has_all_answers(args.output, records):
+            raise exists
         if folder.exists():  # the job was killed after it had written the output
             delete_parts(folder)
         if not is_of_these_options:
-            raise dist.DistributedError(f"{args.output} exists already: delete it, or choose another --output")
+            raise exists
         return records, new_bytes, None
     folder.mkdir(exist_ok=True)
     with checkpoint.atomic(folder / "options.json") as file:
@@ -342,6 +345,21 @@ def merge(records, folder, args):
         for number, record in enumerate(records):
             file.write(json.dumps({**record, "answer": answers[number]}).encode() + b"\n")
     delete_parts(folder)
+
+
+def has_all_answers(path, records):
+    """Is this what `merge` writes for these prompts?"""
+    lines = Path(path).read_bytes().splitlines()
+    if len(lines) != len(records):
+        return False
+    for line, record in zip(lines, records, strict=True):
+        try:
+            answer = json.loads(line)["answer"]
+        except (ValueError, KeyError, TypeError):
+            return False
+        if json.dumps({**record, "answer": answer}).encode() != line:
+            return False
+    return True
 
 
 def delete_parts(folder):

@@ -69,6 +69,7 @@ def parse_args():
     )
     parser.add_argument("--save-every", type=options.whole_number(1), default=50, help="steps between two snapshots")
     args = parser.parse_args()
+    parser.refuse_without(args, "snapshot_path", "save_every")
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
     if args.snapshot_path:
         checkpoint.check_writable("--snapshot-path", os.path.dirname(os.path.abspath(args.snapshot_path)))

@@ -79,6 +79,7 @@ def parse_args():
     )
     parser.add_argument("--save-every", type=count, default=50, help="steps between two snapshots")
     args = parser.parse_args()
+    parser.refuse_without(args, "snapshot_path", "save_every")
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
     if args.data_dir and not any(args.data_dir.glob("*.jsonl")):
         parser.error(f"argument --data-dir: {str(args.data_dir)!r} has no .jsonl files")
@@ -413,6 +414,10 @@ def main_worker(local_rank, world_size, args):
         _, position = checkpoint.load(args.snapshot_path, model, optimizer, **parts)
     if position > 0:
         check_same(stream.saved, stream, f"cannot resume from {args.snapshot_path}, the order would differ")
+        end = args.steps * args.global_batch_size
+        if position - args.global_batch_size >= end:
+            line = f"{args.snapshot_path} is at document {position:,}, and --steps {args.steps} ends at {end:,}"
+            raise dist.DistributedError(line, on_all_ranks=True)
         dist.print_primary(f"Resuming at document {position:,}")
 
     def first_loss():

@@ -52,6 +52,13 @@ class ArgumentParser(argparse.ArgumentParser):
             option = "--" + name.replace("_", "-")
             self.error(f"argument {option}: {value} is not a multiple of {divisor}, {why}")
 
+    def refuse_without(self, args, needed, *names):
+        """Leave with one line if an option of `names` is given without the option `needed`: it would do nothing."""
+        for name in names:
+            if not getattr(args, needed) and getattr(args, name) != self.get_default(name):
+                option, other = ("--" + word.replace("_", "-") for word in (name, needed))
+                self.error(f"argument {option}: it needs {other}")
+
     def parse_known_args(self, args=None, namespace=None):
         args = sys.argv[1:] if args is None else args
         hyphenated = [self._hyphenate(arg) for arg in args]

@@ -196,6 +196,15 @@ def check_what_is_compared(local_rank, world_size):
         mixed.misaligned.data = mixed.misaligned.detach().flip(0)
     with pytest.raises(dist.DistributedError, match=r"misaligned of rank 1 differs .* by up to 7, and 1 of 8 tensors"):
         dist.check_in_sync(mixed)
+    # Rows of 128 bytes that change places.
+    linear = nn.Linear(32, 64)
+    with torch.no_grad():
+        linear.weight.copy_(torch.arange(64.0 * 32).view(64, 32))
+        linear.bias.zero_()
+        if local_rank == 1:
+            linear.weight[:2] = linear.weight[:2].flip(0)
+    with pytest.raises(dist.DistributedError, match=r"weight of rank 1 differs from rank 0's by up to 32, and 1 of 2"):
+        dist.check_in_sync(linear)
     # An order that each rank has drawn with a seed of its own.
     for n in (50, 1000):
         holder = nn.Module()
@@ -334,6 +343,7 @@ def call_late(local_rank, world_size, folder):
     assert lines == (expected if local_rank == 0 else [])
     if local_rank == 0:
         check_connections()
+    dist.barrier()  # rank 1 must not leave before
 
 
 def check_connections():

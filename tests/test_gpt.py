@@ -63,6 +63,13 @@ def test_a_process_reads_only_its_share(monkeypatch):
             assert torch.equal(torch.cat([share[number][which] for share in shares]), wholes)
 
 
+def test_a_checkpoint_beyond_the_last_step_is_refused():
+    args = transformer.arguments(steps=4)
+    gpt.Progress(None, *transformer.small_text(), args, first_step=4)
+    with pytest.raises(dist.DistributedError, match=r"^the checkpoint has 5 steps, more than --steps 4$"):
+        gpt.Progress(None, *transformer.small_text(), args, first_step=5)
+
+
 def load_another_text(local_rank, world_size, folder):
     dist.init_process_group()
     if local_rank == 1:

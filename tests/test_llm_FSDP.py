@@ -6,6 +6,7 @@ import functools
 import io
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -644,6 +645,9 @@ def test_a_folder_that_is_not_complete(spoil, cause, folder, tmp_path, group):
     assert re.fullmatch(cause, exit_message(llm_FSDP.prepare, arguments(tmp_path, "llama")))
 
 
+LONG_CHAT = {"messages": [{"role": "user", "content": 100 * "a"}, {"role": "assistant", "content": "b"}]}
+
+
 def test_what_does_not_fit(folder, tmp_path, group):
     args = arguments(folder, "llama", length=257)
     assert exit_message(llm_FSDP.prepare, args).endswith("llama: --length 257 is more than its 256 positions")
@@ -651,6 +655,8 @@ def test_what_does_not_fit(folder, tmp_path, group):
     args = arguments(folder, "llama", length=4, data=[language.write_jsonl(tmp_path / "chats.jsonl", conversations)])
     line = "--data: too few documents fit into --length 4 to train and to hold out"
     assert exit_message(llm_FSDP.prepare, args) == line
+    args = arguments(folder, "llama", length=64, eval_data=[language.write_jsonl(tmp_path / "long.jsonl", [LONG_CHAT])])
+    assert exit_message(llm_FSDP.prepare, args) == "--eval-data: no document fits into --length 64"
     args = arguments(folder, "llama", data=[tmp_path / "none.jsonl"])
     assert "cannot read" in exit_message(llm_FSDP.prepare, args)
     args = arguments(folder, "llama", chat_template=tmp_path / "none.jinja")
@@ -714,13 +720,38 @@ def test_another_model_of_the_same_shapes_is_refused_without_lora_too(folder, gr
     assert exit_message(trainers[1].resume).startswith("the checkpoint was saved with a --model of the checksum ")
 
 
-def test_a_run_that_diverges_saves_nothing(folder, group, tmp_path):
-    args = arguments(folder, "llama", checkpoint_dir=str(tmp_path), epochs=1, lr=1e30, log_every=1, save_every=1)
+@pytest.mark.parametrize(("lr", "save_every", "name"), [(1e30, 2, "loss"), (1e-5, 1, "gradient norm")])
+def test_a_run_that_diverges_saves_nothing(lr, save_every, name, folder, group, tmp_path):
+    """However rarely it prints. A norm can be no number while the loss before the step still is one."""
+    args = arguments(folder, "llama", checkpoint_dir=str(tmp_path), epochs=1, lr=lr, log_every=1000)
+    args.save_every = save_every
     _, whole, config, rows, held_out = llm_FSDP.prepare(args)
     model = llm_FSDP.make_model(whole, config, args)
-    message = exit_message(llm_FSDP.Trainer(model, rows, held_out, args).train)
-    assert re.fullmatch(r"the loss is (nan|inf): training has diverged, try a lower --lr", message)
-    assert len(list(tmp_path.glob("step-*"))) <= 1
+    trainer = llm_FSDP.Trainer(model, rows, held_out, args)
+    backward = llm_FSDP.backward
+
+    def spoiled_backward(*values):
+        share = backward(*values)
+        if name == "gradient norm":
+            model.get_input_embeddings().weight.grad *= math.nan
+        return share
+
+    with mock.patch.object(llm_FSDP, "backward", spoiled_backward):
+        message = exit_message(trainer.train)
+    assert re.fullmatch(rf"the {name} is (nan|inf): training has diverged, try a lower --lr", message)
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_the_printed_learning_rate_is_that_of_the_step(folder, group, capsys):
+    """The first of 4 steps of warm-up has a fifth of --lr."""
+    args = arguments(folder, "llama", epochs=1, lr=0.01, log_every=1, warmup=4)
+    _, whole, config, rows, held_out = llm_FSDP.prepare(args)
+    trainer = llm_FSDP.Trainer(llm_FSDP.make_model(whole, config, args), rows, held_out, args)
+    used = []
+    trainer.optimizer.register_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
+    trainer.train()
+    printed = re.findall(r"\| lr (\S+) \|", capsys.readouterr().out)
+    assert printed == [f"{lr:.1e}" for lr in used] and printed[0] == "2.0e-03"
 
 
 def test_the_chat_template_of_an_older_result_goes(folder, group, tmp_path):

@@ -332,18 +332,46 @@ def test_members_that_can_never_connect_do_not_try_forever(capfd):
     assert capfd.readouterr().err == ""
 
 
-def stopped_at_the_end_worker(local_rank, world_size, args):
-    def stop(quorum):
-        if quorum.rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
+def at_the_end_worker(local_rank, world_size, args, what, folder):
+    """After the last step rank 1's process does something before it ends, as one that saves may."""
+    train = min_FaultTolerant.train
 
-    with mock.patch.object(min_FaultTolerant, "leave_together", stop):
+    def train_and_more(*values):
+        train(*values)
+        if local_rank == 1 and what == "raises":
+            raise OSError("no space left")
+        if local_rank == 1 and what == "is killed":
+            os.kill(os.getpid(), KILL)
+        if local_rank == 1 and what == "stops":
+            os.kill(os.getpid(), STOP)
+        if local_rank == 1 and what == "saves":
+            time.sleep(2)
+            Path(folder, "saved").touch()
+        Path(folder, f"{local_rank} ended").touch()
+
+    with mock.patch.object(min_FaultTolerant, "train", train_and_more):
         min_FaultTolerant.main_worker(local_rank, world_size, args)
+    assert what != "saves" or Path(folder, "saved").exists(), "the one with the store has left before"
 
 
-def test_a_member_that_stops_after_the_last_step_does_not_hold_the_job(capfd):
-    dist.launch(stopped_at_the_end_worker, arguments(nprocs=2, steps=2, wait=4), nprocs=2)
-    assert capfd.readouterr().err == ""
+def test_what_happens_after_the_last_step_is_waited_for_and_known(tmp_path, capfd):
+    lost = r"\S+ was killed by SIGKILL after the last step: if it was saving, its files are incomplete"
+    raised = r"\S+ raised an exception: see its traceback above"
+    ends = {"saves": "", "raises": raised, "is killed": lost, "stops": lost}
+    for what, line in ends.items():
+        folder = tmp_path / what
+        folder.mkdir()
+        values = arguments(nprocs=2, steps=2, wait=4), what, str(folder)
+        if line:
+            with pytest.raises(SystemExit) as exit_info:
+                dist.launch(at_the_end_worker, *values, nprocs=2)
+            assert re.fullmatch(line, str(exit_info.value))
+        else:
+            dist.launch(at_the_end_worker, *values, nprocs=2)
+        out, err = capfd.readouterr()
+        assert (folder / "0 ended").exists()
+        assert ("OSError: no space left" in err) == (what == "raises")
+        assert (" has not ended in time after the last step: it is killed\n" in out) == (what == "stops")
 
 
 def test_to_close_a_quorum_rings_for_one_that_has_closed_it_and_died():
@@ -369,13 +397,26 @@ def test_a_member_left_behind_may_hold_the_newest_parameters():
     assert min_FaultTolerant.propose(store, 5, 3, args.timeout - 1, args) == quorum
 
 
-def test_another_text_is_refused():
-    store = torch_dist.HashStore()
+def test_processes_that_would_train_differently_are_refused():
     text, other = small_text()
-    min_FaultTolerant.check_text(store, text)
-    min_FaultTolerant.check_text(store, text.clone())
-    with pytest.raises(dist.DistributedError, match="the standard libraries of two processes differ"):
-        min_FaultTolerant.check_text(store, other)
+
+    def check(text, **changes):
+        with mock.patch.object(gpt, "load_text", lambda: (text, None)):
+            min_FaultTolerant.check_alike(store, Trainer(arguments(**changes)))
+
+    store = torch_dist.HashStore()
+    check(text)
+    check(text.clone(), log_every=3, timeout=7)
+    for values, line in (
+        ({"lr": 0.5}, "lr$"),
+        ({"clip": 1.0}, "clip$"),
+        ({"global_batch_size": 6}, "global_batch_size$"),
+        ({"seed": 1, "steps": 99}, "steps, seed, the first weights$"),
+    ):
+        with pytest.raises(dist.DistributedError, match=f"^two processes have different values of: {line}"):
+            check(text, **values)
+    with pytest.raises(dist.DistributedError, match=r"different values of: the text \(of the standard library\)$"):
+        check(other)
 
 
 def test_a_supervisor_that_is_killed_takes_its_process_with_it(tmp_path, capfd):
@@ -418,12 +459,13 @@ def test_torchrun_does_not_notice(tmp_path):
     assert not others and lines[-1].startswith("step 3000 ")
 
 
-def start_agent(number, port, log, *options):
+def start_agent(number, port, log, *options, script=ROOT / "min_FaultTolerant.py", env=None):
     """A torchrun of its own, as on a machine of its own. Number 0 holds the store."""
     command = ("-m", "torch.distributed.run", "--nnodes", 1, "--nproc-per-node", 1, "--rdzv-backend", "c10d")
-    command += ("--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", f"machine-{number}", ROOT / "min_FaultTolerant.py")
+    command += ("--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", f"machine-{number}", script)
     command += ("--store", f"localhost:{port}", *SMALL, *options)
-    return start(*command, log=log, env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": spawn.loopback()})
+    env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": spawn.loopback(), **(env or {})}
+    return start(*command, log=log, env=env)
 
 
 def kill_machine(agent):
@@ -459,13 +501,38 @@ def test_two_machines_of_which_one_is_lost_and_comes_back(tmp_path):
     assert not any(psutil.pid_exists(pid) for pid in trainers(logs[2]))
 
 
+SLOW_SAVE = """
+import os, time
+from pathlib import Path
+import distributed as dist
+import min_FaultTolerant
+
+train = min_FaultTolerant.train
+
+def train_and_save(*values):
+    train(*values)
+    if "SAVED" in os.environ:
+        time.sleep(3)
+        Path(os.environ["SAVED"]).touch()
+
+if __name__ == "__main__":
+    min_FaultTolerant.train = train_and_save
+    dist.launch(min_FaultTolerant.main_worker, min_FaultTolerant.parse_args())
+"""
+
+
 @pytest.mark.slow
 def test_two_machines_end_together(tmp_path):
+    """The one without the store saves for long."""
     logs = [tmp_path / name for name in ("0", "1")]
+    script, saved = tmp_path / "script.py", tmp_path / "saved"
+    script.write_text(SLOW_SAVE)
     port = free_port()
-    jobs = [start_agent(0, port, logs[0], "--steps", 300, "--min-members", 2)]
+    options = ("--steps", 300, "--min-members", 2)
+    jobs = [start_agent(0, port, logs[0], *options, script=script)]
     wait_for(lambda: trainers(logs[0]), jobs[0])
-    jobs.append(start_agent(1, port, logs[1], "--steps", 300, "--min-members", 2))
+    jobs.append(start_agent(1, port, logs[1], *options, script=script, env={"SAVED": str(saved)}))
     for job, log in zip(jobs, logs, strict=True):
         assert finish(job)[0] == 0, log.read_text()
     assert "step 300 " in logs[0].read_text() + logs[1].read_text()
+    assert saved.exists()

@@ -242,7 +242,7 @@ MOMENTS = {
     "while the parts are deleted": lambda: mock.patch("min_Generate.shutil.rmtree", killed_while_deleting),
 }
 ON_RANK_0 = ("before the options", "before the merge", "before the output", "before the parts", "when the", "while the")
-EXISTS = "answers.jsonl exists already: delete it, or choose another --output"
+EXISTS = "answers.jsonl exists already: move it, or choose another --output"
 
 
 def killed_worker(local_rank, world_size, args, moment, rank):
@@ -358,6 +358,27 @@ def test_an_output_is_not_overwritten(args_of):
     Path("answers.jsonl").write_text("mine")
     assert exit_message(launch, args_of("--nproc", 1)) == EXISTS
     assert Path("answers.jsonl").read_text() == "mine"
+
+
+@pytest.mark.parametrize("spoil", ["parts", "other prompts", "lines", "not JSON", "nothing"])
+def test_an_output_that_somebody_else_has_written_is_not_taken_for_a_complete_one(spoil, args_of):
+    """The job was killed half-way. Then someone made a file of that name."""
+    parts = started_job(args_of)
+    kept = lines_of(parts / "0.jsonl")
+    texts = [json.dumps({**record, "answer": ""}) for record in make_records()]
+    if spoil == "parts":
+        texts = [json.dumps([number, ""]) for number in range(len(texts))]
+    if spoil == "other prompts":
+        texts[3] = json.dumps({**make_records()[4], "answer": ""})
+    if spoil == "lines":
+        texts = texts[:20]
+    if spoil == "not JSON":
+        texts[3] = "answer"
+    if spoil == "nothing":
+        texts = []
+    Path("answers.jsonl").write_text("".join(text + "\n" for text in texts))
+    assert exit_message(launch, args_of("--nproc", 1)) == EXISTS
+    assert lines_of(parts / "0.jsonl") == kept, "they are still there"
 
 
 def test_an_output_of_other_options_is_not_taken_for_this_one(args_of):

@@ -426,6 +426,9 @@ def test_resumes_with_another_batch_size(tmp_path):
             args = arguments(folder, snapshot_path=str(tmp_path / "snapshot.pt"), **sizes)
             min_Stream.main_worker(0, 1, args)
     assert trained == expected_order(SIZES["many"], 2 * BATCH + 15)  # the last batch begins before 7 * 5
+    args = arguments(folder, snapshot_path=str(tmp_path / "snapshot.pt"), global_batch_size=5, steps=4)
+    line = exit_message(min_Stream.main_worker, 0, 1, args)
+    assert line == f"{tmp_path}/snapshot.pt is at document {2 * BATCH + 15}, and --steps 4 ends at 20"
 
 
 def see_other_data(first, second):

@@ -73,6 +73,7 @@ ranks
 the number of samples
     """,
     "min_FSDP.py": """
+        --keep 1 | argument --keep: it needs --checkpoint-dir
         --nproc 3 --global-batch-size 16 | argument --global-batch-size: 16 is not a multiple of 3, the number of \
 processes
         --bf16 | argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)
@@ -83,6 +84,7 @@ processes
         --export . | argument --export: '.' is a folder, not a file
     """,
     "llm_FSDP.py": """
+        --save-every 1 | argument --save-every: it needs --checkpoint-dir
         --model folder | argument --data: name the .jsonl files on which --model is trained
         --from-scratch | argument --from-scratch: name the --model whose configuration and tokenizer are taken
         --lora 4 | argument --lora: adapters need a --model with weights
@@ -112,6 +114,7 @@ processes
 the number of processes times --accumulate
     """,
     "min_2D.py": """
+        --save-every 1 | argument --save-every: it needs --checkpoint-dir
         --heads 3 --width 128 | argument --width: 128 is not a multiple of 3, the number of heads
         --length 1 | argument --length: '1' is not a whole number from 2 to 65536
         --nproc 4 --replicate 2 --shard 4 | argument --shard: 4 is not 2, --nproc / (--replicate x --tensor)
@@ -169,6 +172,15 @@ the processes of a pipeline
 of 2, the processes of a pipeline
         --nproc 2 --global_batch_size 12 --micro-batches 4 --data-parallel 2 | argument --global-batch-size: 12 is \
 not a multiple of 8, --micro-batches x --data-parallel
+    """,
+    "min_3D.py": """
+        --keep 1 | argument --keep: it needs --checkpoint-dir
+    """,
+    "min_Muon.py": """
+        --save-every 1 | argument --save-every: it needs --snapshot-path
+    """,
+    "min_Stream.py": """
+        --save-every 1 | argument --save-every: it needs --snapshot-path
     """,
     "min_TP.py": """
         --nproc 3 --heads 4 | argument --heads: 4 is not a multiple of 3, the number of processes
