@@ -12,10 +12,11 @@ Adam's state. A step is, on every rank at the same time:
     loss = (sum of the losses of all targets of all ranks and rows) / (number of all these targets)
 
 A target is a token that is in the loss: a label other than -100. So the number of processes changes the speed and not
-the result, except for rounding and dropout. min_FSDP.py explains FSDP. No process ever holds the whole model on its
-device: it is built on the meta device, which has shapes without memory, then sharded, then filled by rank 0, which
-alone reads files. With --lora the model is frozen, and small matrices beside its linear layers are trained. The result
-is a folder that `from_pretrained` of transformers, or of PEFT, loads. Checkpoints resume on any number of processes.
+the result, except for rounding and dropout. min_FSDP.py explains FSDP. No process holds the whole model on its device,
+unless you ask for it by --gather-once: it is built on the meta device, which has shapes without memory, then sharded,
+then filled by rank 0, which alone reads files. With --lora the model is frozen, and small matrices beside its linear
+layers are trained. The result is a folder that `from_pretrained` of transformers, or of PEFT, loads. Checkpoints resume
+on any number of processes.
 
 In the words of TRL, --length is max_length, --global-batch-size is per_device_train_batch_size ·
 gradient_accumulation_steps · N, and packing and assistant_only_loss are on. Not offered: a base in 4 bits, code from
@@ -102,7 +103,10 @@ def sum_of_losses(model, row):
 
 
 def reduce_only_after(model, is_last):
-    """Until the backward of the last row, layers stay gathered and gradients stay whole."""
+    """Until the backward of the last row, layers stay gathered and gradients stay whole.
+
+    In an evaluation layers stay gathered after forward too, until the next step's last backward.
+    """
     model.set_reshard_after_forward(False)
     model.set_reshard_after_backward(is_last)
     model.set_requires_gradient_sync(is_last)

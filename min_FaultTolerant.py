@@ -13,10 +13,12 @@ optimizer step, or none of them does:
     D                                  starts, asks | step 10, is healed       | step 11
            quorum 0: A B C          quorum 1: A B     quorum 2: A B D
 
-The store, which no training process holds, has one key for each quorum: the number of committed steps. A quorum that
-has lost a member is closed, and commits no further step. Processes change the key by compare_set(key, expected, new).
-It writes the new value only if the key still holds the expected one. If two processes do so at once, one of them
-succeeds, and the other reads what has happened. Steps count from 0 in the key and above, and from 1 in printed lines:
+A heals D: it sends D its parameters and the optimizer's state. The store is a small server of keys and values in the
+launcher's process, so it outlives every process that trains. It has one key for each quorum: the number of committed
+steps. A quorum that has lost a member is closed, and commits no further step. Processes change the key by
+compare_set(key, expected, new). It writes the new value only if the key still holds the expected one. If two processes
+do so at once, one of them succeeds, and the other reads what has happened. Steps count from 0 in the key and above, and
+from 1 in printed lines:
 
     "8"  ->  "9"           by the last voter: step 8 is committed
     "8"  ->  "9 closed"    by the last voter if a new process waits: step 8 is committed, and the quorum ends
@@ -45,7 +47,8 @@ trips to the store, and six for the last voter. To heal a new member, another on
     python min_FaultTolerant.py --nproc 4        # then kill -9 one of the processes whose ids it prints
     torchrun --standalone --nproc-per-node gpu min_FaultTolerant.py
 
-    # Several machines: one torchrun on each, none of which restarts the others. The one on HOST holds the store.
+    # Several machines: one torchrun on each, none of which restarts the others. The one on HOST holds the store. At
+    # the end of the job, the others may print that they have lost it; their exit status is 0 all the same.
     torchrun --nnodes 1 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id $(hostname) \
         min_FaultTolerant.py --store HOST:29400
 
@@ -322,12 +325,15 @@ def propose(store, number, n_expected, waited, args):
         elif name not in lost:
             newcomers.append(name)
     n_present = len(holders) + len(newcomers)
-    missing = set(previous) - lost - set(holders) - set(newcomers)  # they may still come
-    complete = n_present >= n_expected if number == 0 else not missing
-    # One that an earlier quorum has left behind may hold them, and still be on its way.
-    if step > 0 and not holders and not missing and waited > args.timeout:
+    all_are_here = lost.union(holders, newcomers).issuperset(previous)
+    if number == 0:
+        all_are_here = n_present >= n_expected
+    waited_enough = waited > args.timeout
+    # A process that an earlier quorum has left behind may have the newest parameters, and still be on its way.
+    if step > 0 and not holders and all_are_here and waited_enough:
         return {"error": f"all processes with the parameters of step {step} are lost: start again"}
-    if holders and n_present >= args.min_members and (complete or waited > args.timeout):
+    can_train = bool(holders) and n_present >= args.min_members
+    if can_train and (all_are_here or waited_enough):
         return {"step": step, "holders": holders, "newcomers": newcomers}
     if waited > args.wait:
         here = f"{n_present} members, {len(holders)} of them with the parameters of step {step}"
