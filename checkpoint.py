@@ -155,9 +155,9 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0, **more):
     if a value could not be loaded again, like a numpy number or a Path; that node's old file is then unchanged.
     """
     parts = _parts(model, optimizer, scheduler, more)
-    for part in parts.values():
+    for name, part in parts.items():
         if isinstance(part, nn.Module):
-            dist.check_in_sync(part)  # rank 0's weights alone are saved
+            dist.check_in_sync(part, name=name)  # rank 0's weights alone are saved
             dist.sync_params(part.buffers())  # so that all nodes save the same
     plain_values = {name: part for name, part in parts.items() if not _has_state(part)}
     plain_values = _with_tensors(plain_values, torch.Tensor.cpu)

@@ -218,12 +218,12 @@ def _say_who_is_missing(noted, rank, world_size, name, waited):
     """`noted` has the ranks that wait in the same call, like "2,0,". Only the first of them prints."""
     waiting = [int(number) for number in noted.split(",") if number]
     missing = sorted(set(range(world_size)) - set(waiting))
-    reason = None
     if missing:
         reason = f"for {_names_of(missing)}: every rank must call it"
-    elif name.startswith("dist."):  # in a save one rank may still be writing
-        reason = "with all other ranks: the network is slow, or before it the ranks have called different collectives"
-    if reason and waiting[0] == rank:
+    else:
+        slow = "network" if name.startswith("dist.") else "disk"
+        reason = f"with all other ranks: the {slow} is slow, or before it the ranks have called different collectives"
+    if waiting[0] == rank:
         print(f"rank {rank} has waited {waited:.0f} s in {name} {reason}", file=sys.stderr, flush=True)
 
 
@@ -586,15 +586,15 @@ def sync_params(params, src=0):
 
 
 @watched
-def check_in_sync(model, buffers=False):
+def check_in_sync(model, buffers=False, name=None):
     """Raise DistributedError on every rank if weights that all ranks should hold alike differ between ranks.
 
-    Every rank must call it, for example after each epoch. `model` may be wrapped. The error names the first parameter
-    that differs, the ranks, and the largest difference. For a DTensor, only ranks that hold the same shard are
-    compared. A parameter that only one rank has is not compared. With `buffers` they are compared too; BatchNorm's
-    differ between ranks by design. Ranks compare checksums of the parameters' bits. So the optimizer must run on equal
-    hardware: another kind of GPU may round differently. The cost is one read of the weights, and about 30 bytes sent
-    per tensor.
+    Every rank must call it, for example after each epoch. `model` may be wrapped. The error names the model by `name`
+    and its class, the first parameter that differs, the ranks, and the largest difference. For a DTensor, only ranks
+    that hold the same shard are compared. A parameter that only one rank has is not compared. With `buffers` they are
+    compared too; BatchNorm's differ between ranks by design. Ranks compare checksums of the parameters' bits. So the
+    optimizer must run on equal hardware: another kind of GPU may round differently. The cost is one read of the
+    weights, and about 30 bytes sent per tensor.
     """
     if get_world_size() == 1:
         return
@@ -604,26 +604,41 @@ def check_in_sync(model, buffers=False):
     held = {}  # the tensors of this rank, or its shards of them, by the number of name and shard
     names = {}
     checksums = []
-    for name, tensor in named.items():
+    for param_name, tensor in named.items():
         shard = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
-        label = f"{name} {_shard_coordinates(tensor)}"
+        label = f"{param_name} {_shard_coordinates(tensor)}"
         number = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "big")
         held[number] = shard
-        names[number] = name
+        names[number] = param_name
         checksums.append(_checksum(shard).to(get_device()))
     checksums = torch.stack(checksums).tolist() if checksums else []  # the only wait for the device
+    kind = type(unwrapped(model)).__name__
+    if name:
+        kind = f"{name} ({kind})"
+    gathered = gather_objects((kind, list(zip(held, checksums, strict=True))))
+    _refuse_other_models([kind_of_rank for kind_of_rank, _ in gathered])
     first = {}  # the first rank that holds a shard, and its checksum there
     different = {}  # the ranks whose checksum is another
-    for rank, checksums_of_rank in enumerate(gather_objects(list(zip(held, checksums, strict=True)))):
+    for rank, (_, checksums_of_rank) in enumerate(gathered):
         for number, checksum in checksums_of_rank:
             first.setdefault(number, (rank, checksum))
             if checksum != first[number][1]:
                 different.setdefault(number, []).append(rank)
     if different:
         number, ranks = next(iter(different.items()))  # of the first tensor that differs
-        kind = type(unwrapped(model)).__name__
         how_many = f"{len(different)} of {len(held)} tensors differ"
         _raise_difference(kind, names.get(number), held.get(number), first[number][0], ranks, how_many)
+
+
+def _refuse_other_models(kinds):
+    """`kinds` has the model of each rank's call. If a rank leaves out a call, its next one may be for another model."""
+    first_rank = {}
+    for rank, kind in enumerate(kinds):
+        first_rank.setdefault(kind, rank)
+    if len(first_rank) > 1:
+        calls = ", ".join(f"rank {rank} for {kind}" for kind, rank in first_rank.items())
+        line = f"ranks call check_in_sync for different models: {calls}: all ranks must make the same calls"
+        raise DistributedError(line, on_all_ranks=True)
 
 
 def _shard_coordinates(tensor):

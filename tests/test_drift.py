@@ -138,7 +138,8 @@ def check_mistakes(local_rank, world_size, folder):
         assert message.startswith(expected), (mistake.__name__, message)
         # A snapshot of one of them is not written.
         path = f"{folder}/{mistake.__name__}"
-        assert exit_message(checkpoint.save, path, model, torch.optim.SGD(model.parameters())) == message
+        of_a_save = message.replace("of Sequential", "of model (Sequential)")
+        assert exit_message(checkpoint.save, path, model, torch.optim.SGD(model.parameters())) == of_a_save
         assert exit_message(checkpoint.save_sharded, path, model, torch.optim.SGD(model.parameters()), 1) == message
 
 
@@ -174,6 +175,10 @@ def check_what_is_compared(local_rank, world_size):
     model = train(ddp_model, ddp_model.module)
     for same in (model, ddp_model, torch.compile(ddp_model), nn.ReLU()):
         dist.check_in_sync(same)
+    # Rank 1 has left out a call. Its next one is for another model.
+    line = r"^ranks call check_in_sync for different models: rank 0 for Sequential, rank 1 for Linear: all ranks must"
+    with pytest.raises(dist.DistributedError, match=line):
+        dist.check_in_sync(nn.Linear(2, 2) if local_rank == 1 else model)
     # BatchNorm's statistics are each rank's own.
     with pytest.raises(dist.DistributedError, match=r"2\.running_mean of ranks 1 and 2 differs from rank 0's by up to"):
         dist.check_in_sync(ddp_model, buffers=True)
@@ -366,11 +371,13 @@ def test_one_rank_says_who_is_missing_or_that_nobody_is(capsys):
         dist._say_who_is_missing("2,0,", rank, 8, "dist.gather", 30.4)
         dist._say_who_is_missing("2,0,", rank, 3, "dist.gather", 30.4)
         dist._say_who_is_missing("2,1,0,", rank, 3, "dist.gather", 30.4)
-        dist._say_who_is_missing("2,1,0,", rank, 3, "checkpoint.save", 30.4)  # one of them writes
+        dist._say_who_is_missing("2,1,0,", rank, 3, "checkpoint.save", 30.4)
     assert capsys.readouterr().err.splitlines() == [
         "rank 2 has waited 30 s in dist.gather for ranks 1, 3, 4 and 3 more: every rank must call it",
         "rank 2 has waited 30 s in dist.gather for rank 1: every rank must call it",
         "rank 2 has waited 30 s in dist.gather with all other ranks: the network is slow, or before it the ranks have "
+        "called different collectives",
+        "rank 2 has waited 30 s in checkpoint.save with all other ranks: the disk is slow, or before it the ranks have "
         "called different collectives",
     ]
 
