@@ -22,7 +22,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from conftest import exit_message, float64, run, start, wait_for
+from conftest import exit_message, float64, run, slow_clock, start, wait_for
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -752,6 +752,25 @@ def test_the_printed_learning_rate_is_that_of_the_step(folder, group, capsys):
     trainer.train()
     printed = re.findall(r"\| lr (\S+) \|", capsys.readouterr().out)
     assert printed == [f"{lr:.1e}" for lr in used] and printed[0] == "2.0e-03"
+
+
+def test_the_printed_speed_is_that_of_the_clock_without_pauses(folder, group, monkeypatch):
+    """In 4 s: 10 targets and 30 tokens. Each look at the clock takes 2 s. The pause of 4 s is not counted."""
+    monkeypatch.setattr(llm_FSDP, "time", slow_clock(step=2))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
+    rows = [SimpleNamespace(targets=range(4), n_tokens=12), SimpleNamespace(targets=range(6), n_tokens=18)]
+    matrices = {name: param for name, param in model.named_parameters() if param.dim() == 2}
+    in_layers = sum(param.numel() for name, param in matrices.items() if ".layers." in name)
+    for lora, operations in ((None, 6), (4, 4)):
+        speed = llm_FSDP.Speed(model, SimpleNamespace(lora=lora, precision="mixed"))
+        speed.peak = 1e6
+        for _ in range(2):  # the second line begins anew
+            with speed.paused():
+                llm_FSDP.time.perf_counter()
+            speed.add(rows)
+            text = speed.describe()
+            per_second = operations * (10 * matrices["lm_head.weight"].numel() + 30 * in_layers) / 4
+            assert text.startswith("2 targets/s | 8 tokens/s | ") and text.endswith(f" | MFU {per_second / 1e6:.1%}")
 
 
 def test_the_chat_template_of_an_older_result_goes(folder, group, tmp_path):
