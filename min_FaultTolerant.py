@@ -47,8 +47,7 @@ trips to the store, and six for the last voter. To heal a new member, another on
     python min_FaultTolerant.py --nproc 4        # then kill -9 one of the processes whose ids it prints
     torchrun --standalone --nproc-per-node gpu min_FaultTolerant.py
 
-    # Several machines: one torchrun on each, none of which restarts the others. The one on HOST holds the store. At
-    # the end of the job, the others may print that they have lost it; their exit status is 0 all the same.
+    # Several machines: one torchrun on each, none of which restarts the others. The one on HOST holds the store.
     torchrun --nnodes 1 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id $(hostname) \
         min_FaultTolerant.py --store HOST:29400
 
@@ -82,6 +81,7 @@ import spawn
 
 POLL = 0.02  # seconds between two looks into the store while a quorum forms
 MOST_FRUITLESS = 10  # quorums in a row without a committed step, before the job ends
+LAUNCHER_SECONDS = 5  # so late may the launcher of another machine notice that all of its processes have ended
 SAME_OPTIONS = ("layers", "width", "heads", "length", "global_batch_size", "steps", "lr", "clip", "seed")
 
 
@@ -514,7 +514,7 @@ def supervise(local_rank, world_size, store, address, args):
         last_members = members_at_the_end(store, args)
         was_left_behind = last_members is not None and name not in last_members
         if process.exitcode == 0 or (process.exitcode < 0 and was_left_behind):
-            leave_together(store, name, last_members, args)
+            leave_last(store, name, last_members, args)
             return
         report_loss(store, name)
         if process.exitcode > 0 and reasons.empty():
@@ -523,7 +523,7 @@ def supervise(local_rank, world_size, store, address, args):
             raise dist.DistributedError(reasons.get())
         line = f"{name} was killed by {signal.Signals(-process.exitcode).name}"
         if last_members is not None:  # a new process would not do what this one did after the last step
-            leave_together(store, name, last_members, args)
+            leave_last(store, name, last_members, args)
             raise dist.DistributedError(f"{line} after the last step: if it was saving, its files are incomplete")
         log(line)
     raise dist.DistributedError(f"{name} is not replaced: --max-restarts is {args.max_restarts}")
@@ -573,16 +573,24 @@ def wait_for(process, name, store, args):
             process.join()
 
 
-def leave_together(store, name, last_members, args):
-    """Wait until all members have ended. Then the launcher that holds the store may end."""
-    with contextlib.suppress(torch_dist.DistError):  # then it has ended, so all members have
-        store.append("ended", f"{name} ")
-        end = time.monotonic() + args.wait
-        while time.monotonic() < end:
-            ended = store.get("ended").decode().split()
-            if lost_processes(store).union(ended).issuperset(last_members):
-                return
-            time.sleep(POLL)
+def leave_last(store, name, last_members, args):
+    """On the machine of --store, wait until the members on all machines have ended, because the store ends with it."""
+    store.append("ended", f"{name} ")
+    if not args.store or not is_on_this_machine(args.store):
+        return  # a launcher waits for all of its own processes
+    end = time.monotonic() + args.wait
+    while time.monotonic() < end:
+        ended = store.get("ended").decode().split()
+        if lost_processes(store).union(ended).issuperset(last_members):
+            break
+        time.sleep(POLL)
+    time.sleep(LAUNCHER_SECONDS)  # a torchrun that loses the store before it has noticed would report a failure
+
+
+def is_on_this_machine(address):
+    """A connection to another machine has another address at each end."""
+    with socket.create_connection(address) as connection:
+        return connection.getsockname()[0] == connection.getpeername()[0]
 
 
 def report_loss(store, name):

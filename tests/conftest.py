@@ -8,10 +8,12 @@ import itertools
 import os
 import pkgutil
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
@@ -234,6 +236,32 @@ def job_of(monkeypatch, capfd):
         return capfd.readouterr().out
 
     return call
+
+
+@pytest.fixture
+def machines():
+    """Two network namespaces with a cable between them: their names, and those of the ends of the cable."""
+    if os.getuid() or not shutil.which("ip"):
+        pytest.skip("needs root and iproute2")
+    mark = uuid.uuid4().hex[:6]
+    names = [(f"machine-{mark}-{number}", f"cable{mark}{number}") for number in range(2)]
+    (first, end), (second, other_end) = names
+    try:
+        for machine, _ in names:
+            ip("netns", "add", machine)
+        ip("link", "add", end, "netns", first, "type", "veth", "peer", "name", other_end, "netns", second)
+        for number, (machine, cable) in enumerate(names):
+            ip("-n", machine, "addr", "add", f"10.9.0.{number + 1}/24", "dev", cable)
+            for device in ("lo", cable):
+                ip("-n", machine, "link", "set", device, "up")
+        yield names
+    finally:
+        for machine, _ in names:
+            ip("netns", "delete", machine)
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, timeout=60)
 
 
 class CollectiveCounter(TorchDispatchMode):

@@ -4,19 +4,16 @@ import contextlib
 import io
 import os
 import re
-import shutil
 import socket
-import subprocess
 import sys
 import time
-import uuid
 from pathlib import Path
 from unittest import mock
 
 import psutil
 import pytest
 import torch
-from conftest import exit_message, finish, start
+from conftest import exit_message, finish, ip, start
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
@@ -397,32 +394,6 @@ def wait_for_a_lost_machine():
             print("ready", flush=True)
             time.sleep(600)
         checkpoint.save("snapshot.pt", model, torch.optim.SGD(model.parameters()))
-
-
-@pytest.fixture
-def machines():
-    """Two network namespaces with a cable between them: their names, and those of the ends of the cable."""
-    if os.getuid() or not shutil.which("ip"):
-        pytest.skip("needs root and iproute2")
-    mark = uuid.uuid4().hex[:6]
-    names = [(f"machine-{mark}-{number}", f"cable{mark}{number}") for number in range(2)]
-    (first, end), (second, other_end) = names
-    try:
-        for machine, _ in names:
-            ip("netns", "add", machine)
-        ip("link", "add", end, "netns", first, "type", "veth", "peer", "name", other_end, "netns", second)
-        for number, (machine, cable) in enumerate(names):
-            ip("-n", machine, "addr", "add", f"10.9.0.{number + 1}/24", "dev", cable)
-            for device in ("lo", cable):
-                ip("-n", machine, "link", "set", device, "up")
-        yield names
-    finally:
-        for machine, _ in names:
-            ip("netns", "delete", machine)
-
-
-def ip(*words):
-    subprocess.run(["ip", *words], check=True, timeout=60)
 
 
 @pytest.mark.slow

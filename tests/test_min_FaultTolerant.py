@@ -459,13 +459,19 @@ def test_torchrun_does_not_notice(tmp_path):
     assert not others and lines[-1].startswith("step 3000 ")
 
 
-def start_agent(number, port, log, *options, script=ROOT / "min_FaultTolerant.py", env=None):
+def start_agent(number, port, log, *options):
     """A torchrun of its own, as on a machine of its own. Number 0 holds the store."""
+    script = ROOT / "min_FaultTolerant.py"
+    return start_torchrun(number, f"localhost:{port}", spawn.loopback(), script, *options, log=log)
+
+
+def start_torchrun(number, endpoint, interface, script, *options, env=None, **kwargs):
     command = ("-m", "torch.distributed.run", "--nnodes", 1, "--nproc-per-node", 1, "--rdzv-backend", "c10d")
-    command += ("--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", f"machine-{number}", script)
-    command += ("--store", f"localhost:{port}", *SMALL, *options)
-    env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": spawn.loopback(), **(env or {})}
-    return start(*command, log=log, env=env)
+    command += ("--rdzv-endpoint", endpoint, "--rdzv-id", f"machine-{number}")
+    command += ("--rdzv-conf", f"is_host={'false' if number else 'true'}", script)
+    command += ("--store", endpoint, *SMALL, *options)
+    env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface, **(env or {})}
+    return start(*command, env=env, **kwargs)
 
 
 def kill_machine(agent):
@@ -522,17 +528,24 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_two_machines_end_together(tmp_path):
-    """The one without the store saves for long."""
-    logs = [tmp_path / name for name in ("0", "1")]
+def test_two_machines_end_together(machines, tmp_path):
+    """The one without the store saves for long. The torchrun of neither says that it has lost the other."""
     script, saved = tmp_path / "script.py", tmp_path / "saved"
     script.write_text(SLOW_SAVE)
-    port = free_port()
-    options = ("--steps", 300, "--min-members", 2)
-    jobs = [start_agent(0, port, logs[0], *options, script=script)]
-    wait_for(lambda: trainers(logs[0]), jobs[0])
-    jobs.append(start_agent(1, port, logs[1], *options, script=script, env={"SAVED": str(saved)}))
+    logs, jobs = [], []
+    for number, (machine, cable) in enumerate(machines):
+        log = tmp_path / str(number)
+        kwargs = {
+            "log": log,
+            "prefix": ("ip", "netns", "exec", machine),
+            "env": {"SAVED": str(saved)} if number else {},
+        }
+        options = ("--steps", 300, "--min-members", 2)
+        jobs.append(start_torchrun(number, "10.9.0.1:29400", cable, script, *options, **kwargs))
+        wait_for(lambda log=log: trainers(log), jobs[-1])
+        logs.append(log)
     for job, log in zip(jobs, logs, strict=True):
         assert finish(job)[0] == 0, log.read_text()
-    assert "step 300 " in logs[0].read_text() + logs[1].read_text()
+    printed = logs[0].read_text() + logs[1].read_text()
+    assert "step 300 " in printed and "Error" not in printed, printed
     assert saved.exists()
