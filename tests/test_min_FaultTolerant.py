@@ -349,7 +349,11 @@ def at_the_end_worker(local_rank, world_size, args, what, folder):
             Path(folder, "saved").touch()
         Path(folder, f"{local_rank} ended").touch()
 
-    with mock.patch.object(min_FaultTolerant, "train", train_and_more):
+    args.store = ("127.0.0.1", int(os.environ["MASTER_PORT"])) if what == "saves" else None
+    with (
+        mock.patch.object(min_FaultTolerant, "train", train_and_more),
+        mock.patch.object(min_FaultTolerant, "LAUNCHER_SECONDS", 0),
+    ):
         min_FaultTolerant.main_worker(local_rank, world_size, args)
     assert what != "saves" or Path(folder, "saved").exists(), "the one with the store has left before"
 
