@@ -708,6 +708,18 @@ def test_a_checkpoint_of_other_options_or_frozen_weights_is_refused(folder, grou
         assert message.startswith(f"the checkpoint was saved with {line}"), message
 
 
+def test_a_run_whose_steps_are_all_done_has_nothing_to_train_and_one_of_fewer_steps_is_refused(folder, group, tmp_path):
+    args = arguments(folder, "llama", checkpoint_dir=str(tmp_path), epochs=1)
+    _, whole, config, rows, held_out = llm_FSDP.prepare(args)
+    trainer = llm_FSDP.Trainer(llm_FSDP.make_model(whole, config, args), rows, held_out, args)
+    trainer.save(trainer.steps)
+    losses, finished = trainer.train()
+    assert len(losses) == 0 and finished
+    trainer.steps -= 1
+    line = f"the checkpoint has {trainer.steps + 1} steps, more than the {trainer.steps} that --epochs gives"
+    assert exit_message(trainer.train) == line
+
+
 def test_another_model_of_the_same_shapes_is_refused_without_lora_too(folder, group, tmp_path):
     args = arguments(folder, "llama", checkpoint_dir=str(tmp_path), epochs=1)
     trainers = []

@@ -321,6 +321,20 @@ def test_the_launcher_is_killed_at_random_moments(args_of):
     assert Path("answers.jsonl").read_bytes() == Path("expected.jsonl").read_bytes()
 
 
+def test_the_longest_prompts_come_first_with_others_of_their_length(args_of):
+    """So they share little padding, and too little memory shows at once."""
+    lengths = []
+    generate = gpt.generate
+
+    def recorded(model, prompts, *args, **kwargs):
+        lengths.extend(map(len, prompts))
+        return generate(model, prompts, *args, **kwargs)
+
+    with mock.patch.object(gpt, "generate", recorded):
+        launch(args_of("--nproc", 1))
+    assert len(lengths) == 24 and lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
