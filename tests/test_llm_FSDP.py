@@ -880,6 +880,18 @@ def test_documents_that_would_see_each_other_are_refused(folder, group):
     assert message == "GPT2LMHeadModel with --attention sdpa does not keep packed documents apart: use --pad"
 
 
+def test_the_script_makes_this_check_unless_rows_are_padded(folder, group, monkeypatch):
+    def refuse(reason):
+        return mock.Mock(side_effect=dist.DistributedError(reason))
+
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
+    monkeypatch.setattr(hub, "check_packing", refuse("it mixes documents"))
+    monkeypatch.setattr(llm_FSDP.Trainer, "train", refuse("it trains"))
+    for pad, line in ((False, "it mixes documents"), (True, "it trains")):
+        args = arguments(folder, "llama", pad=pad, epochs=1)
+        assert exit_message(llm_FSDP.main_worker, 0, 1, args) == line
+
+
 # ---- packed rows, and what is sent to the device --------------------------------------------------------------------
 
 
