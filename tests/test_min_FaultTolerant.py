@@ -269,7 +269,8 @@ def check(plan, optimizer, folder, capfd, **changes):
 
 
 def test_killed_in_a_few_places_they_end_as_one_process(tmp_path, capfd):
-    _, err = check(FEW, "SGD", tmp_path, capfd, clip=0.5)
+    out, err = check(FEW, "SGD", tmp_path, capfd, clip=0.5)
+    assert re.findall(r"^step (\d+) \| loss \d\.\d{4} \| \d members \| [\d,]+ tokens/s$", out, re.M) == ["10", "17"]
     # gloo itself says so if a process is lost while all connect.
     assert [line for line in err.splitlines() if line and "Gloo connectFullMesh failed" not in line] == []
 
