@@ -48,7 +48,7 @@ def train(trained, model, optimizer=None):
     return model
 
 
-# ---- six mistakes ---------------------------------------------------------------------------------------------------
+# ---- seven mistakes -------------------------------------------------------------------------------------------------
 
 
 def a_layer_is_unfrozen_after_wrapping():
@@ -57,6 +57,13 @@ def a_layer_is_unfrozen_after_wrapping():
     ddp_model = dist.prepare_ddp_model(model)
     model[0].requires_grad_(True)
     return train(ddp_model, model)
+
+
+def the_model_is_converted_after_wrapping():
+    model = make_model()
+    ddp_model = dist.prepare_ddp_model(model)
+    model.double()
+    return train(lambda x: ddp_model(x.double()).float(), model)
 
 
 def weights_are_initialised_after_wrapping():
@@ -113,6 +120,7 @@ def weights_are_loaded_on_one_rank():
 
 MISTAKES = [
     a_layer_is_unfrozen_after_wrapping,
+    the_model_is_converted_after_wrapping,
     weights_are_initialised_after_wrapping,
     left_over_micro_batches_are_stepped_inside_no_sync,
     a_penalty_has_a_backward_through_the_plain_model,

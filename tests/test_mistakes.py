@@ -9,6 +9,7 @@ from conftest import ROOT, CollectiveCounter, float64
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import checkpoint
 import distributed as dist
@@ -70,6 +71,76 @@ def average(divide_by_all):
         loss = F.cross_entropy(model(x), y)
     loss.backward()
     return (gradients(model) - gradients_of_one_process()).abs().max().item()
+
+
+def walk(with_sampler):
+    """The samples of one epoch of this rank."""
+    dataset = TensorDataset(torch.arange(12))
+    if with_sampler:
+        loader = DataLoader(dataset, batch_size=2, sampler=dist.data_sampler(dataset, distributed=True, shuffle=True))
+    else:
+        loader = DataLoader(dataset, batch_size=2, shuffle=True)
+    return torch.cat([batch for (batch,) in loader]).tolist()
+
+
+def choose_by_name(wrapped):
+    """The parameters in the group of the last layer, and how far its weight is from right after one step."""
+
+    def step(model, ddp_model, named, x, y):
+        head = [param for name, param in named.named_parameters() if name.startswith("2.")]
+        others = [param for param in model.parameters() if all(param is not each for each in head)]
+        optimizer = torch.optim.SGD([{"params": head, "lr": 1.0}, {"params": others}], lr=0.1)
+        F.cross_entropy(ddp_model(x), y).backward()
+        optimizer.step()
+        return len(head), model[2].weight.detach()
+
+    alone, model = make_model(), make_model()
+    _, expected = step(alone, alone, alone, X, Y)
+    ddp_model = dist.prepare_ddp_model(model)
+    x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (X, Y))
+    n_head, weight = step(model, ddp_model, ddp_model if wrapped else model, x, y)
+    return n_head, (weight - expected).abs().max().item()
+
+
+def clip(each_micro_batch):
+    """How far the gradients are from those of one process that does the same, and whether the ranks have equal ones."""
+    world_size = dist.get_world_size()
+
+    def accumulate(model, x, y):
+        for number, (micro_x, micro_y) in enumerate(zip(x.chunk(3), y.chunk(3), strict=True), 1):
+            sync = model.no_sync() if number < 3 and hasattr(model, "no_sync") else contextlib.nullcontext()
+            with sync:
+                (F.cross_entropy(model(micro_x), micro_y) / 3).backward()
+            if each_micro_batch or number == 3:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.05)
+        return gradients(model)
+
+    # One process has the micro-batches of all ranks, one after the other.
+    order = [i for part in torch.arange(12).view(world_size, 3, -1).transpose(0, 1) for i in part.flatten().tolist()]
+    expected = accumulate(make_model(), X[order], Y[order])
+    x, y = (tensor.chunk(world_size)[dist.get_rank()] for tensor in (X, Y))
+    actual = accumulate(dist.prepare_ddp_model(make_model()), x, y)
+    equal = all(torch.equal(each, actual) for each in dist.gather(actual))
+    return (actual - expected).abs().max().item(), equal
+
+
+def schedule(per_micro_batch):
+    """The learning rates of four steps of three micro-batches, of a schedule that falls to 0 in four steps."""
+    model = make_model()
+    ddp_model = dist.prepare_ddp_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0, 1 - step / 4))
+    rates = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        for number in range(1, 4):
+            (F.cross_entropy(ddp_model(X), Y) / 3).backward()
+            if number == 3:
+                rates.append(optimizer.param_groups[0]["lr"])
+                optimizer.step()
+            if per_micro_batch or number == 3:
+                scheduler.step()
+    return rates
 
 
 def resume_from_rank_0(folder):
@@ -144,6 +215,14 @@ def worker(local_rank, world_size, folder):
             "no_sync around both": accumulate(no_sync_around_forward=True),
             "mean of means": average(divide_by_all=False),
             "sum divided by the number": average(divide_by_all=True),
+            "shuffled": walk(with_sampler=False),
+            "with a sampler": walk(with_sampler=True),
+            "names of the wrapped model": choose_by_name(wrapped=True),
+            "names of the plain model": choose_by_name(wrapped=False),
+            "clipped per micro-batch": clip(each_micro_batch=True),
+            "clipped per step": clip(each_micro_batch=False),
+            "scheduled per micro-batch": schedule(per_micro_batch=True),
+            "scheduled per step": schedule(per_micro_batch=False),
             "resume": resume_from_rank_0(folder),
             "norm": log_norm(),
             "cleared by the model": clear_between_forward_and_backward(by_optimizer=False),
@@ -176,6 +255,35 @@ def test_a_mean_over_ranks_with_unequal_counts_is_not_the_mean(results):
     for result in results:
         assert result["mean of means"] > 0.01
         assert result["sum divided by the number"] < 1e-12
+
+
+def test_shuffle_without_a_sampler_gives_all_samples_to_each_rank(results):
+    assert [sorted(result["shuffled"]) for result in results] == [list(range(12))] * 2
+    assert sorted(results[0]["with a sampler"] + results[1]["with a sampler"]) == list(range(12))
+
+
+def test_names_of_the_wrapped_model_begin_with_module(results):
+    """So the group of the last layer is empty, which is no error, and that layer gets the other learning rate."""
+    for result in results:
+        n_found, difference = result["names of the wrapped model"]
+        assert n_found == 0 and difference > 0.01
+        n_found, difference = result["names of the plain model"]
+        assert n_found == 2 and difference < 1e-12
+
+
+def test_clipping_each_micro_batch_depends_on_the_number_of_processes(results):
+    """And no check sees it, because the ranks have equal gradients."""
+    for result in results:
+        difference, equal = result["clipped per micro-batch"]
+        assert difference > 1e-4 and equal
+        difference, equal = result["clipped per step"]
+        assert difference < 1e-12 and equal
+
+
+def test_a_scheduler_that_steps_per_micro_batch_is_too_fast(results):
+    for result in results:
+        assert result["scheduled per micro-batch"] == [0.5, 0, 0, 0]
+        assert result["scheduled per step"] == [1, 0.75, 0.5, 0.25]
 
 
 def test_rank_0_alone_saves_its_own_shard_of_the_optimizer_only(results):

@@ -18,6 +18,7 @@ import random
 import re
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -270,17 +271,6 @@ def own_micro_batches():
     """Three of this rank, which together with the other's are the global batch."""
     x, y = own(*make_batch())
     return list(zip(x.chunk(3), y.chunk(3), strict=True))
-
-
-@recipe
-def accumulation_under_ddp():
-    (block,) = blocks_of("How do I accumulate gradients over several batches?")
-    model = make_model()
-    ddp_model = dist.prepare_ddp_model(model)
-    with count_collectives() as counts:
-        execute(block, ddp_model=ddp_model, optimizer=sgd(model), micro_batches=own_micro_batches())
-    check_equal(full_parameters(model), plain_step())
-    assert n_all_reduces(counts) == 1, "one bucket, once for three micro-batches"
 
 
 @recipe
@@ -708,30 +698,6 @@ def evaluation():
     assert len({len(batches) for batches in dist.gather_objects(list(result.loader))}) == 2
 
 
-@recipe
-def early_stop():
-    """One half of the test set never gets better, and the other always does: all stop where the mean stops falling."""
-    (block,) = blocks_of("How do I stop early, or lower the learning rate when the loss stops falling?")
-    means = [5, 4, 3, 3.5, 3.5, 2, 3, 3, 3, 3, 1, 1]
-    rates = [RATE] * 5 + [RATE / 10] * 3 + [RATE / 100] * 2  # lowered after two epochs that are no better
-    losses = [torch.tensor([mean + epoch, mean - epoch] * 4) for epoch, mean in enumerate(means)]  # of eight samples
-    trained = []
-
-    def sum_of_test_losses():
-        return losses[len(trained) - 1][dist.get_rank() :: dist.get_world_size()].sum()
-
-    def train_epoch(epoch):
-        trained.append((epoch, optimizer.param_groups[0]["lr"]))
-
-    optimizer = sgd(make_model())
-    names = {"optimizer": optimizer, "train_epoch": train_epoch, "sum_of_test_losses": sum_of_test_losses}
-    execute(block, **names, model=make_model(), epochs=len(means), test_set=range(8))
-    dist.barrier()
-    assert os.path.exists("best.pt")
-    assert [epoch for epoch, _ in trained] == list(range(10)), "four epochs after the best one"
-    assert [rate for _, rate in trained] == pytest.approx(rates)
-
-
 def area_under_curve(labels, scores):
     """In how many pairs of a sample of class 1 and another one the first has the higher score."""
     scores = scores.softmax(dim=1)[:, 1]
@@ -905,46 +871,144 @@ def iterable_data_set():
 # ---- save, load and resume ------------------------------------------------------------------------------------------
 
 
+STOP_EARLY = "How do I keep the best weights, stop early, or lower the learning rate when the loss stops falling?"
+
+
 @recipe
-def two_models_and_plain_values():
-    """Interrupted after three epochs, the run stops where the uninterrupted one does: four epochs after the best."""
-    (block,) = blocks_of("How do I resume two models, the best loss so far, and the epochs without a better one?")
-    losses = [5, 4, 3, 3.5, 2, 3, 3, 3, 3, 1, 1]
+def early_stop():
+    """One half of the validation set never gets better, and the other always does: all stop where the mean does.
+
+    The run is interrupted after 3 and after 7 epochs, and goes on with the best loss, the count and the rate.
+    """
+    block, ending = blocks_of(STOP_EARLY)
+    block = block.replace("snapshot.pt", "early_stop.pt")
+    means = [5, 4, 3, 3.5, 3.5, 2, 3, 3, 3, 3, 1, 1]
+    rates = [RATE] * 5 + [RATE / 10] * 3 + [RATE / 100] * 2  # lowered after two epochs that are no better
+    losses = [torch.tensor([mean + epoch, mean - epoch] * 4) for epoch, mean in enumerate(means)]  # of eight samples
     trained = []
 
-    def make():
-        generator, critic = make_model(outputs=6), make_model(outputs=1)
-        return {
-            **{"ddp_generator": dist.prepare_ddp_model(generator), "generator_optimizer": sgd(generator)},
-            **{"ddp_critic": dist.prepare_ddp_model(critic), "critic_optimizer": sgd(critic)},
-        }
+    def sum_of_validation_losses():
+        return losses[trained[-1][0]][dist.get_rank() :: dist.get_world_size()].sum()
 
     def run(epochs):
-        names = make()
+        model = make_model()
+        optimizer = sgd(model)
 
         def train_epoch(epoch):
-            trained.append(epoch)
+            trained.append((epoch, optimizer.param_groups[0]["lr"]))
             with torch.no_grad():
-                getattr(names["ddp_critic"], "module", names["ddp_critic"]).outer.bias.fill_(epoch)
+                model.outer.bias.fill_(epoch)
 
-        def test_loss():
-            return losses[trained[-1]]
+        names = {"model": model, "ddp_model": dist.prepare_ddp_model(model), "optimizer": optimizer}
+        names |= {"train_epoch": train_epoch, "sum_of_validation_losses": sum_of_validation_losses}
+        with mock.patch.object(checkpoint, "_sync_until", lambda written, fd: None):
+            return model, execute(block, **names, epochs=epochs, validation_set=range(8))
 
-        done = execute(
-            block.replace("snapshot.pt", "two_models.pt"),
-            **names,
-            train_epoch=train_epoch,
-            test_loss=test_loss,
-            epochs=epochs,
-        )
-        return done, getattr(names["ddp_critic"], "module", names["ddp_critic"])
+    for epochs in (3, 7, len(means), len(means)):  # the last one has stopped already
+        model, done = run(epochs)
+    assert [epoch for epoch, _ in trained] == list(range(10)), "four epochs after the best one"
+    assert [rate for _, rate in trained] == pytest.approx(rates)
+    assert (done.best_loss, done.bad_epochs) == (2, 4)
+    assert (model.outer.bias == 9).all()
+    result = execute(ending, model=model, evaluate=lambda model: model.outer.bias[0].item())
+    assert result.test_loss == 5 and (model.outer.bias == 5).all(), "of the best epoch, on all ranks"
 
-    run(3)
-    done, critic = run(len(losses))
-    assert trained == list(range(9)) and (done.best_loss, done.bad_epochs) == (2, 4)
-    _, critic = run(len(losses))
-    assert len(trained) == 9, "it has stopped"
-    assert (critic.outer.bias == 8).all(), "the critic was restored"
+
+@recipe
+def two_models():
+    """Interrupted after three epochs, both models and optimizers continue."""
+    (block,) = blocks_of("How do I resume two models?")
+    trained = []
+
+    def run(path, epochs):
+        generator, critic = make_model(outputs=6), make_model(outputs=1)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9) for model in (generator, critic)]
+
+        def train_epoch(epoch):
+            x, _ = make_batch(seed=epoch)
+            for model, optimizer in zip((generator, critic), optimizers, strict=True):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+            trained.append(epoch)
+
+        wrapped = {"ddp_generator": dist.prepare_ddp_model(generator), "ddp_critic": dist.prepare_ddp_model(critic)}
+        names = {**wrapped, "generator_optimizer": optimizers[0], "critic_optimizer": optimizers[1]}
+        with mock.patch.object(checkpoint, "_sync_until", lambda written, fd: None):
+            execute(block.replace("snapshot.pt", path), **names, train_epoch=train_epoch, epochs=epochs)
+        return full_parameters(generator), full_parameters(critic)
+
+    run("two_models.pt", 3)
+    resumed = run("two_models.pt", 5)
+    assert trained == list(range(5))
+    for actual, expected in zip(resumed, run("two_models_at_once.pt", 5), strict=True):
+        check_equal(actual, expected, tolerance=0)
+
+
+class Left(Exception):
+    """Instead of the process's end."""
+
+
+@recipe
+def preemption():
+    """Preempted in two epochs, and at the end of one, the run ends where one that was not ends, bit for bit."""
+    (block,) = blocks_of("How do I save on SIGTERM (preemption) in my own script?")
+    before = signal.getsignal(signal.SIGTERM)
+    x, y = make_batch(100)
+    data = TensorDataset(x[:96], y[:96])  # four steps of two micro-batches of 12 samples
+    seen = []
+
+    def run(path, stop_after):
+        """Until the end, or until so many steps are done. Returns the parameters."""
+        model = make_model()
+        torch.manual_seed(17)  # the first dropout of a resumed process is not that of the others
+        ddp_model = dist.prepare_ddp_model(nn.Sequential(model, nn.Dropout(0.5)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 12)
+        sampler = dist.data_sampler(data, distributed=True, shuffle=True)
+        loader = DataLoader(data, batch_size=dist.local_batch_size(12), sampler=sampler)
+        steps = []
+
+        def train_step(micro_batches):
+            micro_batches = list(micro_batches)
+            assert len(micro_batches) == 2
+            optimizer.zero_grad()
+            for x, y in micro_batches:
+                (F.cross_entropy(ddp_model(x), y) / 2).backward()
+                seen.append(x)
+            optimizer.step()
+            scheduler.step()
+            steps.append(optimizer.param_groups[0]["lr"])
+
+        names = {"ddp_model": ddp_model, "optimizer": optimizer, "scheduler": scheduler, "train_step": train_step}
+        agreed = mock.Mock(side_effect=lambda: len(steps) == stop_after)
+        with (
+            mock.patch.object(checkpoint, "_sync_until", lambda written, fd: None),
+            mock.patch.object(checkpoint.Preemption, "agreed", agreed),
+            mock.patch.object(checkpoint.Preemption, "leave", mock.Mock(side_effect=Left)),
+        ):
+            left = pytest.raises(Left) if stop_after else contextlib.nullcontext()
+            with left:
+                execute(block.replace("snapshot.pt", path), **names, sampler=sampler, loader=loader, K=2, epochs=3)
+        assert agreed.call_count == len(steps)
+        assert signal.getsignal(signal.SIGTERM).__func__ is checkpoint.Preemption.receive
+        signal.signal(signal.SIGTERM, before)
+        return full_parameters(model)
+
+    try:
+        expected = run("not_preempted.pt", None)
+        orders = [torch.randperm(96, generator=torch.Generator().manual_seed(epoch)) for epoch in range(3)]
+        samples = x[torch.cat([order[dist.get_rank() :: dist.get_world_size()] for order in orders])]
+        assert torch.equal(torch.cat(seen), samples)
+        seen.clear()
+        # In the first epoch, in the second, at its end, and no more. The last run finds that all is done.
+        for stop_after in (2, 4, 2, None, None):
+            resumed = run("preempted.pt", stop_after)
+        check_equal(resumed, expected, tolerance=0)
+        assert torch.equal(torch.cat(seen), samples), "each sample once in each epoch"
+        check_same_on_all_ranks(resumed)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def resume(epochs):
@@ -979,6 +1043,33 @@ def another_number_of_gpus():
     parameters, trained = resume(2)
     assert trained == [], "the next epoch is stored"
     check_same_on_all_ranks(parameters)
+
+
+@recipe
+def resumed_without_the_scheduler():
+    """Nothing fails, and the schedule starts again."""
+    (block,) = blocks_of("How do I resume, perhaps with another number of GPUs?")
+    assert block.count(", scheduler") == 2
+
+    def rates(block, path):
+        found = []
+        for epochs in (2, 4):
+            model = make_model()
+            optimizer = sgd(model)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / 10)
+
+            def train_epoch(epoch, optimizer=optimizer, scheduler=scheduler):
+                found.append(round(optimizer.param_groups[0]["lr"] / RATE, 3))
+                optimizer.step()
+                scheduler.step()
+
+            names = {"ddp_model": dist.prepare_ddp_model(model), "optimizer": optimizer, "scheduler": scheduler}
+            with mock.patch.object(checkpoint, "_sync_until", lambda written, fd: None):
+                execute(block.replace("snapshot.pt", path), **names, train_epoch=train_epoch, epochs=epochs)
+        return found
+
+    assert rates(block, "with_scheduler.pt") == [1, 0.9, 0.8, 0.7]
+    assert rates(block.replace(", scheduler", ""), "without_scheduler.pt") == [1, 0.9, 0.8, 0.9]
 
 
 @recipe
@@ -1588,12 +1679,86 @@ def test_one_process_loads_what_two_have_saved(name, job, monkeypatch):
     assert {state["step"].item() for state in optimizer.state.values()} == {6}
 
 
-def test_accumulation_in_one_process():
-    (block,) = blocks_of("How do I accumulate gradients over several batches?")
-    with float64():
+# ---- accumulation, on one, two and three processes ------------------------------------------------------------------
+
+ACCUMULATION = "How do I accumulate gradients over several batches?"
+
+
+def accumulate(local_rank, world_size, folder):
+    """Two epochs of the page's two loops. Micro-batches have 12 samples over all processes."""
+    dist.init_process_group()
+    load, drop, keep = blocks_of(ACCUMULATION)
+    results = {}
+
+    def train(name, block, loader, k):
         model = make_model()
-        execute(block, ddp_model=dist.prepare_ddp_model(model), optimizer=sgd(model), micro_batches=own_micro_batches())
-        check_equal(full_parameters(model), plain_step())
+        optimizer = sgd(model)
+        steps = []
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
+        names = {"ddp_model": dist.prepare_ddp_model(model), "optimizer": optimizer}
+        with count_collectives() as counts:
+            for epoch in range(2):
+                if isinstance(loader, DataLoader):
+                    loader.sampler.set_epoch(epoch)
+                execute(block, **names, loader=loader, K=k)
+        dist.check_in_sync(model)
+        results[name] = {"parameters": full_parameters(model), "steps": len(steps), "sent": n_all_reduces(counts)}
+
+    def load_by(block, n_samples, k):
+        return execute(block, train_set=TensorDataset(x[:n_samples], y[:n_samples]), K=k, batch_size=12).loader
+
+    def own_parts():
+        parts = zip(x[:36].split(12), y[:36].split(12), strict=True)
+        return [(part_x[local_rank::world_size], part_y[local_rank::world_size]) for part_x, part_y in parts]
+
+    cut = "len(train_set) // global_batch_size * global_batch_size"
+    no_cut, cut_to_processes = "len(train_set)", "len(train_set) // world_size * world_size"
+    assert f"`Subset(train_set, range({cut_to_processes}))`" in PAGE.read_text() and load.count(cut) == 1
+    with float64():
+        x, y = make_batch(342)
+        train("cut", drop, load_by(load, 335, 2), 2)
+        uncut = load.replace(cut, no_cut).replace("sampler=sampler", "sampler=sampler, drop_last=True")
+        train("not cut", drop, load_by(uncut, 335, 2), 2)
+        train("left over", drop, own_parts(), 2)  # one micro-batch more than a step has
+        train("all samples", keep, load_by(load.replace(cut, cut_to_processes), 342, 3), 3)
+        train("all samples, padded", keep, load_by(load.replace(cut, no_cut), 335, 3), 3)
+    torch.save(results, f"{folder}/{local_rank}.pt")
+
+
+def steps_of_one_process(n_samples, global_batch_size):
+    """The samples of each step of two epochs, the last step with what is left."""
+    orders = [torch.randperm(n_samples, generator=torch.Generator().manual_seed(epoch)) for epoch in range(2)]
+    return [indices for order in orders for indices in order.split(global_batch_size)]
+
+
+def train_steps_of(indices_of_steps):
+    x, y = make_batch(342)
+    model = make_model()
+    for indices in indices_of_steps:
+        train_alone(model, lambda model, at=indices: F.cross_entropy(model(x[at]), y[at]))
+    return full_parameters(model)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_accumulation(nprocs, tmp_path):
+    """Equal to one process that does not accumulate, with one all-reduce of the gradients per step."""
+    dist.launch(accumulate, str(tmp_path), nprocs=nprocs)
+    with float64():
+        cut, left_over = train_steps_of(steps_of_one_process(312, 24)), train_steps_of(2 * [torch.arange(24)])
+        all_samples, padded = (train_steps_of(steps_of_one_process(n, 36)) for n in (342, 335))
+    sends = nprocs > 1
+    for rank in range(nprocs):
+        results = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        check_equal(results["cut"]["parameters"], cut)
+        assert (results["cut"]["steps"], results["cut"]["sent"]) == (26, 26 * sends)
+        assert results["not cut"]["steps"] == 2 * (14 if sends else 13), "as the page says of 335 samples"
+        check_equal(results["left over"]["parameters"], left_over)
+        assert results["left over"]["steps"] == 2
+        check_equal(results["all samples"]["parameters"], all_samples)
+        assert (results["all samples"]["steps"], results["all samples"]["sent"]) == (20, 2 * 20 * sends)
+        actual = results["all samples, padded"]["parameters"]
+        differences = [(actual[name] - value).abs().max().item() for name, value in padded.items()]
+        assert max(differences) > 1e-4 if sends else max(differences) < 1e-12, differences
 
 
 def test_every_block_is_run():
