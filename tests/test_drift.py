@@ -1,6 +1,7 @@
 """Ranks that drift apart: each of these trainings ends without an error, and `check_in_sync` raises on every rank."""
 
 import contextlib
+import copy
 import io
 import os
 import re
@@ -48,7 +49,7 @@ def train(trained, model, optimizer=None):
     return model
 
 
-# ---- seven mistakes -------------------------------------------------------------------------------------------------
+# ---- eight mistakes -------------------------------------------------------------------------------------------------
 
 
 def a_layer_is_unfrozen_after_wrapping():
@@ -110,6 +111,14 @@ def the_plain_model_is_trained():
     return train(model, model)
 
 
+def an_average_is_copied_before_wrapping():
+    model = make_model(seed=dist.get_rank())
+    average = copy.deepcopy(model)
+    train(dist.prepare_ddp_model(model), model)
+    dist.check_in_sync(model)
+    return average
+
+
 def weights_are_loaded_on_one_rank():
     model = make_model()
     ddp_model = dist.prepare_ddp_model(model)
@@ -125,6 +134,7 @@ MISTAKES = [
     left_over_micro_batches_are_stepped_inside_no_sync,
     a_penalty_has_a_backward_through_the_plain_model,
     the_plain_model_is_trained,
+    an_average_is_copied_before_wrapping,
     weights_are_loaded_on_one_rank,
 ]
 
