@@ -855,6 +855,16 @@ def test_what_a_user_should_know_is_printed_before_training(folder, group, tmp_p
         assert capsys.readouterr().out.splitlines()[-1].startswith(line)
 
 
+def test_a_package_that_is_not_installed_is_one_line(monkeypatch):
+    """A folder `wandb`, which W&B makes, is no package either."""
+    for spec in (None, SimpleNamespace(origin=None)):
+        monkeypatch.setattr("importlib.util.find_spec", lambda package, spec=spec: spec)
+        line = "--wandb: wandb is not installed: pip install -r requirements-tracking.txt"
+        assert exit_message(llm_FSDP.check_installed, "wandb") == line
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: SimpleNamespace(origin="wandb/__init__.py"))
+    llm_FSDP.check_installed("wandb")
+
+
 def test_few_steps_warm_up_over_a_tenth_of_them():
     model = torch.nn.Linear(2, 2)
     for steps, warmup in ((3, 0), (50, 5), (1000, 10)):

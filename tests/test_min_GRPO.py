@@ -242,6 +242,20 @@ def test_equals_one_answer_at_a_time(nprocs, tmp_path):
         assert not any(result["stdout"] for result in ranks[1:])
 
 
+def test_the_bytes_whose_gradient_is_cut_off_are_counted(monkeypatch):
+    """Ratios of 1.5, 0.5 and 1 in each of three answers: better than the mean, worse, and as good."""
+    args = argparse.Namespace(kl=0.1, inner_steps=1, temperature=1.0, low=0.2, high=0.2, clip=None)
+    new = torch.nn.Parameter(torch.tensor([1.5, 0.5, 1.0]).log().repeat(3, 1))
+    monkeypatch.setattr(
+        min_GRPO, "log_probabilities_of", lambda model, *_: new if model == "model" else 0 * new.detach()
+    )
+    tokens, answered, old = torch.zeros(3, 4, dtype=torch.long), torch.ones(3, 4, dtype=torch.bool), torch.zeros(3, 4)
+    optimizer = torch.optim.SGD([new], lr=0.1)
+    advantages = torch.tensor([1.0, -1.0, 0.0])
+    sums = min_GRPO.update("model", optimizer, "reference", tokens, answered, old, advantages, args)
+    assert sums.tolist() == pytest.approx([3.0, 2, 9])
+
+
 # ---- wrong versions -------------------------------------------------------------------------------------------------
 
 WRONG = [  # a module, its text, what stands in its place, and the case that notices
