@@ -78,8 +78,6 @@ def read(lines, tokenizer, length, cut=False):
             for text, spans in texts_of(place, line, tokenizer):
                 texts.append((len(found), text, spans))
             found.append([])
-        if not texts:
-            continue  # none of these lines has anything to train on
         for (number, _, spans), tokens, characters in encode(texts, tokenizer):
             if spans is None:
                 found[number] += pieces(tokens, tokenizer, length)
