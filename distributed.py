@@ -616,7 +616,6 @@ def check_in_sync(model, buffers=False, name=None):
     if name:
         kind = f"{name} ({kind})"
     gathered = gather_objects((kind, list(zip(held, checksums, strict=True))))
-    _refuse_other_models([kind_of_rank for kind_of_rank, _ in gathered])
     first = {}  # the first rank that holds a shard, and its checksum there
     different = {}  # the ranks whose checksum is another
     for rank, (_, checksums_of_rank) in enumerate(gathered):
@@ -625,13 +624,17 @@ def check_in_sync(model, buffers=False, name=None):
             if checksum != first[number][1]:
                 different.setdefault(number, []).append(rank)
     if different:
+        _refuse_other_models([kind_of_rank for kind_of_rank, _ in gathered])
         number, ranks = next(iter(different.items()))  # of the first tensor that differs
         how_many = f"{len(different)} of {len(held)} tensors differ"
         _raise_difference(kind, names.get(number), held.get(number), first[number][0], ranks, how_many)
 
 
 def _refuse_other_models(kinds):
-    """`kinds` has the model of each rank's call. If a rank leaves out a call, its next one may be for another model."""
+    """`kinds` has the model of each rank's call. If a rank leaves out a call, its next one may be for another model.
+
+    Pipeline stages may be of different kinds too. But they have no parameter in common that could differ.
+    """
     first_rank = {}
     for rank, kind in enumerate(kinds):
         first_rank.setdefault(kind, rank)

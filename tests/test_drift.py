@@ -191,9 +191,13 @@ def check_what_is_compared(local_rank, world_size):
     for same in (model, ddp_model, torch.compile(ddp_model), nn.ReLU()):
         dist.check_in_sync(same)
     # Rank 1 has left out a call. Its next one is for another model.
-    line = r"^ranks call check_in_sync for different models: rank 0 for Sequential, rank 1 for Linear: all ranks must"
+    line = (
+        r"^ranks call check_in_sync for different models: rank 0 for Sequential, rank 1 for ModuleList: all ranks must"
+    )
     with pytest.raises(dist.DistributedError, match=line):
-        dist.check_in_sync(nn.Linear(2, 2) if local_rank == 1 else model)
+        dist.check_in_sync(nn.ModuleList(make_model(seed=1)) if local_rank == 1 else model)
+    # Stages of a pipeline are different models, and have no parameter in common.
+    dist.check_in_sync([model, nn.Linear(2, 2), nn.ModuleDict({"head": nn.Linear(1, 1)})][local_rank])
     # BatchNorm's statistics are each rank's own.
     with pytest.raises(dist.DistributedError, match=r"2\.running_mean of ranks 1 and 2 differs from rank 0's by up to"):
         dist.check_in_sync(ddp_model, buffers=True)
