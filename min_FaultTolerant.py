@@ -611,7 +611,8 @@ def run_trainer(address, name, n_expected, args, reasons):
     try:
         if torch.cuda.is_available():
             torch.cuda.set_device(dist.get_device())
-        train(connect(address), name, n_expected, args)  # and save here what you need: the others wait until you have
+        train(connect(address), name, n_expected, args)
+        # Save here what you need. The store stays until all members have ended.
     except dist.DistributedError as error:
         reasons.put(str(error))
         sys.exit(1)

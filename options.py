@@ -56,8 +56,9 @@ class ArgumentParser(argparse.ArgumentParser):
         """Leave with one line if an option of `names` is given without the option `needed`: it would do nothing."""
         for name in names:
             if not getattr(args, needed) and getattr(args, name) != self.get_default(name):
-                option, other = ("--" + word.replace("_", "-") for word in (name, needed))
-                self.error(f"argument {option}: it needs {other}")
+                option = "--" + name.replace("_", "-")
+                needed_option = "--" + needed.replace("_", "-")
+                self.error(f"argument {option}: it needs {needed_option}")
 
     def parse_known_args(self, args=None, namespace=None):
         args = sys.argv[1:] if args is None else args

@@ -28,7 +28,7 @@ import distributed
 ROOT = Path(__file__).parent.parent
 PRELOADED = ["torch._dynamo", "torch.distributed.nn.functional", "torchvision", "torch.distributed.checkpoint"]
 PRELOADED += [f"torch.distributed.{name}" for name in ("fsdp", "pipelining", "rpc", "tensor.parallel")]
-PRELOADED += ["transformers.modeling_layers", "pytest", "psutil", "numpy.testing"]
+PRELOADED += ["transformers.modeling_layers", "pytest", "psutil"]
 MNIST_ROOT = os.environ.get("MNIST_ROOT")
 needs_mnist = pytest.mark.skipif(not MNIST_ROOT, reason="MNIST_ROOT does not say where MNIST is")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
