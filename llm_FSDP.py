@@ -122,7 +122,7 @@ def make_model(whole, config, args):
     dtype = torch.get_default_dtype()  # float32
     policy = MixedPrecisionPolicy(param_dtype=dtype)
     if args.precision == "mixed":
-        # Parameters are gathered in bfloat16. The shards of what is trained, and Adam's state, stay float32.
+        # Parameters are gathered in bfloat16. The shards of trained weights, and Adam's state, stay float32.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):  # shapes without memory
         # CHANGE HERE, 2 of 4: the model. Freeze parameters here, on every rank, before they are sharded.
@@ -158,7 +158,7 @@ def recompute_in_backward(layer):
 
 
 def make_optimizer(model, steps, args):
-    """The optimizer of what is trained, and a scheduler that is stepped after each of `steps` steps."""
+    """The optimizer of the trained weights, and a scheduler that is stepped after each of `steps` steps."""
     trained = [param for param in model.parameters() if param.requires_grad]
     groups = [{"params": [param for param in trained if param.dim() >= 2], "weight_decay": args.weight_decay}]
     vectors = [param for param in trained if param.dim() < 2]
@@ -399,8 +399,8 @@ class Speed:
         if self.device.type == "cuda" and args.precision == "mixed" and is_dense:
             name = torch.cuda.get_device_name()
             self.peak = next((peak for gpu, peak in PEAKS.items() if gpu in name), None)
-        # Two operations per element of a matrix: in forward, for the gradient of the input, and for that of the matrix,
-        # which a frozen one has not. Attention and what is recomputed do not count.
+        # Two operations per element of a matrix: in forward, for the gradient of the input, and for the gradient of the
+        # matrix. A frozen matrix has no gradient. Attention and recomputed layers do not count.
         operations = 4 if args.lora else 6
         layers = hub.layers_of(model)
         matrices = [param for layer in layers for param in layer.parameters() if param.dim() == 2]

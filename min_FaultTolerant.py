@@ -47,7 +47,7 @@ trips to the store, and six for the last voter. To heal a new member, another on
     python min_FaultTolerant.py --nproc 4        # then kill -9 one of the processes whose ids it prints
     torchrun --standalone --nproc-per-node gpu min_FaultTolerant.py
 
-    # Several machines: one torchrun on each, none of which restarts the others. The one on HOST holds the store.
+    # Several machines: one torchrun on each. None of them restarts the others. The one on HOST holds the store.
     torchrun --nnodes 1 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id $(hostname) \
         min_FaultTolerant.py --store HOST:29400
 
