@@ -19,7 +19,6 @@ import warnings
 from pathlib import Path
 
 import torch
-import torch._dynamo  # so that the fork server imports it once; each process's first optimizer would take 1 s for it
 import torch.distributed as torch_dist
 from torch import nn
 from torch.nn import functional as F

@@ -8,6 +8,7 @@ and the caller gets the first failure. It needs a POSIX system: Linux, macOS or 
 
 import atexit
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -29,7 +30,8 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 # The fork server imports these once, so that the workers need not. Importing them does not initialize CUDA, which
 # would not work in a process that is forked afterwards.
-PRELOADED = ("torch", "torch.distributed.nn.functional", "torch._dynamo", "torchvision", "transformers.modeling_layers")
+PRELOADED = ("torch", "torch._dynamo")  # a process's first optimizer imports the second one, which takes a second
+PRELOADED_IF_IMPORTED = ("torch.distributed.nn.functional", "torchvision", "transformers.modeling_layers")
 
 
 def _numpy_state():
@@ -57,7 +59,8 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
     """
     work = _pickle_work(worker_fn, args)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([name for name in PRELOADED if name in sys.modules])
+    imported = [name for name in PRELOADED_IF_IMPORTED if name in sys.modules]
+    context.set_forkserver_preload([*PRELOADED, *imported])
     store = start_store()
     environment = _worker_environment(nprocs, store.port)
     # A Connection can be sent to the fork server's children. These two are stdout and stderr.
@@ -302,6 +305,7 @@ def _worker(rank, work, environment, outputs):
     After a normal return or `sys.exit(0)`, run the handlers of atexit.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked in the fork server
+    gc.freeze()  # a collection would visit, and so copy, 75 MB of objects that are shared with the fork server
     os.setsid()  # a process group of the worker and its children, which are ended together
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     _take_over_outputs(outputs)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.launch                                  # 1, 2, 4, 8 and 16 processes, 3 rounds
     python -m benchmarks.launch --rounds 1 --sizes 2 8
-    python -m benchmarks.launch --job "first step"               # up to where training begins
+    python -m benchmarks.launch --job all-reduce                 # without an optimizer, which imports more
 
 Each is a whole command, from its start to its end, whose floor is `python -c "import torch"`. The job is the same for
-all: initialise, all-reduce once, which proves that N processes ran, and leave. For `launch` and spawn the time of the
+all: initialise, take one step of training with DDP, and leave. For `launch` and spawn the time of the
 call in that command is measured as well, and for `launch` a second call, which finds its fork server running.
 "server first" is `launch` in a script whose first lines, before torch is imported, start that server.
 """
@@ -49,7 +49,7 @@ JOBS = {"all-reduce": all_reduce, "first step": first_step}
 # Two processes import torch side by side: this one, and the server that `launch` finds running.
 SERVER_FIRST = """
 from multiprocessing import forkserver
-forkserver.set_forkserver_preload(["torch", "torch.distributed.nn.functional"])
+forkserver.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.nn.functional"])
 forkserver.ensure_running()
 from benchmarks import launch
 launch.dist.launch(launch.JOBS["{1}"], {0}, nprocs={0})
@@ -107,7 +107,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=options.whole_number(1), default=3, help="of each measurement")
     parser.add_argument("--sizes", type=options.whole_number(1), nargs="+", default=[1, 2, 4, 8, 16], help="processes")
-    parser.add_argument("--job", choices=tuple(JOBS), default="all-reduce")
+    parser.add_argument("--job", choices=tuple(JOBS), default="first step")
     parser.add_argument("--no-peers", action="store_true", help="leave out what requirements-bench.txt installs")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -138,7 +138,7 @@ def main():
         for peer, n in pairs
     }
     common.show(ratios)
-    name = "launch" if args.job == "all-reduce" else "launch_first_step"
+    name = "launch" if args.job == "first step" else "launch_all_reduce"
     common.write(name, {"unit": "s", "job": args.job, "results": results, "ratios": ratios})
 
 

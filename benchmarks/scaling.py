@@ -18,7 +18,6 @@ import os
 import statistics
 
 import torch
-import torch._dynamo  # the first optimizer needs it: imported here, the started processes have it already
 import torch.distributed as torch_dist
 from torch.nn import functional as F
 

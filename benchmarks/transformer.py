@@ -23,7 +23,6 @@ import time
 from concurrent import futures
 
 import torch
-import torch._dynamo  # the first optimizer needs it: imported here, the started processes have it already
 import torch.distributed as torch_dist
 from torch.autograd.graph import saved_tensors_hooks
 

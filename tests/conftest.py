@@ -83,6 +83,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker("guard")
 
 
+STARTED = []  # all that `start` has started
+
+
+def pytest_sessionfinish():
+    """A test that fails before the end of what it has started does not leave it running."""
+    for process in STARTED:
+        if process.poll() is None:
+            process.terminate()
+
+
 GPU_TABLE = []  # rows that test_gpu.py adds: command, GPUs, throughput, memory, seconds to the first line
 
 
@@ -133,7 +143,7 @@ def start(*command, cwd=ROOT, env=None, log=None, prefix=()):
     stdout and stderr go to pipes, or both into the file `log`, which can be watched. `prefix` comes before Python.
     """
     with open(log or os.devnull, "a") as file:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*prefix, sys.executable, *map(str, command)],
             cwd=cwd,
             env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
@@ -142,6 +152,8 @@ def start(*command, cwd=ROOT, env=None, log=None, prefix=()):
             stderr=subprocess.STDOUT if log else subprocess.PIPE,
             text=True,
         )
+    STARTED.append(process)
+    return process
 
 
 def finish(process, timeout=240):

@@ -25,11 +25,11 @@ def train(local_rank, world_size, stop):
 def save_when_told(local_rank, world_size):
     dist.init_process_group()
     preemption = checkpoint.Preemption()
-    print("training", flush=True)
+    print("training\n", end="", flush=True)  # in one piece, even where PYTHONUNBUFFERED is set
     while not preemption.agreed():
         dist.barrier()
     time.sleep(1)  # a save takes long
-    print(f"rank {local_rank} saves", flush=True)
+    print(f"rank {local_rank} saves\n", end="", flush=True)
     preemption.leave()
 
 

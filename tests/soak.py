@@ -40,7 +40,6 @@ from pathlib import Path
 
 import psutil
 import torch
-import torch._dynamo  # so that the fork server imports it once; DDP would import it in each worker, for 2 s
 
 import distributed as dist
 import options
