@@ -6,8 +6,9 @@
 The rows of --processes come from real processes of this machine, started by `launch`. A job of them saves and loads a
 small model, so its times are those of the exchanges between ranks. The rows of --simulated come from ranks that are
 threads in eight processes: each has a connection to the store and a gloo context of its own, as a process would have,
-but shares the cores. The time to meet is counted from the last rank's start until all have the store. A process needs
-one open file per socket; the one that holds the store needs one for every rank.
+but shares the cores. The time to meet is counted from the last rank's start until all have the store. Their exchange is
+a ring of messages, of which the cores carry one after the other: divide by the number of ranks per core for the work of
+one rank. A process needs one open file per socket; the one that holds the store needs one for every rank.
 """
 
 import argparse
@@ -117,18 +118,25 @@ def simulate_ranks(ranks, n, stores, ready, results):
         groups[rank] = torch_dist.ProcessGroupGloo(store, rank, n, timeout=TIMEOUT)
         groups[rank].barrier().wait()
         groups[rank].broadcast([torch.ones(1)]).wait()
-        gathered = [torch.empty(1) for _ in range(n)]
-        if n <= 256:  # a ring, whose neighbours the barrier has connected; among threads it takes n² turns
+
+    def exchange(rank):
+        """As `dist.gather_objects`: the sizes, then the objects."""
+        for _ in range(2):
+            gathered = [torch.empty(1) for _ in range(n)]
             groups[rank].allgather([gathered], [torch.ones(1)]).wait()
 
     ready.wait()
     with mock.patch.object(torch_dist, "rendezvous", rendezvous):
         in_threads(meet, ranks)
-    before = count_sockets()
+    before, seconds = count_sockets(), 0
     ready.wait()
     if n <= MOST_GLOO:
         in_threads(connect, ranks)
-    results.put((times, (count_sockets() - before) / len(ranks)))
+        ready.wait()
+        begin = time.time()
+        in_threads(exchange, ranks)
+        seconds = time.time() - begin
+    results.put((times, (count_sockets() - before) / len(ranks), seconds))
     results.close()
     results.join_thread()
     ready.wait()  # no rank leaves before all have connected
@@ -145,15 +153,17 @@ def simulate(n):
     for number in range(SIMULATING):
         ranks = range(number * n // SIMULATING, (number + 1) * n // SIMULATING)
         context.Process(target=simulate_ranks, args=(ranks, n, stores, ready, results), daemon=True).start()
-    times, sockets = [], []
+    times, sockets, exchanges = [], [], []
     for _ in range(SIMULATING):
-        of_process, per_rank = results.get(timeout=TIMEOUT.total_seconds())
+        of_process, per_rank, seconds = results.get(timeout=TIMEOUT.total_seconds())
         times += of_process
         sockets.append(per_rank)
+        exchanges.append(seconds)
     begins, ends = zip(*times, strict=True)
     result = {"meeting": max(ends) - max(begins)}
     if n <= MOST_GLOO:
         result["sockets"] = math.ceil(max(sockets))
+        result["exchange"] = max(exchanges)
     return result
 
 
@@ -172,7 +182,7 @@ def simulate_in_a_process(n):
 def _simulate_best(n, result):
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    runs = [simulate(n) for _ in range(3)]
+    runs = [simulate(n) for _ in range(3 if n <= 256 else 1)]
     result.put({name: min(run[name] for run in runs) for name in runs[0]})
     os._exit(0)
 

@@ -741,6 +741,7 @@ def test_sigterm_lets_workers_save(receivers):
 
 
 SEEDED = f"""
+import gc
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import numpy as np
@@ -752,6 +753,9 @@ if sys.argv[1] == "seeded":
 
 def main(local_rank, world_size):
     print(torch.rand(1).item(), np.random.rand())
+    if world_size > 1:
+        assert "torch._dynamo" in sys.modules, "the first optimizer of each process would import it"
+        assert gc.get_freeze_count() > 100_000, "what is shared with the fork server is not collected, nor copied"
 
 if __name__ == "__main__":
     for nprocs in sys.argv[2:]:
@@ -759,7 +763,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_seed_at_the_top_level_of_a_script_stays(tmp_path):
+def test_a_seed_at_the_top_level_of_a_script_stays_and_workers_share_what_is_imported(tmp_path):
     (tmp_path / "script.py").write_text(SEEDED)
     printed = {}
     for kind, *jobs in (("seeded", 1, 2), ("unseeded", 2)):
