@@ -7,7 +7,7 @@ SEED ?= 0
 # Three files of tests at a time, on two cores: they wait more than they compute. conftest.py orders the files.
 SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
-# Without it every worker of a test would compile the project's modules anew. An image of Python may set it.
+# Where this is set, every worker of a test compiles the project's modules anew. Images of Python set it.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-slow test-guard test-gpu test-versions soak mutants lint bench plots clean

@@ -712,7 +712,7 @@ _REDUCE_OPS = {
 def reduce(tensor, op="avg"):
     """A new tensor: the average of `tensor` over all ranks, as for a loss, on every rank. `tensor` keeps its value.
 
-    `op`, the types and the errors are those of `all_reduce`.
+    `op`, the types and the errors are as in `all_reduce`.
     """
     _refuse_other_than_tensor("reduce", tensor)
     return all_reduce(tensor.detach().clone(), op)
@@ -951,7 +951,7 @@ def _ask_for_prefix(store, rank, timeout):
 
 
 def _tell_prefix(store, world_size, timeout):
-    """Answer every name, also those of processes that have ended, until every rank has received the answer."""
+    """Answer every name, even if its process has ended, until every rank has received the answer."""
     prefix = uuid.uuid4().hex
     names = [f"rank {rank}" for rank in range(1, world_size)]
     receipts = [f"{prefix} received by {name}" for name in names]

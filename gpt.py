@@ -291,7 +291,7 @@ def split_layers(model, mesh):
     """Split the layers of a GPT, or of a pipeline's stage of it, in place over the processes of `mesh`.
 
     Between the split layers features are split along the sequence, which is dimension 1. The plan names every
-    parameter, also those of the norms: the norm of the gradients needs DTensors of one mesh.
+    parameter, in the norms too: the norm of the gradients needs DTensors of one mesh.
     """
     from torch.distributed.tensor import Replicate, Shard  # takes 0.5 s, which most scripts need not spend
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module

@@ -81,7 +81,7 @@ def fill(model, whole):
     """Give the sharded `model`, made on "meta", the values of rank 0's `whole` model. The others pass None.
 
     Rank 0 sends one tensor after the other, and each rank keeps its shards. Every rank must call it. Raises
-    DistributedError on every rank if the names or shapes of `whole` are others than those of `model`.
+    DistributedError on every rank if `whole` and `model` differ in their names or shapes.
     """
     error = None
     if dist.is_primary():

@@ -163,7 +163,7 @@ class Pipeline:
         return torch.stack(losses).mean() * self.mesh["stage"].size()
 
     def evaluate(self, x, y):
-        """`local_loss` of the global batch, of which (x, y) is this pipeline's share. Call it without gradients.
+        """`local_loss` of the global batch. (x, y) is this pipeline's share of it. Call it without gradients.
 
         One micro-batch after the other passes through the stages, so only one at a time has logits in memory.
         """

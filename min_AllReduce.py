@@ -169,7 +169,7 @@ class RingDDP(nn.Module):
             self.sync = True
 
     def on_gradient(self, bucket, param):
-        """Called by backward when the gradient of `param` is complete, also that of a parameter used in two places."""
+        """Called by backward when the gradient of `param` is complete, once even if `param` is used in two places."""
         if param not in bucket.missing:  # its bucket may be on its way
             raise dist.DistributedError(f"a second gradient of {self.names[param]} before wait(): see no_sync()")
         if not self.sync:

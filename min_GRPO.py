@@ -124,7 +124,7 @@ def advantages_of(rewards, args):
     groups = rewards.view(-1, args.samples)
     advantages = groups - groups.mean(dim=1, keepdim=True)
     all_equal = groups.amax(dim=1, keepdim=True) == groups.amin(dim=1, keepdim=True)
-    advantages = advantages.masked_fill(all_equal, 0)  # their mean may be rounded, for instance that of eight times 0.3
+    advantages = advantages.masked_fill(all_equal, 0)  # their mean may be rounded: eight times 0.3 is an example
     if args.deviation:  # this favours prompts that are nearly always, or nearly never, solved (arXiv:2503.20783)
         advantages = advantages / (groups.std(dim=1, keepdim=True) + 1e-4)
     return advantages.flatten()
@@ -191,7 +191,8 @@ def rows_to_train(advantages, args):
 def log_probabilities_of(model, tokens, answered, temperature):
     """Log-probabilities of the answers' bytes, given those before them, and 0 elsewhere: (rows, length - 1).
 
-    The temperature must be that of the drawing. Otherwise the ratio would not be 1, although the model is the same.
+    Give the temperature with which the answers were drawn. With another one the ratio is not 1, although the model is
+    the same.
     """
     logits = model(tokens[:, :-1]) / temperature
     log_probabilities = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
@@ -322,7 +323,7 @@ def train(model, args):
 
 
 def print_line(step, model, sums, n_steps, start, args):
-    """Print what `n_steps` steps gave, of which `sums` are this process's sums. Returns the mean reward."""
+    """Print what `n_steps` steps gave. `sums` are this process's sums over them. Returns the mean reward."""
     mismatch, clipped, n_bytes, rewarded, no_signal = dist.all_reduce(sums).tolist()
     n_groups = n_steps * args.prompts
     n_answers = n_groups * args.samples

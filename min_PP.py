@@ -181,7 +181,7 @@ class Pipeline:
             self.schedule = schedule_class(parts, args.micro_batches, gpt.loss_fn)
 
     def evaluate(self, x, y):
-        """`local_loss` of the global batch, of which (x, y) is this pipeline's share. Call it without gradients.
+        """`local_loss` of the global batch. (x, y) is this pipeline's share of it. Call it without gradients.
 
         One micro-batch after the other passes through the stages, so only one at a time has logits in memory.
         """

@@ -30,7 +30,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 # The fork server imports these once, so that the workers need not. Importing them does not initialize CUDA, which
 # would not work in a process that is forked afterwards.
-PRELOADED = ("torch", "torch._dynamo")  # a process's first optimizer imports the second one, which takes a second
+PRELOADED = ("torch", "torch._dynamo")  # each process's first optimizer would otherwise import torch._dynamo, for 1 s
 PRELOADED_IF_IMPORTED = ("torch.distributed.nn.functional", "torchvision", "transformers.modeling_layers")
 
 

@@ -5,8 +5,8 @@
     python -m benchmarks.launch --job all-reduce                 # without an optimizer, which imports more
 
 Each is a whole command, from its start to its end, whose floor is `python -c "import torch"`. The job is the same for
-all: initialise, take one step of training with DDP, and leave. For `launch` and spawn the time of the
-call in that command is measured as well, and for `launch` a second call, which finds its fork server running.
+all: initialise, take one step of training with DDP, and leave. For `launch` and spawn the time of the call in that
+command is measured as well, and for `launch` a second call, which finds its fork server running.
 "server first" is `launch` in a script whose first lines, before torch is imported, start that server.
 """
 

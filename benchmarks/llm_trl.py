@@ -64,7 +64,7 @@ def make_files(folder):
     config.num_key_value_heads, config.head_dim = 4, 64
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "llama")
-    room = 4 * STEPS * GLOBAL_BATCH * LENGTH  # bytes, of which a token has about three
+    room = 4 * STEPS * GLOBAL_BATCH * LENGTH  # bytes; a token has about three
     with open(folder / "texts.jsonl", "w") as file:
         for path in sorted(documents.LIBRARY.glob("*.py")):
             text = path.read_text(encoding="utf-8", errors="replace")

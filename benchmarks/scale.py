@@ -4,10 +4,10 @@
     python -m benchmarks.scale --processes 8 --simulated 256 1024 4096
 
 The rows of --processes come from real processes of this machine, started by `launch`. A job of them saves and loads a
-small model, so its times are those of the exchanges between ranks. The rows of --simulated come from ranks that are
+small model, so the time goes to the exchanges between ranks. The rows of --simulated come from ranks that are
 threads in eight processes: each has a connection to the store and a gloo context of its own, as a process would have,
 but shares the cores. The time to meet is counted from the last rank's start until all have the store. Their exchange is
-a ring of messages, of which the cores carry one after the other: divide by the number of ranks per core for the work of
+a ring of messages, and the cores carry them one after the other: divide by the number of ranks per core for the work of
 one rank. A process needs one open file per socket; the one that holds the store needs one for every rank.
 """
 
@@ -129,7 +129,8 @@ def simulate_ranks(ranks, n, stores, ready, results):
     ready.wait()
     with mock.patch.object(torch_dist, "rendezvous", rendezvous):
         in_threads(meet, ranks)
-    before, seconds = count_sockets(), 0
+    before = count_sockets()
+    seconds = 0
     ready.wait()
     if n <= MOST_GLOO:
         in_threads(connect, ranks)
@@ -155,7 +156,9 @@ def simulate(n):
     for number in range(SIMULATING):
         ranks = range(number * n // SIMULATING, (number + 1) * n // SIMULATING)
         context.Process(target=simulate_ranks, args=(ranks, n, stores, ready, results), daemon=True).start()
-    times, sockets, exchanges = [], [], []
+    times = []
+    sockets = []
+    exchanges = []
     for _ in range(SIMULATING):
         of_process, per_rank, seconds = results.get(timeout=TIMEOUT.total_seconds())
         times += of_process

@@ -87,7 +87,7 @@ STARTED = []  # all that `start` has started
 
 
 def pytest_sessionfinish():
-    """A test that fails before the end of what it has started does not leave it running."""
+    """End the commands that a failed test has left running."""
     for process in STARTED:
         if process.poll() is None:
             process.terminate()
