@@ -134,12 +134,14 @@ def ngram_loss(text, rows, n):
     def as_numbers(values):  # n bytes in a row as one number
         return (values.unfold(-1, n, 1) * place_values).sum(-1, dtype=torch.int).flatten()
 
-    seen = as_numbers(text)
+    seen = as_numbers(text).sort().values
     guessed = as_numbers(rows)
-    counts = torch.zeros(256**n, dtype=torch.int)
-    counts.index_add_(0, seen, torch.ones_like(seen))
-    contexts = counts.view(-1, 256).sum(1, dtype=torch.int)
-    probability = (counts[guessed] + 0.01) / (contexts[guessed // 256] + 2.56)
+    context = guessed // 256 * 256  # the lowest number with these n - 1 bytes
+
+    def count(low, high):  # how often a number from low up to, but not including, high is seen
+        return torch.searchsorted(seen, high) - torch.searchsorted(seen, low)
+
+    probability = (count(guessed, guessed + 1) + 0.01) / (count(context, context + 256) + 2.56)
     return -probability.log().mean().item()
 
 

@@ -63,7 +63,7 @@ def save_worker(local_rank, world_size, path):
     model, optimizer, scheduler = objects(1)
     wrapped = dist.prepare_ddp_model(model)
     if world_size == 2:
-        wrapped = torch.compile(wrapped)
+        wrapped = torch.compile(wrapped, backend="eager")
     critic, second = nn.Linear(2, 2), torch.optim.SGD([torch.ones(1)], lr=0.5)
     nn.init.constant_(critic.weight, 5)
     more = {"critic": dist.prepare_ddp_model(critic), "second": second}

@@ -170,10 +170,13 @@ def logits_of(model):
     return logits
 
 
-def train(folder, name, output="out", **changes):
-    """What the script's functions make of a case: parameters before and after, losses, logits and an answer."""
+def train(folder, name, output=None, **changes):
+    """What the script's functions make of a case: parameters before and after, losses and logits.
+
+    With a folder `output`, the model also answers a prompt, and is written to this folder.
+    """
     model_name, optimizer, options = CASES[name]
-    args = arguments(folder, model_name, output, **{**options, **changes})
+    args = arguments(folder, model_name, output or "out", **{**options, **changes})
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         if optimizer == "SGD":
@@ -186,10 +189,11 @@ def train(folder, name, output="out", **changes):
         trainer = llm_FSDP.Trainer(model, rows, held_out, args)
         losses, finished = trainer.train()
         result = {"before": before, "losses": losses, "finished": finished, "logits": logits_of(model)}
-        result["answer"] = hub.answer(model, tokenizer, "abc", n_tokens=8)
         result["parameters"] = whole_parameters(model)
-        args.merge = bool(args.lora)
-        llm_FSDP.write_results(model, tokenizer, config, args)
+        if output:
+            result["answer"] = hub.answer(model, tokenizer, "abc", n_tokens=4)
+            args.merge = bool(args.lora)
+            llm_FSDP.write_results(model, tokenizer, config, args)
     return result
 
 
@@ -202,18 +206,18 @@ def work(local_rank, world_size, folder):
     results = {}
     with float64_everywhere():
         for name in ON[world_size]:
-            results[name] = train(folder, name, f"{name} {world_size}")
+            results[name] = train(folder, name, f"{name} 2" if world_size == 2 else None)
         for name in RESUMED:
             stopped = {"checkpoint_dir": str(folder / f"{name} stopped")}
             resumed = {"checkpoint_dir": str(folder / f"{name} resumed {world_size}")}
             if world_size == 2:
                 with mock.patch("checkpoint.Preemption.agreed", mock.Mock(side_effect=[False, False, True])):
-                    results[f"{name} stopped"] = train(folder, name, f"{name} stopped output", **stopped)
+                    results[f"{name} stopped"] = train(folder, name, **stopped)
                 if local_rank == 0:
                     for number in ON:
                         shutil.copytree(stopped["checkpoint_dir"], folder / f"{name} resumed {number}")
                 dist.barrier()
-            results[f"{name} resumed"] = train(folder, name, f"{name} output {world_size}", **resumed)
+            results[f"{name} resumed"] = train(folder, name, **resumed)
     torch.save(results, folder / f"{world_size} {local_rank}.pt")
 
 
@@ -283,7 +287,7 @@ def test_results_load(folder, name):
     assert prompt == "<|user|>abc<|end|><|assistant|>"
     tokens = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
     with float64_everywhere():
-        answer = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=8, do_sample=False)
+        answer = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False)
     assert tokenizer.decode(answer[0, tokens.shape[1] :]) == result["answer"]
     assert json.loads((merged / "generation_config.json").read_text())["eos_token_id"] == 256
     config = json.loads((merged / "config.json").read_text())

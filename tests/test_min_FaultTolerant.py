@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 import transformer
-from conftest import LAUNCHER_VARIABLES, ROOT, finish, start, wait_for
-from test_readme import free_port
+from conftest import LAUNCHER_VARIABLES, ROOT, finish, free_port, start, wait_for
 from transformer import full_parameters, make_optimizer, reference, small_text
 
 import distributed as dist

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, finish, float64
+from conftest import ROOT, finish, float64, free_port
 from conftest import start as start_python
 
 import distributed as dist
@@ -69,11 +68,6 @@ SMALLER = {
     "--nnodes 1:4": "--nnodes 1:4 --rdzv-conf last_call_timeout=1",
     "diff ": "! diff ",  # which exits with status 1 if there is a difference
 }
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def smaller(command):
