@@ -8,6 +8,7 @@ import importlib
 import itertools
 import os
 import pkgutil
+import re
 import runpy
 import shutil
 import signal
@@ -170,8 +171,16 @@ def start(*command, cwd=ROOT, env=None, log=None, prefix=()):
     return process
 
 
+def without_name_server(stderr):
+    """stderr without the lines in which torch's store says that the name server did not answer.
+
+    The store asks for the name of each process that connects, and goes on without it.
+    """
+    return re.sub(r"\[W.*\[c10d\] The hostname of the client socket cannot be retrieved.*\n", "", stderr)
+
+
 def finish(process, timeout=240):
-    """Wait for a started command; returns (exit status, stdout, stderr)."""
+    """Wait for a started command; returns (exit status, stdout, stderr without what is said of the name server)."""
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -182,7 +191,7 @@ def finish(process, timeout=240):
             process.kill()
             raise
         pytest.fail(f"{process.args} did not end within {timeout} s\n{stdout}\n{stderr}")
-    return process.returncode, stdout, stderr
+    return process.returncode, stdout, stderr and without_name_server(stderr)
 
 
 def run(*command, timeout=240, **kwargs):

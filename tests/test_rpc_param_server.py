@@ -16,7 +16,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from conftest import ROOT, finish, run, start, torchrun
+from conftest import ROOT, finish, run, start, torchrun, without_name_server
 from images import assert_equal_states, few_digits, make_sgd, train_alone
 from test_launch import listening, members, wait_for_the_end_of
 from torch.distributed import TCPStore, rpc
@@ -215,7 +215,8 @@ def without_a_late_answer(stderr):
 
     It is a race inside of rpc.shutdown, rare on a busy machine and harmless: the other side has read the answer.
     """
-    return re.sub(r"\[rank\d\]:\[W.*RPC agent for .* when sending response to request .*: pipe closed .*\n", "", stderr)
+    late_answer = r"\[rank\d\]:\[W.*RPC agent for .* when sending response to request .*: pipe closed .*\n"
+    return re.sub(late_answer, "", without_name_server(stderr))
 
 
 def own_lines(stderr):
