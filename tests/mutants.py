@@ -244,8 +244,8 @@ def main():
         for mutant in chosen:
             show(mutant)
         return
-    check_unchanged(chosen)
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        check_unchanged(chosen, pool)
         verdicts = list(pool.map(lambda mutant: judge_and_show(mutant, args.quick), chosen))
     store(args, chosen, verdicts)
     survivors = [mutant for mutant, verdict in zip(chosen, verdicts, strict=True) if verdict is None]
@@ -267,14 +267,14 @@ def choose(parser, args):
     return random.Random(args.seed).sample(everything, min(args.n, len(everything)))
 
 
-def check_unchanged(chosen):
+def check_unchanged(chosen, pool):
     """A test that fails without any change would catch every mutant."""
     with tempfile.TemporaryDirectory() as folder:
         copy_project(folder)
-        for file in sorted({mutant.file for mutant in chosen}):
-            test = run_tests(folder, file, slow=False)
-            if test:
-                sys.exit(f"{test} fails without any change")
+        files = sorted({mutant.file for mutant in chosen})
+        failed = [test for test in pool.map(lambda file: run_tests(folder, file, slow=False), files) if test]
+    if failed:
+        sys.exit(f"without any change these tests fail: {', '.join(failed)}")
 
 
 def judge_and_show(mutant, quick):

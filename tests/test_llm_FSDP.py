@@ -801,6 +801,21 @@ def test_the_chat_template_of_an_older_result_goes(folder, group, tmp_path):
     assert not transformers.AutoTokenizer.from_pretrained(tmp_path).chat_template
 
 
+def test_without_adapters_a_model_computes_what_it_did_before(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        before = model(tokens).logits
+        hub.add_lora(model, 2, 4)
+        for linear in hub.adapted_layers(model).values():
+            torch.nn.init.ones_(linear.lora_B.weight)
+        adapted = model(tokens).logits
+        with hub.without_adapters(model):
+            assert torch.equal(model(tokens).logits, before)
+        assert not torch.allclose(adapted, before)
+        assert torch.equal(model(tokens).logits, adapted)
+
+
 def test_a_model_without_adapters_has_none_to_leave_out():
     with pytest.raises(dist.DistributedError, match="the model has no adapters"), hub.without_adapters(torch.nn.ReLU()):
         pass

@@ -137,7 +137,9 @@ def test_equals_one_process_and_documents_one_to_a_row(nprocs, tmp_path):
             assert sends == (STEPS if nprocs > 1 else 0), "gradients are reduced once per step"
 
 
-def test_the_speed_counts_the_tokens_that_are_no_padding(monkeypatch, capsys):
+def test_a_line_has_the_mean_loss_and_counts_the_tokens_that_are_no_padding(monkeypatch, capsys):
+    train_all_steps, losses = min_Packing.train, []
+    monkeypatch.setattr(min_Packing, "train", lambda *args: losses.extend(train_all_steps(*args).tolist()))
     monkeypatch.setattr(min_Packing, "time", slow_clock())
     monkeypatch.setattr(min_Packing, "load_documents", small_documents)
     args = arguments(1, steps=5, log_every=3)
@@ -145,7 +147,10 @@ def test_the_speed_counts_the_tokens_that_are_no_padding(monkeypatch, capsys):
     per_step = []
     for step in range(5):
         per_step.append(sum(len(prompt + answer) - 1 for prompt, answer in documents_of(step, args)))
-    speeds = re.findall(r" ([\d,]+) tokens/s", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    means = [sum(losses[:3]) / 3, sum(losses[3:]) / 2]
+    assert [float(loss) for loss in re.findall(r"\| loss (\d\.\d{4})", out)] == pytest.approx(means, abs=1e-4)
+    speeds = re.findall(r" ([\d,]+) tokens/s", out)
     assert speeds == [f"{sum(per_step[:3]) / 2:,.0f}", f"{sum(per_step[3:]) / 2:,.0f}"]
 
 
