@@ -706,6 +706,14 @@ def test_a_full_disk_for_the_tracking_is_one_line_and_the_results_are_saved(firs
     assert len(TEST_LINE.findall(stdout)) == 2 and without_name_server(stderr) == ""
 
 
+def test_tensorboard_alone_has_the_test_images(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train_worker(0, 1, Hyperparameters(epochs=1, tensorboard=str(tmp_path / "runs")), tmp_path)
+    (images,) = EventAccumulator(str(tmp_path / "runs")).Reload().Images("test_images")
+    assert images.width > 28
+
+
 def resumed_worker(local_rank, world_size, epochs, folder):
     hp = Hyperparameters(epochs=epochs, log_interval=1, wandb=True, tensorboard=f"{folder}/runs")
     train_worker(local_rank, world_size, hp, folder, snapshot_path=f"{folder}/snapshot.pt")

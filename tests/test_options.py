@@ -272,6 +272,8 @@ def test_nproc_is_the_number_of_processes(script, main_of, monkeypatch):
         monkeypatch.setenv(name, value)
     assert launched(monkeypatch, script).kwargs == {"nprocs": 4}, "the launcher's number"
     assert launched(monkeypatch, script, "--nproc", 2).kwargs == {"nprocs": 4}, "also if another number is given"
+    message = "argument --nproc: '0' is not a whole number of at least 1"
+    assert main_of(f"{script}.py", "--nproc", "0") == (2, f"{script}.py: error: {message}\n")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert launched(monkeypatch, script, "--nproc", 4), "on two machines with two GPUs each"
 
