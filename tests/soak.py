@@ -270,8 +270,11 @@ def saving_trial(kind, rng, folder, kills, nprocs=(2,)):
 
 def newest_change(folder):
     """A number that changes whenever the job saves."""
-    paths = [folder, *folder.glob("state/step-*"), *folder.glob("answers.jsonl.parts/*")]
-    return max(path.stat().st_mtime_ns for path in paths)
+    times = [folder.stat().st_mtime_ns]
+    for path in (*folder.glob("state/step-*"), *folder.glob("answers.jsonl.parts/*")):
+        with contextlib.suppress(FileNotFoundError):  # it has just been renamed
+            times.append(path.stat().st_mtime_ns)
+    return max(times)
 
 
 def wait_for_the_others():
