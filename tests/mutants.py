@@ -41,7 +41,7 @@ TESTS = {  # of the files that have no test file of their own name, or more than
     "tracking": ["mnist_DDP"],
     "hub": ["llm_FSDP"],
     "documents": ["documents", "llm_FSDP"],
-    "gpt": ["gpt", "min_TP"],
+    "gpt": ["gpt", "min_TP", "min_2D"],
     "mnist": ["mnist", "mnist_DDP", "mnist_FSDP"],
 }
 TRANSFORMERS = ("min_2D", "min_3D", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP", "min_Muon", "min_PP", "min_Ring")

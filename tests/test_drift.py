@@ -229,6 +229,13 @@ def check_what_is_compared(local_rank, world_size):
             linear.weight[:2] = linear.weight[:2].flip(0)
     with pytest.raises(dist.DistributedError, match=r"weight of rank 1 differs from rank 0's by up to 32, and 1 of 2"):
         dist.check_in_sync(linear)
+    # A sign is the highest bit of a word, also in the second row of 64 words.
+    signs = nn.Linear(64, 2, bias=False).double()
+    nn.init.ones_(signs.weight)
+    if local_rank == 1:
+        signs.weight.data[1, 5] = -1
+    with pytest.raises(dist.DistributedError, match=r"weight of rank 1 differs from rank 0's by up to 2, and 1 of 1"):
+        dist.check_in_sync(signs)
     # An order that each rank has drawn with a seed of its own.
     for n in (50, 1000):
         holder = nn.Module()
