@@ -801,6 +801,16 @@ def test_the_chat_template_of_an_older_result_goes(folder, group, tmp_path):
     assert not transformers.AutoTokenizer.from_pretrained(tmp_path).chat_template
 
 
+@pytest.mark.parametrize(("recompute", "runs"), [(False, 1), (True, 2)])
+def test_with_recompute_a_layer_runs_again_in_backward(recompute, runs, folder, group):
+    args, calls = arguments(folder, "llama", recompute=recompute), []
+    _, whole, config, _, _ = llm_FSDP.prepare(args)
+    model = llm_FSDP.make_model(whole, config, args)
+    hub.layers_of(model)[0].mlp.register_forward_pre_hook(lambda *_: calls.append(None))
+    model(torch.arange(8)[None]).logits.sum().backward()
+    assert len(calls) == runs
+
+
 def test_without_adapters_a_model_computes_what_it_did_before(folder):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
     tokens = torch.arange(8)[None]
