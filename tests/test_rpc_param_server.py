@@ -198,10 +198,12 @@ def test_a_loss_wakes_the_process_that_waits_for_the_end(monkeypatch):
             assert super().wait(60), "nobody woke it"
 
     monkeypatch.setattr(remote, "_changed", Changed())
-    monkeypatch.setattr(remote.rpc, "rpc_async", lambda *args, **kwargs: answer)
+    answers = {"trainer1": answer, "trainer2": torch.futures.Future()}
+    monkeypatch.setattr(remote.rpc, "rpc_async", lambda name, *args, **kwargs: answers[name])
     for name, value in {"_watched": {}, "_left": set(), "_lost": set(), "_end": torch.futures.Future()}.items():
         monkeypatch.setattr(remote, name, value)
     remote.watch("trainer1")
+    remote.watch("trainer2")  # it trains on
     with ThreadPoolExecutor() as pool:
         end = pool.submit(remote.end)
         assert waits.wait(60)
