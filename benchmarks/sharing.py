@@ -34,7 +34,7 @@ PERIODS, MARKS = (1, 5, 20, 50), (1, 10, 25, 50, 100, 200, 400)
 def make_args(nproc, steps, **changes):
     """The default model and training of the scripts."""
     shape = {"layers": 2, "width": 128, "heads": 4, "length": 128, "global_batch_size": 8 * nproc}
-    training = {"steps": steps, "log_every": steps, "lr": 0.003, "clip": None, "seed": 0}
+    training = {"steps": steps, "log_every": steps, "lr": 0.003, "clip": None, "seed": 0, "bf16": False}
     return argparse.Namespace(**{**shape, **training, **changes})
 
 
@@ -124,7 +124,8 @@ def talk_worker(local_rank, world_size, train, args, report):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, *gpt.load_text(), args)
     sent = min_DiLoCo.report_sent(model, args)
-    report({"held-out": held_out_loss(functools.partial(min_DiLoCo.local_loss, model), args), "sent MB": sent / 1e6})
+    loss = held_out_loss(functools.partial(min_DiLoCo.local_loss, model, args), args)
+    report({"held-out": loss, "sent MB": sent / 1e6})
 
 
 def measure_talk(nproc, small):
@@ -160,7 +161,7 @@ def tokens_worker(local_rank, world_size, args, report):
     gpt.Progress = Counting
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     min_EP.train(model, optimizer, *gpt.load_text(), args)
-    report([held_out_loss(functools.partial(min_EP.local_loss, model), args), *shares])
+    report([held_out_loss(lambda x, y: gpt.loss_fn(model(x), y), args), *shares])
 
 
 def measure_tokens(nproc, small):

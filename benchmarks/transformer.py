@@ -43,7 +43,7 @@ LAYERS, LENGTH, BATCH, WARM_UP = 4, 256, 8, 2
 class Clock:
     """In the place of gpt.Progress: when each step ended."""
 
-    def __init__(self, *args):
+    def __init__(self, *args, share=None):
         self.losses = []
 
     def __call__(self, loss):
@@ -55,25 +55,34 @@ def make_args(nproc, steps, **changes):
     shape = {"layers": LAYERS, "width": 128, "heads": 4, "length": LENGTH, "global_batch_size": BATCH}
     split = {"replicate": 1, "shard": nproc, "tensor": 1, "checkpoint_dir": None, "checkpoint_activations": False}
     split |= {"attention": "ulysses", "schedule": "1F1B", "micro_batches": 8, "data_parallel": 1, "log_every": steps}
-    training = {"steps": steps, "lr": 0.001, "clip": None, "seed": 0, "nproc": nproc}
+    training = {"steps": steps, "lr": 0.001, "clip": None, "seed": 0, "nproc": nproc, "bf16": False}
     return argparse.Namespace(**{**shape, **split, **training, **changes})
 
 
-def tensor_parallel(model, args):
-    min_TP.split_layers(model)
+def whole(args):
+    torch.manual_seed(args.seed)
+    return gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
+
+
+def split(how, args):
+    """What this process holds of a model that no process ever holds whole, as the scripts make it."""
+    model = gpt.make_meta_model(args)
+    how(model)
+    model.to_empty(device=dist.get_device())
+    gpt.fill(model.named_parameters(), args)
     return model
 
 
-# How the model is split, and what trains it: min_2D.py's gives each data-parallel rank its part of a batch.
+# How the model is made, and what trains it: min_2D.py's gives each data-parallel rank its part of a batch.
 CASES = {
-    "one process": (lambda model, args: model, min_2D.train),
-    "DDP": (lambda model, args: dist.prepare_ddp_model(model), min_2D.train),
-    "FSDP": (min_2D.parallelize, min_2D.train),
-    "TP": (tensor_parallel, min_TP.train),
-    "PP": (min_PP.Pipeline, min_PP.train),
-    "CP": (lambda model, args: min_CP.parallelize(model, args.attention), min_CP.train),
-    "all-gather": (lambda model, args: min_CP.parallelize(model, "all-gather"), min_CP.train),
-    "ring": (lambda model, args: min_Ring.parallelize(model), min_Ring.train),
+    "one process": (whole, min_2D.train),
+    "DDP": (lambda args: dist.prepare_ddp_model(whole(args)), min_2D.train),
+    "FSDP": (lambda args: split(functools.partial(min_2D.parallelize, args=args), args), min_2D.train),
+    "TP": (lambda args: split(min_TP.split_layers, args), min_TP.train),
+    "PP": (lambda args: min_PP.Pipeline(gpt.make_meta_model(args), args), min_PP.train),
+    "CP": (lambda args: min_CP.parallelize(whole(args), args.attention), min_CP.train),
+    "all-gather": (lambda args: min_CP.parallelize(whole(args), "all-gather"), min_CP.train),
+    "ring": (lambda args: min_Ring.parallelize(whole(args)), min_Ring.train),
 }
 
 # What attention waits in: DDP, which averages the gradients in all these cases, uses none of them.
@@ -127,10 +136,8 @@ def worker(local_rank, world_size, case, args, threads, report):
     dist.init_process_group()
     if threads:
         torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
-    wrap, train = CASES[case]
-    model = wrap(model, args)
+    make, train = CASES[case]
+    model = make(args)
     optimizer = torch.optim.AdamW(model.params if case == "PP" else model.parameters(), lr=args.lr, fused=True)
     text, held_out = gpt.load_text()
     waits = Waits(case)
@@ -139,10 +146,10 @@ def worker(local_rank, world_size, case, args, threads, report):
     steps_per_second = (len(times) - WARM_UP) / (times[-1] - times[WARM_UP - 1])
     speed = steps_per_second * args.global_batch_size * args.length
     loss_of = {
-        "one process": functools.partial(min_2D.local_loss, model, args),
-        "CP": functools.partial(min_CP.local_loss, model),
-        "all-gather": functools.partial(min_CP.local_loss, model),
-        "ring": functools.partial(min_Ring.local_loss, model),
+        "one process": functools.partial(min_2D.local_loss, model),
+        "CP": functools.partial(min_CP.local_loss, model, args),
+        "all-gather": functools.partial(min_CP.local_loss, model, args),
+        "ring": functools.partial(min_Ring.local_loss, model, args),
     }
     saved = saved_bytes(loss_of[case], text, args) if case in loss_of else 0
     numbers = torch.tensor([peak_bytes(), saved, waiting], dtype=torch.float64, device=dist.get_device())
