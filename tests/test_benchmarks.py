@@ -106,6 +106,27 @@ def test_benchmark_runs(name, tmp_path):
             assert row["median"] < 0.01
 
 
+OTHERS = {
+    "actor_learner": ("--rounds", 1, "--updates", 1),
+    "data_path": ("--rounds", 1),
+    "generation": ("--small", "--rounds", 1),
+    "lost_process": ("--nproc", 2, "--kills", 1),
+    "param_server": ("--rounds", 1),
+    "snapshot_stall": ("--megabytes", 20, "--repeats", 1),
+    "text_data": ("--rounds", 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_benchmark_runs_and_stores(name, tmp_path):
+    env = {"BENCHMARK_RESULTS": str(tmp_path)}
+    status, stdout, stderr = run("-m", f"benchmarks.{name}", *OTHERS[name], env=env)
+    assert status == 0, stderr
+    (path,) = tmp_path.glob(f"{name}*.json")
+    assert json.loads(path.read_text())["results"] and f"written to {path}" in stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_benchmarks_of_the_transformer_scripts_run_and_are_drawn(tmp_path):
