@@ -4,7 +4,6 @@ import collections
 import contextlib
 import datetime
 import gc
-import importlib
 import itertools
 import os
 import pkgutil
@@ -261,16 +260,25 @@ def main_of(monkeypatch, capsys):
 
 @pytest.fixture
 def job_of(monkeypatch, capfd):
-    """Do as a script's `__main__` does, without the imports that a new process begins with; returns what is printed."""
+    """Do what `python script options` does, in this process, which has torch and a fork server already.
+
+    Returns what is printed on stdout. Nothing may be printed on stderr.
+    """
 
     def call(script, *options):
-        monkeypatch.setattr(sys, "argv", [script, *map(str, options)])
-        module = importlib.import_module(script.removesuffix(".py"))
-        args = module.parse_args()
-        distributed.launch(module.main_worker, args, nprocs=args.nproc)
-        return capfd.readouterr().out
+        monkeypatch.setattr(sys, "argv", [str(script), *map(str, options)])
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+        stdout, stderr = capfd.readouterr()
+        assert without_name_server(stderr) == ""
+        return stdout
 
     return call
+
+
+def run_under_launcher(local_rank, world_size, script, *options):
+    """What torchrun's process of this rank does; for `launch`, which sets what torchrun sets."""
+    sys.argv = [str(script), *map(str, options)]
+    runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Small jobs, started as a user starts a script: python job.py NAME, or torchrun ... job.py NAME."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,20 +14,24 @@ import checkpoint
 import distributed as dist
 
 
-def train(local_rank, world_size, stop):
-    """All-reduce until the file `stop` exists, beside a process of each worker's own; says when it is under way."""
+def train(local_rank, world_size):
+    """All-reduce for ever, beside a process of each worker's own; says when it is under way."""
     dist.init_process_group()
     subprocess.Popen(["sleep", "600"])
-    while not dist.all_reduce(torch.tensor(Path(stop).exists(), dtype=torch.int), "max").item():
+    while True:
+        dist.all_reduce(torch.ones(1))
         dist.print_primary("training", flush=True)
         time.sleep(0.05)  # a step of training: several such jobs share the machine
-    dist.print_primary("done", flush=True)
 
 
-def save_when_told(local_rank, world_size):
+def save_when_told(local_rank, world_size, launcher=None):
+    """Train until SIGTERM comes, then save. With the `launcher`'s process id, rank 0 sends the signal itself."""
     dist.init_process_group()
     preemption = checkpoint.Preemption()
     print("training\n", end="", flush=True)  # in one piece, even where PYTHONUNBUFFERED is set
+    dist.barrier()
+    if launcher and local_rank == 0:
+        os.kill(launcher, signal.SIGTERM)
     while not preemption.agreed():
         dist.barrier()
     time.sleep(1)  # a save takes long

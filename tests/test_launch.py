@@ -14,14 +14,15 @@ import uuid
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
+import job
 import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import ROOT, Bomb, finish, run, start, torchrun
+from conftest import ROOT, Bomb, exit_message, finish, run, start, torchrun, without_name_server
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import distributed as dist
@@ -250,20 +251,20 @@ def test_a_failure_counts_if_no_process_is_running_any_more():
         spawn._wait_for([process], [process], spawn.start_store(), tolerate_killed=False)
 
 
-def leave_a_child_behind(local_rank, world_size, mark):
+def leave_a_child_behind(local_rank, world_size, marks):
     dist.init_process_group()
-    if local_rank == 1:
-        subprocess.Popen(["sleep", "600"], env={**os.environ, "JOB_MARK": mark})
+    subprocess.Popen(["sleep", "600"], env={**os.environ, "JOB_MARK": marks[local_rank]})
     dist.barrier()
     if local_rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    wait_for_the_end_of(mark)  # while the job is running
+    wait_for_the_end_of(marks[1])  # while the job is running
 
 
 def test_the_children_of_a_process_end_with_it():
-    mark = uuid.uuid4().hex
-    dist.launch(leave_a_child_behind, mark, nprocs=2, tolerate_killed=True)
-    wait_for_the_end_of(mark)
+    """Of rank 1, which is killed, and of rank 0, which returns."""
+    marks = [uuid.uuid4().hex, uuid.uuid4().hex]
+    dist.launch(leave_a_child_behind, marks, nprocs=2, tolerate_killed=True)
+    wait_for_the_end_of(marks[0])
 
 
 def sleep_long(local_rank, world_size):
@@ -460,34 +461,34 @@ def test_under_torchrun_an_error_of_all_ranks_is_printed_once(rank, on_all_ranks
     assert error.value.code == status
 
 
-BEGINNERS = [  # a script, what it is given to python as, and the one line
-    ("def main():\n    def work(*args): pass\n    dist.launch(work, nprocs=2)\nmain()", "file", "top level of a file"),
-    ("def work(*args): pass\ndist.launch(work, nprocs=2)", "-c", "launch needs a script"),
-    ("def work(*args): pass\ndist.launch(work, nprocs=2)", "file", 'put it under if __name__ == "__main__":'),
+WORK = "def work(*args): pass\n"
+BEGINNERS = [  # a script, its file as Python knows it, and the one line
+    (f"def main():\n    {WORK}    dist.launch(work, nprocs=2)\nmain()", "script.py", "top level of a file"),
+    (f"{WORK}dist.launch(work, nprocs=2)", "script.py", 'put it under if __name__ == "__main__":'),
+    (f"{WORK}dist.launch(work, nprocs=2)", None, "launch needs a script that new processes can import: save this code"),
+    (f"{WORK}dist.launch(work, nprocs=2)", "<stdin>", "launch needs a script that new processes can import: save this"),
     (
         "class Data(torch.utils.data.IterableDataset):\n    def __iter__(self): yield 0\n"
         "def work(*args): dist.data_sampler(Data(), True, True)\n"
         "if __name__ == '__main__': dist.launch(work, nprocs=2)",
-        "file",
+        "script.py",
         "Data has no length to split",
     ),
 ]
 
 
-@pytest.mark.parametrize(("code", "how", "line"), BEGINNERS)
-def test_a_beginners_mistake_is_one_line(code, how, line, tmp_path):
+@pytest.mark.parametrize(("code", "file", "line"), BEGINNERS)
+def test_a_beginners_mistake_is_one_line(code, file, line, tmp_path, monkeypatch, capfd):
+    """In this process, which becomes that of `python script.py`, `python -c`, or `python < script.py`."""
     code = f"import torch\nimport distributed as dist\n{code}\n"
-    script = tmp_path / "script.py"
-    script.write_text(code)
-    status, stdout, stderr = run("-c", code) if how == "-c" else run(script)
-    assert (status, stdout) == (1, "") and line in stderr and stderr.count("\n") == 1, stderr
-
-
-def test_a_script_from_standard_input_is_one_line():
-    code = "import distributed as dist\ndef work(*args): pass\ndist.launch(work, nprocs=2)\n"
-    done = subprocess.run([sys.executable, "-"], input=code, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (1, "") and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("launch needs a script that new processes can import: save this code to a file")
+    (tmp_path / "script.py").write_text(code)
+    main = ModuleType("__main__")
+    if file:
+        main.__file__ = str(tmp_path / file)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert line in exit_message(exec, code, main.__dict__)
+    stdout, stderr = capfd.readouterr()
+    assert (stdout, without_name_server(stderr)) == ("", "")
 
 
 def test_a_folder_for_temporary_files_that_is_too_long_is_one_line(tmp_path):
@@ -697,29 +698,28 @@ SIGNALS = {  # nobody can catch the last one, nor is the one before caught
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    """Jobs started at once, all of them training: {name: (process, mark, file that ends it)}."""
-    folder = tmp_path_factory.mktemp("jobs")
+def jobs():
+    """Jobs started at once, of which each trains by now: {signal's name: (process, mark)}."""
     started = {}
-    for name in [*SIGNALS, "ends"]:
-        mark, stop = uuid.uuid4().hex, folder / name
-        prefix = SIGNALS.get(name, (None, ()))[1]
-        started[name] = (start(*prefix, JOB, "train", stop, env={"JOB_MARK": mark}), mark, stop)
-    for process, _, _ in started.values():
+    for name, (_, prefix) in SIGNALS.items():
+        mark = uuid.uuid4().hex
+        started[name] = (start(*prefix, JOB, "train", env={"JOB_MARK": mark}), mark)
+    for process, _ in started.values():
         assert process.stdout.readline() == "training\n", process.stderr.read()
     yield started
-    for process, _, _ in started.values():
+    for process, _ in started.values():
         process.kill()
         process.communicate(timeout=30)
 
 
-def test_nothing_listens_beyond_loopback(jobs):
-    assert listening(jobs["ends"][1]) == {"127.0.0.1"}
+def test_jobs_started_at_once_all_train_and_listen_on_loopback_only(jobs):
+    for _, mark in jobs.values():
+        assert listening(mark) == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize("name", SIGNALS)
 def test_no_process_outlives_the_launcher(jobs, name):
-    process, mark, _ = jobs[name]
+    process, mark = jobs[name]
     assert len(members(mark)) >= 1 + 2 + 2 + 2  # launcher, two servers, two workers, a process of each
     process.send_signal(SIGNALS[name][0])
     status, _, stderr = finish(process, timeout=60)
@@ -729,15 +729,25 @@ def test_no_process_outlives_the_launcher(jobs, name):
     wait_for_the_end_of(mark)
 
 
-@pytest.mark.parametrize("receivers", ["the launcher", "all processes"])
-def test_sigterm_lets_workers_save(receivers):
+def test_sigterm_to_all_processes_lets_workers_save():
+    """As a scheduler sends it: also to the fork server and to multiprocessing's resource tracker."""
     mark = uuid.uuid4().hex
     process = start(JOB, "save_when_told", env={"JOB_MARK": mark})
     assert [process.stdout.readline() for _ in range(2)] == ["training\n"] * 2
-    for receiver in [process] if receivers == "the launcher" else members(mark):
+    for receiver in members(mark):
         receiver.terminate()
     status, stdout, stderr = finish(process, timeout=60)
     assert (status, sorted(stdout.splitlines()), stderr) == (143, ["rank 0 saves", "rank 1 saves"], "")
+
+
+def test_sigterm_to_the_launcher_lets_workers_save(capfd):
+    """This process is the launcher."""
+    with pytest.raises(SystemExit) as error:
+        dist.launch(job.save_when_told, os.getpid(), nprocs=2)
+    assert error.value.code == 143
+    stdout, stderr = capfd.readouterr()
+    assert sorted(stdout.splitlines()) == ["rank 0 saves", "rank 1 saves", "training", "training"]
+    assert without_name_server(stderr) == ""
 
 
 SEEDED = f"""
@@ -747,9 +757,8 @@ sys.path.insert(0, {str(ROOT)!r})
 import numpy as np
 import torch
 import distributed as dist
-if sys.argv[1] == "seeded":
-    torch.manual_seed(1234)
-    np.random.seed(1234)
+torch.manual_seed(1234)
+np.random.seed(1234)
 
 def main(local_rank, world_size):
     print(torch.rand(1).item(), np.random.rand())
@@ -758,31 +767,16 @@ def main(local_rank, world_size):
         assert gc.get_freeze_count() > 100_000, "a collection would copy the objects of the fork server"
 
 if __name__ == "__main__":
-    for nprocs in sys.argv[2:]:
-        dist.launch(main, nprocs=int(nprocs))
+    for nprocs in (1, 2):
+        dist.launch(main, nprocs=nprocs)
 """
 
 
 def test_a_seed_at_the_top_level_of_a_script_stays_and_workers_share_what_is_imported(tmp_path):
     (tmp_path / "script.py").write_text(SEEDED)
-    printed = {}
-    for kind, sizes in (("seeded", (1, 2)), ("unseeded", (2,))):
-        status, stdout, stderr = run(tmp_path / "script.py", kind, *sizes)
-        assert (status, stderr) == (0, "")
-        printed[kind] = stdout.splitlines()
-    assert len(printed["seeded"]) == 3
-    assert len(set(printed["seeded"])) == 1
-    first, second = printed["unseeded"]
-    assert all(a != b for a, b in zip(first.split(), second.split(), strict=True))
-
-
-def test_jobs_started_at_once_all_succeed(jobs):
-    """All have begun to train; this one was not ended. Its workers' own processes end with it."""
-    process, mark, stop = jobs["ends"]
-    stop.touch()
-    status, stdout, stderr = finish(process)
-    assert status == 0 and stdout.endswith("done\n"), stderr
-    wait_for_the_end_of(mark)
+    status, stdout, stderr = run(tmp_path / "script.py")
+    assert (status, stderr) == (0, "")
+    assert len(stdout.splitlines()) == 3 and len(set(stdout.splitlines())) == 1
 
 
 def test_a_failed_command_prints_the_traceback_and_exits_non_zero():
@@ -795,12 +789,13 @@ def test_a_failed_command_prints_the_traceback_and_exits_non_zero():
 # ---- the end of a job under torchrun --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "status", "printed", "error"),
     [
         ("ddp_step", 0, {"during:2", "after:0"}, ""),
-        pytest.param("leave_early", 0, {"after:0"}, "", marks=pytest.mark.slow),
-        pytest.param("give_up", 1, set(), "no room\n", marks=pytest.mark.slow),
+        ("leave_early", 0, {"after:0"}, ""),
+        ("give_up", 1, set(), "no room\n"),
         ("fail_early", 1, set(), "ZeroDivisionError: the cause"),  # some versions of torch would wait for gloo for ever
     ],
 )

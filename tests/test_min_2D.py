@@ -98,14 +98,13 @@ MESHES = [FSDP_TP, HSDP, FSDP_TP]
 
 def test_a_run_goes_from_mesh_to_mesh_and_from_and_to_one_process_as_if_it_had_not_stopped(tmp_path):
     options = {"checkpoint_dir": f"{tmp_path}/runs", "clip": CLIP}
-    cases = [(mesh, "AdamW", {**options, "steps": 2 * (number + 2)}) for number, mesh in enumerate(MESHES)]
+    cases = [(mesh, "AdamW", {**options, "steps": number + 2}) for number, mesh in enumerate(MESHES)]
     with transformer.float64():
-        first, _ = train((1, 1, 1), "AdamW", {**options, "steps": 2})
+        first, _ = train((1, 1, 1), "AdamW", {**options, "steps": 1})
         between = [losses for losses, _ in transformer.train_on(4, train, cases, tmp_path)[0]]
         last, parameters = train((1, 1, 1), "AdamW", {**options, "save_every": 1})
     check(torch.cat([first, *between, last]), parameters, MESHES, "AdamW", options)
-    saved = {2, 4, 6, 8, 9, 10}
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {f"step-{step}" for step in saved}
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {f"step-{step}" for step in range(1, 7)}
 
 
 @pytest.mark.slow

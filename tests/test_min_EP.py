@@ -22,7 +22,7 @@ CASES = [
 
 
 def arguments(changes):
-    options = {"layers": 2, "log_every": 100, "experts": 8, "top": 2, "balance": 0.1, "idle": ()}
+    options = {"layers": 2, "steps": 10, "log_every": 100, "experts": 8, "top": 2, "balance": 0.1, "idle": ()}
     return transformer.arguments(**{**options, **changes})
 
 

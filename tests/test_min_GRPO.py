@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import re
+import time
 import types
 from pathlib import Path
 from unittest import mock
@@ -315,7 +316,7 @@ def test_it_learns_what_the_teacher_did_not_show(seed, job_of):
 
 
 def test_what_it_prints_and_saves(job_of, tmp_path, monkeypatch):
-    monkeypatch.setattr(min_GRPO, "time", slow_clock())
+    monkeypatch.setattr(time, "perf_counter", slow_clock().perf_counter)
     path = tmp_path / "new" / "model.pt"
     options = ("--width", 16, "--imitation-steps", 3, "--prompts", 4, "--steps", 5, "--log-every", 2, "--save", path)
     first, *lines = job_of("min_GRPO.py", "--nproc", 1, *options).splitlines()

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import transformer
-from conftest import torchrun
+from conftest import run_under_launcher
 
 import distributed as dist
 import gpt
@@ -127,12 +127,11 @@ def test_frozen_parameters_stay_and_an_iterator_is_a_group():
         min_ZeRO.ZeRO(groups, torch.optim.SGD, lr=0.1)
 
 
-def test_the_script_prints_what_it_holds_however_it_is_started(job_of):
-    options = ("--steps", 2, "--clip", 1, "--global-batch-size", 2)
-    outputs = [job_of("min_ZeRO.py", "--nproc", 2, *options)]
-    status, stdout, stderr = torchrun(2, "min_ZeRO.py", *options)
-    assert (status, stderr) == (0, "")
-    outputs.append(stdout)
+def test_the_script_prints_what_it_holds_however_it_is_started(job_of, capfd):
+    command = ("min_ZeRO.py", "--steps", 2, "--clip", 1, "--global-batch-size", 2)
+    outputs = [job_of(*command, "--nproc", 2)]
+    dist.launch(run_under_launcher, *command, nprocs=2)
+    outputs.append(capfd.readouterr().out)
     assert [line["loss"] for line in transformer.progress_lines(outputs[0])] == [
         line["loss"] for line in transformer.progress_lines(outputs[1])
     ]

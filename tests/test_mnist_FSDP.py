@@ -26,7 +26,8 @@ import distributed as dist
 import mnist
 import mnist_FSDP
 
-GLOBAL_BATCH, EPOCHS, SIZES, LR = 24, 2, (480, 250), 0.002  # 20 steps per epoch; 250 is no multiple of 3, 4 or a batch
+GLOBAL_BATCH, EPOCHS, SIZES, LR = 24, 2, (240, 250), 0.002  # 250 is no multiple of 3, 4 or a batch
+STEPS = SIZES[0] // GLOBAL_BATCH  # of an epoch
 DEEP = 94_104_234
 EPOCH_LINE = (
     r"epoch: (\d+) \| train loss: ([\d.]+) \| test loss: ([\d.]+) \| test acc: (\d+)/(\d+) \(([\d.]+)\) "
@@ -145,7 +146,8 @@ def test_equals_one_process(nprocs, references, tmp_path, request):
         assert_equal_lines(lines, references[name], nprocs)
         assert output.startswith(f"Training on {nprocs} x cpu: {'local' if nprocs == 1 else strategy}\n")
         steps = [number for numbers in drawn for number in numbers]
-        assert len(set(steps)) == len(steps) == nprocs * EPOCHS * 20, "dropout differs between ranks and between steps"
+        assert len(steps) == nprocs * EPOCHS * STEPS
+        assert len(set(steps)) == len(steps), "dropout differs between ranks and between steps"
         n_params = sum(tensor.numel() for tensor in state.values())
         n_trained = sum(tensor.numel() for name, tensor in state.items() if not name.startswith("pooler"))
         share = 8 / nprocs if strategy == "fsdp" else 8  # bytes of a float64
@@ -293,7 +295,7 @@ def test_mixed_precision_is_for_training_and_evaluation(tmp_path):
     seen, forward = [], mnist.forward
     with mock.patch("mnist.forward", lambda *args: seen.append(args[4]) or forward(*args)):
         train(0, 1, tmp_path, epochs=1, mixed_precision=True)
-    assert seen == [True] * (20 + 12)
+    assert seen == [True] * (STEPS + 12)
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
@@ -375,7 +377,7 @@ def test_resume_on_another_number_of_ranks(nprocs, uninterrupted, references, tm
         assert_equal_states(state, references["adam"][0])
         assert_equal_lines(lines, references["adam"], nprocs, first_epoch=1)
         assert f"Resuming from {tmp_path / strategy / 'epoch-1'}\n" in output
-        assert drawn == [numbers[20:] for numbers in drawn_before[:nprocs]], "as if it had not been interrupted"
+        assert drawn == [numbers[STEPS:] for numbers in drawn_before[:nprocs]], "as if it had not been interrupted"
     for name, optimizer, folder in (("other rate", "adam", "other rate"), ("whole", "layerwise", "layerwise")):
         state, lines, *_ = trained(tmp_path, name)
         expected = train_alone(OPTIMIZERS[optimizer], [LR, 3 * LR], SIZES, GLOBAL_BATCH, model=MODELS[optimizer])

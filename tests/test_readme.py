@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, finish, float64, free_port
-from conftest import start as start_python
+from conftest import ROOT, exit_message, float64, free_port, run_under_launcher
 
 import distributed as dist
 import gpt
@@ -212,19 +211,16 @@ def test_the_diff_makes_a_plain_script_distributed(optimizer, tmp_path, run_in, 
     assert len(accuracies) == 5 and float(accuracies[-1]) > 0.9
 
 
-def test_the_example_trains_as_many_processes_as_one_types(tmp_path):
+def test_the_example_trains_as_many_processes_as_one_types(tmp_path, monkeypatch, job_of, capfd):
     apply_diff(tmp_path)
     script = tmp_path / "train.py"
-    typed = {
-        2: start_python(script, "--nproc", 2, cwd=tmp_path),
-        1: start_python("-m", "torch.distributed.run", "--standalone", script, cwd=tmp_path),
-        3: start_python(script, "--nproc", 3, cwd=tmp_path),
-    }
-    results = {nproc: finish(process) for nproc, process in typed.items()}
-    for nproc in (1, 2):
-        assert (results[nproc][0], results[nproc][1].splitlines()[0]) == (0, f"processes: {nproc}")
-    line = "the global batch size is 64, not a multiple of the number of processes, 3\n"
-    assert (results[3][0], results[3][2]) == (1, line)
+    monkeypatch.chdir(tmp_path)
+    assert job_of(script, "--nproc", 2).startswith("processes: 2\n")
+    line = "the global batch size is 64, not a multiple of the number of processes, 3"
+    assert exit_message(job_of, script, "--nproc", 3) == line
+    capfd.readouterr()
+    dist.launch(run_under_launcher, script, nprocs=2)
+    assert capfd.readouterr().out.startswith("processes: 2\n")
 
 
 @pytest.mark.parametrize("nprocs", [1, 2])

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, float64, run
+from conftest import float64
 from ladder import BOTH, assert_close, mlp, mlp_and_adam, sgd, train_alone
 from torch.utils.data import DataLoader
 
@@ -13,9 +13,9 @@ import single_gpu
 LINE = re.compile(r"\[(?:CPU|GPU0)\] Epoch (\d+) \| Batchsize: (\d+) \| Steps: (\d+) \| Loss: (\d+\.\d{4})")
 
 
-def test_it_learns_and_saves_every_few_epochs_and_at_the_last(tmp_path):
-    status, stdout, stderr = run(ROOT / "single_gpu.py", 7, 3, cwd=tmp_path)
-    assert (status, stderr) == (0, "")
+def test_it_learns_and_saves_every_few_epochs_and_at_the_last(job_of, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stdout = job_of("single_gpu.py", 7, 3)
     lines = stdout.splitlines()
     epochs, _, _, losses = zip(*LINE.findall(stdout), strict=True)
     assert list(map(int, epochs)) == list(range(7))

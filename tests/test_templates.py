@@ -19,7 +19,7 @@ import checkpoint
 import distributed as dist
 import min_DDP
 
-STEPS, BATCH = 6, 8
+STEPS, BATCH = 3, 8
 
 # ---- models and batches ---------------------------------------------------------------------------------------------
 
