@@ -19,13 +19,14 @@ import torch
 from conftest import ROOT, finish, run, start, torchrun, without_name_server
 from images import assert_equal_states, few_digits, make_sgd, train_alone
 from test_launch import listening, members, wait_for_the_end_of
-from torch.distributed import TCPStore, rpc
+from torch.distributed import rpc
 from torch.multiprocessing import ProcessExitedException
 
 import distributed as dist
 import mnist
 import remote
 import rpc_param_server
+import spawn
 
 SCRIPT = ROOT / "rpc_param_server.py"
 MNIST_ROOT = os.environ.get("MNIST_ROOT")
@@ -341,7 +342,7 @@ def other_interface():
 
 def test_it_listens_on_the_named_interface_only_and_trainers_end_with_their_server():
     """One command per role, as torchrun's agents on three machines would start them."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = spawn.start_store()
     mark, (name, address) = uuid.uuid4().hex, other_interface()
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     env |= {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1", "JOB_MARK": mark}

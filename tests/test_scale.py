@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import checkpoint
 import distributed as dist
+import spawn
 
 # ---- the ranks meet -------------------------------------------------------------------------------------------------
 
@@ -48,7 +49,7 @@ class CountingStore:
 
 @pytest.fixture
 def server(monkeypatch):
-    """torchrun's store, which is kept when the ranks start anew."""
+    """As torchrun's store, which is kept when the ranks start anew. It takes connections without a name server."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
 
     def rendezvous(url, rank, world_size, timeout):
@@ -56,7 +57,7 @@ def server(monkeypatch):
 
     monkeypatch.setattr(torch_dist, "rendezvous", rendezvous)
     monkeypatch.setattr(torch_dist, "PrefixStore", lambda prefix, store: (prefix, store.keys))
-    return torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return spawn.start_store()
 
 
 def meet(server, world_size, before=lambda rank: None, timeout=20):
