@@ -73,11 +73,11 @@ def log_probabilities(model, prompt, answer, temperature):
 def draw(model, prompt, numbers, temperature):
     answer = b""
     for number in numbers:
-        shares = (logits_after(model, prompt + answer)[-1] / temperature).softmax(-1)
+        shares = (logits_after(model, prompt + answer)[-1] / temperature).softmax(-1).tolist()
         byte, total = 0, shares[0]
         while total <= number:
             byte += 1
-            total = total + shares[byte]
+            total += shares[byte]
         answer += bytes([byte])
         if byte == ord("\n"):
             break
@@ -123,10 +123,9 @@ def draw_all(model, start_model, step, sparse, args):
 
 
 @functools.cache
-def reference(case):
-    """Parameters by name, the answers of every step, the rewards that are printed, and the held-out share at last."""
-    optimizer_name, sparse, changes = CASES[case]
-    args = arguments(**changes)
+def imitator():
+    """The model that has imitated the teacher, with which each case starts."""
+    args = arguments()
     with float64():
         torch.manual_seed(args.seed)
         model = gpt.GPT(args.layers, args.width, args.heads, 2 * args.digits + 3)
@@ -138,7 +137,17 @@ def reference(case):
             for prompt, answer in zip(prompts, answers, strict=True):
                 total = total - log_probabilities(model, prompt, answer, 1).sum()
             transformer.take_step(model, optimizer, total / sum(map(len, answers)))
-        start_model = copy.deepcopy(model)
+    return model
+
+
+@functools.cache
+def reference(case):
+    """Parameters by name, the answers of every step, the rewards that are printed, and the held-out share at last."""
+    optimizer_name, sparse, changes = CASES[case]
+    args = arguments(**changes)
+    start_model = imitator()
+    model = copy.deepcopy(start_model)
+    with float64():
         optimizer = make_optimizer(optimizer_name, torch.optim.AdamW, model.parameters(), args.lr)
         answers, rewards, n_clipped = [], [], 0
         for step in range(args.steps):
