@@ -742,8 +742,12 @@ def test_sigterm_to_all_processes_lets_workers_save():
 
 def test_sigterm_to_the_launcher_lets_workers_save(capfd):
     """This process is the launcher."""
-    with pytest.raises(SystemExit) as error:
-        dist.launch(job.save_when_told, os.getpid(), nprocs=2)
+    left = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as it is in a new process: other tests leave a handler
+    try:
+        with pytest.raises(SystemExit) as error:
+            dist.launch(job.save_when_told, os.getpid(), nprocs=2)
+    finally:
+        signal.signal(signal.SIGTERM, left)
     assert error.value.code == 143
     stdout, stderr = capfd.readouterr()
     assert sorted(stdout.splitlines()) == ["rank 0 saves", "rank 1 saves", "training", "training"]
