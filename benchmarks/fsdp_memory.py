@@ -36,8 +36,8 @@ def main_worker(local_rank, world_size, model_name, strategy, report):
     digits = mnist.Digits(images, torch.randint(10, (BATCH * STEPS,)))
     loader = torch.utils.data.DataLoader(digits, BATCH, collate_fn=mnist.collate)
     mnist_FSDP.train_epoch(model, loader, optimizer, device, False, 0)
-    held, peak = sum(mnist_FSDP.held_by_this_rank(optimizer)), dist.peak_memory(device)
-    held, peak = mnist_FSDP.largest([held, peak], device)
+    held = sum(mnist_FSDP.held_by_this_rank(optimizer))
+    held, peak = mnist_FSDP.largest([held, dist.peak_memory(device)], device)
     report({"held": held, "peak": peak, "parameters": n_params})
 
 

@@ -276,7 +276,7 @@ def job_of(monkeypatch, capfd):
 
 
 def run_under_launcher(local_rank, world_size, script, *options):
-    """What torchrun's process of this rank does; for `launch`, which sets what torchrun sets."""
+    """Run a script as torchrun would on this rank. Give it to `launch`, which sets the same variables as torchrun."""
     sys.argv = [str(script), *map(str, options)]
     runpy.run_path(str(ROOT / script), run_name="__main__")
 

@@ -51,8 +51,8 @@ def test_workers_see_what_the_caller_sees_at_each_launch(tmp_path, monkeypatch, 
     expected = {"NCCL_SOCKET_IFNAME": "eth7", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
     expected |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     expected |= {"THP_MEM_ALLOC_ENABLE": "1"}
-    unset = "NCCL_P2P_DISABLE"
-    for name in (*expected, unset):
+    never_set = "NCCL_P2P_DISABLE"  # with it GPUs would exchange data through the host's memory, which is slow
+    for name in (*expected, never_set):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
@@ -64,13 +64,13 @@ def test_workers_see_what_the_caller_sees_at_each_launch(tmp_path, monkeypatch, 
             monkeypatch.delenv(name, raising=False)
             if value:
                 monkeypatch.setenv(name, value)
-        dist.launch(write_state, str(folder), *expected, unset, "COLOUR", "RANK", "LOCAL_RANK", nprocs=2)
+        dist.launch(write_state, str(folder), *expected, never_set, "COLOUR", "RANK", "LOCAL_RANK", nprocs=2)
         assert sorted(capfd.readouterr().out.splitlines()) == ["rank 0", "rank 1"]
         for rank in range(2):
             state = torch.load(folder / f"{rank}.pt", weights_only=True)
             own = {"COLOUR": colour, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             where = {"cwd": str(folder), "threads": threads, "args": (rank, 2), "start method": platforms}
-            assert state.pop(unset) is None, "GPUs would exchange data through the host's memory, which is slow"
+            assert state.pop(never_set) is None
             assert state == {**expected, **own, **where}
     assert "RANK" not in os.environ
 
@@ -699,7 +699,7 @@ SIGNALS = {  # nobody can catch the last one, nor is the one before caught
 
 @pytest.fixture(scope="module")
 def jobs():
-    """Jobs started at once, of which each trains by now: {signal's name: (process, mark)}."""
+    """Jobs that were started at once, and all train by now: {name of the signal: (process, mark)}."""
     started = {}
     for name, (_, prefix) in SIGNALS.items():
         mark = uuid.uuid4().hex
@@ -742,7 +742,7 @@ def test_sigterm_to_all_processes_lets_workers_save():
 
 def test_sigterm_to_the_launcher_lets_workers_save(capfd):
     """This process is the launcher."""
-    left = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as it is in a new process: other tests leave a handler
+    left = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # another test may have left a handler
     try:
         with pytest.raises(SystemExit) as error:
             dist.launch(job.save_when_told, os.getpid(), nprocs=2)

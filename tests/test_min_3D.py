@@ -223,7 +223,8 @@ LONG_WAY = [(PP_FSDP, {}), (PP_TP, INTERLEAVED), (FSDP_TP, {}), (PP_FSDP, {})]
 @pytest.mark.parametrize("between", [QUICK_WAY, pytest.param(LONG_WAY, marks=pytest.mark.slow)])
 def test_a_run_goes_from_mesh_to_mesh_and_from_and_to_one_process_as_if_it_had_not_stopped(between, tmp_path):
     options = {"checkpoint_dir": f"{tmp_path}/runs", **CLIP}
-    one, total = (1, 1, 1), len(between) + 5
+    one = (1, 1, 1)
+    total = len(between) + 5
     cases = []
     for number, (mesh, schedule) in enumerate(between):
         cases.append(("min_3D", mesh, {**options, **schedule, "steps": number + 3}))

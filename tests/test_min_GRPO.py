@@ -124,7 +124,7 @@ def draw_all(model, start_model, step, sparse, args):
 
 @functools.cache
 def imitator():
-    """The model that has imitated the teacher, with which each case starts."""
+    """The model after imitation. Every case starts from it."""
     args = arguments()
     with float64():
         torch.manual_seed(args.seed)

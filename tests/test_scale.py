@@ -49,7 +49,7 @@ class CountingStore:
 
 @pytest.fixture
 def server(monkeypatch):
-    """As torchrun's store, which is kept when the ranks start anew. It takes connections without a name server."""
+    """A store that stays when the ranks start anew, like torchrun's. It asks no name server who connects."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
 
     def rendezvous(url, rank, world_size, timeout):
