@@ -12,6 +12,7 @@ import torch
 
 import checkpoint
 import distributed as dist
+import spawn
 
 
 def train(local_rank, world_size):
@@ -99,6 +100,7 @@ def give_up(local_rank, world_size):
 
 
 if __name__ == "__main__":
+    spawn.PRELOADED = ("torch",)  # these jobs need no more
     dist.launch(globals()[sys.argv[1]], *sys.argv[2:], nprocs=2)
     if sys.argv[1] in ("ddp_step", "leave_early"):
         print(f"after:{gloo_threads()}", flush=True)

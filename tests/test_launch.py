@@ -8,11 +8,13 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
 from datetime import timedelta
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -491,12 +493,16 @@ def test_a_beginners_mistake_is_one_line(code, file, line, tmp_path, monkeypatch
     assert (stdout, without_name_server(stderr)) == ("", "")
 
 
-def test_a_folder_for_temporary_files_that_is_too_long_is_one_line(tmp_path):
+def test_a_folder_for_temporary_files_that_is_too_long_is_one_line(tmp_path, monkeypatch):
+    """The fork server, which runs already, is started anew."""
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
-    status, stdout, stderr = run("min_DDP.py", "--nproc", 2, env={"TMPDIR": str(folder)})
-    assert (status, stdout) == (1, "") and stderr.count("\n") == 1, stderr
-    assert f"the path of TMPDIR, {folder}, is too long" in stderr
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)
+    monkeypatch.setattr(forkserver, "ensure_running", forkserver.ForkServer().ensure_running)
+    line = f"the path of TMPDIR, {folder}, is too long for a socket in it: choose one of at most 70 characters"
+    assert exit_message(dist.launch, print, nprocs=2) == line
 
 
 def abort_after_a_report(local_rank, world_size):
@@ -590,15 +596,26 @@ def break_down():
 atexit.register(break_down)
 """
 
-WITH_HANDLERS = """
-import atexit, os, sys, tempfile
+COMMAND = """
+import atexit, gc, sys, tempfile
+import numpy as np
+import torch
 import distributed as dist
-import spawn
+import job
 import preloaded
+import spawn
 
 spawn.PRELOADED = (*spawn.PRELOADED, "preloaded")
+torch.manual_seed(1234)
+np.random.seed(1234)
+
+def draw(local_rank, world_size):
+    print(f"drawn: {torch.rand(1).item()} {np.random.rand()}\\n", end="")  # in one piece
 
 def worker(local_rank, world_size, folder, status):
+    draw(local_rank, world_size)
+    assert "torch._dynamo" in sys.modules, "the first optimizer of each process would import it"
+    assert gc.get_freeze_count() > 100_000, "a collection would copy the objects of the fork server"
     dist.init_process_group()
     atexit.register(print, "handler of rank", local_rank)
     worker.temporary = tempfile.TemporaryDirectory(dir=folder)
@@ -611,13 +628,29 @@ def worker(local_rank, world_size, folder, status):
 
 if __name__ == "__main__":
     atexit.unregister(preloaded.break_down)
-    for status in sys.argv[2:]:
-        print("before", status)
-        sys.stdout.flush()
-        dist.launch(worker, sys.argv[1], status, nprocs=2)
-        print("after", status)
-        sys.stdout.flush()
+    dist.launch(draw, nprocs=1)
+    for status in ("none", "0", "3"):
+        print("before", status, flush=True)
+        try:
+            dist.launch(worker, sys.argv[1], status, nprocs=2)
+            print("after", status, flush=True)
+        except torch.multiprocessing.ProcessExitedException as error:
+            print(error, flush=True)
+    dist.launch(job.fail, nprocs=2)
 """
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """`python script.py`, which starts four jobs, one after the other. The last one fails."""
+    folder = tmp_path_factory.mktemp("command")
+    (folder / "preloaded.py").write_text(PRELOADED)
+    (folder / "script.py").write_text(COMMAND)
+    (folder / "temporary").mkdir()
+    environment = {"PYTHONPATH": f"{ROOT}:{JOB.parent}:{folder}"}
+    status, stdout, stderr = run(folder / "script.py", folder / "temporary", env=environment)
+    print(stderr)  # for whoever reads why a test failed
+    return SimpleNamespace(status=status, stdout=stdout, stderr=stderr, left=os.listdir(folder / "temporary"))
 
 
 @pytest.mark.parametrize(("status", "backend", "destroys"), [(0, "nccl", 1), (None, "nccl", 0), (None, "gloo", 1)])
@@ -632,28 +665,34 @@ def test_at_exit_nccls_group_is_destroyed_only_after_success(status, backend, de
     assert cleanup.called == bool(destroys)
 
 
-def test_a_started_process_runs_its_exit_handlers_if_it_succeeds(tmp_path):
+def test_a_started_process_runs_its_exit_handlers_if_it_succeeds(command):
     """Also where a handler that the fork server had registered raises. A failed process leaves at once."""
-    (tmp_path / "preloaded.py").write_text(PRELOADED)
-    (tmp_path / "script.py").write_text(WITH_HANDLERS)
-    (tmp_path / "temporary").mkdir()
-    environment = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    jobs = ("none", "0", "3")  # the statuses with which the workers of three jobs exit, one job after the other
-    code, stdout, stderr = run(tmp_path / "script.py", tmp_path / "temporary", *jobs, env=environment)
-    assert code == 1 and re.search(r"rank [01] exited with status 3\s", stderr), stderr
-    *succeeded, failed = re.split("before .*\n", stdout)[1:]
     # The ranks share a pipe: where output is not buffered, their lines may be mixed.
-    for status, printed in zip(jobs, succeeded, strict=False):
-        said = re.findall("after|inherited|(?:worker|handler) of rank", printed)
-        assert said[-1] == "after", status
-        assert said.count("worker of rank") == (2 if status == "0" else 0), status
-        assert said.count("handler of rank") == said.count("inherited") == 2, status
-    assert len(succeeded) == 2
-    assert set(re.findall("after|inherited|(?:worker|handler) of rank", failed)) == {"worker of rank"}
-    mistakes = re.findall(r"""(?<!\(")the handler's own mistake""", stderr)  # without the lines of source code
+    printed = [
+        re.findall("after|inherited|(?:worker|handler) of rank", job) for job in re.split("before .*\n", command.stdout)
+    ]
+    _, without_status, with_0, with_3 = printed
+    for said, n_workers in ((without_status, 0), (with_0, 2)):
+        assert said[-1] == "after"
+        assert said.count("worker of rank") == n_workers
+        assert said.count("handler of rank") == said.count("inherited") == 2
+    assert set(with_3) == {"worker of rank"}
+    assert re.search(r"^rank [01] exited with status 3$", command.stdout, re.M)
+    mistakes = re.findall(r"""(?<!\(")the handler's own mistake""", command.stderr)  # without the lines of source code
     assert len(mistakes) == 4
-    left = list((tmp_path / "temporary").iterdir())
-    assert len(left) <= 2, "temporary files are removed, but for those of the two workers that failed"
+    assert len(command.left) <= 2, "temporary files are removed, but for those of the two workers that failed"
+
+
+def test_a_seed_at_the_top_level_of_a_script_stays_and_workers_share_what_is_imported(command):
+    """Here, and in the workers of three jobs."""
+    drawn = re.findall("drawn: (.*)", command.stdout)
+    assert len(drawn) == 1 + 3 * 2 and len(set(drawn)) == 1
+
+
+def test_a_failed_command_prints_the_traceback_and_exits_non_zero(command):
+    assert command.status == 1
+    assert command.stderr.count("ZeroDivisionError: the cause") == 1 and "in fail\n" in command.stderr
+    assert "onnection" not in command.stderr
 
 
 # ---- nothing left behind, nothing open, no collisions ---------------------------------------------------------------
@@ -752,42 +791,6 @@ def test_sigterm_to_the_launcher_lets_workers_save(capfd):
     stdout, stderr = capfd.readouterr()
     assert sorted(stdout.splitlines()) == ["rank 0 saves", "rank 1 saves", "training", "training"]
     assert without_name_server(stderr) == ""
-
-
-SEEDED = f"""
-import gc
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-import numpy as np
-import torch
-import distributed as dist
-torch.manual_seed(1234)
-np.random.seed(1234)
-
-def main(local_rank, world_size):
-    print(torch.rand(1).item(), np.random.rand())
-    if world_size > 1:
-        assert "torch._dynamo" in sys.modules, "the first optimizer of each process would import it"
-        assert gc.get_freeze_count() > 100_000, "a collection would copy the objects of the fork server"
-
-if __name__ == "__main__":
-    for nprocs in (1, 2):
-        dist.launch(main, nprocs=nprocs)
-"""
-
-
-def test_a_seed_at_the_top_level_of_a_script_stays_and_workers_share_what_is_imported(tmp_path):
-    (tmp_path / "script.py").write_text(SEEDED)
-    status, stdout, stderr = run(tmp_path / "script.py")
-    assert (status, stderr) == (0, "")
-    assert len(stdout.splitlines()) == 3 and len(set(stdout.splitlines())) == 1
-
-
-def test_a_failed_command_prints_the_traceback_and_exits_non_zero():
-    status, _, stderr = run(JOB, "fail")
-    assert status == 1
-    assert stderr.count("ZeroDivisionError: the cause") == 1 and "in fail\n" in stderr
-    assert "onnection" not in stderr
 
 
 # ---- the end of a job under torchrun --------------------------------------------------------------------------------
