@@ -139,7 +139,7 @@ def test_a_part_is_filled_as_the_whole_model_is_made():
 
 IN_BFLOAT16 = {
     "min_CP": {"attention": "ulysses"},
-    "min_DiLoCo": {"sync_every": 5, "outer_lr": 0.7, "outer_momentum": 0.0},
+    "min_DiLoCo": {"sync_every": 3, "outer_lr": 0.7, "outer_momentum": 0.0},
     "min_EP": {"experts": 4, "top": 2, "balance": 0.01},
     "min_Join": {"method": "weights", "least": 20},
     "min_Muon": {"muon_lr": 0.02, "momentum": 0.9, "snapshot_path": None, "save_every": 100},
@@ -167,7 +167,7 @@ def test_bf16_computes_in_bfloat16_and_learns_alike(name):
     script = importlib.import_module(name)
     losses = {}
     for bf16 in (False, True):
-        args = transformer.arguments(**IN_BFLOAT16[name], bf16=bf16)
+        args = transformer.arguments(**IN_BFLOAT16[name], layers=1, steps=4, bf16=bf16)
         with Products() as products:
             result = transformer.run_main_worker(script, args, "AdamW")
         losses[bf16] = result.losses

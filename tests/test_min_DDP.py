@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import seed_snippet
 import torch
-from conftest import ROOT, float64, run, torchrun
+from conftest import ROOT, float64, torchrun
 from images import assert_equal_states
 
 import distributed as dist
@@ -91,17 +91,18 @@ def test_it_trains_and_prints_as_one_process_does(nprocs, optimizer_name, tmp_pa
     assert capfd.readouterr().out.splitlines()[1:] == lines, "only the primary rank prints"
 
 
-@pytest.mark.parametrize(
-    ("command", "options", "batch"),
-    [
-        (run, ("--nproc", 2), 32),
-        pytest.param(functools.partial(torchrun, 2), ("--batch_size", 8), 16, marks=pytest.mark.slow),
-    ],
-    ids=["python", "torchrun"],
-)
-def test_it_starts_two_processes_and_learns(command, options, batch):
-    status, stdout, stderr = command(ROOT / "min_DDP.py", *options)
-    assert status == 0 and (stderr == "" or command is not run), stderr
+def test_it_starts_two_processes_and_learns(job_of):
+    assert_learns(job_of("min_DDP.py", "--nproc", 2), batch=32)
+
+
+@pytest.mark.slow
+def test_under_torchrun_it_learns_too():
+    status, stdout, stderr = torchrun(2, ROOT / "min_DDP.py", "--batch_size", 8)
+    assert status == 0, stderr
+    assert_learns(stdout, batch=16)
+
+
+def assert_learns(stdout, batch):
     first, *lines, last = stdout.splitlines()
     assert first == f"Training on 2 x cpu, global batch {batch}"
     matches = [EPOCH.fullmatch(line) for line in lines]

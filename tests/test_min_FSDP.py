@@ -18,7 +18,8 @@ import gpt
 import min_FSDP
 
 CLIP = 0.5
-OPTIONS = {"checkpoint_dir": None, "save_every": 100, "log_every": 100}
+BLOCKS = 2
+OPTIONS = {"layers": BLOCKS, "checkpoint_dir": None, "save_every": 100, "log_every": 100}
 CASES = [("AdamW", {}), ("SGD", {"clip": CLIP})]
 SEGMENTS = [(1, 2), (4, 3), (2, 5), (1, 6)]  # ranks, and the step at which they stop: one run, resumed three times
 
@@ -169,14 +170,16 @@ def assert_held(stdout, nprocs):
     held, total, _ = transformer.HELD.search(stdout).groups()
     held = int(held.replace(",", ""))
     total = int(total.replace(",", ""))
-    assert total == sum(param.numel() for param in transformer.make_model(transformer.arguments()).parameters())
+    assert total == sum(
+        param.numel() for param in transformer.make_model(transformer.arguments(**OPTIONS)).parameters()
+    )
     assert total / nprocs <= held <= 1.01 * total / nprocs
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
 def test_it_gives_what_one_process_gives_and_holds_its_share(jobs, nprocs):
     for (optimizer, changes), (losses, parameters, stdout) in zip(CASES, jobs[0][nprocs], strict=False):
-        transformer.assert_equal(losses, parameters, transformer.reference(optimizer, **changes))
+        transformer.assert_equal(losses, parameters, transformer.reference(optimizer, layers=BLOCKS, **changes))
         assert stdout.startswith(f"Training on {nprocs} x cpu\n")
         assert_held(stdout, nprocs)
 
@@ -185,13 +188,13 @@ def test_it_gives_what_one_process_gives_and_holds_its_share(jobs, nprocs):
 def test_it_gives_what_one_process_gives_where_nothing_divides_evenly(tmp_path):
     changes = {"global_batch_size": 6, "clip": CLIP}
     ((losses, parameters, _),) = transformer.train_on(3, train, [("SGD", changes)], tmp_path)[0]
-    transformer.assert_equal(losses, parameters, transformer.reference("SGD", **changes))
+    transformer.assert_equal(losses, parameters, transformer.reference("SGD", layers=BLOCKS, **changes))
 
 
 def test_a_run_that_changes_its_number_of_ranks_equals_the_uninterrupted_one(jobs):
     _, segments, saved = jobs
     losses = torch.cat([losses for losses, *_ in segments])
-    transformer.assert_equal(losses, segments[-1][1], transformer.reference("AdamW", clip=CLIP))
+    transformer.assert_equal(losses, segments[-1][1], transformer.reference("AdamW", layers=BLOCKS, clip=CLIP))
     assert saved == {f"step-{step}" for step in (2, 3, 4, 5, 6)}
 
 
@@ -203,7 +206,7 @@ def test_it_saves_every_so_many_steps_and_at_the_end(tmp_path):
 def test_all_ranks_start_from_rank_0s_weights(jobs):
     *_, weights, _ = jobs[0][2]
     with transformer.float64():
-        expected = dict(transformer.make_model(transformer.arguments(seed=100)).named_parameters())
+        expected = dict(transformer.make_model(transformer.arguments(**OPTIONS, seed=100)).named_parameters())
     assert weights.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(weights[name], value), name
@@ -212,21 +215,21 @@ def test_all_ranks_start_from_rank_0s_weights(jobs):
 def test_the_loop_never_waits_for_the_device(jobs):
     *_, (reads, reductions) = jobs[0][2]
     assert reads == 0
-    assert reductions == 2 * (4 + 1), "two steps of four blocks and the rest"
+    assert reductions == 2 * (BLOCKS + 1), "in two steps those of each block and of the rest"
 
 
 def test_each_block_is_gathered_by_itself_and_freed(jobs):
     _, _, plain, *_ = jobs[0][2]
-    model = transformer.make_model(transformer.arguments())
+    model = transformer.make_model(transformer.arguments(**OPTIONS))
     block = sum(param.numel() for param in model.blocks[0].parameters())
-    rest = sum(param.numel() for param in model.parameters()) - 4 * block
-    sent_whole = [["gather", "torch.float32", rest]] + 4 * [["gather", "torch.float32", block]]
+    rest = sum(param.numel() for param in model.parameters()) - BLOCKS * block
+    sent_whole = [["gather", "torch.float32", rest]] + BLOCKS * [["gather", "torch.float32", block]]
     assert plain["forward"] == sent_whole
     gathered = [n for kind, _, n in plain["backward"] if kind == "gather"]
     reduced = [n for kind, _, n in plain["backward"] if kind == "reduce"]
-    assert (gathered, reduced) == (4 * [block], [*4 * [block], rest])  # at most 3 times the model is sent
+    assert (gathered, reduced) == (BLOCKS * [block], [*BLOCKS * [block], rest])  # at most 3 times the model is sent
     for direction in ("forward", "backward"):
-        assert plain[f"whole in {direction}"] == 4 * [rest + block], "the blocks before it are freed"
+        assert plain[f"whole in {direction}"] == BLOCKS * [rest + block], "the blocks before it are freed"
     assert plain["all sharded"]
     for types in ("computed", "kept"):
         assert plain[types] == ["torch.float32"]
@@ -252,7 +255,7 @@ def peak_worker(local_rank, world_size, folder):
     min_FSDP.make_sharded_model(small)  # takes what is needed once
     unit = 1 if sys.platform == "darwin" else 1024
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    model = min_FSDP.make_sharded_model(transformer.arguments(width=1024, **OPTIONS))
+    model = min_FSDP.make_sharded_model(transformer.arguments(width=1024, **{**OPTIONS, "layers": 4}))
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     whole = 4 * sum(param.numel() for param in model.parameters())
     torch.save(unit * (after - before) / whole, f"{folder}/{local_rank}.pt")
@@ -282,7 +285,7 @@ def test_the_defaults_fit_any_number_of_processes(monkeypatch):
 
 def test_the_script_prints_its_lines_and_nothing_on_stderr(job_of, tmp_path):
     options = ("--bf16", "--clip", 1, "--checkpoint-dir", tmp_path, "--steps", 2, "--log-every", 1)
-    stdout = job_of("min_FSDP.py", "--nproc", 2, "--width", 64, *options)
+    stdout = job_of("min_FSDP.py", "--nproc", 2, "--width", 32, "--length", 32, *options)
     assert re.match(r"Training on 2 x cpu\nparameters held: ([\d,]+) of ([\d,]+) \(0.500\)\n", stdout)
     first, second = transformer.progress_lines(stdout)
     assert (first["step"], second["step"]) == (1, 2) and second["held_out"] < first["held_out"] < 5.7

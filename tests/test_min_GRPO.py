@@ -21,7 +21,7 @@ import gpt
 import min_GRPO
 
 SIZES = {"layers": 2, "width": 16, "heads": 4, "digits": 5}
-TRAINING = {"imitation_steps": 12, "flawed": 0.5, "steps": 4, "prompts": 12, "samples": 4, "temperature": 0.8}
+TRAINING = {"imitation_steps": 12, "flawed": 0.5, "steps": 4, "prompts": 12, "samples": 3, "temperature": 0.8}
 TRAINING |= {"inner_steps": 1, "low": 0.2, "high": 0.28, "kl": 0.0, "deviation": False, "lr": 0.0025, "clip": None}
 OTHERS = {"log_every": 2, "seed": 3, "save": None}
 IMITATION_LR = 0.01
