@@ -34,7 +34,7 @@ import llm_FSDP
 
 LENGTH = 64
 BATCH = 6
-STEPS = 4
+STEPS = 3
 IDS = torch.randint(0, 250, (2, 40), generator=torch.Generator().manual_seed(0))
 ADAMW = {"lr": 0.003, "weight_decay": 0.1, "clip": 0.5, "warmup": 2}
 SGD = {"lr": 0.05, "clip": 1e9, "warmup": 0}
@@ -54,7 +54,7 @@ CASES = {  # name: (model, optimizer, options)
     "lora, AdamW": ("llama", "AdamW", {**ADAMW, **LORA}),
     "lora, gpt2": ("gpt2", "SGD", {**SGD, **LORA, "lr": 0.5}),
     "lora, qwen3": ("qwen3", "SGD", {**SGD, **LORA, "lr": 0.5}),
-    "lora, gemma3": ("gemma3", "SGD", {**SGD, **LORA, "lr": 0.5}),
+    "lora, gemma3": ("gemma3", "SGD", {**SGD, **LORA, "lr": 1.0}),
     "lora, qwen3_moe": ("qwen3_moe", "SGD", {**SGD, **LORA, "lr": 0.5}),
 }
 ON = {1: ["llama", "tied", "lora"], 2: list(CASES), 3: ["tied", "uneven", "gathered once", "lora, AdamW"]}
