@@ -100,7 +100,7 @@ def give_up(local_rank, world_size):
 
 
 if __name__ == "__main__":
-    spawn.PRELOADED = ("torch",)  # these jobs need no more
+    spawn.PRELOADED = ("torch",)  # the fork server starts sooner
     dist.launch(globals()[sys.argv[1]], *sys.argv[2:], nprocs=2)
     if sys.argv[1] in ("ddp_step", "leave_early"):
         print(f"after:{gloo_threads()}", flush=True)

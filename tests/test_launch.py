@@ -53,8 +53,8 @@ def test_workers_see_what_the_caller_sees_at_each_launch(tmp_path, monkeypatch, 
     expected = {"NCCL_SOCKET_IFNAME": "eth7", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
     expected |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     expected |= {"THP_MEM_ALLOC_ENABLE": "1"}
-    never_set = "NCCL_P2P_DISABLE"  # with it GPUs would exchange data through the host's memory, which is slow
-    for name in (*expected, never_set):
+    must_stay_unset = "NCCL_P2P_DISABLE"  # it slows GPUs down: they exchange data through the host's memory
+    for name in (*expected, must_stay_unset):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
@@ -66,13 +66,13 @@ def test_workers_see_what_the_caller_sees_at_each_launch(tmp_path, monkeypatch, 
             monkeypatch.delenv(name, raising=False)
             if value:
                 monkeypatch.setenv(name, value)
-        dist.launch(write_state, str(folder), *expected, never_set, "COLOUR", "RANK", "LOCAL_RANK", nprocs=2)
+        dist.launch(write_state, str(folder), *expected, must_stay_unset, "COLOUR", "RANK", "LOCAL_RANK", nprocs=2)
         assert sorted(capfd.readouterr().out.splitlines()) == ["rank 0", "rank 1"]
         for rank in range(2):
             state = torch.load(folder / f"{rank}.pt", weights_only=True)
             own = {"COLOUR": colour, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             where = {"cwd": str(folder), "threads": threads, "args": (rank, 2), "start method": platforms}
-            assert state.pop(never_set) is None
+            assert state.pop(must_stay_unset) is None
             assert state == {**expected, **own, **where}
     assert "RANK" not in os.environ
 
@@ -494,7 +494,7 @@ def test_a_beginners_mistake_is_one_line(code, file, line, tmp_path, monkeypatch
 
 
 def test_a_folder_for_temporary_files_that_is_too_long_is_one_line(tmp_path, monkeypatch):
-    """The fork server, which runs already, is started anew."""
+    """One fork server runs already. `launch` has to start another one here."""
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -667,10 +667,10 @@ def test_at_exit_nccls_group_is_destroyed_only_after_success(status, backend, de
 
 def test_a_started_process_runs_its_exit_handlers_if_it_succeeds(command):
     """Also where a handler that the fork server had registered raises. A failed process leaves at once."""
-    # The ranks share a pipe: where output is not buffered, their lines may be mixed.
-    printed = [
-        re.findall("after|inherited|(?:worker|handler) of rank", job) for job in re.split("before .*\n", command.stdout)
-    ]
+    printed = []
+    for part in re.split("before .*\n", command.stdout):
+        # The ranks share a pipe: where output is not buffered, their lines may be mixed.
+        printed.append(re.findall("after|inherited|(?:worker|handler) of rank", part))
     _, without_status, with_0, with_3 = printed
     for said, n_workers in ((without_status, 0), (with_0, 2)):
         assert said[-1] == "after"
@@ -684,7 +684,7 @@ def test_a_started_process_runs_its_exit_handlers_if_it_succeeds(command):
 
 
 def test_a_seed_at_the_top_level_of_a_script_stays_and_workers_share_what_is_imported(command):
-    """Here, and in the workers of three jobs."""
+    """The launcher and the two workers of each of three jobs draw the same numbers."""
     drawn = re.findall("drawn: (.*)", command.stdout)
     assert len(drawn) == 1 + 3 * 2 and len(set(drawn)) == 1
 

@@ -215,7 +215,7 @@ def test_all_ranks_start_from_rank_0s_weights(jobs):
 def test_the_loop_never_waits_for_the_device(jobs):
     *_, (reads, reductions) = jobs[0][2]
     assert reads == 0
-    assert reductions == 2 * (BLOCKS + 1), "in two steps those of each block and of the rest"
+    assert reductions == 2 * (BLOCKS + 1), "each step reduces each block once, and the rest once"
 
 
 def test_each_block_is_gathered_by_itself_and_freed(jobs):
@@ -227,7 +227,7 @@ def test_each_block_is_gathered_by_itself_and_freed(jobs):
     assert plain["forward"] == sent_whole
     gathered = [n for kind, _, n in plain["backward"] if kind == "gather"]
     reduced = [n for kind, _, n in plain["backward"] if kind == "reduce"]
-    assert (gathered, reduced) == (BLOCKS * [block], [*BLOCKS * [block], rest])  # at most 3 times the model is sent
+    assert (gathered, reduced) == (BLOCKS * [block], BLOCKS * [block] + [rest])  # at most 3 times the model is sent
     for direction in ("forward", "backward"):
         assert plain[f"whole in {direction}"] == BLOCKS * [rest + block], "the blocks before it are freed"
     assert plain["all sharded"]
