@@ -59,7 +59,8 @@ CASES = {  # name: (model, optimizer, options)
 }
 ON = {1: ["llama", "tied", "lora"], 2: list(CASES), 3: ["tied", "uneven", "gathered once", "lora, AdamW"]}
 RESUMED = ["tied", "lora"]
-STOP = 1  # the step after which they are stopped on two processes
+# On two processes they stop after this step. Two steps are left: a scheduler that starts anew shows in the second one.
+STOP = 1
 
 
 def arguments(folder, model, output="out", **changes):
