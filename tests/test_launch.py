@@ -808,7 +808,7 @@ def test_sigterm_to_the_launcher_lets_workers_save(capfd):
 )
 def test_gloo_threads_end_before_the_interpreter(name, status, printed, error):
     """What prevents the abort at exit: the threads are joined by then, or a process that fails leaves at once."""
-    actual, stdout, stderr = torchrun(2, JOB, name, timeout=60)
+    actual, stdout, stderr = torchrun(2, JOB, name)
     assert actual == status and error in stderr, stderr
     assert set(re.findall(r"[a-z]+:\d|waits for gloo", stdout)) == printed
     assert set(re.findall(r"exitcode\s*: (-?\d+)", stderr)) <= {"1", "-15"}, "torchrun may end the second first"

@@ -195,7 +195,7 @@ def terminated(log, *command):
     job = start(*command, log=log)
     wait_for(lambda: EPOCH_LINE.search(log.read_text()), job)
     job.terminate()
-    return finish(job, timeout=30)[0], log.read_text()
+    return finish(job)[0], log.read_text()
 
 
 @pytest.mark.slow
