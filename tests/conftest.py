@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import gc
 import itertools
+import multiprocessing
 import os
 import pkgutil
 import re
@@ -31,6 +32,7 @@ ROOT = Path(__file__).parent.parent
 PRELOADED = ["torch._dynamo", "torch.distributed.nn.functional", "torchvision", "torch.distributed.checkpoint"]
 PRELOADED += [f"torch.distributed.{name}" for name in ("fsdp", "pipelining", "rpc", "tensor.parallel")]
 PRELOADED += ["transformers.modeling_layers", "pytest", "psutil"]
+PRELOADED += ["torch.distributed.checkpoint.state_dict", "torch.distributed.algorithms.ddp_comm_hooks"]
 MNIST_ROOT = os.environ.get("MNIST_ROOT")
 needs_mnist = pytest.mark.skipif(not MNIST_ROOT, reason="MNIST_ROOT does not say where MNIST is")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -235,7 +237,7 @@ def wait_for(condition, process, timeout=240):
     """Poll `condition` until it is true, and return its value; fail if `process` ends before, or after `timeout` s."""
     end = time.monotonic() + timeout
     while not (value := condition()):
-        assert process.poll() is None, f"{process.args} ended with status {process.returncode}"
+        assert status_of(process) is None, f"{process} ended with status {status_of(process)}"
         assert time.monotonic() < end, f"not within {timeout} s"
         time.sleep(0.001)
     return value
@@ -279,6 +281,28 @@ def run_under_launcher(local_rank, world_size, script, *options):
     """Run a script as torchrun would on this rank. Give it to `launch`, which sets the same variables as torchrun."""
     sys.argv = [str(script), *map(str, options)]
     runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
+def _run_forked(log, script, options, env):
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout.reconfigure(line_buffering=True)
+    os.environ.update(env)
+    run_under_launcher(0, 1, script, *options)
+
+
+def start_forked(log, script, *options, env=None):
+    """Do what `python script options` does in a fork of the fork server. What it prints is in `log`."""
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=_run_forked, args=(log, script, options, env or {}), daemon=True)
+    process.start()
+    return process
+
+
+def status_of(process):
+    """That of a command or of a process of multiprocessing; None while it runs."""
+    return process.exitcode if isinstance(process, multiprocessing.process.BaseProcess) else process.poll()
 
 
 @pytest.fixture

@@ -710,10 +710,14 @@ def members(mark):
     return found
 
 
-def listening(mark):
-    """The addresses at which they listen."""
-    connections = [c for member in members(mark) for c in member.net_connections("inet")]
+def addresses_of(processes):
+    """Where they listen."""
+    connections = [c for process in processes for c in process.net_connections("inet")]
     return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def listening(mark):
+    return addresses_of(members(mark))
 
 
 def wait_for_the_end_of(mark, seconds=30):

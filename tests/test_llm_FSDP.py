@@ -118,8 +118,9 @@ def plain_name(name):
 
 
 def train_alone(args, optimizer, lora_A):
-    """Every step's loss, and the parameters by name."""
+    """Every step's loss, and the parameters by name, before and after."""
     model = plain_model(args, lora_A)
+    before = {plain_name(name): param.detach().clone() for name, param in model.named_parameters()}
     trained = [param for param in model.parameters() if param.requires_grad]
     groups = [
         {"params": [param for param in trained if param.dim() > 1], "weight_decay": args.weight_decay},
@@ -145,7 +146,8 @@ def train_alone(args, optimizer, lora_A):
             group["lr"] = args.lr * rate(step, args)
         optimizer.step()
     assert (max(norms) > args.clip) == (args.clip < 100), "clipped where it should be"
-    return torch.tensor(losses), {plain_name(name): param.detach() for name, param in model.named_parameters()}
+    after = {plain_name(name): param.detach() for name, param in model.named_parameters()}
+    return torch.tensor(losses), before, after
 
 
 def rate(step, args):
@@ -158,8 +160,8 @@ def rate(step, args):
 # ---- the script's own training --------------------------------------------------------------------------------------
 
 
-def whole_parameters(model):
-    return {name: hub.gathered(param).clone() for name, param in model.named_parameters()}
+def whole_parameters(model, part=""):
+    return {name: hub.gathered(param).clone() for name, param in model.named_parameters() if part in name}
 
 
 @torch.no_grad()
@@ -172,7 +174,7 @@ def logits_of(model):
 
 
 def train(folder, name, output=None, **changes):
-    """What the script's functions make of a case: parameters before and after, losses and logits.
+    """What the script's functions make of a case: the random part of adapters, losses, parameters and logits.
 
     With a folder `output`, the model also answers a prompt, and is written to this folder.
     """
@@ -185,11 +187,11 @@ def train(folder, name, output=None, **changes):
         tokenizer, whole, config, rows, held_out = llm_FSDP.prepare(args)
         model = llm_FSDP.make_model(whole, config, args)
         hub.check_packing(model, args.length)
-        before = whole_parameters(model)
+        lora_A = whole_parameters(model, "lora_A")
         args.epochs = STEPS * args.global_batch_size / len(rows)
         trainer = llm_FSDP.Trainer(model, rows, held_out, args)
         losses, finished = trainer.train()
-        result = {"before": before, "losses": losses, "finished": finished, "logits": logits_of(model)}
+        result = {"lora_A": lora_A, "losses": losses, "finished": finished, "logits": logits_of(model)}
         result["parameters"] = whole_parameters(model)
         if output:
             result["answer"] = hub.answer(model, tokenizer, "abc", n_tokens=4)
@@ -253,14 +255,14 @@ def test_equals_one_process(folder, name, world_size):
     model_name, optimizer, options = CASES[name]
     args = arguments(folder, model_name, **options)
     with float64_everywhere():
-        losses, parameters = train_alone(args, optimizer, result["before"])
+        losses, before, parameters = train_alone(args, optimizer, result["lora_A"])
     assert losses[-1] < losses[0] - 0.02
     assert result["losses"].dtype == torch.float64
     assert (result["losses"] - losses).abs().max() < 1e-7
     assert result["parameters"].keys() == parameters.keys()
     for key, value in parameters.items():
         trained = ".lora_" in key if args.lora else True
-        moved = (result["parameters"][key] - result["before"][key]).abs().max()
+        moved = (result["parameters"][key] - before[key]).abs().max()
         assert (moved > 1e-5) == trained, key
         assert (result["parameters"][key] - value).abs().max() < 1e-6, key
 

@@ -104,7 +104,9 @@ def assert_equal_lines(lines, expected, nprocs, first_epoch=0):
 RATES = {"sgd": 0.01, "adam": LR, "layerwise": LR}
 MODELS = {"sgd": Net, "adam": Net, "layerwise": Pooled}
 CASES = {
-    **{f"{strategy} {name}": (strategy, name) for strategy in ("fsdp", "ddp") for name in ("sgd", "adam")},
+    "fsdp sgd": ("fsdp", "sgd"),
+    "ddp sgd": ("ddp", "sgd"),
+    "ddp adam": ("ddp", "adam"),
     "layerwise": ("fsdp", "layerwise"),
     "plain data": ("fsdp", "adam"),
 }

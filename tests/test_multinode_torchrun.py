@@ -13,7 +13,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from conftest import ROOT, finish, float64, start, wait_for
+from conftest import ROOT, finish, float64, start, start_forked, wait_for
 from ladder import (
     BOTH,
     Augmented,
@@ -219,8 +219,13 @@ def test_sigterm_to_torchrun(tmp_path):
 
 
 def test_sigterm_to_a_single_process(tmp_path):
-    code, text = terminated(tmp_path / "log", SCRIPT, 1000, 1000, "--snapshot-path", tmp_path / "snapshot.pt")
-    assert code == 128 + signal.SIGTERM, text
+    log = tmp_path / "log"
+    job = start_forked(log, SCRIPT, 1000, 1000, "--snapshot-path", tmp_path / "snapshot.pt")
+    wait_for(lambda: log.exists() and EPOCH_LINE.search(log.read_text()), job)
+    job.terminate()
+    job.join(60)
+    text = log.read_text()
+    assert job.exitcode == 128 + signal.SIGTERM, text
     assert "Traceback" not in text
     assert len(SAVED_LINE.findall(text)) == 1
 

@@ -1715,13 +1715,13 @@ def accumulate(local_rank, world_size, folder):
     no_cut, cut_to_processes = "len(train_set)", "len(train_set) // world_size * world_size"
     assert f"`Subset(train_set, range({cut_to_processes}))`" in PAGE.read_text() and load.count(cut) == 1
     with float64():
-        x, y = make_batch(342)
-        train("cut", drop, load_by(load, 335, 2), 2)
+        x, y = make_batch(335)
+        train("cut", drop, load_by(load, 119, 2), 2)
         uncut = load.replace(cut, no_cut).replace("sampler=sampler", "sampler=sampler, drop_last=True")
         train("not cut", drop, load_by(uncut, 335, 2), 2)
         train("left over", drop, own_parts(), 2)  # one micro-batch more than a step has
-        train("all samples", keep, load_by(load.replace(cut, cut_to_processes), 342, 3), 3)
-        train("all samples, padded", keep, load_by(load.replace(cut, no_cut), 335, 3), 3)
+        train("all samples", keep, load_by(load.replace(cut, cut_to_processes), 126, 3), 3)
+        train("all samples, padded", keep, load_by(load.replace(cut, no_cut), 119, 3), 3)
     torch.save(results, f"{folder}/{local_rank}.pt")
 
 
@@ -1732,7 +1732,7 @@ def steps_of_one_process(n_samples, global_batch_size):
 
 
 def train_steps_of(indices_of_steps):
-    x, y = make_batch(342)
+    x, y = make_batch(335)
     model = make_model()
     for indices in indices_of_steps:
         train_alone(model, lambda model, at=indices: F.cross_entropy(model(x[at]), y[at]))
@@ -1744,18 +1744,18 @@ def test_accumulation(nprocs, tmp_path):
     """Equal to one process that does not accumulate, with one all-reduce of the gradients per step."""
     dist.launch(accumulate, str(tmp_path), nprocs=nprocs)
     with float64():
-        cut, left_over = train_steps_of(steps_of_one_process(312, 24)), train_steps_of(2 * [torch.arange(24)])
-        all_samples, padded = (train_steps_of(steps_of_one_process(n, 36)) for n in (342, 335))
+        cut, left_over = train_steps_of(steps_of_one_process(96, 24)), train_steps_of(2 * [torch.arange(24)])
+        all_samples, padded = (train_steps_of(steps_of_one_process(n, 36)) for n in (126, 119))
     sends = nprocs > 1
     for rank in range(nprocs):
         results = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         check_equal(results["cut"]["parameters"], cut)
-        assert (results["cut"]["steps"], results["cut"]["sent"]) == (26, 26 * sends)
+        assert (results["cut"]["steps"], results["cut"]["sent"]) == (8, 8 * sends)
         assert results["not cut"]["steps"] == 2 * (14 if sends else 13), "as the page says of 335 samples"
         check_equal(results["left over"]["parameters"], left_over)
         assert results["left over"]["steps"] == 2
         check_equal(results["all samples"]["parameters"], all_samples)
-        assert (results["all samples"]["steps"], results["all samples"]["sent"]) == (20, 2 * 20 * sends)
+        assert (results["all samples"]["steps"], results["all samples"]["sent"]) == (8, 2 * 8 * sends)
         actual = results["all samples, padded"]["parameters"]
         differences = [(actual[name] - value).abs().max().item() for name, value in padded.items()]
         assert max(differences) > 1e-4 if sends else max(differences) < 1e-12, differences

@@ -18,7 +18,7 @@ import mnist
 import rpc_model_parallel
 
 LINE = re.compile(r"Epoch (\d+) - loss: (\d\.\d{4}) - acc: (\d\.\d{4}) \((\d+)/10000\) - [\d.]+ samples/s")
-BATCH, EPOCHS, SEED, LR, SIZES = 8, 2, 3, 0.02, (192, 101)  # 2 epochs of 192 / 8 = 24 steps
+BATCH, EPOCHS, SEED, LR, SIZES = 8, 2, 3, 0.02, (96, 101)  # 2 epochs of 96 / 8 = 12 steps
 
 
 def arguments(**kwargs):

@@ -16,9 +16,9 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from conftest import ROOT, finish, run, start, torchrun, without_name_server
+from conftest import ROOT, finish, run, start, start_forked, torchrun, wait_for, without_name_server
 from images import assert_equal_states, few_digits, make_sgd, train_alone
-from test_launch import listening, members, wait_for_the_end_of
+from test_launch import addresses_of, listening, members, wait_for_the_end_of
 from torch.distributed import rpc
 from torch.multiprocessing import ProcessExitedException
 
@@ -340,23 +340,29 @@ def other_interface():
     pytest.skip("this machine has no address but loopback")
 
 
-def test_it_listens_on_the_named_interface_only_and_trainers_end_with_their_server():
-    """One command per role, as torchrun's agents on three machines would start them."""
+def test_it_listens_on_the_named_interface_only_and_trainers_end_with_their_server(tmp_path):
+    """One process per role, as torchrun's agents on three machines would start them."""
     store = spawn.start_store()
-    mark, (name, address) = uuid.uuid4().hex, other_interface()
+    name, address = other_interface()
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    env |= {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1", "JOB_MARK": mark}
+    env |= {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
     env |= {"TP_SOCKET_IFNAME": name, "GLOO_SOCKET_IFNAME": name}
-    jobs = [start(SCRIPT, "--epochs", 50, env={**env, "RANK": str(rank)}) for rank in range(3)]
-    assert jobs[0].stdout.readline() == "Training on 2 x cpu, hogwild, batch 32 each\n"
-    assert listening(mark) == {address}, "neither loopback nor all interfaces"
+    logs = [tmp_path / str(rank) for rank in range(3)]
+    jobs = []
+    for rank, log in enumerate(logs):
+        jobs.append(start_forked(log, SCRIPT, "--epochs", 50, env={**env, "RANK": str(rank)}))
+    training = "Training on 2 x cpu, hogwild, batch 32 each\n"
+    wait_for(lambda: logs[0].exists() and training in logs[0].read_text(), jobs[0])
+    assert addresses_of(psutil.Process(job.pid) for job in jobs) == {address}, "neither loopback nor all interfaces"
     jobs[0].kill()
+    for job in jobs:
+        job.join(20)
+    assert [job.exitcode for job in jobs] == [-signal.SIGKILL, 1, 1]
     warning = f"warning: RPC listens on {name}, without authentication: trust its network"
-    assert own_lines(finish(jobs[0])[2]) == [warning]
+    assert own_lines(logs[0].read_text())[0] == warning
     for rank in (1, 2):
-        status, stdout, stderr = finish(jobs[rank], timeout=20)
-        assert (status, stdout, len(own_lines(stderr))) == (1, "", 1), stderr
-        assert own_lines(stderr)[0].startswith(f"rank {rank}: server is lost: ")
+        (line,) = own_lines(logs[rank].read_text())
+        assert line.startswith(f"rank {rank}: server is lost: ")
 
 
 @pytest.mark.parametrize(

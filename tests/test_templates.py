@@ -19,7 +19,7 @@ import checkpoint
 import distributed as dist
 import min_DDP
 
-STEPS, BATCH = 3, 8
+STEPS, BATCH = 2, 8
 
 # ---- models and batches ---------------------------------------------------------------------------------------------
 
