@@ -301,7 +301,7 @@ def seed_of(*numbers):
 
 
 def seed_device(device, seed):
-    """As torch.manual_seed, which on this occasion takes 0.2 ms for kinds of devices that are not there."""
+    """As torch.manual_seed, without the 0.2 ms that it spends on kinds of devices that are not there."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
