@@ -381,7 +381,10 @@ def save_sharded(
 
     if (epoch is None) == (step is None):
         raise ValueError("give epoch or step, and not both")
-    unit, number = ("epoch", epoch) if step is None else ("step", step)
+    if step is None:
+        unit, number = "epoch", epoch
+    else:
+        unit, number = "step", step
     if number < 1:
         raise ValueError(f"{unit} must be at least 1, the next one to run, got {number}")
     if keep is not None and keep < 1:

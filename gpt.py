@@ -479,7 +479,7 @@ def pad_prompts(prompts, n_new, most):
 
 
 def rows_without(stop, chosen):
-    """The numbers of the rows that go on, on the CPU. This waits for the device, once per byte."""
+    """The numbers of the rows that continue, as a tensor on the CPU. This waits for the device, once per byte."""
     chosen = chosen.cpu()
     if (chosen > 255).any():
         raise dist.DistributedError("the model's logits are NaN, so no byte can be drawn: its training has diverged")
@@ -489,7 +489,7 @@ def rows_without(stop, chosen):
 
 
 def generated_bytes(tokens, generated):
-    """What `generate` has generated, as one bytes per row."""
+    """The bytes that `generate` has generated: one bytes object per row."""
     answers = []
     for row, mask in zip(tokens.tolist(), generated.tolist(), strict=True):
         answers.append(bytes(itertools.compress(row, mask)))
@@ -500,7 +500,7 @@ def uniform(name, rows, columns):
     """float64 numbers from [0, 1), (rows, columns), that depend on `name` alone.
 
     Make the name of the seed, the step and the prompt's number. Then neither the rank nor the number of processes
-    changes what is drawn.
+    changes the numbers.
     """
     generator = torch.Generator().manual_seed(random.Random(name).getrandbits(63))
     return torch.rand(rows, columns, dtype=torch.double, generator=generator)

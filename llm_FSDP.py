@@ -186,7 +186,7 @@ def make_optimizer(model, steps, args):
 
 def load_documents(tokenizer, length, args):
     """Documents to train on, and documents held out: lists of pairs of arrays, tokens and targets. Rank 0 calls it."""
-    # CHANGE HERE, 4 of 4: the data. See documents.py for the pairs, and its `texts_of` for what is in the loss.
+    # CHANGE HERE, 4 of 4: the data. See documents.py for the pairs, and its `texts_of` for the tokens in the loss.
     if not args.data:
         lines = documents.read(documents.lines_of_library(), tokenizer, length)
     else:

@@ -25,7 +25,7 @@ byte was drawn). The loss of a step is one fraction over the bytes of all answer
     loss = -Σ min(r·A, clip(r, 1 - low, 1 + high)·A) / (number of bytes)
 
 A mean of the ranks' means would give some bytes a larger weight than others, and no error would be raised. At the first
-of the --inner-steps r is 1, and the gradient is that of REINFORCE with the group's mean as its baseline. Later inner
+of the --inner-steps r is 1, and the gradient equals REINFORCE's with the group's mean as its baseline. Later inner
 steps use the same answers again. Clipping then limits how far they move the model. With --kl the sum also gets
 
     kl · r·(exp(d) - 1 - d),    d = log(p of the model after imitation) - log p

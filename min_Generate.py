@@ -307,7 +307,7 @@ def repair_part(path):
 
 
 def append(file, numbers, answers):
-    """Write a line [number, answer] for each answer. What is written survives a kill."""
+    """Write a line [number, answer] for each answer. Written lines survive a kill."""
     lines = b""
     for number, answer in zip(numbers, answers, strict=True):
         lines += json.dumps([number, answer.decode(errors="replace")]).encode() + b"\n"

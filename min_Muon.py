@@ -172,7 +172,7 @@ def orthogonalize(matrix):
 
 
 def split_params(model):
-    """What is trained: the blocks' matrices, and the rest. Embeddings and the head have two dimensions too."""
+    """Two lists of parameters to train: the blocks' matrices, and the rest, with embeddings and the head among them."""
     matrices = [param for param in model.blocks.parameters() if param.ndim == 2 and param.requires_grad]
     chosen = set(matrices)
     rest = [param for param in model.parameters() if param not in chosen and param.requires_grad]

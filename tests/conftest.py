@@ -175,13 +175,13 @@ def start(*command, cwd=ROOT, env=None, log=None, prefix=()):
 def without_name_server(stderr):
     """stderr without the lines in which torch's store says that the name server did not answer.
 
-    The store asks for the name of each process that connects, and goes on without it.
+    The store asks for the name of each process that connects, but does not need it.
     """
     return re.sub(r"\[W.*\[c10d\] The hostname of the client socket cannot be retrieved.*\n", "", stderr)
 
 
 def finish(process, timeout=240):
-    """Wait for a started command; returns (exit status, stdout, stderr without what is said of the name server)."""
+    """Wait for a started command; returns (exit status, stdout, stderr without lines about the name server)."""
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -236,10 +236,12 @@ def killed_in(target, call=1, at_its_end=False):
 def wait_for(condition, process, timeout=240):
     """Poll `condition` until it is true, and return its value; fail if `process` ends before, or after `timeout` s."""
     end = time.monotonic() + timeout
-    while not (value := condition()):
+    value = condition()
+    while not value:
         assert status_of(process) is None, f"{process} ended with status {status_of(process)}"
         assert time.monotonic() < end, f"not within {timeout} s"
         time.sleep(0.001)
+        value = condition()
     return value
 
 
@@ -264,7 +266,7 @@ def main_of(monkeypatch, capsys):
 def job_of(monkeypatch, capfd):
     """Do what `python script options` does, in this process, which has torch and a fork server already.
 
-    Returns what is printed on stdout. Nothing may be printed on stderr.
+    Returns its stdout. Nothing may be printed on stderr.
     """
 
     def call(script, *options):
@@ -293,7 +295,10 @@ def _run_forked(log, script, options, env):
 
 
 def start_forked(log, script, *options, env=None):
-    """Do what `python script options` does in a fork of the fork server. What it prints is in `log`."""
+    """Run `python script options` as a fork of the fork server. Its stdout and stderr go to the file `log`.
+
+    It is a daemon, so it ends with this process if a test fails.
+    """
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=_run_forked, args=(log, script, options, env or {}), daemon=True)
     process.start()
@@ -301,7 +306,7 @@ def start_forked(log, script, *options, env=None):
 
 
 def status_of(process):
-    """That of a command or of a process of multiprocessing; None while it runs."""
+    """The exit status of a command or of a process of multiprocessing. It is None while the process runs."""
     return process.exitcode if isinstance(process, multiprocessing.process.BaseProcess) else process.poll()
 
 

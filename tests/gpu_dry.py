@@ -329,7 +329,7 @@ def run(pipe, script, options, rank, world_size, sent_by_rank_0=(), host_value=1
 
     Sends to `pipe` what it recorded. `error` is the traceback of a failure, or None. `defect` is planted: see Scripts.
     """
-    gc.freeze()  # `held` need not look at what the fork server has imported
+    gc.freeze()  # so `held` skips the objects that the fork server has imported
     Scripts.defect = defect
     sys.argv = [script, *map(str, options)]
     with open(os.devnull, "w") as nowhere:

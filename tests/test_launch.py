@@ -53,7 +53,8 @@ def test_workers_see_what_the_caller_sees_at_each_launch(tmp_path, monkeypatch, 
     expected = {"NCCL_SOCKET_IFNAME": "eth7", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
     expected |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     expected |= {"THP_MEM_ALLOC_ENABLE": "1"}
-    must_stay_unset = "NCCL_P2P_DISABLE"  # it slows GPUs down: they exchange data through the host's memory
+    # With this variable GPUs exchange data through the host's memory, which is slow.
+    must_stay_unset = "NCCL_P2P_DISABLE"
     for name in (*expected, must_stay_unset):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
@@ -160,7 +161,7 @@ def test_a_rank_alone_is_refused(given):
 
 
 def test_imports_have_no_side_effects(tmp_path):
-    """Above all, what is preloaded never touches the GPU: a fork after that would break CUDA in every worker."""
+    """Preloaded modules must not touch the GPU: a fork after that would break CUDA in every worker."""
     code = """
 import sys
 import torch
@@ -481,7 +482,7 @@ BEGINNERS = [  # a script, its file as Python knows it, and the one line
 
 @pytest.mark.parametrize(("code", "file", "line"), BEGINNERS)
 def test_a_beginners_mistake_is_one_line(code, file, line, tmp_path, monkeypatch, capfd):
-    """In this process, which becomes that of `python script.py`, `python -c`, or `python < script.py`."""
+    """This process does what `python script.py`, `python -c` or `python < script.py` would do."""
     code = f"import torch\nimport distributed as dist\n{code}\n"
     (tmp_path / "script.py").write_text(code)
     main = ModuleType("__main__")
@@ -711,7 +712,7 @@ def members(mark):
 
 
 def addresses_of(processes):
-    """Where they listen."""
+    """The addresses at which these processes listen."""
     connections = [c for process in processes for c in process.net_connections("inet")]
     return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
 
@@ -722,9 +723,11 @@ def listening(mark):
 
 def wait_for_the_end_of(mark, seconds=30):
     end = time.monotonic() + seconds
-    while left := members(mark):
+    left = members(mark)
+    while left:
         assert time.monotonic() < end, left
         time.sleep(0.02)
+        left = members(mark)
 
 
 def with_sigint(action):

@@ -59,7 +59,7 @@ CASES = {  # name: (model, optimizer, options)
 }
 ON = {1: ["llama", "tied", "lora"], 2: list(CASES), 3: ["tied", "uneven", "gathered once", "lora, AdamW"]}
 RESUMED = ["tied", "lora"]
-# On two processes they stop after this step. Two steps are left: a scheduler that starts anew shows in the second one.
+# On two processes they stop after this step. Two steps are left. A scheduler that starts anew shows in the second.
 STOP = 1
 
 
@@ -161,6 +161,7 @@ def rate(step, args):
 
 
 def whole_parameters(model, part=""):
+    """The parameters with `part` in their names, each whole on every rank."""
     return {name: hub.gathered(param).clone() for name, param in model.named_parameters() if part in name}
 
 
@@ -174,7 +175,7 @@ def logits_of(model):
 
 
 def train(folder, name, output=None, **changes):
-    """What the script's functions make of a case: the random part of adapters, losses, parameters and logits.
+    """What the script's functions make of a case: losses, parameters, logits, and the adapters' random lora_A.
 
     With a folder `output`, the model also answers a prompt, and is written to this folder.
     """
@@ -238,7 +239,7 @@ def folder(tmp_path_factory):
 def job(folder, world_size):
     """Rank 0's results by case; those of the other ranks are the same."""
     if world_size != 2:
-        job(folder, 2)  # which saves what is resumed here
+        job(folder, 2)  # saves the checkpoints that are resumed here
     dist.launch(work, str(folder), nprocs=world_size)
     results = [torch.load(folder / f"{world_size} {rank}.pt", weights_only=True) for rank in range(world_size)]
     for other in results[1:]:

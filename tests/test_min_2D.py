@@ -11,7 +11,11 @@ from torch.distributed.tensor import DTensor
 import gpt
 import min_2D
 
-HSDP, FSDP_TP, CLIP, SMALL, TWO = (2, 2, 1), (1, 2, 2), 0.5, {"layers": 1}, {"layers": 2}
+HSDP = (2, 2, 1)
+FSDP_TP = (1, 2, 2)
+CLIP = 0.5
+SMALL = {"layers": 1}
+TWO_BLOCKS = {"layers": 2}
 
 
 def train(mesh, optimizer, changes):
@@ -33,7 +37,8 @@ def check(losses, parameters, mesh, optimizer, changes):
     """That they are what one process of plain PyTorch gives."""
     alike = {name: changes[name] for name in ("clip", "global_batch_size", "layers") if name in changes}
     print(mesh, optimizer, changes)
-    transformer.assert_equal(losses, parameters, transformer.reference(optimizer, **{**SMALL, **alike}))
+    sizes_and_options = {**SMALL, **alike}
+    transformer.assert_equal(losses, parameters, transformer.reference(optimizer, **sizes_and_options))
 
 
 def check_all(folder, nprocs, cases):
@@ -51,11 +56,11 @@ def test_a_point_or_a_line_of_processes_gives_what_one_process_gives(tmp_path, n
 @pytest.mark.slow
 def test_two_dimensions_give_what_one_process_gives(tmp_path):
     cases = [
-        (HSDP, "AdamW", TWO),
-        (HSDP, "SGD", {**TWO, "clip": CLIP}),
-        (FSDP_TP, "AdamW", {**TWO, "clip": CLIP}),
-        (FSDP_TP, "SGD", TWO),
-        (FSDP_TP, "SGD", {**TWO, "clip": CLIP, "checkpoint_activations": True}),
+        (HSDP, "AdamW", TWO_BLOCKS),
+        (HSDP, "SGD", {**TWO_BLOCKS, "clip": CLIP}),
+        (FSDP_TP, "AdamW", {**TWO_BLOCKS, "clip": CLIP}),
+        (FSDP_TP, "SGD", TWO_BLOCKS),
+        (FSDP_TP, "SGD", {**TWO_BLOCKS, "clip": CLIP, "checkpoint_activations": True}),
     ]
     check_all(tmp_path, 4, cases)
 
@@ -85,10 +90,10 @@ def test_a_block_that_is_computed_again_keeps_only_its_input():
 
 @pytest.mark.slow
 def test_three_dimensions_and_uneven_ones_give_what_one_process_gives(tmp_path):
-    everything = {**TWO, "clip": CLIP, "checkpoint_activations": True}
+    everything = {**TWO_BLOCKS, "clip": CLIP, "checkpoint_activations": True}
     check_all(tmp_path, 8, [((2, 2, 2), name, everything) for name in ("AdamW", "SGD")])
     # 32 features are no multiple of 3, and 256 bytes none of 3 or 6.
-    check_all(tmp_path, 6, [((1, 3, 2), "SGD", {**TWO, "clip": CLIP, "global_batch_size": 6})])
+    check_all(tmp_path, 6, [((1, 3, 2), "SGD", {**TWO_BLOCKS, "clip": CLIP, "global_batch_size": 6})])
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------

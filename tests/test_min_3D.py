@@ -22,7 +22,7 @@ import min_3D
 PP_FSDP, PP_TP, FSDP_TP, ALL = (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)
 INTERLEAVED = {"schedule": "Interleaved1F1B"}
 CLIP = {"clip": 0.5}
-TWO = {"layers": 2}
+TWO_BLOCKS = {"layers": 2}
 MICRO_BATCHES = 4
 
 
@@ -83,11 +83,11 @@ def check_all(folder, nprocs, cases):
 
 
 def test_one_process_gives_what_plain_pytorch_gives(tmp_path):
-    check_all(tmp_path, 1, [((1, 1, 1), "SGD", {**CLIP, **TWO})])
+    check_all(tmp_path, 1, [((1, 1, 1), "SGD", {**CLIP, **TWO_BLOCKS})])
 
 
 def test_stages_and_shards_give_what_one_process_gives(tmp_path):
-    check_all(tmp_path, 4, [(PP_FSDP, "SGD", {**CLIP, **TWO}), (PP_FSDP, "AdamW", INTERLEAVED)])
+    check_all(tmp_path, 4, [(PP_FSDP, "SGD", {**CLIP, **TWO_BLOCKS}), (PP_FSDP, "AdamW", INTERLEAVED)])
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def count_collectives(mesh, changes):
 
 @pytest.mark.parametrize("mesh", [PP_FSDP, *[pytest.param(mesh, marks=pytest.mark.slow) for mesh in (FSDP_TP, ALL)]])
 def test_parameters_are_gathered_once_and_gradients_reduced_once_per_step(mesh, tmp_path):
-    schedules = [TWO, {**TWO, "micro_batches": 2}]
+    schedules = [TWO_BLOCKS, {**TWO_BLOCKS, "micro_batches": 2}]
     if mesh[0] > 1:
         schedules.append(INTERLEAVED)
     nprocs = math.prod(mesh)

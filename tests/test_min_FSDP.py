@@ -252,7 +252,7 @@ def peak_worker(local_rank, world_size, folder):
     """How far the peak of resident memory rises while the model is made, in bytes."""
     dist.init_process_group()
     small = transformer.arguments(**OPTIONS)
-    min_FSDP.make_sharded_model(small)  # takes what is needed once
+    min_FSDP.make_sharded_model(small)  # imports, and memory that is allocated once
     unit = 1 if sys.platform == "darwin" else 1024
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model = min_FSDP.make_sharded_model(transformer.arguments(width=1024, **{**OPTIONS, "layers": 4}))
@@ -262,7 +262,10 @@ def peak_worker(local_rank, world_size, folder):
 
 
 def test_no_rank_but_rank_0_ever_holds_the_whole_model(tmp_path):
-    """203 MB, the largest tensor being 17 MB: one shard, and a few tensors at a time, 0.65 to 0.85 of the model."""
+    """The model has 203 MB, and its largest tensor 17 MB.
+
+    Rank 1 holds its shard and a few tensors at a time: 0.65 to 0.85 of the model. Rank 0 holds the model as well.
+    """
     dist.launch(peak_worker, str(tmp_path), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert second < 0.95, "half of the model, and a few tensors that are sent"

@@ -212,16 +212,16 @@ def run_until_killed(args, log, victim=None, n_steps=None):
 
 
 @pytest.mark.parametrize(
-    "kills, total", [(2, 30), pytest.param(10, 60, marks=[pytest.mark.slow, pytest.mark.timeout(400)])]
+    "kills, steps", [(2, 30), pytest.param(10, 60, marks=[pytest.mark.slow, pytest.mark.timeout(400)])]
 )
-def test_killed_and_resumed_by_other_numbers_of_processes(kills, total, tmp_path, capfd):
+def test_killed_and_resumed_by_other_numbers_of_processes(kills, steps, tmp_path, capfd):
     folder = write_shards(tmp_path / "many", SIZES["many"])
     draw = random.Random(kills)
     trained, runs = [], []
     for run in range(kills + 1):
         nprocs, num_workers = draw.choice([2, 3, 4]), draw.choice([0, 1, 2])
-        args = arguments(folder, nprocs, num_workers, steps=total, snapshot_path=str(tmp_path / "snapshot.pt"))
-        victim, n_steps = draw.randrange(nprocs), draw.randint(2, 3 * total // (2 * kills))
+        args = arguments(folder, nprocs, num_workers, steps=steps, snapshot_path=str(tmp_path / "snapshot.pt"))
+        victim, n_steps = draw.randrange(nprocs), draw.randint(2, 3 * steps // (2 * kills))
         if run == kills:
             victim = n_steps = None
         batches = run_until_killed(args, tmp_path / str(run), victim, n_steps)
@@ -233,10 +233,10 @@ def test_killed_and_resumed_by_other_numbers_of_processes(kills, total, tmp_path
         trained += [number for batch in batches for number in batch]
     print(runs)
     assert runs[-1][2] > 0
-    assert trained == expected_order(SIZES["many"], total * BATCH)
+    assert trained == expected_order(SIZES["many"], steps * BATCH)
     snapshot = torch.load(tmp_path / "snapshot.pt", weights_only=True)
-    assert snapshot["step"] == total * BATCH
-    for name, value in reference("AdamW", "many", total)[1].items():
+    assert snapshot["step"] == steps * BATCH
+    for name, value in reference("AdamW", "many", steps)[1].items():
         assert (snapshot["model"][name] - value).abs().max() <= 1e-9, name
 
 

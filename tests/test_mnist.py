@@ -40,7 +40,8 @@ def test_outputs():
     x = torch.randn(2, 1, 28, 28)
     assert torch.allclose(mnist.ShallowNet()(x).exp().sum(dim=1), torch.ones(2)), "log-probabilities"
     assert mnist.SimpleCNN()(x).max() > 0, "logits"
-    assert not torch.equal((net := mnist.ShallowNet())(x), net(x)), "dropout"
+    net = mnist.ShallowNet()
+    assert not torch.equal(net(x), net(x)), "dropout"
 
 
 # ---- data ---------------------------------------------------------------------------------------------------------

@@ -431,6 +431,13 @@ def test_equals_one_process(nprocs, tmp_path):
         assert [loss for loss, *_ in tested] == pytest.approx([loss for loss, *_ in tests], abs=6e-5)
 
 
+def test_dropout_is_seeded_on_the_gpu_too():
+    with mock.patch("torch.cuda.manual_seed") as on_gpu:
+        mnist_DDP.seed_generators(torch.device("cpu"), 4)
+        mnist_DDP.seed_generators(torch.device("cuda"), 5)
+    assert on_gpu.mock_calls == [mock.call(5)] and torch.initial_seed() == 5
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_compiled_it_is_the_same(tmp_path):

@@ -190,20 +190,16 @@ def test_torchruns_report_has_the_traceback(tmp_path, monkeypatch):
     assert "AttributeError" in (tmp_path / "error.json").read_text()
 
 
-def terminated(log, *command):
-    """Send it SIGTERM after its first epoch; returns its status and what it printed."""
-    job = start(*command, log=log)
-    wait_for(lambda: EPOCH_LINE.search(log.read_text()), job)
-    job.terminate()
-    return finish(job)[0], log.read_text()
-
-
 @pytest.mark.slow
 def test_sigterm_to_torchrun(tmp_path):
     expected, path, log = tmp_path / "expected.pt", tmp_path / "disk" / "snapshot.pt", tmp_path / "log"
     arguments = (SCRIPT, 20, 1000, "--global-batch-size", 8, "--snapshot-path", path)
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *arguments)
-    code, text = terminated(log, *command)
+    job = start(*command, log=log)
+    wait_for(lambda: EPOCH_LINE.search(log.read_text()), job)
+    job.terminate()
+    code, _, _ = finish(job)
+    text = log.read_text()
     assert code == 1, text  # torchrun's own status after a signal
     assert "SIGKILL" not in text
     ((epoch, step),) = SAVED_LINE.findall(text)

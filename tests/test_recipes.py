@@ -1744,7 +1744,8 @@ def test_accumulation(nprocs, tmp_path):
     """Equal to one process that does not accumulate, with one all-reduce of the gradients per step."""
     dist.launch(accumulate, str(tmp_path), nprocs=nprocs)
     with float64():
-        cut, left_over = train_steps_of(steps_of_one_process(96, 24)), train_steps_of(2 * [torch.arange(24)])
+        cut = train_steps_of(steps_of_one_process(119 // 24 * 24, 24))
+        left_over = train_steps_of(2 * [torch.arange(24)])
         all_samples, padded = (train_steps_of(steps_of_one_process(n, 36)) for n in (126, 119))
     sends = nprocs > 1
     for rank in range(nprocs):

@@ -64,9 +64,11 @@ def command(*arguments):
 
 def wait_until(condition, seconds=120):
     end = time.monotonic() + seconds
-    while not (value := condition()):
+    value = condition()
+    while not value:
         assert time.monotonic() < end, f"not within {seconds} s"
         time.sleep(0.2)
+        value = condition()
     return value
 
 
