@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import uuid
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from unittest import mock
 
@@ -33,6 +33,7 @@ PRELOADED = ["torch._dynamo", "torch.distributed.nn.functional", "torchvision", 
 PRELOADED += [f"torch.distributed.{name}" for name in ("fsdp", "pipelining", "rpc", "tensor.parallel")]
 PRELOADED += ["transformers.modeling_layers", "pytest", "psutil"]
 PRELOADED += ["torch.distributed.checkpoint.state_dict", "torch.distributed.algorithms.ddp_comm_hooks"]
+PRELOADED += ["tests.before_forks"]  # the last one: it works on what the others have imported
 MNIST_ROOT = os.environ.get("MNIST_ROOT")
 needs_mnist = pytest.mark.skipif(not MNIST_ROOT, reason="MNIST_ROOT does not say where MNIST is")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -42,16 +43,34 @@ def pytest_configure(config):
     # Tests run on the CPU, except those that need a GPU: two ranks may not share one under NCCL.
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if getattr(config.option, "numprocesses", None):
-        return  # each of these processes has its own fork server, and comes here too
     gc.disable()  # until all tests are imported
     # Two threads that wait for each other take a hundred times as long as one where other processes compute too.
     torch.set_num_threads(1)
+    if hasattr(config, "workerinput") and sys.version_info < (3, 14):
+        share_fork_server(config.workerinput["fork_server"])
+        return
     # All workers are forked from one server, which has what any script imports: none of them spends a second on that.
     forkserver.set_forkserver_preload(PRELOADED)
     with mock.patch.dict(os.environ):
         os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide what a worker does not flush
         forkserver.ensure_running()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Tell a process of pytest-xdist the address of the fork server, before it starts."""
+    node.workerinput["fork_server"] = forkserver._forkserver._forkserver_address
+
+
+def share_fork_server(address):
+    """Use the fork server of pytest's first process. To start another one would take ten seconds of a core.
+
+    multiprocessing has no public function for this. Before Python 3.14, which asks for a key, the address is enough.
+    """
+    server = forkserver._forkserver
+    server._forkserver_address = address
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # the first process holds the one that counts
+    server.ensure_running = forkserver.ensure_running = resource_tracker.ensure_running
 
 
 # The slow tests that CI runs too, since users lose most by what they guard: results, snapshots, whole jobs.

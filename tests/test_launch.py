@@ -160,23 +160,6 @@ def test_a_rank_alone_is_refused(given):
         dist.init_process_group(**given)
 
 
-def test_imports_have_no_side_effects(tmp_path):
-    """Preloaded modules must not touch the GPU: a fork after that would break CUDA in every worker."""
-    code = """
-import sys
-import torch
-calls, seed = [], torch.initial_seed()
-for name in ("_cuda_getDeviceCount", "_cuda_init"):
-    setattr(torch._C, name, lambda name=name: calls.append(name))
-import mnist
-assert "torchvision" not in sys.modules, "who draws digits need not wait for it"
-import torch._dynamo, torch.distributed.nn.functional, torchvision
-assert torch.initial_seed() == seed
-print(calls, torch.cuda.is_initialized())
-"""
-    assert run("-c", code, cwd=tmp_path) == (0, "[] False\n", "") and not os.listdir(tmp_path)
-
-
 # ---- failures -------------------------------------------------------------------------------------------------------
 
 
@@ -500,7 +483,7 @@ def test_a_folder_for_temporary_files_that_is_too_long_is_one_line(tmp_path, mon
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
     monkeypatch.setattr(forkserver, "ensure_running", forkserver.ForkServer().ensure_running)
     line = f"the path of TMPDIR, {folder}, is too long for a socket in it: choose one of at most 70 characters"
     assert exit_message(dist.launch, print, nprocs=2) == line
@@ -598,9 +581,22 @@ atexit.register(break_down)
 """
 
 COMMAND = """
-import atexit, gc, sys, tempfile
+import atexit, gc, os, sys, tempfile
 import numpy as np
 import torch
+
+if __name__ == "__main__":
+    seed, on_gpu, functions = torch.initial_seed(), [], dict(vars(torch._C))
+    for name in ("_cuda_getDeviceCount", "_cuda_init"):
+        setattr(torch._C, name, lambda name=name: on_gpu.append(name) or 0)
+    import mnist
+    print("torchvision:", "torchvision" in sys.modules)
+    import torch._dynamo, torch.distributed.nn.functional, torchvision
+    print("GPU:", on_gpu, torch.cuda.is_initialized())
+    print("new seed:", torch.initial_seed() != seed)
+    print("files:", os.listdir())
+    vars(torch._C).update(functions)
+
 import distributed as dist
 import job
 import preloaded
@@ -648,8 +644,9 @@ def command(tmp_path_factory):
     (folder / "preloaded.py").write_text(PRELOADED)
     (folder / "script.py").write_text(COMMAND)
     (folder / "temporary").mkdir()
+    (folder / "empty").mkdir()
     environment = {"PYTHONPATH": f"{ROOT}:{JOB.parent}:{folder}"}
-    status, stdout, stderr = run(folder / "script.py", folder / "temporary", env=environment)
+    status, stdout, stderr = run(folder / "script.py", folder / "temporary", cwd=folder / "empty", env=environment)
     print(stderr)  # for whoever reads why a test failed
     return SimpleNamespace(status=status, stdout=stdout, stderr=stderr, left=os.listdir(folder / "temporary"))
 
@@ -664,6 +661,13 @@ def test_at_exit_nccls_group_is_destroyed_only_after_success(status, backend, de
     monkeypatch.setattr(dist, "cleanup", cleanup)
     dist._leave()
     assert cleanup.called == bool(destroys)
+
+
+def test_imports_have_no_side_effects(command):
+    """Preloaded modules must not touch the GPU: a fork after that would break CUDA in every worker."""
+    lines = command.stdout.splitlines()[:4]
+    # Who draws digits need not wait for torchvision.
+    assert lines == ["torchvision: False", "GPU: [] False", "new seed: False", "files: []"]
 
 
 def test_a_started_process_runs_its_exit_handlers_if_it_succeeds(command):

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, finish, wait_for
-from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 from torch.distributed.run import get_args_parser
 
 import checkpoint
@@ -113,6 +112,8 @@ def test_what_is_requeued(requeued, how, tmp_path):
 
 
 def test_the_trainjob_is_one_of_the_published_models():
+    from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob  # takes 1 s in each process of pytest
+
     # The models drop what they do not know, so that a misspelt field would show as a difference.
     assert TrainerV1alpha1TrainJob.from_dict(TRAINJOB).to_dict() == TRAINJOB
     assert (TRAINJOB["apiVersion"], TRAINJOB["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
