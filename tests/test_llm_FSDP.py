@@ -327,9 +327,10 @@ def test_checkpoints_of_adapters_leave_the_model_out(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1560)
 def test_without_a_model_and_a_network_it_learns_and_answers(tmp_path):
     env = {"HF_HOME": str(tmp_path / "empty"), "HF_HUB_OFFLINE": "1"}
-    status, stdout, stderr = run("llm_FSDP.py", "--nproc", "2", "--output-dir", tmp_path / "out", env=env, timeout=500)
+    status, stdout, stderr = run("llm_FSDP.py", "--nproc", "2", "--output-dir", tmp_path / "out", env=env, timeout=1500)
     assert (status, stderr) == (0, "")
     guess = float(re.search(r"guessing by bigrams (.*)", stdout)[1])
     held_out = [float(loss) for loss in re.findall(r"held-out (.*)", stdout)]
