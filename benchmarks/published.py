@@ -79,13 +79,13 @@ def load_runs():
 
 # ---- the fit ------------------------------------------------------------------------------------------------------
 
-# The constants that are fitted, and what is known of them without these rows. The fit departs from there.
+# The fitted constants, with their values as known without these rows. The fit departs from these values.
 KNOWN = {
     "EFFICIENCY": 0.85,  # a guess
     "FORWARD": 1 / 3,  # forward's share of the operations
     "TRITON": 1 / 1.8,  # FlashAttention-2 is 1.3 to 2.5 times as fast: arXiv:2307.08691
 }
-TRUST = 0.1  # in what is known. A departure by a factor e weighs as much as an error by a factor e**TRUST of one row.
+TRUST = 0.1  # in KNOWN. A departure by a factor e weighs as much as an error by a factor e**TRUST of one row.
 OUTLIER = 0.08  # errors beyond this weigh less: the loss is sqrt(1 + (error/OUTLIER)**2)
 
 

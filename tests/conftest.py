@@ -33,7 +33,7 @@ PRELOADED = ["torch._dynamo", "torch.distributed.nn.functional", "torchvision", 
 PRELOADED += [f"torch.distributed.{name}" for name in ("fsdp", "pipelining", "rpc", "tensor.parallel")]
 PRELOADED += ["transformers.modeling_layers", "pytest", "psutil"]
 PRELOADED += ["torch.distributed.checkpoint.state_dict", "torch.distributed.algorithms.ddp_comm_hooks"]
-PRELOADED += ["tests.before_forks"]  # the last one: it works on what the others have imported
+PRELOADED += ["tests.before_forks"]  # last, since it moves the memory of all the others
 MNIST_ROOT = os.environ.get("MNIST_ROOT")
 needs_mnist = pytest.mark.skipif(not MNIST_ROOT, reason="MNIST_ROOT does not say where MNIST is")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -69,7 +69,7 @@ def share_fork_server(address):
     """
     server = forkserver._forkserver
     server._forkserver_address = address
-    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # the first process holds the one that counts
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # pytest's first process keeps the server alive
     server.ensure_running = forkserver.ensure_running = resource_tracker.ensure_running
 
 
@@ -331,7 +331,7 @@ def status_of(process):
 
 @pytest.fixture
 def machines():
-    """Two network namespaces with a cable between them: their names, and those of the ends of the cable."""
+    """Two network namespaces with a cable between them: their names, and the names of the cable's ends."""
     if os.getuid() or not shutil.which("ip"):
         pytest.skip("needs root and iproute2")
     mark = uuid.uuid4().hex[:6]

@@ -486,8 +486,10 @@ def run_trial(kind, seed):
             inner.mkdir()
             TRIALS[kind][0](random.Random(f"{kind} {seed}"), inner, kills)
         end = time.monotonic() + 15  # the fork server of a command ends a moment after it
-        while (left := marked(mark, before)) and time.monotonic() < end:
+        left = marked(mark, before)
+        while left and time.monotonic() < end:
             time.sleep(0.05)
+            left = marked(mark, before)
         assert not left, f"left running: {[(process.pid, str(cmdline(process))[:150]) for process in left]}"
         listening = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
         assert not listening, f"left listening: {listening}"

@@ -1,4 +1,4 @@
-"""The benchmarks run and say what they promise; their pictures are drawn from what is stored."""
+"""The benchmarks run and say what they promise; their pictures show the stored results."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from benchmarks import common, launch, scaling, throughput
 @pytest.mark.slow
 def test_plots_show_what_is_stored(tmp_path):
     draw, pictures = ("-m", "benchmarks.plots", "--folder"), []
-    # What is drawn must not depend on the process.
+    # The pictures must not depend on the process.
     processes = [start(*draw, tmp_path / seed, env={"PYTHONHASHSEED": seed}) for seed in "01"]
     for seed, process in zip("01", processes, strict=True):
         status, _, stderr = finish(process)

@@ -183,7 +183,7 @@ def test_bf16_computes_in_bfloat16_and_learns_alike(name):
 
 # ---- no process holds the whole model -----------------------------------------------------------------------------
 
-LARGE = {"layers": 4, "width": 1024, "length": 16}  # 204 MB, of which the largest layer has 17 MB
+LARGE = {"layers": 4, "width": 1024, "length": 16}  # 204 MB; the largest layer has 17 MB
 SPLIT = {"checkpoint_dir": None, "checkpoint_activations": False, "micro_batches": 2, "schedule": "1F1B"}
 PARTS = [
     ("min_TP", {}),

@@ -53,9 +53,9 @@ def test_workers_see_what_the_caller_sees_at_each_launch(tmp_path, monkeypatch, 
     expected = {"NCCL_SOCKET_IFNAME": "eth7", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
     expected |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     expected |= {"THP_MEM_ALLOC_ENABLE": "1"}
-    # With this variable GPUs exchange data through the host's memory, which is slow.
-    must_stay_unset = "NCCL_P2P_DISABLE"
-    for name in (*expected, must_stay_unset):
+    # `launch` must not set this variable: GPUs would exchange data through the host's memory, which is slow.
+    unwanted = "NCCL_P2P_DISABLE"
+    for name in (*expected, unwanted):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
@@ -67,13 +67,13 @@ def test_workers_see_what_the_caller_sees_at_each_launch(tmp_path, monkeypatch, 
             monkeypatch.delenv(name, raising=False)
             if value:
                 monkeypatch.setenv(name, value)
-        dist.launch(write_state, str(folder), *expected, must_stay_unset, "COLOUR", "RANK", "LOCAL_RANK", nprocs=2)
+        dist.launch(write_state, str(folder), *expected, unwanted, "COLOUR", "RANK", "LOCAL_RANK", nprocs=2)
         assert sorted(capfd.readouterr().out.splitlines()) == ["rank 0", "rank 1"]
         for rank in range(2):
             state = torch.load(folder / f"{rank}.pt", weights_only=True)
             own = {"COLOUR": colour, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             where = {"cwd": str(folder), "threads": threads, "args": (rank, 2), "start method": platforms}
-            assert state.pop(must_stay_unset) is None
+            assert state.pop(unwanted) is None
             assert state == {**expected, **own, **where}
     assert "RANK" not in os.environ
 
@@ -685,7 +685,7 @@ def test_a_started_process_runs_its_exit_handlers_if_it_succeeds(command):
     assert re.search(r"^rank [01] exited with status 3$", command.stdout, re.M)
     mistakes = re.findall(r"""(?<!\(")the handler's own mistake""", command.stderr)  # without the lines of source code
     assert len(mistakes) == 4
-    assert len(command.left) <= 2, "temporary files are removed, but for those of the two workers that failed"
+    assert len(command.left) <= 2, "temporary files are removed, except where a worker failed"
 
 
 def test_a_seed_at_the_top_level_of_a_script_stays_and_workers_share_what_is_imported(command):

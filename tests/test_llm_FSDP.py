@@ -237,7 +237,7 @@ def folder(tmp_path_factory):
 
 @functools.cache
 def job(folder, world_size):
-    """Rank 0's results by case; those of the other ranks are the same."""
+    """Rank 0's results by case. The other ranks have the same."""
     if world_size != 2:
         job(folder, 2)  # saves the checkpoints that are resumed here
     dist.launch(work, str(folder), nprocs=world_size)
@@ -270,7 +270,7 @@ def test_equals_one_process(folder, name, world_size):
 
 @pytest.mark.parametrize("name", ON[2])
 def test_results_load(folder, name):
-    """With the trained model's logits: what transformers loads, what PEFT loads, and what is merged."""
+    """The saved model gives the trained model's logits: loaded by transformers, by PEFT, and with merged adapters."""
     result = job(folder, 2)[name]
     model_name, _, options = CASES[name]
     output = folder / f"{name} 2"
@@ -476,7 +476,7 @@ def test_the_cpus_hold_one_model_and_not_one_per_process(folder):
 
 
 class Watch(TorchDispatchMode):
-    """Notes the types of what is gathered and reduced, and counts reads of a value by the host."""
+    """Notes the types of gathered and reduced tensors, and counts reads of a value by the host."""
 
     def __init__(self):
         super().__init__()
@@ -945,7 +945,7 @@ OFFERED = [pair for pair in ATTENTIONS if pair != ("gpt2", "flex_attention")]  #
 
 @pytest.mark.parametrize("name, attention", OFFERED)
 def test_packed_documents_do_not_see_each_other(name, attention, folder):
-    """Their losses and gradients are those of each document alone. On the CPU, flex_attention has no gradients."""
+    """Losses and gradients equal those of each document alone. On the CPU, flex_attention has no gradients."""
     is_flex = attention == "flex_attention"
     with float64_everywhere(), torch.set_grad_enabled(not is_flex), torch.compiler.set_stance("force_eager"):
         dtype = torch.float64
@@ -1025,7 +1025,7 @@ def test_a_kill_while_a_result_is_written_leaves_the_old_one_the_new_one_or_none
     found = []
     for number in range(1, 30):
         output = tmp_path / str(number)
-        shutil.copytree(folder / "llama", output)  # two files, of which the new result has one
+        shutil.copytree(folder / "llama", output)  # two files; the new result has one of them
         with torch.no_grad():
             model.get_input_embeddings().weight[0, 0] = 5.0
         child = os.fork()

@@ -200,7 +200,7 @@ def test_compressed_gradients(tmp_path):
     cases = [(False, "none"), (False, "bf16"), (True, "bf16"), (True, "powersgd")]
     ranks = transformer.train_on(2, train_compressed, cases, tmp_path)
     plain, ours, library, low_rank = ranks[0]
-    assert largest_difference(ours[1], library[1]) == 0, "two numbers have one sum, so every bit is that of DDP's hook"
+    assert largest_difference(ours[1], library[1]) == 0, "two numbers have one sum, so no bit differs from DDP's hook"
     for losses, parameters, _ in (ours, low_rank):
         assert 1e-6 < largest_difference(parameters, plain[1]) < 0.5, "gradients are rounded, but not wrong"
         assert losses[-1] < losses[0] - 0.5

@@ -104,7 +104,7 @@ def loss_of_answer(model, args, prompt, answer, advantage, old, of_start):
 
 
 def draw_all(model, start_model, step, sparse, args):
-    """The answers of all groups, what is needed for their losses, and their rewards."""
+    """The answers of all groups, the batch for their losses, and their rewards."""
     batch, rewards = [], []
     for number, prompt in enumerate(min_GRPO.make_prompts(f"step {step}", args.prompts, args)):
         drawn = gpt.uniform(f"{args.seed} {step} {number}", args.samples, args.digits + 2)

@@ -322,7 +322,7 @@ class Smaller(Net):
 
 
 def resume_worker(local_rank, world_size, folder):
-    """Go on after the first epoch: from the same state, to the same end, and with another rate; and from bad files."""
+    """Resume after the first epoch: from the same state, to the same end, with another rate, and from bad files."""
     dist.init_process_group()
     for strategy in ("fsdp", "ddp"):
         train(local_rank, world_size, folder, strategy, strategy=strategy, checkpoint_dir=f"{folder}/{strategy}")

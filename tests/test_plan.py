@@ -373,7 +373,7 @@ def test_fsdp_for_8_billion(n_gpus):
 
 
 def test_larger_models_need_more_axes():
-    """FSDP x TP for 70 B on 256, of which FSDP alone is within 5 %. With a small batch PP besides, for 405 B on 512."""
+    """FSDP x TP for 70 B on 256, where FSDP alone is within 5 %. With a small batch also PP, for 405 B on 512."""
     recommended, simplest = kinds_of(job_of("llama3-70b", 256))
     assert (recommended, simplest) == ({"shard", "tensor"}, {"shard"})
     recommended, simplest = kinds_of(job_of("llama3-70b", 256, batch=128))
@@ -624,7 +624,7 @@ def test_llm_fsdp_takes_the_command(tmp_path, monkeypatch):
 
 
 def test_a_model_of_the_hub_is_trained_by_llm_fsdp():
-    """With FSDP alone. Other meshes are those of the other scripts."""
+    """With FSDP alone. Other meshes belong to the other scripts."""
     job = dataclasses.replace(job_of("llama3-8b", 8), name="llama3-8b")
     layout = plan.Layout(shard=8, attention="flash2", fused=True, fused_loss=False, recompute="full")
     line = plan.command(job, layout)

@@ -53,7 +53,8 @@ def docstring_commands(source):
 QUOTED, PLAIN = {}, {}  # commands whose output is shown; lists of commands that are run one after the other
 for session in [*map(sessions, blocks("console")), *([found] for found in inline_sessions(PAGES[README]))]:
     QUOTED |= {command: lines for command, lines in session if lines}
-    if silent := [command for command, lines in session if not lines]:
+    silent = [command for command, lines in session if not lines]
+    if silent:
         PLAIN[silent[0].partition("  #")[0].strip()] = silent
 PLAIN |= {name: lines for name, source in SCRIPTS.items() if (lines := docstring_commands(source))}
 
@@ -84,7 +85,8 @@ def smaller(command):
     for text, replacement in SMALLER.items():
         command = command.replace(text, replacement)
     command = re.sub(r"HOST:\w+", f"localhost:{free_port()}", command)
-    if nodes := re.search(r"--nnodes (\d) ", command):  # on all "machines" at once, and all must succeed
+    nodes = re.search(r"--nnodes (\d) ", command)
+    if nodes:  # on all "machines" at once, and all must succeed
         # By their ids: `wait -n` knows nothing of a job that has ended while it waited for another.
         jobs = f"{command} & pids+=($!)\n" * int(nodes[1])
         command = f'pids=()\n{jobs}for pid in "${{pids[@]}}"; do wait "$pid"; done'
@@ -92,7 +94,7 @@ def smaller(command):
 
 
 def bash(script, folder, timeout):
-    """Run as typed into a shell, in a folder that holds nothing but the scripts; returns what is printed."""
+    """Run as typed into a shell, in a folder that holds nothing but the scripts; returns the output."""
     for name in SCRIPTS:
         shutil.copy(ROOT / name, folder)
     apply_diff(folder)

@@ -878,7 +878,7 @@ STOP_EARLY = "How do I keep the best weights, stop early, or lower the learning 
 def early_stop():
     """One half of the validation set never gets better, and the other always does: all stop where the mean does.
 
-    The run is interrupted after 3 and after 7 epochs, and goes on with the best loss, the count and the rate.
+    The run is interrupted after 3 and after 7 epochs, and continues with the best loss, the count and the rate.
     """
     block, ending = blocks_of(STOP_EARLY)
     block = block.replace("snapshot.pt", "early_stop.pt")
@@ -961,7 +961,7 @@ def preemption():
     def run(path, stop_after):
         """Until the end, or until so many steps are done. Returns the parameters."""
         model = make_model()
-        torch.manual_seed(17)  # the first dropout of a resumed process is not that of the others
+        torch.manual_seed(17)  # a resumed process draws another first dropout than the others
         ddp_model = dist.prepare_ddp_model(nn.Sequential(model, nn.Dropout(0.5)))
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 12)
@@ -1074,7 +1074,7 @@ def resumed_without_the_scheduler():
 
 @recipe
 def asynchronous_save():
-    """What is saved is what the model was at that step, although steps follow at once."""
+    """The checkpoint holds the model of its step, although steps follow at once."""
     block, loading = blocks_of("How do I save without stopping the training?")
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -1283,7 +1283,7 @@ def compile_for_real():
 
 
 def kept_megabytes(loss):
-    """What is allocated in forward and still there when it ends."""
+    """Memory that the forward pass has allocated and still holds at its end, in MB."""
     loss()
     with torch.profiler.profile(profile_memory=True) as profiler:
         result = loss()
@@ -1341,7 +1341,7 @@ def offload():
 
 @recipe
 def out_of_memory():
-    """What is held, and what the table says was measured."""
+    """The memory that the table says was measured."""
     (block,) = blocks_of("I am out of memory. What do I do, in which order?")
     model = shard(make_model())
     optimizer = torch.optim.Adam(model.parameters())
@@ -1412,7 +1412,7 @@ def changed(build, change):
 
 
 def pairs():
-    """4 rows of two documents of 10 and 12 tokens, of which the last 4 and 3 are answers."""
+    """4 rows of two documents of 10 and 12 tokens. The last 4 and 3 of them are answers."""
     import documents
 
     draw = torch.Generator().manual_seed(1)
@@ -1726,7 +1726,7 @@ def accumulate(local_rank, world_size, folder):
 
 
 def steps_of_one_process(n_samples, global_batch_size):
-    """The samples of each step of two epochs, the last step with what is left."""
+    """The samples of each step of two epochs, the last step with the samples that are left."""
     orders = [torch.randperm(n_samples, generator=torch.Generator().manual_seed(epoch)) for epoch in range(2)]
     return [indices for order in orders for indices in order.split(global_batch_size)]
 

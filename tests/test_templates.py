@@ -189,7 +189,7 @@ def test_models_that_no_one_here_wrote(tmp_path):
 
 
 class Staged(nn.Module):
-    """As a Swin Transformer: stages, of which one holds most of the model, and has blocks of its own."""
+    """As a Swin Transformer: stages. One stage holds most of the model, and has blocks of its own."""
 
     def __init__(self):
         super().__init__()

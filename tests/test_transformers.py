@@ -104,7 +104,7 @@ def report(script, expected, **changes):
     sizes, totals = {"layers": LAYERS, "length": LENGTH, "width": WIDTH, "log_every": 100}, []
     args = arguments(dist.get_world_size(), **{**sizes, **changes})
     model, optimizer = prepare(script, make_model(args), args)
-    for steps in (2, 2, 6, 2, 6):  # the first one also pays for what is set up once
+    for steps in (2, 2, 6, 2, 6):  # the first one also sets up things once
         before, args.steps = sent_on_loopback(), steps
         with contextlib.redirect_stdout(io.StringIO()):
             script.train(model, optimizer, *small_text(), args)

@@ -109,7 +109,7 @@ def _reference(optimizer, changes):
 
 
 def held_out_loss(parameters, args):
-    """That of one process with these parameters."""
+    """The held-out loss of one process with these parameters."""
     with float64(), torch.no_grad():
         model = make_model(args)
         model.load_state_dict(parameters)
