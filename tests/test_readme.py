@@ -141,12 +141,12 @@ def test_quoted_output(command, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)  # seven trainings of mnist_DDP.py, beside other tests on a slow day
 @pytest.mark.parametrize("name", PLAIN)
 def test_commands(name, tmp_path):
     start_anew = f"\nrm -f {tmp_path}/snapshot.pt\n"  # where the command before ended
     script = start_anew.join(map(smaller, PLAIN[name]))
-    bash(f"cd {ROOT}\n{script}" if "make" in script else script, tmp_path, 850)
+    bash(f"cd {ROOT}\n{script}" if "make" in script else script, tmp_path, 1750)
 
 
 @pytest.mark.slow
@@ -410,6 +410,7 @@ ALONE = [name for name in SCRIPTS if docstring_commands(SCRIPTS[name]) and name 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1100)
 @pytest.mark.parametrize("name", ALONE)
 def test_a_script_alone_in_a_folder_and_in_a_package(name, tmp_path):
     """With the files that AGENTS.md names, and without anything else of this project, its first command runs."""
@@ -419,9 +420,9 @@ def test_a_script_alone_in_a_folder_and_in_a_package(name, tmp_path):
     (tmp_path / "folder").mkdir()
     for file in files:
         shutil.copy(ROOT / file, tmp_path / "folder")
-    shell(command, tmp_path / "folder")
+    shell(command, tmp_path / "folder", timeout=500)
     make_package(tmp_path, files)
-    shell(in_a_package(command), tmp_path)
+    shell(in_a_package(command), tmp_path, timeout=500)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
