@@ -118,10 +118,11 @@ OTHERS = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", OTHERS)
 def test_benchmark_runs_and_stores(name, tmp_path):
     env = {"BENCHMARK_RESULTS": str(tmp_path)}
-    status, stdout, stderr = run("-m", f"benchmarks.{name}", *OTHERS[name], env=env)
+    status, stdout, stderr = run("-m", f"benchmarks.{name}", *OTHERS[name], env=env, timeout=800)
     assert status == 0, stderr
     (path,) = tmp_path.glob(f"{name}*.json")
     assert json.loads(path.read_text())["results"] and f"written to {path}" in stdout
