@@ -86,7 +86,8 @@ def lose_one(nproc):
     """Seconds from a kill to the next step of the others, and to the first step of the new process."""
     job = Job("min_FaultTolerant.py", "--nproc", nproc, *SMALL)
     job.wait_for("step 20 ")
-    pids = [int(match[1]) for _, line in job.lines if (match := re.match(r"process (\d+) trains", line))]
+    matches = [re.match(r"process (\d+) trains", line) for _, line in job.lines]
+    pids = [int(match[1]) for match in matches if match]
     killed = kill_one(pids)
     survivors = job.wait_for(r"quorum 1: ", killed) - killed
     newcomer = job.wait_for(r"quorum \d+: \d+ members, 1 of them new", killed) - killed

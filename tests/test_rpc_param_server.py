@@ -404,7 +404,7 @@ REAL = pytest.mark.skipif(MNIST_ROOT is None, reason="MNIST_ROOT does not say wh
     [
         (run, 1, (), 0.95),
         (run, 2, (), 0.95),
-        (run, 4, ("--epochs", 3), 0.95),  # two give hogwild 0.90 to 0.97: its steps are three updates stale
+        (run, 4, ("--epochs", 3), 0.95),  # after two, hogwild has 0.90 to 0.97: gradients are stale
         (functools.partial(torchrun, 3), 2, ("--epochs", 1), 0.9),
         pytest.param(run, 2, ("--epochs", 1, "--data", "mnist", "--data-dir", MNIST_ROOT), 0.97, marks=REAL),
     ],

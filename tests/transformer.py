@@ -243,7 +243,7 @@ def assert_equal(losses, parameters, expected, tolerance=1e-9):
 
 def progress_lines(stdout):
     """What each line of a script's progress says, and the guesses printed before them, as numbers by name."""
-    (guesses,) = [match for line in stdout.splitlines() if (match := GUESSES.fullmatch(line))]
+    (guesses,) = filter(None, map(GUESSES.fullmatch, stdout.splitlines()))
     matches = [LINE.fullmatch(line) for line in stdout.splitlines() if line.startswith("step ")]
     values = [{**guesses.groupdict(), **match.groupdict()} for match in matches]
     return [{name: float(value.replace(",", "")) for name, value in line.items()} for line in values]
