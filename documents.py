@@ -16,10 +16,12 @@ tokens that end its turn.
 
 import ast
 import collections
+import contextlib
 import functools
 import itertools
 import json
 import os
+import re
 import sysconfig
 from pathlib import Path
 
@@ -59,16 +61,15 @@ def lines_of(paths):
         raise dist.DistributedError(f"--data: cannot read {error.filename}: {error.strerror}") from None
 
 
-def read(lines, tokenizer, length, cut=False):
+def read(lines, tokenizer, length):
     """A list of documents for each of `lines`, pairs of a place and bytes. No document is longer than `length`.
 
-    A text that is too long becomes several documents. A conversation that is too long is left out, or cut at its end if
-    `cut`, and their number is printed. Raises DistributedError, which names the place, for a line that is neither.
+    A text that is too long becomes several documents. Conversations that are too long are left out, and their number is
+    printed. Raises DistributedError, which names the place, for a line that is neither.
     """
     lines = iter(lines)
     found = []
     n_too_long = 0
-    n_without_answer = 0
     while True:
         some_lines = list(itertools.islice(lines, LINES_AT_A_TIME))
         if not some_lines:
@@ -81,21 +82,12 @@ def read(lines, tokenizer, length, cut=False):
         for (number, _, spans), tokens, characters in encode(texts, tokenizer):
             if spans is None:
                 found[number] += pieces(tokens, tokenizer, length)
-                continue
-            n_too_long += len(tokens) > length + 1
-            if cut:
-                tokens = tokens[: length + 1]
-                characters = characters[: length + 1]
-            document = tokens_and_targets(tokens, characters, spans)
-            if len(tokens) <= length + 1 and has_targets(document):
-                found[number].append(document)
-            elif cut:
-                n_without_answer += 1
+            elif len(tokens) <= length + 1:
+                found[number].append(tokens_and_targets(tokens, characters, spans))
+            else:
+                n_too_long += 1
     if n_too_long:
-        how = "cut" if cut else "left out"
-        print(f"{n_too_long:,} conversations have more than --length {length} tokens and are {how}", flush=True)
-    if n_without_answer:
-        print(f"{n_without_answer:,} of them have no answer before the cut and are left out", flush=True)
+        print(f"{n_too_long:,} conversations have more than --length {length} tokens and are left out", flush=True)
     return found
 
 
@@ -130,11 +122,6 @@ def pieces(tokens, tokenizer, length):
     return found
 
 
-def has_targets(document):
-    _, targets = document
-    return bool((targets != IGNORED).any())
-
-
 def text_around_loss(document, tokenizer, n_tokens=20):
     """Of the first targets of a document that lie together, the text of up to `n_tokens`, and the text before them."""
     tokens, targets = document
@@ -149,58 +136,183 @@ def text_around_loss(document, tokenizer, n_tokens=20):
 
 # ---- conversations ------------------------------------------------------------------------------------------------
 
+# Other trainers obey these fields of a line. Here the messages say the same, or `tools`, or `chat_template_kwargs`.
+OBEYED_ELSEWHERE = {"audios", "completion", "documents", "enable_thinking", "functions", "images", "system", "text"}
+OBEYED_ELSEWHERE |= {"train", "videos", "weight"}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+USER = {"role": "user", "content": "Hi."}
+ANSWER = {"role": "assistant", "content": "Hi."}
+CALL = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {}}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "SAID", "name": "f", "tool_call_id": CALL["id"]}
+
 
 def texts_of(place, line, tokenizer):
-    """Pairs of a text and the spans of its characters that the assistant says; None for a text without turns."""
+    """Pairs of a text and the spans of its characters that are in the loss; None for a text without turns.
+
+    Raises DistributedError, which names the place, if the line cannot be read, or if a part of it would be ignored.
+    """
     try:
         record = json.loads(line)
         if not isinstance(record, dict):
             raise ValueError("it is no JSON object")
         if "messages" in record:
-            return conversation(record, tokenizer)
-        if "text" not in record:
-            raise ValueError(f"it has neither, but {', '.join(record) or 'nothing'}")
-        if not isinstance(record["text"], str):
-            raise TypeError("its text is no string")
-        return [(record["text"], None)]
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, jinja2.TemplateError) as failure:
-        cause = str(failure).partition("\n")[0][:200]
+            refuse_ignored(record, "messages")
+            found = conversation(record, tokenizer)
+        elif "text" in record:
+            refuse_ignored(record, "text")
+            if not isinstance(record["text"], str):
+                raise ValueError("its text is no string")
+            found = [(record["text"], None)]
+        else:
+            fields = ", ".join(record) or "nothing"
+            raise ValueError(f"it has neither, but {fields}: docs/recipes.md converts other formats")
+        for text, _ in found:
+            text.encode()  # JSON may contain half of a surrogate pair, which is no character
+        return found
+    except Exception as failure:  # a chat template is a program, and may raise anything
+        cause = str(failure).partition("\n")[0][:300]
         if type(failure) is not ValueError:  # ours say what is wrong
             cause = f"{type(failure).__name__}: {cause}"
         message = f'{place} is no {{"messages": [...]}} or {{"text": "..."}} that this model can read ({cause})'
         raise dist.DistributedError(message) from None
 
 
+def refuse_ignored(record, kind):
+    for field in sorted(OBEYED_ELSEWHERE & record.keys() - {kind}):
+        if record[field] not in (None, "", []):
+            raise ValueError(f"the field {field} beside its {kind} would be ignored")
+
+
 def conversation(record, tokenizer):
-    """Pairs of a text and the spans of its characters that the assistant says.
+    """Pairs of a text and the spans of its characters that are in the loss. Raises ValueError if a part is ignored."""
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template: give one by --chat-template, or use texts")
+    tools = parsed(record.get("tools")) or None
+    options = parsed(record.get("chat_template_kwargs")) or {}
+    render = functools.partial(tokenizer.apply_chat_template, tokenize=False, tools=tools, **options)
+    pairs = [normalized(message, tokenizer) for message in record["messages"]]
+    messages = [message for message, _ in pairs]
+    trained = [number for number, (_, is_trained) in enumerate(pairs) if is_trained]  # they are in the loss
+    if not trained:
+        raise ValueError("the assistant says nothing in it that is in the loss")
+    try:
+        refuse_hidden(messages[: trained[-1]], render)
+        return turns(messages, trained, render, special_tokens(tokenizer))
+    except jinja2.TemplateError as failure:
+        roles = ", ".join(role for role in ROLES if is_shown(role, render))
+        raise ValueError(f"{failure}; the chat template shows the roles {roles or None}") from None
+
+
+def parsed(value):
+    """Some files have JSON inside of JSON."""
+    if isinstance(value, str) and value:
+        return json.loads(value)
+    return value
+
+
+def normalized(message, tokenizer):
+    """The message as chat templates expect it, and whether its words are in the loss."""
+    message = {name: value for name, value in message.items() if value is not None}
+    role = message["role"]
+    is_trained = role == "assistant"
+    for name in ("weight", "train"):  # in the formats of OpenAI and of axolotl
+        value = message.pop(name, is_trained)
+        if value not in (0, 1) or value > is_trained:
+            raise ValueError(f"{name} {value} of the role {role}: it may be 0, or 1 for the assistant")
+        is_trained = bool(value)
+    for name in message.keys() - {"role", "content", "name", "tool_call_id"}:
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise ValueError(f"the chat template ignores {name} of the role {role}")
+    content = message.get("content", "")  # a message with calls may have none, but some chat templates need it
+    if isinstance(content, list):
+        for part in content:
+            if part["type"] != "text":
+                raise ValueError(f"its content has a part of the type {part['type']}, but only text is trained on")
+        content = "".join(part["text"] for part in content)
+    message["content"] = content
+    if not isinstance(content, str):
+        raise ValueError(f"the content of the role {role} is no string")
+    for call in message.get("tool_calls", []):
+        function = call.get("function", call)
+        function["arguments"] = parsed(function.get("arguments")) or {}
+        if not isinstance(function["arguments"], dict):
+            raise ValueError(f"the arguments of the tool call {function['name']} are no JSON object")
+    return message, is_trained
+
+
+def refuse_hidden(messages, render):
+    """Raise TemplateError if a message could say anything else, and the chat template would show the same."""
+    for number, message in enumerate(messages):
+        if message["role"] not in ("user", "assistant"):
+            other = {**message, "content": message["content"] + "x"}
+            if render([*messages[:number], other, *messages[number + 1 :]]) == render(messages):
+                raise jinja2.TemplateError(f"the chat template does not show what the role {message['role']} says")
+
+
+def is_shown(role, render):
+    """Does the chat template show what this role says, at the start or as an answer to the role before it?"""
+    message = {**RESULT, "role": role}
+    for messages in ([message, USER], [USER, message], [USER, CALLING, message]):
+        with contextlib.suppress(Exception):
+            if "SAID" in render(messages):
+                return True
+    return False
+
+
+def turns(messages, trained, render, special):
+    """Pairs of a text and the spans of its characters that are in the loss.
 
     The assistant's turn is the text after the prompt with which the model is asked for it. So any chat template will
     do, also one without {% generation %}. Some templates show an earlier turn in another way, for example without its
     thoughts. Then each turn becomes a text of its own.
     """
-    if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template: give one by --chat-template, or use texts")
-    render = functools.partial(tokenizer.apply_chat_template, tokenize=False, tools=record.get("tools"))
-    messages = record["messages"]
     found = []
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
+    for number in trained:
         if number == 0:
             raise ValueError("its first message is the assistant's, and answers nothing")
-        text = render(messages[: number + 1])
+        text = render(messages[: number + 1], add_generation_prompt=False)
         prompt = render(messages[:number], add_generation_prompt=True)
+        before = render(messages[:number], add_generation_prompt=False)
         start = n_common(text, prompt)  # not the whole prompt, if that also opens a thought
-        if start < len(render(messages[:number])):
+        if start < len(before):
             line = "the chat template shows the messages before an answer in another way once the answer follows"
             raise ValueError(f"{line}, so the answer cannot be located")
+        refuse_cut(messages[number], text[len(before) :])
+        if not text.rstrip().endswith(special):
+            text += end_of_answer(messages[number], render, special)
         spans = []
         if found and text.startswith(found[-1][0]):
             _, spans = found.pop()  # this text contains the one before
         found.append((text, [*spans, (start, len(text))]))
-    if not found:
-        raise ValueError("the assistant says nothing in it")
     return found
+
+
+def refuse_cut(message, shown):
+    """Raise ValueError if the chat template leaves out something that the assistant says. It may change white space."""
+    said = [value for name, value in message.items() if isinstance(value, str) and name not in ("role", "name")]
+    said += [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
+    for words in said:
+        if "".join(words.split()) not in "".join(shown.split()):
+            raise ValueError(f"the chat template does not show all that the assistant says: {words[:50]!r}")
+
+
+def end_of_answer(message, render, special):
+    """What follows an answer, up to a special token; "" if another text follows it.
+
+    Some chat templates end a turn only by the token with which the next one begins. Others leave out the end of the
+    last turn.
+    """
+    answer, following = ANSWER, USER
+    if "tool_calls" in message:
+        answer, following = CALLING, RESULT
+    text = render([USER, answer], add_generation_prompt=False)
+    longer = render([USER, answer, following], add_generation_prompt=False)
+    added = longer[n_common(text, longer) :]
+    for token in special:
+        if added.lstrip().startswith(token):
+            return added[: added.index(token) + len(token)]
+    return ""
 
 
 def n_common(first, second):
@@ -211,6 +323,12 @@ def n_common(first, second):
             break
         count += 1
     return count
+
+
+@functools.lru_cache(maxsize=1)
+def special_tokens(tokenizer):
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return tuple(sorted(tokens, key=len, reverse=True))  # one may begin with another one
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------------
@@ -259,31 +377,15 @@ def make_rows(lists, length):
     return rows
 
 
-def bigram_loss(rows, held_out, vocab_size):
-    """Nats per target of `held_out` if each one is guessed from the token before it, as `rows` have them."""
-
-    def pairs_of(rows):
-        in_loss = rows[:, TARGETS] != IGNORED
-        return rows[:, TOKENS][in_loss].long() * vocab_size + rows[:, TARGETS][in_loss]
-
-    counts = torch.bincount(pairs_of(rows), minlength=vocab_size**2).view(vocab_size, vocab_size)
-    unigrams = counts.sum(0) + 1
-    # A bigram that was not seen is guessed from its second token alone.
-    prior = 100 * unigrams / unigrams.sum()
-    probability = (counts + prior) / (counts.sum(1, keepdim=True) + 100)
-    return -probability.flatten()[pairs_of(held_out)].log().mean().item()
-
-
 # ---- the rows of a rank -------------------------------------------------------------------------------------------
 
 
 def broadcast_rows(rows):
     """Rank 0's rows on every rank, in the CPU's memory."""
-    group = dist.patient_group()
-    shape = dist.broadcast_object(None if rows is None else rows.shape, group=group)
+    shape = dist.broadcast_object(None if rows is None else rows.shape)
     if rows is None:
         rows = torch.empty(shape, dtype=torch.int32)
-    torch_dist.broadcast(rows, src=0, group=group)
+    torch_dist.broadcast(rows, src=0)
     return rows
 
 
@@ -320,19 +422,13 @@ def share_of(rows, numbers):
             yield on_device(rows[group[0]], in_loss=False)
 
 
-def global_batch(n_rows, batch_size, step, seed):
-    """The numbers of the rows of a step. They do not depend on the number of ranks."""
+def order_of(n_rows, n, seed):
+    """The numbers of the next `n` rows: epoch after epoch, each in an order of its own, on any number of ranks."""
     numbers = []
-    for position in range(step * batch_size, (step + 1) * batch_size):
-        epoch, place = divmod(position, n_rows)
-        numbers.append(order_of(n_rows, seed, epoch)[place])
-    return numbers
-
-
-@functools.lru_cache(maxsize=2)
-def order_of(n_rows, seed, epoch):
-    generator = torch.Generator().manual_seed(seed + epoch)
-    return torch.randperm(n_rows, generator=generator).tolist()
+    while len(numbers) < n:
+        generator = torch.Generator().manual_seed(seed + len(numbers) // n_rows)
+        numbers += torch.randperm(n_rows, generator=generator).tolist()
+    return numbers[:n]
 
 
 # ---- conversations that need no network ---------------------------------------------------------------------------

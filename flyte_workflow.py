@@ -39,6 +39,7 @@ import mnist_DDP
 import options
 import spawn
 import tracking
+import watch
 from mnist_DDP import Hyperparameters
 
 # pyflyte removes this folder from sys.path after it has imported this file, but the started processes need it.
@@ -50,7 +51,7 @@ dataclass_json(Hyperparameters, undefined=Undefined.RAISE)
 NODES = 2  # machines of the elastic task
 GPUS = 2  # GPUs per machine, with one process each
 
-MODULES = (mnist_DDP, mnist, tracking, checkpoint, dist, spawn, options)
+MODULES = (mnist_DDP, mnist, tracking, checkpoint, dist, spawn, options, watch)
 SOURCES = [__file__, *(module.__file__ for module in MODULES)]
 
 
@@ -81,7 +82,9 @@ class TrainingOutputs(NamedTuple):
 def train(hp):
     """Train in one process per GPU, or in GPUS processes if there is no GPU."""
     folder = Path(current_context().working_directory)
-    processes = torch.cuda.device_count() or GPUS
+    processes = None  # the elastic agent has started them
+    if not dist.is_launched():
+        processes = torch.cuda.device_count() or GPUS
     dist.launch(mnist_DDP.main_worker, hp, str(folder), nprocs=processes)
     if not dist.is_primary():  # under the elastic agent every process comes here, and rank 0 returns the outputs
         return None

@@ -7,9 +7,11 @@
         fully_shard(layer)
     fully_shard(model)
     hub.fill(model, whole)                              # rank 0 has the `whole` model; the other ranks pass None
-    ...                                                 # with add_lora above, `whole` needs add_lora too
-    hub.save_model(model, tokenizer, config, "folder")  # transformers.AutoModelForCausalLM.from_pretrained("folder")
-    hub.save_adapters(model, tokenizer, "folder", base="Qwen/Qwen3-8B")  # peft.PeftModel.from_pretrained(base, …)
+                                                        # with add_lora above, `whole` needs add_lora too
+    hub.begin("folder", tokenizer, frame)               # the `frame` is the model without weights; None for adapters
+    ...
+    hub.save_model(model, frame, "folder")              # transformers.AutoModelForCausalLM.from_pretrained("folder")
+    hub.save_adapters(model, "folder", base="Qwen/Qwen3-8B")  # peft.PeftModel.from_pretrained(base, …)
 
 Only rank 0 reads and writes files. It needs one whole model in the CPU's memory to write it. To read one it needs less,
 because safetensors maps the files into memory, and no rank ever holds a whole model on its device.
@@ -24,7 +26,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -32,6 +34,41 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 import distributed as dist
+
+# ---- errors of one line --------------------------------------------------------------------------------------------
+
+ADVICE = {  # on errors of transformers that name an argument of its own
+    "attn_implementation": "use --attention eager",
+    "trust_remote_code": "this script runs no code from a model's folder",
+}
+
+
+@contextlib.contextmanager
+def one_line(what):
+    """Turn what transformers raises, which may be anything, into a DistributedError."""
+    try:
+        yield
+    except dist.DistributedError:
+        raise
+    except Exception as failure:
+        cause = str(failure).strip().partition("\n")[0] or type(failure).__name__
+        for argument, advice in ADVICE.items():
+            if argument in str(failure):
+                cause = f"{cause.partition('. ')[0]}: {advice}"
+        raise dist.DistributedError(f"{what}: {cause}") from None
+
+
+def on_rank_0(function, *args):
+    """Call `function` on rank 0, and return its result there. A DistributedError is raised on every rank."""
+    result = error = None
+    if dist.is_primary():
+        try:
+            result = function(*args)
+        except dist.DistributedError as failure:
+            error = str(failure)
+    dist.raise_on_all(error)
+    return result
+
 
 # ---- read ---------------------------------------------------------------------------------------------------------
 
@@ -52,28 +89,42 @@ def layers_of(model):
     return layers
 
 
-def build_model(config, dtype, attention="sdpa"):
-    """An untrained model. Under torch.device("meta") it needs no memory.
-
-    `attention` is a name that transformers knows: "sdpa", "eager", "flex_attention", "flash_attention_2".
-    """
+def build_model(config, dtype):
+    """An untrained model. Under torch.device("meta") it needs no memory. Its attention is the one of `config`."""
     config = copy.deepcopy(config)  # from_config writes the type into it
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    vars(config).pop("quantization_config", None)  # what is built and written here is not quantized
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.tie_weights()  # transformers 5.0 does not tie weights on "meta"
     return model
 
 
-def load_model(name, config, attention="sdpa"):
-    """The whole model of a folder, or of a name on the Hub, on the CPU, in the type of its files.
+def load_tokenizer_and_config(name, attention):
+    """Of a folder, or of a name on the Hub.
 
-    Raises OSError, ValueError or ImportError if it cannot be loaded, also if its files lack some weights.
+    `attention` is a name that transformers knows: "sdpa", "eager", "flex_attention", "flash_attention_2".
     """
+    if Path(name, "adapter_config.json").exists():
+        raise ValueError("it holds adapters: merge them into their model first, by merge_and_unload of PEFT")
+    config = transformers.AutoConfig.from_pretrained(name, attn_implementation=attention, trust_remote_code=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    if not tokenizer.is_fast:
+        raise ValueError("its tokenizer is not a fast one, which knows at which character a token starts")
+    return tokenizer, config
+
+
+def load_model(name, config):
+    """The whole model of a folder, or of a name on the Hub, on the CPU, in the type of its files."""
+    for file in sorted(Path(name).glob("*.safetensors")):
+        with one_line(f"--model {file}"):
+            safe_open(file, framework="pt")  # raises if a part of the file is missing
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        name, config=copy.deepcopy(config), dtype="auto", attn_implementation=attention, output_loading_info=True
+        name, config=copy.deepcopy(config), dtype="auto", output_loading_info=True, trust_remote_code=False
     )
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(f"its files lack {len(missing)} weights, such as {missing[0]}")
+    if getattr(model, "is_quantized", False):
+        raise ValueError("its weights are quantized, and cannot be trained")
     return model
 
 
@@ -81,12 +132,8 @@ def fill(model, whole):
     """Give the sharded `model`, made on "meta", the values of rank 0's `whole` model. The others pass None.
 
     Rank 0 sends one tensor after the other, and each rank keeps its shards. Every rank must call it. Raises
-    DistributedError on every rank if `whole` and `model` differ in their names or shapes.
+    RuntimeError if `whole` and `model` differ in their names or shapes.
     """
-    error = None
-    if dist.is_primary():
-        error = _difference(model, whole)
-    dist.raise_on_all(error)
     model.to_empty(device=dist.get_device())
     weights = {}
     if dist.is_primary():
@@ -94,26 +141,10 @@ def fill(model, whole):
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
     # Some buffers are in no state_dict, such as the frequencies of rotary positions.
-    generation_config = None
     if dist.is_primary():
-        generation_config = whole.generation_config
         for buffer, source in zip(model.buffers(), whole.buffers(), strict=True):
             buffer.copy_(source)
     dist.sync_params(model.buffers())
-    model.generation_config = dist.broadcast_object(generation_config)  # says which tokens end an answer
-
-
-def _difference(model, whole):
-    """An error message if the two models have other parameters or buffers; None if they have the same."""
-    shapes = []
-    for either in (model, whole):
-        named = [*either.named_parameters(), *either.named_buffers()]
-        shapes.append({name: tuple(tensor.shape) for name, tensor in named})
-    for name in shapes[0] | shapes[1]:
-        here, there = shapes[0].get(name), shapes[1].get(name)
-        if here != there:
-            return f"hub.fill: {name} has the shape {here} in the sharded model, and {there} in the whole one"
-    return None
 
 
 # ---- use ----------------------------------------------------------------------------------------------------------
@@ -146,7 +177,7 @@ def check_packing(model, length):
     leak = (packed - behind_other).norm() / size  # nothing, but experts may round otherwise
     shift = (packed - alone).norm() / size  # rounding in bfloat16 gives 0.01
     if not (leak < 0.002 and shift < 0.1):
-        name = type(model).__name__
+        name = type(model).__name__.removeprefix("FSDP")
         attention = model.config._attn_implementation
         line = f"{name} with --attention {attention} does not keep packed documents apart: use --pad"
         raise dist.DistributedError(line, on_all_ranks=True)
@@ -241,11 +272,35 @@ def gathered(tensor):
     return tensor
 
 
-def save_model(model, tokenizer, config, folder):
-    """Write what `from_pretrained` of transformers loads, in the type `config.dtype`. Adapters are merged.
+def begin(folder, tokenizer, frame=None):
+    """Before training, write a result without its weights to `folder`/.incomplete: what cannot be written fails here.
 
-    Rank 0, which alone needs the `tokenizer`, collects the weights in the CPU's memory. Raises DistributedError on
-    every rank if it cannot write.
+    `frame` is the model to be written, on "meta" and in the type of the result; None for adapters. Every rank must call
+    it, and rank 0 alone needs the tokenizer. Raises DistributedError on every rank if it cannot write, or if `folder`
+    has a result of the other kind, which would be loaded together with this one.
+    """
+
+    def write():
+        if frame is None and Path(folder, "config.json").exists():
+            raise dist.DistributedError(f"{folder} holds a whole model: choose another folder for the adapters")
+        if frame is not None and Path(folder, "adapter_config.json").exists():
+            line = f"{folder} holds adapters, which would be added to the model: choose another folder"
+            raise dist.DistributedError(line)
+        temporary = Path(folder, ".incomplete")
+        with one_line(f"cannot write {folder}"):
+            shutil.rmtree(temporary, ignore_errors=True)
+            tokenizer.save_pretrained(temporary)
+            if frame is not None:
+                frame.save_pretrained(temporary, state_dict={})
+
+    on_rank_0(write)
+
+
+def save_model(model, frame, folder):
+    """Complete what `begin` has begun, so that `from_pretrained` of transformers loads it. Adapters are merged.
+
+    Rank 0 collects the weights in the CPU's memory, in the type of `frame`. Raises DistributedError on every rank if it
+    cannot write.
     """
     modules = dict(model.named_modules())
     weights = {}
@@ -256,22 +311,18 @@ def save_model(model, tokenizer, config, folder):
         seen.add(id(param))
         tensor = param.detach()
         if tensor.is_floating_point():  # a buffer may hold whole numbers
-            tensor = tensor.to(config.dtype)
+            tensor = tensor.to(frame.dtype)
         tensor = gathered(tensor)
         module = modules[name.rpartition(".")[0]]
         if hasattr(module, "lora_scale") and param is module.weight:
-            tensor = (tensor + change_by_lora(module)).to(config.dtype)
+            tensor = (tensor + change_by_lora(module)).to(frame.dtype)
         if dist.is_primary():
             weights[name] = tensor.cpu()
 
     def write(temporary):
-        with torch.device("meta"):
-            frame = build_model(config, config.dtype)
-        frame.generation_config = model.generation_config
         frame.save_pretrained(temporary, state_dict=weights, max_shard_size="5GB")
-        tokenizer.save_pretrained(temporary)
 
-    write_folder(folder, write, adapters=False)
+    on_rank_0(complete, folder, write, "model*.safetensors*", "config.json")
 
 
 def change_by_lora(linear):
@@ -282,8 +333,8 @@ def change_by_lora(linear):
     return change
 
 
-def save_adapters(model, tokenizer, folder, base):
-    """Write the adapters alone, as PEFT loads them beside the model that is named `base`. See `save_model`."""
+def save_adapters(model, folder, base):
+    """Complete what `begin` has begun, as PEFT loads it beside the model that is named `base`. See `save_model`."""
     adapted = adapted_layers(model)
     linear = next(iter(adapted.values()))
     rank = linear.lora_A.out_features
@@ -304,59 +355,25 @@ def save_adapters(model, tokenizer, folder, base):
     def write(temporary):
         save_file(weights, Path(temporary, "adapter_model.safetensors"), metadata={"format": "pt"})
         Path(temporary, "adapter_config.json").write_text(json.dumps(adapter_config, indent=2) + "\n")
-        tokenizer.save_pretrained(temporary)
 
-    write_folder(folder, write, adapters=True)
-
-
-def mixture_problem(folder, adapters):
-    """An error message if `folder` has a result of the other kind, which would be loaded together with this one."""
-    if adapters and Path(folder, "config.json").exists():
-        return f"{folder} holds a whole model: choose another folder for the adapters"
-    if not adapters and Path(folder, "adapter_config.json").exists():
-        return f"{folder} holds adapters, which would be added to the model: choose another folder"
-    return None
+    on_rank_0(complete, folder, write, "adapter_model*.safetensors*", "adapter_config.json")
 
 
-def write_folder(folder, write, adapters):
-    """On rank 0, call `write(path)` with a new folder, and move the files that it has written there to `folder`.
+def complete(folder, write, weights, last):
+    """Call `write(path)` with the folder that `begin` has made, and move all of its files to `folder`.
 
     The file named `last` is removed first and moved last. Nothing loads the folder without it, so a kill at any moment
     leaves a complete result or none. The weights and the chat template of an older result are removed.
     """
-    weights = "model*.safetensors*"
-    last = "config.json"
-    if adapters:
-        weights = "adapter_model*.safetensors*"
-        last = "adapter_config.json"
-    error = None
-    if dist.is_primary():
-        error = mixture_problem(folder, adapters)
-    if dist.is_primary() and not error:
-        temporary = Path(folder, ".incomplete")
-        try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            write(temporary)
-            for path in temporary.rglob("*"):
-                if path.is_file():  # a tokenizer may write a folder of templates
-                    flush_to_disk(path)
-            Path(folder, last).unlink(missing_ok=True)
-            for path in [*Path(folder).glob(weights), *Path(folder).glob("chat_template*")]:
-                path.unlink()  # the tokenizer may have no chat template now
-            for path in sorted(temporary.iterdir(), key=lambda path: path.name == last):
-                target = Path(folder, path.name)
-                if target.is_dir():
-                    shutil.rmtree(target)
-                os.replace(path, target)
-            temporary.rmdir()
-        except (OSError, SafetensorError, ValueError) as failure:
-            shutil.rmtree(temporary, ignore_errors=True)
-            cause = str(failure).partition("\n")[0]
-            error = f"cannot write {folder}: {cause}"
-    dist.raise_on_all(error, dist.patient_group())  # the other ranks wait for a long write
-
-
-def flush_to_disk(path):
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    temporary = Path(folder, ".incomplete")
+    with one_line(f"cannot write {folder}"):
+        write(temporary)
+        Path(folder, last).unlink(missing_ok=True)
+        for path in [*Path(folder).glob(weights), *Path(folder).glob("chat_template*")]:
+            path.unlink()  # the tokenizer may have no chat template now
+        for path in sorted(temporary.iterdir(), key=lambda path: path.name == last):
+            target = Path(folder, path.name)
+            if target.is_dir():
+                shutil.rmtree(target)
+            os.replace(path, target)
+        temporary.rmdir()

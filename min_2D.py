@@ -33,57 +33,24 @@ No process ever holds the whole model: it is built without memory, on the device
     python min_2D.py --nproc 1 --checkpoint-dir runs/2d --steps 600     # resumes on another mesh, here in one process
 
 The second prints `parameters held: 120,128 of 478,720 (0.251)`. Each checkpoint is a folder `step-N` in
---checkpoint-dir. With --keep 3 older ones are deleted. A run that gets SIGTERM from torchrun or a scheduler saves one
-before it exits. Load only checkpoints that you trust.
+--checkpoint-dir. With --keep 3 older ones are deleted. Load only checkpoints that you trust.
 """
 
 import functools
+import logging
+import warnings
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint as recompute
 
-import checkpoint
 import distributed as dist
 import gpt
 import options
-
-
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
-    gpt.add_bf16_option(parser)
-    count = options.whole_number(1)
-    parser.add_argument("--replicate", type=count, default=1, help="replicas of the model")
-    parser.add_argument(
-        "--shard", type=count, help="processes that shard each replica (default: all remaining processes)"
-    )
-    parser.add_argument("--tensor", type=count, default=1, help="processes that split the work of each layer")
-    parser.add_argument("--checkpoint-activations", action="store_true", help="recompute blocks to save memory")
-    parser.add_argument(
-        "--checkpoint-dir", type=options.path, help="save checkpoints in this folder, and resume from the newest"
-    )
-    parser.add_argument("--save-every", type=count, default=100, help="save a checkpoint every N steps", metavar="N")
-    parser.add_argument("--keep", type=count, help="keep only the newest N checkpoints (default: all)", metavar="N")
-    args = parser.parse_args()
-    parser.refuse_without(args, "checkpoint_dir", "save_every", "keep")
-
-    if args.bf16 and args.nproc == 1:
-        parser.error("argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)")
-    parser.require_multiple(args, "nproc", args.replicate * args.tensor, "--replicate x --tensor")
-    remaining = args.nproc // (args.replicate * args.tensor)
-    if args.shard is None:
-        args.shard = remaining
-    if args.shard != remaining:
-        parser.error(f"argument --shard: {args.shard} is not {remaining}, --nproc / (--replicate x --tensor)")
-    shares = (args.replicate * args.shard, "--replicate x --shard")
-    parts = (args.tensor, "--tensor")
-    gpt.check_model_options(parser, args, batch=shares, heads=parts, length=parts)
-    if args.checkpoint_dir:
-        checkpoint.check_writable("--checkpoint-dir", args.checkpoint_dir)
-    return args
+import sharded
 
 
 def parallelize(model, args):
@@ -96,8 +63,8 @@ def parallelize(model, args):
     shape = (args.replicate, args.shard, args.tensor)
     mesh = init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
     if args.tensor > 1:
-        gpt.split_layers(model, mesh["tensor"])
-        gpt.silence_false_alarms()
+        split_layers(model, mesh["tensor"])
+        silence_false_alarms()
     fsdp_mesh = mesh["shard"]
     if args.replicate > 1:
         fsdp_mesh = mesh["replicate", "shard"]  # HSDP: along its first dimension FSDP averages gradients, as DDP does
@@ -110,14 +77,29 @@ def parallelize(model, args):
     fully_shard(model, mesh=fsdp_mesh, mp_policy=policy)  # the rest: embeddings, last norm and head
 
 
-def recompute_in_backward(block):
-    """Let `block` keep only its input for backward, and recompute everything else there."""
-    forward = block.forward
+def split_layers(model, mesh):
+    """Split the layers of a GPT, or of a pipeline's stage of it, in place over the processes of `mesh`.
 
-    def forward_without_saving(x):
-        return recompute(forward, x, use_reentrant=False)
-
-    block.forward = forward_without_saving
+    Between the split layers features are split along the sequence, which is dimension 1. The plan names every
+    parameter, in the norms too: the norm of the gradients needs DTensors of one mesh.
+    """
+    sequence = Shard(1)
+    plan = {
+        "blocks.*.norm1": SequenceParallel(),
+        "blocks.*.attention.qkv": ColwiseParallel(input_layouts=sequence),  # a slice is whole heads: see Attention
+        "blocks.*.attention.out": RowwiseParallel(output_layouts=sequence),
+        "blocks.*.norm2": SequenceParallel(),
+        "blocks.*.mlp.up": ColwiseParallel(input_layouts=sequence),
+        "blocks.*.mlp.down": RowwiseParallel(output_layouts=sequence),
+    }
+    if hasattr(model, "token"):  # the first stage
+        plan["token"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence)
+        # It has no batch dimension.
+        plan["position"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
+    if hasattr(model, "head"):  # the last stage
+        plan["norm"] = SequenceParallel()
+        plan["head"] = ColwiseParallel(input_layouts=sequence, output_layouts=Replicate())
+    parallelize_module(model, mesh, plan)
 
 
 def local_loss(model, x, y):
@@ -129,9 +111,8 @@ def train(model, optimizer, text, held_out, args):
     """Returns the losses over all processes of all steps since the newest checkpoint."""
     first_step = 0
     if args.checkpoint_dir:
-        settings = checkpoint.Settings(gpt.settings_of(args))
-        first_step = checkpoint.load_sharded(args.checkpoint_dir, model, optimizer, settings=settings)
-        preemption = checkpoint.Preemption()
+        settings = gpt.settings_of(args)
+        first_step = sharded.load(args.checkpoint_dir, model, optimizer, settings=settings)
     # Tensor neighbours, whose ranks are consecutive, take the same share of the batch.
     share = (dist.get_rank() // args.tensor, args.replicate * args.shard)
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, first_step, share)
@@ -144,14 +125,61 @@ def train(model, optimizer, text, held_out, args):
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         progress(loss)
-        if args.checkpoint_dir:
-            preempted = preemption.agreed()  # has any process received SIGTERM?
-            if preempted or progress.step % args.save_every == 0 or progress.step == args.steps:
-                where = {"step": progress.step, "keep": args.keep, "settings": settings}
-                checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, **where)
-            if preempted:
-                preemption.leave()
+        if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
+            sharded.save(args.checkpoint_dir, model, optimizer, progress.step, settings=settings, keep=args.keep)
     return progress.losses[first_step:]
+
+
+def recompute_in_backward(block):
+    """Let `block` keep only its input for backward, and recompute everything else there."""
+    forward = block.forward
+
+    def forward_without_saving(x):
+        return recompute(forward, x, use_reentrant=False)
+
+    block.forward = forward_without_saving
+
+
+def silence_false_alarms():
+    """Two warnings that torch 2.15 gives when FSDP and tensor parallelism meet. Neither applies here."""
+    # The logits are a view. To edit them in place would be wrong, and nothing here does.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+    # The norm of all gradients is one number, summed in one all-reduce per mesh dimension, where one could do.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser)
+    parser.add_argument("--bf16", action="store_true", help="gather and compute in bfloat16")
+    count = options.whole_number(1)
+    parser.add_argument("--replicate", type=count, default=1, help="replicas of the model")
+    parser.add_argument(
+        "--shard", type=count, help="processes that shard each replica (default: all remaining processes)"
+    )
+    parser.add_argument("--tensor", type=count, default=1, help="processes that split the work of each layer")
+    parser.add_argument("--checkpoint-activations", action="store_true", help="recompute blocks to save memory")
+    parser.add_argument("--checkpoint-dir", help="save checkpoints in this folder, and resume from the newest")
+    parser.add_argument("--save-every", type=count, default=100, help="steps between checkpoints")
+    parser.add_argument("--keep", type=count, help="checkpoints to keep (default: all)")
+    args = parser.parse_args()
+
+    if args.bf16 and args.nproc == 1:
+        parser.error("argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)")
+    remaining, rest = divmod(args.nproc, args.replicate * args.tensor)
+    if rest:
+        product = args.replicate * args.tensor
+        parser.error(f"argument --nproc: {args.nproc} is not a multiple of {product}, --replicate x --tensor")
+    if args.shard is None:
+        args.shard = remaining
+    if args.shard != remaining:
+        parser.error(f"argument --shard: {args.shard} is not {remaining}, --nproc / (--replicate x --tensor)")
+    shares = (args.replicate * args.shard, "--replicate x --shard")
+    parts = (args.tensor, "--tensor")
+    gpt.check_model_options(parser, args, batch=shares, heads=parts, length=parts)
+    if args.checkpoint_dir is not None:
+        sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
+    return args
 
 
 def main_worker(local_rank, world_size, args):

@@ -45,8 +45,7 @@ No process ever holds the whole model: it is built without memory, on the device
     python min_3D.py --nproc 1 --checkpoint-dir runs/3d --steps 800    # resumes on another mesh, here in one process
 
 The first prints `parameters held: 111,808 of 875,264 (0.128)` for the process that holds most. Each checkpoint is a
-folder `step-N` in --checkpoint-dir. With --keep 3 older ones are deleted. A run that gets SIGTERM from torchrun or a
-scheduler saves one before it exits. Load only checkpoints that you trust.
+folder `step-N` in --checkpoint-dir. With --keep 3 older ones are deleted. Load only checkpoints that you trust.
 """
 
 import math
@@ -58,40 +57,12 @@ from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
 
-import checkpoint
 import distributed as dist
 import gpt
 import options
-
-
-def parse_args():
-    parser = options.ArgumentParser(__doc__, conflict_handler="resolve")  # allows another --layers
-    gpt.add_model_options(parser)
-    gpt.add_bf16_option(parser)
-    count = options.whole_number(1)
-    parser.add_argument("--layers", type=count, help="blocks of attention and MLP (default: 4, or one per stage)")
-    parser.add_argument("--stages", type=count, help="processes of a pipeline (default: 2 if possible)")
-    parser.add_argument(
-        "--shard", type=count, help="processes that shard a stage and the batch (default: all remaining processes)"
-    )
-    parser.add_argument("--tensor", type=count, help="processes that split each layer (default: 2 if possible)")
-    parser.add_argument(
-        "--schedule",
-        choices=("1F1B", "Interleaved1F1B"),
-        default="1F1B",
-        help="order of forwards and backwards; Interleaved1F1B has two stages per process and a smaller bubble",
-    )
-    parser.add_argument("--micro-batches", type=count, help="parts of a pipeline's batch (default: 8, or what fits)")
-    parser.add_argument(
-        "--checkpoint-dir", type=options.path, help="save checkpoints in this folder, and resume from the newest"
-    )
-    parser.add_argument("--save-every", type=count, default=100, help="save a checkpoint every N steps", metavar="N")
-    parser.add_argument("--keep", type=count, help="keep only the newest N checkpoints (default: all)", metavar="N")
-    parser.set_defaults(steps=600)
-    args = parser.parse_args()
-    parser.refuse_without(args, "checkpoint_dir", "save_every", "keep")
-    check_options(parser, args)
-    return args
+import sharded
+from min_2D import silence_false_alarms, split_layers
+from min_PP import Stage
 
 
 def parallelize(stage, mesh, args):
@@ -99,7 +70,7 @@ def parallelize(stage, mesh, args):
     if mesh["tensor"].size() > 1:
         # Between the split layers a process has only its part of the sequence, so it also sends only that part to the
         # next stage.
-        gpt.split_layers(stage, mesh["tensor"])
+        split_layers(stage, mesh["tensor"])
     policy = MixedPrecisionPolicy()
     if args.bf16:  # activations travel in bfloat16 too
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -120,12 +91,7 @@ class Pipeline:
     def __init__(self, model, args):
         device = dist.get_device()
         shape = (args.stages, args.shard, args.tensor)
-        self.mesh = init_device_mesh(
-            device.type,
-            shape,
-            mesh_dim_names=("stage", "shard", "tensor"),
-            backend_override=dist.pipeline_backend("stage"),
-        )
+        self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("stage", "shard", "tensor"))
         self.group = self.mesh.get_group("stage")
         self.rank = self.mesh.get_local_rank("stage")
         # Tensor neighbours take the same share of the global batch.
@@ -196,31 +162,6 @@ class Pipeline:
             work.wait()
 
 
-class Stage(nn.Module):
-    """Blocks `first` to `last` - 1 of a GPT. The first stage has its embeddings too, the last one its head."""
-
-    def __init__(self, model, first, last):
-        super().__init__()
-        self.is_first = first == 0
-        self.is_last = last == len(model.blocks)
-        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in range(first, last)})  # names as in the GPT
-        if self.is_first:
-            self.token = model.token
-            self.position = model.position
-        if self.is_last:
-            self.norm = model.norm
-            self.head = model.head
-
-    def forward(self, x):
-        if self.is_first:
-            x = self.token(x) + self.position(torch.arange(x.shape[1], device=x.device))
-        for block in self.blocks.values():
-            x = block(x)
-        if self.is_last:
-            x = self.head(self.norm(x))
-        return x
-
-
 def merge(stages):
     """One module with the layers of all `stages`, under their names in the whole GPT.
 
@@ -257,9 +198,8 @@ def train(pipeline, optimizer, text, held_out, args):
     """Returns the losses over all processes of all steps since the newest checkpoint."""
     first_step = 0
     if args.checkpoint_dir:
-        settings = checkpoint.Settings(gpt.settings_of(args))
-        first_step = checkpoint.load_sharded(args.checkpoint_dir, pipeline.module, optimizer, settings=settings)
-        preemption = checkpoint.Preemption()
+        settings = gpt.settings_of(args)
+        first_step = sharded.load(args.checkpoint_dir, pipeline.module, optimizer, settings=settings)
     progress = gpt.Progress(pipeline.evaluate, text, held_out, args, first_step, pipeline.share)
     for step in range(first_step, args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), pipeline.share)
@@ -275,15 +215,37 @@ def train(pipeline, optimizer, text, held_out, args):
             clip_gradients(pipeline, args.clip)
         optimizer.step()
         progress(pipeline.local_loss(losses))
-        if args.checkpoint_dir:
-            preempted = preemption.agreed()  # has any process received SIGTERM?
-            if preempted or progress.step % args.save_every == 0 or progress.step == args.steps:
-                model = pipeline.module
-                where = {"step": progress.step, "keep": args.keep, "settings": settings}
-                checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, **where)
-            if preempted:
-                preemption.leave()
+        if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
+            sharded.save(
+                args.checkpoint_dir, pipeline.module, optimizer, progress.step, settings=settings, keep=args.keep
+            )
     return progress.losses[first_step:]
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser)
+    parser.add_argument("--bf16", action="store_true", help="gather, compute and send activations in bfloat16")
+    count = options.whole_number(1)
+    parser.add_argument("--stages", type=count, help="processes of a pipeline (default: 2 if possible)")
+    parser.add_argument(
+        "--shard", type=count, help="processes that shard a stage and the batch (default: all remaining processes)"
+    )
+    parser.add_argument("--tensor", type=count, help="processes that split each layer (default: 2 if possible)")
+    parser.add_argument(
+        "--schedule",
+        choices=("1F1B", "Interleaved1F1B"),
+        default="1F1B",
+        help="order of forwards and backwards; Interleaved1F1B has two stages per process and a smaller bubble",
+    )
+    parser.add_argument("--micro-batches", type=count, help="parts of a pipeline's batch (default: 8, or what fits)")
+    parser.add_argument("--checkpoint-dir", help="save checkpoints in this folder, and resume from the newest")
+    parser.add_argument("--save-every", type=count, default=100, help="steps between checkpoints")
+    parser.add_argument("--keep", type=count, help="checkpoints to keep (default: all)")
+    parser.set_defaults(steps=600, layers=None)  # 4 blocks, or one per stage
+    args = parser.parse_args()
+    check_options(parser, args)
+    return args
 
 
 def count_stages(args):
@@ -299,8 +261,9 @@ def check_options(parser, args):
     for size in (args.stages, args.shard, args.tensor):
         if size is not None:
             given *= size
-    parser.require_multiple(args, "nproc", given, "--stages x --shard x --tensor")
-    remaining = args.nproc // given
+    remaining, rest = divmod(args.nproc, given)
+    if rest:
+        parser.error(f"argument --nproc: {args.nproc} is not a multiple of {given}, --stages x --shard x --tensor")
     if args.stages is None:
         args.stages = 2 if remaining % 2 == 0 else 1
         remaining //= args.stages
@@ -326,13 +289,13 @@ def check_options(parser, args):
     if args.schedule == "1F1B" and args.micro_batches < n_stages:
         line = f"{args.micro_batches} is less than {n_stages}, the stages of 1F1B"
         parser.error(f"argument --micro-batches: {line}")
-    if args.schedule == "Interleaved1F1B":
-        parser.require_multiple(args, "micro_batches", args.stages, "--stages")
+    if args.schedule == "Interleaved1F1B" and args.micro_batches % args.stages:
+        parser.error(f"argument --micro-batches: {args.micro_batches} is not a multiple of {args.stages}, --stages")
     shares = (args.micro_batches * args.shard, "--micro-batches x --shard")
     parts = (args.tensor, "--tensor")
     gpt.check_model_options(parser, args, batch=shares, heads=parts, length=parts)
-    if args.checkpoint_dir:
-        checkpoint.check_writable("--checkpoint-dir", args.checkpoint_dir)
+    if args.checkpoint_dir is not None:
+        sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
 
 
 def main_worker(local_rank, world_size, args):
@@ -340,7 +303,7 @@ def main_worker(local_rank, world_size, args):
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     if not dist.is_dist_avail_and_initialized():  # PipelineStage needs a process group, in one process too
         torch_dist.init_process_group(store=torch_dist.HashStore(), rank=0, world_size=1)
-    gpt.silence_false_alarms()
+    silence_false_alarms()
     text, held_out = gpt.load_text()
     mesh = f"stages {args.stages} x shard {args.shard} x tensor {args.tensor}"
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {mesh}, {args.schedule}")

@@ -29,67 +29,39 @@ ring reduces a bucket as soon as its last gradient is there, while backward comp
 Each hop must wait for the hop before. On the CPU a thread does this waiting. On a GPU the hops are enqueued on a second
 stream, and the host does not wait. PyTorch's DDP does the same in C++ (arXiv:2006.15704): its reducer starts one
 asynchronous all-reduce per bucket. NCCL runs it on a stream of its own, and gloo in threads of its own. The default
-size of DDP's buckets is 25 MB. Here it is 0.5 MB, because all gradients of this small model take 1.9 MB.
+size of DDP's buckets is 25 MB. Here it is 0.5 MB, because all gradients of this small model take 1.9 MB. Begin to read
+at `ring_all_reduce`, and continue with `RingDDP.on_gradient`.
 
 Read this script to learn what DDP does. To train, choose min_DDP.py: DDP needs no wait() in the loop, and it also keeps
-buffers equal, such as BatchNorm's. `--library` trains with PyTorch's DDP, to compare. `--compress bf16` sends gradients
-as bfloat16, and rounds a chunk in each of N-1 hops, so the error grows with N. With `--library`, `--compress powersgd`
-sends them as low-rank matrices (arXiv:1905.13727).
+buffers equal, such as BatchNorm's. Here every parameter needs a gradient in each step, and all have one type.
+`--compress bf16` sends gradients as bfloat16, and rounds a chunk in each of N-1 hops, so the error grows with N.
 
 Cost per process, for P float32 parameters on N processes: 16·P bytes (parameters 4, buckets of gradients 4, AdamW 8),
 and during backward the gradients of a bucket that is not complete yet. With `--accumulate` these are all gradients,
 4·P bytes more. Each step sends 2·(N-1)/N · 4·P bytes, and half as many with `--compress bf16`.
 
-    python min_AllReduce.py --nproc 2                                  # two processes; without --nproc, all GPUs
-    python min_AllReduce.py --nproc 2 --bucket-mb 0                    # each parameter is a bucket of its own
-    python min_AllReduce.py --nproc 2 --library --compress powersgd    # PyTorch's DDP with compressed gradients
+    python min_AllReduce.py --nproc 2                    # two processes; without --nproc, all GPUs
+    python min_AllReduce.py --nproc 2 --bucket-mb 0      # each parameter is a bucket of its own
+    torchrun --standalone --nproc-per-node 2 min_AllReduce.py
 
 The last line of the first command is `sent per step: 1,914,880 bytes, 1.000 of the gradients | buckets: 4 |
 communication: 24.8 ms, 51 % of it in backward`. If a process waits in a hop for a slower one, this counts as
-communication.
+communication. On a GPU the line ends after the number of buckets.
 """
 
-import collections
 import contextlib
 import functools
 import queue
 import threading
 import time
-import weakref
 
 import torch
 import torch.distributed as torch_dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import distributed as dist
 import gpt
 import options
-
-
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
-    parser.add_argument(
-        "--bucket-mb", type=options.number(0), default=0.5, help="megabytes of gradients that are reduced together"
-    )
-    parser.add_argument("--accumulate", type=options.whole_number(1), default=1, help="micro-batches per step")
-    parser.add_argument(
-        "--compress",
-        type=options.one_of("none", "bf16", "powersgd"),
-        default="none",
-        help="send gradients as bfloat16, or as low-rank matrices (with --library): none, bf16 or powersgd",
-    )
-    parser.add_argument("--library", action="store_true", help="train with PyTorch's DDP instead, to compare")
-    args = parser.parse_args()
-    if args.compress == "powersgd" and not args.library:
-        parser.error("argument --compress: powersgd is a hook of PyTorch's DDP, add --library")
-    if args.library and args.nproc == 1:
-        parser.error("argument --library: one process sends nothing, use at least 2 (--nproc 2)")
-    shares = args.nproc * args.accumulate
-    gpt.check_model_options(parser, args, batch=(shares, "the number of processes times --accumulate"))
-    return args
-
 
 # ---- the ring -----------------------------------------------------------------------------------------------------
 
@@ -131,16 +103,14 @@ def send_and_receive(to_send, received):
 class RingDDP(nn.Module):
     """`module`, whose gradients are averaged over all processes during backward. Call `wait` before the step.
 
-    A bucket is full when it has `bucket_bytes`. Gradients are sent as `dtype`, by default as they are. With
-    `find_unused` a parameter may be unused. If some processes have used it, the others count as zeros. If none has, it
-    keeps no gradient. Without `find_unused`, `wait` raises DistributedError for it; then the job ends on all processes.
+    A bucket is full when it has `bucket_bytes`. Gradients are sent as `dtype`, by default as they are. A parameter that
+    is frozen when RingDDP is made must stay frozen.
     """
 
-    def __init__(self, module, bucket_bytes, dtype=None, find_unused=False):
+    def __init__(self, module, bucket_bytes, dtype=None):
         super().__init__()
         self.module = module
         self.dtype = dtype
-        self.find_unused = find_unused
         self.sync = True
         dist.sync_params([*module.parameters(), *module.buffers()])  # start from rank 0's weights
         self.names = {param: name for name, param in module.named_parameters() if param.requires_grad}
@@ -149,15 +119,48 @@ class RingDDP(nn.Module):
             for param in bucket.params:
                 param.register_post_accumulate_grad_hook(functools.partial(self.on_gradient, bucket))
         self.n_started = 0
-        device = next(module.parameters()).device
-        if device.type == "cuda":
-            self.background = BackgroundStream(device)
-        else:
-            self.background = BackgroundThread()
+        self.background = BackgroundStream() if dist.get_device().type == "cuda" else BackgroundThread()
         self.n_bytes = 0  # sent by this process so far
 
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
+    def on_gradient(self, bucket, param):
+        """Called by backward when the gradient of `param` is complete, once even if `param` is used in two places."""
+        if param not in bucket.missing:  # its bucket may be on its way
+            raise dist.DistributedError(self.why_twice(param))
+        if not self.sync:
+            return
+        bucket.missing.remove(param)
+        # Buckets start in one order, the same on all processes, even if gradients arrive in another.
+        while self.n_started < len(self.buckets) and not self.buckets[self.n_started].missing:
+            next_bucket = self.buckets[self.n_started]
+            next_bucket.collect()
+            self.background.start(functools.partial(self.average, next_bucket))
+            self.n_started += 1
+
+    def average(self, bucket):
+        """Runs in the background. With `dtype` every hop rounds its sums, and all processes receive the same ones."""
+        bucket.flat /= dist.get_world_size()
+        sent = bucket.flat.to(self.dtype or bucket.flat.dtype)
+        self.n_bytes += ring_all_reduce(sent)
+        bucket.flat.copy_(sent)
+
+    def wait(self):
+        """Wait until all gradients are averages over all processes. Raises DistributedError if one is missing."""
+        missing = []
+        for bucket in self.buckets:
+            missing += [self.names[param] for param in bucket.params if param in bucket.missing]
+        if missing:
+            line = f"backward has failed, or has not used {', '.join(missing)}"
+            raise dist.DistributedError(f"{line}: freeze what is not used before you make RingDDP")
+        self.background.wait()
+        self.n_started = 0
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.params)
+
+    def why_twice(self, param):
+        line = f"a second gradient of {self.names[param]} before wait()"
+        if self.n_started < len(self.buckets):
+            return f"{line}: the backward before it has failed or has not reached all parameters, so this job must end"
+        return f"{line}: see no_sync()"
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -168,59 +171,8 @@ class RingDDP(nn.Module):
         finally:
             self.sync = True
 
-    def on_gradient(self, bucket, param):
-        """Called by backward when the gradient of `param` is complete, once even if `param` is used in two places."""
-        if param not in bucket.missing:  # its bucket may be on its way
-            raise dist.DistributedError(f"a second gradient of {self.names[param]} before wait(): see no_sync()")
-        if not self.sync:
-            return
-        bucket.missing.remove(param)
-        # Buckets start in one order, the same on all processes, even if gradients arrive in another.
-        while self.n_started < len(self.buckets) and not self.buckets[self.n_started].missing:
-            self.start_next()
-
-    def start_next(self):
-        bucket = self.buckets[self.n_started]
-        bucket.collect()
-        self.background.start(functools.partial(self.average, bucket))
-        self.n_started += 1
-
-    def average(self, bucket):
-        """Runs in the background. With `dtype` every hop rounds its sums, and all processes receive the same ones."""
-        bucket.flat /= dist.get_world_size()
-        sent = bucket.flat.to(self.dtype or bucket.flat.dtype)
-        self.n_bytes += ring_all_reduce(sent)
-        bucket.flat.copy_(sent)
-
-    @torch.no_grad()
-    def wait(self):
-        """Wait until all gradients are averages over all processes."""
-        for name, param in self.module.named_parameters():
-            if param.requires_grad and param not in self.names:
-                raise dist.DistributedError(f"{name} was frozen when RingDDP was made: unfreeze it before")
-        without_gradient = {param for param in self.names if param.grad is None}
-        if without_gradient and not self.find_unused:
-            names = ", ".join(self.names[param] for param in self.names if param in without_gradient)
-            raise dist.DistributedError(f"no gradient of {names}: freeze it before RingDDP, or pass find_unused=True")
-        while self.n_started < len(self.buckets):  # the hook has not seen all gradients of the bucket
-            self.start_next()
-        self.background.wait()
-        self.n_started = 0
-        for bucket in self.buckets:
-            bucket.missing = set(bucket.params)
-        if self.find_unused:
-            self.share_unused(without_gradient)
-
-    def share_unused(self, without_gradient):
-        """If another process has used a parameter, it takes the average here too. If none has, it keeps no gradient."""
-        used_here = [param not in without_gradient for param in self.names]
-        used = dist.all_reduce(torch.tensor(used_here, dtype=torch.int, device=dist.get_device()), "max")
-        if without_gradient:  # only then must the host wait for the answer
-            used_anywhere = dict(zip(self.names, used.tolist(), strict=True))
-            for bucket in self.buckets:
-                for param, view in zip(bucket.params, bucket.views, strict=True):
-                    if param in without_gradient and used_anywhere[param]:
-                        param.grad = view
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
 
 
 class Bucket:
@@ -238,25 +190,20 @@ class Bucket:
     def collect(self):
         """Copy the gradients into `flat`. From then on they are views of it, so the average needs no copy back."""
         for param, view in zip(self.params, self.views, strict=True):
-            if param.grad is None:
-                view.zero_()
-            elif param.grad is not view:
+            if param.grad is not view:
                 view.copy_(param.grad)
                 param.grad = view
 
 
 def make_buckets(params, bucket_bytes):
-    """A bucket ends when it has `bucket_bytes`, or when the type of the parameters changes."""
     buckets = []
     group = []
     for param in params:
-        is_full = sum(other.nbytes for other in group) >= bucket_bytes
-        if group and (is_full or param.dtype != group[0].dtype):
+        if group and sum(other.nbytes for other in group) >= bucket_bytes:
             buckets.append(Bucket(group))
             group = []
         group.append(param)
-    if group:
-        buckets.append(Bucket(group))
+    buckets.append(Bucket(group))
     return buckets
 
 
@@ -264,115 +211,60 @@ def make_buckets(params, bucket_bytes):
 
 
 class BackgroundThread:
-    """Runs functions in a thread, one after the other, while the caller continues."""
+    """Calls functions in a thread, one after the other, while the caller continues."""
 
     def __init__(self):
         self.jobs = queue.SimpleQueue()
-        self.results = queue.SimpleQueue()
-        self.n_started = 0  # since the last `wait`
-        self.n_steps = 0
-        self.busy = 0.0  # seconds in which a function ran, over all steps
+        self.errors = queue.SimpleQueue()  # for each function that has ended: its error, or None
+        self.n_running = 0
+        self.busy = 0.0  # seconds in which a function ran
         self.waited = 0.0  # seconds in which the caller waited
         # A daemon: a process whose backward fails must not wait for a hop that the others never make.
-        threading.Thread(target=run_jobs, args=(self.jobs, self.results), daemon=True).start()
-        weakref.finalize(self, self.jobs.put, None)  # the thread ends with this object
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self):
+        while True:
+            function = self.jobs.get()
+            begin = time.perf_counter()
+            error = None
+            try:
+                function()
+            except BaseException as failure:
+                error = failure
+            self.busy += time.perf_counter() - begin
+            self.errors.put(error)
 
     def start(self, function):
         self.jobs.put(function)
-        self.n_started += 1
+        self.n_running += 1
 
     def wait(self):
         """Wait until all functions that were started have ended. Raises the error of one that failed."""
         begin = time.perf_counter()
-        while self.n_started:
-            seconds, error = self.results.get()
-            self.n_started -= 1
+        while self.n_running:
+            error = self.errors.get()
+            self.n_running -= 1
             if error is not None:
                 raise error
-            self.busy += seconds
         self.waited += time.perf_counter() - begin
-        self.n_steps += 1
-
-    def seconds_per_step(self):
-        """Seconds of the functions, and seconds in which the caller waited for them."""
-        return self.busy / self.n_steps, self.waited / self.n_steps
-
-
-def run_jobs(jobs, results):
-    """Call the functions in the queue `jobs` until it holds None. Puts (seconds, error) of each into `results`."""
-    while True:
-        function = jobs.get()
-        if function is None:
-            return
-        error = None
-        begin = time.perf_counter()
-        try:
-            function()
-        except BaseException as failure:
-            error = failure  # `wait` raises it
-        results.put((time.perf_counter() - begin, error))
-        del function, error  # or they would keep the model alive
 
 
 class BackgroundStream:
     """The same on a GPU, on a second stream. `wait` lets the current stream wait for it, and not the host."""
 
-    def __init__(self, device):
-        self.stream = torch.cuda.Stream(device)
-        self.functions = []  # pairs of events, the begin and the end of each function since the last `wait`
-        self.steps = collections.deque(maxlen=50)  # for each of the last steps: its functions, and its `wait`
+    def __init__(self):
+        self.stream = torch.cuda.Stream()
 
     def start(self, function):
         self.stream.wait_stream(torch.cuda.current_stream())  # which computes the gradients
         with torch.cuda.stream(self.stream):
-            begin = recorded_event()
             function()
-            self.functions.append((begin, recorded_event()))
 
     def wait(self):
-        begin = recorded_event()
         torch.cuda.current_stream().wait_stream(self.stream)
-        self.steps.append((self.functions, (begin, recorded_event())))
-        self.functions = []
-
-    def seconds_per_step(self):
-        torch.cuda.synchronize()
-        busy = 0.0
-        waited = 0.0
-        for functions, (begin, end) in self.steps:
-            waited += begin.elapsed_time(end) / 1000
-            for function_begin, function_end in functions:
-                busy += function_begin.elapsed_time(function_end) / 1000
-        return busy / len(self.steps), waited / len(self.steps)
-
-
-def recorded_event():
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
-
-
-def parallelize(model, args):
-    """The model in RingDDP, or with --library in PyTorch's DDP, which takes compression as a hook."""
-    bucket_bytes = args.bucket_mb * 1e6
-    if not args.library:
-        dtype = torch.bfloat16 if args.compress == "bf16" else None
-        return RingDDP(model, bucket_bytes, dtype)
-    if args.compress == "powersgd" and dist.get_device().type == "cpu":
-        # PowerSGD's all-reduces follow each other in callbacks. With several buckets gloo may run these in another
-        # order on each process, and aborts. So all gradients are one bucket.
-        bucket_bytes = sum(param.nbytes for param in model.parameters())
-    ddp = dist.prepare_ddp_model(model, bucket_cap_mb=bucket_bytes / 2**20)
-    if args.compress == "bf16":
-        ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    elif args.compress == "powersgd":
-        # The first steps, in which gradients change most, are not compressed.
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
-        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return ddp
 
 
 def local_loss(model, x, y):
@@ -393,8 +285,7 @@ def train_step(model, optimizer, x, y, args):
             loss = local_loss(model, micro_x, micro_y) / args.accumulate
             loss.backward()
         losses.append(loss.detach())
-    if not args.library:
-        model.wait()  # PyTorch's DDP waits at the end of backward
+    model.wait()
     if args.clip:
         nn.utils.clip_grad_norm_(model.parameters(), args.clip)
     optimizer.step()
@@ -415,14 +306,31 @@ def train(model, optimizer, text, held_out, args):
 def report_communication(model, args):
     """Print what a process sends in a step, and which share of the time for it is hidden: it passes during backward."""
     gradients = sum(param.nbytes for param in model.names)
-    busy, waited = model.background.seconds_per_step()
-    numbers = torch.tensor([model.n_bytes / args.steps, busy, waited], dtype=torch.float64, device=dist.get_device())
-    sent, busy, waited = dist.reduce(numbers).tolist()
-    hidden = max(0, 1 - waited / busy) if busy else 0
-    dist.print_primary(
-        f"sent per step: {sent:,.0f} bytes, {sent / gradients:.3f} of the gradients | buckets: {len(model.buckets)} | "
-        f"communication: {1000 * busy:.1f} ms, {100 * hidden:.0f} % of it in backward"
-    )
+    sent = dist.reduce(torch.tensor(model.n_bytes / args.steps, dtype=torch.float64, device=dist.get_device())).item()
+    line = f"sent per step: {sent:,.0f} bytes, {sent / gradients:.3f} of the gradients | buckets: {len(model.buckets)}"
+    if isinstance(model.background, BackgroundThread):
+        busy, waited = dist.reduce(torch.tensor([model.background.busy, model.background.waited])).tolist()
+        hidden = max(0, 1 - waited / busy)
+        line += f" | communication: {1000 * busy / args.steps:.1f} ms, {100 * hidden:.0f} % of it in backward"
+    dist.print_primary(line)
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser)
+    bucket_help = "megabytes of gradients that are reduced together"
+    parser.add_argument("--bucket-mb", type=options.number(0), default=0.5, help=bucket_help)
+    parser.add_argument("--accumulate", type=options.whole_number(1), default=1, help="micro-batches per step")
+    parser.add_argument("--compress", choices=("none", "bf16"), default="none", help="send gradients as bfloat16")
+    args = parser.parse_args()
+    shares = args.nproc * args.accumulate
+    gpt.check_model_options(parser, args, batch=(shares, "the number of processes times --accumulate"))
+    return args
+
+
+def parallelize(model, args):
+    dtype = torch.bfloat16 if args.compress == "bf16" else None
+    return RingDDP(model, args.bucket_mb * 1e6, dtype)
 
 
 def main_worker(local_rank, world_size, args):
@@ -435,8 +343,7 @@ def main_worker(local_rank, world_size, args):
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, text, held_out, args)
-    if not args.library:
-        report_communication(model, args)
+    report_communication(model, args)
 
 
 if __name__ == "__main__":

@@ -52,36 +52,18 @@ import distributed as dist
 import gpt
 import options
 
-
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
-    gpt.add_bf16_option(parser)
-    parser.add_argument("--attention", choices=ATTENTIONS, default="ulysses", help="what the processes exchange")
-    args = parser.parse_args()
-    pieces = (args.nproc, "the number of processes")
-    if args.attention == "ulysses":
-        gpt.check_model_options(parser, args, length=pieces, heads=pieces)
-    else:
-        gpt.check_model_options(parser, args, length=pieces)
-    return args
-
+# Before torch 2.13 they have other names.
+all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)
 
 # ---- attention over all pieces: q, k and v are (batch, heads, piece, head width), and so is the result ------------
-# With grouped-query attention k and v have fewer heads than q. For Ulysses the processes must divide their number.
 
 
 def ulysses(q, k, v):
-    q = exchange(q, split=1, join=2)  # all heads of my piece -> my heads of all pieces
-    kv = torch.stack([k, v])  # (2, batch, heads, piece, head width)
-    k, v = exchange(kv, split=2, join=3)
-    result = attend(q, k, v, is_causal=True)  # (batch, my heads, all pieces, head width)
+    qkv = torch.stack([q, k, v])  # (3, batch, heads, piece, head width)
+    q, k, v = exchange(qkv, split=2, join=3)  # all heads of my piece -> my heads of all pieces
+    result = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, my heads, all pieces, head width)
     return exchange(result, split=2, join=1)  # my heads of all pieces -> all heads of my piece
-
-
-def attend(q, k, v, **mask):
-    is_grouped = q.shape[1] != k.shape[1]  # several heads of q share a head of k and v
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=is_grouped, **mask)
 
 
 def exchange(x, split, join):
@@ -107,12 +89,11 @@ class AllToAll(torch.autograd.Function):
 
 def all_gather(q, k, v):
     pieces = AllGather.apply(torch.stack([k, v]))  # keys and values of all ranks: (ranks, 2, batch, heads, piece, ...)
-    keys_and_values = torch.cat(pieces.unbind(), dim=3)  # in the order of the sequence
-    k = keys_and_values[0]
-    v = keys_and_values[1]
+    k, v = torch.cat(pieces.unbind(), dim=3)  # in the order of the sequence
     piece = q.shape[2]
     end = (dist.get_rank() + 1) * piece  # where my piece ends in the whole sequence: no query may see further
-    return attend(q, k[:, :, :end], v[:, :, :end], attn_mask=causal_lower_right(piece, end))
+    mask = causal_lower_right(piece, end)
+    return F.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], attn_mask=mask)
 
 
 class AllGather(torch.autograd.Function):
@@ -121,13 +102,13 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         result = x.new_empty(dist.get_world_size(), *x.shape)
-        dist.all_gather_single(result.view(-1, *x.shape[1:]), x)  # it joins along the first dimension
+        all_gather_single(result.view(-1, *x.shape[1:]), x)  # it joins along the first dimension
         return result
 
     @staticmethod
     def backward(ctx, grad):
         result = grad.new_empty(grad.shape[1:])
-        dist.reduce_scatter_single(result, grad.flatten(0, 1))
+        reduce_scatter_single(result, grad.flatten(0, 1))
         return result
 
 
@@ -142,31 +123,41 @@ def parallelize(model, attention):
     if dist.get_world_size() > 1:
         for block in model.blocks:
             block.attention.attend = ATTENTIONS[attention]
-    return dist.prepare_ddp_model(model)
+    return dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # saves a copy of the gradients
 
 
-def local_loss(model, args, x, y):
+def local_loss(model, x, y):
     """The loss of this process's piece. Pieces are equally long, so the mean over processes is the batch's loss."""
     positions = torch.arange(x.shape[1], device=x.device)
     piece = positions.chunk(dist.get_world_size())[dist.get_rank()]
-    with torch.autocast(x.device.type, torch.bfloat16, enabled=args.bf16):
-        logits = model(x[:, piece], piece)  # positions count from the start of the whole sequence
-        return gpt.loss_fn(logits, y[:, piece])
+    logits = model(x[:, piece], piece)  # positions count from the start of the whole sequence
+    return gpt.loss_fn(logits, y[:, piece])
 
 
 def train(model, optimizer, text, held_out, args):
     """Returns the loss of every step over the whole batch, (steps,)."""
-    progress = gpt.Progress(functools.partial(local_loss, model, args), text, held_out, args)
+    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
         optimizer.zero_grad()
-        loss = local_loss(model, args, x, y)
+        loss = local_loss(model, x, y)
         loss.backward()
         if args.clip:  # DDP has averaged the gradients, so every rank finds the same norm
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         progress(loss)
     return progress.losses
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser)
+    parser.add_argument("--attention", choices=ATTENTIONS, default="ulysses", help="what the processes exchange")
+    args = parser.parse_args()
+    pieces = (args.nproc, "the number of processes")
+    heads = pieces if args.attention == "ulysses" else (1, "1")
+    gpt.check_model_options(parser, args, length=pieces, heads=heads)
+    return args
 
 
 def main_worker(local_rank, world_size, args):

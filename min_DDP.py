@@ -11,7 +11,7 @@ gradients of the N processes:
 
 So every process takes the same step, and it is the step that one process would take on the whole batch. --batch-size
 is the size of a share. N processes therefore take N times fewer steps per epoch, here with the same learning rate. See
-"Batch size and learning rate" in README.md.
+"Batch size and learning rate" in docs/port.md.
 
 Choose DDP when the model, its gradients and the optimizer's state fit into one GPU. If they do not, see min_FSDP.py.
 If the run must survive a crash, see multigpu_torchrun.py.
@@ -28,21 +28,13 @@ After each epoch it prints the accuracy and the loss of the epoch's steps, once 
 samples are trained on twice, so that all processes have equally many. The accuracy at the end counts each sample once.
 """
 
+import argparse
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import distributed as dist
-import options
-
-
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    parser.add_argument("--epochs", type=options.whole_number(1), default=5, help="passes over the data")
-    parser.add_argument("--batch-size", type=options.whole_number(1), default=16, help="samples per process and step")
-    parser.add_argument("--seed", type=options.seed_number, default=0, help="random seed")
-    parser.add_nproc()
-    return parser.parse_args()
 
 
 def main_worker(local_rank, world_size, args):
@@ -57,7 +49,9 @@ def main_worker(local_rank, world_size, args):
     # Each rank draws its own dropout, if your model has dropout. The weights are equal anyway: DDP copies rank 0's.
     torch.manual_seed(args.seed + dist.get_rank())
     model = DummyModel().to(device)
-    ddp_model = dist.prepare_ddp_model(model)  # DistributedDataParallel, which averages the gradients in backward
+    # DistributedDataParallel averages the gradients in backward. Bucket views save a copy of all gradients. But a
+    # gradient that is kept is then overwritten by the next backward.
+    ddp_model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
 
     dist.print_primary(f"Training on {world_size} x {device.type}, global batch {world_size * args.batch_size}")
@@ -106,6 +100,24 @@ def evaluate(model, dataset, batch_size, device):
         predictions = model(x.to(device)).argmax(dim=1)
         correct += (predictions == y.to(device)).sum()
     return dist.all_reduce(correct, op="sum").item()
+
+
+def positive_int(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def parse_args():
+    # Without a usage, an error is one line.
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS)
+    parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the data (default: %(default)s)")
+    parser.add_argument(
+        "--batch-size", "--batch_size", type=positive_int, default=16, help="samples per process (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
+    parser.add_argument("--nproc", type=positive_int, help="processes to start (default: one per visible GPU, or 1)")
+    return parser.parse_args()
 
 
 class DummyDataset(Dataset):

@@ -32,7 +32,6 @@ The last line of two processes is `sent by each process: 76.6 MB in 40 outer ste
 lines before are means over the processes, each with its own copy.
 """
 
-import functools
 import math
 
 import torch
@@ -41,25 +40,6 @@ from torch import nn
 import distributed as dist
 import gpt
 import options
-
-
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
-    gpt.add_bf16_option(parser)
-    parser.set_defaults(steps=800, log_every=100, lr=0.001)
-    parser.add_argument(
-        "--sync-every", type=options.whole_number(1), default=20, help="average all copies every H steps", metavar="H"
-    )
-    parser.add_argument(
-        "--outer-lr", type=options.positive_number, default=0.7, help="learning rate of the outer steps"
-    )
-    parser.add_argument(
-        "--outer-momentum", type=options.number(0, below=1), default=0.9, help="Nesterov momentum of the outer steps"
-    )
-    args = parser.parse_args()
-    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
-    return args
 
 
 class Outer:
@@ -81,21 +61,19 @@ class Outer:
         nn.utils.vector_to_parameters(self.start.clone(), self.params)
 
 
-def local_loss(model, args, x, y):
-    """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
-    with torch.autocast(x.device.type, torch.bfloat16, enabled=args.bf16):
-        return gpt.loss_fn(model(x), y)
-
-
 def train(model, optimizer, text, held_out, args):
     """Returns the loss of every step over all processes, (steps,)."""
+
+    def local_loss(x, y):
+        return gpt.loss_fn(model(x), y)  # shares are equal, so the mean over processes is the loss of the batch
+
     share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(functools.partial(local_loss, model, args), text, held_out, args, share=share)
+    progress = gpt.Progress(local_loss, text, held_out, args, share=share)
     outer = Outer(model, args.outer_lr, args.outer_momentum)
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
         optimizer.zero_grad()
-        loss = local_loss(model, args, x, y)
+        loss = local_loss(x, y)
         loss.backward()
         if args.clip:  # each process clips its own gradients
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
@@ -116,10 +94,25 @@ def report_sent(model, args):
     outer_steps = math.ceil(args.steps / args.sync_every)
     sent = outer_steps * all_reduce
     ddp = args.steps * all_reduce
-    dist.print_primary(
-        f"sent by each process: {sent / 1e6:.1f} MB in {outer_steps} outer steps (DDP: {ddp / 1e6:.1f} MB)"
-    )
+    line = f"sent by each process: {sent / 1e6:.1f} MB in {outer_steps} outer steps (DDP: {ddp / 1e6:.1f} MB)"
+    dist.print_primary(line)
     return sent
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser)
+    parser.set_defaults(steps=800, log_every=100, lr=0.001)
+    parser.add_argument(
+        "--sync-every", type=options.whole_number(1), default=20, help="average all copies every H steps", metavar="H"
+    )
+    rate_help = "learning rate of the outer steps"
+    parser.add_argument("--outer-lr", type=options.positive_number, default=0.7, help=rate_help)
+    momentum_help = "Nesterov momentum of the outer steps"
+    parser.add_argument("--outer-momentum", type=options.number(0, below=1), default=0.9, help=momentum_help)
+    args = parser.parse_args()
+    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
+    return args
 
 
 def main_worker(local_rank, world_size, args):

@@ -40,6 +40,8 @@ It prints `parameters held: 1,271,040 of 2,324,736 (0.547)`, and then lines of l
 number of tokens that each expert of each block got: `step 50 | loss 3.1652 | held-out 2.8792 | 4,645 tokens/s | …`.
 """
 
+import math
+
 import torch
 import torch.distributed as torch_dist
 from torch import nn
@@ -48,31 +50,11 @@ import distributed as dist
 import gpt
 import options
 
-
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
-    gpt.add_bf16_option(parser)
-    parser.add_argument(
-        "--experts", type=options.whole_number(1), help="experts per block (default: 8, or what can be split)"
-    )
-    parser.add_argument("--top", type=options.whole_number(1), default=2, help="experts that each token visits")
-    parser.add_argument(
-        "--balance", type=options.positive_number, default=0.01, help="weight of the load-balancing loss"
-    )
-    args = parser.parse_args()
-    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
-    parser.require_multiple(args, "experts", args.nproc, "the number of processes", default=8)
-    if args.top > args.experts:
-        parser.error(f"argument --top: {args.top} is more than the {args.experts} experts")
-    return args
-
-
 # ---- routing: the way of a token to its experts and back ------------------------------------------------------------
 
 
 class MixtureOfExperts(nn.Module):
-    """Stands in the place of an MLP. This rank holds the experts from `first_expert` to `first_expert + n_held - 1`.
+    """Stands in the place of an MLP. Rank r holds `n_held` experts, from number r · n_held on.
 
     forward also sets `tokens`, how many tokens of all ranks each expert had, and `balance`, the load-balancing loss.
     """
@@ -84,9 +66,8 @@ class MixtureOfExperts(nn.Module):
         self.router = nn.Linear(width, n_experts, bias=False)
         experts = [gpt.MLP(width) for _ in range(n_experts)]  # all of them, so that all ranks draw the same numbers
         self.n_held = n_experts // dist.get_world_size()
-        self.first_expert = dist.get_rank() * self.n_held
-        held = range(self.first_expert, self.first_expert + self.n_held)
-        self.experts = nn.ModuleDict({str(i): experts[i] for i in held})
+        first = dist.get_rank() * self.n_held
+        self.experts = nn.ModuleDict({str(i): experts[i] for i in range(first, first + self.n_held)})
 
     def forward(self, x):
         # Route.
@@ -94,7 +75,11 @@ class MixtureOfExperts(nn.Module):
         probabilities = self.router(tokens).softmax(dim=-1)  # (tokens, experts)
         weights, chosen = probabilities.topk(self.top)  # both (tokens, top)
         counts = count_visits(chosen, self.n_experts)  # (ranks, experts)
-        self.set_balance(counts, probabilities)
+
+        # Balance: smallest if all experts have as many tokens. Its mean over ranks is the loss of the batch.
+        self.tokens = counts.sum(dim=0)
+        shares = self.tokens / self.tokens.sum()
+        self.balance = self.n_experts * (shares * probabilities.mean(dim=0)).sum()
 
         # Sort by expert, one row for each visit. A rank holds consecutive experts, so this sorts by rank too.
         order = chosen.flatten().argsort(stable=True)
@@ -126,12 +111,6 @@ class MixtureOfExperts(nn.Module):
         results = [expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)]
         return torch.cat(results)[inverse]
 
-    def set_balance(self, counts, probabilities):
-        """`balance` is smallest if all experts have as many tokens. Its mean over ranks is the loss of the batch."""
-        self.tokens = counts.sum(dim=0)
-        share = self.tokens / self.tokens.sum()
-        self.balance = self.n_experts * (share * probabilities.mean(dim=0)).sum()
-
 
 # ---- gradients ----------------------------------------------------------------------------------------------------
 
@@ -147,12 +126,8 @@ def backward(model, loss):
 
 def split_params(model):
     """Two lists: the parameters that all ranks share, and the parameters of the experts that only this rank holds."""
-    shared, experts = [], []
-    for name, param in model.named_parameters():
-        if ".experts." in name:
-            experts.append(param)
-        else:
-            shared.append(param)
+    shared = [param for name, param in model.named_parameters() if ".experts." not in name]
+    experts = [param for name, param in model.named_parameters() if ".experts." in name]
     return shared, experts
 
 
@@ -212,8 +187,7 @@ def train(model, optimizer, text, held_out, args):
     """Returns the loss of every step over the whole batch, (steps,), without the load-balancing loss."""
 
     def local_loss(x, y):
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=args.bf16):
-            return gpt.loss_fn(model(x), y)  # shares are equal, so the mean over ranks is the batch's loss
+        return gpt.loss_fn(model(x), y)  # shares are equal, so the mean over ranks is the batch's loss
 
     share = (dist.get_rank(), dist.get_world_size())
     progress = gpt.Progress(local_loss, text, held_out, args, share=share)
@@ -233,6 +207,26 @@ def train(model, optimizer, text, held_out, args):
     return progress.losses
 
 
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser)
+    count = options.whole_number(1)
+    parser.add_argument("--experts", type=count, help="experts per block (default: 8, or what can be split)")
+    parser.add_argument("--top", type=count, default=2, help="experts that each token visits")
+    parser.add_argument(
+        "--balance", type=options.positive_number, default=0.01, help="weight of the load-balancing loss"
+    )
+    args = parser.parse_args()
+    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
+    if args.experts is None:
+        args.experts = math.ceil(8 / args.nproc) * args.nproc
+    if args.experts % args.nproc:
+        parser.error(f"argument --experts: {args.experts} is not a multiple of {args.nproc}, the number of processes")
+    if args.top > args.experts:
+        parser.error(f"argument --top: {args.top} is more than the {args.experts} experts")
+    return args
+
+
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
@@ -243,9 +237,8 @@ def main_worker(local_rank, world_size, args):
     model.to(dist.get_device())
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     shared, experts = split_params(model)
-    n_shared = sum(param.numel() for param in shared)
-    n_experts = world_size * sum(param.numel() for param in experts)
-    gpt.report_held(model.parameters(), n_shared + n_experts)
+    n_params = sum(param.numel() for param in shared) + world_size * sum(param.numel() for param in experts)
+    gpt.report_held(model.parameters(), n_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, text, held_out, args)
 

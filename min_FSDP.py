@@ -11,7 +11,8 @@ again. Then each process receives its shard of the gradients, averaged over all 
 On GPUs the network works while the previous block computes, as drawn. On the CPU each block waits for its parameters.
 
 Choose it if parameters, gradients and Adam's state do not fit into one device. If they do, min_DDP.py sends a third
-less. If only Adam's state does not fit, min_ZeRO.py shards just that and sends as little as DDP.
+less. If only Adam's state does not fit, min_ZeRO.py shards just that and sends as little as DDP. min_ZeRO3.py shows
+what `fully_shard` does inside.
 
 Cost for P float32 parameters on N processes: a process holds 16·P/N bytes between two steps (parameters 4, gradients 4,
 Adam 8); with DDP it holds 16·P. While a block of B parameters computes, it holds up to 20·B bytes more: the block and
@@ -26,9 +27,8 @@ gloo it sends up to 4·(N-1)/N · 4·P bytes, because gloo's reduce-scatter is a
 
 It prints `parameters held: 239,360 of 478,720 (0.500)`, and every --log-every steps a line like
 `step 50 | loss 3.1585 | held-out 2.9212 | 2,624 tokens/s | 548 MB`. Each checkpoint is a folder `step-N` in
---checkpoint-dir. With --keep 3 older ones are deleted. A run that gets SIGTERM from torchrun or a scheduler saves one
-before it exits. All machines must share --checkpoint-dir. Load only checkpoints that you trust, because parts of them
-are pickles.
+--checkpoint-dir. With --keep 3 older ones are deleted. All machines must share --checkpoint-dir. Load only checkpoints
+that you trust, because parts of them are pickles.
 """
 
 import functools
@@ -39,36 +39,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import checkpoint
 import distributed as dist
 import gpt
 import options
-
-
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
-    parser.add_argument("--bf16", action="store_true", help="gather and compute in bfloat16")
-    parser.add_argument(
-        "--checkpoint-dir", type=options.path, help="save checkpoints here, and resume from the newest one"
-    )
-    parser.add_argument(
-        "--save-every", type=options.whole_number(1), default=100, metavar="N", help="save a checkpoint every N steps"
-    )
-    parser.add_argument(
-        "--keep", type=options.whole_number(1), metavar="N", help="keep only the newest N checkpoints (default: all)"
-    )
-    args = parser.parse_args()
-    parser.refuse_without(args, "checkpoint_dir", "save_every", "keep")
-    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
-    if args.bf16 and args.nproc == 1:
-        parser.error("argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)")
-    if args.checkpoint_dir:
-        checkpoint.check_writable("--checkpoint-dir", args.checkpoint_dir)
-    return args
-
-
-# ---- shard the model, then fill it --------------------------------------------------------------------------------
+import sharded
 
 
 def shard(model, args):
@@ -108,9 +82,6 @@ def make_sharded_model(args):
     return model
 
 
-# ---- training -----------------------------------------------------------------------------------------------------
-
-
 def local_loss(model, x, y):
     """The loss on (x, y), this process's share of the batch."""
     return gpt.loss_fn(model(x), y)
@@ -121,9 +92,8 @@ def train(model, optimizer, text, held_out, args):
     device = dist.get_device()
     first_step = 0
     if args.checkpoint_dir:
-        settings = checkpoint.Settings(gpt.settings_of(args))
-        first_step = checkpoint.load_sharded(args.checkpoint_dir, model, optimizer, settings=settings)
-        preemption = checkpoint.Preemption()
+        settings = gpt.settings_of(args)
+        first_step = sharded.load(args.checkpoint_dir, model, optimizer, settings=settings)
     share = (dist.get_rank(), dist.get_world_size())
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, first_step, share)
     for step in range(first_step, args.steps):
@@ -136,14 +106,25 @@ def train(model, optimizer, text, held_out, args):
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         progress(loss)
-        if args.checkpoint_dir:
-            preempted = preemption.agreed()  # has any process received SIGTERM?
-            if preempted or progress.step % args.save_every == 0 or progress.step == args.steps:
-                where = {"step": progress.step, "keep": args.keep, "settings": settings}
-                checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, **where)
-            if preempted:
-                preemption.leave()
+        if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
+            sharded.save(args.checkpoint_dir, model, optimizer, progress.step, settings=settings, keep=args.keep)
     return progress.losses[first_step:]
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser)
+    parser.add_argument("--bf16", action="store_true", help="gather and compute in bfloat16")
+    parser.add_argument("--checkpoint-dir", help="save checkpoints in this folder, and resume from the newest")
+    parser.add_argument("--save-every", type=options.whole_number(1), default=100, help="steps between checkpoints")
+    parser.add_argument("--keep", type=options.whole_number(1), help="checkpoints to keep (default: all)")
+    args = parser.parse_args()
+    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
+    if args.bf16 and args.nproc == 1:
+        parser.error("argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)")
+    if args.checkpoint_dir is not None:
+        sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
+    return args
 
 
 def main_worker(local_rank, world_size, args):

@@ -49,34 +49,12 @@ import gpt
 import options
 
 
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
-    gpt.add_bf16_option(parser)
-    parser.add_argument(
-        "--method", choices=("join", "weights"), default="join", help="how processes without data take part"
-    )
-    parser.add_argument(
-        "--least",
-        type=options.whole_number(0),
-        help="batches of the last process; the first has --steps (default: three quarters of --steps)",
-    )
-    args = parser.parse_args()
-    if args.least is None:
-        args.least = args.steps * 3 // 4
-    if args.least > args.steps:
-        parser.error(f"argument --least: {args.least} is not a whole number from 0 to {args.steps}, the --steps")
-    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
-    return args
-
-
 def train_with_join(model, optimizer, batches, sums, args):
     """Row i of `sums` receives the sum of step i's losses over this process's bytes, and the number of these bytes."""
     with Join([model], divide_by_initial_world_size=False):  # no collective but DDP's may be called inside
         for step, (x, y) in enumerate(batches):
             optimizer.zero_grad()
-            with torch.autocast(x.device.type, torch.bfloat16, enabled=args.bf16):
-                loss = gpt.loss_fn(model(x), y)
+            loss = gpt.loss_fn(model(x), y)
             loss.backward()
             if args.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip)
@@ -93,8 +71,7 @@ def train_with_weights(model, optimizer, batches, sums, args):
         if step < len(batches):
             x, y = batches[step]
         optimizer.zero_grad()
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=args.bf16):
-            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
         sums[step, 0] = loss.detach()
         sums[step, 1] = y.numel()
         mean = loss / dist.reduce(sums[step, 1], op="sum")
@@ -120,11 +97,9 @@ def train(model, optimizer, text, held_out, args):
     n_batches = number_of_batches(args)
     all_n_batches = dist.gather_objects(n_batches)
     dist.print_primary(f"batches of each process: {all_n_batches}")
-    unwrapped = getattr(model, "module", model)  # the model without DDP
 
     def local_loss(x, y):
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=args.bf16):
-            return gpt.loss_fn(unwrapped(x), y)
+        return gpt.loss_fn(dist.unwrapped(model)(x), y)
 
     share = (dist.get_rank(), dist.get_world_size())
     progress = gpt.Progress(local_loss, text, held_out, args, share=share)
@@ -132,8 +107,8 @@ def train(model, optimizer, text, held_out, args):
         stop = min(start + args.log_every, args.steps)
         batches = []
         for step in range(start, min(stop, n_batches)):
-            x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
-            batches.append((x, y))
+            batch = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
+            batches.append(batch)
         sums = torch.zeros(stop - start, 2, device=dist.get_device())
         if args.method == "join" and dist.get_world_size() > 1:  # a single process has no DDP model to join
             train_with_join(model, optimizer, batches, sums, args)
@@ -145,6 +120,22 @@ def train(model, optimizer, text, held_out, args):
     return progress.losses
 
 
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser)
+    method_help = "how processes without data take part"
+    parser.add_argument("--method", choices=("join", "weights"), default="join", help=method_help)
+    least_help = "batches of the last process; the first has --steps (default: three quarters of --steps)"
+    parser.add_argument("--least", type=options.whole_number(0), help=least_help)
+    args = parser.parse_args()
+    if args.least is None:
+        args.least = args.steps * 3 // 4
+    if args.least > args.steps:
+        parser.error(f"argument --least: {args.least} is not a whole number from 0 to {args.steps}, the --steps")
+    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
+    return args
+
+
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
@@ -152,7 +143,7 @@ def main_worker(local_rank, world_size, args):
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
-    model = dist.prepare_ddp_model(model)
+    model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # saves a copy of the gradients
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, text, held_out, args)

@@ -45,11 +45,8 @@ parameters, and all parts are padded to its length:
 The last line of two processes is `momentum held: 786,432 of 1,572,864 bytes (0.500)`.
 """
 
-import functools
-import math
-import os
-
 import torch
+import torch.distributed as torch_dist
 from torch import nn
 
 import checkpoint
@@ -57,23 +54,9 @@ import distributed as dist
 import gpt
 import options
 
-
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
-    gpt.add_bf16_option(parser)
-    parser.add_argument("--muon-lr", type=options.positive_number, default=0.02, help="learning rate of the matrices")
-    parser.add_argument("--momentum", type=options.number(0, 1), default=0.95, help="momentum of the matrices")
-    parser.add_argument(
-        "--snapshot-path", type=options.path, help="save to this file, and resume from it (default: do not save)"
-    )
-    parser.add_argument("--save-every", type=options.whole_number(1), default=50, help="steps between two snapshots")
-    args = parser.parse_args()
-    parser.refuse_without(args, "snapshot_path", "save_every")
-    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
-    if args.snapshot_path:
-        checkpoint.check_writable("--snapshot-path", os.path.dirname(os.path.abspath(args.snapshot_path)))
-    return args
+# Before torch 2.13 they have other names.
+all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)
 
 
 def take_step(muon, adamw, clip=None):
@@ -90,8 +73,8 @@ def take_step(muon, adamw, clip=None):
 class Muon(torch.optim.Optimizer):
     """Muon for `matrices`: parameters of two dimensions, or groups of them, as torch.optim takes them.
 
-    Each process steps the matrices that it owns and holds only their momentum, except while a snapshot is loaded. All
-    processes must hold equal matrices.
+    Each process steps the matrices that it owns and holds only their momentum, except while a snapshot is saved or
+    loaded. All processes must hold equal matrices.
     """
 
     def __init__(self, matrices, lr, momentum=0.95, weight_decay=0.01):
@@ -108,7 +91,7 @@ class Muon(torch.optim.Optimizer):
 
     def reduce_scatter_gradients(self):
         if dist.get_world_size() > 1:
-            dist.reduce_scatter_single(self.own_grad, self.grad)  # the sum over all processes
+            reduce_scatter_single(self.own_grad, self.grad)  # the sum over all processes
             self.own_grad /= dist.get_world_size()
 
     @torch.no_grad()
@@ -129,7 +112,7 @@ class Muon(torch.optim.Optimizer):
 
     def all_gather_matrices(self):
         if dist.get_world_size() > 1:
-            dist.all_gather_single(self.flat, self.own)
+            all_gather_single(self.flat, self.own)
 
     def zero_grad(self):
         self.grad.zero_()  # model.zero_grad() would set the gradients to None: they must stay views of `grad`
@@ -196,14 +179,13 @@ def deal(matrices, world_size):
 def flatten(parts):
     """Move the matrices into one vector and their gradients into another. Returns both, with the matrices as views.
 
-    The matrices of process r lie in part r. Zeros pad each part to the length of the longest, and lie between the
-    matrices, so that each begins at a multiple of 16 bytes.
+    The matrices of process r lie in part r. Zeros pad each part to the length of the longest.
     """
     if len({matrix.dtype for part in parts for matrix in part}) > 1:
         raise ValueError("the matrices have several types, and one vector has one: use an optimizer for each type")
     if not all(matrix.requires_grad for part in parts for matrix in part):
         raise ValueError("a frozen matrix has no gradient: leave it out, or weight decay would change it")
-    part_size = max(sum(aligned_size(matrix) for matrix in part) for part in parts)
+    part_size = max(sum(matrix.numel() for matrix in part) for part in parts)
     flat = parts[0][0].detach().new_zeros(len(parts) * part_size)
     grad = torch.zeros_like(flat)
     for rank, part in enumerate(parts):
@@ -213,14 +195,8 @@ def flatten(parts):
             flat[start:stop] = matrix.detach().flatten()
             matrix.data = flat[start:stop].view_as(matrix)
             matrix.grad = grad[start:stop].view_as(matrix)
-            start += aligned_size(matrix)
+            start = stop
     return flat, grad
-
-
-def aligned_size(matrix):
-    """Its elements, rounded up to a multiple of 16 bytes. GPU kernels that load 16 bytes at once need this."""
-    elements = 16 // matrix.element_size()
-    return math.ceil(matrix.numel() / elements) * elements
 
 
 # ---- gradients ----------------------------------------------------------------------------------------------------
@@ -242,57 +218,50 @@ def clip_gradients(muon, adamw, max_norm):
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def local_loss(model, args, x, y):
-    """The loss on this process's share of the batch. Shares are equal, so their mean is the loss of the batch."""
-    with torch.autocast(x.device.type, torch.bfloat16, enabled=args.bf16):
-        return gpt.loss_fn(model(x), y)
+def train(model, optimizers, text, held_out, args):
+    """Returns the loss of every step of this run over all processes."""
+
+    def local_loss(x, y):
+        return gpt.loss_fn(model(x), y)  # shares are equal, so the mean over processes is the loss of the batch
+
+    muon, adamw = optimizers
+    first_step = load(model, muon, adamw, args)
+    share = (dist.get_rank(), dist.get_world_size())
+    progress = gpt.Progress(local_loss, text, held_out, args, first_step, share)
+    for step in range(first_step, args.steps):
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
+        muon.zero_grad()
+        adamw.zero_grad()
+        loss = local_loss(x, y)
+        loss.backward()
+        take_step(muon, adamw, args.clip)
+        progress(loss)
+        if progress.step % args.log_every == 0 or progress.step == args.steps:
+            save(model, muon, adamw, progress.step, args)
+    return progress.losses[first_step:]
 
 
-def settings_of(args):
-    rates = {"--lr": args.lr, "--muon-lr": args.muon_lr, "--momentum": args.momentum}
-    return checkpoint.Settings({**gpt.settings_of(args), **rates})
-
-
-def load(path, model, muon, adamw, args):
+def load(model, muon, adamw, args):
     """Resume from the newest snapshot, if there is one. Returns the next step."""
-    _, step = checkpoint.load(path, model, adamw, muon=muon, settings=settings_of(args))
+    if not args.snapshot_path:
+        return 0
+    _, step = checkpoint.load(args.snapshot_path, model, adamw, muon=muon, settings=settings_of(args))
     muon.drop_state()
     if step:
         dist.print_primary(f"Resuming at step {step}")
     return step
 
 
-def save(path, model, muon, adamw, step, args):
+def save(model, muon, adamw, step, args):
     """The snapshot has the momentum of all matrices, so any number of processes can resume from it."""
-    muon.gather_state()
-    checkpoint.save(path, model, adamw, muon=muon, settings=settings_of(args), step=step)
-    muon.drop_state()
-
-
-def train(model, optimizers, text, held_out, args):
-    """Returns the loss of every step of this run over all processes."""
-    muon, adamw = optimizers
-    first_step = 0
     if args.snapshot_path:
-        first_step = load(args.snapshot_path, model, muon, adamw, args)
-        preemption = checkpoint.Preemption()
-    share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(functools.partial(local_loss, model, args), text, held_out, args, first_step, share)
-    for step in range(first_step, args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
-        muon.zero_grad()
-        adamw.zero_grad()
-        loss = local_loss(model, args, x, y)
-        loss.backward()
-        take_step(muon, adamw, args.clip)
-        progress(loss)
-        if args.snapshot_path:
-            preempted = preemption.agreed()  # has any process received SIGTERM?
-            if preempted or progress.step % args.save_every == 0 or progress.step == args.steps:
-                save(args.snapshot_path, model, muon, adamw, progress.step, args)
-            if preempted:
-                preemption.leave()
-    return progress.losses[first_step:]
+        muon.gather_state()
+        checkpoint.save(args.snapshot_path, model, adamw, muon=muon, settings=settings_of(args), step=step)
+        muon.drop_state()
+
+
+def settings_of(args):
+    return {**gpt.settings_of(args), "--lr": args.lr, "--muon-lr": args.muon_lr}
 
 
 def report_state(muon):
@@ -301,6 +270,19 @@ def report_state(muon):
     held = dist.all_reduce(torch.tensor(held, device=dist.get_device()), "max").item()
     total = sum(matrix.nbytes for matrix in params_of(muon))
     dist.print_primary(f"momentum held: {held:,} of {total:,} bytes ({held / total:.3f})")
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser)
+    parser.add_argument("--muon-lr", type=options.positive_number, default=0.02, help="learning rate of the matrices")
+    path_help = "save to this file with each line of progress, and resume from it (default: do not save)"
+    parser.add_argument("--snapshot-path", help=path_help)
+    args = parser.parse_args()
+    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
+    if args.snapshot_path is not None:
+        checkpoint.check_writable("--snapshot-path", args.snapshot_path)
+    return args
 
 
 def main_worker(local_rank, world_size, args):
@@ -313,7 +295,7 @@ def main_worker(local_rank, world_size, args):
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     matrices, rest = split_params(model)
     gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
-    muon = Muon(matrices, lr=args.muon_lr, momentum=args.momentum)
+    muon = Muon(matrices, lr=args.muon_lr)
     adamw = torch.optim.AdamW(rest, lr=args.lr, fused=True)
     train(model, (muon, adamw), text, held_out, args)
     report_state(muon)

@@ -29,7 +29,8 @@ and they send little. Over fast links FSDP (min_FSDP.py) is simpler: it has no b
 number of processes of one pipeline.
 
 No process ever holds the whole model: it is built without memory, on the device "meta", and each process fills its own
-stages. On GPUs the stages send with the backend "nccl-lazy", where torch has it (2.15): see dist.pipeline_backend.
+stages. On GPUs torch 2.15 sends to all neighbours on one stream. With `backend_override={"stage": "nccl-lazy"}`
+init_device_mesh makes a stream for each pair of neighbours.
 
 Cost, for P float32 parameters and A = 4 · batch size · length · width, the bytes of the activations between two blocks:
     memory    16·P/N bytes per process for parameters, gradients and AdamW's state; the first stage also has the
@@ -62,66 +63,6 @@ INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
-def parse_args():
-    schedules = ONE_STAGE + INTERLEAVED + V_SHAPED
-    # torch.__version__ is a TorchVersion, for which "2.9" is less than "2.12".
-    if torch.__version__ < "2.12":
-        schedules = ONE_STAGE + INTERLEAVED  # with gloo, 2.11 fails if two stages in a row share a process
-    parser = options.ArgumentParser(__doc__, conflict_handler="resolve")  # allows another --layers
-    gpt.add_model_options(parser)
-    count = options.whole_number(1)
-    parser.add_argument("--layers", type=count, help="blocks of attention and MLP (default: 4, or one per stage)")
-    parser.add_argument("--schedule", choices=schedules, default="1F1B", help="order of forwards and backwards")
-    parser.add_argument("--micro-batches", type=count, help="parts of a pipeline's batch (default: 8, or what fits)")
-    parser.add_argument("--data-parallel", type=count, default=1, help="number of pipelines")
-    parser.set_defaults(steps=600)
-    args = parser.parse_args()
-    check_options(parser, args)
-    return args
-
-
-def train(pipeline, optimizer, text, held_out, args):
-    """Returns the loss of every step over all processes, (steps,)."""
-    progress = gpt.Progress(pipeline.evaluate, text, held_out, args, share=pipeline.share)
-    for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), pipeline.share)
-        optimizer.zero_grad()
-        inputs = []
-        if 0 in pipeline.stages:
-            inputs.append(x)  # the other stages receive activations instead
-        losses = []  # filled by the last stage, one per micro-batch
-        # All forwards and backwards. The schedule sums the micro-batches' gradients and divides by their number: right,
-        # because the loss is a mean.
-        pipeline.schedule.step(*inputs, target=y, losses=losses, return_outputs=False)
-        if args.data_parallel > 1:
-            gpt.reduce_gradients(pipeline.params, "avg", pipeline.mesh.get_group("replica"))
-        if args.clip:
-            clip_gradients(pipeline, args.clip)
-        optimizer.step()
-        progress(pipeline.local_loss(losses))
-    return progress.losses
-
-
-def split(model, ranks, rank, group):
-    """Cut the blocks into stages. Stage i runs on rank `ranks[i]` of the pipeline, and this process is `rank`.
-
-    Returns this process's stages by number, and for each a PipelineStage, which also sends and receives. `model` has
-    shapes without memory. The stages have memory, which is not filled yet.
-    """
-    device = dist.get_device()
-    n_blocks = len(model.blocks)
-    n_stages = len(ranks)
-    stages = {}
-    parts = []
-    for i in range(n_stages):
-        if ranks[i] == rank:
-            first = i * n_blocks // n_stages
-            last = (i + 1) * n_blocks // n_stages
-            stages[i] = Stage(model, first, last).to_empty(device=device)
-            parts.append(pipelining.PipelineStage(stages[i], i, n_stages, device, group=group))
-    return stages, parts
-
-
 class Stage(nn.Module):
     """Blocks `first` to `last` - 1 of a GPT. The first stage has its embeddings too, the last one its head."""
 
@@ -147,6 +88,48 @@ class Stage(nn.Module):
         return x
 
 
+def split(model, ranks, rank, group):
+    """Cut the blocks into stages. Stage i runs on rank `ranks[i]` of the pipeline, and this process is `rank`.
+
+    Returns this process's stages by number, and for each a PipelineStage, which also sends and receives. `model` has
+    shapes without memory. The stages have memory, which is not filled yet.
+    """
+    device = dist.get_device()
+    n_blocks = len(model.blocks)
+    n_stages = len(ranks)
+    stages = {}
+    parts = []
+    for i in range(n_stages):
+        if ranks[i] == rank:
+            first = i * n_blocks // n_stages
+            last = (i + 1) * n_blocks // n_stages
+            stages[i] = Stage(model, first, last).to_empty(device=device)
+            parts.append(pipelining.PipelineStage(stages[i], i, n_stages, device, group=group))
+    return stages, parts
+
+
+def train(pipeline, optimizer, text, held_out, args):
+    """Returns the loss of every step over all processes, (steps,)."""
+    progress = gpt.Progress(pipeline.evaluate, text, held_out, args, share=pipeline.share)
+    for step in range(args.steps):
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), pipeline.share)
+        optimizer.zero_grad()
+        inputs = []
+        if 0 in pipeline.stages:
+            inputs.append(x)  # the other stages receive activations instead
+        losses = []  # filled by the last stage, one per micro-batch
+        # All forwards and backwards. The schedule sums the micro-batches' gradients and divides by their number: right,
+        # because the loss is a mean.
+        pipeline.schedule.step(*inputs, target=y, losses=losses, return_outputs=False)
+        if args.data_parallel > 1:
+            gpt.reduce_gradients(pipeline.params, "avg", pipeline.mesh.get_group("replica"))
+        if args.clip:
+            clip_gradients(pipeline, args.clip)
+        optimizer.step()
+        progress(pipeline.local_loss(losses))
+    return progress.losses
+
+
 class Pipeline:
     """This process's stages of a GPT, and the schedule that runs them with the other processes of the pipeline.
 
@@ -156,12 +139,8 @@ class Pipeline:
     def __init__(self, model, args):
         device = dist.get_device()
         self.n_ranks = dist.get_world_size() // args.data_parallel  # processes of this pipeline
-        self.mesh = torch_dist.init_device_mesh(
-            device.type,
-            (args.data_parallel, self.n_ranks),
-            mesh_dim_names=("replica", "stage"),
-            backend_override=dist.pipeline_backend("stage"),
-        )
+        shape = (args.data_parallel, self.n_ranks)
+        self.mesh = torch_dist.init_device_mesh(device.type, shape, mesh_dim_names=("replica", "stage"))
         self.group = self.mesh.get_group("stage")
         self.rank = self.mesh.get_local_rank("stage")
         self.share = (self.mesh.get_local_rank("replica"), args.data_parallel)  # of the global batch
@@ -230,6 +209,23 @@ def stage_ranks(schedule, n_ranks):
     return ranks
 
 
+def parse_args():
+    schedules = ONE_STAGE + INTERLEAVED + V_SHAPED
+    # torch.__version__ is a TorchVersion, for which "2.9" is less than "2.12".
+    if torch.__version__ < "2.12":
+        schedules = ONE_STAGE + INTERLEAVED  # with gloo, 2.11 fails if two stages in a row share a process
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser)
+    count = options.whole_number(1)
+    parser.add_argument("--schedule", choices=schedules, default="1F1B", help="order of forwards and backwards")
+    parser.add_argument("--micro-batches", type=count, help="parts of a pipeline's batch (default: 8, or what fits)")
+    parser.add_argument("--data-parallel", type=count, default=1, help="number of pipelines")
+    parser.set_defaults(steps=600, layers=None)  # 4 blocks, or one per stage
+    args = parser.parse_args()
+    check_options(parser, args)
+    return args
+
+
 def check_options(parser, args):
     """End the program with one line if the options do not fit. Fill in those that were not given."""
     if args.nproc % args.data_parallel:
@@ -250,8 +246,9 @@ def check_options(parser, args):
     if args.micro_batches < n_stages and args.schedule in ("1F1B", "DualPipeV"):
         line = f"{args.micro_batches} is less than {n_stages}, the stages of {args.schedule}"
         parser.error(f"argument --micro-batches: {line}")
-    if args.schedule in INTERLEAVED:
-        parser.require_multiple(args, "micro_batches", n_ranks, "the processes of a pipeline")
+    if args.schedule in INTERLEAVED and args.micro_batches % n_ranks:
+        line = f"{args.micro_batches} is not a multiple of {n_ranks}, the processes of a pipeline"
+        parser.error(f"argument --micro-batches: {line}")
     parts = args.micro_batches * args.data_parallel
     gpt.check_model_options(parser, args, batch=(parts, "--micro-batches x --data-parallel"))
 

@@ -27,7 +27,7 @@ wasted, and no mask is needed.
 
 Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW. Each step sends
 2·(N-1)/N · 4·P bytes, once for all micro-batches, and 8 bytes more. The mask has rows · length² bytes for the rows of a
-micro-batch. On GPUs it exists only until its blocks are known.
+micro-batch. For long rows on GPUs use torch's flex_attention: it stores no mask and skips the blocks that it hides.
 
     python min_Packing.py --nproc 2                                      # two processes; without --nproc, all GPUs
     CUDA_VISIBLE_DEVICES=0,1 python min_Packing.py --accumulate 3        # two GPUs, three micro-batches per step
@@ -45,7 +45,6 @@ import time
 
 import torch
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import distributed as dist
 import gpt
@@ -56,22 +55,7 @@ PADDING = -1  # the owner of a position that no document uses
 TOKENS, POSITIONS, OWNERS, TARGETS = range(4)  # the second dimension of a tensor of rows
 
 
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser, length=512)
-    gpt.add_bf16_option(parser)
-    parser.add_argument("--accumulate", type=options.whole_number(1), default=1, help="micro-batches per step")
-    parser.add_argument("--pad", action="store_true", help="put one document into each row and fill it with padding")
-    args = parser.parse_args()
-    shares = args.nproc * args.accumulate
-    gpt.check_model_options(parser, args, batch=(shares, "the number of processes times --accumulate"))
-    return args
-
-
-# ---- the loss -----------------------------------------------------------------------------------------------------
-
-
-def backward(model, micro_batches, args):
+def backward(model, micro_batches):
     """Leave the gradients of the global batch on every rank; returns this process's share of its loss."""
     n_targets = torch.stack([(rows[:, TARGETS] != IGNORED).sum() for rows in micro_batches]).sum()
     n_targets = dist.all_reduce(n_targets)  # now counts all ranks and micro-batches
@@ -81,7 +65,7 @@ def backward(model, micro_batches, args):
         if number < len(micro_batches) and dist.get_world_size() > 1:
             sync = model.no_sync()  # only accumulate here; the last micro-batch's backward reduces the sum
         with sync:
-            loss = sum_of_losses(model, rows, args) / n_targets
+            loss = sum_of_losses(model, rows) / n_targets
             # DDP divides by the world size, so multiply by it. The micro-batches' gradients are summed, which needs no
             # further division.
             (loss * dist.get_world_size()).backward()
@@ -89,59 +73,77 @@ def backward(model, micro_batches, args):
     return share
 
 
-def sum_of_losses(model, rows, args):
+def sum_of_losses(model, rows):
     tokens, positions, owners, targets = rows.unbind(1)
-    with torch.autocast(rows.device.type, torch.bfloat16, enabled=args.bf16):
-        logits = model(tokens, positions, owners)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-
-
-# ---- attention ----------------------------------------------------------------------------------------------------
-
-
-def masked_attention(owners):
-    """For the CPU: the whole mask, as scaled_dot_product_attention takes it."""
-    same = owners[:, :, None] == owners[:, None, :]  # (batch, query, key)
-    return functools.partial(F.scaled_dot_product_attention, attn_mask=same.tril()[:, None])
+    logits = model(tokens, positions, owners)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 class PackedGPT(gpt.GPT):
     """A GPT whose rows hold several documents: `owners` (batch, length) numbers the document of each position."""
 
     def forward(self, tokens, positions, owners):
-        attend = attention_within(owners)
+        attend = functools.partial(F.scaled_dot_product_attention, attn_mask=mask_of(owners))
         for block in self.blocks:
             block.attention.attend = attend
         return super().forward(tokens, positions)
 
 
-def attention_within(owners):
-    """attend(q, k, v) in which each position sees itself and what precedes it in its own document.
+def mask_of(owners):
+    """(batch, 1, query, key): each position sees itself and what precedes it in its own document.
 
     Padding is a document too: a position that sees nothing would become NaN.
     """
-    if owners.device.type == "cpu":
-        return masked_attention(owners)
-    return block_sparse_attention(owners)
+    same = owners[:, :, None] == owners[:, None, :]
+    return same.tril()[:, None]
 
 
-def block_sparse_attention(owners):
-    """For GPUs, not yet tried on one. It skips the empty blocks of the mask and stores no (length, length) scores.
-
-    create_block_mask computes the whole mask once per micro-batch, to find its empty blocks.
-    """
-
-    def sees(batch, head, query, key):
-        return (query >= key) & (owners[batch, query] == owners[batch, key])
-
-    rows, length = owners.shape
-    mask = create_block_mask(sees, rows, None, length, length, device=owners.device)
-    return functools.partial(compiled_flex_attention(), block_mask=mask)
+# ---- training -----------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def compiled_flex_attention():
-    return torch.compile(flex_attention)
+def train(model, optimizer, rows, held_out, args):
+    """Returns the loss of every step, over all processes."""
+    device = dist.get_device()
+    shares = torch.zeros(args.steps, device=device)  # this rank's part of each loss; on the device, to avoid a sync
+    n_tokens = torch.zeros((), device=device)
+    first_unprinted = 0
+    start = time.perf_counter()
+    for step in range(args.steps):
+        own = own_rows(rows, step, args)
+        optimizer.zero_grad()
+        shares[step] = backward(model, own.chunk(args.accumulate))
+        if args.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+        n_tokens += (own[:, OWNERS] != PADDING).sum()
+        if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
+            recent = shares[first_unprinted : step + 1]
+            loss = dist.reduce(recent, op="sum").mean().item()  # waits for the device, so the clock is read after it
+            speed = dist.all_reduce(n_tokens).item() / (time.perf_counter() - start)
+            held_out_loss = evaluate(model, held_out)
+            dist.print_primary(
+                f"step {step + 1} | loss {loss:.4f} | held-out {held_out_loss:.4f} | "
+                f"{speed:,.0f} tokens/s | wasted {100 * wasted(rows):.1f} %",
+                flush=True,
+            )
+            n_tokens.zero_()
+            first_unprinted = step + 1
+            start = time.perf_counter()
+    return dist.all_reduce(shares)
+
+
+@torch.no_grad()
+def evaluate(model, rows):
+    """The mean loss of all targets of `rows`. Processes may have different numbers of rows: the plain model is used."""
+    model = dist.unwrapped(model)
+    sums = torch.zeros(2, device=dist.get_device())
+    own = rows[dist.get_rank() :: dist.get_world_size()]
+    for first in range(0, len(own), 8):  # not at all on a process without rows
+        part = own[first : first + 8].to(dist.get_device())
+        sums[0] += sum_of_losses(model, part)
+        sums[1] += (part[:, TARGETS] != IGNORED).sum()
+    loss, n_targets = dist.all_reduce(sums).tolist()
+    return loss / n_targets
 
 
 # ---- documents and rows ---------------------------------------------------------------------------------------------
@@ -231,60 +233,12 @@ def own_rows(rows, step, args):
     return gpt.to_device(rows[own], dist.get_device())
 
 
-# ---- training -----------------------------------------------------------------------------------------------------
-
-
-def train(model, optimizer, rows, held_out, args):
-    """Returns the loss of every step, over all processes."""
-    device = dist.get_device()
-    shares = torch.zeros(args.steps, device=device)  # this rank's part of each loss; on the device, to avoid a sync
-    n_tokens = torch.zeros((), device=device)
-    share_wasted = wasted(rows)
-    first_unprinted = 0
-    start = time.perf_counter()
-    for step in range(args.steps):
-        own = own_rows(rows, step, args)
-        optimizer.zero_grad()
-        shares[step] = backward(model, own.chunk(args.accumulate), args)
-        if args.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-        optimizer.step()
-        n_tokens += (own[:, OWNERS] != PADDING).sum()
-        if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
-            recent = shares[first_unprinted : step + 1]
-            loss = dist.reduce(recent, op="sum").mean().item()  # waits for the device, so the clock is read after it
-            speed = dist.all_reduce(n_tokens).item() / (time.perf_counter() - start)
-            held_out_loss = evaluate(model, held_out, args)
-            dist.print_primary(
-                f"step {step + 1} | loss {loss:.4f} | held-out {held_out_loss:.4f} | "
-                f"{speed:,.0f} tokens/s | wasted {100 * share_wasted:.1f} %",
-                flush=True,
-            )
-            n_tokens.zero_()
-            first_unprinted = step + 1
-            start = time.perf_counter()
-    return dist.all_reduce(shares)
-
-
-@torch.no_grad()
-def evaluate(model, rows, args):
-    """The mean loss of all targets of `rows`. Processes may have different numbers of rows: the plain model is used."""
-    model = getattr(model, "module", model)
-    sums = torch.zeros(2, device=dist.get_device())
-    own = rows[dist.get_rank() :: dist.get_world_size()]
-    for first in range(0, len(own), 8):  # not at all on a process without rows
-        part = own[first : first + 8].to(dist.get_device())
-        sums[0] += sum_of_losses(model, part, args)
-        sums[1] += (part[:, TARGETS] != IGNORED).sum()
-    loss, n_targets = dist.all_reduce(sums).tolist()
-    return loss / n_targets
-
-
 def prepare_rows(documents, args):
     """Rows to train on and rows held out. Documents that do not fit into a row are left out."""
     fitting = [document for document in documents if n_positions(document) <= args.length]
     if len(fitting) < 20:
-        raise dist.DistributedError(f"--length {args.length}: only {len(fitting)} documents fit, choose a larger one")
+        line = f"--length {args.length}: only {len(fitting)} documents fit, choose a larger one"
+        raise dist.DistributedError(line, on_all_ranks=True)
     n_held_out = len(fitting) // 20
     packed = make_rows(pack(fitting[:-n_held_out], args.length), args.length)
     padded = make_rows([[document] for document in fitting[:-n_held_out]], args.length)
@@ -298,13 +252,24 @@ def prepare_rows(documents, args):
     return packed, held_out
 
 
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser, length=512)
+    parser.add_argument("--accumulate", type=options.whole_number(1), default=1, help="micro-batches per step")
+    parser.add_argument("--pad", action="store_true", help="put one document into each row and fill it with padding")
+    args = parser.parse_args()
+    shares = args.nproc * args.accumulate
+    gpt.check_model_options(parser, args, batch=(shares, "the number of processes times --accumulate"))
+    return args
+
+
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     rows, held_out = prepare_rows(load_documents(), args)
     torch.manual_seed(args.seed)
     model = PackedGPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
-    model = dist.prepare_ddp_model(model)
+    model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # saves a copy of the gradients
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, rows, held_out, args)

@@ -57,44 +57,23 @@ import gpt
 import options
 
 
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
-    gpt.add_bf16_option(parser)
-    args = parser.parse_args()
-    gpt.check_model_options(parser, args, length=(2 * args.nproc, "twice the number of processes"))
-    return args
-
-
-# ---- ring attention -----------------------------------------------------------------------------------------------
-
-
 class RingAttention(torch.autograd.Function):
     """Causal attention of this rank's queries to the keys and values of all ranks.
 
     q, k and v cover this rank's share: (batch, heads, positions, head width). The result has the same shape. `group`
-    is a group of all ranks.
+    is a group of all ranks. For 16-bit types, sum `out`, `lse` and the gradients in float32.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, group):
         ctx.group = group
-        kernel = choose_kernel(q)
-        steps = dist.get_world_size()
-        kv = torch.stack([k, v])
         out, lse = attention_to_nothing(q)
-        for step in range(steps):
-            is_last = step == steps - 1
-            if not is_last:
-                kv_hop = start_hop(kv, group)  # travels while this block is computed
+        for step, (block_k, block_v) in enumerate(around_the_ring(torch.stack([k, v]), group)):
             queries, keys = unmasked(step, q.shape[2])
-            block_k = kv[0][:, :, keys]
-            block_v = kv[1][:, :, keys]
-            block_out, block_lse = kernel.forward(q[:, :, queries], block_k, block_v, causal=step == 0)
+            block_out, block_lse = attend_to_block(
+                q[:, :, queries], block_k[:, :, keys], block_v[:, :, keys], causal=step == 0
+            )
             merge(out[:, :, queries], lse[:, :, queries], block_out, block_lse)
-            if not is_last:
-                kv = finish_hop(kv_hop)
-        out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -102,68 +81,37 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
-        kernel = choose_kernel(q)
-        steps = dist.get_world_size()
         kv = torch.stack([k, v])
-        grad_q = torch.zeros_like(q, dtype=lse.dtype)
-        grad_kv = torch.zeros_like(kv, dtype=lse.dtype)
-        grad_kv_hop = None  # the first step has no transfer to wait for: no rank has added anything yet
-        for step in range(steps):
-            is_last = step == steps - 1
-            if not is_last:
-                kv_hop = start_hop(kv, ctx.group)
+        grad_q = torch.zeros_like(q)
+        grad_kv = torch.zeros_like(kv)
+        grad_hop = None  # the first step has no transfer to wait for: no rank has added anything yet
+        for step, (block_k, block_v) in enumerate(around_the_ring(kv, ctx.group)):
             queries, keys = unmasked(step, q.shape[2])
-            block_k = kv[0][:, :, keys]
-            block_v = kv[1][:, :, keys]
-            block_grad_q, block_grad_k, block_grad_v = kernel.backward(
+            block_grad_q, block_grad_k, block_grad_v = gradients_of_block(
                 grad[:, :, queries],
                 q[:, :, queries],
-                block_k,
-                block_v,
+                block_k[:, :, keys],
+                block_v[:, :, keys],
                 out[:, :, queries],
                 lse[:, :, queries],
                 causal=step == 0,
             )
             grad_q[:, :, queries] += block_grad_q
-            if step > 0:
-                grad_kv = finish_hop(grad_kv_hop)  # what earlier ranks have added for the same keys and values
+            if grad_hop:
+                grad_kv = finish_hop(grad_hop)  # what earlier ranks have added for the same keys and values
             grad_kv[:, :, :, keys] += torch.stack([block_grad_k, block_grad_v])
-            grad_kv_hop = start_hop(grad_kv, ctx.group)  # travels while the next block is computed
-            if not is_last:
-                kv = finish_hop(kv_hop)
-        grad_k, grad_v = finish_hop(grad_kv_hop)  # after N hops each gradient is with its owner
-        return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype), None
+            grad_hop = start_hop(grad_kv, ctx.group)  # travels while the next block is computed
+        grad_k, grad_v = finish_hop(grad_hop)  # after N hops each gradient is with its owner
+        return grad_q, grad_k, grad_v, None
 
 
-def unmasked(step, length):
-    """Which of this rank's queries see which keys of rank r - step. Both ranks have `length` positions, two pieces."""
-    everything = slice(None)
-    first_piece = slice(0, length // 2)
-    second_piece = slice(length // 2, None)
-    if step == 0:  # its own keys: position i sees the positions up to i
-        return everything, everything
-    if step <= dist.get_rank():  # an earlier rank: its pieces lie before and after both of this rank's
-        return everything, first_piece
-    return second_piece, everything  # a later rank: its pieces lie between this rank's
-
-
-def attention_to_nothing(q):
-    """The out and lse to begin with, in float32 or wider: a sum over many blocks must not be rounded to 16 bits.
-
-    In memory out is (batch, positions, heads, head width), as the linear layer after attention reads it.
-    """
-    batch, heads, length, head_width = q.shape
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros(batch, length, heads, head_width, dtype=dtype, device=q.device).transpose(1, 2)
-    lse = torch.full((batch, heads, length), -math.inf, dtype=dtype, device=q.device)
-    return out, lse
-
-
-def merge(out, lse, block_out, block_lse):
-    """Add attention to this block's keys to out and lse, in place. No exponential can overflow."""
-    weight = torch.sigmoid(block_lse - lse)
-    out += weight[..., None] * (block_out - out)
-    lse.copy_(torch.logaddexp(lse, block_lse))
+def around_the_ring(kv, group):
+    """Yields keys and values of the ranks r, r-1, r-2, … The next ones travel while the caller computes."""
+    for _ in range(dist.get_world_size() - 1):
+        hop = start_hop(kv, group)
+        yield kv
+        kv = finish_hop(hop)
+    yield kv
 
 
 def start_hop(tensor, group):
@@ -183,126 +131,73 @@ def finish_hop(hop):
     return received
 
 
+def unmasked(step, length):
+    """Which of this rank's queries see which keys of rank r - step. Both ranks have `length` positions, two pieces."""
+    everything = slice(None)
+    first_piece = slice(0, length // 2)
+    second_piece = slice(length // 2, None)
+    if step == 0:  # its own keys: position i sees the positions up to i
+        return everything, everything
+    if step <= dist.get_rank():  # an earlier rank: its pieces lie before and after both of this rank's
+        return everything, first_piece
+    return second_piece, everything  # a later rank: its pieces lie between this rank's
+
+
+def attention_to_nothing(q):
+    """The out and lse to begin with. The kernel of GPUs needs out as (batch, positions, heads, width) in memory."""
+    batch, heads, length, head_width = q.shape
+    out = q.new_zeros(batch, length, heads, head_width).transpose(1, 2)
+    lse = q.new_full((batch, heads, length), -math.inf)
+    return out, lse
+
+
+def merge(out, lse, block_out, block_lse):
+    """Add attention to this block's keys to out and lse, in place. No exponential can overflow."""
+    weight = torch.sigmoid(block_lse - lse)
+    out += weight[..., None] * (block_out - out)
+    lse.copy_(torch.logaddexp(lse, block_lse))
+
+
 # ---- attention to one block of keys -------------------------------------------------------------------------------
+# F.scaled_dot_product_attention does not give the lse, so its kernels are called here. Not yet tried on a GPU.
 
 
-def choose_kernel(q):
-    """What computes attention to a block and gives its lse, for q's device and type."""
+def attend_to_block(q, k, v, causal):
+    """Returns out, and lse (batch, heads, queries)."""
     if q.device.type == "cpu":
-        return FlashOnCPU
-    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
-        return FlashOnGPU
-    if q.device.type == "cuda" and q.dtype != torch.float64:
-        return EfficientOnGPU
-    return Formula
-
-
-class Formula:
-    """Attention in plain operations, for any device and type. It holds the scores of a whole block.
-
-    `backward` gets out and lse of attention to all keys. So exp(scores - lse) is this block's part of the softmax over
-    all keys.
-    """
-
-    @staticmethod
-    def scores(q, k, causal):
-        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-        if causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-            scores = scores.masked_fill(later, -math.inf)
-        return scores
-
-    @staticmethod
-    def forward(q, k, v, causal):
-        scores = Formula.scores(q, k, causal)
-        lse = scores.logsumexp(-1)
-        return (scores - lse[..., None]).exp() @ v, lse
-
-    @staticmethod
-    def backward(grad, q, k, v, out, lse, causal):
-        weights = (Formula.scores(q, k, causal) - lse[..., None]).exp()
-        grad_weights = grad @ v.transpose(-1, -2)
-        grad_scores = weights * (grad_weights - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
-        return grad_scores @ k, grad_scores.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ grad
-
-
-class FlashOnCPU:
-    """The kernel of F.scaled_dot_product_attention on the CPU, which does not give its lse."""
-
-    @staticmethod
-    def forward(q, k, v, causal):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
+    out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=causal
+    )
+    return out, lse[:, :, : q.shape[2]]  # it is padded to a multiple of 32 queries
 
-    @staticmethod
-    def backward(grad, q, k, v, out, lse, causal):
+
+def gradients_of_block(grad, q, k, v, out, lse, causal):
+    """The gradients of q, k and v, where `grad`, `out` and `lse` are of attention to all keys.
+
+    So exp(scores - lse) is this block's part of the softmax over all keys.
+    """
+    if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, dropout_p=0.0, is_causal=causal
         )
-
-
-class FlashOnGPU:
-    """The kernel of F.scaled_dot_product_attention for 16-bit types on GPUs, the fastest. Not yet tried on one."""
-
-    @staticmethod
-    def forward(q, k, v, causal):
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)
-        return out, lse
-
-    @staticmethod
-    def backward(grad, q, k, v, out, lse, causal):
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            cum_seq_q=None,  # for packed sequences of unequal lengths
-            cum_seq_k=None,
-            max_q=q.shape[2],
-            max_k=k.shape[2],
-            dropout_p=0.0,
-            is_causal=causal,
-            philox_seed=no_dropout,
-            philox_offset=no_dropout,
-        )
-
-
-class EfficientOnGPU:
-    """The memory-efficient kernel of F.scaled_dot_product_attention on GPUs, for float32. Not yet tried on one.
-
-    It gives an lse that is padded to a multiple of 32 queries. The backward kernel needs the padded lse, and it needs
-    `out` in the memory layout that `attention_to_nothing` makes.
-    """
-
-    @staticmethod
-    def forward(q, k, v, causal):
-        out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=causal
-        )
-        return out, lse[:, :, : q.shape[2]]
-
-    @staticmethod
-    def backward(grad, q, k, v, out, lse, causal):
-        queries = lse.shape[2]
-        missing = 32 * math.ceil(queries / 32) - queries
-        no_dropout = torch.zeros((), dtype=torch.long, device=q.device)
-        grad_q, grad_k, grad_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            grad,
-            q,
-            k,
-            v,
-            attn_bias=None,
-            out=out,
-            logsumexp=F.pad(lse, (0, missing), value=math.inf).contiguous(),
-            philox_seed=no_dropout,
-            philox_offset=no_dropout,
-            dropout_p=0.0,
-            grad_input_mask=[True, True, True, False],
-            is_causal=causal,
-        )
-        return grad_q, grad_k, grad_v
+    padding = -lse.shape[2] % 32  # the kernel reads lse up to a multiple of 32 queries
+    no_dropout = torch.zeros((), dtype=torch.long, device=q.device)
+    *grads, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        attn_bias=None,
+        out=out,
+        logsumexp=F.pad(lse, (0, padding), value=math.inf).contiguous(),
+        philox_seed=no_dropout,
+        philox_offset=no_dropout,
+        dropout_p=0.0,
+        grad_input_mask=[True, True, True, False],
+        is_causal=causal,
+    )
+    return grads
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
@@ -319,7 +214,7 @@ def parallelize(model):
 
         for block in model.blocks:
             block.attention.attend = attend
-    return dist.prepare_ddp_model(model)
+    return dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # saves a copy of the gradients
 
 
 def local_positions(length, device):
@@ -329,26 +224,33 @@ def local_positions(length, device):
     return torch.cat([pieces[first], pieces[-1 - first]])
 
 
-def local_loss(model, args, x, y):
+def local_loss(model, x, y):
     """The loss of this process's share. Shares are equally long, so the mean over processes is the batch's loss."""
     positions = local_positions(x.shape[1], x.device)
-    with torch.autocast(x.device.type, torch.bfloat16, enabled=args.bf16):
-        return gpt.loss_fn(model(x[:, positions], positions), y[:, positions])
+    return gpt.loss_fn(model(x[:, positions], positions), y[:, positions])
 
 
 def train(model, optimizer, text, held_out, args):
     """Returns the loss of every step over the whole batch, (steps,)."""
-    progress = gpt.Progress(functools.partial(local_loss, model, args), text, held_out, args)
+    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
         optimizer.zero_grad()
-        loss = local_loss(model, args, x, y)
+        loss = local_loss(model, x, y)
         loss.backward()
         if args.clip:  # DDP has averaged the gradients, so every rank finds the same norm
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         progress(loss)
     return progress.losses
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser)
+    args = parser.parse_args()
+    gpt.check_model_options(parser, args, length=(2 * args.nproc, "twice the number of processes"))
+    return args
 
 
 def main_worker(local_rank, world_size, args):

@@ -51,15 +51,6 @@ import gpt
 import options
 
 
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
-    args = parser.parse_args()
-    split = (args.nproc, "the number of processes")
-    gpt.check_model_options(parser, args, heads=split, length=split)
-    return args
-
-
 def split_layers(model):
     """Cut the layers of `model` in place, over all processes. In one process the model stays as it is."""
     if dist.get_world_size() == 1:
@@ -104,6 +95,15 @@ def train(model, optimizer, text, held_out, args):
         optimizer.step()
         progress(loss)
     return progress.losses
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser)
+    args = parser.parse_args()
+    split = (args.nproc, "the number of processes")
+    gpt.check_model_options(parser, args, heads=split, length=split)
+    return args
 
 
 def main_worker(local_rank, world_size, args):

@@ -23,7 +23,8 @@ script sends after it.
 
 A part may start and end in the middle of a matrix. So the optimizer must treat every element by itself, as SGD and
 AdamW do. For other optimizers combine DDP with torch.distributed.optim.ZeroRedundancyOptimizer, which keeps whole
-parameters together. It sends 1.5 times the bytes, because every process receives all gradients.
+parameters together. It sends 1.5 times the bytes, because every process receives all gradients. If parameters need
+different options, make one ZeRO for each group of them. Each of these clips its own gradients.
 
     python min_ZeRO.py                                      # one process per visible GPU, or one on the CPU
     python min_ZeRO.py --nproc 2                            # two processes
@@ -32,53 +33,49 @@ parameters together. It sends 1.5 times the bytes, because every process receive
 The last line of two processes is `optimizer state held: 1,914,880 of 3,829,760 bytes (0.500)`.
 """
 
-import functools
 import math
 
 import torch
+import torch.distributed as torch_dist
 from torch import nn
 
 import distributed as dist
 import gpt
 import options
 
-
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
-    gpt.add_bf16_option(parser)
-    args = parser.parse_args()
-    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
-    return args
+# Before torch 2.13 they have other names.
+all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)
 
 
 class ZeRO:
     """An optimizer whose state is split over all processes. A learning-rate scheduler takes its attribute `optim`.
 
-    `groups` are parameter groups, as torch.optim takes them; `optim_class` and `defaults` make the optimizer of the
-    part that this process owns. `clip`, if given, is the largest norm of all gradients together.
+    `optim_class` and `defaults` make the optimizer of the part that this process owns. `clip`, if given, is the largest
+    norm of all gradients together.
     """
 
-    def __init__(self, groups, optim_class, clip=None, **defaults):
+    def __init__(self, params, optim_class, clip=None, **defaults):
         rank = dist.get_rank()
         world_size = dist.get_world_size()
         self.clip = clip
-        groups = [dict(group, params=trained(group["params"])) for group in groups]
-        self.flat, self.grad = flatten(groups, world_size)  # all parameters and all gradients
+        self.flat, self.grad = flatten(params, world_size)  # all parameters and all gradients
         dist.sync_params([self.flat])  # start from rank 0's weights, as DDP does
         self.own = self.flat.chunk(world_size)[rank]  # views of this process's part
         self.own_grad = self.grad.chunk(world_size)[rank]
-        self.optim = optim_class(self.own_groups(groups), **defaults)
+        part = nn.Parameter(self.own)
+        part.grad = self.own_grad
+        self.optim = optim_class([part], **defaults)
 
     def step(self):
         if dist.get_world_size() > 1:
-            dist.reduce_scatter_single(self.own_grad, self.grad)  # 1. the sum over all processes
+            reduce_scatter_single(self.own_grad, self.grad)  # 1. the sum over all processes
             self.own_grad /= dist.get_world_size()
         if self.clip:
             self.clip_gradients()
         self.optim.step()  # 2.
         if dist.get_world_size() > 1:
-            dist.all_gather_single(self.flat, self.own)  # 3.
+            all_gather_single(self.flat, self.own)  # 3.
 
     def zero_grad(self):
         self.grad.zero_()  # model.zero_grad() would set the gradients to None: they must stay views of `grad`
@@ -88,38 +85,16 @@ class ZeRO:
         norm = dist.all_reduce(self.own_grad.square().sum()).sqrt()
         self.own_grad *= (self.clip / (norm + 1e-6)).clamp(max=1)
 
-    def own_groups(self, groups):
-        """The parameter groups of `optim`: the piece of each group in this process's part. It may be empty."""
-        own_groups = []
-        offset = dist.get_rank() * len(self.own)  # where the part begins in the flat vector
-        start = 0  # where the group begins in the flat vector
-        for group in groups:
-            stop = start + sum(aligned_size(param) for param in group["params"])
-            first = min(max(0, start - offset), len(self.own))
-            last = min(max(0, stop - offset), len(self.own))
-            piece = nn.Parameter(self.own[first:last])
-            piece.grad = self.own_grad[first:last]
-            own_groups.append(dict(group, params=[piece]))
-            start = stop
-        return own_groups
 
-
-def trained(params):
-    """A frozen parameter has no gradient. In the flat vector it would have one of zeros, and weight decay."""
-    return [param for param in params if param.requires_grad]
-
-
-def flatten(groups, world_size):
+def flatten(params, world_size):
     """Move all parameters into one vector and their gradients into another. Returns both, with the parameters as views.
 
-    Zeros lie between the parameters, so that each begins at a multiple of 16 bytes, and after the last one, so that
-    all parts are equally long.
+    Zeros after the last parameter make all parts equally long.
     """
-    params = [param for group in groups for param in group["params"]]
+    params = [param for param in params if param.requires_grad]  # weight decay would change a frozen one
     if len({param.dtype for param in params}) > 1:
         raise ValueError("the parameters have several types, and one vector has one: use an optimizer for each type")
-    n_aligned = sum(aligned_size(param) for param in params)
-    part_size = math.ceil(n_aligned / world_size)
+    part_size = math.ceil(sum(param.numel() for param in params) / world_size)
     flat = params[0].detach().new_zeros(world_size * part_size)
     grad = torch.zeros_like(flat)
     start = 0
@@ -128,30 +103,25 @@ def flatten(groups, world_size):
         flat[start:stop] = param.detach().flatten()
         param.data = flat[start:stop].view_as(param)
         param.grad = grad[start:stop].view_as(param)
-        start += aligned_size(param)
+        start = stop
     return flat, grad
 
 
-def aligned_size(param):
-    """Its elements, rounded up to a multiple of 16 bytes. GPU kernels that load 16 bytes at once need this."""
-    elements = 16 // param.element_size()
-    return math.ceil(param.numel() / elements) * elements
-
-
-def local_loss(model, args, x, y):
-    """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
-    with torch.autocast(x.device.type, torch.bfloat16, enabled=args.bf16):
-        return gpt.loss_fn(model(x), y)
+# ---- training -----------------------------------------------------------------------------------------------------
 
 
 def train(model, optimizer, text, held_out, args):
     """Returns the loss of every step over all processes, (steps,)."""
+
+    def local_loss(x, y):
+        return gpt.loss_fn(model(x), y)  # shares are equal, so the mean over processes is the loss of the batch
+
     share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(functools.partial(local_loss, model, args), text, held_out, args, share=share)
+    progress = gpt.Progress(local_loss, text, held_out, args, share=share)
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
         optimizer.zero_grad()
-        loss = local_loss(model, args, x, y)
+        loss = local_loss(x, y)
         loss.backward()
         optimizer.step()
         progress(loss)
@@ -168,6 +138,14 @@ def report_state(optim, n_params):
     dist.print_primary(f"optimizer state held: {held:,} of {total:,} bytes ({held / total:.3f})")
 
 
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser)
+    args = parser.parse_args()
+    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
+    return args
+
+
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
@@ -175,10 +153,9 @@ def main_worker(local_rank, world_size, args):
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
-    params = list(model.parameters())
-    n_params = sum(param.numel() for param in params)
-    gpt.report_held(params, n_params)
-    optimizer = ZeRO([{"params": params}], torch.optim.AdamW, args.clip, lr=args.lr, fused=True)
+    n_params = sum(param.numel() for param in model.parameters())
+    gpt.report_held(model.parameters(), n_params)
+    optimizer = ZeRO(model.parameters(), torch.optim.AdamW, args.clip, lr=args.lr, fused=True)
     train(model, optimizer, text, held_out, args)
     report_state(optimizer.optim, n_params)
 

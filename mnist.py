@@ -108,7 +108,7 @@ def load_data(name, data_dir, train, seed=0):
     error = None
     if dist.get_local_rank() == 0:
         error = _fetch_mnist(MNIST, data_dir)
-    dist.raise_on_all(error, dist.patient_group())
+    dist.raise_on_all(error)
     data = MNIST(data_dir, train)
     return Digits(data.data[:, None], data.targets)
 

@@ -45,13 +45,14 @@ import sys
 import numpy as np
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 import checkpoint
 import distributed as dist
 import mnist
 import options
 import tracking
+import watch
 
 # ---- data, model, loss and optimizer ------------------------------------------------------------------------------
 
@@ -125,7 +126,7 @@ class Trainer:
             raise dist.DistributedError(line)
         torch.manual_seed(hp.seed)
         self.net = make_model().to(device)
-        self.model = dist.prepare_ddp_model(self.net)
+        self.model = dist.prepare_ddp_model(self.net, gradient_as_bucket_view=True)  # saves a copy of the gradients
         if hp.compile:
             self.model.compile()  # after DDP: torch then splits the graph where DDP's buckets end
         self.optimizer, self.scheduler = make_optimizer(self.net, hp, hp.epochs * self.steps)
@@ -161,14 +162,13 @@ class Trainer:
         self.model.train()
         n = len(self.train_set)
         loader = DataLoader(
-            dist.SeededBatches(self.train_set),
+            SeededBatches(self.train_set),
             batch_size=None,  # each item is a whole micro-batch
             sampler=micro_batches(n, self.hp, epoch, first_step),
             num_workers=self.hp.num_workers,
-            worker_init_fn=checkpoint.ignore_sigterm,
             pin_memory=self.device.type == "cuda",
         )
-        batches = iter(loader)
+        batches = checkpoint.shielded(loader)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)  # on the device, to avoid a sync every step
         last_line = first_step
         for step in range(first_step + 1, self.steps + 1):
@@ -232,12 +232,11 @@ class Trainer:
             sampler=dist.data_sampler(self.test_set, True, shuffle=False, pad=False),
             collate_fn=mnist.collate,
             num_workers=self.hp.num_workers,
-            worker_init_fn=checkpoint.ignore_sigterm,
             pin_memory=self.device.type == "cuda",
         )
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         hits = torch.zeros((), dtype=torch.float64, device=self.device)
-        for inputs, labels in loader:
+        for inputs, labels in checkpoint.shielded(loader):
             outputs, labels, losses = forward(self.net, inputs, labels, self.device, self.hp.amp)
             loss_sum += losses.sum(dtype=torch.float64)
             hits += (outputs.argmax(dim=1) == labels).sum()
@@ -277,7 +276,7 @@ class Trainer:
     def loss_of_a_micro_batch(self):
         # A real one: with --compile the model would be compiled for any other size too.
         seed, indices = next(micro_batches(len(self.train_set), self.hp, epoch=0, first_step=0))
-        inputs, labels = dist.SeededBatches(self.train_set)[seed, indices]
+        inputs, labels = SeededBatches(self.train_set)[seed, indices]
         _, _, losses = forward(self.model, inputs, labels, self.device, self.hp.amp)
         return losses.sum()
 
@@ -288,6 +287,29 @@ class Trainer:
 
 
 # ---- batches that a resumed run repeats exactly -------------------------------------------------------------------
+
+
+class SeededBatches(Dataset):
+    """A whole batch of `dataset` for each pair (seed, indices). What torch draws in it depends on the seed alone.
+
+    A run that resumes within an epoch then draws the same numbers as one that was not interrupted, with any number of
+    worker processes. Give the DataLoader a list of such pairs as its sampler, and `batch_size=None`.
+    """
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __getitem__(self, seed_and_indices):
+        seed, indices = seed_and_indices
+        with torch.random.fork_rng(devices=[]):  # without worker processes, dropout draws from this generator too
+            torch.default_generator.manual_seed(seed)
+            if hasattr(self.dataset, "__getitems__"):  # it may give a whole batch
+                batch = self.dataset.__getitems__(indices)
+            else:
+                batch = [self.dataset[index] for index in indices]
+        if isinstance(batch, list):
+            batch = default_collate(batch)
+        return batch
 
 
 # The last number of a seed: its use.
@@ -341,7 +363,7 @@ def save_results(folder, net, accuracies):
             write_results(folder, net, accuracies)
         except dist.DistributedError as failure:
             error = str(failure)
-    dist.raise_on_all(error, dist.patient_group())
+    dist.raise_on_all(error)
 
 
 def write_results(folder, net, accuracies):
@@ -363,6 +385,17 @@ def option(default, check, help):
     return dataclasses.field(default=default, metadata={"check": check, "help": help})
 
 
+def one_of(*names):
+    """An argparse `type`: one of `names`."""
+
+    def parse(text):
+        if text in names:
+            return text
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(names)}")
+
+    return parse
+
+
 @dataclasses.dataclass
 class Hyperparameters:
     """The settings of a run. Raises ValueError for a number that is out of its range, or an unknown choice.
@@ -371,7 +404,7 @@ class Hyperparameters:
     there.
     """
 
-    data: str = option("synthetic", options.one_of(*mnist.DATA_SETS), "synthetic digits, or mnist, downloaded once")
+    data: str = option("synthetic", one_of(*mnist.DATA_SETS), "synthetic digits, or mnist, downloaded once")
     data_dir: str = option("data", str, "folder that holds MNIST, or to which it is downloaded")
     global_batch_size: int = option(128, options.whole_number(1), "samples per step, over all processes")
     grad_accumulation: int = option(1, options.whole_number(1), "micro-batches per step and process")
@@ -384,10 +417,10 @@ class Hyperparameters:
     clip: float = option(0.0, options.number(0), "clip the global gradient norm to this; 0 does not clip")
     amp: bool = option(False, bool, "compute in bfloat16 where it is safe")
     compile: bool = option(False, bool, "compile the model with torch.compile")
-    seed: int = option(0, options.seed_number, "random seed")
+    seed: int = option(0, options.whole_number(0, 2**32 - 1), "random seed")
     log_interval: int = option(100, options.whole_number(1), "print every N steps")
     save_every: int = option(500, options.whole_number(1), "save a snapshot every N steps, and after each epoch")
-    backend: str = option("auto", options.one_of("auto", "nccl", "gloo"), "auto, nccl or gloo; auto is nccl for GPUs")
+    backend: str = option("auto", one_of("auto", "nccl", "gloo"), "auto, nccl or gloo; auto is nccl for GPUs")
     wandb: bool = option(False, bool, "track with Weights & Biases")
     tensorboard: str = option("", str, "track with TensorBoard, in this folder")
     watch_gradients: bool = option(False, bool, "with --wandb, log histograms of all gradients, which takes time")
@@ -421,7 +454,7 @@ def parse_hyperparameters(parser):
         check_installed("wandb")
     if hp.tensorboard:
         check_installed("tensorboard")
-        checkpoint.check_writable("--tensorboard", hp.tensorboard)
+        checkpoint.check_writable("--tensorboard", os.path.join(hp.tensorboard, "events"))
     return hp, args
 
 
@@ -438,16 +471,15 @@ def parse_args():
     parser.add_argument("--output-dir", default=".", help="folder for the weights and the accuracies")
     parser.add_argument(
         "--snapshot-path",
-        type=options.path,
         help="file to save snapshots to, and to resume from (default: no snapshots)",
     )
     hp, args = parse_hyperparameters(parser)
     problem = batch_size_problem(hp, args.nproc)
     if problem:
         parser.error(f"argument --global-batch-size: {problem}")
-    checkpoint.check_writable("--output-dir", args.output_dir)
-    if args.snapshot_path:
-        checkpoint.check_writable("--snapshot-path", os.path.dirname(os.path.abspath(args.snapshot_path)))
+    checkpoint.check_writable("--output-dir", os.path.join(args.output_dir, "mnist_cnn.pt"))
+    if args.snapshot_path is not None:
+        checkpoint.check_writable("--snapshot-path", args.snapshot_path)
     return hp, args
 
 
@@ -474,6 +506,7 @@ def main_worker(local_rank, world_size, hp, output_dir=".", snapshot_path=None):
     if backend == "auto":
         backend = None
     dist.init_process_group(backend=backend)
+    watch.start()  # if the job stands still, one line says where each rank stands
     device = dist.get_device()
     line = f"Training on {world_size} x {device.type}, global batch {hp.global_batch_size}"
     dist.print_primary(line, flush=True)

@@ -1,7 +1,7 @@
 """An experiment with FSDP: train one model sharded, replicated or in one process, and compare memory and speed.
 
 Read min_FSDP.py first for the idea. Here the model knows nothing of FSDP: dist.prepare_fsdp_model makes a unit of each
-layer that is large enough. The rest is a complete experiment with data, evaluation, checkpoints and an export.
+layer. The rest is a complete experiment with data, evaluation, checkpoints and an export.
 
     --strategy local    one process holds everything and computes everything
     --strategy ddp      each process holds everything and computes its share of each batch
@@ -31,8 +31,8 @@ It prints one line per epoch, over all test samples, with the peak memory of the
 All machines must share --checkpoint-dir. Load only checkpoints that you trust, because parts of them are pickles.
 """
 
-import os
 import random
+import resource
 import threading
 import time
 
@@ -47,6 +47,7 @@ import checkpoint
 import distributed as dist
 import mnist
 import options
+import sharded
 
 # tqdm's own lock is a semaphore, which a killed process would leave behind.
 tqdm.set_lock(threading.RLock())
@@ -67,15 +68,12 @@ def parse_args():
     parser.add_argument("--batch-size", type=count, default=64, help="samples per step and process")
     parser.add_argument("--test-batch-size", type=count, default=1000, help="samples per step of the test, per process")
     parser.add_argument("--lr", type=options.positive_number, default=0.001, help="learning rate of Adam")
-    parser.add_argument("--min-num-params", type=count, default=20_000, help="parameters of the smallest FSDP unit")
     parser.add_argument("--mixed-precision", action="store_true", help="compute in bfloat16")
     mnist.add_data_options(parser)
-    parser.add_argument(
-        "--checkpoint-dir", type=options.path, help="save here after every epoch, and resume from the newest checkpoint"
-    )
+    parser.add_argument("--checkpoint-dir", help="save here after every epoch, and resume from the newest checkpoint")
     parser.add_argument("--export", metavar="FILE", help="write the whole state_dict here, for plain PyTorch")
-    parser.add_argument("--seed", type=options.seed_number, default=0, help="random seed")
-    parser.add_nproc(help="processes to start; ignored under torchrun (default: one per visible GPU, or 1; 1 if local)")
+    parser.add_argument("--seed", type=options.whole_number(0, 2**32 - 1), default=0, help="random seed")
+    parser.add_nproc()
     default_nproc = parser.get_default("nproc")
     parser.set_defaults(nproc=None)  # shows below that it was not given
     args = parser.parse_args()
@@ -86,29 +84,28 @@ def parse_args():
             args.nproc = 1  # several GPUs are no reason to start several processes
     if args.strategy == "local" and args.nproc > 1:
         parser.error(f"argument --strategy: local trains in 1 process, not in {args.nproc}")
-    if args.export and os.path.isdir(args.export):
-        parser.error(f"argument --export: {args.export!r} is a folder, not a file")
-    if args.checkpoint_dir:
-        checkpoint.check_writable("--checkpoint-dir", args.checkpoint_dir)
-    if args.export:
-        checkpoint.check_writable("--export", os.path.dirname(os.path.abspath(args.export)))
+    if args.checkpoint_dir is not None:
+        sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
+    if args.export is not None:
+        checkpoint.check_writable("--export", args.export)
     return args
 
 
 # ---- local, DDP or FSDP -------------------------------------------------------------------------------------------
 
 
-def wrap(model, strategy, device, min_num_params, mixed_precision):
+def wrap(model, strategy, device, mixed_precision):
     """The model, ready to train on `device`. Build the optimizer afterwards: FSDP replaces the parameters."""
     if strategy == "fsdp":
-        return shard(model, min_num_params, mixed_precision)
+        return shard(model, mixed_precision)
     model = model.to(device)
     if strategy == "ddp":
-        return dist.prepare_ddp_model(model)
+        return dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # saves a copy of the gradients
     return model
 
 
-def shard(model, min_num_params, mixed_precision):
+def shard(model, mixed_precision):
+    """Each layer becomes a unit."""
     policy = MixedPrecisionPolicy()
     if mixed_precision:
         # Parameters are gathered in bfloat16. The shards, which the optimizer updates, stay float32.
@@ -117,7 +114,7 @@ def shard(model, min_num_params, mixed_precision):
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 # BatchNorm must stay float32 on the CPU, so it becomes a unit without mixed precision.
                 dist.prepare_fsdp_model(module)
-    return dist.prepare_fsdp_model(model, min_num_params, mp_policy=policy)
+    return dist.prepare_fsdp_model(model, blocks=(nn.Conv2d, nn.Linear), mp_policy=policy)
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
@@ -150,6 +147,13 @@ def seed_epoch(seed, epoch):
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------
+
+
+def peak_memory(device):
+    """Bytes: the most that this process has had allocated on its GPU, or resident in memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def held_by_this_rank(optimizer):
@@ -209,7 +213,7 @@ def export(path, model):
                 torch.save(state, file)
         except dist.DistributedError as failure:
             error = str(failure)
-    dist.raise_on_all(error, dist.patient_group())
+    dist.raise_on_all(error)
     dist.print_primary(f"Exported to {path}")
 
 
@@ -226,26 +230,26 @@ def main_worker(local_rank, world_size, args):
     torch.manual_seed(args.seed)
     model = mnist.MODELS[args.model]()
     n_params = sum(param.numel() for param in model.parameters())
-    model = wrap(model, strategy, device, args.min_num_params, args.mixed_precision)
+    model = wrap(model, strategy, device, args.mixed_precision)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
     n_held = sum(local(param).numel() for param in model.parameters())
     dist.print_primary(f"Model {args.model}: {n_params:,} parameters, of which this process holds {n_held:,}")
 
     first_epoch = 0
     if args.checkpoint_dir:
-        first_epoch = checkpoint.load_sharded(args.checkpoint_dir, model, optimizer)
+        first_epoch = sharded.load(args.checkpoint_dir, model, optimizer)
     for epoch in range(first_epoch, args.epochs):
         loader.sampler.set_epoch(epoch)
         seed_epoch(args.seed, epoch)
         train_loss, speed = train_epoch(model, loader, optimizer, device, args.mixed_precision, epoch)
         test_loss, hits, n = mnist.evaluate(model, test_loader, device, args.mixed_precision)
-        (memory,) = largest([dist.peak_memory(device)], device)
+        (memory,) = largest([peak_memory(device)], device)
         dist.print_primary(
             f"epoch: {epoch} | train loss: {train_loss:.4f} | test loss: {test_loss:.4f} | test acc: {hits}/{n} "
             f"({hits / n:.4f}) | memory: {memory / 1e6:.0f} MB | {speed:.0f} samples/s"
         )
         if args.checkpoint_dir:
-            checkpoint.save_sharded(args.checkpoint_dir, model, optimizer, epoch + 1)
+            sharded.save(args.checkpoint_dir, model, optimizer, epoch + 1)
 
     print_held(optimizer, n_params, device)
     if args.export:

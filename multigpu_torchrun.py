@@ -25,7 +25,7 @@ It prints the average loss of each epoch, `[CPU] Epoch 0 | Batchsize: 32 | Steps
 of all processes, and a line for each snapshot. Batch size and steps are per process.
 """
 
-import os
+import argparse
 
 import torch
 from torch.nn import functional as F
@@ -33,23 +33,31 @@ from torch.utils.data import DataLoader, Dataset
 
 import checkpoint
 import distributed as dist
-import options
+
+
+def positive_int(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    parser.add_argument("total_epochs", type=options.whole_number(1), help="epochs to train")
-    parser.add_argument("save_every", type=options.whole_number(1), help="epochs between snapshots")
-    parser.add_argument("--batch-size", type=options.whole_number(1), default=32, help="samples per process and step")
-    parser.add_argument("--snapshot-path", default="snapshot.pt", help="file to save to and to resume from")
+    # Without a usage, an error is one line.
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS)
+    parser.add_argument("total_epochs", type=positive_int, help="epochs to train")
+    parser.add_argument("save_every", type=positive_int, help="epochs between snapshots")
+    parser.add_argument(
+        "--batch-size", "--batch_size", type=positive_int, default=32, help="samples per step (default: %(default)s)"
+    )
+    parser.add_argument("--snapshot-path", default="snapshot.pt", help="file to save and resume (default: %(default)s)")
     args = parser.parse_args()
-    checkpoint.check_writable("--snapshot-path", os.path.dirname(os.path.abspath(args.snapshot_path)))
+    checkpoint.check_writable("--snapshot-path", args.snapshot_path)
     return args
 
 
 class Trainer:
     def __init__(self, model, loader, optimizer, device, save_every, snapshot_path):
-        self.model = dist.prepare_ddp_model(model)
+        self.model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # saves a copy of the gradients
         self.loader = loader
         self.optimizer = optimizer
         self.device = device

@@ -12,11 +12,11 @@ number of ranks, and these resume from the newest snapshot that any node has. Tw
    (BatchNorm, dropout and random augmentation see the shares. With them this holds only for one number of ranks.)
 
 2. A SIGTERM loses no step. A scheduler sends it before it takes a node away. torchrun sends it when a node joins.
-   About once per second all ranks read, after the same step, whether one of them has received it, and so leave
-   together. `checkpoint.Preemption` shows how:
+   After each step all ranks read whether one of them has received it, and so leave together. `checkpoint.Preemption`
+   shows how:
 
-       rank 0   | ... step 16            | ... step 24: stop | save, exit with status 143
-       rank 1   | ... step 16, SIGTERM   | ... step 24: stop | exit with status 143
+       rank 0   | step 16            | step 17 | step 18: stop | save, exit with status 143
+       rank 1   | step 16, SIGTERM   | step 17 | step 18: stop | exit with status 143
 
    torchrun kills the processes 30 s after SIGTERM. From torch 2.12 on, TORCH_ELASTIC_SHUTDOWN_TIMEOUT gives a slow
    save more seconds.
@@ -41,7 +41,7 @@ Each rank prints where it starts, and rank 0 prints the average loss of each epo
 `[rank 0/4 on node1] CPU | Epoch 0 | Batchsize: 64 | Steps: 32 | Loss: 15.8992`. The batch size is the global one.
 """
 
-import os
+import argparse
 import socket
 from datetime import timedelta
 
@@ -52,7 +52,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import checkpoint
 import distributed as dist
-import options
 
 
 def log(message):
@@ -60,26 +59,41 @@ def log(message):
     print(line, end="", flush=True)  # one write, so that lines of ranks that share a terminal do not mix
 
 
+def positive_int(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    parser.add_argument("total_epochs", type=options.whole_number(1), help="epochs to train")
-    parser.add_argument("save_every", type=options.whole_number(1), help="epochs between snapshots")
-    batch_size = options.whole_number(1, len(ToyDataset()), "the number of samples")
-    parser.add_argument("--global-batch-size", type=batch_size, default=64, help="samples per step of all processes")
-    parser.add_argument("--snapshot-path", default="snapshot.pt", help="file to save to and to resume from")
-    parser.add_argument("--num-workers", type=options.whole_number(0), default=0, help="data loaders per rank")
-    parser.add_argument("--timeout", type=options.whole_number(1), default=300, help="seconds until a hung step fails")
+    # Without a usage, an error is one line.
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS)
+    parser.add_argument("total_epochs", type=positive_int, help="epochs to train")
+    parser.add_argument("save_every", type=positive_int, help="epochs between snapshots")
+    parser.add_argument(
+        "--global-batch-size",
+        type=positive_int,
+        default=64,
+        help="samples per step (default: %(default)s)",
+    )
+    parser.add_argument("--snapshot-path", default="snapshot.pt", help="file to save and resume (default: %(default)s)")
+    parser.add_argument("--num-workers", type=int, default=0, help="data loaders per rank (default: %(default)s)")
+    parser.add_argument(
+        "--timeout", type=positive_int, default=300, help="seconds until a hung step fails (default: %(default)s)"
+    )
     args = parser.parse_args()
     size = args.global_batch_size
     if size < dist.get_world_size():
         parser.error(f"argument --global-batch-size: {size} is less than {dist.get_world_size()}, the number of ranks")
-    checkpoint.check_writable("--snapshot-path", os.path.dirname(os.path.abspath(args.snapshot_path)))
+    if args.num_workers < 0:
+        parser.error(f"argument --num-workers: {args.num_workers} is less than 0")
+    checkpoint.check_writable("--snapshot-path", args.snapshot_path)
     return args
 
 
 class Trainer:
     def __init__(self, model, dataset, optimizer, device, preemption, args):
-        self.model = dist.prepare_ddp_model(model)
+        self.model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # saves a copy of the gradients
         self.dataset = dataset
         self.optimizer = optimizer
         self.device = device
@@ -89,7 +103,7 @@ class Trainer:
         self.steps = len(dataset) // args.global_batch_size  # per epoch
         if self.steps == 0:
             line = f"--global-batch-size {args.global_batch_size} is more than the {len(dataset)} samples"
-            raise dist.DistributedError(line)
+            raise dist.DistributedError(line, on_all_ranks=True)
         self.num_workers = args.num_workers
         self.save_every = args.save_every
         self.snapshot_path = args.snapshot_path
@@ -101,27 +115,32 @@ class Trainer:
         shares = []
         for step in range(first_step, self.steps):
             global_batch = order[step * self.global_batch_size : (step + 1) * self.global_batch_size]
-            share = global_batch[dist.get_rank() :: dist.get_world_size()]
-            shares.append((self.seed(epoch, step), share))
+            shares.append(global_batch[dist.get_rank() :: dist.get_world_size()])
         return DataLoader(
-            dist.SeededBatches(self.dataset),
-            batch_size=None,  # an entry of `shares` is a batch
-            sampler=shares,
+            self.dataset,
+            batch_sampler=shares,
+            collate_fn=tuple,  # the dataset has already made the batch
             num_workers=self.num_workers,
-            worker_init_fn=checkpoint.ignore_sigterm,
             pin_memory=self.device.type == "cuda",
         )
 
-    def seed(self, epoch, step):
-        """An even number, different for each epoch, step and rank."""
-        return 2 * ((epoch * self.steps + step) * dist.get_world_size() + dist.get_rank())
+    def batches(self):
+        """This rank's share of each batch from self.step on. The seed before each one is for augmentation and dropout.
+
+        So these differ between steps and ranks, and a resumed run repeats them. But loader processes draw from a seed
+        of their own: if you use them, let augmentation depend on the index of the sample.
+        """
+        batches = checkpoint.shielded(self.loader(self.epoch, self.step))
+        while self.step < self.steps:
+            step = self.epoch * self.steps + self.step
+            torch.manual_seed(step * dist.get_world_size() + dist.get_rank())
+            yield next(batches)
 
     def run_epoch(self):
         """Trains from self.step to the end of the epoch, or until a SIGTERM. Returns whether one came."""
         first_step = self.step
         total_loss = torch.zeros((), device=self.device)  # stays on the GPU, so no step waits for it
-        for x, y in self.loader(self.epoch, first_step):
-            torch.manual_seed(self.seed(self.epoch, self.step) + 1)  # for dropout; the even seed is the data's
+        for x, y in self.batches():
             self.optimizer.zero_grad()
             loss = self.compute_loss(x, y)
             # DDP averages over ranks. The weight makes that the average over samples, as shares may differ by a sample.
@@ -171,7 +190,7 @@ class Trainer:
         return self.epoch >= total_epochs
 
     def first_loss(self):
-        x, y = next(iter(self.loader(epoch=0, first_step=0)))
+        x, y = next(checkpoint.shielded(self.loader(epoch=0, first_step=0)))
         return self.compute_loss(x, y)
 
     def save_snapshot(self):

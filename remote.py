@@ -17,10 +17,9 @@ trust in TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME. Otherwise it listens on the ad
 
 import contextlib
 import os
+import queue
 import socket
 import sys
-import threading
-import time
 import warnings
 from datetime import timedelta
 
@@ -32,8 +31,12 @@ import distributed as dist
 import options
 import spawn
 
-# An option's type: RPC counts milliseconds in 32 bits, which last for 24 days.
-timeout_seconds = options.whole_number(1, 2_000_000, "about 23 days")
+
+def add_timeout(parser):
+    """Add --timeout, the second argument of `join`."""
+    seconds = options.whole_number(1, 2_000_000)  # RPC counts milliseconds in 32 bits, which last for 24 days
+    help_text = "seconds to wait for all processes, or for an answer"
+    parser.add_argument("--timeout", type=seconds, default=60, help=help_text)
 
 
 def get_device():
@@ -57,11 +60,17 @@ def join(name, timeout):
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     _choose_interface()
+    # init_rpc makes a process group of its own, which would wait 24 days for a process that died meanwhile.
+    rpc.constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=timeout)
+    # The default transport, shared memory, polls busily and takes the cores that training needs. "uv" is TCP. On one
+    # machine "cma" lets the kernel copy tensors from process to process.
+    settings = rpc.TensorPipeRpcBackendOptions(rpc_timeout=timeout, _transports=["uv"], _channels=["cma", "basic"])
+    # init_rpc itself uses the process group in a way that torch deprecates. The caller cannot change that.
+    warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
     try:
-        _wait_for_rank_0(timeout)
         torch_dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-        _init_rpc(name, rank, world_size, timeout)
-    except (OSError, RuntimeError) as error:
+        rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=settings)
+    except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         line = f"rank {rank}: not all {world_size} processes have joined within {timeout:g} s: {reason}"
         raise dist.DistributedError(line) from None
@@ -76,35 +85,6 @@ def _choose_interface():
     interface = os.environ.get("TP_SOCKET_IFNAME", f"the address of {socket.gethostname()}")
     if dist.is_primary() and not interface.startswith("lo"):
         print(f"warning: RPC listens on {interface}, without authentication: trust its network", file=sys.stderr)
-
-
-def _wait_for_rank_0(timeout):
-    """Wait until rank 0 or the launcher listens. torch would wait too, but log 40 lines of C++ frames at the end."""
-    if dist.get_rank() == 0:
-        return
-    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            socket.create_connection(address, timeout).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise OSError(f"nothing listens on {address[0]}:{address[1]} ({error.strerror or error})") from None
-        time.sleep(0.1)
-
-
-def _init_rpc(name, rank, world_size, timeout):
-    """rpc.init_rpc, with the settings that it has no public argument for."""
-    # init_rpc makes a process group of its own, which would wait 24 days for a process that died meanwhile.
-    rpc.constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=timeout)
-    # The default transport, shared memory, polls busily and takes the cores that training needs. "uv" is TCP. On one
-    # machine "cma" lets the kernel copy tensors from process to process.
-    settings = rpc.TensorPipeRpcBackendOptions(rpc_timeout=timeout, _transports=["uv"], _channels=["cma", "basic"])
-    with warnings.catch_warnings():
-        # init_rpc itself uses the process group in a way that torch deprecates. The caller cannot change that.
-        warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
-        rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=settings)
 
 
 # ---- call ---------------------------------------------------------------------------------------------------------
@@ -130,16 +110,20 @@ def wait(name, answer):
             problem = f"{name} does not answer: it hangs, or waits for a process that hangs"
         else:
             problem = f"{name} is lost"
-        raise dist.DistributedError(f"rank {dist.get_rank()}: {problem}: {reason}") from None
+        raise failure(f"rank {dist.get_rank()}: {problem}: {reason}") from None
+
+
+def failure(line):
+    """A DistributedError to raise. RPC is shut down, because its threads may crash a process while Python ends."""
+    rpc.shutdown(graceful=False)
+    return dist.DistributedError(line)
 
 
 # ---- watch, leave and end -----------------------------------------------------------------------------------------
 
 # To watch a process, call it. It answers only when it leaves, and the call fails at once if the process dies.
 _watched = {}  # name: the call
-_left = set()  # names of watched processes that have done their work
-_lost = set()  # names of watched processes that died before the end
-_changed = threading.Condition()  # guards the two sets
+_gone = queue.SimpleQueue()  # (name, is it lost?) of each watched process that has done its work or died
 _end = torch.futures.Future()  # set when this process may shut RPC down
 
 
@@ -151,9 +135,7 @@ def watch(name, on_loss=None, *args):
             return
         if on_loss is not None:
             on_loss(*args)  # before `end` may return, because its caller then reports who was lost
-        with _changed:
-            _lost.add(name)
-            _changed.notify_all()
+        _gone.put((name, True))
 
     _watched[name] = rpc.rpc_async(name, _stay, timeout=0)
     _watched[name].add_done_callback(note_end)
@@ -167,9 +149,7 @@ def _stay():
 @rpc.functions.async_execution
 def _say_goodbye(name):
     """Called by a process that leaves. The Future answers it at the end of the job."""
-    with _changed:
-        _left.add(name)
-        _changed.notify_all()
+    _gone.put((name, False))
     return _end
 
 
@@ -178,17 +158,15 @@ def end(tolerate_lost=False):
 
     Raises DistributedError as soon as a process is lost, unless `tolerate_lost`.
     """
-    with _changed:
-        while True:
-            gone = _left | _lost
-            if all(name in gone for name in _watched):
-                break
-            if _lost and not tolerate_lost:
-                break
-            _changed.wait()
-        if _lost and not tolerate_lost:
-            raise dist.DistributedError(f"{', '.join(sorted(_lost))} is lost")
-    nobody_is_lost = not _lost
+    nobody_is_lost = True
+    staying = set(_watched)
+    while staying:
+        name, is_lost = _gone.get()
+        staying.discard(name)
+        if is_lost and not tolerate_lost:
+            raise failure(f"{name} is lost")
+        if is_lost:
+            nobody_is_lost = False
     _end.set_result(nobody_is_lost)
     for answer in _watched.values():
         with contextlib.suppress(RuntimeError):  # this one is lost

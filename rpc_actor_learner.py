@@ -36,11 +36,11 @@ All randomness comes from the seed, the observer, its episode and the step, so a
 observer is killed, the others continue without it. When the learner is killed, all end.
 
 It prints `update 20 | 80 episodes | mean return 61.4 | 872 actions/s`. The mean return is over the last 100 episodes.
-An episode ends when the pole falls, and after 200 steps, so 200 is the best return.
+An episode ends when the pole falls, and after 200 steps, so 200 is the best return. Training ends when the mean return
+is 195, and after `--updates`.
 """
 
 import math
-import os
 import random
 import sys
 import threading
@@ -57,156 +57,12 @@ import options
 import remote
 
 MAX_STEPS = 200  # an episode ends here
+GOAL = 195  # training ends at this mean return over 100 episodes
 DISCOUNT = 0.99  # a reward k steps later counts DISCOUNT**k
-
-
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    count = options.whole_number(1)
-    parser.add_argument(
-        "--observers", type=count, default=4, help="processes beside the learner; ignored under torchrun"
-    )
-    parser.add_argument("--updates", type=count, default=500, help="updates at most")
-    parser.add_argument(
-        "--goal", type=options.positive_number, default=195, help="stop at this mean return over 100 episodes"
-    )
-    parser.add_argument("--hidden", type=count, default=64, help="width of the policy's hidden layer")
-    parser.add_argument("--lr", type=options.positive_number, default=0.01, help="learning rate of Adam")
-    parser.add_argument("--log-every", type=count, default=10, help="print every N updates", metavar="N")
-    parser.add_argument(
-        "--seed", type=options.seed_number, default=0, help="random seed of weights, states and actions"
-    )
-    parser.add_argument(
-        "--timeout", type=remote.timeout_seconds, default=60, help="seconds to wait for all processes, or for an answer"
-    )
-    args = parser.parse_args()
-    if os.environ.get("WORLD_SIZE") == "1":
-        parser.error("WORLD_SIZE: 1 process is too few for a learner and an observer")
-    return args
-
-
-# ---- the learner --------------------------------------------------------------------------------------------------
-
-
-class Learner:
-    """The policy, its optimizer, and what the observers are doing. Hold `lock` to change anything here."""
-
-    def __init__(self, observers, device, args):
-        torch.manual_seed(args.seed)
-        self.policy = nn.Sequential(nn.Linear(4, args.hidden), nn.Tanh(), nn.Linear(args.hidden, 1)).to(device)
-        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=args.lr)
-        self.device = device
-        self.args = args
-        self.lock = threading.Lock()
-        self.observers = set(observers)  # those that are not lost
-        self.playing = set(observers)  # those in an episode
-        self.requests = {}  # a state and the Future of its answer, by observer
-        self.episodes = {}  # states and actions of a finished episode, by observer
-        self.updated = torch.futures.Future()  # done after the next update
-        self.returns = []  # one per episode
-        self.updates = 0
-        self.done = False  # has it reached the goal, or made all updates?
-        self.begin = time.perf_counter()
-
-    @torch.no_grad()
-    def answer_if_all_have_asked(self):
-        """One forward pass for all observers that are in an episode, if none of them is still on its way."""
-        if not self.requests or self.requests.keys() != self.playing:
-            return
-        requests = self.requests
-        self.requests = {}
-        observers = sorted(requests)
-        states = torch.tensor([requests[observer][0] for observer in observers], device=self.device)
-        probabilities = self.policy(states).sigmoid().flatten().tolist()
-        for observer, probability in zip(observers, probabilities, strict=True):
-            requests[observer][1].set_result(probability)
-
-    def reinforce(self):
-        """Make actions more probable whose return was above the mean."""
-        all_states = []
-        all_actions = []
-        all_returns = []
-        for observer in sorted(self.episodes):
-            states, actions = self.episodes[observer]
-            all_states.append(states)
-            all_actions.append(actions)
-            all_returns.append(discounted_returns(len(states)))
-            self.returns.append(len(states))  # the reward of each step is 1
-        states = torch.cat(all_states).to(self.device)
-        actions = torch.cat(all_actions).to(self.device)
-        returns = torch.cat(all_returns).to(self.device)
-        advantages = (returns - returns.mean()) / (returns.std() + 1e-6)
-        logits = self.policy(states).flatten()  # for pushing to the right
-        log_probabilities = torch.where(actions == 1, F.logsigmoid(logits), F.logsigmoid(-logits))
-        loss = -(advantages * log_probabilities).mean()
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-
-    def update_if_all_have_finished(self):
-        """Update the policy, and let all observers begin the next episode, if all have finished theirs."""
-        if self.playing or not self.episodes:
-            return
-        self.reinforce()
-        self.updates += 1
-        mean_return = self.mean_return()
-        self.done = self.updates == self.args.updates or (len(self.returns) >= 100 and mean_return >= self.args.goal)
-        if self.updates % self.args.log_every == 0 or self.done:
-            speed = sum(self.returns) / (time.perf_counter() - self.begin)
-            print(
-                f"update {self.updates} | {len(self.returns)} episodes | mean return {mean_return:.1f} | "
-                f"{speed:,.0f} actions/s",
-                flush=True,
-            )
-        updated = self.updated
-        self.episodes = {}
-        self.playing = set(self.observers)
-        self.updated = torch.futures.Future()
-        updated.set_result(not self.done)
-
-    def mean_return(self):
-        """Over the last 100 episodes."""
-        recent = self.returns[-100:]
-        return sum(recent) / max(1, len(recent))
-
-    def lose(self, observer):
-        """Continue without an observer that has died."""
-        with self.lock:
-            print(f"observer {observer} is lost", flush=True)
-            self.observers.discard(observer)
-            self.playing.discard(observer)
-            self.requests.pop(observer, None)
-            self.answer_if_all_have_asked()
-            self.update_if_all_have_finished()
-
-
-def discounted_returns(steps):
-    """The return of each step of an episode in which each step is rewarded with 1."""
-    returns = torch.zeros(steps)
-    rest = 0.0
-    for step in reversed(range(steps)):
-        rest = 1 + DISCOUNT * rest
-        returns[step] = rest
-    return returns
-
-
-def learn(observers):
-    """Answer the observers until they are done."""
-    for observer in observers:
-        remote.watch(f"observer{observer}", learner.lose, observer)
-    remote.end(tolerate_lost=True)
-    if not learner.done:
-        raise dist.DistributedError(f"every observer is lost, after {learner.updates} updates")
-    lost = [f"observer {observer}" for observer in observers if observer not in learner.observers]
-    print(
-        f"Finished: {learner.updates} updates, mean return {learner.mean_return():.1f}, "
-        f"{', '.join(lost) or 'no observer'} lost"
-    )
-
 
 # ---- what observers call in the learner's process, each call in a thread of RPC -----------------------------------
 
-learner = None  # the Learner, in the learner's process
+learner = None  # the Learner, in the learner's process; hold its lock to change anything in it
 
 
 @rpc.functions.async_execution  # the observer waits for the Future, while this thread serves other calls
@@ -216,8 +72,22 @@ def act(observer, state):
     with learner.lock:
         if observer in learner.observers:  # it may have died meanwhile
             learner.requests[observer] = (state, answer)
-            learner.answer_if_all_have_asked()
+            answer_if_all_have_asked()
     return answer
+
+
+@torch.no_grad()
+def answer_if_all_have_asked():
+    """One forward pass for all observers that are in an episode, if none of them is still on its way."""
+    requests = learner.requests
+    if not requests or requests.keys() != learner.playing:
+        return
+    learner.requests = {}
+    observers = sorted(requests)
+    states = torch.tensor([requests[observer][0] for observer in observers], device=learner.device)
+    probabilities = learner.policy(states).sigmoid().flatten().tolist()
+    for observer, probability in zip(observers, probabilities, strict=True):
+        requests[observer][1].set_result(probability)
 
 
 @rpc.functions.async_execution
@@ -228,8 +98,8 @@ def finish_episode(observer, states, actions):
             learner.episodes[observer] = (states, actions)
         learner.playing.discard(observer)
         updated = learner.updated
-        learner.answer_if_all_have_asked()  # the others wait for this observer no longer
-        learner.update_if_all_have_finished()
+        answer_if_all_have_asked()  # the others wait for this observer no longer
+        update_if_all_have_finished()
     return updated
 
 
@@ -264,6 +134,101 @@ def play(observer, episode, seed):
     return torch.tensor(states), torch.tensor(actions)
 
 
+# ---- the learner --------------------------------------------------------------------------------------------------
+
+
+class Learner:
+    """The policy, its optimizer, and what the observers are doing."""
+
+    def __init__(self, observers, device, args):
+        torch.manual_seed(args.seed)
+        self.policy = nn.Sequential(nn.Linear(4, args.hidden), nn.Tanh(), nn.Linear(args.hidden, 1)).to(device)
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=args.lr)
+        self.device = device
+        self.args = args
+        self.lock = threading.Lock()
+        self.observers = set(observers)  # those that are not lost
+        self.playing = set(observers)  # those in an episode
+        self.requests = {}  # a state and the Future of its answer, by observer
+        self.episodes = {}  # states and actions of a finished episode, by observer
+        self.updated = torch.futures.Future()  # done after the next update
+        self.returns = []  # one per episode
+        self.updates = 0
+        self.done = False  # has it reached the goal, or made all updates?
+        self.begin = time.perf_counter()
+
+    def mean_return(self):
+        """Over the last 100 episodes."""
+        recent = self.returns[-100:]
+        return sum(recent) / len(recent)
+
+
+def update_if_all_have_finished():
+    """Update the policy, and let all observers begin the next episode, if all have finished theirs."""
+    if learner.playing or not learner.episodes:
+        return
+    reinforce([learner.episodes[observer] for observer in sorted(learner.episodes)])
+    learner.updates += 1
+    reached = len(learner.returns) >= 100 and learner.mean_return() >= GOAL
+    learner.done = reached or learner.updates == learner.args.updates
+    if learner.updates % learner.args.log_every == 0 or learner.done:
+        speed = sum(learner.returns) / (time.perf_counter() - learner.begin)
+        line = f"update {learner.updates} | {len(learner.returns)} episodes | mean return {learner.mean_return():.1f}"
+        print(f"{line} | {speed:,.0f} actions/s", flush=True)
+    updated = learner.updated
+    learner.episodes = {}
+    learner.playing = set(learner.observers)
+    learner.updated = torch.futures.Future()
+    updated.set_result(not learner.done)
+
+
+def reinforce(episodes):
+    """Make actions more probable whose return was above the mean."""
+    learner.returns += [len(states) for states, _ in episodes]  # the reward of each step is 1
+    states = torch.cat([states for states, _ in episodes]).to(learner.device)
+    actions = torch.cat([actions for _, actions in episodes]).to(learner.device)
+    returns = torch.cat([discounted_returns(len(states)) for states, _ in episodes]).to(learner.device)
+    advantages = (returns - returns.mean()) / (returns.std() + 1e-6)
+    logits = learner.policy(states).flatten()  # for pushing to the right
+    log_probabilities = F.logsigmoid(torch.where(actions == 1, logits, -logits))
+    loss = -(advantages * log_probabilities).mean()
+    learner.optimizer.zero_grad()
+    loss.backward()
+    learner.optimizer.step()
+
+
+def discounted_returns(steps):
+    """The return of each step of an episode in which each step is rewarded with 1: a geometric sum."""
+    steps_to_the_end = torch.arange(steps, 0, -1)
+    return (1 - DISCOUNT**steps_to_the_end) / (1 - DISCOUNT)
+
+
+def lose(observer):
+    """Continue without an observer that has died."""
+    with learner.lock:
+        print(f"observer {observer} is lost", flush=True)
+        learner.observers.discard(observer)
+        learner.playing.discard(observer)
+        learner.requests.pop(observer, None)
+        answer_if_all_have_asked()
+        update_if_all_have_finished()
+
+
+def learn(observers):
+    """Answer the observers until they are done."""
+    for observer in observers:
+        remote.watch(f"observer{observer}", lose, observer)
+    remote.end(tolerate_lost=True)
+    if not learner.done:
+        raise dist.DistributedError(f"every observer is lost, after {learner.updates} updates")
+    lost = [f"observer {observer}" for observer in observers if observer not in learner.observers]
+    result = f"{learner.updates} updates, mean return {learner.mean_return():.1f}"
+    print(f"Finished: {result}, {', '.join(lost) or 'no observer'} lost")
+
+
+# ---- the environment ----------------------------------------------------------------------------------------------
+
+
 def next_state(state, action):
     """The cart and the pole 0.02 s later: https://coneural.org/florian/papers/05_cart_pole.pdf, without friction."""
     gravity = 9.8
@@ -290,7 +255,25 @@ def has_fallen(state):
     return abs(state[0]) > 2.4 or abs(state[2]) > math.radians(12)
 
 
-# ---- start --------------------------------------------------------------------------------------------------------
+# ---- options and start --------------------------------------------------------------------------------------------
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    count = options.whole_number(1)
+    parser.add_argument("--observers", type=count, default=4, help="number of observers; ignored under torchrun")
+    parser.add_argument("--hidden", type=count, default=64, help="width of the policy's hidden layer")
+    parser.add_argument("--updates", type=count, default=500, help="updates at most")
+    parser.add_argument("--lr", type=options.positive_number, default=0.01, help="learning rate of Adam")
+    parser.add_argument("--log-every", type=count, default=10, help="print every N updates", metavar="N")
+    parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
+    remote.add_timeout(parser)
+    args = parser.parse_args()
+    if dist.is_launched():
+        args.observers = dist.get_world_size() - 1
+    if args.observers < 1:
+        parser.error("WORLD_SIZE: 1 process is too few for a learner and an observer")
+    return args
 
 
 def main_worker(local_rank, world_size, args):

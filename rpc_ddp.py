@@ -33,12 +33,13 @@ bytes between a trainer and the servers: ids twice, rows, and gradients. It does
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 rpc_ddp.py --servers 2
 
 The task is to guess the next byte of Python's standard library from the 1 to 4 bytes before it. Each group of bytes is
-hashed to the number of a row. It prints `step 200 | loss 1.9341 | held-out 1.7613 | 3,405 tokens/s | 2,911 rows of
-1,048,576`: the loss on the training batches and on other text in nats per byte, and the rows that one trainer used in
-the last step. When a process is lost, the job ends with one line that names it. On GPUs, where trainers communicate by
-NCCL, the other trainers may print NCCL's own lines besides.
+hashed to the number of a row. It prints `step 200 | loss 1.9341 | 3,405 tokens/s | 2,911 rows of 1,048,576`: the loss
+on the training batches in nats per byte, and the rows that one trainer used in the last step. 200 steps read a tenth of
+the text, so nearly all of each batch is new to the model. When a process is lost, the job ends with one line that names
+it. On GPUs, where trainers communicate by NCCL, the other trainers may print NCCL's own lines besides.
 """
 
+import math
 import sys
 import threading
 import time
@@ -57,43 +58,8 @@ import remote
 
 ORDERS = 4  # rows that each byte looks up: for the last 1, 2, 3 and 4 bytes
 MULTIPLIER = 6364136223846793005  # of Knuth's random number generator for MMIX
+HIDDEN = 128  # width of the hidden dense layer
 OPTIMIZERS = {"adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}  # both can step some rows of a table alone
-
-
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    count = options.whole_number(1)
-    gpus = torch.cuda.device_count()
-    trainers = options.whole_number(1, gpus or options.LARGEST, "the number of visible GPUs")
-    parser.add_argument(
-        "--trainers", type=trainers, default=min(2, gpus or 2), help="processes that train; ignored under torchrun"
-    )
-    parser.add_argument("--servers", type=count, default=1, help="processes that share the rows of the table")
-    parser.add_argument("--rows", type=count, default=2**20, help="rows of the table")
-    parser.add_argument("--width", type=count, default=16, help="numbers per row")
-    parser.add_argument("--hidden", type=count, default=128, help="width of the hidden dense layer")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adagrad", help="for the table and the dense layers")
-    parser.add_argument("--lr", type=options.positive_number, default=0.1, help="learning rate")
-    parser.add_argument(
-        "--global-batch-size",
-        type=count,
-        help="sequences per step, over all trainers (default: 16, or the next multiple of --trainers)",
-    )
-    parser.add_argument("--length", type=options.whole_number(1, 2**16), default=128, help="bytes per sequence")
-    parser.add_argument("--steps", type=count, default=200, help="steps to train")
-    parser.add_argument("--log-every", type=count, default=50, help="print every N steps", metavar="N")
-    parser.add_argument("--seed", type=options.seed_number, default=0, help="random seed of the weights and batches")
-    parser.add_argument(
-        "--timeout", type=remote.timeout_seconds, default=60, help="seconds to wait for all processes, or for an answer"
-    )
-    args = parser.parse_args()
-    if dist.is_launched():
-        args.trainers = dist.get_world_size() - args.servers
-        if args.trainers < 1:
-            parser.error(f"argument --servers: {args.servers} leaves no trainer of {dist.get_world_size()} processes")
-    parser.require_multiple(args, "global_batch_size", args.trainers, "the number of trainers", default=16)
-    return args
-
 
 # ---- a step of a trainer ------------------------------------------------------------------------------------------
 
@@ -145,9 +111,9 @@ class TableServer:
 
     def update(self):
         """Step the table with the mean of the trainers' gradients, and answer all of them."""
-        trainers = sorted(self.pushed)  # in this order, so that rounding is the same in each run
-        ids = torch.cat([self.pushed[trainer][0] for trainer in trainers])
-        gradients = torch.cat([self.pushed[trainer][1] for trainer in trainers]) / self.n_trainers
+        pushed = [self.pushed[trainer] for trainer in range(self.n_trainers)]  # so rounding is the same in each run
+        ids = torch.cat([ids for ids, _ in pushed])
+        gradients = torch.cat([gradients for _, gradients in pushed]) / self.n_trainers
         with torch.sparse.check_sparse_tensor_invariants():  # torch warns unless this is turned on or off
             # A row that several trainers have used is in it several times. The optimizers add up its gradients.
             self.table.grad = torch.sparse_coo_tensor(ids[None], gradients, self.table.shape)
@@ -158,7 +124,7 @@ class TableServer:
         updated.set_result(None)
 
 
-# ---- the rows, divided over the servers ----------------------------------------------------------------------------
+# ---- the rows, divided over the servers ---------------------------------------------------------------------------
 
 
 def look_up_everywhere(ids, args):
@@ -183,15 +149,45 @@ def push_everywhere(trainer, ids, gradients, args):
         remote.wait(f"server{server}", answer)
 
 
-# ---- model and data -----------------------------------------------------------------------------------------------
+# ---- a trainer ----------------------------------------------------------------------------------------------------
+
+
+def train(text, trainer, trainers_group, args):
+    """Train as number `trainer` of the trainers, whose process group is `trainers_group`."""
+    device = remote.get_device()
+    torch.manual_seed(args.seed)
+    model = Dense(args.width).to(device)
+    optimizer = OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
+    model = dist.prepare_ddp_model(model, process_group=trainers_group)
+    total = torch.zeros((), device=device)
+    start = time.perf_counter()
+    n_steps = 0
+    for step in range(1, args.steps + 1):
+        x, y = gpt.batch(text, step - 1, args.global_batch_size, args.length, args.seed, share=(trainer, args.trainers))
+        loss, n_rows = train_step(model, optimizer, x, y, trainer, device, args)
+        total += loss
+        n_steps += 1
+        if step % args.log_every == 0 or step == args.steps:
+            torch_dist.all_reduce(total, group=trainers_group)
+            average = total.item() / (n_steps * args.trainers)
+            speed = n_steps * args.global_batch_size * args.length / (time.perf_counter() - start)
+            if trainer == 0:
+                rows = f"{n_rows:,} rows of {args.rows:,}"
+                print(f"step {step} | loss {average:.4f} | {speed:,.0f} tokens/s | {rows}", flush=True)
+            total.zero_()
+            start = time.perf_counter()
+            n_steps = 0
+
+
+# ---- model --------------------------------------------------------------------------------------------------------
 
 
 class Dense(nn.Module):
     """Logits (..., 256) for the next byte, of the rows (..., ORDERS, width) that were looked up."""
 
-    def __init__(self, width, hidden):
+    def __init__(self, width):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(ORDERS * width, hidden), nn.ReLU(), nn.Linear(hidden, 256))
+        self.layers = nn.Sequential(nn.Linear(ORDERS * width, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 256))
 
     def forward(self, rows):
         return self.layers(rows.flatten(-2))
@@ -208,76 +204,40 @@ def row_ids(x, n_rows):
     return torch.stack(ids, dim=-1)
 
 
-# ---- a trainer ----------------------------------------------------------------------------------------------------
+# ---- options and start --------------------------------------------------------------------------------------------
 
 
-def train(text, held_out, trainer, trainers_group, args):
-    """Train as number `trainer` of the trainers, whose process group is `trainers_group`."""
-    device = remote.get_device()
-    torch.manual_seed(args.seed)
-    model = Dense(args.width, args.hidden).to(device)
-    optimizer = OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
-    model = dist.prepare_ddp_model(model, process_group=trainers_group)
-    evaluation = held_out_sequences(text, held_out, trainer, args)
-    losses = torch.zeros(args.log_every, device=device)
-    start = time.perf_counter()
-    first = 0
-    for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed)
-        x = x.chunk(args.trainers)[trainer]
-        y = y.chunk(args.trainers)[trainer]
-        loss, n_rows = train_step(model, optimizer, x, y, trainer, device, args)
-        losses[step - first] = loss
-        if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
-            n_steps = step + 1 - first
-            loss = mean_over_trainers(losses[:n_steps].mean(), trainers_group)
-            speed = n_steps * args.global_batch_size * args.length / (time.perf_counter() - start)
-            held_out_loss = mean_over_trainers(evaluate(model, evaluation, device, args), trainers_group)
-            if trainer == 0:
-                print(
-                    f"step {step + 1} | loss {loss:.4f} | held-out {held_out_loss:.4f} | {speed:,.0f} tokens/s | "
-                    f"{n_rows:,} rows of {args.rows:,}",
-                    flush=True,
-                )
-            first = step + 1
-            start = time.perf_counter()
-
-
-def held_out_sequences(text, held_out, trainer, args):
-    """This trainer's share of 8 batches of held-out text, (8 · batch / trainers, length + 1)."""
-    starts = torch.linspace(0, len(held_out) - args.length - 1, 8 * args.global_batch_size).long()
-    sequences = held_out[starts[:, None] + torch.arange(args.length + 1)]
-    if trainer == 0:
-        dense = sum(param.numel() for param in Dense(args.width, args.hidden).parameters())
-        bigram = gpt.ngram_loss(text, sequences, 2)
-        trigram = gpt.ngram_loss(text, sequences, 3)
-        print(
-            f"table {args.rows * args.width:,} parameters on {args.servers} server(s), dense layers {dense:,} on each "
-            f"of {args.trainers} trainer(s)\n"
-            f"loss in nats per byte; guessing by bigrams {bigram:.4f}, by trigrams {trigram:.4f}",
-            flush=True,
-        )
-    return sequences.chunk(args.trainers)[trainer].long()
-
-
-@torch.no_grad()
-def evaluate(model, sequences, device, args):
-    """The mean loss of `sequences`."""
-    losses = []
-    for part in sequences.split(args.global_batch_size // args.trainers):
-        ids, places = row_ids(part[:, :-1], args.rows).unique(return_inverse=True)
-        rows = look_up_everywhere(ids, args).to(device)
-        losses.append(gpt.loss_fn(model(rows[places.to(device)]), part[:, 1:].to(device)))
-    return torch.stack(losses).mean()
-
-
-def mean_over_trainers(tensor, trainers_group):
-    total = tensor.clone()
-    torch_dist.all_reduce(total, group=trainers_group)
-    return (total / trainers_group.size()).item()
-
-
-# ---- start --------------------------------------------------------------------------------------------------------
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    count = options.whole_number(1)
+    gpus = torch.cuda.device_count()
+    trainers_help = "number of trainers, at most one per GPU; ignored under torchrun"
+    batch_help = "sequences per step, over all trainers (default: 16, or the next multiple of --trainers)"
+    parser.add_argument("--trainers", type=count, default=min(2, gpus or 2), help=trainers_help)
+    parser.add_argument("--servers", type=count, default=1, help="processes that share the rows of the table")
+    parser.add_argument("--rows", type=count, default=2**20, help="rows of the table")
+    parser.add_argument("--width", type=count, default=16, help="numbers per row")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adagrad", help="for the table and the dense layers")
+    parser.add_argument("--lr", type=options.positive_number, default=0.1, help="learning rate")
+    parser.add_argument("--global-batch-size", type=count, help=batch_help)
+    parser.add_argument("--length", type=options.whole_number(1, 2**16), default=128, help="bytes per sequence")
+    parser.add_argument("--steps", type=count, default=200, help="steps to train")
+    parser.add_argument("--log-every", type=count, default=50, help="print every N steps", metavar="N")
+    parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
+    remote.add_timeout(parser)
+    args = parser.parse_args()
+    if dist.is_launched():
+        args.trainers = dist.get_world_size() - args.servers
+    elif gpus and args.trainers > gpus:
+        parser.error(f"argument --trainers: {args.trainers} is more than the number of visible GPUs, {gpus}")
+    if args.trainers < 1:
+        parser.error(f"argument --servers: {args.servers} leaves no trainer of {dist.get_world_size()} processes")
+    if args.global_batch_size is None:
+        args.global_batch_size = math.ceil(16 / args.trainers) * args.trainers
+    if args.global_batch_size % args.trainers:
+        bounds = f"a multiple of {args.trainers}, the number of trainers"
+        parser.error(f"argument --global-batch-size: {args.global_batch_size} is not {bounds}")
+    return args
 
 
 def name_of(rank, args):
@@ -294,18 +254,18 @@ def main_worker(local_rank, world_size, args):
     remote.join(name_of(rank, args), args.timeout)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     trainers_group = torch_dist.new_group(range(args.servers, world_size), backend=backend)  # a collective of all ranks
-    text, held_out = gpt.load_text()  # a collective of all ranks, too
+    text, _ = gpt.load_text()  # a collective of all ranks, too
     if rank == 0:
         for other in range(1, world_size):
             remote.watch(name_of(other, args))
     if rank >= args.servers:
         try:
-            train(text, held_out, rank - args.servers, trainers_group, args)
+            train(text, rank - args.servers, trainers_group, args)
         except RuntimeError as error:
             if "gloo/transport" not in str(error):  # NCCL's errors stay as they are
                 raise
             reason = str(error).partition("\n")[0]
-            raise dist.DistributedError(f"{name_of(rank, args)}: another trainer is lost: {reason}") from None
+            raise remote.failure(f"{name_of(rank, args)}: another trainer is lost: {reason}") from None
     if rank == 0:
         remote.end()
     else:

@@ -37,7 +37,6 @@ training loss, the accuracy on all test samples and the speed of training.
 """
 
 import logging
-import os
 import sys
 import time
 
@@ -53,29 +52,6 @@ import distributed as dist
 import mnist
 import options
 import remote
-
-
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    parser.add_argument("--epochs", type=options.whole_number(1), default=2, help="passes over the data")
-    parser.add_argument("--batch-size", type=options.whole_number(1), default=64, help="samples per step")
-    parser.add_argument(
-        "--micro-batches", type=options.whole_number(1), default=4, help="parts of a batch, computed at the same time"
-    )
-    parser.add_argument("--lr", type=options.positive_number, default=0.05, help="learning rate; the momentum is 0.9")
-    parser.add_argument("--seed", type=options.seed_number, default=0, help="random seed of data, weights and order")
-    parser.add_argument(
-        "--timeout", type=remote.timeout_seconds, default=60, help="seconds to wait for both workers, or for an answer"
-    )
-    mnist.add_data_options(parser)
-    args = parser.parse_args()
-    if args.micro_batches > args.batch_size:
-        bounds = f"the range 1 to {args.batch_size}, the --batch-size"
-        parser.error(f"argument --micro-batches: {args.micro_batches} is not in {bounds}")
-    if os.environ.get("WORLD_SIZE", "2") != "2":
-        parser.error(f"WORLD_SIZE: {os.environ['WORLD_SIZE']} is not 2, the number of workers")
-    return args
-
 
 # ---- the model on two workers -------------------------------------------------------------------------------------
 
@@ -170,25 +146,16 @@ def make_optimizer(params, lr):
     return torch.optim.SGD(params, lr=lr, momentum=0.9)
 
 
-def make_distributed_optimizer(model, lr):
-    """A DistributedOptimizer of SGD, without the warning that torch has for either way to make one."""
-    # With the class torch.optim.SGD, torch uses a TorchScript version, and each worker warns that it is deprecated.
-    # With a function, torch does not use TorchScript, and worker0 logs that.
-    logger = logging.getLogger("torch.distributed.optim.optimizer")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    optimizer = DistributedOptimizer(make_optimizer, model.parameter_rrefs(), lr=lr)
-    logger.setLevel(level)
-    return optimizer
-
-
 def drive(train_set, test_set, args):
     """Train and evaluate from worker0."""
     generator = torch.Generator().manual_seed(args.seed)
     loader = DataLoader(train_set, args.batch_size, shuffle=True, generator=generator, collate_fn=tuple)
     test_loader = DataLoader(test_set, 1000, collate_fn=tuple)
     model = SplitModel(args.seed, args.micro_batches)
-    optimizer = make_distributed_optimizer(model, args.lr)
+    # With the class torch.optim.SGD, torch uses a TorchScript version, and each worker warns that it is deprecated.
+    # With a function, torch does not use TorchScript, and logs that.
+    logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
+    optimizer = DistributedOptimizer(make_optimizer, model.parameter_rrefs(), lr=args.lr)
     print(f"Training on 2 x {remote.get_device().type}, {args.micro_batches} micro-batches", flush=True)
     for epoch in range(1, args.epochs + 1):
         begin = time.perf_counter()
@@ -196,9 +163,30 @@ def drive(train_set, test_set, args):
         speed = len(train_set) / (time.perf_counter() - begin)
         hits = evaluate(model, test_loader)
         n = len(test_set)
-        print(
-            f"Epoch {epoch} - loss: {loss:.4f} - acc: {hits / n:.4f} ({hits}/{n}) - {speed:.1f} samples/s", flush=True
-        )
+        accuracy = f"{hits / n:.4f} ({hits}/{n})"
+        print(f"Epoch {epoch} - loss: {loss:.4f} - acc: {accuracy} - {speed:.1f} samples/s", flush=True)
+
+
+# ---- options and start --------------------------------------------------------------------------------------------
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    count = options.whole_number(1)
+    parser.add_argument("--epochs", type=count, default=2, help="passes over the data")
+    parser.add_argument("--batch-size", type=count, default=64, help="samples per step")
+    parser.add_argument("--micro-batches", type=count, default=4, help="parts of a batch, computed at the same time")
+    parser.add_argument("--lr", type=options.positive_number, default=0.05, help="learning rate; the momentum is 0.9")
+    parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
+    remote.add_timeout(parser)
+    mnist.add_data_options(parser)
+    args = parser.parse_args()
+    if args.micro_batches > args.batch_size:
+        bounds = f"the range 1 to {args.batch_size}, the --batch-size"
+        parser.error(f"argument --micro-batches: {args.micro_batches} is not in {bounds}")
+    if dist.is_launched() and dist.get_world_size() != 2:
+        parser.error(f"WORLD_SIZE: {dist.get_world_size()} is not 2, the number of workers")
+    return args
 
 
 def main_worker(local_rank, world_size, args):

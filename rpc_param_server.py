@@ -39,13 +39,12 @@ torchrun ends a job that has lost a process. When the server is killed, all trai
 dying does not count as lost: with sync the job ends after `--timeout` seconds, with hogwild the server waits for it for
 ever.
 
-It prints a line per epoch, `Epoch 1 - loss: 0.0667 - acc: 0.9801 (9801/10000) - 27.7 updates/s - 11.1 MB/s -
-staleness: 0.87`: loss and accuracy on all test samples, updates and bytes per second, and how many updates the server
-made, on average, between sending parameters to a trainer and receiving the gradient. Only parameters are sent, because
-the models of mnist.py have no buffers.
+It prints a line per epoch, `Epoch 1 - loss: 0.0667 - acc: 0.9801 (9801/10000) - 27.7 updates/s - staleness: 0.87`: loss
+and accuracy on all test samples, and, on average since the start, updates per second and how many updates the server
+made between sending parameters to a trainer and receiving the gradient. Only parameters are sent, because the models of
+mnist.py have no buffers.
 """
 
-import os
 import queue
 import sys
 import threading
@@ -64,58 +63,31 @@ import mnist
 import options
 import remote
 
-
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    trainers_help = "processes beside the server; ignored under torchrun"
-    parser.add_argument("--trainers", type=options.whole_number(1), default=2, help=trainers_help)
-    parser.add_argument(
-        "--mode",
-        choices=("hogwild", "sync"),
-        default="hogwild",
-        help="update with each gradient at once, or with the average over all trainers",
-    )
-    parser.add_argument("--model", choices=mnist.MODELS, default="simple", help="network to train")
-    parser.add_argument("--epochs", type=options.whole_number(1), default=2, help="passes over the data")
-    parser.add_argument("--batch-size", type=options.whole_number(1), default=32, help="samples per trainer and step")
-    parser.add_argument("--lr", type=options.positive_number, default=0.01, help="learning rate; the momentum is 0.9")
-    parser.add_argument("--seed", type=options.seed_number, default=0, help="random seed of data, weights and order")
-    parser.add_argument(
-        "--timeout", type=remote.timeout_seconds, default=60, help="seconds to wait for all processes, or for an answer"
-    )
-    mnist.add_data_options(parser)
-    args = parser.parse_args()
-    if os.environ.get("WORLD_SIZE") == "1":
-        parser.error("WORLD_SIZE: 1 process is too few for a server and a trainer")
-    return args
-
-
 # ---- what trainers call in the server's process, each call in a thread of RPC -------------------------------------
 
 server = None  # the Server, in the server's process
 
 
-def pull(rank):
-    """The first parameters of a trainer."""
+def pull():
+    """The number of updates so far, and the parameters."""
     with server.lock:
-        server.progress.answer(rank)
-    return server.params
+        if server.begin is None:
+            server.begin = time.monotonic()
+        return server.updates, server.params
 
 
-def push(rank, gradient):
-    """Hogwild: update with this gradient at once. Returns the parameters."""
+def push(gradient, updates_then):
+    """Hogwild: update with this gradient at once. The trainer had the parameters after `updates_then` updates."""
     with server.lock:
-        server.progress.receive(rank)
+        server.staleness += server.updates - updates_then
         server.update(gradient)
-        server.progress.answer(rank)
-    return server.params
+        return server.updates, server.params
 
 
 @rpc.functions.async_execution  # the trainer waits for the Future, while this thread serves other calls
-def push_and_wait(rank, gradient):
-    """Sync: update once all trainers have sent a gradient. Returns a Future of the parameters."""
+def push_and_wait(gradient, rank):
+    """Sync: update once all trainers have sent a gradient. Returns a Future of what `pull` and `push` return."""
     with server.lock:
-        server.progress.receive(rank)
         server.gradients[rank] = gradient
         answer = server.answer
         server.update_if_all_have_sent()
@@ -125,7 +97,8 @@ def push_and_wait(rank, gradient):
 def finish_epoch(rank):
     """Note that a trainer has finished an epoch. The trainer does not wait for the others."""
     with server.lock:
-        server.progress.finish_epoch(rank, server.params)
+        server.epochs[rank] += 1
+        server.copy_if_all_have_finished()
 
 
 # ---- a trainer ----------------------------------------------------------------------------------------------------
@@ -136,8 +109,7 @@ def train(model, dataset, device, ranks, args):
     rank = dist.get_rank()
     sampler = DistributedSampler(dataset, len(ranks), ranks.index(rank), seed=args.seed)
     loader = DataLoader(dataset, args.batch_size, sampler=sampler, collate_fn=tuple)
-    send = push if args.mode == "hogwild" else push_and_wait
-    params = remote.call("server", pull, rank)
+    updates, params = remote.call("server", pull)
     model.train()
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)  # another order in each epoch
@@ -146,8 +118,11 @@ def train(model, dataset, device, ranks, args):
             loss = F.cross_entropy(model(mnist.normalize(images.to(device))), labels.to(device))
             model.zero_grad()
             loss.backward()
-            gradient = parameters_to_vector(p.grad for p in model.parameters())
-            params = remote.call("server", send, rank, gradient.cpu())
+            gradient = parameters_to_vector(p.grad for p in model.parameters()).cpu()
+            if args.mode == "hogwild":
+                updates, params = remote.call("server", push, gradient, updates)
+            else:
+                updates, params = remote.call("server", push_and_wait, gradient, rank)
         remote.call("server", finish_epoch, rank)
     remote.leave("server")
 
@@ -162,19 +137,23 @@ class Server:
         self.params = parameters_to_vector(model.parameters()).detach().cpu()
         self.optimizer = torch.optim.SGD([self.params], lr=lr, momentum=0.9, fused=True)
         self.lock = threading.Lock()
-        self.trainers = set(ranks)  # the ranks of those that are not lost
+        self.begin = None  # when the first trainer began
+        self.updates = 0
+        self.staleness = 0  # summed over all updates
         self.gradients = {}  # sync: the gradients of this step, by rank
-        self.answer = torch.futures.Future()  # sync: the parameters after this step
-        self.progress = Progress(ranks)
+        self.answer = torch.futures.Future()  # sync: the answer to them
+        self.epochs = dict.fromkeys(ranks, 0)  # epochs that each trainer has finished, if it is not lost
+        self.copies = queue.SimpleQueue()  # for each epoch that all have finished: the parameters, time, and counts
+        self.n_copies = 0
 
     def update(self, gradient):
         self.params.grad = gradient
         self.optimizer.step()
-        self.progress.updates += 1
+        self.updates += 1
 
     def update_if_all_have_sent(self):
         """Sync: update with the average gradient and answer all trainers, if none is missing."""
-        missing = self.trainers - self.gradients.keys()
+        missing = self.epochs.keys() - self.gradients.keys()
         if missing or not self.gradients:
             return
         ranks = sorted(self.gradients)  # in this order, so that rounding is the same in each run
@@ -183,67 +162,28 @@ class Server:
             total += self.gradients[rank]  # in place: new memory would cost more than the sum
         total /= len(ranks)
         self.update(total)
-        for rank in ranks:
-            self.progress.answer(rank)
         answer = self.answer
         self.gradients = {}
         self.answer = torch.futures.Future()
         # Needs no copy: the next update starts only after every trainer has received this answer.
-        answer.set_result(self.params)
+        answer.set_result((self.updates, self.params))
+
+    def copy_if_all_have_finished(self):
+        """Copy the parameters if all trainers have finished another epoch."""
+        finished = min(self.epochs.values(), default=0)
+        while self.n_copies < finished:  # two epochs end at once if a slow trainer is lost
+            self.n_copies += 1
+            self.copies.put((self.params.clone(), time.monotonic(), self.updates, self.staleness))
 
     def lose(self, rank):
         """Continue without a trainer that has died."""
         with self.lock:
             print(f"trainer {rank} is lost", flush=True)
-            self.trainers.discard(rank)
+            del self.epochs[rank]
             self.update_if_all_have_sent()  # the others wait for it no longer
-            self.progress.lose(rank, self.params)
-
-
-class Progress:
-    """What the server prints: how many updates, how stale, and which epochs are finished."""
-
-    def __init__(self, ranks):
-        self.begin = None  # when the first trainer began
-        self.updates = 0
-        self.pushes = 0  # gradients received
-        self.staleness = 0  # summed over all pushes
-        self.updates_seen = dict.fromkeys(ranks, 0)  # updates in the parameters that each trainer computes with
-        self.epochs = dict.fromkeys(ranks, 0)  # epochs that each trainer has finished, if it is not lost
-        self.snapshots = queue.Queue()  # for each epoch that all have finished, a copy of the parameters and counts()
-        self.n_snapshots = 0
-
-    def answer(self, rank):
-        """A trainer gets the current parameters."""
-        if self.begin is None:
-            self.begin = time.monotonic()
-        self.updates_seen[rank] = self.updates
-
-    def receive(self, rank):
-        """A trainer has sent a gradient."""
-        self.pushes += 1
-        self.staleness += self.updates - self.updates_seen[rank]
-
-    def finish_epoch(self, rank, params):
-        self.epochs[rank] += 1
-        self.take_snapshots(params)
-
-    def lose(self, rank, params):
-        """Stop waiting for this trainer."""
-        del self.epochs[rank]
-        self.take_snapshots(params)
-        if not self.epochs:
-            self.snapshots.put(None)  # every trainer is lost
-
-    def take_snapshots(self, params):
-        """Copy the parameters if all trainers have finished another epoch."""
-        finished = min(self.epochs.values(), default=0)
-        while self.n_snapshots < finished:
-            self.n_snapshots += 1
-            self.snapshots.put((params.clone(), self.counts()))
-
-    def counts(self):
-        return time.monotonic() - self.begin, self.updates, self.pushes, self.staleness
+            self.copy_if_all_have_finished()
+            if not self.epochs:
+                self.copies.put(None)  # every trainer is lost
 
 
 def serve(model, dataset, device, ranks, args):
@@ -251,52 +191,60 @@ def serve(model, dataset, device, ranks, args):
     for rank in ranks:
         remote.watch(f"trainer{rank}", server.lose, rank)
     print(f"Training on {len(ranks)} x {device.type}, {args.mode}, batch {args.batch_size} each", flush=True)
-    loader = DataLoader(dataset, 1000, collate_fn=tuple)
-    before = (0, 0, 0, 0)
     for epoch in range(1, args.epochs + 1):
-        snapshot = server.progress.snapshots.get()
-        if snapshot is None:
-            raise dist.DistributedError(f"every trainer is lost, after {server.progress.updates} updates")
-        params, counts = snapshot
+        copy = server.copies.get()
+        if copy is None:
+            raise remote.failure(f"every trainer is lost, after {server.updates} updates")
+        params, end, updates, staleness = copy
         vector_to_parameters(params.to(device), model.parameters())
-        loss, hits, n = evaluate(model, loader, device)
-        print_epoch(epoch, loss / n, hits, n, before, counts, params.numel() * params.element_size())
-        before = counts
+        loss, hits = evaluate(model, dataset, device)
+        n = len(dataset)
+        print(
+            f"Epoch {epoch} - loss: {loss:.4f} - acc: {hits / n:.4f} ({hits}/{n}) - "
+            f"{updates / (end - server.begin):.1f} updates/s - staleness: {staleness / updates:.2f}",
+            flush=True,
+        )
     remote.end(tolerate_lost=True)
-    lost = [f"trainer {rank}" for rank in ranks if rank not in server.trainers]
-    print(f"Finished: {server.progress.updates} updates, {', '.join(lost) or 'no trainer'} lost")
+    lost = [f"trainer {rank}" for rank in ranks if rank not in server.epochs]
+    print(f"Finished: {server.updates} updates, {', '.join(lost) or 'no trainer'} lost")
 
 
 @torch.no_grad()
-def evaluate(model, loader, device):
-    """Sum of the losses, correct predictions, samples."""
+def evaluate(model, dataset, device):
+    """The average loss and the number of correct predictions."""
     model.eval()
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     hits = torch.zeros((), dtype=torch.int64, device=device)
-    for images, labels in loader:
+    for images, labels in DataLoader(dataset, 1000, collate_fn=tuple):
         labels = labels.to(device)
         output = model(mnist.normalize(images.to(device)))
         loss_sum += F.cross_entropy(output, labels, reduction="sum")
         hits += (output.argmax(dim=1) == labels).sum()
-    return loss_sum.item(), hits.item(), len(loader.dataset)
+    return loss_sum.item() / len(dataset), hits.item()
 
 
-def print_epoch(epoch, loss, hits, n, before, counts, size):
-    """Print the test results, and what has been done since `before`; the parameters have `size` bytes."""
-    seconds = counts[0] - before[0]
-    updates = counts[1] - before[1]
-    pushes = counts[2] - before[2]
-    staleness = counts[3] - before[3]
-    megabytes = 2 * pushes * size / 1e6  # a gradient and an answer for each push
-    average_staleness = staleness / max(1, pushes)  # two epochs end at once if a slow trainer is lost
-    print(
-        f"Epoch {epoch} - loss: {loss:.4f} - acc: {hits / n:.4f} ({hits}/{n}) - {updates / seconds:.1f} updates/s - "
-        f"{megabytes / seconds:.1f} MB/s - staleness: {average_staleness:.2f}",
-        flush=True,
-    )
+# ---- options and start --------------------------------------------------------------------------------------------
 
 
-# ---- start --------------------------------------------------------------------------------------------------------
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    count = options.whole_number(1)
+    mode_help = "update with each gradient at once, or with the average over all trainers"
+    parser.add_argument("--trainers", type=count, default=2, help="number of trainers; ignored under torchrun")
+    parser.add_argument("--mode", choices=("hogwild", "sync"), default="hogwild", help=mode_help)
+    parser.add_argument("--model", choices=mnist.MODELS, default="simple", help="network to train")
+    parser.add_argument("--epochs", type=count, default=2, help="passes over the data")
+    parser.add_argument("--batch-size", type=count, default=32, help="samples per trainer and step")
+    parser.add_argument("--lr", type=options.positive_number, default=0.01, help="learning rate; the momentum is 0.9")
+    parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
+    remote.add_timeout(parser)
+    mnist.add_data_options(parser)
+    args = parser.parse_args()
+    if dist.is_launched():
+        args.trainers = dist.get_world_size() - 1
+    if args.trainers < 1:
+        parser.error("WORLD_SIZE: 1 process is too few for a server and a trainer")
+    return args
 
 
 def main_worker(local_rank, world_size, args):

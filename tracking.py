@@ -59,7 +59,7 @@ class Tracker:
                 self.start_wandb(net, hyperparameters)
             if self.tensorboard:
                 self.start_tensorboard(samples)
-        dist.raise_on_all(self.error, dist.patient_group())
+        dist.raise_on_all(self.error)
         self.run_id = dist.broadcast_object(self.run_id)  # each node saves it in its snapshot
 
     def start_wandb(self, net, hyperparameters):
@@ -131,7 +131,7 @@ class Tracker:
                 self.writer.close()
             except OSError as error:
                 self.fail(error)
-        dist.raise_on_all(self.error, dist.patient_group())  # rank 0 may upload for minutes
+        dist.raise_on_all(self.error)  # rank 0 may upload for minutes
 
 
 def hide_errors_of_tensorboards_thread():

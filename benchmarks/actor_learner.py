@@ -10,6 +10,7 @@ updates is counted too. It is the same in both. The cases alternate, and only ra
 import argparse
 import functools
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -27,7 +28,8 @@ WIDTHS = (64, 1024)
 
 
 @torch.no_grad()
-def answer_each(learner):
+def answer_each():
+    learner = rpc_actor_learner.learner
     for state, answer in learner.requests.values():
         states = torch.tensor([state], device=learner.device)
         answer.set_result(learner.policy(states).sigmoid().item())
@@ -35,22 +37,20 @@ def answer_each(learner):
 
 
 def act(local_rank, world_size, path, way, width, updates):
-    args = argparse.Namespace(
-        updates=1 + updates, goal=201, hidden=width, lr=0.01, log_every=10**6, seed=0, timeout=600
-    )
+    args = argparse.Namespace(updates=1 + updates, hidden=width, lr=0.01, log_every=10**6, seed=0, timeout=600)
+    rpc_actor_learner.GOAL = math.inf
     rpc_actor_learner.has_fallen = lambda state: False
     rpc_actor_learner.print = lambda *args, **kwargs: None
-    learner_class = rpc_actor_learner.Learner
     if way == "each":
-        learner_class.answer_if_all_have_asked = answer_each
+        rpc_actor_learner.answer_if_all_have_asked = answer_each
     times = []
-    reinforce = learner_class.reinforce
+    reinforce = rpc_actor_learner.reinforce
 
-    def timed_reinforce(learner):
-        reinforce(learner)
+    def timed_reinforce(episodes):
+        reinforce(episodes)
         times.append(time.perf_counter())
 
-    learner_class.reinforce = timed_reinforce
+    rpc_actor_learner.reinforce = timed_reinforce
     rpc_actor_learner.main_worker(local_rank, world_size, args)
     if local_rank == 0:  # the first update is not counted
         actions = updates * (world_size - 1) * rpc_actor_learner.MAX_STEPS

@@ -32,6 +32,10 @@ import options
 import plan
 from benchmarks import common, transformer
 
+# Their names before torch 2.13
+all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)
+
 WIDTHS, TOKENS = (128, 512, 1024), 2048
 BLOCK = {"width": 512, "heads": 8, "sequence": 256, "micro": 4}
 MESSAGES = (2**12, 2**16, 2**20, 2**24, 2**26)  # bytes
@@ -103,7 +107,7 @@ def gather_seconds(group, n_bytes, device):
     size = group.size()
     part = torch.ones(n_bytes // 4 // size, device=device)
     whole = torch.empty(size * part.numel(), device=device)
-    return slowest(seconds_of(functools.partial(dist.all_gather_single, whole, part, group=group), device))
+    return slowest(seconds_of(functools.partial(all_gather_single, whole, part, group=group), device))
 
 
 def scatter_seconds(group, n_bytes, device):
@@ -111,7 +115,7 @@ def scatter_seconds(group, n_bytes, device):
     size = group.size()
     part = torch.ones(n_bytes // 4 // size, device=device)
     whole = torch.ones(size * part.numel(), device=device)
-    return slowest(seconds_of(functools.partial(dist.reduce_scatter_single, part, whole, group=group), device))
+    return slowest(seconds_of(functools.partial(reduce_scatter_single, part, whole, group=group), device))
 
 
 def slowest(seconds):

@@ -30,14 +30,14 @@ def main_worker(local_rank, world_size, model_name, strategy, report):
     torch.manual_seed(0)
     model = mnist.MODELS[model_name]()
     n_params = sum(param.numel() for param in model.parameters())
-    model = mnist_FSDP.wrap(model, strategy, device, 20_000, False)
+    model = mnist_FSDP.wrap(model, strategy, device, False)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001, fused=True)
     images = torch.randint(256, (BATCH * STEPS, 1, 28, 28), dtype=torch.uint8)
     digits = mnist.Digits(images, torch.randint(10, (BATCH * STEPS,)))
     loader = torch.utils.data.DataLoader(digits, BATCH, collate_fn=mnist.collate)
     mnist_FSDP.train_epoch(model, loader, optimizer, device, False, 0)
     held = sum(mnist_FSDP.held_by_this_rank(optimizer))
-    held, peak = mnist_FSDP.largest([held, dist.peak_memory(device)], device)
+    held, peak = mnist_FSDP.largest([held, mnist_FSDP.peak_memory(device)], device)
     report({"held": held, "peak": peak, "parameters": n_params})
 
 

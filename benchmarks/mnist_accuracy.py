@@ -23,7 +23,7 @@ from benchmarks import common
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data-dir", default="data", help="where MNIST is, or is downloaded to")
-    parser.add_argument("--seed", type=options.seed_number, default=0, help="of the weights and the order of samples")
+    parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--data", "mnist", "--data-dir", args.data_dir, "--seed", str(args.seed), "--output-dir", folder]

@@ -2,9 +2,10 @@
 
     python -m benchmarks.published
 
-benchmarks/published.json has the measurements, with the layout of each run as plan.py takes it. Three constants of
-plan.py are fitted to them. Each row is also projected with constants that were fitted without any row of its publisher.
-These held-out errors are what you may expect of a run that is not in the table.
+benchmarks/published.json has the measurements, with the layout of each run. `Framework` is what the frameworks of these
+runs do and no script here does: their formulas are here, all others are plan.py's. Three constants are fitted to the
+rows. Each row is also projected with constants that were fitted without any row of its publisher. These held-out errors
+are what you may expect of a run that is not in the table.
 """
 
 import contextlib
@@ -49,13 +50,27 @@ def published_speed(row, model, gpu):
 
 
 @dataclasses.dataclass
+class Framework:
+    """What a framework does and no script here does. The defaults are what most published runs have."""
+
+    fused_loss: bool = True  # the loss works on the logits in place: 4 bytes each instead of 12
+    attention: str = "unknown"  # the kernel, one of KERNELS
+    precision: str = "bfloat16"  # or "float8" in the blocks' matrices
+    async_tensor: bool = False  # tensor parallelism communicates while it computes
+    regather: bool = False  # backward gathers the inputs of tensor parallelism's matrices again
+    keep_gathered: bool = False  # FSDP gathers shards once per micro-batch
+    overlap_gather: bool = False  # ZeRO sends few large messages, and gathers while the next forward computes
+
+
+@dataclasses.dataclass
 class Run:
-    """A row of published.json as plan.py takes it."""
+    """A row of published.json as plan.py takes it, and its framework."""
 
     row: dict
     source: dict
     model: plan.Model
     layout: plan.Layout
+    framework: Framework
     cluster: plan.Cluster
     speed: float  # measured tokens per second and GPU
 
@@ -65,6 +80,15 @@ class Run:
         return self.model.sequence <= 8192 and self.layout.n_gpus <= 128
 
 
+def layout_of(row, model):
+    """(plan.Layout, Framework) of a row. Most runs have fused kernels, as by torch.compile."""
+    given = {"fused": True, **row["layout"]}
+    names = [field.name for field in dataclasses.fields(Framework) if field.name in given]
+    framework = Framework(**{name: given.pop(name) for name in names})
+    layout = plan.Layout(**given, logit_bytes=4 if framework.fused_loss else 12)
+    return dataclasses.replace(layout, tensor_exposed=tensor_exposed(model, layout, framework)), framework
+
+
 def load_runs():
     data = load()
     runs = []
@@ -72,9 +96,95 @@ def load_runs():
         cluster = dataclasses.replace(plan.GPUS[source["gpu"]], **source["cluster"])
         for row in source["rows"]:
             model = model_of(row, data["models"])
+            layout, framework = layout_of(row, model)
             speed = published_speed(row, model, source["gpu"])
-            runs.append(Run(row, source, model, plan.Layout(**row["layout"]), cluster, speed))
+            runs.append(Run(row, source, model, layout, framework, cluster, speed))
     return runs
+
+
+# ---- what the frameworks do, and no script here -------------------------------------------------------------------
+
+TRITON = 0.74  # fitted to the rows: speed of Triton's older attention in relation to FlashAttention-2
+# The speed of attention in relation to FlashAttention-2's. FlashAttention-3: arXiv:2407.08608, figures 5 and 6.
+# An unknown kernel is taken as between FlashAttention-2 and Triton's: most runs have one of them.
+KERNELS = {"flash2": 1.0, "flash3": 1.7, "triton": TRITON, "unknown": math.sqrt(TRITON)}
+# Speed of matrices in float8 in relation to bfloat16, on an H100: "Maximum Achievable Matmul FLOPS" in
+# https://github.com/stas00/ml-engineering, compute/accelerator.
+FLOAT8 = 1402.6 / 794.5
+ASYNC_HIDES = 0.5  # of tensor parallelism's communication, where a framework overlaps it with matrices: about half
+
+
+def tensor_exposed(model, layout, framework):
+    """Tensor parallelism's time in relation to min_TP.py's. Gathering again is two messages more for each block."""
+    share = 1 - ASYNC_HIDES if framework.async_tensor else 1.0
+    if framework.regather:
+        share *= 1 + 2 * model.layers / layout.stages / plan.tensor_messages(model, layout)
+    return share
+
+
+def cluster_with(run, values):
+    """The cluster with the constants `values`, as fast as the run's attention and precision make it."""
+    kernels = {**KERNELS, "triton": values["TRITON"]}
+    flash = run.cluster.flash * kernels[run.framework.attention]
+    cluster = dataclasses.replace(run.cluster, efficiency=values["EFFICIENCY"], flash=flash)
+    if run.framework.precision == "bfloat16":
+        return cluster
+    float8 = dataclasses.replace(cluster, reachable=FLOAT8 * cluster.reachable)
+    # The head computes in bfloat16.
+    blocks = run.model.layers * plan.block_seconds(run.model, run.layout, float8)
+    even = (blocks + plan.head_seconds(run.model, run.layout, cluster)) / run.layout.stages / cluster.efficiency
+    computing = plan.compute_seconds(run.model, run.layout, float8)
+    return dataclasses.replace(float8, efficiency=cluster.efficiency * computing / max(computing, even))
+
+
+def seconds(run, cluster):
+    """{part: seconds} of a step: plan.py's sum, with the parts that the framework does otherwise."""
+    layout, framework = run.layout, run.framework
+    parts = plan.seconds(run.model, layout, cluster)
+    window = (parts["compute"] + parts["tensor"] + parts["context"]) / layout.count
+    if framework.keep_gathered or framework.precision == "float8":
+        parts["shard"] = shard_seconds(run, window, cluster)
+    if framework.overlap_gather:
+        parts["replicate"] = replicate_seconds(run, window, cluster)
+    return parts
+
+
+def shard_seconds(run, window, cluster):
+    """plan.shard_seconds with parameters that are gathered once, or in one byte."""
+    layout = run.layout
+    pipeline = layout.stages > 1
+    gatherings = 1 if pipeline or run.framework.keep_gathered else 2
+    gathered, reduced = plan.shard_bytes(run.model, layout)
+    if run.framework.precision == "float8":
+        gathered /= 2
+    messages = (gatherings + 1) * run.model.layers / layout.stages
+    n_bytes = gatherings * gathered + reduced
+    sending, latency = plan.transfer_seconds(layout.shards, layout.tensor, n_bytes, messages, cluster)
+    return (1 if pipeline else layout.count) * (plan.exposed(sending, window, cluster) + latency)
+
+
+def replicate_seconds(run, window, cluster):
+    """ZeRO's part of plan.replicate_seconds with a message per block. The next forward hides the gathering."""
+    layout = run.layout
+    stride = layout.tensor * layout.shards
+    messages = run.model.layers / layout.stages
+    if layout.chunks > 1:
+        window *= min(layout.stages, layout.count)
+    reduced, gathered = plan.replicate_bytes(run.model, layout)
+    reducing, latency = plan.transfer_seconds(layout.copies, stride, reduced, messages, cluster)
+    gathering, _ = plan.transfer_seconds(layout.copies, stride, gathered, messages, cluster)
+    exposed = plan.exposed(reducing, window * 2 / 3, cluster) + plan.exposed(gathering, window / 3, cluster)
+    return exposed + 2 * latency
+
+
+def gathered_inputs(run, model):
+    """Bytes that plan.kept_bytes counts and the framework does not keep, since backward gathers them again."""
+    layout = run.layout
+    if not run.framework.regather or layout.recompute != "none":
+        return 0.0
+    split = (layout.tensor - 1) / layout.tensor
+    block = 2 * split * layout.number_bytes * model.width * plan.tokens_of_micro_batch(model, layout)
+    return block * math.ceil(model.layers / layout.stages) * plan.micro_batches_in_flight(layout)
 
 
 # ---- the fit ------------------------------------------------------------------------------------------------------
@@ -90,25 +200,25 @@ OUTLIER = 0.08  # errors beyond this weigh less: the loss is sqrt(1 + (error/OUT
 
 
 @contextlib.contextmanager
-def constants(values):
-    """plan.py with other FORWARD and TRITON."""
-    forward, kernels = plan.FORWARD, dict(plan.KERNELS)
+def forward_share(value):
+    """plan.py with another FORWARD."""
+    before = plan.FORWARD
+    plan.FORWARD = value
     try:
-        plan.FORWARD = values["FORWARD"]
-        plan.KERNELS["triton"] = values["TRITON"]
         yield
     finally:
-        plan.FORWARD = forward
-        plan.KERNELS.update(kernels)
+        plan.FORWARD = before
 
 
 def project(runs, values):
     """Tokens per second and GPU of each run."""
     speeds = []
-    with constants(values):
+    with forward_share(values["FORWARD"]):
         for run in runs:
-            cluster = dataclasses.replace(run.cluster, efficiency=values["EFFICIENCY"])
-            speeds.append(plan.tokens_per_second(run.model, run.layout, cluster))
+            layout = run.layout
+            tokens = layout.replicate * layout.shard * layout.micro * layout.count * run.model.sequence
+            time = sum(seconds(run, cluster_with(run, values)).values())
+            speeds.append(tokens / layout.n_gpus / time)
     return speeds
 
 
@@ -146,8 +256,8 @@ def fit(runs):
 
 
 def current():
-    """The constants as they stand in plan.py."""
-    return {name: getattr(plan, name) for name in KNOWN}
+    """The constants as they stand in plan.py and above."""
+    return {"EFFICIENCY": plan.EFFICIENCY, "FORWARD": plan.FORWARD, "TRITON": TRITON}
 
 
 # ---- held against the rows ----------------------------------------------------------------------------------------
@@ -162,20 +272,22 @@ def blocks_of_first_stage(model, stages):
     return math.floor(share / plan.block_params(model)) + 1
 
 
-def memory_of_rank_0(model, layout):
+def memory_of_rank_0(run):
     """Bytes of the first stage of a pipeline: its blocks and the embedding, and no logits."""
-    stages = layout.stages
-    blocks = blocks_of_first_stage(model, stages)
+    model, layout = run.model, run.layout
+    blocks = blocks_of_first_stage(model, layout.stages)
     # plan.py splits a model evenly. Each stage of this one has what nanotron's first stage has.
-    even = dataclasses.replace(model, layers=blocks * stages, vocabulary=model.vocabulary * stages, tied=True)
+    layers, vocabulary = blocks * layout.stages, model.vocabulary * layout.stages
+    even = dataclasses.replace(model, layers=layers, vocabulary=vocabulary, tied=True)
     state = sum(plan.state_bytes(even, layout).values())
-    return state + plan.kept_bytes(even, layout) + plan.working_bytes(even, layout)
+    kept = plan.kept_bytes(even, layout) - gathered_inputs(run, even)
+    return state + kept + plan.working_bytes(even, layout)
 
 
 def needed_bytes(run):
     if run.source["name"] == "nanotron" and run.layout.stages > 1:
-        return memory_of_rank_0(run.model, run.layout)
-    return sum(plan.memory(run.model, run.layout).values())
+        return memory_of_rank_0(run)
+    return sum(plan.memory(run.model, run.layout).values()) - gathered_inputs(run, run.model)
 
 
 def compare():
@@ -250,7 +362,9 @@ INTRODUCTION = """# How far to trust plan.py
 {n} published runs of {publishers} publishers. `python -m benchmarks.published` writes it from
 [published.json](../benchmarks/published.json), and a test fails if an error grows.
 
-The formulas have a source each, in plan.py. Three constants are fitted to the runs, the same for all GPUs and sources.
+The formulas have a source each, in plan.py. What only the frameworks of these runs do (other attention kernels, float8,
+asynchronous tensor parallelism, ZeRO in few messages) is in
+[published.py](../benchmarks/published.py). Three constants are fitted to the runs, the same for all GPUs and sources.
 "Fitted" is the error of plan.py as it is. "Held out" is the error of the same formulas if the three constants are
 fitted without any run of the same publisher. Expect this error for your own run. Nothing is calibrated on a row before
 the row is projected. The formulas, and the few constants that plan.py calls chosen, were chosen with all these runs in
@@ -267,8 +381,8 @@ MISSES = """## What it misses
   latencies say, if each tensor is a message of its own. Frameworks with few large messages lose less.
 - **Long sequences, held out.** 32 of the 41 rows are llm-foundry's with Triton's older attention, which no other
   publisher has. Without them its speed is what a paper says, 1.8 times slower than FlashAttention-2. It is 1.35 times
-  slower. So these rows are projected 19 % too slow. For an unknown kernel the range goes from the
-  slowest to the fastest. Ring attention of torchtitan is up to 1.3 times slower than projected.
+  slower. So these rows are projected 19 % too slow. Ring attention of torchtitan is up to 1.3 times slower than
+  projected.
 - **Megatron-LM's 16 and 32 B** are projected too slow. The projection exposes more of the gradients' reduction and of
   tensor parallelism than Megatron does.
 - **30 B on 8 GPUs with 8 k tokens** (llm-foundry) is projected too fast, on A100 and H100 alike. Three quarters of the
@@ -313,7 +427,7 @@ QUESTIONS = (
     (
         "Which mesh is recommended, the simplest or the fastest?",
         "--model llama3-70b --gpus 256",
-        ("recommended", "fastest", "runner-up", "              It would"),
+        ("recommended", "fastest", "runner-up"),
         "The simplest of those within 5 % of the fastest. If the fastest is another one, it is named.",
     ),
     (
@@ -327,7 +441,7 @@ QUESTIONS = (
         "It does not fit. What can I change?",
         "--model llama3-8b --gpus 2 --sequence 32768",
         ("does not fit", "would fit"),
-        "More GPUs, shorter sequences, 8-bit Adam and offloading are tried.",
+        "More GPUs and shorter sequences are tried.",
     ),
     (
         "Does it count torch.compile, and which cross-entropy?",

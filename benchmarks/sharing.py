@@ -34,7 +34,7 @@ PERIODS, MARKS = (1, 5, 20, 50), (1, 10, 25, 50, 100, 200, 400)
 def make_args(nproc, steps, **changes):
     """The default model and training of the scripts."""
     shape = {"layers": 2, "width": 128, "heads": 4, "length": 128, "global_batch_size": 8 * nproc}
-    training = {"steps": steps, "log_every": steps, "lr": 0.003, "clip": None, "seed": 0, "bf16": False}
+    training = {"steps": steps, "log_every": steps, "lr": 0.003, "clip": None, "seed": 0}
     return argparse.Namespace(**{**shape, **training, **changes})
 
 
@@ -57,11 +57,11 @@ def prepare(case, args):
     """Model and optimizer, which min_ZeRO.py's loop trains whoever shards what."""
     model, how = make_model(args).to(dist.get_device()), {"lr": args.lr, "fused": True}
     if case == "ZeRO":
-        return model, min_ZeRO.ZeRO([{"params": list(model.parameters())}], torch.optim.AdamW, **how)
+        return model, min_ZeRO.ZeRO(model.parameters(), torch.optim.AdamW, **how)
     if case == "FSDP":
         model = dist.prepare_fsdp_model(model)
         return model, torch.optim.AdamW(model.parameters(), **how)
-    model = dist.prepare_ddp_model(model)
+    model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)
     if case == "ZeroRedundancyOptimizer":
         how = {**how, "optimizer_class": torch.optim.AdamW, "parameters_as_bucket_view": True}
         return model, ZeroRedundancyOptimizer(model.parameters(), **how)
@@ -74,7 +74,7 @@ def state_worker(local_rank, world_size, case, args, report):
     model, optimizer = prepare(case, args)
     times = min_ZeRO.train(model, optimizer, *gpt.load_text(), args)
     seconds = (times[-1] - times[transformer.WARM_UP - 1]) / (len(times) - transformer.WARM_UP)
-    numbers = [state_bytes(optimizer) / 1e6, seconds * 1e3, transformer.peak_bytes() / 1e6]
+    numbers = [state_bytes(optimizer) / 1e6, seconds * 1e3, gpt.peak_memory(dist.get_device()) / 1e6]
     largest = dist.all_reduce(torch.tensor(numbers, dtype=torch.float64, device=dist.get_device()), "max")
     report([round(number, 1) for number in largest.tolist()])
 
@@ -124,7 +124,7 @@ def talk_worker(local_rank, world_size, train, args, report):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, *gpt.load_text(), args)
     sent = min_DiLoCo.report_sent(model, args)
-    loss = held_out_loss(functools.partial(min_DiLoCo.local_loss, model, args), args)
+    loss = held_out_loss(lambda x, y: gpt.loss_fn(model(x), y), args)
     report({"held-out": loss, "sent MB": sent / 1e6})
 
 

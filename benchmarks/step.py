@@ -61,8 +61,6 @@ DEEP = {
     "DDP": ddp,
     "FSDP2": dist.prepare_fsdp_model,
     "reshard_after_forward=False": functools.partial(dist.prepare_fsdp_model, reshard_after_forward=False),
-    "one unit": functools.partial(dist.prepare_fsdp_model, min_num_params=10**9),
-    "units of a million": functools.partial(dist.prepare_fsdp_model, min_num_params=10**6),
     "DDP, Adam not fused": ddp,
     "FSDP2, Adam not fused": dist.prepare_fsdp_model,
 }

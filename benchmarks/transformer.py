@@ -18,7 +18,6 @@ import argparse
 import functools
 import multiprocessing
 import os
-import resource
 import time
 from concurrent import futures
 
@@ -76,7 +75,7 @@ def split(how, args):
 # How the model is made, and what trains it: min_2D.py's gives each data-parallel rank its part of a batch.
 CASES = {
     "one process": (whole, min_2D.train),
-    "DDP": (lambda args: dist.prepare_ddp_model(whole(args)), min_2D.train),
+    "DDP": (lambda args: dist.prepare_ddp_model(whole(args), gradient_as_bucket_view=True), min_2D.train),
     "FSDP": (lambda args: split(functools.partial(min_2D.parallelize, args=args), args), min_2D.train),
     "TP": (lambda args: split(min_TP.split_layers, args), min_TP.train),
     "PP": (lambda args: min_PP.Pipeline(gpt.make_meta_model(args), args), min_PP.train),
@@ -88,7 +87,7 @@ CASES = {
 # What attention waits in: DDP, which averages the gradients in all these cases, uses none of them.
 WAITS_IN = {
     "CP": [(torch_dist, "all_to_all_single")],
-    "all-gather": [(dist, "all_gather_single"), (dist, "reduce_scatter_single")],
+    "all-gather": [(min_CP, "all_gather_single"), (min_CP, "reduce_scatter_single")],
     "ring": [(min_Ring, "start_hop"), (min_Ring, "finish_hop")],
 }
 
@@ -147,12 +146,13 @@ def worker(local_rank, world_size, case, args, threads, report):
     speed = steps_per_second * args.global_batch_size * args.length
     loss_of = {
         "one process": functools.partial(min_2D.local_loss, model),
-        "CP": functools.partial(min_CP.local_loss, model, args),
-        "all-gather": functools.partial(min_CP.local_loss, model, args),
-        "ring": functools.partial(min_Ring.local_loss, model, args),
+        "CP": functools.partial(min_CP.local_loss, model),
+        "all-gather": functools.partial(min_CP.local_loss, model),
+        "ring": functools.partial(min_Ring.local_loss, model),
     }
     saved = saved_bytes(loss_of[case], text, args) if case in loss_of else 0
-    numbers = torch.tensor([peak_bytes(), saved, waiting], dtype=torch.float64, device=dist.get_device())
+    device = dist.get_device()
+    numbers = torch.tensor([gpt.peak_memory(device), saved, waiting], dtype=torch.float64, device=device)
     peak, saved, waiting = dist.all_reduce(numbers, "max").tolist()
     report([speed, peak / 1e6, saved / 1e6, sent_by_attention(case, args) / 1e6, waiting])
 
@@ -170,12 +170,6 @@ def saved_bytes(local_loss, text, args):
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         local_loss(x, y)
     return sum(sizes.values())
-
-
-def peak_bytes():
-    if dist.get_device().type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def measure(cases, rounds):

@@ -5,6 +5,8 @@ import functools
 import importlib.metadata
 from pathlib import Path
 
+import tests.shared_server  # noqa: F401 - the processes that are forked may start jobs too
+
 MADV_COLLAPSE = 25  # Linux 6.1 and later
 MEMORY = Path("/proc/self/maps")
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed
+import tests.shared_server  # noqa: F401
 
 ROOT = Path(__file__).parent.parent
 PRELOADED = ["torch._dynamo", "torch.distributed.nn.functional", "torchvision", "torch.distributed.checkpoint"]

@@ -10,6 +10,7 @@ import collections
 import gc
 import importlib
 import importlib.machinery
+import io
 import linecache
 import math
 import os
@@ -35,7 +36,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 ROOT = Path(__file__).parent.parent
 GPUS = 8  # on each machine
 aten, c10d = torch.ops.aten, torch.ops.c10d
-Result = collections.namedtuple("Result", "calls waits held sent_by_rank_0 products senders error")
+Result = collections.namedtuple("Result", "calls waits held sent_by_rank_0 products error")
 MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 
 
@@ -139,9 +140,8 @@ class Scripts(importlib.machinery.SourceFileLoader):
 class Recorder(TorchDispatchMode):
     """Runs operations on the CPU as they are and those on the device on fake tensors.
 
-    `calls` has every collective in order, `waits` the number of times that each line waits for the device, `products`
-    the types of matrix products on the device, or "float32 without TF32" and the line, and `senders` the backends of
-    the groups in which tensors are sent from rank to rank.
+    `calls` has every collective in order, `waits` the number of times that each line waits for the device, and
+    `products` the types of matrix products on the device, or "float32 without TF32" and the line.
     """
 
     def __init__(self, rank, host_value):
@@ -150,8 +150,6 @@ class Recorder(TorchDispatchMode):
         self.device = torch.device("gpu", rank % GPUS)
         self.host_value = host_value  # what every number is that comes from the device
         self.gloo_groups = set()
-        self.backends = {}  # of the other groups, by name
-        self.senders = set()
         self.calls, self.waits = [], collections.Counter()
         self.products = set()
         self.sent_by_rank_0 = []
@@ -274,15 +272,14 @@ class Recorder(TorchDispatchMode):
         if func in fake_collectives.sync_ops and func is not c10d.barrier.default:
             return
         group = fake_collectives.CollectiveOp.get_process_group(func, args)
-        device = torch.device("cpu") if group.group_name in self.gloo_groups else self.device
+        # The job's group sends tensors of the CPU by gloo, and those of this rank's GPU by nccl.
+        allowed = {torch.device("cpu")} if group.group_name in self.gloo_groups else {torch.device("cpu"), self.device}
+        devices = {tensor.device for tensor in tensors}
+        if func is not c10d.barrier.default and (len(devices) > 1 or not devices <= allowed):
+            raise RuntimeError(f"{func} of tensors on {devices} in a group for {allowed}")
         for tensor in tensors:
-            if tensor.device != device and func is not c10d.barrier.default:
-                backend = "gloo" if device.type == "cpu" else "nccl"
-                raise RuntimeError(f"{func} of a tensor on {tensor.device} in a group of {backend} with {device}")
-            if device.type == "gpu" and not tensor.is_contiguous():
+            if tensor.device.type == "gpu" and not tensor.is_contiguous():
                 raise RuntimeError(f"{func}: NCCL takes contiguous tensors only")
-        if func is c10d.send.default:
-            self.senders.add(torch_dist.get_backend(group))
         if func is c10d.scatter_.default:
             tensors = args[0]  # the received one: only the source has a list of what it sends
         shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
@@ -348,7 +345,7 @@ def run(pipe, script, options, rank, world_size, sent_by_rank_0=(), host_value=1
             pretend_ddp()
             module = importlib.import_module(script)
             # It compares numbers, which are made up here.
-            sys.modules["distributed"].check_in_sync = lambda model, name=None: None
+            sys.modules["distributed"].check_in_sync = lambda model, *others, **values: None
             if "checkpoint" in sys.modules:  # the ranks run one after the other, and have no common store
                 sys.modules["checkpoint"].Preemption.agreed = lambda self: False
             write_files(script)
@@ -362,8 +359,7 @@ def run(pipe, script, options, rank, world_size, sent_by_rank_0=(), host_value=1
         error = traceback.format_exc()
     products = recorder.products if "gpt" in sys.modules else set()  # of the transformer scripts
     held = recorder.held_after_step
-    senders = recorder.senders
-    result = Result(recorder.calls, recorder.waits, held, recorder.sent_by_rank_0, products, senders, error)
+    result = Result(recorder.calls, recorder.waits, held, recorder.sent_by_rank_0, products, error)
     pipe.send_bytes(pickle.dumps(result))  # pipe.send would share the memory of tensors, and this process ends now
     pipe.close()
     os._exit(0)
@@ -437,25 +433,21 @@ def pretend_groups(recorder):
         yield torch_dist.HashStore(), rank, world_size
 
     def init_dry(backend, device_id=None, **kwargs):
-        if (backend, device_id) != ("nccl", recorder.device):
+        if (backend, device_id) != ("cpu:gloo,gpu:nccl", recorder.device):
             raise RuntimeError(f"process group for {backend} on {device_id}")
         init_process_group("dry", **kwargs)
 
     def new_dry(ranks=None, timeout=None, backend=None, *args, **kwargs):
-        if backend not in (None, "gloo", "nccl", "nccl-lazy"):
+        if backend not in (None, "gloo", "nccl"):
             raise RuntimeError(f"a group of {backend}")
         group = new_group(ranks, timeout, "dry")
         if backend == "gloo":
             recorder.gloo_groups.add(group.group_name)
-        elif group != torch_dist.GroupMember.NON_GROUP_MEMBER:
-            recorder.backends[group.group_name] = backend or "nccl"
         return group
 
     def get_backend(group=None):
         name = (group or torch_dist.group.WORLD).group_name
-        if name in recorder.gloo_groups:
-            return "gloo"
-        return recorder.backends.get(name, "nccl")
+        return "gloo" if name in recorder.gloo_groups else "nccl"
 
     def from_rank_0(name, value, group):
         """Rank 0's `value`."""
@@ -560,8 +552,6 @@ def change(module, args):
         module.main_worker = train_in_one_quorum(module)
     if module.__name__ in ("min_PP", "min_3D"):
         module.pipelining.PipelineStage = pipeline_stage(args)
-    if module.__name__ == "min_Packing":
-        module.block_sparse_attention = module.masked_attention
     if module.__name__ == "min_Generate":
         module.merge = lambda *args: None  # each rank has a folder of its own here
     if module.__name__ == "min_Stream" and int(os.environ["RANK"]) > 0:  # each rank has a folder of its own here
@@ -575,4 +565,5 @@ def change(module, args):
         draw_digits = sys.modules["mnist"]._draw_digits
         sys.modules["mnist"]._draw_digits = lambda n, seed: draw_digits(n // 100, seed)
     if "checkpoint" in sys.modules:
-        sys.modules["checkpoint"]._write = lambda path, snapshot: None
+        torch_save = torch.save
+        torch.save = lambda value, file: torch_save(value, file) if isinstance(file, io.BytesIO) else None

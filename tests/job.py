@@ -1,7 +1,5 @@
 """Small jobs, started as a user starts a script: python job.py NAME, or torchrun ... job.py NAME."""
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -10,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
 import distributed as dist
 import spawn
 
@@ -25,19 +22,8 @@ def train(local_rank, world_size):
         time.sleep(0.05)  # a step of training: several such jobs share the machine
 
 
-def save_when_told(local_rank, world_size, launcher=None):
-    """Train until SIGTERM comes, then save. With the `launcher`'s process id, rank 0 sends the signal itself."""
+def meet(local_rank, world_size):
     dist.init_process_group()
-    preemption = checkpoint.Preemption()
-    print("training\n", end="", flush=True)  # in one piece, even where PYTHONUNBUFFERED is set
-    dist.barrier()
-    if launcher and local_rank == 0:
-        os.kill(launcher, signal.SIGTERM)
-    while not preemption.agreed():
-        dist.barrier()
-    time.sleep(1)  # a save takes long
-    print(f"rank {local_rank} saves\n", end="", flush=True)
-    preemption.leave()
 
 
 def fail(local_rank, world_size):
@@ -100,7 +86,7 @@ def give_up(local_rank, world_size):
 
 
 if __name__ == "__main__":
-    spawn.PRELOADED = ("torch",)  # the fork server starts sooner
+    spawn.PRELOADED = ["torch"]  # the fork server starts sooner
     dist.launch(globals()[sys.argv[1]], *sys.argv[2:], nprocs=2)
     if sys.argv[1] in ("ddp_step", "leave_early"):
         print(f"after:{gloo_threads()}", flush=True)

@@ -232,7 +232,7 @@ def judge(mutant, quick):
 def main():
     parser = options.ArgumentParser(__doc__)
     parser.add_argument("-n", type=options.whole_number(1), default=60, help="number of mutants")
-    parser.add_argument("--seed", type=options.seed_number, default=0, help="random seed of the places")
+    parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed of the places")
     parser.add_argument("--files", nargs="*", default=[], metavar="FILE", help="top-level files (default: all)")
     parser.add_argument("--quick", action="store_true", help="leave out the slow tests")
     parser.add_argument("--jobs", type=options.whole_number(1), default=2, help="mutants side by side")

@@ -503,7 +503,9 @@ def run_trial(kind, seed):
 def main():
     parser = options.ArgumentParser(__doc__)
     parser.add_argument("--minutes", type=options.positive_number, default=30, help="how long")
-    parser.add_argument("--seed", type=options.seed_number, default=0, help="of the first trial; each has the next one")
+    parser.add_argument(
+        "--seed", type=options.whole_number(0), default=0, help="of the first trial; each next has one more"
+    )
     parser.add_argument(
         "--load", type=options.whole_number(0), default=os.cpu_count(), help="processes that only compute"
     )

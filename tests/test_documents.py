@@ -132,19 +132,13 @@ def test_the_first_token_of_a_tokenizer_that_has_one():
     assert tokenizer.decode(document[0]).count("<|user|>") == 2, "the template writes them"
 
 
-def test_too_long_conversations_are_left_out_or_cut_and_counted(tokenizer, capsys):
+def test_too_long_conversations_are_left_out_and_counted(tokenizer, capsys):
     short = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     ((exact,),) = read(tokenizer, short)
     n = len(exact[0])
     found = read(tokenizer, short, CHAT, short, length=n)
     assert [len(documents) for documents in found] == [1, 0, 1]
     assert capsys.readouterr().out == f"1 conversations have more than --length {n} tokens and are left out\n"
-    found = read(tokenizer, short, CHAT, short, length=10, cut=True)
-    assert [len(documents) for documents in found] == [1, 1, 1]
-    assert said(tokenizer, found[1][0]) == ["Hello"]
-    assert capsys.readouterr().out == "1 conversations have more than --length 10 tokens and are cut\n"
-    assert read(tokenizer, CHAT, length=4, cut=True) == [[]], "nothing that the assistant says is left"
-    assert capsys.readouterr().out.endswith("\n1 of them have no answer before the cut and are left out\n")
 
 
 def test_many_lines(tokenizer, monkeypatch):
@@ -184,13 +178,18 @@ BAD = [
     ("[]", "it is no JSON object"),
     ('"text"', "it is no JSON object"),
     ("{}", "it has neither, but nothing"),
-    ('{"prompt": "x", "completion": "y"}', "it has neither, but prompt, completion"),
+    ('{"prompt": "x", "completion": "y"}', "it has neither, but prompt, completion: docs/recipes.md"),
     ('{"text": 3}', "its text is no string"),
-    ('{"messages": "x"}', "TypeError"),
-    ('{"messages": [{"role": "user"}]}', "the assistant says nothing in it"),
+    ('{"messages": "x"}', "AttributeError"),
+    ('{"messages": []}', "the assistant says nothing in it"),
+    ('{"messages": [{"role": "user", "content": "x"}]}', "the assistant says nothing in it"),
     ('{"messages": [{"content": "x"}]}', "KeyError: 'role'"),
     ('{"messages": [{"role": "assistant", "content": "x"}]}', "its first message is the assistant's"),
     (b'{"text": "\xff"}', "UnicodeDecodeError"),
+    # JSON allows it, and UTF-8 does not: half of a surrogate pair, in a text and in what a template shows
+    (r'{"text": "cut \ud83d"}', "UnicodeEncodeError"),
+    (r'{"messages": [{"role": "user", "content": "\udc00"}, {"role": "assistant", "content": "x"}]}', "UnicodeEncode"),
+    ('{"text": ' + 100_000 * "[", "RecursionError"),
 ]
 
 
@@ -211,12 +210,222 @@ def test_a_bad_line_is_named(line, cause, tokenizer, tmp_path):
         (None, "the tokenizer has no chat template: give one by --chat-template, or use texts"),
         (REFUSES, "System role not supported"),
         (CHANGES_THE_QUESTION, "the chat template shows the messages before an answer in another way once the answer"),
-        ("{{ messages[0].content", "TemplateSyntaxError"),
+        ("{{ messages[0].content", "unexpected end of template"),
     ],
 )
 def test_a_template_that_cannot_be_used(template, cause):
     record = {"messages": [{"role": "system", "content": "Be kind."}, *CHAT["messages"]]}
     assert cause in exit_message(read, with_template(template), record)
+
+
+# ---- what would be ignored -----------------------------------------------------------------------------------------
+
+
+def chat(*messages, **fields):
+    """A question, then `messages`."""
+    return {"messages": [{"role": "user", "content": "Hi."}, *messages], **fields}
+
+
+def says(content="4.", **fields):
+    return {"role": "assistant", "content": content, **fields}
+
+
+def test_parts_of_text_are_joined_and_others_refused(tokenizer):
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
+    record = {"messages": [{"role": "user", "content": parts}, says([{"type": "text", "text": "4."}])]}
+    plain = {"messages": [{"role": "user", "content": "2+2?"}, says("4.")]}
+    (((tokens, targets),),), (((expected_tokens, expected_targets),),) = read(tokenizer, record), read(tokenizer, plain)
+    assert tokens.tolist() == expected_tokens.tolist() and targets.tolist() == expected_targets.tolist()
+    picture = [{"type": "image_url", "image_url": {"url": "x"}}]
+    assert "a part of the type image_url" in exit_message(read, tokenizer, chat({"role": "user", "content": picture}))
+    assert "content of the role user is no string" in exit_message(
+        read, tokenizer, {"messages": [{"role": "user", "content": {"a": 1}}, says()]}
+    )
+
+
+WITH_TOOLS = """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}<|{{ m.role }}|>\
+{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}\
+{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+def call(arguments):
+    return {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+def test_arguments_and_tools_may_be_json_in_json():
+    tokenizer = with_template(WITH_TOOLS)
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    result = {"role": "tool", "tool_call_id": "1", "content": "4"}
+    for arguments, tools in (({"a": 2}, [tool]), (json.dumps({"a": 2}), json.dumps([tool]))):
+        record = chat(says("", tool_calls=[call(arguments)]), result, says(), tools=tools)
+        ((document,),) = read(tokenizer, record)
+        assert said(tokenizer, document) == ['add{"a": 2}<|end|>', "4.<|end|>"]
+        assert tokenizer.decode(document[0]).startswith(json.dumps(tool) + "<|user|>")
+    for nothing in ("", "{}", None):
+        ((document,),) = read(tokenizer, chat(says("", tool_calls=[call(nothing)])))
+        assert said(tokenizer, document) == ["add{}<|end|>"]
+    without_content = {"role": "assistant", "content": None, "tool_calls": [call({})]}
+    ((document,),) = read(with_template(WITH_TOOLS.replace("m.content", "'' + m.content")), chat(without_content))
+    assert said(tokenizer, document) == ["add{}<|end|>"]
+    message = exit_message(read, tokenizer, chat(says("", tool_calls=[call("[1]")])))
+    assert "the arguments of the tool call add are no JSON object" in message
+    assert "JSONDecodeError" in exit_message(read, tokenizer, chat(says("", tool_calls=[call("a=2")])))
+
+
+@pytest.mark.parametrize("field", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+def test_a_turn_may_be_left_out_of_the_loss(field, tokenizer):
+    record = chat(says("no", **field), {"role": "user", "content": "2+2?", "weight": 0}, says("4.", train=True))
+    ((document,),) = read(tokenizer, record)
+    assert said(tokenizer, document) == ["4.<|end|>"] and "no<|end|>" in tokenizer.decode(document[0])
+    ((document,),) = read(tokenizer, chat(says("4.", weight=1), {"role": "user", "content": "a"}, says("no", **field)))
+    assert said(tokenizer, document) == ["4.<|end|>"]
+    assert "says nothing in it that is in the loss" in exit_message(read, tokenizer, chat(says("no", **field)))
+
+
+@pytest.mark.parametrize("field", [{"weight": 0.5}, {"weight": "0"}, {"train": "no"}, {"train": [0]}])
+def test_a_weight_that_is_not_known_is_refused(field, tokenizer):
+    assert f"{next(iter(field))} " in exit_message(read, tokenizer, chat(says("x", **field)))
+
+
+def test_the_loss_of_the_user_is_refused(tokenizer):
+    message = exit_message(read, tokenizer, chat({"role": "user", "content": "x", "train": True}, says()))
+    assert "train True of the role user: it may be 0, or 1 for the assistant" in message
+
+
+def test_variables_of_the_template_may_stand_in_a_line():
+    tokenizer = with_template("{{ mood }}" + documents.CHAT_TEMPLATE)
+    for options in ({"mood": "kind"}, json.dumps({"mood": "kind"})):
+        ((document,),) = read(tokenizer, chat(says(), chat_template_kwargs=options))
+        assert tokenizer.decode(document[0]).startswith("kind<|user|>")
+        assert said(tokenizer, document) == ["4.<|end|>"]
+
+
+def test_a_template_cannot_be_told_to_ask_for_an_answer(tokenizer):
+    ((document,),) = read(tokenizer, chat(says(), chat_template_kwargs={"add_generation_prompt": True}))
+    assert tokenizer.decode(document[0]) == "<|user|>Hi.<|end|><|assistant|>4."
+
+
+@pytest.mark.parametrize("field", ["system", "functions", "images", "weight", "train", "text", "completion"])
+def test_a_field_of_a_line_that_other_trainers_obey_is_refused(field, tokenizer):
+    message = exit_message(read, tokenizer, chat(says(), **{field: 0}))
+    assert f"the field {field} beside its messages would be ignored" in message
+    if field != "text":
+        message = exit_message(read, tokenizer, {"text": "x", field: 0})
+        assert f"the field {field} beside its text would be ignored" in message
+    for nothing in (None, "", []):
+        assert read(tokenizer, chat(says(), **{field: nothing}))
+
+
+def test_what_says_nothing_about_training_may_stand_in_a_line(tokenizer):
+    ((document,),) = read(tokenizer, chat(says(), id=7, source="x", prompt="Hi.", score=0.5))
+    assert said(tokenizer, document) == ["4.<|end|>"]
+    assert read(tokenizer, {"text": "x", "id": 7, "url": "y", "score": 0.5})
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "function_call", "refusal", "tool_calls"])
+def test_a_field_of_a_message_that_the_template_ignores_is_refused(field, tokenizer):
+    message = exit_message(read, tokenizer, chat(says("4.", **{field: [{"x": 1}]})))
+    assert f"the chat template ignores {field} of the role assistant" in message
+    ((document,),) = read(tokenizer, chat(says("4.", **{field: None})))
+    assert said(tokenizer, document) == ["4.<|end|>"], "Dataset.to_json writes null for what is missing"
+
+
+DROPS_THOUGHTS = """{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1].strip() }}<|end|>\
+{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+DROPS_CALLS = """{% for m in messages %}<|{{ m.role }}|>{% if m.content or not m.tool_calls %}{{ m.content }}{% else %}\
+{{ m.tool_calls[0].function.name }}{% endif %}<|end|>{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+def test_words_of_the_assistant_that_the_template_drops_are_refused():
+    message = exit_message(read, with_template(DROPS_THOUGHTS), chat(says("<think>why</think>4.")))
+    assert "the chat template does not show all that the assistant says: '<think>why</think>4.'" in message
+    ((document,),) = read(with_template(DROPS_THOUGHTS), chat(says("  2 +\n2 ")))
+    assert said(with_template(DROPS_THOUGHTS), document) == ["2 +\n2<|end|>"], "it may change white space"
+    message = exit_message(read, with_template(DROPS_CALLS), chat(says("Wait.", tool_calls=[call({})])))
+    assert "does not show all that the assistant says: 'add'" in message
+
+
+KNOWS = """{% for m in messages %}{% if m.role == 'system' or m.role == 'user' %}<|user|>{{ m.content }}<|end|>\
+{% elif m.role == 'assistant' %}<|assistant|>{{ m.content }}<|end|>{% endif %}{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+KNOWS_AND_RAISES = KNOWS.replace("{% endif %}{% endfor", "{% else %}{{ raise_exception('what?') }}{% endif %}{% endfor")
+
+
+@pytest.mark.parametrize("role", ["human", "tool"])
+def test_a_role_that_the_template_does_not_know_is_refused(role):
+    record = chat({"role": role, "content": "important"}, says())
+    roles = "the chat template shows the roles system, user, assistant)"
+    message = exit_message(read, with_template(KNOWS), record)
+    assert f"does not show what the role {role} says; {roles}" in message
+    message = exit_message(read, with_template(KNOWS_AND_RAISES), record)
+    assert message.endswith(f"(what?; {roles}")
+    ((document,),) = read(with_template(documents.CHAT_TEMPLATE), record)
+    assert "important" in with_template(KNOWS).decode(document[0]), "this one shows any role"
+
+
+# ---- kinds of templates --------------------------------------------------------------------------------------------
+
+NEXT_ROLE_ENDS = """[gMASK]{% for m in messages %}{% if m.role == 'user' %}\
+{% if loop.first or messages[loop.index0 - 1].role != 'observer' %}<|user|>{% endif %}\
+{{ m.content }}{% elif m.role == 'assistant' %}<|assistant|>\
+{% if loop.last and '</think>' in m.content %}{{ m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}\
+{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}{% else %}<|end|>{{ m.content }}{% endif %}\
+{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+NO_END_AT_THE_END = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if not loop.last %}<|end|>{% endif %}\
+{% endfor %}{% if add_generation_prompt %}<|end|><|assistant|>{% endif %}"""
+TWO_ENDS = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>{% else %}</s>{% endif %}"""
+MERGES_SYSTEM = """{% for m in messages %}{% if m.role == 'user' %}[INST] {% if loop.index0 == 1 and \
+messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}{{ m.content }} [/INST]\
+{% elif m.role == 'assistant' %} {{ m.content | trim }}<|end|>{% endif %}{% endfor %}"""
+FINAL_DIFFERS = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' and loop.last and \
+not add_generation_prompt %}<|end|>{% else %}<|user|>{% endif %}{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+GENERATION = """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}\
+{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+NO_SPECIAL = """{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}\
+{% if add_generation_prompt %}assistant: {% endif %}"""
+# What is in the loss of the two answers of CHAT.
+KINDS = {
+    "the next role ends a turn": (NEXT_ROLE_ENDS, [["Hello!\n<|user|>", "4.<|user|>"]]),
+    "the last turn has no end": (NO_END_AT_THE_END, [["Hello!\n<|end|>", "4.<|end|>"]]),
+    "a token ends the whole": (TWO_ENDS, [["Hello!\n<|end|>\n</s>"], ["4.<|end|>\n</s>"]]),
+    "the last turn ends otherwise": (FINAL_DIFFERS, [["Hello!\n<|end|>"], ["4.<|end|>"]]),
+    "the template marks what is generated": (GENERATION, [["Hello!\n<|end|>", "4.<|end|>"]]),
+    "no token ends a turn": (NO_SPECIAL, [["Hello!\n\n", "4.\n"]]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_words_in_the_loss_and_the_token_that_ends_them(kind):
+    template, expected = KINDS[kind]
+    tokenizer = with_template(template)
+    (found,) = read(tokenizer, CHAT)
+    assert [said(tokenizer, document) for document in found] == expected
+
+
+def test_a_system_message_that_another_message_shows():
+    tokenizer = with_template(MERGES_SYSTEM)
+    ((document,),) = read(tokenizer, {"messages": [{"role": "system", "content": "Be kind."}, *CHAT["messages"]]})
+    assert said(tokenizer, document) == [" Hello!<|end|>", " 4.<|end|>"]
+
+
+def test_the_role_that_ends_a_turn_with_thoughts_and_with_a_call():
+    """Thoughts of earlier turns are not shown, so each turn is a text of its own. A call ends with another token."""
+    tokenizer = with_template(NEXT_ROLE_ENDS)
+    more = [{"role": "user", "content": "a"}, says("u</think>d")]
+    (found,) = read(tokenizer, chat(says("t</think>b"), *more))
+    assert [said(tokenizer, document) for document in found] == [["t</think>b<|user|>"], ["u</think>d<|user|>"]]
+    result = {"role": "observer", "content": "4"}
+    ((document,),) = read(tokenizer, chat(says("", tool_calls=[call({})]), result, says()))
+    assert said(tokenizer, document) == ["add<|end|>", "4.<|user|>"]
+    ((document,),) = read(tokenizer, chat(says("", tool_calls=[call({})])))
+    assert said(tokenizer, document) == ["add<|end|>"]
+
+
+# ---- files, and the conversations of the library ----------------------------------------------------------
 
 
 def test_files_that_are_too_large_or_missing(tmp_path):
@@ -228,15 +437,6 @@ def test_files_that_are_too_large_or_missing(tmp_path):
     message = exit_message(list, documents.lines_of([tmp_path / "none.jsonl"]))
     assert message == f"--data: cannot read {tmp_path}/none.jsonl: No such file or directory"
     assert "Is a directory" in exit_message(list, documents.lines_of([tmp_path]))
-
-
-def test_guesses_by_bigrams():
-    """By hand: after 1, the tokens 2 and 2 have been seen; 3 follows 2."""
-    rows = torch.tensor([[[1, 1, 2], [0, 1, 2], [2, 2, 3]]], dtype=torch.int32)
-    prior = 100 * torch.tensor([1, 1, 3, 2]) / 7
-    held_out = torch.tensor([[[1, 2, 3], [0, 1, 2], [2, -100, 3]]], dtype=torch.int32)
-    expected = -(torch.log((2 + prior[2]) / 102) + torch.log(prior[3] / 100)) / 2
-    assert documents.bigram_loss(rows, held_out, 4) == pytest.approx(expected.item(), abs=1e-6)
 
 
 def test_conversations_of_the_library(monkeypatch, tmp_path):

@@ -38,7 +38,7 @@ CASES = [
     ("min_Join", 2, *STEPS, "--least", N_STEPS),
     ("min_Join", 2, *STEPS, "--least", 0, "--method", "weights"),
     ("min_ZeRO", 2, *STEPS),
-    ("min_ZeRO", 2, *STEPS, "--bf16"),
+    ("min_ZeRO3", 2, *STEPS),
     ("min_2D", 4, *STEPS, "--replicate", 2, "--checkpoint-activations"),
     ("min_2D", 4, *STEPS, "--tensor", 2),
     ("min_2D", 4, *STEPS, "--tensor", 2, "--bf16"),
@@ -49,10 +49,8 @@ CASES = [
     ("min_AllReduce", 2, *STEPS, "--compress", "bf16", "--accumulate", 2),
     ("min_CP", 2, *STEPS),
     ("min_CP", 2, *STEPS, "--attention", "all-gather"),
-    ("min_CP", 2, *STEPS, "--bf16"),
     ("min_DiLoCo", 2, *STEPS, "--sync-every", 2),
     ("min_EP", 2, *STEPS, *EXPERTS),
-    ("min_EP", 2, *STEPS, *EXPERTS, "--bf16"),
     ("min_FaultTolerant", 3, *STEPS[2:], "--steps", N_STEPS + 1),
     ("min_FSDP", 2, *STEPS),
     ("min_FSDP", 2, *STEPS, "--bf16"),
@@ -65,7 +63,6 @@ CASES = [
     ("min_PP", 4, *STEPS, "--layers", 4, "--schedule", "Interleaved1F1B", "--data-parallel", 2),
     ("min_Packing", 2, *STEPS, "--accumulate", 2),
     ("min_Ring", 2, *STEPS),
-    ("min_Ring", 2, *STEPS, "--bf16"),
     ("min_Stream", 2, *STEPS, "--num-workers", 0, "--snapshot-path", "snapshot.pt"),
     ("min_TP", 2, *STEPS),
     ("mnist_DDP", 2, *IMAGES, "--global-batch-size", 64, "--grad-accumulation", 2, "--amp", "--clip", 1),
@@ -177,9 +174,6 @@ def check(script, world_size, *options, defect=None):
         waits = waits_in_each_step(result) - WAITS.get(script, set())
         assert not waits, f"waits in each step: {waits}"
         check_products(result.products, "--bf16" in options)
-        if script in ("min_PP", "min_3D"):
-            overlaps = torch.distributed.is_backend_available("nccl-lazy")
-            assert result.senders <= {"nccl-lazy" if overlaps else "nccl"}, "one stream for all neighbours"
 
 
 def check_products(products, bf16):
@@ -207,14 +201,11 @@ def test_the_others_too(case):
 
 # ---- planted defects ----------------------------------------------------------------------------------------------
 
-ON_CPU = "a tensor on cpu in a group of nccl"
 TWO_DEVICES = "Expected all tensors to be on the same device"
 UNEQUAL_CALLS = r"call \d+, rank 0"
 WAITS_IN_STEPS = "waits in each step"
 DEFECTS = [  # a module, its text, what is planted in its place, what is noticed, and the options of the run
-    ("min_DDP", "DummyModel().to(device)", "DummyModel()", ON_CPU, ("--epochs", 1)),
-    ("min_Join", "2, device=dist.get_device())", "2)", ON_CPU, (*STEPS, "--least", N_STEPS)),
-    ("min_EP", "dist.all_reduce(counts)", "dist.all_reduce(counts.cpu())", ON_CPU, (*STEPS, *EXPERTS)),
+    ("min_DDP", "DummyModel().to(device)", "DummyModel()", TWO_DEVICES, ("--epochs", 1)),
     ("min_CP", "x.shape[1], device=x.device", "x.shape[1]", TWO_DEVICES, STEPS),
     ("min_CP", "grad.contiguous()", "grad.transpose(0, 1)", "contiguous tensors only", STEPS),
     ("min_ZeRO", "self.clip_gradients()", "dist.is_primary() and self.clip_gradients()", UNEQUAL_CALLS, STEPS),

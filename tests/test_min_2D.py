@@ -118,13 +118,13 @@ def test_the_script_holds_a_quarter_and_goes_on_on_another_mesh(job_of, tmp_path
     split = ("--nproc", 4, "--tensor", 2, "--clip", 1)  # with these torch would warn on every rank
     status, stdout, stderr = run("min_2D.py", *split, "--steps", 2, *options)
     assert (status, stderr) == (0, "")
-    mesh, held, _, step = stdout.splitlines()
+    mesh, held, step = stdout.splitlines()
     assert mesh == "Training on 4 x cpu: replicate 1 x shard 2 x tensor 2"
     held, total = re.fullmatch(r"parameters held: ([\d,]+) of ([\d,]+) \(0.25\d\)", held).groups()
     assert int(held.replace(",", "")) <= 0.26 * int(total.replace(",", ""))
     assert step.startswith("step 2 | loss 5.")
     stdout = job_of("min_2D.py", "--nproc", 2, "--replicate", 2, "--steps", 4, *options)
-    mesh, held, resuming, _, step = stdout.splitlines()
+    mesh, held, resuming, step = stdout.splitlines()
     assert mesh == "Training on 2 x cpu: replicate 2 x shard 1 x tensor 1"
     assert held.endswith("(1.000)")
     assert resuming == f"Resuming from {tmp_path}/runs/step-2"

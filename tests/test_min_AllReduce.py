@@ -1,8 +1,7 @@
-"""min_AllReduce.py: equal to one process and to PyTorch's DDP, with the bytes of a ring, sent during backward."""
+"""min_AllReduce.py: equal to one process, with the bytes of a ring, sent during backward."""
 
 import contextlib
 import functools
-import gc
 import re
 import threading
 from unittest import mock
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as torch_dist
 import transformer
 from conftest import float64, torchrun
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import distributed as dist
@@ -21,16 +21,12 @@ import min_AllReduce
 # 27,330 numbers in matrices of odd sizes: chunks of a ring are unequal on 2, 3 and 4 ranks.
 ODD = {"layers": 2, "width": 33, "heads": 3, "length": 15, "global_batch_size": 24}
 STEPS = transformer.arguments().steps
-DEFAULTS = {"bucket_mb": 0.05, "accumulate": 1, "compress": "none", "library": False}
+DEFAULTS = {"bucket_mb": 0.05, "accumulate": 1, "compress": "none"}
 CASES = {
     "AdamW": ("AdamW", {}),
-    "SGD, clipped": ("SGD", {"clip": 0.5}),
-    "SGD, each parameter by itself": ("SGD", {"bucket_mb": 0}),
-    "SGD, all at once": ("SGD", {"bucket_mb": 100}),
+    "SGD, clipped, each parameter by itself": ("SGD", {"clip": 0.5, "bucket_mb": 0}),
     "AdamW, accumulated": ("AdamW", {"accumulate": 2}),
-    "SGD, accumulated": ("SGD", {"accumulate": 2}),
-    "AdamW, library": ("AdamW", {"library": True}),
-    "SGD, library, accumulated": ("SGD", {"library": True, "accumulate": 2}),
+    "SGD, accumulated, all at once": ("SGD", {"accumulate": 2, "bucket_mb": 100}),
 }
 
 
@@ -52,20 +48,19 @@ def counted_sends():
 
 
 def train(name):
-    """Losses, parameters, the bytes that this rank has sent, and what the script printed, by its main_worker."""
+    """Losses, parameters, and the bytes that this rank has sent, by the script's main_worker."""
     optimizer, changes = CASES[name]
     with counted_sends() as sent:
         result = transformer.run_main_worker(min_AllReduce, arguments(changes), optimizer)
-    if not changes.get("library"):
-        assert result.model.n_bytes == sum(sent)
-    return result.losses, transformer.full_parameters(result.model), sum(sent), result.stdout
+    assert result.model.n_bytes == sum(sent)
+    return result.losses, transformer.full_parameters(result.model), sum(sent)
 
 
-# ---- tied, frozen and unused parameters -----------------------------------------------------------------------------
+# ---- tied and frozen parameters, and a scalar -----------------------------------------------------------------------
 
 
 class Odd(torch.nn.Module):
-    """A GPT with a tied head and frozen positions, a scalar, and layers that are used never, or by some sequences."""
+    """A GPT with a tied head, frozen positions and a scalar."""
 
     def __init__(self, args):
         super().__init__()
@@ -73,18 +68,9 @@ class Odd(torch.nn.Module):
         self.gpt.head.weight = self.gpt.token.weight
         self.gpt.position.weight.requires_grad_(False)
         self.scale = torch.nn.Parameter(torch.tensor(1.0))
-        self.never = torch.nn.Linear(3, 3)
-        self.sometimes = torch.nn.Linear(256, 256)
-        self.n_calls = []  # for each call, the number of sequences that use `sometimes`
 
     def forward(self, tokens):
-        logits = self.scale * self.gpt(tokens)
-        use = tokens[:, 0] == ord("e")
-        if torch.is_grad_enabled():
-            self.n_calls.append(use.sum().item())
-        if use.any():
-            logits = logits + use[:, None, None] * self.sometimes(logits)
-        return logits
+        return self.scale * self.gpt(tokens)
 
 
 def make_odd(args, optimizer):
@@ -93,24 +79,23 @@ def make_odd(args, optimizer):
     return model, transformer.make_optimizer(optimizer, params, args.lr)
 
 
-def wrap(case, model):
-    """The model in RingDDP, in PyTorch's DDP, or in RingDDP with the reader's own bug."""
-    if case == "library":
-        return DistributedDataParallel(model, find_unused_parameters=True)
-    return min_AllReduce.RingDDP(model, 20_000, find_unused=True)
-
-
 def reduce_too_early(self, bucket, param):
     """The bug: a bucket is reduced when one of its gradients has not arrived yet."""
     bucket.missing.discard(param)
     while self.n_started < len(self.buckets) and len(self.buckets[self.n_started].missing) <= 1:
-        self.start_next()
+        next_bucket = self.buckets[self.n_started]
+        next_bucket.flat.zero_()
+        for early, view in zip(next_bucket.params, next_bucket.views, strict=True):
+            if early.grad is not None:
+                view.copy_(early.grad)
+                early.grad = view
+        self.background.start(functools.partial(self.average, next_bucket))
+        self.n_started += 1
 
 
 def train_odd(case, optimizer):
-    """Parameters, the bytes sent, and by micro-batch the number of this rank's sequences that use `sometimes`."""
-    accumulate = 2 if case == "accumulated" else 1
-    args = arguments({"library": case == "library", "accumulate": accumulate})
+    """Parameters, and the bytes sent."""
+    args = arguments({"accumulate": 2 if case == "accumulated" else 1})
     model, optimizer = make_odd(args, optimizer)
     with torch.no_grad():
         for param in model.parameters():
@@ -119,25 +104,21 @@ def train_odd(case, optimizer):
         sent = stack.enter_context(counted_sends())
         if case == "bug":
             stack.enter_context(mock.patch.object(min_AllReduce.RingDDP, "on_gradient", reduce_too_early))
-        wrapped = wrap(case, model)
+        wrapped = min_AllReduce.RingDDP(model, 20_000)
         min_AllReduce.train(wrapped, optimizer, *transformer.small_text(), args)
-    return transformer.full_parameters(wrapped), sum(sent), model.n_calls
+    return transformer.full_parameters(wrapped), sum(sent)
 
 
 @functools.cache
 def expected_odd(optimizer):
-    """The parameters that one process gives, and for each step the number of sequences that use `sometimes`."""
+    """The parameters that one process gives."""
     args = arguments({})
     with float64():
         model, optimizer = make_odd(args, optimizer)
         for step in range(args.steps):
             x, y = gpt.batch(transformer.small_text()[0], step, args.global_batch_size, args.length, args.seed)
             transformer.take_step(model, optimizer, transformer.plain_loss(model, x, y))
-    assert model.never.weight.grad is None
-    return transformer.full_parameters(model), model.n_calls
-
-
-ODD_CASES = [("ring", "AdamW"), ("accumulated", "SGD"), ("library", "AdamW"), ("bug", "SGD")]
+    return transformer.full_parameters(model)
 
 
 def train_any(name, *rest):
@@ -148,62 +129,64 @@ def largest_difference(parameters, others):
     return max((parameters[name] - others[name]).abs().max().item() for name in others)
 
 
-SOME = [("AdamW",), ("SGD, accumulated",), ("SGD, library, accumulated",), ("ring", "AdamW"), ("bug", "SGD")]
+CASES_OF = {
+    2: [*[(name,) for name in CASES], ("accumulated", "SGD"), ("bug", "SGD")],
+    3: [("AdamW",), ("ring", "AdamW")],
+    4: [("SGD, accumulated, all at once",), ("ring", "AdamW")],
+}
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_equal_to_one_process_and_to_ddp(n, tmp_path):
-    cases = [(name,) for name in CASES] + ODD_CASES if n == 2 else SOME
-    ranks = transformer.train_on(n, train_any, cases, tmp_path)
-    results = {case: [rank[number] for rank in ranks] for number, case in enumerate(cases)}
-    for (name,) in [case for case in cases if len(case) == 1]:
-        optimizer, changes = CASES[name]
-        clip = {"clip": changes["clip"]} if "clip" in changes else {}
-        expected = transformer.reference(optimizer, **ODD, **clip)
-        for losses, parameters, *_ in results[name,]:
-            transformer.assert_equal(losses, parameters, expected, 1e-10)
-        n_params = sum(value.numel() for value in expected[1].values())
-        n_bytes = sum(sent for _, _, sent, _ in results[name,])
-        if changes.get("library"):
-            assert n_bytes == 0
-        else:
-            assert n_bytes == STEPS * 2 * (n - 1) * 8 * n_params, "2 (N-1)/N of the gradients on each of N ranks"
-    for case, optimizer in [case for case in cases if len(case) == 2]:
-        expected, used_in_steps = expected_odd(optimizer)
-        assert 0 in used_in_steps and max(used_in_steps) > 0, "in some steps no rank uses the layer"
-        parameters, n_bytes, used = zip(*results[case, optimizer], strict=True)
-        by_rank = torch.tensor(used).view(n, STEPS, -1).sum(2)
-        assert by_rank.sum(0).tolist() == used_in_steps
-        assert ((by_rank == 0).any(0) & (by_rank > 0).any(0)).any(), "in some steps only some ranks use the layer"
-        differences = [largest_difference(of_rank, expected) for of_rank in parameters]
-        if case == "bug":
+@pytest.mark.parametrize("n", CASES_OF)
+def test_equal_to_one_process(n, tmp_path):
+    ranks = transformer.train_on(n, train_any, CASES_OF[n], tmp_path)
+    for case, results in zip(CASES_OF[n], zip(*ranks, strict=True), strict=True):
+        if case[0] == "bug":
+            differences = [largest_difference(parameters, expected_odd(case[1])) for parameters, _ in results]
             assert min(differences) > 1e-3, "the bug must be noticed on every rank"
             continue
-        assert max(differences) <= 1e-10
+        for result in results:
+            assert largest_difference(result[-2], results[0][-2]) == 0, "all ranks take the same step"
+        if len(case) == 1:
+            optimizer, changes = CASES[case[0]]
+            clip = {"clip": changes["clip"]} if "clip" in changes else {}
+            expected_losses, expected = transformer.reference(optimizer, **ODD, **clip)
+            for losses, parameters, _ in results:
+                transformer.assert_equal(losses, parameters, (expected_losses, expected), 1e-10)
+        else:
+            expected = expected_odd(case[1])
+            assert largest_difference(results[0][0], expected) <= 1e-10
         n_params = sum(value.numel() for name, value in expected.items() if name != "gpt.position.weight")
-        if case != "library":
-            assert sum(n_bytes) == STEPS * 2 * (n - 1) * 8 * n_params
+        n_bytes = sum(result[-1] for result in results)
+        assert n_bytes == STEPS * 2 * (n - 1) * 8 * n_params, "2 (N-1)/N of the gradients on each of N ranks"
 
 
 # ---- compression ----------------------------------------------------------------------------------------------------
 
 
-def train_compressed(library, compress):
-    """Losses, parameters, and the bytes sent."""
-    args = arguments({"library": library, "compress": compress, "steps": 12})
-    with counted_sends() as sent:
+def train_compressed(case):
+    """Losses, parameters, and the bytes sent. "ddp" is PyTorch's, with its own hook."""
+    args = arguments({"compress": "none" if case == "none" else "bf16", "steps": 12})
+    with counted_sends() as sent, contextlib.ExitStack() as stack:
+        if case == "ddp":
+            stack.enter_context(mock.patch.object(min_AllReduce, "parallelize", compressed_ddp))
+            stack.enter_context(mock.patch.object(min_AllReduce, "report_communication"))
         result = transformer.run_main_worker(min_AllReduce, args, "SGD")
     return result.losses, transformer.full_parameters(result.model), sum(sent)
 
 
+def compressed_ddp(model, args):
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    ddp.wait = lambda: None
+    return ddp
+
+
 def test_compressed_gradients(tmp_path):
-    cases = [(False, "none"), (False, "bf16"), (True, "bf16"), (True, "powersgd")]
-    ranks = transformer.train_on(2, train_compressed, cases, tmp_path)
-    plain, ours, library, low_rank = ranks[0]
+    ranks = transformer.train_on(2, train_compressed, [("none",), ("bf16",), ("ddp",)], tmp_path)
+    plain, ours, library = ranks[0]
     assert largest_difference(ours[1], library[1]) == 0, "two numbers have one sum, so no bit differs from DDP's hook"
-    for losses, parameters, _ in (ours, low_rank):
-        assert 1e-6 < largest_difference(parameters, plain[1]) < 0.5, "gradients are rounded, but not wrong"
-        assert losses[-1] < losses[0] - 0.5
+    assert 1e-6 < largest_difference(ours[1], plain[1]) < 0.5, "gradients are rounded, but not wrong"
+    assert ours[0][-1] < ours[0][0] - 0.5
     for first, second in zip(*ranks, strict=True):
         assert largest_difference(first[1], second[1]) == 0, "all ranks take the same step"
     sent = [sum(rank[number][2] for rank in ranks) for number in range(2)]
@@ -226,7 +209,7 @@ def step_with_watched_ring():
 
         def first_block_is_reached(param):
             gate.set()
-            background.results.put(background.results.get(timeout=60))  # queue.Empty if nothing was started
+            background.errors.put(background.errors.get(timeout=60))  # queue.Empty if nothing was started
 
         model.module.blocks[0].norm1.weight.register_post_accumulate_grad_hook(first_block_is_reached)
 
@@ -251,13 +234,30 @@ def mistakes():
     with model.no_sync():
         refused(transformer.plain_loss(model, x, y).backward)
     model.wait()
-    odd = make_odd(args, "SGD")[0]
-    model = min_AllReduce.RingDDP(odd, 20_000)
+    module = transformer.make_model(args)
+    module.unused = torch.nn.Parameter(torch.zeros(2))
+    model = min_AllReduce.RingDDP(module, 20_000)
     transformer.plain_loss(model, x, y).backward()
     refused(model.wait)
-    odd.gpt.position.weight.requires_grad_(True)
-    refused(model.wait)
+    model.background.wait()  # its ring must not meet the next model's
     return lines
+
+
+def failed_backward():
+    """The lines after an exception in backward that the caller has caught."""
+    args = arguments({})
+    x, y = gpt.batch(transformer.small_text()[0], 0, 4, args.length)
+    model = min_AllReduce.RingDDP(transformer.make_model(args), 20_000)
+    hook = model.module.blocks[0].mlp.up.weight.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        transformer.plain_loss(model, x, y).backward()
+    hook.remove()
+    with pytest.raises(dist.DistributedError) as again:
+        transformer.plain_loss(model, x, y).backward()
+    with pytest.raises(dist.DistributedError) as wait:
+        model.wait()
+    model.background.wait()
+    return [str(again.value), str(wait.value)]
 
 
 def lost_peer():
@@ -272,21 +272,22 @@ def lost_peer():
 
 
 def test_the_ring_moves_during_backward_and_mistakes_are_one_line(tmp_path):
-    ranks = transformer.train_on(2, during_backward, [("ring",), ("mistakes",)], tmp_path)
-    for _, lines in ranks:
-        *second, without, unfrozen = lines
-        assert second == 2 * ["a second gradient of head.weight before wait(): see no_sync()"]
-        assert re.fullmatch(r"no gradient of never.weight, never.bias(, sometimes.*)?: .* find_unused=True", without)
-        assert unfrozen == "gpt.position.weight was frozen when RingDDP was made: unfreeze it before"
+    ranks = transformer.train_on(2, during_backward, [("ring",), ("mistakes",), ("failed",)], tmp_path)
+    for _, (second, in_no_sync, unused), (again, wait) in ranks:
+        assert second == in_no_sync == "a second gradient of head.weight before wait(): see no_sync()"
+        line = "freeze what is not used before you make RingDDP"
+        assert unused == f"backward has failed, or has not used unused: {line}"
+        line = "the backward before it has failed or has not reached all parameters, so this job must end"
+        assert again == f"a second gradient of head.weight before wait(): {line}"
+        assert re.match(r"backward has failed, or has not used blocks\.0\.mlp\.up\.weight, .*: freeze", wait)
 
 
 def during_backward(name):
-    return {"ring": step_with_watched_ring, "mistakes": mistakes}[name]()
+    return {"ring": step_with_watched_ring, "mistakes": mistakes, "failed": failed_backward}[name]()
 
 
-def test_the_thread_runs_in_order_hands_over_errors_and_ends():
+def test_the_thread_runs_in_order_and_hands_over_errors():
     background, calls = min_AllReduce.BackgroundThread(), []
-    before = threading.active_count()
     for number in range(3):
         background.start(functools.partial(calls.append, number))
     background.wait()
@@ -294,13 +295,7 @@ def test_the_thread_runs_in_order_hands_over_errors_and_ends():
     background.start(functools.partial([].remove, "what the ring lost"))
     with pytest.raises(ValueError, match="not in list"):
         background.wait()
-    busy, waited = background.seconds_per_step()
-    assert busy > 0 and waited > 0
-    (thread,) = [thread for thread in threading.enumerate() if thread.name.endswith("(run_jobs)")]
-    del background
-    gc.collect()
-    thread.join(60)
-    assert threading.active_count() == before - 1
+    assert background.busy > 0 and background.waited > 0
 
 
 # A script whose rank 1 fails in backward while its thread waits for rank 0, which waits for rank 1.

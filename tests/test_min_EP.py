@@ -13,16 +13,11 @@ import gpt
 import min_EP
 
 IDLE = (0, 6, 7)  # of 8: of 4 ranks, the last has no token and the first has some
-CASES = [
-    ("AdamW", {}),
-    ("SGD", {"top": 3}),
-    ("SGD", {"clip": 0.3}),
-    ("AdamW", {"idle": IDLE, "clip": 0.3}),
-]
+CASES = [("AdamW", {"idle": IDLE}), ("SGD", {"top": 3}), ("SGD", {"clip": 0.3})]
 
 
 def arguments(changes):
-    options = {"layers": 2, "steps": 10, "log_every": 100, "experts": 8, "top": 2, "balance": 0.1, "idle": ()}
+    options = {"layers": 2, "steps": 8, "log_every": 100, "experts": 8, "top": 2, "balance": 0.1, "idle": ()}
     return transformer.arguments(**{**options, **changes})
 
 
@@ -86,8 +81,9 @@ def expected(number):
 
 @pytest.mark.parametrize("n", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_do_what_one_does(n, tmp_path):
-    ranks = transformer.train_on(n, train, CASES, tmp_path)
-    for number, (_, changes) in enumerate(CASES):
+    cases = CASES if n > 1 else CASES[:1]
+    ranks = transformer.train_on(n, train, cases, tmp_path)
+    for number, (_, changes) in enumerate(cases):
         args, whole = arguments(changes), {}
         for rank, results in enumerate(ranks):
             _, parameters, tokens = results[number]
@@ -114,7 +110,7 @@ def test_defaults_fit_any_number_of_processes(nprocs, monkeypatch):
 def test_prints_the_tokens_of_each_expert(job_of):
     small = ("--layers", 2, "--width", 16, "--heads", 2, "--length", 16, "--global-batch-size", 4, "--experts", 4)
     stdout = job_of("min_EP.py", *small, "--nproc", 2, "--steps", 3, "--log-every", 2, "--clip", 1)
-    first, _, *lines = stdout.splitlines()
+    first, *lines = stdout.splitlines()
     shared, expert = (sum(p.numel() for p in model.parameters()) for model in (gpt.GPT(2, 16, 2, 16), gpt.MLP(16)))
     shared += 2 * (16 * 4 - expert)  # routers, in place of MLPs
     total, held = shared + 2 * 4 * expert, shared + 2 * 2 * expert

@@ -18,6 +18,7 @@ from conftest import ROOT, CollectiveCounter, exit_message, float64, killed_in, 
 from torch.multiprocessing import ProcessExitedException
 
 import distributed as dist
+import generate
 import gpt
 import min_Generate
 
@@ -56,7 +57,7 @@ def reference():
     for number, record in enumerate(make_records()):
         text = list(record["prompt"].encode())
         n_prompt = len(text)
-        for drawn in gpt.uniform(f"{SEED} {number}", 1, NEW_BYTES)[0].tolist():
+        for drawn in generate.uniform(f"{SEED} {number}", 1, NEW_BYTES)[0].tolist():
             with torch.no_grad():
                 shares = (model(torch.tensor([text]))[0, -1] / TEMPERATURE).softmax(-1)
             byte, total = 0, shares[0]
@@ -115,7 +116,7 @@ def launch(args, *more, worker=min_Generate.main_worker):
 def watched_worker(local_rank, world_size, args, folder):
     """Notes on each rank the heads that the cache holds, the forwards, and what is communicated meanwhile."""
     notes = {"heads": set(), "forwards": 0, "rows": 0}
-    own_exit, own_forward, own_generate = gpt.KVCache.__exit__, gpt.GPT.forward, gpt.generate
+    own_exit, own_forward, own_generate = generate.KVCache.__exit__, gpt.GPT.forward, generate.generate
     counter = CollectiveCounter()
 
     def at_exit(cache, *error):
@@ -127,15 +128,15 @@ def watched_worker(local_rank, world_size, args, folder):
         notes["forwards"] += 1
         return own_forward(model, tokens, positions)
 
-    def generate(model, prompts, *rest, **kwargs):
+    def noted_generate(model, prompts, *rest, **kwargs):
         notes["rows"] += len(prompts)
         with counter:
             return own_generate(model, prompts, *rest, **kwargs)
 
     with (
-        mock.patch.object(gpt.KVCache, "__exit__", at_exit),
+        mock.patch.object(generate.KVCache, "__exit__", at_exit),
         mock.patch.object(gpt.GPT, "forward", forward),
-        mock.patch.object(gpt, "generate", generate),
+        mock.patch.object(generate, "generate", noted_generate),
     ):
         min_Generate.main_worker(local_rank, world_size, args)
     notes["heads"] = sorted(notes["heads"])
@@ -177,12 +178,12 @@ def test_other_meshes_too(nproc, tensor, args_of, folder):
 
 def stubborn_worker(local_rank, world_size, args):
     """Rank 1 computes other logits: other bytes would be chosen, and rows would end at other times."""
-    choose = gpt.choose
+    choose = generate.choose
 
     def choose_otherwise(logits, drawn, temperature):
         return choose(torch.randn_like(logits), drawn, temperature)
 
-    changed = mock.patch.object(gpt, "choose", choose_otherwise)
+    changed = mock.patch.object(generate, "choose", choose_otherwise)
     with changed if local_rank == 1 else contextlib.nullcontext():
         min_Generate.main_worker(local_rank, world_size, args)
 
@@ -230,9 +231,9 @@ def killed_while_deleting(folder):
 
 MOMENTS = {
     "before the options are written": lambda: killed_in("min_Generate.checkpoint.atomic"),
-    "generating": lambda: killed_in("gpt.generate"),
+    "generating": lambda: killed_in("generate.generate"),
     "before a write": lambda: killed_in("min_Generate.append"),
-    "in the second batch": lambda: killed_in("gpt.generate", call=2),
+    "in the second batch": lambda: killed_in("generate.generate", call=2),
     "after a write": lambda: killed_in("min_Generate.append", at_its_end=True),
     "within a line": lambda: mock.patch("min_Generate.append", torn_write),
     "before the merge": lambda: killed_in("min_Generate.merge"),
@@ -324,13 +325,13 @@ def test_the_launcher_is_killed_at_random_moments(args_of):
 def test_the_longest_prompts_come_first_with_others_of_their_length(args_of):
     """So they share little padding, and too little memory shows at once."""
     lengths = []
-    generate = gpt.generate
+    own_generate = generate.generate
 
     def recorded(model, prompts, *args, **kwargs):
         lengths.extend(map(len, prompts))
-        return generate(model, prompts, *args, **kwargs)
+        return own_generate(model, prompts, *args, **kwargs)
 
-    with mock.patch.object(gpt, "generate", recorded):
+    with mock.patch.object(generate, "generate", recorded):
         launch(args_of("--nproc", 1))
     assert len(lengths) == 24 and lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
 

@@ -1,6 +1,6 @@
 """min_Ring.py: equal to one process, equal work, nothing of other shares saved, and the bytes of its docstring sent."""
 
-import contextlib
+import math
 import runpy
 import sys
 from unittest import mock
@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformer
 from conftest import ROOT, run
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import distributed as dist
@@ -80,35 +79,18 @@ def with_gradients(attend, q, k, v, grad):
 def probe_attention():
     if dist.get_world_size() == 1:
         return None
-    with mock.patch.object(min_Ring, "choose_kernel", lambda q: min_Ring.Formula):
-        by_formula = attention_errors(torch.float64)
-    sent_types = []
-
-    def noting_start_hop(tensor, group):
-        sent_types.append(str(tensor.dtype))
-        return start_hop(tensor, group)
-
-    with mock.patch.object(min_Ring, "start_hop", noting_start_hop):
-        in_bfloat16 = attention_errors(torch.bfloat16)
     return {
         "exact": attention_errors(torch.float64),
-        "exact, by the formula": by_formula,
         "large logits": attention_errors(torch.float64, scale=1000.0),
         "large logits, float32": attention_errors(torch.float32, scale=1000.0),
-        "bfloat16": in_bfloat16,
-        "hops of bfloat16, in float32": (sent_types.count("torch.bfloat16"), sent_types.count("torch.float32")),
     }
 
 
-def check_attention(probes, n):
-    for name in ("exact", "exact, by the formula"):
-        assert max(probes[name][0]) <= 1e-12, name
+def check_attention(probes):
+    assert max(probes["exact"][0]) <= 1e-12
     assert max(probes["large logits"][0]) <= 1e-9
-    for name in ("large logits, float32", "bfloat16"):
-        ring, plain = probes[name]
-        for ours, others in zip(ring, plain, strict=True):
-            assert ours <= 1.5 * others, (name, ring, plain)
-    assert probes["hops of bfloat16, in float32"] == (2 * (n - 1), n), "gradients are summed in float32"
+    for ours, others in zip(*probes["large logits, float32"], strict=True):
+        assert ours <= 1.5 * others, probes
 
 
 # ---- costs ----------------------------------------------------------------------------------------------------------
@@ -122,7 +104,7 @@ def saved_bytes(length):
 
 
 class Recorder:
-    """In the place of min_Ring's kernel and hops: what they do, in order, the pairs attended to, and the bytes sent."""
+    """In the place of min_Ring's functions: what they do, in order, the pairs attended to, and the bytes sent."""
 
     def __init__(self):
         self.events = []
@@ -135,13 +117,13 @@ class Recorder:
         self.pairs[direction] += n_queries * (n_queries + 1) // 2 if causal else n_queries * n_keys
         self.events.append(direction)
 
-    def forward(self, q, k, v, causal):
+    def attend_to_block(self, q, k, v, causal):
         self.count("forward", q, k, causal)
-        return min_Ring.FlashOnCPU.forward(q, k, v, causal)
+        return attend_to_block(q, k, v, causal)
 
-    def backward(self, grad, q, k, v, out, lse, causal):
+    def gradients_of_block(self, grad, q, k, v, out, lse, causal):
         self.count("backward", q, k, causal)
-        return min_Ring.FlashOnCPU.backward(grad, q, k, v, out, lse, causal)
+        return gradients_of_block(grad, q, k, v, out, lse, causal)
 
     def start_hop(self, tensor, group):
         self.events.append("start")
@@ -150,23 +132,20 @@ class Recorder:
         return start_hop(tensor, group)
 
     def finish_hop(self, hop):
-        if hop[1]:
-            self.events.append("finish")
+        self.events.append("finish")
         return finish_hop(hop)
 
 
-start_hop, finish_hop = min_Ring.start_hop, min_Ring.finish_hop
+REPLACED = ("attend_to_block", "gradients_of_block", "start_hop", "finish_hop")
+attend_to_block, gradients_of_block, start_hop, finish_hop = (getattr(min_Ring, name) for name in REPLACED)
 
 
 def record_step(args):
     recorder = Recorder()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(min_Ring, "choose_kernel", lambda q: recorder))
-        stack.enter_context(mock.patch.object(min_Ring, "start_hop", recorder.start_hop))
-        stack.enter_context(mock.patch.object(min_Ring, "finish_hop", recorder.finish_hop))
+    with mock.patch.multiple(min_Ring, **{name: getattr(recorder, name) for name in REPLACED}):
         model = min_Ring.parallelize(transformer.make_model(args))
         x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length)
-        min_Ring.local_loss(model, args, x, y).backward()
+        min_Ring.local_loss(model, x, y).backward()
     return recorder
 
 
@@ -220,70 +199,63 @@ def test_equal_to_one_process_in_results_and_work(nprocs, tmp_path, plain_saved_
         transformer.assert_equal(losses, parameters, expected)
     if nprocs > 1:
         for results in ranks:
-            check_attention(results[2], nprocs)
+            check_attention(results[2])
         check_costs([results[3] for results in ranks], plain_saved_bytes)
+
+
+def by_formula(q, k, causal):
+    """The scores of a block, as attention is defined."""
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    return scores
+
+
+def block_by_formula(grad, q, k, v, out, all_lse, causal):
+    """`out` and lse of a block, and the gradients of q, k and v where `out` and `all_lse` are of more keys."""
+    scores = by_formula(q, k, causal)
+    weights = (scores - all_lse[..., None]).exp()
+    grad_weights = grad @ v.transpose(-1, -2)
+    grad_scores = weights * (grad_weights - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    return scores.softmax(-1) @ v, grad_scores @ k, grad_scores.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ grad
+
+
+def check_block(q, k, v, grad, causal, tolerance):
+    """The kernels of q's device on slices, as the ring gives them. The backward gets the lse of more keys."""
+    q, grad = q[:, :, 10:], grad[:, :, 10:]
+    k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
+    if not causal:
+        k, v = k[:, :, ::2], v[:, :, ::2]
+    out, lse = min_Ring.attention_to_nothing(q)
+    min_Ring.merge(out, lse, *min_Ring.attend_to_block(q, k, v, causal))
+    assert (lse - by_formula(q, k, causal).logsumexp(-1)).abs().max() <= tolerance
+    all_lse = torch.logaddexp(lse, torch.zeros_like(lse))
+    results = [out, *min_Ring.gradients_of_block(grad, q, k, v, out, all_lse, causal)]
+    for ours, exact in zip(results, block_by_formula(grad, q, k, v, out, all_lse, causal), strict=True):
+        assert (ours - exact).abs().max() <= tolerance
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_kernel_of_the_cpu_is_the_formula(causal):
-    """Also on slices, as the ring gives them."""
-    q, k, v, grad = torch.randn(4, 2, 3, 20, 16, dtype=torch.float64)[:, :, :, 10:]
-    k, v = k[:, :, : 10 if causal else 5], v[:, :, : 10 if causal else 5]
-    results = {}
-    for kernel in (min_Ring.Formula, min_Ring.FlashOnCPU):
-        out, lse = kernel.forward(q, k, v, causal)
-        # The backward gets the sums over more keys than the block has.
-        all_lse = torch.logaddexp(lse, torch.zeros_like(lse))
-        results[kernel] = [out, lse, *kernel.backward(grad, q, k, v, 0.5 * out, all_lse, causal)]
-    for ours, others in zip(*results.values(), strict=True):
-        assert (ours - others).abs().max() <= 1e-13
-
-
-def test_kernel_of_gpus_gets_arguments_that_it_takes():
-    """Shapes and types alone: on the device "meta" nothing is computed."""
-    for kernel, dtype in ((min_Ring.EfficientOnGPU, torch.float32), (min_Ring.FlashOnGPU, torch.bfloat16)):
-        q, k, v, grad = torch.empty(4, 2, 3, 20, 16, device="meta", dtype=dtype)
-        for n_keys, causal in ((20, True), (10, False)):
-            args = (q, k[:, :, :n_keys], v[:, :, :n_keys])
-            out, lse = kernel.forward(*args, causal=causal)
-            assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
-            grads = kernel.backward(grad, *args, out, lse, causal=causal)
-            assert [tensor.shape for tensor in grads] == [tensor.shape for tensor in args]
-
-
-@pytest.mark.parametrize(
-    "dtype, width, kernel",
-    [
-        (torch.float64, 32, min_Ring.Formula),
-        (torch.float32, 32, min_Ring.EfficientOnGPU),
-        (torch.bfloat16, 32, min_Ring.FlashOnGPU),
-        (torch.float16, 8, min_Ring.FlashOnGPU),
-        (torch.bfloat16, 12, min_Ring.EfficientOnGPU),  # flash takes multiples of 8
-    ],
-)
-def test_kernels_of_gpus(dtype, width, kernel):
-    with FakeTensorMode():
-        assert min_Ring.choose_kernel(torch.empty(1, 1, 2, width, dtype=dtype, device="cuda")) is kernel
+    check_block(*torch.randn(4, 2, 3, 20, 16, dtype=torch.float64), causal, tolerance=1e-13)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is visible")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
-def test_kernel_of_gpus_is_the_formula(causal, dtype):
-    q, k, v, grad = torch.randn(4, 2, 3, 100, 16, device="cuda", dtype=dtype)
-    args = (q[:, :, 50:], k[:, :, 50:], v[:, :, 50:], causal)
-    out, lse = min_Ring.attention_to_nothing(args[0])
-    kernel = min_Ring.choose_kernel(q)
-    assert kernel is {torch.float32: min_Ring.EfficientOnGPU, torch.bfloat16: min_Ring.FlashOnGPU}[dtype]
-    min_Ring.merge(out, lse, *kernel.forward(*args))
-    exact_out, exact_lse = min_Ring.Formula.forward(*(tensor.double() for tensor in args[:3]), causal)
-    grads = kernel.backward(grad[:, :, 50:], *args[:3], out.to(dtype), lse, causal)
-    doubles = [tensor.double() for tensor in (grad[:, :, 50:], *args[:3], out, lse)]
-    exact_grads = min_Ring.Formula.backward(*doubles, causal)
-    tolerance = 1e-4 if dtype == torch.float32 else 0.1
-    for ours, exact in zip([out, lse, *grads], [exact_out, exact_lse, *exact_grads], strict=True):
-        assert (ours - exact).abs().max() <= tolerance
+def test_kernel_of_gpus_is_the_formula(causal):
+    check_block(*torch.randn(4, 2, 3, 100, 16, device="cuda"), causal, tolerance=1e-4)
+
+
+def test_kernel_of_gpus_gets_arguments_that_it_takes():
+    """Shapes and types alone: on the device "meta" nothing is computed."""
+    q, k, v, grad = torch.empty(4, 2, 3, 20, 16, device="meta")
+    for n_keys, causal in ((20, True), (10, False)):
+        args = (q, k[:, :, :n_keys], v[:, :, :n_keys])
+        out, lse = min_Ring.attend_to_block(*args, causal=causal)
+        assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+        grads = min_Ring.gradients_of_block(grad, *args, out, lse, causal=causal)
+        assert [tensor.shape for tensor in grads] == [tensor.shape for tensor in args]
 
 
 def test_length_must_be_two_equal_pieces_per_process(main_of):
@@ -308,7 +280,7 @@ def test_defaults_suit_any_number_of_processes(nproc, monkeypatch):
 
 @pytest.mark.slow
 def test_more_processes_than_heads_print_how_they_learn():
-    status, stdout, stderr = run("min_Ring.py", "--nproc", 3, "--heads", 1, "--steps", 3, "--log_every", 2)
+    status, stdout, stderr = run("min_Ring.py", "--nproc", 3, "--heads", 1, "--steps", 3, "--log-every", 2)
     assert (status, stderr) == (0, "")
     assert stdout.startswith("parameters held: 479,232 of 479,232 (1.000)\n")
     assert [line["step"] for line in transformer.progress_lines(stdout)] == [2, 3]

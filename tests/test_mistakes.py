@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import checkpoint
 import distributed as dist
+import sharded
 
 X = torch.randn(12, 4, dtype=torch.float64, generator=torch.manual_seed(0))
 Y = torch.arange(12) % 4
@@ -153,13 +153,13 @@ def resume_from_rank_0(folder):
     saved = moments(optimizer)
     if dist.is_primary():
         torch.save(optimizer.state_dict(), f"{folder}/optimizer.pt")
-    checkpoint.save_sharded(folder, model, optimizer, 1)
+    sharded.save(folder, model, optimizer, 1)
 
     fresh = torch.optim.Adam(model.parameters())
     fresh.load_state_dict(torch.load(f"{folder}/optimizer.pt", weights_only=False))
     wrong = (moments(fresh) - saved).abs().max().item()
     fresh = torch.optim.Adam(model.parameters())
-    checkpoint.load_sharded(folder, model, fresh)
+    sharded.load(folder, model, fresh)
     return wrong, (moments(fresh) - saved).abs().max().item()
 
 

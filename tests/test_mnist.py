@@ -267,7 +267,7 @@ def evaluate_worker(local_rank, world_size, folder):
             for kind in (digits, lambda n: Plain(digits(n))):
                 for sharded in (False, True):
                     torch.manual_seed(4)
-                    model = dist.prepare_fsdp_model(Net(), 5000) if sharded else Net()
+                    model = dist.prepare_fsdp_model(Net(), (torch.nn.Linear, torch.nn.Conv2d)) if sharded else Net()
                     results.append(mnist.evaluate(model, loaders(kind(size))[1], dist.get_device()))
         torch.manual_seed(4)
         net = Normed()

@@ -87,9 +87,85 @@ def test_a_fit_leaves_its_publisher_out():
 
 def test_constants_are_put_back():
     before = published.current()
-    with published.constants({name: 0.123 for name in published.KNOWN}):
-        assert plan.FORWARD == plan.KERNELS["triton"] == 0.123
-    assert published.current() == before and plan.KERNELS["triton"] == plan.TRITON
+    with published.forward_share(0.123):
+        assert plan.FORWARD == 0.123
+    assert published.current() == before
+
+
+def framework_run(layout=None, sequence=8192, **how):
+    """A run of Llama 3 8B on H100 whose framework does `how`."""
+    model = dataclasses.replace(plan.MODELS["llama3-8b"], sequence=sequence)
+    how = {"attention": "flash2", **how}
+    given, framework = published.layout_of({"layout": {**(layout or {"shard": 8}), **how}}, model)
+    return published.Run({}, {"name": "", "publisher": ""}, model, given, framework, H100, 1.0)
+
+
+def seconds_of(run):
+    return published.seconds(run, published.cluster_with(run, published.current()))
+
+
+def test_without_a_framework_of_its_own_a_run_is_projected_by_plan_alone():
+    for layout in ({"shard": 8}, {"replicate": 8, "zero": True}, {"stages": 4, "shard": 2, "count": 8, "chunks": 2}):
+        run = framework_run(layout)
+        assert seconds_of(run) == plan.seconds(run.model, run.layout, H100)
+        assert published.needed_bytes(run) == sum(plan.memory(run.model, run.layout).values())
+
+
+def test_attention_kernels_change_attention_alone():
+    whole = {}
+    for kernel in published.KERNELS:
+        run = framework_run(attention=kernel)
+        cluster = published.cluster_with(run, published.current())
+        whole[kernel] = plan.attention_rate(run.model, run.layout, cluster)
+        assert plan.matrix_rate(run.model, run.layout, cluster) == plan.matrix_rate(run.model, run.layout, H100)
+    assert whole["triton"] < whole["unknown"] < whole["flash2"] < whole["flash3"]
+    assert whole["triton"] == pytest.approx(published.TRITON * whole["flash2"])
+
+
+def test_float8_speeds_up_the_blocks_matrices_and_gathers_one_byte():
+    """Not attention, nor the head."""
+    layout = {"shard": 8}
+    run, plain = framework_run(layout, precision="float8"), framework_run(layout)
+    cluster = published.cluster_with(run, published.current())
+    assert cluster.flops * cluster.reachable == pytest.approx(1402.6e12 * 989.5 / 989)
+    assert plan.attention_rate(run.model, run.layout, cluster) == plan.attention_rate(run.model, run.layout, H100)
+    head = plan.head_seconds(run.model, run.layout, H100)
+    block = plan.block_seconds(run.model, run.layout, cluster)
+    expected = (run.model.layers * block + head) / H100.efficiency
+    assert seconds_of(run)["compute"] == pytest.approx(expected)
+    slow = dataclasses.replace(H100, overlaps=False, latency_inside=0)
+    gathered, reduced = plan.shard_bytes(run.model, run.layout)
+    bandwidth = slow.inside * slow.reachable_link
+    assert published.shard_seconds(plain, 0, slow) == pytest.approx((2 * gathered + reduced) / bandwidth)
+    assert published.shard_seconds(run, 0, slow) == pytest.approx((gathered + reduced) / bandwidth)
+    kept = framework_run(layout, keep_gathered=True)
+    assert published.shard_seconds(kept, 0, slow) == pytest.approx((gathered + reduced) / bandwidth)
+
+
+def test_tensor_parallelism_of_other_frameworks():
+    """Asynchronous, it hides half. Gathering again adds 2 messages to a block's 8, and keeps no gathered inputs."""
+    layout = {"tensor": 8}
+    usual, hidden = seconds_of(framework_run(layout)), seconds_of(framework_run(layout, async_tensor=True))
+    assert hidden["tensor"] == pytest.approx(usual["tensor"] / 2)
+    run = framework_run(layout, regather=True)
+    layers = run.model.layers
+    assert seconds_of(run)["tensor"] == pytest.approx(usual["tensor"] * (10 * layers + 4) / (8 * layers + 4))
+    inputs = layers * 2 * 7 / 8 * 2 * run.model.width * run.model.sequence
+    assert published.needed_bytes(framework_run(layout)) - published.needed_bytes(run) == pytest.approx(inputs)
+    again = {"tensor": 8, "recompute": "full"}
+    needed = [published.needed_bytes(framework_run(again, regather=flag)) for flag in (True, False)]
+    assert needed[0] == needed[1]
+
+
+def test_zero_with_few_messages_hides_its_gathering():
+    layout = {"replicate": 256, "zero": True}
+    run = framework_run(layout, overlap_gather=True)
+    assert seconds_of(run)["replicate"] < seconds_of(framework_run(layout))["replicate"]
+    instant = dataclasses.replace(H100, latency_inside=0, latency_between=0)
+    reduced, gathered = plan.replicate_bytes(run.model, run.layout)
+    bandwidth = min(H100.inside, 8 * H100.between) * H100.reachable_link
+    hidden = plan.HIDDEN_COST * (reduced + gathered) / bandwidth
+    assert published.replicate_seconds(run, 1e6, instant) == pytest.approx(hidden)
 
 
 def test_more_gpus_slow_a_run_as_measured(results):
@@ -280,10 +356,14 @@ def test_interleaved_stages_hold_few_chunks_more():
 
 
 def test_the_bytes_of_a_logit_are_those_of_the_cross_entropy():
-    plain = plan.Layout(fused_loss=False)
-    sizes = [plan.logits_bytes(MODEL, layout) for layout in (plain, plan.Layout(), plan.Layout(chunked_loss=True))]
+    sizes = []
+    for name in ("plain", "fused", "chunked"):
+        _, job = plan.parse_args(["--model", "gpt2", "--cross-entropy", name])
+        sizes.append(plan.logits_bytes(MODEL, job.base))
     logits = MODEL.vocabulary * MODEL.sequence
-    assert sizes == [12 * logits, 4 * logits, 0]
+    assert sizes == [12 * logits, 4 * logits, 0] and plan.logits_bytes(MODEL, plan.Layout()) == 12 * logits
+    gathered = 2 * 2 * MODEL.width * MODEL.sequence  # the head's input and its gradient
+    assert plan.logits_bytes(MODEL, plan.Layout(tensor=2)) == 6 * logits + gathered
 
 
 def test_the_rate_of_matrices_is_the_roofline_s():
@@ -294,24 +374,20 @@ def test_the_rate_of_matrices_is_the_roofline_s():
     assert plan.matrix_rate(model, plan.Layout(), H100) == pytest.approx(reachable / 2, rel=0.01)
     narrow = dataclasses.replace(model, width=8 * 237, sequence=10**9)
     assert plan.matrix_rate(narrow, plan.Layout(tensor=8), H100) == pytest.approx(reachable / 2, rel=0.01)
-    many = dataclasses.replace(model, sequence=10**9)
-    assert plan.matrix_rate(many, plan.Layout(precision="float8"), H100) == pytest.approx(1402.6e12 * 989.5 / 989)
     measured = dataclasses.replace(H100, few_tokens=0, narrow=237)
     assert plan.matrix_rate(model, plan.Layout(), measured) == pytest.approx(reachable, rel=0.01)
 
 
 def test_attention_has_a_rate_of_its_own():
-    """The kernel and the width of a head change attention alone; float8 changes the matrices alone."""
+    """The width of a head changes attention alone."""
     model = plan.MODELS["llama3-8b"]
-    rates = {kernel: plan.attention_rate(model, plan.Layout(attention=kernel), H100) for kernel in plan.KERNELS}
-    assert rates["triton"] < rates["unknown"] < rates["flash2"] < rates["flash3"]
-    assert rates["flash2"] < H100.flops * 0.335, "no faster than in arXiv:2407.08608"
-    narrow = dataclasses.replace(model, heads=64)
-    assert plan.attention_rate(narrow, plan.Layout(attention="flash2"), H100) == pytest.approx(0.9 * rates["flash2"])
-    assert plan.attention_rate(model, plan.Layout(attention="flash2", precision="float8"), H100) == rates["flash2"]
-    assert plan.matrix_rate(model, plan.Layout(attention="flash3"), H100) == plan.matrix_rate(
-        model, plan.Layout(), H100
-    )
+    rate = plan.attention_rate(model, plan.Layout(), H100)
+    assert rate < H100.flops * 0.335, "no faster than in arXiv:2407.08608"
+    narrow = dataclasses.replace(model, heads=64, kv_heads=16)
+    assert plan.attention_rate(narrow, plan.Layout(), H100) == pytest.approx(0.9 * rate)
+    assert plan.matrix_rate(narrow, plan.Layout(), H100) == plan.matrix_rate(model, plan.Layout(), H100)
+    short = dataclasses.replace(model, sequence=plan.SHORT)
+    assert plan.attention_rate(short, plan.Layout(), H100) == pytest.approx(0.5 * H100.flops * H100.flash)
 
 
 def test_latency_is_that_of_nccl():
@@ -329,18 +405,18 @@ def test_latency_is_that_of_nccl():
 
 def test_the_range_grows_with_what_is_not_known():
     model = plan.MODELS["llama3-8b"]
-    layout = plan.Layout(shard=8, attention="flash2")
+    layout = plan.Layout(shard=8)
 
-    def width(model=model, layout=layout, cluster=H100):
-        low, high = plan.expected_range(model, layout, cluster)
-        return high / low
+    def doubt(model=model, layout=layout, cluster=H100):
+        return plan.doubt(model, layout, cluster)
 
-    assert width() == pytest.approx(plan.SURE**2)
-    assert width(layout=dataclasses.replace(layout, shard=128)) == pytest.approx(plan.SURE**2)
-    assert width(layout=dataclasses.replace(layout, shard=256)) > width()
-    assert width(model=dataclasses.replace(model, sequence=32768)) > width()
-    assert width(layout=dataclasses.replace(layout, attention="unknown")) > width()
-    assert width(cluster=plan.GPUS["b200"]) >= 4, "a factor of two in both directions"
+    assert doubt() == doubt(layout=dataclasses.replace(layout, shard=128)) == plan.SURE
+    larger = dataclasses.replace(layout, shard=512)
+    assert doubt(layout=larger) == pytest.approx(plan.SURE * plan.PER_DOUBLED_GPUS**2)
+    longer = dataclasses.replace(model, sequence=32768)
+    assert doubt(model=longer) == pytest.approx(plan.SURE * plan.PER_DOUBLED_LENGTH**2)
+    assert doubt(layout=dataclasses.replace(layout, lora=8)) == pytest.approx(plan.SURE * plan.NO_ROWS)
+    assert doubt(cluster=plan.GPUS["b200"]) >= 2, "a factor of two in both directions"
 
 
 # ---- advice -------------------------------------------------------------------------------------------------------
@@ -352,9 +428,9 @@ def job_of(model, n_gpus, sequence=8192, batch=None, **changes):
 
 
 def kinds_of(job):
-    """(axes of the recommended mesh, which is the fastest, and of the simplest one within 5 % of it)."""
+    """(axes of the fastest mesh, and of the simplest one within 5 % of it)."""
     results, _ = plan.search(job)
-    return set(plan.axes(plan.fastest(results).layout)), set(plan.axes(plan.simplest(results).layout))
+    return set(plan.axes(results[0].layout)), set(plan.axes(plan.choice(results)["recommended"].layout))
 
 
 def test_the_simplest_is_within_5_percent_of_the_fastest():
@@ -363,7 +439,22 @@ def test_the_simplest_is_within_5_percent_of_the_fastest():
     tensor = next(result for result in results if "tensor" in plan.axes(result.layout))
     for speed, expected in ((94, 100), (96, 96)):
         best = dataclasses.replace(tensor, speed=100)
-        assert plan.simplest([best, dataclasses.replace(sharded, speed=speed)]).speed == expected
+        chosen = plan.choice([best, dataclasses.replace(sharded, speed=speed)])
+        assert chosen["recommended"].speed == expected and chosen["fastest"].speed == 100
+
+
+def test_results_are_in_the_order_of_speed_and_the_runner_up_is_of_another_kind():
+    results, smallest = plan.search(job_of("llama3-70b", 64))
+    speeds = [result.speed for result in results]
+    assert speeds == sorted(speeds, reverse=True) and len(speeds) > 20
+    assert smallest.used <= min(result.used for result in results)
+    assert all(result.used <= 0.95 * H100.memory for result in results)
+    chosen = plan.choice(results)
+    kinds = [plan.axes(chosen[name].layout) for name in ("recommended", "fastest")]
+    others = [result for result in results if plan.axes(result.layout) not in kinds]
+    assert chosen["runner-up"] == others[0]
+    alone = [result for result in results if plan.axes(result.layout) == kinds[0]]
+    assert "runner-up" not in plan.choice(alone)
 
 
 @pytest.mark.parametrize("n_gpus", [8, 16, 32, 64, 128])
@@ -402,7 +493,9 @@ def test_every_layout_keeps_the_batch_and_divides_the_model():
     seen = set()
     for layout in plan.layouts(job):
         seen.add(plan.axes(layout))
-        assert layout.n_gpus == job.n_gpus and layout.data * layout.micro * layout.count == job.batch
+        assert (
+            layout.n_gpus == job.n_gpus and layout.replicate * layout.shard * layout.micro * layout.count == job.batch
+        )
         assert job.model.kv_heads % layout.tensor == 0 and layout.stages * layout.chunks <= job.model.layers
         assert layout.count >= layout.stages
         assert job.model.heads % (layout.tensor * layout.context) == 0
@@ -445,8 +538,8 @@ def test_one_axis_is_simpler_than_two():
 
 def test_the_simplest_layout_is_one_of_the_fast_ones():
     results, _ = plan.search(job_of("llama3-70b", 256))
-    simplest = plan.simplest(results)
-    fast = [result for result in results if result.speed >= 0.95 * plan.fastest(results).speed]
+    simplest = plan.choice(results)["recommended"]
+    fast = [result for result in results if result.speed >= 0.95 * results[0].speed]
     assert simplest in fast
     assert plan.complexity(simplest.layout) == min(plan.complexity(result.layout) for result in fast)
 
@@ -463,9 +556,9 @@ def test_recomputing_all_is_a_third_more_work():
     job = job_of("llama3-8b", 64)
     for recompute, more in (("none", 1.0), ("full", 4 / 3)):
         layout = plan.Layout(shard=64, recompute=recompute)
-        mfu, hfu = plan.utilisation(job, plan.Result(layout, 5000.0, {}, {}))
-        assert mfu == pytest.approx(5000 * plan.model_flops(job.model) / H100.flops)
-        assert hfu == pytest.approx(more * mfu)
+        found = plan.report(job, plan.Result(layout, {}, {}, used=0.0, speed=5000.0))
+        assert found["MFU"] == pytest.approx(5000 * plan.model_flops(job.model) / H100.flops)
+        assert found["HFU"] == pytest.approx(more * found["MFU"])
 
 
 def test_communication_is_hidden_behind_computing_only_where_they_overlap():
@@ -477,35 +570,13 @@ def test_communication_is_hidden_behind_computing_only_where_they_overlap():
     assert plan.replicate_seconds(model, plan.Layout(shard=4), 1.0, H100) == 0, "no copies, so nothing is reduced"
 
 
-def test_what_would_change_it_does():
-    job = job_of("llama3-70b", 256)
-    results, _ = plan.search(job)
-    winner = plan.fastest(results)
-    other = plan.runner_up(results, [winner])
-    change = plan.what_would_change_it(job, winner, other)
-    changed = dict(plan.changes(job))[change]
-    results, _ = plan.search(changed, (plan.axes(winner.layout), plan.axes(other.layout)))
-    assert plan.axes(plan.fastest(results).layout) == plan.axes(other.layout) != plan.axes(winner.layout)
-
-
-def test_each_change_is_the_one_that_its_name_says():
-    job = job_of("llama3-8b", 64, batch=64)
-    by_name = dict(plan.changes(job))
-    assert by_name["links between machines 4 times slower"].cluster.between == H100.between / 4
-    assert by_name["links between machines 4 times faster"].cluster.between == H100.between * 4
-    assert by_name["1/8 of the memory"].cluster.memory == H100.memory / 8
-    assert by_name["8 times the memory"].cluster.memory == H100.memory * 8
-    assert by_name["1/16 of the global batch"].batch == 4 and by_name["16 times the global batch"].batch == 1024
-    assert "1/2 of the global batch" not in dict(plan.changes(job_of("llama3-8b", 64, batch=63)))
-
-
 @pytest.mark.parametrize("sequence", [1000, 6000, 10000])
 def test_any_length_has_whole_sequences_on_each_gpu(sequence):
     """Without --global-batch-size, and the mesh is as simple as for 8,192 tokens."""
     _, job = plan.parse_args(["--model", "llama3-8b", "--gpus", "64", "--sequence", str(sequence)])
     assert isinstance(job.batch, int) and job.batch % 64 == 0 and 4096 < job.batch / 64 * sequence < 12288
     results, _ = plan.search(job)
-    assert plan.axes(plan.simplest(results).layout) == {"shard"}
+    assert plan.axes(plan.choice(results)["recommended"].layout) == {"shard"}
 
 
 def test_a_million_tokens_on_64_gpus_says_the_limit(capsys):
@@ -514,7 +585,7 @@ def test_a_million_tokens_on_64_gpus_says_the_limit(capsys):
         plan.main(options)
     text = capsys.readouterr().out
     assert "tensor x context splits a sequence by at most the 32 heads" in text and "multiple of 64" not in text
-    assert "Take --global-batch-size 2 or 32 GPUs." in text
+    assert "Take --global-batch-size 2." in text
     _, job = plan.parse_args([*options, "--global-batch-size", "2"])
     results, _ = plan.search(job)
     assert results
@@ -532,6 +603,7 @@ def test_a_given_mesh_is_projected_alone(capsys):
     plan.main(words)
     text = capsys.readouterr().out
     assert "your mesh     FSDP 32 x TP 2, recompute full" in text and "runner-up" not in text
+    assert "gpt.py's model in this shape: of bytes, with plain MLPs and a KV head per head" in text
     _, job = plan.parse_args(["--model", "llama3-8b", "--mesh", "replicate=8 zero=1"])
     assert {plan.mesh_name(layout) for layout in plan.layouts(job)} == {"ZeRO-1 8"}
     _, job = plan.parse_args(["--model", "llama3-8b", "--mesh", "shard=2 stages=4 chunks=2"])
@@ -539,7 +611,7 @@ def test_a_given_mesh_is_projected_alone(capsys):
     with pytest.raises(SystemExit):
         plan.main(["--model", "llama3-8b", "--mesh", "shard=2"])
     text = capsys.readouterr().out
-    assert "does not fit" in text and "would fit     with 8-bit Adam" in text and "would fit     on" not in text
+    assert "does not fit" in text and "would fit     with shorter" in text and "would fit     on" not in text
     with pytest.raises(SystemExit):
         plan.main(["--model", "llama3-8b", "--mesh", "shard=8", "--global-batch-size", "12"])
     text = capsys.readouterr().out
@@ -582,6 +654,7 @@ def test_a_layout_is_described_in_words():
 def test_names_of_meshes_that_no_script_has():
     assert plan.mesh_name(plan.Layout(context=4)) == "FSDP over CP's GPUs x CP 4"
     assert plan.mesh_name(plan.Layout(shard=2, context=4)) == "FSDP 2 x CP 4"
+    assert plan.axes(plan.Layout(context=4)) == {"shard", "context"} and plan.script(plan.Layout(context=4))[0] is None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{LAYOUTS[layout]}")
@@ -598,17 +671,17 @@ def test_the_script_takes_the_command(layout, monkeypatch):
     for option in ("replicate", "shard", "tensor"):
         assert getattr(args, option, None) in (None, getattr(layout, option))
     has_bf16 = getattr(args, "bf16", False)
-    assert has_bf16 == (script not in ("min_TP.py", "min_PP.py") and args.nproc > 1)
+    assert has_bf16 == (script in ("min_FSDP.py", "min_2D.py", "min_3D.py") and args.nproc > 1)
     assert ("bfloat16" in plan.missing(job, layout)) == (not has_bf16)
     assert "--bf16" not in plan.command(job, dataclasses.replace(layout, precision="float32"))
 
 
 def test_on_several_machines_it_is_a_command_of_torchrun():
-    job = job_of("llama3-8b", 64)
+    job = job_of("gpt3-175b", 64)
     line = plan.command(job, plan.Layout(shard=64))
     assert line.startswith("torchrun --nnodes 8 --nproc-per-node 8 ") and " min_FSDP.py --bf16 " in line
-    assert "gated MLPs" in plan.missing(job, plan.Layout(shard=64))
-    assert plan.command(job, plan.Layout(shard=8, context=8)) is None
+    nowhere = plan.Layout(shard=8, context=8)
+    assert plan.command(job, nowhere) is None and "no script here has this mesh" in plan.how_to_start(job, nowhere)
 
 
 def test_llm_fsdp_takes_the_command(tmp_path, monkeypatch):
@@ -616,7 +689,7 @@ def test_llm_fsdp_takes_the_command(tmp_path, monkeypatch):
     words = ["--model", "llama3-8b", "--gpus", "8", "--recompute", "full", "--compile", "--lora", "16"]
     _, job = plan.parse_args(words)
     results, _ = plan.search(job)
-    python, name, *rest = shlex.split(plan.command(job, plan.simplest(results).layout))
+    python, name, *rest = shlex.split(plan.command(job, plan.choice(results)["recommended"].layout))
     assert (python, name) == ("python", "llm_FSDP.py")
     args = importlib.import_module("llm_FSDP").parse_args(rest)
     assert (args.nproc, args.lora, args.recompute, args.compile) == (8, 16, True, True)
@@ -625,8 +698,8 @@ def test_llm_fsdp_takes_the_command(tmp_path, monkeypatch):
 
 def test_a_model_of_the_hub_is_trained_by_llm_fsdp():
     """With FSDP alone. Other meshes belong to the other scripts."""
-    job = dataclasses.replace(job_of("llama3-8b", 8), name="llama3-8b")
-    layout = plan.Layout(shard=8, attention="flash2", fused=True, fused_loss=False, recompute="full")
+    job = job_of("llama3-8b", 8)
+    layout = plan.Layout(shard=8, fused=True, recompute="full")
     line = plan.command(job, layout)
     assert line == (
         "python llm_FSDP.py --nproc 8 --recompute --compile --model meta-llama/Llama-3.1-8B --data DATA.jsonl "
@@ -635,14 +708,26 @@ def test_a_model_of_the_hub_is_trained_by_llm_fsdp():
     assert plan.missing(job, layout) == []
     assert "--lora 16 --recompute" in plan.command(job, dataclasses.replace(layout, lora=16))
     assert "--precision float32" in plan.command(job, dataclasses.replace(layout, precision="float32"))
-    several = dataclasses.replace(layout, micro=4, fused_loss=True, attention="flash3")
-    lacking = ["a fused cross-entropy", "flash3 attention", "micro-batches of 4 sequences"]
-    assert plan.missing(job, several) == lacking
+    several = dataclasses.replace(layout, micro=4, logit_bytes=4)
+    assert plan.missing(job, several) == ["a fused cross-entropy", "micro-batches of 4 sequences"]
     for other in (dict(tensor=2, shard=4), dict(recompute="selective"), dict(shard=1, replicate=8)):
-        name, _ = plan.script(dataclasses.replace(layout, **other), "llama3-8b")
+        name, _ = plan.script(dataclasses.replace(layout, **other), job.model.hub)
         assert name == "min_2D.py"
     assert plan.script(layout)[0] == "min_2D.py", "a shape without a name"
-    assert set(plan.HUB) == {name for name in plan.MODELS if name.startswith("llama")}
+    assert {name for name, model in plan.MODELS.items() if model.hub} == {
+        name for name in plan.MODELS if name.startswith("llama")
+    }
+
+
+def test_what_the_scripts_lack_is_said():
+    job = job_of("gpt2", 8)
+    layout = plan.Layout(shard=8, recompute="selective", fused=True, count=2)
+    lacking = ["torch.compile", "selective recomputation", "gradient accumulation over 2 micro-batches"]
+    assert plan.missing(job, layout) == lacking
+    assert plan.missing(job, plan.Layout(shard=8, recompute="full")) == [], "min_2D.py recomputes"
+    assert plan.missing(job, plan.Layout(tensor=8, recompute="full")) == ["bfloat16", "full recomputation"]
+    assert plan.missing(job, plan.Layout(replicate=8, zero=True)) == ["bfloat16"]
+    assert plan.missing(job, plan.Layout(stages=8, count=8, precision="float32")) == []
 
 
 def test_lora_is_planned_for_fsdp(capsys):
@@ -712,6 +797,7 @@ def test_json_has_the_same_numbers(capsys):
     assert best["not in the script"] == [] and "lacks" not in text and "llm_FSDP.py" in best["command"]
     low, high = best["expect"]
     assert f"{low:,.0f} to {high:,.0f}: 8 of 10" in text
+    assert "fastest" not in text, "it is the recommended one"
     plan.main(["--model", "llama3-70b", "--gpus", "256", "--json"])
     report = json.loads(capsys.readouterr().out)
     plan.main(["--model", "llama3-70b", "--gpus", "256"])
@@ -723,7 +809,7 @@ def test_json_has_the_same_numbers(capsys):
     assert 1 < ratio <= 1 / 0.95 and f"{ratio - 1:.1%} faster" in text
     assert "full recomputation" not in report["recommended"]["not in the script"]
     lacking = report["fastest"]["not in the script"]
-    assert {"selective recomputation", "gated MLPs", "grouped KV heads", "a vocabulary of 128,256"} <= set(lacking)
+    assert "selective recomputation" in lacking
     plan.main(["--model", "llama3-8b", "--gpus", "8", "--cross-entropy", "chunked"])
     assert "what the script lacks: a chunked cross-entropy." in capsys.readouterr().out
 
@@ -734,10 +820,6 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(capsys):
     assert exit_info.value.code == 1
     text = capsys.readouterr().out
     assert re.search(r"needs [\d.]+ GiB, [\d.]+ GiB too much", text) and "would fit     on 128 GPUs" in text
-    assert "would fit     with 8-bit Adam" in text and "would fit     with Adam's state offloaded" in text
-    with pytest.raises(SystemExit):
-        plan.main(["--model", "llama3-405b", "--gpus", "128", "--recompute", "none"])
-    assert "would fit     with --recompute auto" in capsys.readouterr().out
     with pytest.raises(SystemExit) as exit_info:
         plan.main(["--model", "llama3-405b", "--gpus", "64", "--json"])
     assert exit_info.value.code == 1
@@ -759,9 +841,11 @@ def test_shorter_sequences_are_named_if_they_fit():
     job = dataclasses.replace(job_of("llama3-8b", 2, sequence=32768), batch=2)
     ways = plan.ways_to_fit(job)
     assert "with shorter sequences: --sequence 4096" in ways
+    half = dataclasses.replace(job_of("llama3-8b", 2, sequence=8192), batch=2)
+    assert "with shorter sequences: --sequence 4096" in plan.ways_to_fit(half)
     shorter = dataclasses.replace(job_of("llama3-8b", 2, sequence=4096), batch=16)
-    assert plan.fits(shorter)
-    assert not plan.fits(dataclasses.replace(job_of("llama3-8b", 2, sequence=8192), batch=8))
+    assert plan.search(shorter)[0]
+    assert not plan.search(dataclasses.replace(job_of("llama3-8b", 2, sequence=8192), batch=8))[0]
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama3-405b"])
@@ -789,13 +873,13 @@ def test_options_change_the_shape_and_the_cluster():
     _, job = plan.parse_args([*words.split(), "--gpu", "memory=48 flops=362", "--links", "inside=32 between=12.5"])
     assert (job.model.hidden, job.model.kv_heads, job.n_gpus) == (8192, 16, 16)
     assert (job.cluster.memory, job.cluster.flops, job.cluster.inside) == (48e9, 362e12, 32e9)
-    assert (job.cluster.gpus_per_node, job.framework.precision, job.recompute) == (4, "float32", ("full",))
+    assert (job.cluster.gpus_per_node, job.base.precision, job.recompute) == (4, "float32", ("full",))
     assert job.cluster.bandwidth == pytest.approx(H100.bandwidth * 362e12 / H100.flops), "in proportion to the speed"
     assert not job.cluster.has_rows
-    _, job = plan.parse_args(["--model", "gpt2", "--compile", "--cross-entropy", "chunked", "--attention", "flash3"])
-    assert job.framework == plan.Layout(attention="flash3", fused=True, fused_loss=False, chunked_loss=True)
+    _, job = plan.parse_args(["--model", "gpt2", "--compile", "--cross-entropy", "chunked"])
+    assert job.base == plan.Layout(fused=True, logit_bytes=0)
     _, job = plan.parse_args(["--model", "gpt2"])
-    assert job.framework == plan.SCRIPTS and not plan.SCRIPTS.fused and plan.bytes_per_logit(plan.SCRIPTS) == 12
+    assert job.base == plan.Layout() and not job.base.fused and job.base.logit_bytes == 12
 
 
 @pytest.mark.parametrize(
@@ -825,6 +909,8 @@ def test_options_change_the_shape_and_the_cluster():
         (("--model", "llama3-8b", "--mesh", "tensor=8 context=8"), ("--mesh", "64", "32 heads")),
         (("--model", "llama3-8b", "--mesh", "stages=64"), ("--mesh", "stages=64", "32 layers")),
         (("--model", "llama3-8b", "--cluster", "nowhere.json"), ("--cluster", "nowhere.json")),
+        (("--model", "llama3-8b", "--precision", "float8"), ("--precision", "float8", "bfloat16")),
+        (("--model", "llama3-8b", "--links", "inside=1=2"), ("--links", "inside=1=2", "inside=NUMBER")),
         (("--model", "llama3-8b", "--global-batch-size", "1.5"), ("--global-batch-size", "1.5")),
     ],
 )
@@ -835,6 +921,43 @@ def test_bad_input_is_one_line(options, names, capsys):
     assert exit_info.value.code == 2 and len(line.splitlines()) == 1
     for name in names:
         assert name in line
+
+
+GOOD = {"gpus": 2, **dataclasses.asdict(H100)}
+DAMAGED = {
+    "empty": "",
+    "cut off": json.dumps(GOOD)[:-9],
+    "a number": "5",
+    "null": "null",
+    "a list": "[1]",
+    "no gpus": json.dumps(dataclasses.asdict(H100)),
+    "no flops": json.dumps({"gpus": 2, "name": "a", "memory": 1.0}),
+    "another field": json.dumps({**GOOD, "colour": "red"}),
+    "text": json.dumps({**GOOD, "memory": "much"}),
+    "null inside": json.dumps({**GOOD, "inside": None}),
+    "negative": json.dumps({**GOOD, "bandwidth": -1.0}),
+    "no GPU": json.dumps({**GOOD, "gpus": 0}),
+    "nested": "[" * 100_000,
+    "byte order mark": "\ufeff" + json.dumps(GOOD),
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_cluster_is_one_line(text, tmp_path, capsys):
+    path = tmp_path / "cluster.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit) as exit_info:
+        plan.main(["--model", "gpt2", "--cluster", str(path)])
+    line = capsys.readouterr().err
+    assert exit_info.value.code == 2 and len(line.splitlines()) == 1
+    assert f"argument --cluster: {path} is not a file of benchmarks/check_cluster.py" in line
+
+
+def test_a_cluster_that_was_measured_is_taken(tmp_path):
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(GOOD))
+    _, job = plan.parse_args(["--model", "gpt2", "--cluster", str(path)])
+    assert job.cluster == H100 and job.n_gpus == 2
 
 
 def test_the_table_is_written(tmp_path, monkeypatch, capsys, results):

@@ -43,6 +43,7 @@ from transformer import full_parameters
 import checkpoint
 import distributed as dist
 import gpt
+import sharded
 
 PAGE = ROOT / "docs" / "recipes.md"
 RATE = 0.1
@@ -481,15 +482,55 @@ def contrastive_loss():
 
 
 @recipe
+def global_sums():
+    """The Dice loss of a batch of which rank 1 has another share of ones."""
+    (block,) = blocks_of("A loss over the global batch")
+    x, y = make_batch()
+    target = (y > 2).double()[:, None].expand(-1, 5)
+
+    def dice(model):
+        probability = model(x).sigmoid()
+        return 1 - 2 * (probability * target).sum() / (probability.sum() + target.sum())
+
+    expected = train_alone(make_model(), dice)
+    model = make_model()
+    optimizer = sgd(model)
+    x_own, y_own = own(x, target)
+    result = execute(block, ddp_model=dist.prepare_ddp_model(model), x=x_own, y=y_own)
+    assert abs(result.loss.item() - dice(make_model()).item()) < 1e-15
+    optimizer.step()
+    check_equal(full_parameters(model), expected)
+
+
+@recipe
 def batch_norm():
-    """On the CPU the model stays as it is; where it must become synchronous, the CPU says the quoted line."""
+    """The statistics of the global batch, forward and backward, with shares of 7 and 5 samples."""
     (block,) = blocks_of("How do I use BatchNorm?")
-    (quoted,) = re.findall(r"it raises `(.*?)`", " ".join(PAGE.read_text().split()))
-    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
-    result = execute(block, model=model)
-    assert result.model is model and isinstance(model[1], nn.BatchNorm1d)
+    (sums,) = blocks_of("A loss over the global batch")
+    (quoted,) = re.findall(r"such a model raises `(.*?)`", " ".join(PAGE.read_text().split()))
+    classes = execute(sums.partition("\n\n\n")[0] + "\n\n\n" + block)
+    x, y = make_batch()
+
+    def network(layer):
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(6, 4), layer(4), nn.Linear(4, 5))
+
+    reference = network(nn.BatchNorm1d)
+    expected = train_alone(reference, lambda model: F.cross_entropy(model(x), y), steps=3)
+    model = network(classes.GlobalBatchNorm1d)
+    ddp_model = dist.prepare_ddp_model(model)
+    optimizer = sgd(model)
+    share = slice(0, 7) if dist.is_primary() else slice(7, 12)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(ddp_model(x[share]), y[share], reduction="sum") / 12
+        (loss * dist.get_world_size()).backward()
+        optimizer.step()
+    check_equal(full_parameters(model), expected)
+    check_equal(dict(model.named_buffers()), dict(reference.named_buffers()))
+    assert torch.allclose(model.eval()(x), reference.eval()(x), rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match=quoted):
-        execute(block, model=model, device=torch.device("cuda"))
+        dist.prepare_ddp_model(nn.SyncBatchNorm.convert_sync_batchnorm(network(nn.BatchNorm1d)))
 
 
 def check_resumed_average(block, make, batches, expected):
@@ -513,8 +554,7 @@ def check_resumed_average(block, make, batches, expected):
             trained.append(epoch)
 
         names = {"ddp_model": ddp_model, "optimizer": optimizer, "ema": ema}
-        with mock.patch.object(checkpoint, "_sync_until", lambda written, fd: None):
-            execute(block, **names, train_epoch=train_epoch, epochs=epochs)
+        execute(block, **names, train_epoch=train_epoch, epochs=epochs)
         assert trained == [epochs - 1]
     check_equal(dict(ema.module.state_dict()), expected)
 
@@ -901,8 +941,7 @@ def early_stop():
 
         names = {"model": model, "ddp_model": dist.prepare_ddp_model(model), "optimizer": optimizer}
         names |= {"train_epoch": train_epoch, "sum_of_validation_losses": sum_of_validation_losses}
-        with mock.patch.object(checkpoint, "_sync_until", lambda written, fd: None):
-            return model, execute(block, **names, epochs=epochs, validation_set=range(8))
+        return model, execute(block, **names, epochs=epochs, validation_set=range(8))
 
     for epochs in (3, 7, len(means), len(means)):  # the last one has stopped already
         model, done = run(epochs)
@@ -934,8 +973,7 @@ def two_models():
 
         wrapped = {"ddp_generator": dist.prepare_ddp_model(generator), "ddp_critic": dist.prepare_ddp_model(critic)}
         names = {**wrapped, "generator_optimizer": optimizers[0], "critic_optimizer": optimizers[1]}
-        with mock.patch.object(checkpoint, "_sync_until", lambda written, fd: None):
-            execute(block.replace("snapshot.pt", path), **names, train_epoch=train_epoch, epochs=epochs)
+        execute(block.replace("snapshot.pt", path), **names, train_epoch=train_epoch, epochs=epochs)
         return full_parameters(generator), full_parameters(critic)
 
     run("two_models.pt", 3)
@@ -966,7 +1004,7 @@ def preemption():
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 12)
         sampler = dist.data_sampler(data, distributed=True, shuffle=True)
-        loader = DataLoader(data, batch_size=dist.local_batch_size(12), sampler=sampler)
+        loader = DataLoader(data, batch_size=12 // dist.get_world_size(), sampler=sampler)
         steps = []
 
         def train_step(micro_batches):
@@ -983,7 +1021,6 @@ def preemption():
         names = {"ddp_model": ddp_model, "optimizer": optimizer, "scheduler": scheduler, "train_step": train_step}
         agreed = mock.Mock(side_effect=lambda: len(steps) == stop_after)
         with (
-            mock.patch.object(checkpoint, "_sync_until", lambda written, fd: None),
             mock.patch.object(checkpoint.Preemption, "agreed", agreed),
             mock.patch.object(checkpoint.Preemption, "leave", mock.Mock(side_effect=Left)),
         ):
@@ -1030,8 +1067,7 @@ def resume(epochs):
         trained.append(epoch)
 
     names = {"ddp_model": ddp_model, "optimizer": optimizer, "scheduler": scheduler}
-    with mock.patch.object(checkpoint, "_sync_until", lambda written, fd: None):
-        execute(block, **names, train_epoch=train_epoch, epochs=epochs)
+    execute(block, **names, train_epoch=train_epoch, epochs=epochs)
     return full_parameters(model), trained
 
 
@@ -1064,8 +1100,7 @@ def resumed_without_the_scheduler():
                 scheduler.step()
 
             names = {"ddp_model": dist.prepare_ddp_model(model), "optimizer": optimizer, "scheduler": scheduler}
-            with mock.patch.object(checkpoint, "_sync_until", lambda written, fd: None):
-                execute(block.replace("snapshot.pt", path), **names, train_epoch=train_epoch, epochs=epochs)
+            execute(block.replace("snapshot.pt", path), **names, train_epoch=train_epoch, epochs=epochs)
         return found
 
     assert rates(block, "with_scheduler.pt") == [1, 0.9, 0.8, 0.7]
@@ -1199,7 +1234,7 @@ def export():
     for name, wrap in SHARDED.items():
         model = wrap(two_layers(seed=7))
         if name == "FSDP2":
-            checkpoint.save_sharded("runs", model, sgd(model), 1)
+            sharded.save("runs", model, sgd(model), 1)
         execute(gathered, sharded_model=model)
         if dist.is_primary():
             check_equal(torch.load("model.pt", weights_only=True), two_layers(seed=7).state_dict(), tolerance=0)

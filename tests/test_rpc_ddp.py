@@ -23,11 +23,12 @@ SCRIPT = ROOT / "rpc_ddp.py"
 ROWS, WIDTH, HIDDEN, LENGTH, BATCH, STEPS, SEED = 509, 64, 24, 16, 6, 6, 3
 RATES = {"sgd": 0.7, "adagrad": 0.05}
 TEXT = torch.randint(97, 110, (4000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-LINE = re.compile(r"step (\d+) \| loss ([\d.]+) \| held-out ([\d.]+) \| [\d,]+ tokens/s \| ([\d,]+) rows of 1,048,576")
+LINE = re.compile(r"step (\d+) \| loss ([\d.]+) \| [\d,]+ tokens/s \| ([\d,]+) rows of 1,048,576")
+BIGRAM = 2.46  # the loss of guesses by the byte before, in nats
 
 
 def arguments(trainers, servers, optimizer):
-    sizes = {"rows": ROWS, "width": WIDTH, "hidden": HIDDEN, "length": LENGTH, "global_batch_size": BATCH}
+    sizes = {"rows": ROWS, "width": WIDTH, "length": LENGTH, "global_batch_size": BATCH}
     run = {"steps": STEPS, "log_every": 4, "seed": SEED, "timeout": 60, "lr": RATES[optimizer]}
     return argparse.Namespace(trainers=trainers, servers=servers, optimizer=optimizer, **sizes, **run)
 
@@ -39,6 +40,28 @@ def test_the_default_is_no_more_trainers_than_gpus(monkeypatch):
         assert rpc_ddp.parse_args().trainers == trainers
 
 
+def test_a_mistake_is_one_line(main_of, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    wrong = {
+        ("--trainers", "3"): "argument --trainers: 3 is more than the number of visible GPUs, 2",
+        ("--global-batch-size", "5"): "argument --global-batch-size: 5 is not a multiple of 2, the number of trainers",
+    }
+    for options, message in wrong.items():
+        assert main_of("rpc_ddp.py", *options) == (2, f"rpc_ddp.py: error: {message}\n")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = "argument --servers: 2 leaves no trainer of 2 processes"
+    assert main_of("rpc_ddp.py", "--servers", "2") == (2, f"rpc_ddp.py: error: {message}\n")
+
+
+def test_the_batch_is_divided_over_the_trainers_that_the_launcher_has_started(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    monkeypatch.setattr("sys.argv", ["rpc_ddp.py", "--servers", "2"])
+    args = rpc_ddp.parse_args()
+    assert (args.trainers, args.global_batch_size) == (3, 18)
+
+
 def few_words():
     return TEXT[:3000], TEXT[3000:]
 
@@ -48,6 +71,7 @@ def train_and_record(local_rank, world_size, folder, args):
     torch.set_default_dtype(torch.float64)
     gpt.load_text = few_words
     rpc_ddp.time = slow_clock()
+    rpc_ddp.HIDDEN = HIDDEN
     through_sockets()
     losses, costs, models = [], [], []
     train_step, look_up, push = rpc_ddp.train_step, rpc_ddp.look_up_everywhere, rpc_ddp.push_everywhere
@@ -62,8 +86,7 @@ def train_and_record(local_rank, world_size, folder, args):
     def recording_look_up(*args):
         before = io_bytes()
         rows = look_up(*args)
-        if torch.is_grad_enabled():  # in training
-            costs.append((io_bytes() - before,))
+        costs.append((io_bytes() - before,))
         return rows
 
     def recording_push(*args):
@@ -140,9 +163,10 @@ def test_it_equals_one_process_and_sends_the_rows_of_the_batch(trainers, servers
     args = arguments(trainers, servers, optimizer)
     dist.launch(train_and_record, str(tmp_path), args, nprocs=servers + trainers)
     stdout, stderr = capfd.readouterr()
-    lines = [line.split(" | ") for line in stdout.splitlines()[2:]]
+    lines = [line.split(" | ") for line in stdout.splitlines()]
     assert without_a_late_answer(stderr) == "" and [line[0] for line in lines] == ["step 4", "step 6"]
-    assert [line[3] for line in lines] == [f"{steps * BATCH * LENGTH / 2:.0f} tokens/s" for steps in (4, 2)]
+    assert [line[1] for line in lines] == [f"loss {losses[:4].mean():.4f}", f"loss {losses[4:].mean():.4f}"]
+    assert [line[2] for line in lines] == [f"{steps * BATCH * LENGTH / 2:.0f} tokens/s" for steps in (4, 2)]
 
     table = torch.empty(ROWS, WIDTH, dtype=torch.float64)
     for server in range(servers):
@@ -188,8 +212,7 @@ def test_on_several_machines_a_killed_process_ends_all_others_and_is_named():
         for rank in range(4):
             env_of_rank = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             jobs.append(start(SCRIPT, "--servers", 2, *options, env=env_of_rank))
-        for _ in range(3):
-            jobs[2].stdout.readline()  # two lines about the job, and the first step's
+        jobs[2].stdout.readline()  # of the first step
         begin = time.monotonic()
         jobs[victim].kill()
         errors = {}
@@ -210,8 +233,7 @@ def test_on_several_machines_a_killed_process_ends_all_others_and_is_named():
 def test_the_command_listens_on_loopback_only_and_names_a_killed_process(victim, name):
     mark = uuid.uuid4().hex
     job = start(SCRIPT, "--steps", 100_000, "--log-every", 1, env={"JOB_MARK": mark})
-    for _ in range(3):
-        job.stdout.readline()
+    job.stdout.readline()
     assert listening(mark) == {"127.0.0.1"}
     server = min((p for p in members(mark) if "forkserver" in " ".join(p.cmdline())), key=lambda p: p.pid)
     sorted(server.children(), key=lambda child: child.pid)[victim].kill()
@@ -227,6 +249,4 @@ def test_it_beats_the_guess_by_bigrams(options):
     steps = ("--steps", 400) if "sgd" in options else ()
     status, stdout, stderr = run(SCRIPT, *options, *steps, timeout=380)
     assert (status, stderr) == (0, "")
-    _, guesses, *lines = stdout.splitlines()
-    bigram = float(re.search(r"bigrams ([\d.]+)", guesses)[1])
-    assert float(LINE.fullmatch(lines[-1])[3]) < bigram
+    assert float(LINE.fullmatch(stdout.splitlines()[-1])[2]) < BIGRAM

@@ -18,12 +18,19 @@ import mnist
 import rpc_model_parallel
 
 LINE = re.compile(r"Epoch (\d+) - loss: (\d\.\d{4}) - acc: (\d\.\d{4}) \((\d+)/10000\) - [\d.]+ samples/s")
-BATCH, EPOCHS, SEED, LR, SIZES = 8, 2, 3, 0.02, (96, 101)  # 2 epochs of 96 / 8 = 12 steps
+BATCH, EPOCHS, SEED, LR, SIZES = 8, 2, 3, 0.05, (48, 51)  # 2 epochs of 48 / 8 = 6 steps
 
 
 def arguments(**kwargs):
     defaults = {"epochs": EPOCHS, "batch_size": BATCH, "micro_batches": 3, "lr": LR, "seed": SEED, "timeout": 60}
     return argparse.Namespace(data="synthetic", data_dir="data", **{**defaults, **kwargs})
+
+
+def test_a_launcher_must_start_two_processes(main_of, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    message = "WORLD_SIZE: 3 is not 2, the number of workers"
+    assert main_of("rpc_model_parallel.py") == (2, f"rpc_model_parallel.py: error: {message}\n")
 
 
 def train_split(local_rank, world_size, folder):
@@ -88,8 +95,8 @@ def overlap(local_rank, world_size, folder):
         return forward(part, x)
 
     rpc_model_parallel.Half.forward = watched
-    with few_digits(192, 192):
-        rpc_model_parallel.main_worker(local_rank, world_size, arguments(epochs=1, batch_size=96, micro_batches=4))
+    with few_digits(48, 48):
+        rpc_model_parallel.main_worker(local_rank, world_size, arguments(epochs=1, batch_size=24, micro_batches=4))
     torch.save((calls, waited), f"{folder}/{local_rank}.pt")
 
 
@@ -97,7 +104,7 @@ def test_micro_batches_are_in_flight_at_once_and_evaluation_reaches_the_remote_d
     dist.launch(overlap, str(tmp_path), nprocs=2)
     for rank in range(2):
         calls, waited = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        assert calls == [(24, True)] * 8 + [(48, False)] * 4, "two steps, then all test samples in eval mode"
+        assert calls == [(6, True)] * 8 + [(12, False)] * 4, "two steps, then all test samples in eval mode"
     assert waited == [True]
 
 

@@ -3,10 +3,10 @@
 import argparse
 import functools
 import os
+import queue
 import re
 import signal
 import socket
-import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -32,14 +32,14 @@ SCRIPT = ROOT / "rpc_param_server.py"
 MNIST_ROOT = os.environ.get("MNIST_ROOT")
 LINE = re.compile(
     r"Epoch (\d+) - loss: (\d+\.\d{4}) - acc: (\d\.\d{4}) \((\d+)/(\d+)\) - "
-    r"([\d.]+) updates/s - ([\d.]+) MB/s - staleness: (\d+\.\d{2})"
+    r"[\d.]+ updates/s - staleness: (\d+\.\d{2})"
 )
 BATCH, EPOCHS, SEED, LR, SIZES = 8, 2, 3, 0.02, (192, 101)  # 2 trainers: 2 epochs of 192 / 16 = 12 steps
 
 
-def run_role(local_rank, world_size, mode, timeout=60.0):
+def run_role(local_rank, world_size, mode, timeout=60.0, epochs=EPOCHS):
     """The script's own main_worker on few digits."""
-    options = {"epochs": EPOCHS, "batch_size": BATCH, "lr": LR, "seed": SEED, "timeout": timeout, "model": "simple"}
+    options = {"epochs": epochs, "batch_size": BATCH, "lr": LR, "seed": SEED, "timeout": timeout, "model": "simple"}
     args = argparse.Namespace(mode=mode, data="synthetic", data_dir="data", **options)
     with few_digits(*SIZES, dtype=torch.get_default_dtype()):
         rpc_param_server.main_worker(local_rank, world_size, args)
@@ -70,11 +70,11 @@ def train_and_record(local_rank, world_size, folder, mode):
         records.append((function.__name__, (io_bytes() - before).tolist()))
         return answer
 
-    def recording_evaluate(model, loader, device):
-        sums = evaluate(model, loader, device)
+    def recording_evaluate(model, dataset, device):
+        result = evaluate(model, dataset, device)
         records.append({name: value.clone() for name, value in model.state_dict().items()})
-        assert not model.training and sums[2] == SIZES[1]
-        return sums
+        assert not model.training and len(dataset) == SIZES[1]
+        return result
 
     through_sockets()
     remote.call = recording_call
@@ -96,8 +96,8 @@ def test_one_round_trip_a_step_and_sync_equals_one_process(mode, tmp_path, capfd
     if mode == "sync":
         state, _, tests = train_alone(make_sgd, [LR] * EPOCHS, SIZES, 2 * BATCH, seed=SEED, model=mnist.SimpleCNN)
         assert_equal_states(torch.load(tmp_path / "0.pt", weights_only=True)[-1], state)
-        assert [int(epoch[3]) for epoch in epochs] == [hits for _, hits, _ in tests]
-        assert [epoch[7] for epoch in epochs] == ["0.00", "0.00"], "a synchronous gradient is never stale"
+        assert [(epoch[1], int(epoch[3])) for epoch in epochs] == [(f"{loss:.4f}", hits) for loss, hits, _ in tests]
+        assert [epoch[5] for epoch in epochs] == ["0.00", "0.00"], "a synchronous gradient is never stale"
 
     payload = 8 * sum(p.numel() for p in mnist.SimpleCNN().parameters())
     send = {"sync": "push_and_wait", "hogwild": "push"}[mode]
@@ -108,6 +108,16 @@ def test_one_round_trip_a_step_and_sync_equals_one_process(mode, tmp_path, capfd
         for received, sent in [cost for name, cost in calls if name == send]:
             assert payload <= received <= 1.01 * payload, "the parameters once"
             assert payload <= sent <= 1.01 * payload, "the gradient once"
+
+
+def test_a_launcher_says_how_many_trainers_there_are(main_of, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    message = "WORLD_SIZE: 1 process is too few for a server and a trainer"
+    assert main_of("rpc_param_server.py") == (2, f"rpc_param_server.py: error: {message}\n")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr("sys.argv", ["rpc_param_server.py"])
+    assert rpc_param_server.parse_args().trainers == 3
 
 
 # ---- the server's state ---------------------------------------------------------------------------------------------
@@ -124,53 +134,52 @@ def test_updates_from_many_threads_are_neither_lost_nor_torn():
     gradient = torch.ones(50_186)
     alone = new_server([1])
     for _ in range(200):
-        rpc_param_server.push(1, gradient)
+        rpc_param_server.push(gradient, 0)
     together = new_server(range(1, 9))
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: rpc_param_server.push(1 + i % 8, gradient), range(200)))
-    assert together.progress.updates == 200 and torch.equal(together.params, alone.params)
+        list(pool.map(lambda _: rpc_param_server.push(gradient, 0), range(200)))
+    assert together.updates == 200 and torch.equal(together.params, alone.params)
 
 
 def test_staleness_counts_the_updates_between_pull_and_push():
     server, gradient = new_server([1, 2]), torch.zeros(50_186)
-    rpc_param_server.pull(1)
-    rpc_param_server.pull(2)
+    updates_then = {rank: rpc_param_server.pull()[0] for rank in (1, 2)}
     for rank in (1, 1, 2, 2):  # the third was computed before the first two
-        rpc_param_server.push(rank, gradient)
-    assert server.progress.counts()[1:] == (4, 4, 0 + 0 + 2 + 0)
+        updates_then[rank], _ = rpc_param_server.push(gradient, updates_then[rank])
+    assert (server.updates, server.staleness) == (4, 0 + 0 + 2 + 0)
 
 
 def test_an_epoch_is_evaluated_when_every_trainer_at_work_has_finished_it():
     server = new_server([1, 2])
-    rpc_param_server.pull(1)
     rpc_param_server.finish_epoch(1)
     rpc_param_server.finish_epoch(1)
-    assert server.progress.snapshots.empty(), "trainer 2 has not finished one"
+    assert server.copies.empty(), "trainer 2 has not finished one"
     rpc_param_server.finish_epoch(2)
     before = server.params.clone()
-    rpc_param_server.push(2, torch.ones(50_186))
-    params, _ = server.progress.snapshots.get_nowait()
-    assert torch.equal(params, before) and not torch.equal(params, server.params), "a copy"
-    assert server.progress.snapshots.empty()
+    rpc_param_server.push(torch.ones(50_186), 0)
+    params, _, updates, _ = server.copies.get_nowait()
+    assert torch.equal(params, before) and not torch.equal(params, server.params) and updates == 0, "a copy"
+    assert server.copies.empty()
     server.lose(2)
-    assert torch.equal(server.progress.snapshots.get_nowait()[0], server.params), "nobody waits for who is lost"
+    assert torch.equal(server.copies.get_nowait()[0], server.params), "nobody waits for who is lost"
     server.lose(1)
-    assert server.progress.snapshots.get_nowait() is None, "every trainer is lost"
+    assert server.copies.get_nowait() is None, "every trainer is lost"
 
 
 def test_sync_waits_for_the_trainers_at_work_only(capsys):
     server = new_server([1, 2, 3])
     start = server.params.clone()
-    first = rpc_param_server.push_and_wait(1, torch.full((50_186,), 1.0))
-    second = rpc_param_server.push_and_wait(3, torch.full((50_186,), 3.0))
+    first = rpc_param_server.push_and_wait(torch.full((50_186,), 1.0), 1)
+    second = rpc_param_server.push_and_wait(torch.full((50_186,), 3.0), 3)
     assert not first.done() and not second.done()
     server.lose(2)
     assert first.done() and second.done(), "nobody waits for who is lost"
-    assert torch.allclose(first.wait(), start - 0.01 * 2) and torch.equal(second.wait(), first.wait())
-    late = rpc_param_server.push_and_wait(1, torch.ones(50_186))
+    updates, params = first.wait()
+    assert updates == 1 and torch.allclose(params, start - 0.01 * 2) and torch.equal(second.wait()[1], params)
+    late = rpc_param_server.push_and_wait(torch.ones(50_186), 1)
     assert not late.done()
     server.lose(3)
-    assert late.done() and server.progress.updates == 2
+    assert late.done() and server.updates == 2
     assert capsys.readouterr().out == "trainer 2 is lost\ntrainer 3 is lost\n"
 
 
@@ -182,35 +191,29 @@ def test_on_loss_is_called_before_the_loss_counts(monkeypatch):
     answer = torch.futures.Future()
     monkeypatch.setattr(remote.rpc, "rpc_async", lambda *args, **kwargs: answer)
     monkeypatch.setattr(remote, "_watched", {})
-    monkeypatch.setattr(remote, "_lost", set())
+    monkeypatch.setattr(remote, "_gone", queue.SimpleQueue())
     seen = []
-    remote.watch("trainer1", lambda: seen.append("trainer1" in remote._lost))
+    remote.watch("trainer1", lambda: seen.append(remote._gone.empty()))
     answer.set_exception(RuntimeError("connection closed"))
-    assert seen == [False] and remote._lost == {"trainer1"}
+    assert seen == [True] and remote._gone.get_nowait() == ("trainer1", True)
 
 
 def test_a_loss_wakes_the_process_that_waits_for_the_end(monkeypatch):
-    answer = torch.futures.Future()
-    waits = threading.Event()
-
-    class Changed(threading.Condition):
-        def wait(self):
-            waits.set()  # `note_end` needs the lock, so it comes after the wait has begun
-            assert super().wait(60), "nobody woke it"
-
-    monkeypatch.setattr(remote, "_changed", Changed())
-    answers = {"trainer1": answer, "trainer2": torch.futures.Future()}
+    answers = {name: torch.futures.Future() for name in ("trainer1", "trainer2", "trainer3")}
     monkeypatch.setattr(remote.rpc, "rpc_async", lambda name, *args, **kwargs: answers[name])
-    for name, value in {"_watched": {}, "_left": set(), "_lost": set(), "_end": torch.futures.Future()}.items():
+    for name, value in {"_watched": {}, "_gone": queue.SimpleQueue(), "_end": torch.futures.Future()}.items():
         monkeypatch.setattr(remote, name, value)
-    remote.watch("trainer1")
-    remote.watch("trainer2")  # it trains on
+    monkeypatch.setattr(remote.rpc, "shutdown", shutdown := mock.Mock())
+    for name in answers:
+        remote.watch(name)
+    remote._say_goodbye("trainer3")
     with ThreadPoolExecutor() as pool:
-        end = pool.submit(remote.end)
-        assert waits.wait(60)
-        answer.set_exception(RuntimeError("the connection is closed"))
+        end = pool.submit(remote.end)  # trainer1 and trainer2 train on
+        answers["trainer1"].set_exception(RuntimeError("the connection is closed"))
         with pytest.raises(dist.DistributedError, match=r"^trainer1 is lost$"):
-            end.result()
+            end.result(60)
+    # RPC's threads might crash this process while Python ends, in about half of all jobs.
+    shutdown.assert_called_once_with(graceful=False)
 
 
 def without_a_late_answer(stderr):
@@ -229,7 +232,7 @@ def own_lines(stderr):
 
 
 def wait_for_updates(n):
-    while rpc_param_server.server.progress.updates < n:
+    while rpc_param_server.server.updates < n:
         time.sleep(0.01)
 
 
@@ -281,9 +284,7 @@ def test_the_others_go_on_without_a_lost_trainer(mode, where, trainers, updates,
     assert sorted(re.findall(r"rank (\d) ends well", stdout)) == [str(r) for r in range(trainers + 1) if r != 2]
 
 
-JOIN = r"^rank [01]: not all 3 processes have joined within 2 s: .+ \(rank 2 was killed by SIGKILL\)$"
-STOPPED = r"^rank [01]: not all 3 processes have joined within 2 s: [^()]+(\([^()]*\))?$"
-ALL_LOST = r"^every trainer is lost, after 9 updates \(rank 1 was killed by SIGKILL\)$"
+JOIN = r"^rank \d: not all 3 processes have joined within 1 s: .+$"
 HANG = (
     r"^rank 1: server does not answer: it hangs, or waits for a process that hangs: .*more than set timeout \(6000 ms\)"
 )
@@ -292,22 +293,14 @@ HANG = (
 @pytest.mark.parametrize(
     ("mode", "victim", "where", "how", "timeout", "nprocs", "message"),
     [
-        (
-            "hogwild",
-            1,
-            "step",
-            signal.SIGKILL,
-            60.0,
-            2,
-            r"^every trainer is lost, after 9 updates \(rank 1 was killed by SIGKILL\)$",
-        ),
+        ("hogwild", 1, "step", signal.SIGKILL, 60.0, 2, r"^every trainer is lost, after 9 updates$"),
         ("hogwild", 0, "update", signal.SIGKILL, 60.0, 3, r"^rank 0 was killed by SIGKILL$"),
         ("sync", 0, "update", signal.SIGKILL, 60.0, 3, r"^rank 0 was killed by SIGKILL$"),
-        pytest.param("sync", 2, "group", signal.SIGKILL, 2.0, 3, JOIN, marks=pytest.mark.slow),
-        ("sync", 2, "rpc", signal.SIGKILL, 2.0, 3, JOIN),
-        pytest.param("sync", 2, "rpc, its group", signal.SIGKILL, 2.0, 3, JOIN, marks=pytest.mark.slow),
-        pytest.param("sync", 2, "rpc, its agent", signal.SIGKILL, 2.0, 3, JOIN, marks=pytest.mark.slow),
-        pytest.param("sync", 2, "rpc", signal.SIGSTOP, 2.0, 3, STOPPED, marks=pytest.mark.slow),
+        pytest.param("sync", 2, "group", signal.SIGKILL, 1.0, 3, JOIN, marks=pytest.mark.slow),
+        ("sync", 2, "rpc", signal.SIGKILL, 1.0, 3, JOIN),
+        pytest.param("sync", 2, "rpc, its group", signal.SIGKILL, 1.0, 3, JOIN, marks=pytest.mark.slow),
+        pytest.param("sync", 2, "rpc, its agent", signal.SIGKILL, 1.0, 3, JOIN, marks=pytest.mark.slow),
+        pytest.param("sync", 2, "rpc", signal.SIGSTOP, 1.0, 3, JOIN, marks=pytest.mark.slow),
         pytest.param("sync", 2, "step", signal.SIGSTOP, 6.0, 3, HANG, marks=pytest.mark.slow),
     ],
 )
@@ -316,16 +309,6 @@ def test_a_job_that_cannot_go_on_ends_with_one_line(mode, victim, where, how, ti
     with pytest.raises((SystemExit, ProcessExitedException), match=message):
         dist.launch(lose_one, mode, victim, where, how, timeout, nprocs=nprocs, tolerate_killed=True)
     assert time.monotonic() - begin < 90 and "ends well" not in capfd.readouterr().out
-
-
-def test_a_process_that_comes_before_rank_0_waits_for_it(monkeypatch):
-    with socket.socket() as rank_0:
-        rank_0.bind(("127.0.0.1", 0))
-        environment = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": rank_0.getsockname()[1]}
-        for name, value in environment.items():
-            monkeypatch.setenv(name, str(value))
-        monkeypatch.setattr(time, "sleep", lambda seconds: rank_0.listen())  # after the first try
-        remote._wait_for_rank_0(60)
 
 
 # ---- where it listens, and what is left -----------------------------------------------------------------------------
@@ -340,8 +323,18 @@ def other_interface():
     pytest.skip("this machine has no address but loopback")
 
 
+LONG_JOB = """
+import distributed as dist
+import test_rpc_param_server
+
+dist.launch(test_rpc_param_server.run_role, "hogwild", 60.0, 100_000)
+"""
+
+
 def test_it_listens_on_the_named_interface_only_and_trainers_end_with_their_server(tmp_path):
     """One process per role, as torchrun's agents on three machines would start them."""
+    job = tmp_path / "job.py"
+    job.write_text(LONG_JOB)
     store = spawn.start_store()
     name, address = other_interface()
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -350,8 +343,8 @@ def test_it_listens_on_the_named_interface_only_and_trainers_end_with_their_serv
     logs = [tmp_path / str(rank) for rank in range(3)]
     jobs = []
     for rank, log in enumerate(logs):
-        jobs.append(start_forked(log, SCRIPT, "--epochs", 50, env={**env, "RANK": str(rank)}))
-    training = "Training on 2 x cpu, hogwild, batch 32 each\n"
+        jobs.append(start_forked(log, job, env={**env, "RANK": str(rank)}))
+    training = "Training on 2 x cpu, hogwild, batch 8 each\n"
     wait_for(lambda: logs[0].exists() and training in logs[0].read_text(), jobs[0])
     assert addresses_of(psutil.Process(job.pid) for job in jobs) == {address}, "neither loopback nor all interfaces"
     jobs[0].kill()

@@ -71,7 +71,7 @@ def sent_on_loopback():
 def prepare(script, model, args):
     """The model as a script splits it, and its optimizer."""
     if script is min_ZeRO:
-        return model, min_ZeRO.ZeRO([{"params": list(model.parameters())}], torch.optim.SGD, lr=LR)
+        return model, min_ZeRO.ZeRO(model.parameters(), torch.optim.SGD, lr=LR)
     if script is min_PP:
         pipeline = min_PP.Pipeline(model, args)
         return pipeline, make_optimizer("SGD", pipeline.params, LR)

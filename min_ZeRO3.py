@@ -1,0 +1,280 @@
+"""Shard parameters, gradients and state: FSDP from scratch, the minimum working example of ZeRO stage 3.
+
+This is what happens inside `fully_shard`, which min_FSDP.py calls. Begin to read at `Unit`. A unit is a block of the
+model. Its parameters are views of one flat tensor, `full`, which has memory only while the block computes. Each process
+always holds 1/N of it, `own`, and steps that part. Two functions stand around each block. Each has a forward and a
+backward, and together they are this timeline:
+
+                     forward                                     backward
+    BeforeBlock      all-gather i, prefetch i+1    | compute |   free i, reduce-scatter the gradients of i
+    AfterBlock       free i                        v block i ^   all-gather i, prefetch i-1
+
+    network    gather 1 | gather 2  |           | gather 2 | gather 1   | reduce 2   | reduce 1 |
+    compute             | forward 1 | forward 2 |          | backward 2 | backward 1 |          | step the parts
+    free                            | 1         | 2        |            | 2          | 1        |
+
+The next block is gathered while this one computes, so two blocks at most have memory at the same time. What is outside
+the blocks, embeddings, last norm and head, is one more unit, the root. It stays gathered from forward to backward.
+`fully_shard(block, reshard_after_forward=False)` would leave out AfterBlock: no second gather, but all blocks stay in
+memory. `set_requires_gradient_sync(False)` would leave out the reduce-scatter, to sum the gradients of several
+micro-batches first.
+
+`fully_shard` (FSDP2) cuts each parameter along its first dimension, so that a part is a tensor with a name. One flat
+tensor per block needs no copies around an all-gather, and shows each collective as one line. A part may then begin in
+the middle of a matrix, so the optimizer must treat every element by itself, as SGD and AdamW do.
+
+Choose min_FSDP.py for real work: it also has mixed precision, checkpoints and models that no process could hold.
+
+Cost per process, for P float32 parameters, R of them in the root, on N processes: 16·P/N bytes between two steps
+(parameters 4, gradients 4, Adam 8). While a block computes, 4 bytes more for each parameter of two blocks and of the
+root, and for each gradient that is not sent yet. A step sends (N-1)/N · 4·(3·P - R) bytes. On gloo the reduce-scatter
+sends twice as much. Sources: ZeRO (https://arxiv.org/abs/1910.02054), FSDP (https://arxiv.org/abs/2304.11277).
+
+    python min_ZeRO3.py --nproc 2                                      # two processes, on two GPUs or on the CPU
+    torchrun --standalone --nproc-per-node 2 min_ZeRO3.py              # two processes, started by torchrun
+
+It prints `parameters held: 239,360 of 478,720 (0.500)`, as min_FSDP.py does, lines of progress, and at the end
+`sent per step: 2,707,968 bytes | waited for the network and other ranks: 8 of 120 ms`. On GPUs the host does not wait.
+"""
+
+import functools
+import math
+import time
+
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+
+import distributed as dist
+import gpt
+import options
+
+# Before torch 2.13 they have other names.
+all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)
+
+
+class Unit:
+    """Parameters that are gathered and freed together. Each rank holds 1/N of them, `own`, and of their gradients."""
+
+    previous = following = None  # the units that compute before and after this one
+    gathering = reducing = None  # the collectives in progress
+
+    def __init__(self, params, network):
+        self.params = params
+        self.network = network
+        flat = nn.utils.parameters_to_vector(params).detach()
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
+        n_own = math.ceil(len(flat) / world_size)
+        self.full = flat.new_zeros(n_own * world_size)  # zeros after the last parameter make all parts equally long
+        self.full[: len(flat)] = flat
+        self.own = self.full.chunk(world_size)[rank].clone()
+        self.own_grad = torch.zeros_like(self.own)
+        self.pieces = []  # the pieces of the parameters in `own`, which the optimizer steps
+        start = 0
+        for param in params:
+            stop = start + param.numel()
+            param.data = self.full[start:stop].view_as(param)
+            first = min(max(start - rank * n_own, 0), n_own)
+            last = min(max(stop - rank * n_own, 0), n_own)
+            self.pieces.append((param, nn.Parameter(self.own[first:last]), self.own_grad[first:last]))
+            start = stop
+        self.free()
+
+    def gather(self):
+        """Start the all-gather, unless it has been started."""
+        if self.gathering is None:
+            self.full.untyped_storage().resize_(self.full.nbytes)
+            self.gathering = self.network.start(all_gather_single, self.full, self.own)
+
+    def wait(self):
+        self.gather()
+        self.network.wait(self.gathering)
+
+    def free(self):
+        """The parameters keep their shapes, without memory. What backward needs of them is filled again by `gather`."""
+        self.full.untyped_storage().resize_(0)
+        self.gathering = None
+
+    def reduce(self):
+        """Start the reduce-scatter of the gradients of this rank's share of the batch. Then they are freed."""
+        grads = []
+        for param, piece, own_grad in self.pieces:
+            piece.grad = own_grad if param.grad is not None else None  # which is the same on all ranks
+            grads.append(torch.zeros_like(param) if param.grad is None else param.grad)
+            param.grad = None
+        flat = nn.utils.parameters_to_vector(grads)
+        flat = nn.functional.pad(flat, (0, len(self.full) - len(flat)))
+        self.reducing = self.network.start(reduce_scatter_single, self.own_grad, flat)
+
+    def finish(self):
+        """Wait for the reduce-scatter, and make its sum the mean over all ranks."""
+        self.network.wait(self.reducing)
+        self.own_grad /= dist.get_world_size()
+
+
+class BeforeBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, unit):
+        ctx.unit = unit
+        unit.wait()
+        if unit.following:
+            unit.following.gather()  # while this block computes
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.unit.free()
+        ctx.unit.reduce()  # while the previous block computes
+        return gradient, None
+
+
+class AfterBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, unit):
+        ctx.unit = unit
+        unit.free()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.unit.wait()
+        if ctx.unit.previous:
+            ctx.unit.previous.gather()  # while this block computes
+        return gradient, None
+
+
+class ZeRO3:
+    """A GPT in units: one for each block, and the root for all other parameters. All ranks start from equal weights."""
+
+    def __init__(self, model):
+        self.model = model
+        self.network = Network()
+        self.units = []
+        in_blocks = set(model.blocks.parameters())
+        self.root = Unit([param for param in model.parameters() if param not in in_blocks], self.network)
+        for block in model.blocks:
+            unit = Unit(list(block.parameters()), self.network)
+            if self.units:
+                unit.previous = self.units[-1]
+                unit.previous.following = unit
+            self.units.append(unit)
+            block.forward = functools.partial(self.compute, unit, block.forward)
+        self.units.append(self.root)
+
+    def compute(self, unit, forward, x):
+        x = BeforeBlock.apply(x, unit)
+        x = forward(x)
+        return AfterBlock.apply(x, unit)
+
+    def __call__(self, tokens):
+        self.root.wait()
+        logits = self.model(tokens)
+        if not torch.is_grad_enabled():
+            self.root.free()  # there is no backward that does it
+        return logits
+
+    def finish_backward(self):
+        """Call it after backward. Each piece then has its gradient, the mean over all ranks."""
+        self.root.free()
+        self.root.reduce()
+        for unit in self.units:
+            unit.finish()
+
+    def pieces(self):
+        """What this rank holds and the optimizer steps."""
+        return [piece for unit in self.units for _, piece, _ in unit.pieces if piece.numel() > 0]
+
+
+class Network:
+    """Starts collectives and waits for them. It counts what this rank sends, and how long it waits."""
+
+    def __init__(self):
+        self.sent = 0  # bytes
+        self.waited = 0.0  # seconds
+
+    def start(self, collective, output, given):
+        """`collective(output, given)` in the background. In one process it is a copy."""
+        if dist.get_world_size() == 1:
+            output.copy_(given)
+            return None
+        self.sent += abs(output.nbytes - given.nbytes)  # a ring sends all parts but one
+        return collective(output, given, async_op=True)
+
+    def wait(self, work):
+        if work is not None:
+            start = time.perf_counter()
+            work.wait()
+            self.waited += time.perf_counter() - start
+
+
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
+def train(zero, optimizer, text, held_out, args):
+    """Returns the loss of every step over all processes, (steps,)."""
+
+    def local_loss(x, y):
+        return gpt.loss_fn(zero(x), y)  # shares are equal, so the mean over processes is the loss of the batch
+
+    share = (dist.get_rank(), dist.get_world_size())
+    progress = gpt.Progress(local_loss, text, held_out, args, share=share)
+    for step in range(args.steps):
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
+        loss = local_loss(x, y)
+        loss.backward()
+        zero.finish_backward()
+        if args.clip:
+            clip_gradients(zero, args.clip)
+        optimizer.step()
+        progress(loss)
+    return progress.losses
+
+
+def clip_gradients(zero, max_norm):
+    """As nn.utils.clip_grad_norm_, by the norm over the parts of all ranks."""
+    squares = [unit.own_grad.square().sum() for unit in zero.units]
+    norm = dist.all_reduce(torch.stack(squares).sum()).sqrt()
+    for unit in zero.units:
+        unit.own_grad *= (max_norm / (norm + 1e-6)).clamp(max=1)
+
+
+def report_communication(zero, x, y):
+    """Print what a rank sends in a step, and how long it waits for the network: the rest is hidden."""
+    zero.network.sent = zero.network.waited = 0
+    start = time.perf_counter()
+    gpt.loss_fn(zero(x), y).backward()
+    zero.finish_backward()
+    times = f"{1000 * zero.network.waited:.0f} of {1000 * (time.perf_counter() - start):.0f} ms"
+    dist.print_primary(f"sent per step: {zero.network.sent:,} bytes | waited for the network and other ranks: {times}")
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser)
+    args = parser.parse_args()
+    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
+    return args
+
+
+def main_worker(local_rank, world_size, args):
+    dist.init_process_group()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+    text, held_out = gpt.load_text()
+    torch.manual_seed(args.seed)  # equal weights on all ranks
+    model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
+    zero = ZeRO3(model)
+    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
+    optimizer = torch.optim.AdamW(zero.pieces(), lr=args.lr, fused=True)
+    dist.print_primary(f"Training on {world_size} x {dist.get_device().type}")
+    gpt.report_held(zero.pieces(), sum(param.numel() for param in model.parameters()))
+    train(zero, optimizer, text, held_out, args)
+    share = (dist.get_rank(), world_size)
+    batch = gpt.batch(text, 0, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
+    report_communication(zero, *batch)
+
+
+if __name__ == "__main__":
+    cli_args = parse_args()
+    dist.launch(main_worker, cli_args, nprocs=cli_args.nproc)

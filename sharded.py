@@ -1,0 +1,190 @@
+"""Save and resume a sharded model by torch.distributed.checkpoint (dcp): a folder to which every rank writes its part.
+
+    sharded.check_folder("--checkpoint-dir", folder)                 # before training
+    first_step = sharded.load(folder, model, optimizer)              # 0 if there is no checkpoint
+    sharded.save(folder, model, optimizer, step + 1, keep=3)         # every rank calls it
+
+The model may be sharded by fully_shard, split by tensor parallelism, a stage of a pipeline, wrapped in DDP, or plain.
+Each checkpoint is a folder `step-N`, which all machines must share. Any number of processes can load what any number
+has saved. Its index, `.metadata`, is written last, and a folder without it is ignored. So a kill at any moment leaves
+the old checkpoint. But `save` first deletes a checkpoint of the same step.
+
+No random state is saved: derive randomness from the step and the rank. There are no checksums: changed bits are not
+noticed. Parts of a checkpoint are pickles, so load only folders that you trust.
+https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+import os
+import shutil
+import tempfile
+import warnings
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
+
+import distributed as dist
+
+
+def check_folder(option, folder):
+    """Make `folder`, before any training. Raises SystemExit, naming `option`, if nothing can be written there."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise SystemExit(f"{option}: cannot write to {os.path.abspath(folder)}: {error.strerror}") from None
+
+
+def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=None, frozen=True):
+    """Write `folder`/step-N, where N is `step`, the next step to run, at least 1. Every rank must call it.
+
+    `settings` is a dict of options that a resumed run must share. Without `frozen`, parameters that are not trained are
+    left out: load it in the same way, into a model that has them. Once the checkpoint is complete, all but the newest
+    `keep` are deleted; None keeps all of them. The buffers become rank 0's on all ranks, as in DDP. Raises
+    DistributedError on every rank if weights that should be equal differ between ranks, if a rank cannot write, or if
+    machines do not share the folder.
+    """
+    if step < 1:
+        raise ValueError(f"step must be at least 1, the next one to run, got {step}")
+    dist.check_in_sync(model)
+    _sync_buffers(model)
+    path = _path(folder, step)
+    if dist.is_primary():
+        _delete(path)
+    dist.barrier()
+    _run(dcp.save, path, _state(model, optimizer, scheduler, settings, frozen))
+    error = None
+    if not os.path.exists(os.path.join(path, ".metadata")):
+        error = f"rank {dist.get_rank()} does not see {path}, as rank 0 does: all machines must share the folder"
+    dist.raise_on_all(error)
+    if keep is not None and dist.is_primary():
+        for old in _steps(folder)[:-keep]:
+            _delete(_path(folder, old))
+
+
+def load(folder, model, optimizer, scheduler=None, settings=None, frozen=True):
+    """Restore the newest complete checkpoint on every rank. Returns its step, the next one to run.
+
+    Without a checkpoint it changes nothing and returns 0. Every rank must call it, with arguments as in `save`. The
+    optimizer gets the learning rate and all other options of the checkpoint. Raises DistributedError on every rank if
+    the checkpoint cannot be read, is incomplete, has other `settings`, or does not match the model, the optimizer and
+    the scheduler.
+    """
+    newest = max(dist.gather_objects(max(_steps(folder), default=0)))
+    if newest == 0:
+        return 0
+    path = _path(folder, newest)
+    saved = _saved_names(path)
+    _compare_settings(path, settings or {})
+    _make_optimizer_state(model, optimizer, saved)
+    state = _state(model, optimizer, scheduler, settings, frozen)
+    planner = dcp.DefaultLoadPlanner()
+    _run(dcp.load, path, state, planner=planner)  # into the tensors of the model and the optimizer
+    _refuse_unknown(path, saved, planner.state_dict)
+    set_model_state_dict(dist.unwrapped(model), state["model"], options=StateDictOptions(strict=False))
+    for group, options in zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
+        group.update(options)
+    if scheduler is not None:
+        scheduler.load_state_dict(state["scheduler"][0])
+    dist.print_primary(f"Resuming from {path}")
+    return newest
+
+
+def _state(model, optimizer, scheduler, settings, frozen):
+    """What dcp saves, and what it loads into. It saves a dict and a list key by key, and a tuple as a whole."""
+    model = dist.unwrapped(model)
+    weights, optimizer_state = get_state_dict(model, optimizer)
+    if not frozen:
+        for name, param in model.named_parameters(remove_duplicate=False):
+            if not param.requires_grad:
+                weights.pop(name.replace("_orig_mod.", ""))  # a prefix of torch.compile
+    for group in optimizer_state["param_groups"]:
+        del group["params"]  # their names, which are different ones on the ranks of a pipeline
+    state = {"model": weights, "optimizer": optimizer_state, "settings": (settings,)}
+    if scheduler is not None:
+        state["scheduler"] = (scheduler.state_dict(),)
+    return state
+
+
+def _run(function, path, state, **kwargs):
+    """Run dcp.save or dcp.load on every rank. Raises DistributedError on every rank if one of them fails."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process, where it is right
+            function(state, checkpoint_id=path, **kwargs)
+    except CheckpointException as failure:
+        cause, _ = failure.failures[min(failure.failures)]
+        cause = " ".join(f"{type(cause).__name__}: {cause}".split())[:300]
+        raise dist.DistributedError(f"cannot {function.__name__} {path}: {cause}", on_all_ranks=True) from None
+
+
+def _sync_buffers(model):
+    """Copy rank 0's buffers to all ranks, unless these hold stages of a pipeline, which have different ones."""
+    names = [name for name, _ in model.named_buffers()]
+    if all(names == others for others in dist.gather_objects(names)):
+        dist.sync_params(model.buffers())
+
+
+def _saved_names(path):
+    """The names of all that was saved, such as "model.norm.weight" and "optimizer.state.norm.weight.exp_avg"."""
+    names = set()
+    error = None
+    try:
+        names = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    except Exception as failure:  # whatever unpickling raises on bytes that are no index
+        error = f"cannot load {path}: its .metadata is damaged, or not on a shared disk ({type(failure).__name__})"
+    dist.raise_on_all(error)
+    return names
+
+
+def _compare_settings(path, settings):
+    state = {"settings": ()}
+    _run(dcp.load, path, state)
+    saved = state["settings"][0] or {}
+    for name in saved | settings:
+        if saved.get(name) != settings.get(name):
+            line = f"{path} was saved with {name} {saved.get(name)}, not {settings.get(name)}"
+            raise dist.DistributedError(f"{line}: use the same, or another folder", on_all_ranks=True)
+
+
+def _make_optimizer_state(model, optimizer, saved):
+    """Make the state to load into. A parameter that had no gradient before the save has none."""
+    model = dist.unwrapped(model)
+    optimizer.zero_grad()  # if there are gradients, torch makes no state
+    get_state_dict(model, optimizer)  # torch makes a state for each parameter
+    prefixes = {name.rpartition(".")[0] for name in saved}
+    for name, param in model.named_parameters():
+        name = name.replace("_orig_mod.", "")  # a prefix of torch.compile
+        if f"optimizer.state.{name}" not in prefixes:
+            optimizer.state.pop(param, None)
+
+
+def _refuse_unknown(path, saved, loaded):
+    """dcp silently leaves out what a bigger model has saved. `loaded` has this rank's names."""
+    unknown = saved.difference(*dist.gather_objects(set(loaded)))
+    if unknown:
+        line = f"{path} has {min(unknown)}, which is not in this model, optimizer or scheduler"
+        raise dist.DistributedError(f"{line}: build what was saved, or use another folder", on_all_ranks=True)
+
+
+# ---- folders ------------------------------------------------------------------------------------------------------
+
+
+def _path(folder, step):
+    return os.path.join(os.path.abspath(folder), f"step-{step}")
+
+
+def _steps(folder):
+    """The steps of all complete checkpoints, the newest last."""
+    steps = []
+    if os.path.isdir(folder):
+        for name in os.listdir(folder):
+            if name.startswith("step-") and os.path.exists(os.path.join(folder, name, ".metadata")):
+                steps.append(int(name.removeprefix("step-")))
+    return sorted(steps)
+
+
+def _delete(path):
+    if os.path.exists(os.path.join(path, ".metadata")):
+        os.remove(os.path.join(path, ".metadata"))  # first, because it marks a complete checkpoint
+    shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,27 @@
+"""The jobs of all tests share a fork server, which `launch` would otherwise start and end with each job."""
+
+import functools
+import os
+from multiprocessing.connection import Connection
+
+import spawn
+
+run_worker = spawn._worker
+
+
+class Worker:
+    """Instead of spawn._worker: it uses the launcher's stdout and stderr of the moment, not those of the server."""
+
+    def __reduce__(self):
+        self.outputs = [Connection(os.dup(fd), readable=False) for fd in (1, 2)]  # open until they have been sent
+        return functools.partial, (run_with_outputs, self.outputs)
+
+
+def run_with_outputs(outputs, *args):
+    for fd, output in enumerate(outputs, start=1):
+        os.dup2(output.fileno(), fd)
+    run_worker(*args)
+
+
+spawn._worker = Worker()
+spawn._end_fork_server = lambda pid: None

@@ -1,0 +1,178 @@
+"""min_ZeRO3.py: equal to one process and to fully_shard, with 1/N of everything, and two blocks in memory at most."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import transformer
+from torch import nn
+from torch.nn import functional as F
+
+import distributed as dist
+import gpt
+import min_FSDP
+import min_ZeRO3
+
+# No number of processes above 1 divides the parameters of a block or of the root.
+ODD = {"layers": 3, "width": 33, "heads": 3, "length": 29, "global_batch_size": 12}
+CASES = [("AdamW", {}), ("AdamW", {"clip": 0.5}), ("SGD", {"clip": 0.5})]
+
+
+def whole_parameters(zero):
+    """By name, as they would be gathered."""
+    for unit in zero.units:
+        unit.wait()
+    parameters = {name: param.detach().clone() for name, param in zero.model.named_parameters()}
+    for unit in zero.units:
+        unit.free()
+    return parameters
+
+
+def train(optimizer, changes):
+    """Losses, parameters, and what this rank holds and sends, by the script's main_worker."""
+    args = transformer.arguments(dist.get_world_size(), log_every=100, **{**ODD, **changes})
+    optimizers = []
+    make_adamw = torch.optim.AdamW
+
+    def noted(*args, **kwargs):
+        optimizers.append(make_adamw(*args, **kwargs))
+        return optimizers[-1]
+
+    with mock.patch("torch.optim.AdamW", noted):
+        result = transformer.run_main_worker(min_ZeRO3, args, optimizer)
+    zero = result.model
+    sent = zero.network.sent
+    held = {"parameters": sum(piece.numel() for piece in zero.pieces())}
+    held["memory"] = sum(unit.own.numel() + unit.full.untyped_storage().nbytes() for unit in zero.units)
+    held["gradients"] = sum(piece.grad.numel() for piece in zero.pieces())
+    for state in optimizers[0].state.values() if optimizers else ():
+        held["state"] = held.get("state", 0) + state["exp_avg"].numel() + state["exp_avg_sq"].numel()
+    held["sizes"] = [len(unit.full) for unit in zero.units]
+    return result.losses, whole_parameters(zero), held, sent
+
+
+def by_fully_shard(optimizer, changes):
+    more = {"bf16": False, "checkpoint_dir": None, "log_every": 100}
+    args = transformer.arguments(dist.get_world_size(), **{**ODD, **changes, **more})
+    result = transformer.run_main_worker(min_FSDP, args, optimizer)
+    return result.losses, transformer.full_parameters(result.model)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, *[pytest.param(n, marks=pytest.mark.slow) for n in (3, 4)]])
+def test_it_equals_one_process_and_fully_shard_and_holds_and_sends_its_part(nprocs, tmp_path):
+    ranks = transformer.train_on(nprocs, train, CASES, tmp_path)
+    others = transformer.train_on(nprocs, by_fully_shard, CASES, tmp_path)[0]
+    for number, (optimizer, changes) in enumerate(CASES):
+        losses, parameters, held, sent = ranks[0][number]
+        # Adam divides the keys' biases, whose gradients are 0 but for rounding, by their size.
+        tolerance = 1e-12 if optimizer == "SGD" else 1e-9
+        transformer.assert_equal(losses, parameters, transformer.reference(optimizer, **{**ODD, **changes}), tolerance)
+        transformer.assert_equal(losses, parameters, others[number], tolerance)
+        total = sum(param.numel() for param in parameters.values())
+        *blocks, root = held["sizes"]
+        padded = sum(blocks) + root
+        assert total <= padded < total + nprocs * len(held["sizes"])
+        assert sent == 8 * (nprocs - 1) * (3 * padded - root) // nprocs, "numbers of 8 bytes"
+        for _, _, of_rank, _ in (results[number] for results in ranks):
+            assert of_rank["parameters"] <= padded // nprocs == of_rank["memory"], "nothing else has memory"
+            assert of_rank["gradients"] == of_rank["parameters"]
+            assert of_rank.get("state", 2 * of_rank["parameters"]) == 2 * of_rank["parameters"]
+        assert sum(results[number][2]["parameters"] for results in ranks) == total
+
+
+# ---- what is in memory at the same time -----------------------------------------------------------------------------
+
+
+def gathered_units(steps=2):
+    """How many blocks had memory after each gather of a training step, and the order of gathers and reductions."""
+    args = transformer.arguments(dist.get_world_size(), **{**ODD, "layers": 5})
+    torch.manual_seed(0)
+    zero = min_ZeRO3.ZeRO3(transformer.make_model(args))
+    *blocks, _ = zero.units
+    in_memory, events = [], []
+    gather, reduce = min_ZeRO3.Unit.gather, min_ZeRO3.Unit.reduce
+
+    def noted_gather(unit):
+        starts = unit.gathering is None
+        gather(unit)
+        if starts and unit in blocks:
+            in_memory.append(sum(block.full.untyped_storage().nbytes() > 0 for block in blocks))
+            events.append(f"gather {blocks.index(unit)}")
+
+    def noted_reduce(unit):
+        if unit in blocks:
+            events.append(f"reduce {blocks.index(unit)}")
+        reduce(unit)
+
+    for number, block in enumerate(zero.model.blocks):
+        block.mlp.register_forward_pre_hook(lambda *_, number=number: events.append(f"compute {number}"))
+    share = (dist.get_rank(), dist.get_world_size())
+    x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length, share=share)
+    with mock.patch("min_ZeRO3.Unit.gather", noted_gather), mock.patch("min_ZeRO3.Unit.reduce", noted_reduce):
+        gpt.loss_fn(zero(x), y).backward()
+        zero.finish_backward()
+    return in_memory, events
+
+
+def test_two_blocks_have_memory_and_the_next_one_is_gathered_before_it_is_needed(tmp_path):
+    ((in_memory, events),) = transformer.train_on(2, gathered_units, [()], tmp_path)[0]
+    assert max(in_memory) == 2
+    forward = ["gather 0"]
+    for number in range(4):
+        forward += [f"gather {number + 1}", f"compute {number}"]
+    forward.append("compute 4")
+    backward = ["gather 4", "gather 3", "reduce 4", "gather 2", "reduce 3", "gather 1", "reduce 2"]
+    assert events == [*forward, *backward, "gather 0", "reduce 1", "reduce 0"]
+
+
+# ---- tied weights, and parameters without a gradient ----------------------------------------------------------------
+
+
+class Tied(gpt.GPT):
+    """The head has the embedding's weight, and two layers are never used: weight decay must not change them."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.head.weight = self.token.weight
+        self.unused = nn.Linear(3, 5)
+        self.blocks[0].unused = nn.Linear(2, 7)
+
+
+def train_tied(optimizer_class):
+    args = transformer.arguments(dist.get_world_size(), **ODD)
+    torch.manual_seed(0)
+    model = Tied(args.layers, args.width, args.heads, args.length)
+    plain = copy.deepcopy(model)
+    zero = min_ZeRO3.ZeRO3(model)
+    optimizers = [optimizer_class(params, lr=0.01, weight_decay=0.1) for params in (zero.pieces(), plain.parameters())]
+    for step in range(4):
+        x, y = gpt.batch(transformer.small_text()[0], step, args.global_batch_size, args.length)
+        share = slice(dist.get_rank(), None, dist.get_world_size())
+        gpt.loss_fn(zero(x[share]), y[share]).backward()
+        zero.finish_backward()
+        plain.zero_grad()
+        F.cross_entropy(plain(x).flatten(0, 1), y.flatten()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    expected = dict(plain.named_parameters())
+    actual = whole_parameters(zero)
+    assert actual.keys() == expected.keys()
+    for name, param in expected.items():
+        torch.testing.assert_close(actual[name], param.detach(), rtol=0, atol=1e-12)
+    return True
+
+
+def test_tied_weights_and_parameters_without_a_gradient(tmp_path):
+    cases = [(torch.optim.AdamW,), (torch.optim.SGD,)]
+    assert transformer.train_on(2, train_tied, cases, tmp_path) == [[True, True]] * 2
+
+
+def test_the_script_prints_its_lines(job_of):
+    stdout = job_of("min_ZeRO3.py", "--nproc", 2, "--width", 32, "--length", 32, "--steps", 2, "--log-every", 1)
+    first, held, *lines, last = stdout.splitlines()
+    assert (first, held[-7:]) == ("Training on 2 x cpu", "(0.500)") and len(lines) == 2
+    n_params = int(held.split()[4].replace(",", ""))
+    root = 32 * (256 + 32 + 256 + 2)
+    sent = 4 * (3 * n_params - root) // 2
+    assert last.startswith(f"sent per step: {sent:,} bytes | waited for the network and other ranks: ")

@@ -1,0 +1,457 @@
+"""sharded.py: what any number of processes saved, any number loads bit by bit; kills, full disks, other models."""
+
+import contextlib
+import copy
+import os
+import resource
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from conftest import exit_message, killed_in, without_name_server
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.multiprocessing import ProcessExitedException
+
+import distributed as dist
+import sharded
+
+RATE = 0.1
+SETTINGS = {"--heads": 4, "--seed": 0}
+
+
+class Net(nn.Module):
+    """Tied weights, a buffer, and a parameter that has no gradient before the step `wakes`."""
+
+    def __init__(self, layers=2, wakes=3):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(layers))
+        self.first = nn.Linear(6, 6, bias=False)
+        self.last = nn.Linear(6, 6, bias=False)
+        self.last.weight = self.first.weight
+        self.late = nn.Parameter(torch.ones(6))
+        self.register_buffer("seen", torch.zeros(()))
+        self.wakes = wakes
+
+    def forward(self, x, step=0):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x).relu()
+        if step >= self.wakes:
+            x = x * self.late
+        return self.last(x)
+
+
+def make_optimizer(name, model, lr=RATE, weight_decay=0.01):
+    """With two groups of parameters, which have different options."""
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    vectors = [param for param in model.parameters() if param.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0}]
+    if name == "AdamW":
+        return torch.optim.AdamW(groups, lr)
+    return torch.optim.SGD(groups, lr, momentum=0.9 if name == "momentum" else 0)
+
+
+def make_parts(name, kind="fsdp", seed=0, **options):
+    torch.manual_seed(seed)
+    model = Net().double()
+    if kind == "fsdp":
+        model = dist.prepare_fsdp_model(model)
+    elif kind == "mixed":
+        model = dist.prepare_fsdp_model(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    elif kind == "ddp":
+        model = dist.prepare_ddp_model(model)
+    optimizer = make_optimizer(name, model, **options)
+    return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+
+
+def train(model, optimizer, scheduler, first, last):
+    """All ranks compute the same batch, so their number makes no difference."""
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.rand(4, 6, dtype=torch.float64, generator=generator)
+        optimizer.zero_grad()
+        model(x, step).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        dist.unwrapped(model).seen += 1
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def state_of(model, optimizer):
+    """Copies of all values: weights, buffers, and the optimizer's state and options."""
+    model = dist.unwrapped(model)
+    names = {param: name for name, param in model.named_parameters()}
+    state = {name: whole(value).clone() for name, value in model.state_dict().items()}
+    for param, values in optimizer.state.items():
+        state |= {f"{names[param]} {key}": whole(value).clone() for key, value in values.items()}
+    for number, group in enumerate(optimizer.param_groups):
+        state |= {f"{number} {key}": copy.copy(value) for key, value in group.items() if key != "params"}
+    return state
+
+
+def assert_equal(state, expected, tolerance=0):
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        if torch.is_tensor(value):
+            torch.testing.assert_close(state[name], value, rtol=tolerance, atol=tolerance, msg=name)
+        else:
+            assert state[name] == value, name
+
+
+def agreed_message(function, *args, **kwargs):
+    """The one line with which all ranks leave."""
+    line = exit_message(function, *args, **kwargs)
+    assert dist.gather_objects(line) == [line] * dist.get_world_size()
+    return line
+
+
+# ---- resume -------------------------------------------------------------------------------------------------------
+
+
+# Processes, how they wrap the model, and the step at which they stop.
+SEGMENTS = [(1, "plain", 2), (2, "fsdp", 4), (2, "ddp", 5), (4, "fsdp", 6), (1, "plain", 7)]
+OPTIMIZERS = ("AdamW", "momentum", "SGD")
+
+
+def segment_worker(local_rank, world_size, folder, kind, last):
+    """Train from the newest checkpoint to the step `last`. What is loaded is what was saved, bit by bit."""
+    dist.init_process_group()
+    for name in OPTIMIZERS:
+        where = f"{folder}/{name}"
+        parts = make_parts(name, kind)
+        if last > 2:
+            parts = make_parts(name, kind, seed=last, lr=7, weight_decay=7)
+        first = sharded.load(where, *parts, settings=SETTINGS)
+        if first:
+            assert_equal(state_of(*parts[:2]), torch.load(f"{where}.pt"))
+        train(*parts, first, last)
+        model, optimizer, scheduler = parts
+        sharded.save(where, model, optimizer, last, scheduler, settings=SETTINGS)
+        state = state_of(model, optimizer)
+        if dist.is_primary():
+            torch.save(state, f"{where}.pt")
+
+
+def test_any_number_of_processes_resumes_what_any_number_saved(tmp_path, capfd):
+    """FSDP, DDP and plain models; in a single process without a group, and without a warning."""
+    for nprocs, kind, last in SEGMENTS:
+        dist.launch(segment_worker, str(tmp_path), kind, last, nprocs=nprocs)
+    stdout, stderr = capfd.readouterr()
+    assert without_name_server(stderr) == ""
+    steps = [last for *_, last in SEGMENTS]
+    for name in OPTIMIZERS:
+        resumed = [f"Resuming from {tmp_path}/{name}/step-{step}" for step in steps[:-1]]
+        assert [line for line in stdout.splitlines() if f"/{name}/" in line] == resumed
+        parts = make_parts(name, "plain")
+        train(*parts, 0, steps[-1])
+        assert_equal(torch.load(tmp_path / f"{name}.pt"), state_of(*parts[:2]), tolerance=1e-12)
+
+
+def again_worker(local_rank, world_size, folder):
+    dist.init_process_group()
+    for name, kind in (("AdamW", "fsdp"), ("AdamW", "mixed"), ("momentum", "fsdp"), ("SGD", "fsdp")):
+        uninterrupted = make_parts(name, kind)
+        train(*uninterrupted, 0, 5)
+        before = make_parts(name, kind)
+        train(*before, 0, 2)
+        model, optimizer, scheduler = before
+        with torch.no_grad():
+            model(torch.ones(1, 6, dtype=torch.float64))  # the root stays gathered, perhaps in bfloat16
+        sharded.save(f"{folder}/{name} {kind}", model, optimizer, 2, scheduler)
+        after = make_parts(name, kind, seed=1)
+        after[0](torch.ones(1, 6, dtype=torch.float64)).sum().backward()  # gradients must not matter
+        assert sharded.load(f"{folder}/{name} {kind}", *after) == 2
+        train(*after, 2, 5)
+        assert_equal(state_of(*after[:2]), state_of(*uninterrupted[:2]))
+        assert after[2].state_dict() == uninterrupted[2].state_dict()
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_the_same_number_of_processes_resumes_bit_by_bit(nprocs, tmp_path):
+    dist.launch(again_worker, str(tmp_path), nprocs=nprocs)
+
+
+# ---- pipelines and frozen parameters ------------------------------------------------------------------------------
+
+
+class Stage(nn.Module):
+    """The layers from `first` to `last` - 1, under their names in the whole model, each with a buffer of its own."""
+
+    def __init__(self, first, last):
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): nn.BatchNorm1d(3) for i in range(first, last)})
+        for i, layer in self.layers.items():
+            layer.running_mean.fill_(int(i))
+            nn.init.constant_(layer.weight, int(i) + 1)
+
+    def step(self, name, lr):
+        optimizer = make_optimizer(name, self, lr)
+        for layer in self.layers.values():
+            layer.eval()(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        return optimizer
+
+
+def stages_worker(local_rank, world_size, folder, cuts):
+    """Each rank has the layers between two of the `cuts`. The first job saves, the others load."""
+    dist.init_process_group()
+    for name in OPTIMIZERS:
+        where = f"{folder}/{name}"
+        model = Stage(cuts[local_rank], cuts[local_rank + 1])
+        if not os.path.exists(where):
+            optimizer = model.step(name, lr=0.5)
+            sharded.save(where, model, optimizer, 1)
+            continue
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+        optimizer = make_optimizer(name, model, lr=7, weight_decay=7)
+        assert sharded.load(where, model, optimizer) == 1
+        expected = Stage(cuts[local_rank], cuts[local_rank + 1])
+        assert_equal(state_of(model, optimizer), state_of(expected, expected.step(name, lr=0.5)))
+
+
+def test_stages_of_a_pipeline_are_loaded_with_other_cuts(tmp_path):
+    for cuts in ((0, 1, 4), (0, 4), (0, 2, 3, 4)):
+        dist.launch(stages_worker, str(tmp_path), cuts, nprocs=len(cuts) - 1)
+
+
+def lora_worker(local_rank, world_size, folder):
+    dist.init_process_group()
+    model = Net()
+    for param in [model.first.weight, *model.layers[0].parameters()]:
+        param.requires_grad_(False)
+    model.layers[0] = torch.compile(model.layers[0], backend="eager")
+    model.layers[1] = torch.compile(model.layers[1], backend="eager")
+    model = dist.prepare_fsdp_model(model)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    model(torch.ones(1, 6), step=9).sum().backward()
+    optimizer.step()
+    sharded.save(folder, model, optimizer, 1, frozen=False)
+    saved = state_of(model, optimizer)
+    names = FileSystemReader(f"{folder}/step-1").read_metadata().state_dict_metadata
+    weights = {name.removeprefix("model.") for name in names if name.startswith("model.")}
+    assert weights == {"layers.1.weight", "layers.1.bias", "late", "seen"}, "neither name of the tied weight"
+    with torch.no_grad():
+        for param in trained:
+            param.zero_()
+    assert sharded.load(folder, model, optimizer, frozen=False) == 1
+    assert_equal(state_of(model, optimizer), saved)
+    assert "Missing key in checkpoint state_dict: model." in agreed_message(sharded.load, folder, model, optimizer)
+
+
+def test_frozen_parameters_may_be_left_out(tmp_path):
+    dist.launch(lora_worker, str(tmp_path), nprocs=2)
+
+
+def values_worker(local_rank, world_size, folder):
+    dist.init_process_group()
+    model = dist.prepare_ddp_model(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
+    dist.unwrapped(model).seen.fill_(10 + local_rank)
+    sharded.save(folder, model, optimizer, 1)
+    assert dist.unwrapped(model).seen == 10, "rank 0's buffers are saved"
+    dist.unwrapped(model).seen.fill_(0)
+    other = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+    assert sharded.load(folder, model, other) == 1
+    assert (dist.unwrapped(model).seen, other.param_groups[0]["lr"]) == (10, 0.25)
+    with torch.no_grad():
+        dist.unwrapped(model).late += local_rank
+    line = agreed_message(sharded.save, folder, model, optimizer, 1)
+    assert line.startswith("late of rank 1 differs from rank 0's")
+    assert sharded.load(folder, model, optimizer) == 1, "the old checkpoint is still there"
+
+
+def test_buffers_and_tensors_of_options_are_restored_and_drift_is_not_saved(tmp_path):
+    dist.launch(values_worker, str(tmp_path), nprocs=2)
+
+
+# ---- what cannot be loaded or saved -------------------------------------------------------------------------------
+
+
+def linear(layers=2, make=torch.optim.AdamW, groups=1, **options):
+    model = dist.prepare_fsdp_model(nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))))
+    params = list(model.parameters())
+    groups = [{"params": params[i::groups]} for i in range(groups)]
+    return model, make(groups, lr=RATE, **options)
+
+
+def refused_worker(local_rank, world_size, folder):
+    dist.init_process_group()
+    model, optimizer = linear()
+    assert sharded.load(folder, model, optimizer) == 0
+    with pytest.raises(ValueError, match="step must be at least 1, the next one to run, got 0"):
+        sharded.save(folder, model, optimizer, 0)
+    sharded.save(folder, model, optimizer, 1, settings=SETTINGS)
+    path = f"{folder}/step-1"
+
+    def refused(model, optimizer, scheduler=None, settings=SETTINGS):
+        return agreed_message(sharded.load, folder, model, optimizer, scheduler, settings)
+
+    other = {"--heads": 8, "--seed": 0}
+    line = f"{path} was saved with --heads 4, not 8: use the same, or another folder"
+    assert refused(*linear(layers=3), settings=other) == line
+    assert refused(*linear(), settings=None) == line.replace("not 8", "not None")
+    missing = f"cannot load {path}: RuntimeError: Missing key in checkpoint state_dict: "
+    assert refused(*linear(layers=3)) == f"{missing}model.2.weight."
+    assert refused(*linear(groups=2)) == f"{missing}optimizer.param_groups.1.lr."
+    assert refused(*linear(make=torch.optim.SGD)) == f"{missing}optimizer.param_groups.0.momentum."
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 1)
+    assert refused(*linear(), scheduler) == f"{missing}scheduler."
+    extra = "which is not in this model, optimizer or scheduler: build what was saved, or use another folder"
+    assert refused(*linear(layers=1)) == f"{path} has model.1.bias, {extra}"
+
+    sharded.save(folder, *linear(make=torch.optim.SGD, groups=2), 2, scheduler)
+    path = f"{folder}/step-2"
+    assert (
+        refused(*linear(make=torch.optim.SGD), scheduler, None)
+        == f"{path} has optimizer.param_groups.1.dampening, {extra}"
+    )
+    assert refused(*linear(make=torch.optim.SGD, groups=2), None, None) == f"{path} has scheduler, {extra}"
+    missing = f"cannot load {path}: RuntimeError: Missing key in checkpoint state_dict: optimizer."
+    assert refused(*linear(groups=2), scheduler, None).startswith(missing)
+    momentum = linear(make=torch.optim.SGD, groups=2, momentum=0.9)
+    assert refused(*momentum, scheduler, None).startswith(missing)
+
+    damage(folder, local_rank)
+
+
+def damage(folder, local_rank):
+    """Files that are cut off, that are missing, and that one machine does not see."""
+    sharded.save(folder, *linear(), 3)
+    path = Path(folder, "step-3")
+    files = {name: (path / name).read_bytes() for name in os.listdir(path)}
+    index = f"cannot load {path}: its .metadata is damaged, or not on a shared disk"
+    for name, content, start in (
+        ("__0_0.distcp", lambda whole: whole[: len(whole) // 2], f"cannot load {path}: "),
+        (".metadata", lambda whole: whole[: len(whole) // 2], index),
+        (".metadata", lambda whole: b"I am a text file.", index),
+        (".metadata", lambda whole: b"", index),
+        ("__1_0.distcp", None, f"cannot load {path}: FileNotFoundError: "),
+    ):
+        dist.barrier()
+        if local_rank == 0 and content:
+            (path / name).write_bytes(content(files[name]))
+        elif local_rank == 0:
+            (path / name).unlink()
+        dist.barrier()
+        assert agreed_message(sharded.load, folder, *linear()).startswith(start), name
+        dist.barrier()
+        if local_rank == 0:
+            (path / name).write_bytes(files[name])
+    dist.barrier()
+    assert sharded.load(folder, *linear()) == 3
+    own = f"{folder}/disk of machine {local_rank}"  # as a path that each machine has for itself
+    line = agreed_message(sharded.save, own, *linear(), 1)
+    assert line.startswith("rank 1 does not see ") and line.endswith("all machines must share the folder")
+    if local_rank == 0:
+        shutil.copytree(path, f"{own}/step-9")
+    line = agreed_message(sharded.load, own, *linear())
+    assert line.startswith(
+        f"cannot load {folder}/disk of machine 1/step-9: its .metadata is damaged, or not on a shared"
+    )
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    line = agreed_message(sharded.save, folder, *linear(), 4)
+    assert line.startswith(f"cannot save {folder}/step-4: ") and "File too large" in line
+    assert sharded.load(folder, *linear()) == 3
+
+
+def test_what_does_not_fit_is_one_line_on_every_rank(tmp_path):
+    dist.launch(refused_worker, str(tmp_path), nprocs=2)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    sharded.check_folder("--checkpoint-dir", tmp_path / "new" / "folder")
+    assert (tmp_path / "new" / "folder").is_dir()
+    (tmp_path / "file").touch()
+    for path, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "folder", "Not a directory")):
+        line = exit_message(sharded.check_folder, "--checkpoint-dir", path)
+        assert line == f"--checkpoint-dir: cannot write to {path}: {reason}"
+
+
+# ---- which checkpoints there are ----------------------------------------------------------------------------------
+
+
+def kept_worker(local_rank, world_size, folder):
+    dist.init_process_group()
+    parts = linear()
+
+    def names():
+        dist.barrier()  # rank 0 has deleted what it deletes
+        return sorted(os.listdir(folder), key=lambda name: int(name.partition("-")[2]))
+
+    for step in (1, 2, 3):
+        sharded.save(folder, *parts, step)
+    if dist.is_primary():
+        os.mkdir(f"{folder}/step-10")  # left by a save that was interrupted
+        Path(folder, "step-10", "__7_0.distcp").touch()
+    assert names() == ["step-1", "step-2", "step-3", "step-10"], "without keep nothing is deleted"
+    assert sharded.load(folder, *parts) == 3
+    sharded.save(folder, *parts, 10, keep=3)
+    assert names() == ["step-2", "step-3", "step-10"]
+    assert not os.path.exists(f"{folder}/step-10/__7_0.distcp")
+    assert sharded.load(folder, *parts) == 10
+    with mock.patch.object(FileSystemWriter, "finish", side_effect=OSError("no room")):
+        line = agreed_message(sharded.save, folder, *parts, 11, keep=1)
+    assert line == f"cannot save {folder}/step-11: OSError: no room"
+    assert len(names()) == 4, "older ones are deleted once the new one is complete"
+    sharded.save(folder, *parts, 11, keep=1)
+    assert names() == ["step-11"]
+
+
+def test_the_newest_are_kept(tmp_path):
+    dist.launch(kept_worker, str(tmp_path), nprocs=2)
+
+
+FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+KILLS = {  # the rank, how it is killed in the save of step 2, and the newest complete checkpoint
+    "before the data": (1, (f"{FILESYSTEM}._write_files_from_queue",), 1),
+    "in the data": (1, ("os.fsync",), 1),
+    "in rank 0's data": (0, ("os.fsync",), 1),
+    "in the index": (0, ("os.fsync", 2), 1),
+    "before the rename": (0, (f"{FILESYSTEM}.FileSystem.rename",), 1),
+    "after the rename": (0, (f"{FILESYSTEM}.FileSystem.rename", 1, True), 2),
+    "before older ones are deleted": (0, ("sharded._steps",), 2),
+    "while older ones are deleted": (0, ("os.remove",), 2),
+}
+
+
+def killed_worker(local_rank, world_size, folder, rank, how):
+    dist.init_process_group()
+    parts = make_parts("AdamW")
+    train(*parts, 0, 1)
+    sharded.save(folder, *parts[:2], 1)
+    train(*parts, 1, 2)
+    with killed_in(*how) if local_rank == rank else contextlib.nullcontext():
+        sharded.save(folder, *parts[:2], 2, keep=1)
+
+
+def survivors_worker(local_rank, world_size, folder):
+    dist.init_process_group()
+    for moment, (_, _, step) in KILLS.items():
+        where = f"{folder}/{moment}"
+        expected = make_parts("AdamW")
+        train(*expected, 0, step)
+        parts = make_parts("AdamW", seed=1)
+        assert sharded.load(where, *parts[:2]) == step, moment
+        assert_equal(state_of(*parts[:2]), state_of(*expected[:2]))
+        train(*parts, step, 2)
+        sharded.save(where, *parts[:2], 2, keep=1)
+        dist.barrier()
+        assert os.listdir(where) == ["step-2"], moment
+
+
+@pytest.mark.slow
+def test_kill_in_a_save(tmp_path):
+    for moment, (rank, how, _) in KILLS.items():
+        with pytest.raises(ProcessExitedException, match=f"rank {rank} was killed by SIGKILL"):
+            dist.launch(killed_worker, str(tmp_path / moment), rank, how, nprocs=2)
+    dist.launch(survivors_worker, str(tmp_path), nprocs=2)

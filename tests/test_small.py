@@ -1,0 +1,208 @@
+"""The helper stays small: what it may hold, what each script carries, and the table of AGENTS.md that says so.
+
+`python -m tests.test_small` writes the table anew.
+"""
+
+import ast
+import functools
+import io
+import re
+import tokenize
+
+from conftest import ROOT, run
+
+HELPERS = ("checkpoint", "distributed", "generate", "gpt", "mnist", "options", "remote", "sharded", "spawn")
+ALL_HELPERS = {*HELPERS, "documents", "hub", "tracking", "watch"}
+SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem not in ALL_HELPERS)
+PUBLIC = {
+    *("DistributedError", "is_launched", "get_rank", "get_local_rank", "get_world_size", "is_primary", "print_primary"),
+    *("get_device", "init_process_group", "is_dist_avail_and_initialized", "cleanup", "barrier", "wait_for_everyone"),
+    *("data_sampler", "prepare_ddp_model", "prepare_fsdp_model", "sync_params", "check_in_sync", "unwrapped"),
+    *("reduce", "all_reduce", "gather", "gather_objects", "broadcast_object", "raise_on_all", "launch"),
+}
+# Lines of code
+MOST = {
+    "distributed": 240,
+    "spawn": 125,
+    "checkpoint": 175,
+    "sharded": 135,
+    "watch": 85,
+    "options": 50,
+}  # lines of code
+TABLE = re.compile(r"^\| when \| script .*?(?=\n\n)", re.M | re.S)
+
+
+@functools.cache
+def source(name):
+    return (ROOT / f"{name}.py").read_text()
+
+
+@functools.cache
+def tree(name):
+    return ast.parse(source(name))
+
+
+def code_lines(name):
+    """The lines that are neither blank, nor a comment, nor in a docstring."""
+    lines = set()
+    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(source(name)).readline):
+        if token.type not in skipped:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
+
+
+def imports(name):
+    """The project's files that `name` imports itself; those of a function are needed too."""
+    modules = set()
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add(node.module)
+    return {module for module in modules if module in ALL_HELPERS or module in SCRIPTS}
+
+
+def carried(name):
+    """The files that must lie beside `name`. A job of torchrun starts no process, so it does without spawn.py."""
+    found, new = set(), imports(name)
+    while new:
+        found |= new
+        new = set().union(*map(imports, new)) - found
+    if name in ("multigpu_torchrun", "multinode_torchrun"):
+        found.discard("spawn")
+    return sorted(found - {name})
+
+
+def public_names(name):
+    names = []
+    for node in tree(name).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign):
+            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return [each for each in names if not each.startswith("_")]
+
+
+# ---- rules ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_helper_has_the_names_of_the_list_and_no_others():
+    assert set(public_names("distributed")) == PUBLIC
+
+
+def test_the_helpers_stay_small():
+    sizes = {name: code_lines(name) for name in MOST}
+    assert all(sizes[name] <= most for name, most in MOST.items()), sizes
+
+
+def test_the_helper_has_no_thread_no_exit_handler_and_no_private_names():
+    modules = {
+        alias.name for node in ast.walk(tree("distributed")) if isinstance(node, ast.Import) for alias in node.names
+    }
+    assert not modules & {
+        "atexit",
+        "multiprocessing",
+        "resource",
+        "signal",
+        "socket",
+        "subprocess",
+        "threading",
+        "weakref",
+    }
+    attributes = {node.attr for node in ast.walk(tree("distributed")) if isinstance(node, ast.Attribute)}
+    assert {name for name in attributes if name.startswith("_")} == {"__init__", "_exit"}
+    texts = {node.value for node in ast.walk(tree("distributed")) if isinstance(node, ast.Constant)}
+    assert {text for text in texts if str(text).startswith("_")} == {"_orig_mod"}
+
+
+IMPORT = """
+import gc, os, random, signal, sys, threading
+import torch, torch.distributed.nn.functional
+
+def state():
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    seeds = torch.initial_seed(), torch.get_rng_state().tolist(), random.getstate()
+    return dict(os.environ), handlers, seeds, threading.active_count(), gc.get_freeze_count(), torch.get_num_threads()
+
+before = state()
+import distributed
+assert state() == before
+assert "spawn" not in sys.modules
+"""
+
+
+def test_importing_the_helper_changes_nothing():
+    assert run("-c", IMPORT) == (0, "", "")
+
+
+def test_what_a_script_needs_beside_it():
+    assert carried("min_DDP") == ["distributed", "spawn"]
+    for name in ("multigpu_torchrun", "multinode_torchrun"):
+        assert carried(name) == ["checkpoint", "distributed"]
+    assert carried("min_FSDP") == ["distributed", "gpt", "options", "sharded", "spawn"]
+    assert carried("single_gpu") == carried("plan") == carried("watch") == []
+
+
+def test_nothing_is_defined_for_one_caller_in_a_shared_file():
+    for helper in HELPERS:
+        others = [name for name in (*SCRIPTS, *ALL_HELPERS) if name != helper]
+        for name in public_names(helper):
+            if helper == "distributed" and name in PUBLIC:
+                continue
+            users = [
+                other for other in others if re.search(rf"\b{helper}\.{name}\b|import .*\b{name}\b", source(other))
+            ]
+            within = len(re.findall(rf"\b{name}\b", source(helper))) > 1
+            assert len(users) > 1 or within, f"{helper}.{name} is for {users}"
+
+
+# ---- the table of AGENTS.md -----------------------------------------------------------------------------------------
+
+
+def table(page):
+    """The table with each row's files and lines as they are; the texts in its first column are taken from the page."""
+    when = dict(re.findall(r"^\| (.*?) \| `(\w+)\.py` \|", page, re.M))
+    situations = {script: text for text, script in when.items()}
+    lines = ["| when | script | copy with it | lines of code | its test |", "|---|---|---|---|---|"]
+    for script in [*situations, *sorted(SCRIPTS - situations.keys())]:
+        if script not in SCRIPTS:
+            continue
+        files = carried(script)
+        size = code_lines(script) + sum(map(code_lines, files))
+        names = " ".join(f"`{name}.py`" for name in files)
+        lines.append(f"| {situations.get(script, '')} | `{script}.py` | {names} | {size} | `tests/test_{script}.py` |")
+    return "\n".join(lines)
+
+
+def test_agents_says_what_each_script_carries():
+    page = (ROOT / "AGENTS.md").read_text()
+    assert TABLE.search(page)[0] == table(page), "run `python -m tests.test_small`"
+    for script in SCRIPTS:
+        assert (ROOT / "tests" / f"test_{script}.py").exists()
+
+
+def with_sizes(page):
+    """README.md with the files and the lines that each script of its table carries, itself included."""
+
+    def row(match):
+        files = [match[2], *carried(match[2])]
+        word = "file" if len(files) == 1 else "files"
+        return f"{match[1]} {len(files)} {word}, {sum(map(code_lines, files))} lines |"
+
+    return re.sub(r"^(\|.*\| \[`(\w+)\.py`\]\(\S+\) \|[^|]*\|)[^|]*\|$", row, page, flags=re.M)
+
+
+def test_the_front_page_says_how_much_each_script_carries():
+    page = (ROOT / "README.md").read_text()
+    assert page == with_sizes(page), "run `python -m tests.test_small`"
+
+
+if __name__ == "__main__":
+    agents, readme = ROOT / "AGENTS.md", ROOT / "README.md"
+    text = agents.read_text()
+    agents.write_text(TABLE.sub(lambda match: table(text), text))
+    readme.write_text(with_sizes(readme.read_text()))

@@ -1,0 +1,256 @@
+"""watch.py: one line names where each rank stands, only if the job stands still."""
+
+import contextlib
+import inspect
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from conftest import ROOT, start, wait_for
+from torch import nn
+from torch.multiprocessing import ProcessExitedException
+from torch.utils.data import DataLoader
+
+import distributed as dist
+import watch
+
+SECONDS = 1  # without progress
+LINE = re.compile(rf"^no progress for {SECONDS} s: (.*)$", re.MULTILINE)
+
+
+def told(log):
+    """What watch.py has written into the file `log`."""
+    return LINE.findall(Path(log).read_text())
+
+
+# ---- what the two ranks do ----------------------------------------------------------------------------------------
+
+
+def backward_against_barrier(rank, log):
+    model = dist.prepare_ddp_model(nn.Linear(4, 4))
+    loss = model(torch.ones(2, 4)).sum()
+    if rank == 0:
+        torch_dist.barrier()
+    loss.backward()
+
+
+def collective_of_one_rank(rank, log):
+    if dist.is_primary():
+        dist.reduce(torch.ones(1))
+    torch_dist.broadcast(torch.ones(1), src=1)
+
+
+class Unreadable:
+    """A dataset on a disk that does not answer to rank 1."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if dist.get_rank() == 1:
+            threading.Event().wait()
+        return index
+
+
+def data_loader(rank, log):
+    for _ in DataLoader(Unreadable(), num_workers=1):
+        dist.barrier()
+
+
+def compute_until_told(log, lines):
+    end = time.monotonic() + 60
+    while len(told(log)) < lines and time.monotonic() < end:
+        torch.rand(100, 100) @ torch.rand(100, 100)
+
+
+def long_computations(rank, log):
+    """Of rank 0, of rank 1, and of rank 0 again."""
+    for lines in (1, 2, 3):
+        if rank == (lines - 1) % 2:
+            compute_until_told(log, lines)
+        dist.barrier()
+
+
+def slow_steps(rank, log):
+    """Whenever someone looks, rank 0 waits for rank 1 in the same line of backward."""
+    model = dist.prepare_ddp_model(nn.Linear(4, 4))
+    for _ in range(6):
+        loss = model(torch.ones(2, 4)).sum()
+        if rank == 1:
+            time.sleep(0.3 * SECONDS)
+        loss.backward()
+
+
+def one_instruction(rank, log):
+    """A loop of which whoever looks sees the same instruction of one call."""
+    matrix = torch.eye(1000)
+    end = time.monotonic() + 3 * SECONDS
+    while time.monotonic() < end:
+        matrix = matrix @ matrix
+
+
+def one_step(rank, log):
+    dist.barrier()
+
+
+def leave(rank, log):
+    """The thread ends with the process group."""
+    (thread,) = [thread for thread in threading.enumerate() if thread.name.endswith("(_watch)")]
+    assert thread.daemon
+    dist.cleanup()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+def main_worker(local_rank, world_size, case, log, ends):
+    sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115 - open until the process ends
+    if not ends and local_rank == 0:
+        threading.Thread(target=end_when_told, args=(log,), daemon=True).start()
+    dist.init_process_group()
+    store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store.set(f"watch place {local_rank}", "in the processes before a restart")
+    watch.start()
+    case(local_rank, log)
+
+
+def end_when_told(log):
+    end = time.monotonic() + 60
+    while not told(log) and time.monotonic() < end:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---- the jobs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """Run a job of two processes; returns what watch.py has told. If it stands still, it is ended once that is told."""
+    log = tmp_path / "job.log"
+    log.touch()
+
+    def call(case, seconds=SECONDS, ends=True):
+        monkeypatch.setenv("WATCH_SECONDS", str(seconds))
+        expected = contextlib.nullcontext()
+        if not ends:
+            expected = pytest.raises(ProcessExitedException, match="rank 0 was killed by SIGKILL")
+        with expected:
+            dist.launch(main_worker, case, log, ends, nprocs=2)
+        return told(log)
+
+    return call
+
+
+def place(function, source):
+    """How the line of `source` in `function` is described."""
+    lines, first = inspect.getsourcelines(function)
+    (number,) = [first + i for i, line in enumerate(lines) if line.strip() == source]
+    return f"in {Path(__file__).name}:{number} {source}"
+
+
+@pytest.mark.parametrize(
+    ("case", "sources"),
+    [
+        (backward_against_barrier, ("torch_dist.barrier()", "loss.backward()")),
+        (collective_of_one_rank, ("dist.reduce(torch.ones(1))", "torch_dist.broadcast(torch.ones(1), src=1)")),
+        (data_loader, ("dist.barrier()", "for _ in DataLoader(Unreadable(), num_workers=1):")),
+    ],
+)
+def test_a_line_names_the_place_of_every_rank(case, sources, job):
+    """The line of the script is named, also if it calls a helper or a library."""
+    first, second = (place(case, source) for source in sources)
+    assert job(case, ends=False) == [f"rank 0 {first} | rank 1 {second}"]
+
+
+def test_a_rank_that_computes_for_long_is_named_and_the_job_continues(job):
+    waits = place(long_computations, "dist.barrier()")
+    computes = "computing, or ended"
+    first, second = f"rank 0 {computes} | rank 1 {waits}", f"rank 0 {waits} | rank 1 {computes}"
+    assert job(long_computations) == [first, second, first]
+
+
+def test_the_lowest_rank_tells_once_for_all(capsys):
+    """Also if several ranks look at the same moment."""
+    store = torch_dist.HashStore()
+    for rank in (1, 3):
+        store.set(f"watch place {rank}", "in a line")
+    assert not watch._tell(store, 3, 4)
+    assert capsys.readouterr().err == ""
+    assert watch._tell(store, 1, 4)
+    line = "rank 0 computing, or ended | rank 1 in a line | rank 2 computing, or ended | rank 3 in a line"
+    assert capsys.readouterr().err == f"no progress for 30 s: {line}\n"
+    assert watch._tell(store, 3, 4)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("case", [slow_steps, one_instruction])
+def test_a_loop_that_is_always_seen_at_the_same_place_is_not_called_still(case, job):
+    assert job(case) == []
+
+
+def test_the_thread_ends_with_the_process_group(job):
+    assert job(leave) == []
+
+
+def test_the_job_ends_while_the_thread_sleeps(job):
+    """It looks every 100 s."""
+    begin = time.monotonic()
+    assert job(one_step, seconds=1000) == []
+    assert time.monotonic() - begin < 50
+
+
+def test_a_single_process_is_not_watched():
+    threads = threading.enumerate()
+    watch.start()
+    assert threading.enumerate() == threads
+
+
+def test_a_look_takes_far_less_than_a_thousandth_of_the_time():
+    def look_from(depth):
+        if depth:
+            look_from(depth - 1)
+            return
+        for _ in range(100):
+            watch._place_of(threading.get_ident())
+            watch._work_done(time.CLOCK_PROCESS_CPUTIME_ID)
+
+    begin = time.thread_time()
+    look_from(depth=50)
+    assert (time.thread_time() - begin) / 100 < watch.LOOK_SECONDS / 5000
+
+
+ALONE = """
+import torch
+import torch.distributed as dist
+import watch
+
+dist.init_process_group("gloo")
+watch.start()
+if dist.get_rank() == 0:
+    dist.all_reduce(torch.ones(1))
+dist.barrier()
+"""
+
+
+def test_the_file_alone_under_torchrun(tmp_path):
+    shutil.copy(ROOT / "watch.py", tmp_path)
+    (tmp_path / "train.py").write_text(ALONE)
+    log = tmp_path / "job.log"
+    log.touch()
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "train.py")
+    process = start(*command, cwd=tmp_path, env={"PYTHONPATH": "", "WATCH_SECONDS": str(SECONDS)}, log=log)
+    try:
+        wait_for(lambda: told(log), process, timeout=60)
+    finally:
+        process.terminate()
+        process.wait()
+    ranks = ["rank 0 in train.py:9 dist.all_reduce(torch.ones(1))", "rank 1 in train.py:10 dist.barrier()"]
+    assert told(log) == [" | ".join(ranks)]
