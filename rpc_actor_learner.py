@@ -198,9 +198,9 @@ def reinforce(episodes):
 
 
 def discounted_returns(steps):
-    """The return of each step of an episode in which each step is rewarded with 1: a geometric sum."""
-    steps_to_the_end = torch.arange(steps, 0, -1)
-    return (1 - DISCOUNT**steps_to_the_end) / (1 - DISCOUNT)
+    """The return of each step of an episode in which each step is rewarded with 1."""
+    from_the_end = (DISCOUNT ** torch.arange(steps)).cumsum(dim=0)
+    return from_the_end.flip(0)
 
 
 def lose(observer):

@@ -36,7 +36,6 @@ TRANSFORMERS = [  # their losses are compared with those on CPUs
     ("min_2D.py", *STEPS, "--tensor", GPUS, "--checkpoint-activations"),
     ("min_3D.py", *STEPS),
     ("min_AllReduce.py", *STEPS, "--clip", 1),
-    ("min_AllReduce.py", *STEPS, "--library"),
     ("min_CP.py", *STEPS),
     ("min_CP.py", *STEPS, "--attention", "all-gather"),
     ("min_DiLoCo.py", *STEPS, "--sync-every", 5),

@@ -103,8 +103,7 @@ processes
         --nproc 2 | unrecognized arguments: --nproc 2
     """,
     "min_AllReduce.py": """
-        --compress powersgd | argument --compress: powersgd is a hook of PyTorch's DDP, add --library
-        --library | argument --library: one process sends nothing, use at least 2 (--nproc 2)
+        --compress powersgd | argument --compress: invalid choice: 'powersgd' (choose from 'none', 'bf16')
         --nproc 2 --accumulate 3 --global-batch-size 16 | argument --global-batch-size: 16 is not a multiple of 6, \
 the number of processes times --accumulate
     """,

@@ -1433,7 +1433,7 @@ def tiny_llama(change=None):
         whole.load_state_dict(whole.state_dict())
         if change:
             change(whole)
-        return llm_FSDP.make_model(whole, config, args), copy.deepcopy(whole), args
+        return llm_FSDP.make_model(whole, whole, args), copy.deepcopy(whole), args
 
 
 def changed(build, change):

@@ -137,7 +137,7 @@ def count_worker(local_rank, world_size):
     # Blocks are gathered twice and the rest once, and all is reduced, which takes twice as much on gloo.
     report(min_FSDP, (N - 1) / N * 4 * (4 * blocks + 3 * (n_params - blocks)), **whole)
     report(min_ZeRO, on_gloo * ddp)
-    report(min_AllReduce, ddp, bucket_mb=0.05, compress="none", accumulate=2, library=False)
+    report(min_AllReduce, ddp, bucket_mb=0.05, compress="none", accumulate=2)
     matrices, rest = min_Muon.split_params(model)
     parts = [sum(matrix.numel() for matrix in part) for part in min_Muon.deal(matrices, N)]
     n_rest = sum(param.numel() for param in rest)
