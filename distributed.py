@@ -426,15 +426,18 @@ def _run_worker(worker_fn, *args):
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     try:
         worker_fn(get_local_rank(), get_world_size(), *args)
-    except DistributedError as error:
-        if error.on_all_ranks and under_torchrun and not is_primary():
-            raise SystemExit(1) from None  # rank 0 prints the line
-        raise SystemExit(str(error)) from None
-    except Exception:
+    except Exception as error:
+        is_a_line = isinstance(error, DistributedError)
+        if is_a_line and not under_torchrun:
+            raise SystemExit(str(error)) from None
         if not under_torchrun:
             raise
-        # Leave at once. At Python's own end this rank might wait for its peers, which wait for it.
-        traceback.print_exc()
+        if not is_a_line:
+            traceback.print_exc()
+        elif is_primary() or not error.on_all_ranks:
+            print(error, file=sys.stderr, flush=True)
+        # Leave at once. At Python's own end this rank might wait for its peers, which wait for it, and a thread of
+        # gloo that runs then would abort the process.
         sys.stdout.flush()
         os._exit(1)
     cleanup()

@@ -129,7 +129,7 @@ def train(model, rows, held_out, args):
         preemption = checkpoint.Preemption()
         first_step = sharded.load(args.checkpoint_dir, model, optimizer, **parts)
     if first_step >= steps:
-        dist.print_primary(f"no step is left: the checkpoint has {first_step} steps, and --epochs gives {steps}")
+        dist.print_primary(f"no steps are left: the checkpoint has {first_step} steps, and --epochs gives {steps}")
     evaluate(model, held_out, f"step {first_step}/{steps}", args)
     taken, start = [], time.perf_counter()
     for step in range(first_step, steps):
@@ -420,7 +420,7 @@ def refuse_unknown_tokens(found, whole, tokenizer, args):
     if token >= n_embeddings:
         line = f"--model {args.model}: token {token}, {tokenizer.decode(token)!r}, of the data has no embedding"
         sizes = f"the tokenizer has {len(tokenizer)} tokens, and the model {n_embeddings} embeddings"
-        raise dist.DistributedError(f"{line}: {sizes}: call resize_token_embeddings and save it, before all")
+        raise dist.DistributedError(f"{line}: {sizes}: resize them first, by resize_token_embeddings")
 
 
 def warn_if_answers_do_not_end(found, generation_config, tokenizer):

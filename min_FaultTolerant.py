@@ -21,7 +21,7 @@ do so at once, one of them succeeds, and the other reads what has happened. Step
 from 1 in printed lines:
 
     "8"  ->  "9"           by the last voter: step 8 is committed
-    "8"  ->  "9 closed"    by the last voter: the same, and the quorum ends, for a new process waits or all is done
+    "8"  ->  "9 closed"    by the last voter: the same, and the quorum ends, because a new process waits or all is done
     "8"  ->  "8 closed"    by anyone who sees a failure: step 8 is not committed, and the quorum ends
 
 This value decides, not what a process has seen itself. A member can die before its vote, after it, or between the

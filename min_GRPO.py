@@ -17,7 +17,7 @@ answers to each prompt. A program rewards each answer with 1 or 0. An answer is 
 The answers of a group are on one rank, so advantages need no communication. Generation uses the model without its DDP
 wrapper, so it needs none either, and ranks may finish at different times. The update makes them wait for each other.
 The random numbers depend on the seed, the step and the prompt's index alone, so the number of processes changes the
-answers only by rounding.
+answers only by rounding. Begin to read at `train`.
 
 Let A be the advantage of an answer, p the probability that the model gives to one of its bytes, and r = p / (p when the
 byte was drawn). The loss of a step is one fraction over the bytes of all answers of all ranks:
@@ -46,18 +46,18 @@ keys and values take 8·layers·width·R·T bytes.
     python min_GRPO.py --nproc 2 --inner-steps 2 --save model.pt     # answers used twice; saved for min_Generate.py
     torchrun --standalone --nproc-per-node 2 min_GRPO.py
 
-It prints after the first step, and after every --log-every steps, a line like
+It prints after the first step, and after every tenth step, a line like
 `step 100 | reward 0.920 | held-out 0.996 | no signal 0.63 | mismatch 7e-08 | clipped 0.000 | 6,902 answers/s`. The
 reward is the mean over the answers since the last line. Held-out is the share of 256 further prompts that greedy
-decoding solves, which takes the most probable byte each time. With fewer --digits there are fewer prompts, and training
-draws more of the held-out ones too: 2 of 256 with --digits 8, 62 with --digits 6.
+decoding solves, which takes the most probable byte each time. There are so many prompts of up to 8 digits that training
+draws only 2 of these 256.
 "No signal" is the share of groups whose answers are all equally good, which teach nothing. Mismatch is the mean of
-|r - 1| at the first inner step: if it is above 1e-5, the model that is trained differs from the model that drew, by a
-temperature, a type or a mask. Clipped is the share of bytes whose ratio is clipped at the last inner step.
+|r - 1| over all bytes at the first inner step: if it is above 1e-5, the model that is trained differs from the model
+that drew, by a temperature, a type or a mask. Clipped is the share of all bytes whose ratio is clipped at the last
+inner step.
 """
 
 import copy
-import math
 import random
 import time
 
@@ -70,69 +70,59 @@ import generate
 import gpt
 import options
 
+DIGITS = 8  # most in a prompt
+LONGEST = DIGITS + 2  # bytes of an answer
+SIZES = {"layers": 2, "width": 64, "heads": 4, "length": DIGITS + 1 + LONGEST}  # of the model
 STOP = ord("\n")  # ends each answer
+FLAWED = 0.8  # the share of the teacher's answers that get a mistake
 IMITATION_LR = 0.002
 HELD_OUT = 256  # prompts
+LOG_EVERY = 10  # steps
 
 
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    count = options.whole_number(1)
-    parser.add_argument("--layers", type=count, default=2, help="blocks of attention and MLP")
-    parser.add_argument("--width", type=count, default=64, help="features per byte")
-    parser.add_argument("--heads", type=count, default=4, help="attention heads per block")
-    parser.add_argument("--digits", type=options.whole_number(3, 100), default=8, help="most digits in a prompt")
-    parser.add_argument("--imitation-steps", type=options.whole_number(0), default=300, help="steps of imitation")
-    parser.add_argument(
-        "--flawed", type=options.number(0, 1), default=0.8, help="share of the teacher's answers that get a mistake"
-    )
-    parser.add_argument("--steps", type=count, default=100, help="steps of reinforcement learning")
-    parser.add_argument(
-        "--prompts",
-        type=count,
-        help="prompts per step, over all processes (default: 32, rounded up so that these can split them evenly)",
-    )
-    parser.add_argument("--samples", type=options.whole_number(2), default=8, help="answers to each prompt, a group")
-    parser.add_argument("--temperature", type=options.positive_number, default=1.0, help="temperature of drawn answers")
-    parser.add_argument("--inner-steps", type=count, default=1, help="optimizer steps on the answers of one step")
-    parser.add_argument("--low", type=options.number(0), default=0.2, help="clip the ratio at 1 minus this")
-    parser.add_argument("--high", type=options.number(0), default=0.28, help="clip the ratio at 1 plus this")
-    parser.add_argument("--kl", type=options.number(0), default=0.0, help="weight of the KL divergence")
-    parser.add_argument(
-        "--deviation", action="store_true", help="divide advantages by the standard deviation of the group's rewards"
-    )
-    parser.add_argument("--lr", type=options.positive_number, default=0.0003, help="learning rate")
-    parser.add_argument("--clip", type=options.positive_number, help="clip the global gradient norm to this value")
-    parser.add_argument("--log-every", type=count, default=10, help="print every N steps", metavar="N")
-    parser.add_argument(
-        "--seed", type=options.whole_number(0, 2**32 - 1), default=0, help="random seed of all that is drawn"
-    )
-    parser.add_argument("--save", help="write the trained model to this file, for min_Generate.py", metavar="FILE")
-    parser.add_nproc()
-    args = parser.parse_args()
-    if args.prompts is None:
-        args.prompts = math.ceil(32 / args.nproc) * args.nproc
-    if args.prompts % args.nproc:
-        parser.error(f"argument --prompts: {args.prompts} is not a multiple of {args.nproc}, the number of processes")
-    if args.width % args.heads:
-        parser.error(f"argument --width: {args.width} is not a multiple of {args.heads}, the number of heads")
-    if args.save is not None:
-        checkpoint.check_writable("--save", args.save)
-    return args
+# ---- reinforcement learning ---------------------------------------------------------------------------------------
 
 
-# ---- the update ---------------------------------------------------------------------------------------------------
+def train(model, args):
+    reference = None
+    if args.kl:
+        reference = copy.deepcopy(dist.unwrapped(model)).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    recent = []  # this process's sums of each step since the last line
+    start = time.perf_counter()
+    for step in range(args.steps):
+        tokens, answered, old, rewards = draw_answers(dist.unwrapped(model), step, args)
+        advantages = advantages_of(rewards, args.samples)
+        counts = update(model, optimizer, reference, tokens, answered, old, advantages, args)
+        no_signal = (advantages.view(-1, args.samples) == 0).all(dim=1)
+        checked = torch.stack([rewards.sum(), no_signal.sum()])  # on the CPU
+        recent.append(torch.cat([counts, gpt.to_device(checked, counts.device)]))
+        if step == 0 or (step + 1) % LOG_EVERY == 0 or step + 1 == args.steps:
+            print_line(step, recent, start, model, args)
+            recent = []
+            start = time.perf_counter()
 
 
-def advantages_of(rewards, args):
+def draw_answers(model, step, args):
+    """Draw answers to this process's prompts. Returns what generate.generate returns, and the rewards, on the CPU."""
+    prompts = own(make_prompts(f"step {step}", args.prompts, args.seed))
+    drawn = []
+    for number in own(range(args.prompts)):
+        drawn.append(generate.uniform(f"{args.seed} {step} {number}", args.samples, LONGEST))
+    drawn = gpt.to_device(torch.cat(drawn), dist.get_device())
+    tokens, answered, log_probabilities = generate.generate(model, prompts, drawn, STOP, args.temperature, args.samples)
+    rewards = []
+    for row, answer in enumerate(generate.generated_bytes(tokens, answered)):
+        rewards.append(reward(prompts[row // args.samples], answer))
+    return tokens, answered, log_probabilities, torch.tensor(rewards)
+
+
+def advantages_of(rewards, samples):
     """How much better than the mean of its group each answer is: (answers,)."""
-    groups = rewards.view(-1, args.samples)
+    groups = rewards.view(-1, samples)
     advantages = groups - groups.mean(dim=1, keepdim=True)
     all_equal = groups.amax(dim=1, keepdim=True) == groups.amin(dim=1, keepdim=True)
-    advantages = advantages.masked_fill(all_equal, 0)  # their mean may be rounded: eight times 0.3 is an example
-    if args.deviation:  # this favours prompts that are nearly always, or nearly never, solved (arXiv:2503.20783)
-        advantages = advantages / (groups.std(dim=1, keepdim=True) + 1e-4)
-    return advantages.flatten()
+    return advantages.masked_fill(all_equal, 0).flatten()  # their mean may be rounded: eight times 0.3 is an example
 
 
 def policy_loss(ratio, advantages, args):
@@ -155,13 +145,12 @@ def update(model, optimizer, reference, tokens, answered, old, advantages, args)
     bytes that are clipped at the last one, and the bytes.
     """
     n_bytes = dist.all_reduce(answered.sum())  # over all ranks, so that each byte weighs the same
-    rows = gpt.to_device(rows_to_train(advantages, args), tokens.device)
-    advantages = gpt.to_device(advantages, tokens.device)[rows, None]
-    tokens, answered, old = tokens[rows], answered[rows], old[rows, 1:]
+    advantages = gpt.to_device(advantages, tokens.device)[:, None]
+    in_loss = answered[:, 1:]  # byte t + 1 is predicted from the bytes up to t
+    old = old[:, 1:]
     if args.kl:
         with torch.no_grad():
             reference_log = log_probabilities_of(reference, tokens, answered, args.temperature)
-    in_loss = answered[:, 1:]  # byte t + 1 is predicted from the bytes up to t
     for inner_step in range(args.inner_steps):
         new = log_probabilities_of(model, tokens, answered, args.temperature)
         ratio = (new - old).exp()
@@ -171,8 +160,6 @@ def update(model, optimizer, reference, tokens, answered, old, advantages, args)
         loss = (losses * in_loss).sum() / n_bytes
         optimizer.zero_grad()
         (loss * dist.get_world_size()).backward()  # DDP divides by the world size, so multiply by it
-        if args.clip:
-            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         if inner_step == 0:
             mismatch = ((ratio.detach() - 1).abs() * in_loss).sum()
@@ -180,17 +167,6 @@ def update(model, optimizer, reference, tokens, answered, old, advantages, args)
     too_low = (ratio < 1 - args.low) & (advantages < 0)
     clipped = ((too_high | too_low) & in_loss).sum()
     return torch.stack([mismatch.double(), clipped.double(), in_loss.sum().double()])
-
-
-def rows_to_train(advantages, args):
-    """Leave out answers without a gradient: those that are as good as the mean of their group, unless --kl is given."""
-    if args.kl:
-        return torch.arange(len(advantages))
-    rows = advantages.nonzero()[:, 0]
-    if len(rows) == 0:
-        # Every rank must take part in the update, because the others wait for its gradients. Those of this row are 0.
-        return torch.tensor([0])
-    return rows
 
 
 def log_probabilities_of(model, tokens, answered, temperature):
@@ -204,42 +180,27 @@ def log_probabilities_of(model, tokens, answered, temperature):
     return torch.where(answered[:, 1:], log_probabilities, 0)
 
 
-# ---- draw answers and check them ----------------------------------------------------------------------------------
-
-
-def draw_answers(model, step, args):
-    """Draw answers to this process's prompts. Returns what generate.generate returns, and the rewards, on the CPU."""
-    prompts = own(make_prompts(f"step {step}", args.prompts, args))
-    drawn = []
-    for number in own(range(args.prompts)):
-        drawn.append(generate.uniform(f"{args.seed} {step} {number}", args.samples, args.digits + 2))
-    drawn = gpt.to_device(torch.cat(drawn), dist.get_device())
-    tokens, answered, log_probabilities = generate.generate(model, prompts, drawn, STOP, args.temperature, args.samples)
-    rewards = []
-    for row, answer in enumerate(generate.generated_bytes(tokens, answered)):
-        rewards.append(reward(prompts[row // args.samples], answer))
-    return tokens, answered, log_probabilities, torch.tensor(rewards)
-
-
-def own(values):
-    """This process's share of what all processes know."""
-    return values[dist.get_rank() :: dist.get_world_size()]
-
-
-def make_prompts(name, number, args):
-    """`number` prompts, bytes, that depend on `name` and the seed alone."""
-    draw = random.Random(f"{args.seed} {name}")
-    shortest = args.digits // 2 + 1
-    prompts = []
-    for _ in range(number):
-        digits = draw.choices(b"0123456789", k=draw.randint(shortest, args.digits))
-        prompts.append(bytes(digits) + b"=")
-    return prompts
+# ---- the task -----------------------------------------------------------------------------------------------------
 
 
 def reward(prompt, answer):
     """Any program that checks an answer will do."""
     return float(answer == bytes(sorted(prompt[:-1])) + bytes([STOP]))
+
+
+def make_prompts(name, number, seed):
+    """`number` prompts, bytes, that depend on `name` and the seed alone."""
+    draw = random.Random(f"{seed} {name}")
+    prompts = []
+    for _ in range(number):
+        digits = draw.choices(b"0123456789", k=draw.randint(DIGITS // 2 + 1, DIGITS))
+        prompts.append(bytes(digits) + b"=")
+    return prompts
+
+
+def own(values):
+    """This process's share of what all processes know."""
+    return values[dist.get_rank() :: dist.get_world_size()]
 
 
 # ---- imitation ----------------------------------------------------------------------------------------------------
@@ -249,8 +210,8 @@ def imitate(model, args):
     """Train on the answers of the teacher."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=IMITATION_LR, fused=True)
     for step in range(args.imitation_steps):
-        prompts = make_prompts(f"imitate {step}", 2 * args.prompts, args)
-        answers = teacher_answers(prompts, step, args)
+        prompts = make_prompts(f"imitate {step}", 2 * args.prompts, args.seed)
+        answers = teacher_answers(prompts, f"{args.seed} teacher {step}")
         tokens, answered = make_rows(own(prompts), own(answers))
         n_bytes = dist.all_reduce(answered.sum())
         loss = -log_probabilities_of(model, tokens, answered, 1.0).sum() / n_bytes
@@ -259,14 +220,14 @@ def imitate(model, args):
         optimizer.step()
 
 
-def teacher_answers(prompts, step, args):
-    """Sorted digits. In a share of --flawed two neighbours are exchanged."""
-    draw = random.Random(f"{args.seed} teacher {step}")
+def teacher_answers(prompts, name):
+    """Sorted digits. In a share of FLAWED two neighbours are exchanged."""
+    draw = random.Random(name)
     answers = []
     for prompt in prompts:
         digits = sorted(prompt[:-1])
         place = draw.randrange(len(digits) - 1)
-        if draw.random() < args.flawed:
+        if draw.random() < FLAWED:
             digits[place : place + 2] = digits[place + 1], digits[place]
         answers.append(bytes(digits) + bytes([STOP]))
     return answers
@@ -283,86 +244,75 @@ def make_rows(prompts, answers):
     return gpt.to_device(tokens, dist.get_device()), gpt.to_device(answered, dist.get_device())
 
 
-# ---- training -----------------------------------------------------------------------------------------------------
-
-
-def plain(model):
-    """Without DDP's wrapper."""
-    return dist.unwrapped(model)
+# ---- progress -----------------------------------------------------------------------------------------------------
 
 
 def evaluate(model, args):
     """The share of held-out prompts that greedy decoding solves."""
-    prompts = own(make_prompts("held-out", HELD_OUT, args))
-    unused = torch.zeros(len(prompts), args.digits + 2, dtype=torch.double, device=dist.get_device())
-    tokens, answered, _ = generate.generate(model, prompts, unused, STOP, temperature=0)
-    solved = 0
-    for prompt, answer in zip(prompts, generate.generated_bytes(tokens, answered), strict=True):
-        solved += reward(prompt, answer)
+    prompts = own(make_prompts("held-out", HELD_OUT, args.seed))
+    unused = torch.zeros(len(prompts), LONGEST, dtype=torch.double, device=dist.get_device())
+    tokens, answered, _ = generate.generate(dist.unwrapped(model), prompts, unused, STOP, temperature=0)
+    answers = generate.generated_bytes(tokens, answered)
+    solved = sum(reward(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True))
     return dist.all_reduce(torch.tensor(solved, device=dist.get_device())).item() / HELD_OUT
 
 
-def train(model, args):
-    """Reinforcement learning. Returns the rewards that it has printed."""
-    reference = None
-    if args.kl:
-        reference = copy.deepcopy(plain(model)).requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    sums = torch.zeros(5, dtype=torch.double, device=dist.get_device())  # since the last line; see print_line
-    n_steps = 0
-    printed = []
-    start = time.perf_counter()
-    for step in range(args.steps):
-        tokens, answered, old, rewards = draw_answers(plain(model), step, args)
-        advantages = advantages_of(rewards, args)
-        sums[:3] += update(model, optimizer, reference, tokens, answered, old, advantages, args)
-        sums[3] += rewards.sum().item()  # on the CPU, so the device is not waited for
-        sums[4] += (advantages.view(-1, args.samples) == 0).all(dim=1).sum().item()
-        n_steps += 1
-        if step == 0 or (step + 1) % args.log_every == 0 or step + 1 == args.steps:
-            printed.append(print_line(step, model, sums, n_steps, start, args))
-            sums.zero_()
-            n_steps = 0
-            start = time.perf_counter()
-    return printed
-
-
-def print_line(step, model, sums, n_steps, start, args):
-    """Print what `n_steps` steps gave. `sums` are this process's sums over them. Returns the mean reward."""
-    mismatch, clipped, n_bytes, rewarded, no_signal = dist.all_reduce(sums).tolist()
-    n_groups = n_steps * args.prompts
+def print_line(step, recent, start, model, args):
+    """Print what the steps since `start` gave. `recent` has this process's sums of each of them. See `train`."""
+    mismatch, clipped, n_bytes, rewarded, no_signal = dist.all_reduce(torch.stack(recent).sum(dim=0)).tolist()
+    n_groups = len(recent) * args.prompts
     n_answers = n_groups * args.samples
     speed = n_answers / (time.perf_counter() - start)
-    held_out = evaluate(plain(model), args)
+    held_out = evaluate(model, args)
     dist.print_primary(
         f"step {step + 1} | reward {rewarded / n_answers:.3f} | held-out {held_out:.3f} | "
         f"no signal {no_signal / n_groups:.2f} | mismatch {mismatch / n_bytes:.0e} | clipped {clipped / n_bytes:.3f} | "
         f"{speed:,.0f} answers/s",
         flush=True,
     )
-    return rewarded / n_answers
 
 
-def save(model, sizes, path):
-    weights = {name: value.cpu() for name, value in model.state_dict().items()}
-    with checkpoint.atomic(path) as file:
-        torch.save({"sizes": sizes, "model": weights}, file)
+# ---- the job ------------------------------------------------------------------------------------------------------
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    count = options.whole_number(1)
+    parser.add_argument("--imitation-steps", type=options.whole_number(0), default=300, help="steps of imitation")
+    parser.add_argument("--steps", type=count, default=100, help="steps of reinforcement learning")
+    parser.add_argument("--prompts", type=count, default=32, help="prompts per step, over all processes")
+    parser.add_argument("--samples", type=options.whole_number(2), default=8, help="answers to each prompt, a group")
+    parser.add_argument("--temperature", type=options.number(0.01), default=1.0, help="temperature of drawn answers")
+    parser.add_argument("--inner-steps", type=count, default=1, help="optimizer steps on the answers of one step")
+    parser.add_argument("--low", type=options.number(0), default=0.2, help="clip the ratio at 1 minus this")
+    parser.add_argument("--high", type=options.number(0), default=0.28, help="clip the ratio at 1 plus this")
+    parser.add_argument("--kl", type=options.number(0), default=0.0, help="weight of the KL divergence")
+    parser.add_argument("--lr", type=options.positive_number, default=0.0003, help="learning rate")
+    parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed of all that is drawn")
+    parser.add_argument("--save", help="write the trained model to this file, for min_Generate.py", metavar="FILE")
+    parser.add_nproc()
+    args = parser.parse_args()
+    if args.prompts < args.nproc:
+        parser.error(f"argument --prompts: {args.prompts} is less than {args.nproc}, the number of processes")
+    if args.save is not None:
+        checkpoint.check_writable("--save", args.save)
+    return args
 
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     torch.manual_seed(args.seed)  # the same weights on all ranks
-    longest = 2 * args.digits + 3  # a prompt of digits + 1 bytes, and an answer of up to digits + 2
-    sizes = {"layers": args.layers, "width": args.width, "heads": args.heads, "length": longest}
-    model = dist.prepare_ddp_model(gpt.GPT(**sizes).to(dist.get_device()))
+    model = dist.prepare_ddp_model(gpt.GPT(**SIZES).to(dist.get_device()))
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     imitate(model, args)
-    held_out = evaluate(plain(model), args)
+    held_out = evaluate(model, args)
     dist.print_primary(f"after {args.imitation_steps} steps of imitation | held-out {held_out:.3f}", flush=True)
     train(model, args)
     if args.save and dist.is_primary():
-        save(plain(model), sizes, args.save)
+        weights = {name: value.cpu() for name, value in dist.unwrapped(model).state_dict().items()}
+        with checkpoint.atomic(args.save) as file:
+            torch.save({"sizes": SIZES, "model": weights}, file)
 
 
 if __name__ == "__main__":

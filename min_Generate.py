@@ -11,7 +11,7 @@ the model does not fit on one device, several processes compute each answer toge
 
 The KV cache holds the keys and values of all earlier positions, so a new byte costs the forward of one position instead
 of all. Prompts of unequal lengths share a batch: each row has positions of its own. A row that has ended is removed
-from the batch. This loop is `generate` in gpt.py.
+from the batch. This loop is `generate` in generate.py. Begin to read here at `answer_missing`.
 
 With tensor parallelism (--tensor T) the T processes of a group split the weights of each block. Each caches the keys
 and values of its own heads only. Two all-reduces per block sum the partial outputs, so the group takes every step
@@ -20,9 +20,13 @@ texts, and no error would be raised. So the first process of the group chooses, 
 
 The random numbers of an answer depend on the seed and on its prompt's index in the file alone. So the number of
 processes and the rows beside it do not change it. Only rounding may tip a choice, and with it the rest of that answer:
-rarely in float32, more often with the TF32 of GPUs. Each process appends its answers to a file of its own in the folder
-OUTPUT.parts. At the end rank 0 writes OUTPUT in the order of the prompts. If the job is killed at any moment, run the
-same command again, with any --nproc and --tensor: it generates only the missing answers.
+rarely in float32, more often with the TF32 of GPUs.
+
+If the job is killed at any moment, run the same command again, with any --nproc, --tensor and --batch-size: it
+generates only the missing answers. Each batch of answers is a file in the folder OUTPUT.parts-DIGEST. At the end rank 0
+writes OUTPUT in the order of the prompts, and deletes the folder. The digest depends on the model, the prompts and the
+options that change answers. So a job never uses the answers of another model or other options. If you give up a job,
+delete its folder.
 
 Choose --tensor 1 if the model fits on one device, and more only if it does not, because tensor parallelism needs fast
 links. To serve many users, or models from the Hugging Face hub, choose vLLM or SGLang. They also admit new prompts
@@ -43,12 +47,12 @@ object with a "prompt", like {"prompt": "31524="}. OUTPUT, by default answers.js
 of these files. The last line that is printed is like `500 answers | 3,778 new bytes | 14,428 bytes/s`.
 """
 
+import datetime
 import functools
 import hashlib
 import json
 import mmap
 import os
-import pickle
 import shutil
 import time
 from pathlib import Path
@@ -64,59 +68,30 @@ import generate
 import gpt
 import options
 
-
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    count = options.whole_number(1)
-    parser.add_argument("--model", metavar="FILE", help="a model that min_GRPO.py --save has written")
-    parser.add_argument("--prompts", metavar="FILE", help='a file of lines like {"prompt": "31524="}')
-    parser.add_argument("--output", metavar="FILE", default="answers.jsonl", help="write the answers to this file")
-    parser.add_argument("--tensor", type=count, default=1, metavar="T", help="processes that split one model")
-    parser.add_argument("--batch-size", type=count, default=32, help="prompts that one model answers at once")
-    parser.add_argument(
-        "--new-bytes", type=count, help="most bytes of an answer (default: what the model has positions for)"
-    )
-    parser.add_argument("--stop", default="\n", help="byte that ends an answer; '' for none (default: end of the line)")
-    parser.add_argument("--temperature", type=options.number(0), default=1.0, help="0 takes the most probable byte")
-    parser.add_argument("--seed", type=options.whole_number(0, 2**32 - 1), default=0, help="random seed of the answers")
-    parser.add_argument("--log-every", type=count, default=20, help="print every N batches", metavar="N")
-    parser.add_nproc()
-    args = parser.parse_args()
-    if not args.model:
-        parser.error("argument --model: give a model's file; `python min_GRPO.py --save model.pt` makes one")
-    if not args.prompts:
-        parser.error('argument --prompts: give a file of lines like {"prompt": "31524="}')
-    for option, path in (("--model", args.model), ("--prompts", args.prompts)):
-        if not os.path.isfile(path):
-            parser.error(f"argument {option}: there is no file {path}")
-    if len(args.stop.encode()) > 1:
-        parser.error(f"argument --stop: {args.stop!r} is not one byte")
-    if args.nproc % args.tensor:
-        parser.error(f"argument --nproc: {args.nproc} is not a multiple of {args.tensor}, --tensor")
-    checkpoint.check_writable("--output", args.output)
-    return args
+LOG_EVERY = 20  # batches
 
 
 # ---- answer the prompts -------------------------------------------------------------------------------------------
 
 
-def answer_missing(model, prompts, answers, group, file, args):
-    """Answer this process's share of the prompts that are not in `answers`, and append the answers to `file`.
+def answer_missing(model, prompts, answers, group, folder, args):
+    """Answer this process's share of the prompts that are not in `answers`. Each batch becomes a file in `folder`.
 
     Returns the number of new bytes.
     """
     choose = generate.choose
     if args.tensor > 1:
         choose = functools.partial(choose_together, group)
-    share = dist.get_rank() // args.tensor
-    n_shares = dist.get_world_size() // args.tensor
-    is_first_of_group = dist.get_rank() % args.tensor == 0
+    stop = os.fsencode(args.stop)
+    stop_byte = stop[0] if stop else None
     missing = [number for number in range(len(prompts)) if number not in answers]
     # Prompts of similar lengths share a batch, so there is little padding. The longest come first, since these may need
     # more memory than there is.
     missing.sort(key=lambda number: len(prompts[number]), reverse=True)
+    share = dist.get_rank() // args.tensor
+    n_shares = dist.get_world_size() // args.tensor
     own = missing[share::n_shares]
-    stop = ord(args.stop) if args.stop else None
+    is_first_of_group = dist.get_rank() % args.tensor == 0
     n_new = 0
     for first in range(0, len(own), args.batch_size):
         numbers = own[first : first + args.batch_size]
@@ -124,12 +99,12 @@ def answer_missing(model, prompts, answers, group, file, args):
         drawn = torch.cat([generate.uniform(f"{args.seed} {number}", 1, args.new_bytes) for number in numbers])
         drawn = gpt.to_device(drawn, dist.get_device())
         batch = [prompts[number] for number in numbers]
-        tokens, generated, _ = generate.generate(model, batch, drawn, stop, args.temperature, choose=choose)
+        tokens, generated, _ = generate.generate(model, batch, drawn, stop_byte, args.temperature, choose=choose)
         new = generate.generated_bytes(tokens, generated)
         if is_first_of_group:  # the others have the same answers
-            append(file, numbers, [answer.removesuffix(args.stop.encode()) for answer in new])
+            write_part(folder, numbers, [answer.removesuffix(stop) for answer in new])
             n_new += sum(len(answer) for answer in new)
-        if (first // args.batch_size + 1) % args.log_every == 0:
+        if (first // args.batch_size + 1) % LOG_EVERY == 0:
             dist.print_primary(f"rank 0 has answered {first + len(numbers):,} of its {len(own):,} prompts", flush=True)
     return n_new
 
@@ -147,20 +122,14 @@ def choose_together(group, logits, drawn, temperature):
 # ---- split the model ----------------------------------------------------------------------------------------------
 
 
-def make_tensor_group(args):
-    """The group of the processes that split a model with this one; None if models are whole."""
-    if args.tensor == 1:
-        return None
-    shape = (dist.get_world_size() // args.tensor, args.tensor)
-    mesh = init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("data", "tensor"))
-    return mesh.get_group("tensor")
-
-
-def split_layers(model, group, args):
-    """Keep this process's part of each block: Y = f(X A) B = Σ_i f(X A_i) B_i, as in min_TP.py.
+def split_layers(model, args):
+    """Keep this process's part of each block: Y = f(X A) B = Σ_i f(X A_i) B_i, as in min_TP.py. Returns the group.
 
     The sums are made by hand, because DTensor takes several times as long for a step of one byte.
     """
+    shape = (dist.get_world_size() // args.tensor, args.tensor)
+    mesh = init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("data", "tensor"))
+    group = mesh.get_group("tensor")
     part = dist.get_rank() % args.tensor
 
     def keep_outputs(linear):
@@ -185,6 +154,56 @@ def split_layers(model, group, args):
         keep_inputs(block.attention.out)
         keep_outputs(block.mlp.up)
         keep_inputs(block.mlp.down)
+    return group
+
+
+# ---- parts: nothing is generated twice ----------------------------------------------------------------------------
+
+
+def write_part(folder, numbers, answers):
+    """A file that is whole or missing after a kill. Its name is its first number, which no other part has."""
+    texts = [answer.decode(errors="replace") for answer in answers]
+    part = list(zip(numbers, texts, strict=True))
+    with checkpoint.atomic(folder / f"{numbers[0]}.json") as file:
+        file.write(json.dumps(part).encode())
+
+
+def read_parts(folder, n_prompts):
+    """The answers that all processes of all runs have written, by the number of their prompt."""
+    answers = {}
+    for path in folder.glob("*.json"):
+        text = path.read_bytes()
+        try:
+            for number, answer in json.loads(text):
+                if number not in range(n_prompts) or not isinstance(answer, str):
+                    raise ValueError
+                answers[number] = answer
+        except (ValueError, TypeError, RecursionError):
+            raise dist.DistributedError(f"{path} is damaged: delete it, and run the same command again") from None
+    return answers
+
+
+def merge(records, folder, args):
+    """Write all answers in the order of the prompts, and delete the parts."""
+    answers = read_parts(folder, len(records))
+    n_missing = len(records) - len(answers)
+    if n_missing:
+        raise dist.DistributedError(f"{folder} lacks {n_missing} answers: all machines must share this folder")
+    lines = [json.dumps({**record, "answer": answers[number]}) + "\n" for number, record in enumerate(records)]
+    text = "".join(lines).encode()
+    if not os.path.exists(args.output):
+        with checkpoint.atomic(args.output) as file:
+            file.write(text)
+    elif Path(args.output).read_bytes() != text:  # equal if the job was killed after it had written them
+        refuse_to_overwrite(args)
+    shutil.rmtree(folder)
+
+
+def refuse_to_overwrite(args):
+    raise dist.DistributedError(f"{args.output} exists already: move it, and run the same command again")
+
+
+# ---- the model and the prompts ------------------------------------------------------------------------------------
 
 
 def load_model(args):
@@ -197,39 +216,41 @@ def load_model(args):
         saved = torch.load(args.model, map_location="cpu", mmap=True, weights_only=True)
         with torch.device("meta"):
             model = gpt.GPT(**saved["sizes"])
+            model(torch.zeros(1, 1, dtype=torch.long))  # fails if the sizes do not fit each other
         model.load_state_dict(saved["model"], assign=True)
         n_heads = saved["sizes"]["heads"]
         if n_heads % args.tensor:
             error = f"--tensor {args.tensor} does not divide the model's {n_heads} heads"
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError):
+    except Exception:  # whatever a file leads to that is no model
         error = f"{args.model} is not a file that min_GRPO.py --save has written, or it is damaged"
     dist.raise_on_all(error)
     return model.eval()  # this model has no dropout; yours may have
 
 
-# ---- files --------------------------------------------------------------------------------------------------------
+def read_prompts(path):
+    """The objects of all lines."""
+    records = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line)
+                json.dumps(record)  # as `merge` will do, when it is too late to find that it cannot be written
+                is_prompt = len(record["prompt"].encode()) > 0
+            except Exception:  # whatever a line leads to that is no such object
+                is_prompt = False
+            if not is_prompt:
+                raise dist.DistributedError(f'{path}, line {number}: not a JSON object with a "prompt" that has text')
+            records.append(record)
+    if not records:
+        raise dist.DistributedError(f"{path} has no prompts")
+    return records
 
 
-def on_rank_0(function, *args):
-    """Call `function(*args)` on rank 0 only. Every rank gets its result, or its DistributedError.
-
-    Every rank must call `on_rank_0`.
-    """
-    result, error = None, None
-    if dist.is_primary():
-        try:
-            result = function(*args)
-        except (OSError, dist.DistributedError) as failure:
-            error = str(failure)
-    dist.raise_on_all(error)
-    return dist.broadcast_object(result)
+# ---- the job ------------------------------------------------------------------------------------------------------
 
 
-def prepare(n_positions, digest, folder, args):
-    """Returns the objects of --prompts, the number of new bytes, and the answers by number that `folder` has already.
-
-    The answers are None if all was done before. Raises DistributedError if `folder` has answers with other options.
-    """
+def prepare(n_positions, args):
+    """Returns the objects of --prompts, the number of new bytes, the folder of parts, and the answers in it."""
     records = read_prompts(args.prompts)
     longest = max(len(record["prompt"].encode()) for record in records)
     new_bytes = args.new_bytes or n_positions - longest
@@ -238,41 +259,13 @@ def prepare(n_positions, digest, folder, args):
             f"the model has {n_positions} positions, which are too few for the longest prompt of {longest} bytes and "
             f"--new-bytes {max(new_bytes, 1)}"
         )
-    used = {"new-bytes": new_bytes, "stop": args.stop, "temperature": args.temperature, "seed": args.seed}
-    used["model"] = digest
-    used["prompts"] = hashlib.sha256(json.dumps(records).encode()).hexdigest()
-    compare_options(folder, used)
-    if os.path.exists(args.output):
-        exists = dist.DistributedError(f"{args.output} exists already: move it, or choose another --output")
-        is_of_these_options = (folder / "options.json").exists()
-        if is_of_these_options and not has_all_answers(args.output, records):
-            raise exists
-        if folder.exists():  # the job was killed after it had written the output
-            delete_parts(folder)
-        if not is_of_these_options:
-            raise exists
-        return records, new_bytes, None
+    used = [digest_of(args.model), digest_of(args.prompts), new_bytes, args.stop, args.temperature, args.seed]
+    folder = Path(f"{args.output}.parts-{hashlib.sha256(repr(used).encode()).hexdigest()[:12]}")
+    answers = read_parts(folder, len(records))
+    if os.path.exists(args.output) and len(answers) < len(records):
+        refuse_to_overwrite(args)
     folder.mkdir(exist_ok=True)
-    with checkpoint.atomic(folder / "options.json") as file:
-        file.write(json.dumps(used).encode())
-    return records, new_bytes, read_parts(folder)
-
-
-def read_prompts(path):
-    records = []
-    with open(path, encoding="utf-8", errors="surrogateescape") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                record = json.loads(line)
-                is_record = isinstance(record, dict) and len(record["prompt"].encode()) > 0
-            except (ValueError, KeyError, AttributeError):
-                is_record = False
-            if not is_record:
-                raise dist.DistributedError(f'{path}, line {number}: not a JSON object with a "prompt" that has text')
-            records.append(record)
-    if not records:
-        raise dist.DistributedError(f"{path} has no prompts")
-    return records
+    return records, new_bytes, folder, answers
 
 
 def digest_of(path):
@@ -280,132 +273,71 @@ def digest_of(path):
         return hashlib.sha256(content).hexdigest()
 
 
-def digest_on_all_machines(path):
-    """The digest of a file. Raises DistributedError on every rank if the machines do not have the same file."""
-    digest = digest_of(path) if dist.get_local_rank() == 0 else None
-    digests = [digest for digest in dist.gather_objects(digest) if digest]
-    if len(set(digests)) > 1:
-        raise dist.DistributedError(f"{path} differs between machines: copy one file to all", on_all_ranks=True)
-    return digests[0]
+def on_rank_0(function, *args):
+    """Call `function(*args)` on rank 0 only. Every rank gets its result, or its error as a DistributedError.
 
-
-def compare_options(folder, used):
-    path = folder / "options.json"
-    if not path.exists():
-        return
-    before = json.loads(path.read_bytes())
-    for name, value in used.items():
-        if before.get(name) != value:
-            raise dist.DistributedError(
-                f"{folder} has answers with another --{name}: use the same one, delete the folder, or change --output"
-            )
-
-
-def repair_part(path):
-    """Remove the last line if a kill has torn it."""
-    path.touch()
-    whole_lines, newline, _ = path.read_bytes().rpartition(b"\n")
-    os.truncate(path, len(whole_lines + newline))
-
-
-def append(file, numbers, answers):
-    """Write a line [number, answer] for each answer. Written lines survive a kill."""
-    lines = b""
-    for number, answer in zip(numbers, answers, strict=True):
-        lines += json.dumps([number, answer.decode(errors="replace")]).encode() + b"\n"
-    try:
-        is_complete = file.write(lines) == len(lines)
-        reason = "the disk is full"
-    except OSError as error:
-        is_complete = False
-        reason = error.strerror
-    if not is_complete:
-        raise dist.DistributedError(f"cannot write {file.name}: {reason}: make room, and run the same command again")
-
-
-def read_parts(folder):
-    """The answers that all processes of all runs have written, by their number."""
-    answers = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        whole_lines, _, _ = path.read_bytes().rpartition(b"\n")  # without a line that a kill has torn
-        for line in whole_lines.splitlines():
-            try:
-                number, answer = json.loads(line)
-            except ValueError:
-                raise dist.DistributedError(f"{path} is damaged: delete it, and run the same command again") from None
-            answers[number] = answer
-    return answers
-
-
-def merge(records, folder, args):
-    """Write all answers in the order of the prompts, and delete the parts."""
-    answers = read_parts(folder)
-    n_missing = len(records) - len(answers)
-    if n_missing:
-        raise dist.DistributedError(f"{folder} lacks {n_missing} answers: all machines must share this folder")
-    with checkpoint.atomic(args.output) as file:
-        for number, record in enumerate(records):
-            file.write(json.dumps({**record, "answer": answers[number]}).encode() + b"\n")
-    delete_parts(folder)
-
-
-def has_all_answers(path, records):
-    """Is this what `merge` writes for these prompts?"""
-    lines = Path(path).read_bytes().splitlines()
-    if len(lines) != len(records):
-        return False
-    for line, record in zip(lines, records, strict=True):
+    Every rank must call `on_rank_0`.
+    """
+    result, error = None, None
+    if dist.is_primary():
         try:
-            answer = json.loads(line)["answer"]
-        except (ValueError, KeyError, TypeError):
-            return False
-        if json.dumps({**record, "answer": answer}).encode() != line:
-            return False
-    return True
+            result = function(*args)
+        except OSError as failure:
+            error = f"cannot use {failure.filename}: {failure.strerror}"
+        except dist.DistributedError as failure:
+            error = str(failure)
+    dist.raise_on_all(error)
+    return dist.broadcast_object(result)
 
 
-def delete_parts(folder):
-    """Delete options.json last: until then a job that is started after a kill can compare its options with these."""
-    for path in folder.glob("*.jsonl"):
-        path.unlink()
-    shutil.rmtree(folder)
-
-
-# ---- the job ------------------------------------------------------------------------------------------------------
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    count = options.whole_number(1)
+    parser.add_argument(
+        "--model", required=True, metavar="FILE", help="a model, which `python min_GRPO.py --save model.pt` makes"
+    )
+    parser.add_argument("--prompts", required=True, metavar="FILE", help='lines like {"prompt": "31524="}')
+    parser.add_argument("--output", metavar="FILE", default="answers.jsonl", help="write the answers to this file")
+    parser.add_argument("--tensor", type=count, default=1, metavar="T", help="processes that split one model")
+    parser.add_argument("--batch-size", type=count, default=32, help="prompts that one model answers at once")
+    parser.add_argument(
+        "--new-bytes", type=count, help="most bytes of an answer (default: what the model has positions for)"
+    )
+    parser.add_argument("--stop", default="\n", help="byte that ends an answer; '' for none (default: end of the line)")
+    parser.add_argument("--temperature", type=options.number(0), default=1.0, help="0 takes the most probable byte")
+    parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed of the answers")
+    parser.add_nproc()
+    args = parser.parse_args()
+    for option, path in (("--model", args.model), ("--prompts", args.prompts)):
+        if not os.path.isfile(path):
+            parser.error(f"argument {option}: there is no file {path!r}")
+    if len(os.fsencode(args.stop)) > 1:
+        parser.error(f"argument --stop: {args.stop!r} is not one byte")
+    if args.nproc % args.tensor:
+        parser.error(f"argument --nproc: {args.nproc} is not a multiple of {args.tensor}, --tensor")
+    checkpoint.check_writable("--output", args.output)
+    return args
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
+    # A process that has answered its share may wait for hours until the slowest one is done.
+    dist.init_process_group(timeout=datetime.timedelta(days=1))
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    folder = Path(f"{args.output}.parts")
     model = load_model(args)
-    n_positions = model.position.num_embeddings
-    digest = digest_on_all_machines(args.model)
-    records, new_bytes, answers = on_rank_0(prepare, n_positions, digest, folder, args)
-    args.new_bytes = new_bytes  # the default depends on the prompts
-    if answers is None:
-        dist.print_primary(f"{args.output} was complete already")
-        return
+    records, args.new_bytes, folder, answers = on_rank_0(prepare, model.position.num_embeddings, args)
     n_params = sum(param.numel() for param in model.parameters())
-    group = make_tensor_group(args)
+    group = None
     if args.tensor > 1:
-        split_layers(model, group, args)
+        group = split_layers(model, args)
     model.to(dist.get_device())  # after it is split, so no GPU holds the whole model
     gpt.report_held(model.parameters(), n_params)
 
     prompts = [record["prompt"].encode() for record in records]
     start = time.perf_counter()
-    folder.mkdir(exist_ok=True)
-    part = folder / f"{dist.get_rank()}.jsonl"
-    repair_part(part)
-    with open(part, "ab", buffering=0) as file:
-        n_new = answer_missing(model, prompts, answers, group, file, args)
+    n_new = answer_missing(model, prompts, answers, group, folder, args)
+    n_new = dist.all_reduce(torch.tensor(n_new)).item()  # after it all ranks have written all of their answers
     seconds = time.perf_counter() - start
-    dist.gather_objects(None)  # all ranks have written all; some may need longer
     on_rank_0(merge, records, folder, args)
-    device = dist.get_device()
-    n_new = dist.all_reduce(torch.tensor(n_new, device=device)).item()
-    seconds = dist.all_reduce(torch.tensor(seconds, device=device), "max").item()
     dist.print_primary(f"{len(records):,} answers | {n_new:,} new bytes | {n_new / seconds:,.0f} bytes/s")
 
 

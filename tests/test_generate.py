@@ -47,11 +47,11 @@ def continue_alone(model, prompt, drawn, stop, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7])
-@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("stop", [None, 10, 200])
 def test_generation_equals_a_loop_without_cache_batch_and_padding(stop, samples, temperature):
     model = peaked_model()
-    drawn = torch.rand(samples * len(PROMPTS), 30, dtype=torch.double, generator=torch.Generator().manual_seed(5))
+    drawn = torch.rand(samples * len(PROMPTS), 20, dtype=torch.double, generator=torch.Generator().manual_seed(5))
     tokens, generated, log_probabilities = generate.generate(model, PROMPTS, drawn, stop, temperature, samples)
     answers = generate.generated_bytes(tokens, generated)
     lengths = set()

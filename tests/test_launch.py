@@ -344,18 +344,19 @@ def test_the_line_of_an_error_of_all_ranks_is_printed_whichever_rank_is_first():
 
 
 @pytest.mark.parametrize(
-    ("rank", "on_all_ranks", "status"), [(0, True, "no room"), (1, True, 1), (1, False, "no room")]
+    ("rank", "on_all_ranks", "printed"), [(0, True, "no room\n"), (1, True, ""), (1, False, "no room\n")]
 )
-def test_under_torchrun_an_error_of_all_ranks_is_printed_once(rank, on_all_ranks, status, monkeypatch):
+def test_under_torchrun_an_error_of_all_ranks_is_printed_once(rank, on_all_ranks, printed, monkeypatch, capsys):
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 2), ("TORCHELASTIC_RUN_ID", "job")):
         monkeypatch.setenv(name, str(value))
 
     def fail(*args):
         raise dist.DistributedError("no room", on_all_ranks)
 
-    with pytest.raises(SystemExit) as error:
+    with mock.patch("os._exit", side_effect=SystemExit) as leave, pytest.raises(SystemExit):
         dist.launch(fail)
-    assert error.value.code == status
+    leave.assert_called_once_with(1)
+    assert capsys.readouterr().err == printed
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])

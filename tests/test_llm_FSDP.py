@@ -794,7 +794,7 @@ def test_a_result_is_written_from_a_checkpoint_that_has_all_steps_or_more(folder
         with mock.patch.object(llm_FSDP, "backward", mock.Mock(side_effect=AssertionError("it trains"))):
             llm_FSDP.train(model, *rest)
         assert all(torch.equal(value, expected[name]) for name, value in whole_parameters(model).items())
-        line = f"no step is left: the checkpoint has {steps} steps, and --epochs gives {n}\n"
+        line = f"no steps are left: the checkpoint has {steps} steps, and --epochs gives {n}\n"
         assert f"{line}step {steps}/{n} | held-out " in capsys.readouterr().out
     shutil.rmtree(f"{checkpoints}/step-{steps}")  # the result of an older checkpoint
     model, *rest = begin_training(folder, checkpoint_dir=checkpoints, epochs=0.01, lr=0.01)

@@ -21,16 +21,15 @@ import generate
 import gpt
 import min_GRPO
 
-SIZES = {"layers": 2, "width": 16, "heads": 4, "digits": 5}
-TRAINING = {"imitation_steps": 12, "flawed": 0.5, "steps": 4, "prompts": 12, "samples": 3, "temperature": 0.8}
-TRAINING |= {"inner_steps": 1, "low": 0.2, "high": 0.28, "kl": 0.0, "deviation": False, "lr": 0.0025, "clip": None}
-OTHERS = {"log_every": 2, "seed": 3, "save": None}
+TRAINING = {"imitation_steps": 12, "steps": 3, "prompts": 7, "samples": 3, "temperature": 0.8, "inner_steps": 1}
+TRAINING |= {"low": 0.05, "high": 0.08, "kl": 0.0, "lr": 0.0025, "seed": 3, "save": None}
+DIGITS, LONGEST = 5, 7
 IMITATION_LR = 0.01
-HELD_OUT = 25  # prompts, which no number of processes here divides
+HELD_OUT = 13  # no number of processes here divides it, or the number of prompts
 CASES = [  # the optimizer, is there a signal in few groups only, and options
     ("SGD", False, {}),
-    ("SGD", False, {"inner_steps": 3, "kl": 0.1, "deviation": True}),
-    ("AdamW", False, {"inner_steps": 2, "clip": 0.1}),
+    ("SGD", False, {"inner_steps": 3, "kl": 0.1}),
+    ("AdamW", False, {"inner_steps": 2}),
     ("SGD", True, {"inner_steps": 2}),
 ]
 LINE = re.compile(
@@ -40,7 +39,14 @@ LINE = re.compile(
 
 
 def arguments(**changes):
-    return argparse.Namespace(**{**SIZES, **TRAINING, **OTHERS, **changes})
+    return argparse.Namespace(**{**TRAINING, **changes})
+
+
+def small(module=min_GRPO):
+    """A patch of the script's constants."""
+    constants = {"DIGITS": DIGITS, "LONGEST": LONGEST, "FLAWED": 0.5, "IMITATION_LR": IMITATION_LR}
+    sizes = {"layers": 2, "width": 16, "heads": 4, "length": DIGITS + 1 + LONGEST}
+    return mock.patch.multiple(module, **constants, SIZES=sizes, HELD_OUT=HELD_OUT, LOG_EVERY=2)
 
 
 def partial_reward(sparse, prompt, answer):
@@ -107,13 +113,11 @@ def loss_of_answer(model, args, prompt, answer, advantage, old, of_start):
 def draw_all(model, start_model, step, sparse, args):
     """The answers of all groups, the batch for their losses, and their rewards."""
     batch, rewards = [], []
-    for number, prompt in enumerate(min_GRPO.make_prompts(f"step {step}", args.prompts, args)):
-        drawn = generate.uniform(f"{args.seed} {step} {number}", args.samples, args.digits + 2)
+    for number, prompt in enumerate(min_GRPO.make_prompts(f"step {step}", args.prompts, args.seed)):
+        drawn = generate.uniform(f"{args.seed} {step} {number}", args.samples, LONGEST)
         answers = [draw(model, prompt, numbers, args.temperature) for numbers in drawn.tolist()]
         of_group = torch.tensor([partial_reward(sparse, prompt, answer) for answer in answers])
         advantages = of_group - of_group.mean()
-        if args.deviation:
-            advantages = advantages / (of_group.std() + 1e-4)
         for answer, advantage in zip(answers, advantages.tolist(), strict=True):
             with torch.no_grad():
                 old = log_probabilities(model, prompt, answer, args.temperature)
@@ -127,13 +131,13 @@ def draw_all(model, start_model, step, sparse, args):
 def imitator():
     """The model after imitation. Every case starts from it."""
     args = arguments()
-    with float64():
+    with float64(), small():
         torch.manual_seed(args.seed)
-        model = gpt.GPT(args.layers, args.width, args.heads, 2 * args.digits + 3)
+        model = gpt.GPT(**min_GRPO.SIZES)
         optimizer = torch.optim.AdamW(model.parameters(), lr=IMITATION_LR)
         for step in range(args.imitation_steps):
-            prompts = min_GRPO.make_prompts(f"imitate {step}", 2 * args.prompts, args)
-            answers = min_GRPO.teacher_answers(prompts, step, args)
+            prompts = min_GRPO.make_prompts(f"imitate {step}", 2 * args.prompts, args.seed)
+            answers = min_GRPO.teacher_answers(prompts, f"{args.seed} teacher {step}")
             total = 0
             for prompt, answer in zip(prompts, answers, strict=True):
                 total = total - log_probabilities(model, prompt, answer, 1).sum()
@@ -143,29 +147,27 @@ def imitator():
 
 @functools.cache
 def reference(case):
-    """Parameters by name, the answers of every step, the rewards that are printed, and the held-out share at last."""
+    """Parameters by name, the answers and the reward of every step, and the held-out share at last."""
     optimizer_name, sparse, changes = CASES[case]
     args = arguments(**changes)
     start_model = imitator()
     model = copy.deepcopy(start_model)
-    with float64():
+    with float64(), small():
         optimizer = make_optimizer(optimizer_name, torch.optim.AdamW, model.parameters(), args.lr)
-        answers, rewards, n_clipped = [], [], 0
+        answers, rewards = [], []
         for step in range(args.steps):
             batch, of_step = draw_all(model, start_model, step, sparse, args)
             n_bytes = sum(len(answer) for _, answer, *_ in batch)
             for _ in range(args.inner_steps):
                 loss = sum(loss_of_answer(model, args, *answer) for answer in batch) / n_bytes
-                n_clipped += bool(transformer.take_step(model, optimizer, loss, args.clip)[1])
+                transformer.take_step(model, optimizer, loss)
             answers.append([answer for _, answer, *_ in batch])
             rewards.append(sum(of_step) / len(of_step))
-        assert n_clipped or not args.clip
         before, after = transformer.full_parameters(start_model), transformer.full_parameters(model)
         assert all((after[name] - before[name]).abs().max() > 1e-5 for name in before if name != "position.weight")
-        prompts = min_GRPO.make_prompts("held-out", HELD_OUT, args)
-        held_out = [partial_reward(sparse, prompt, most_probable(model, prompt, args.digits + 2)) for prompt in prompts]
-    printed = [rewards[0], rewards[1], (rewards[2] + rewards[3]) / 2]
-    return after, answers, printed, sum(held_out) / HELD_OUT
+        prompts = min_GRPO.make_prompts("held-out", HELD_OUT, args.seed)
+        held_out = [partial_reward(sparse, prompt, most_probable(model, prompt, LONGEST)) for prompt in prompts]
+    return after, answers, rewards, sum(held_out) / HELD_OUT
 
 
 # ---- the script -----------------------------------------------------------------------------------------------------
@@ -192,7 +194,7 @@ def train(case, module=min_GRPO):
         return sums
 
     def train(model, args):
-        result["printed"] = own_train(model, args)
+        own_train(model, args)
         result["parameters"] = transformer.full_parameters(model)
 
     stdout = io.StringIO()
@@ -201,7 +203,7 @@ def train(case, module=min_GRPO):
         mock.patch.object(module, "draw_answers", draw_answers),
         mock.patch.object(module, "update", update),
         mock.patch.object(module, "train", train),
-        mock.patch.multiple(module, IMITATION_LR=IMITATION_LR, HELD_OUT=HELD_OUT),
+        small(module),
         mock.patch("torch.optim.AdamW", lambda params, lr, fused: make_optimizer(optimizer_name, adamw, params, lr)),
         contextlib.redirect_stdout(stdout),
     ):
@@ -220,7 +222,8 @@ def answers_of_step(ranks, step, samples):
     in_order = []
     for number in range(max(map(len, groups))):
         for of_rank in groups:
-            in_order += of_rank[number]
+            if number < len(of_rank):
+                in_order += of_rank[number]
     return in_order
 
 
@@ -229,12 +232,11 @@ def test_equals_one_answer_at_a_time(nprocs, tmp_path):
     by_rank = transformer.train_on(nprocs, train, [(case,) for case in range(len(CASES))], tmp_path)
     for case, (optimizer, sparse, changes) in enumerate(CASES):
         print(nprocs, optimizer, sparse, changes)
-        parameters, answers, printed, held_out = reference(case)
+        parameters, answers, rewards, held_out = reference(case)
         ranks = [results[case] for results in by_rank]
         for result in ranks:
             for name, value in parameters.items():
                 assert (result["parameters"][name] - value).abs().max() <= 1e-9, name
-            assert result["printed"] == pytest.approx(printed, abs=1e-12)
         for step, expected in enumerate(answers):
             assert answers_of_step(ranks, step, TRAINING["samples"]) == expected
         assert len({len(answer) for of_step in answers for answer in of_step}) > 3
@@ -243,19 +245,21 @@ def test_equals_one_answer_at_a_time(nprocs, tmp_path):
         if not sparse:
             assert (n_clipped > 0) == ("inner_steps" in changes)
         without_rows = sum(result["rows"].count(0) for result in ranks)
-        assert (without_rows > 0) == (sparse and nprocs > 1), "some ranks take part without rows"
+        if sparse and nprocs > 1:
+            assert without_rows > 0, "some ranks take part without a signal"
         lines = ranks[0]["stdout"].splitlines()
         numbers = [LINE.fullmatch(line).groups() for line in lines[1:]]
-        assert [number[0] for number in numbers] == ["1", "2", "4"]
-        assert [float(number[1]) for number in numbers] == pytest.approx(printed, abs=0.0006)
+        assert [number[0] for number in numbers] == ["1", "2", "3"]
+        assert [float(number[1]) for number in numbers] == pytest.approx(rewards, abs=0.0006)
         assert float(numbers[-1][2]) == pytest.approx(held_out, abs=0.0006)
         assert all(float(number[4]) < 1e-12 for number in numbers)
         assert not any(result["stdout"] for result in ranks[1:])
 
 
-def test_the_bytes_whose_gradient_is_cut_off_are_counted(monkeypatch):
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_the_bytes_whose_gradient_is_cut_off_are_counted(kl, monkeypatch):
     """Ratios of 1.5, 0.5 and 1 in each of three answers: better than the mean, worse, and as good."""
-    args = argparse.Namespace(kl=0.1, inner_steps=1, temperature=1.0, low=0.2, high=0.2, clip=None)
+    args = argparse.Namespace(kl=kl, inner_steps=1, temperature=1.0, low=0.2, high=0.2)
     new = torch.nn.Parameter(torch.tensor([1.5, 0.5, 1.0]).log().repeat(3, 1))
     monkeypatch.setattr(
         min_GRPO, "log_probabilities_of", lambda model, *_: new if model == "model" else 0 * new.detach()
@@ -264,7 +268,7 @@ def test_the_bytes_whose_gradient_is_cut_off_are_counted(monkeypatch):
     optimizer = torch.optim.SGD([new], lr=0.1)
     advantages = torch.tensor([1.0, -1.0, 0.0])
     sums = min_GRPO.update("model", optimizer, "reference", tokens, answered, old, advantages, args)
-    assert sums.tolist() == pytest.approx([3.0, 2, 9])
+    assert sums.tolist() == pytest.approx([3.0, 2, 9]), "of all bytes, whatever --kl is"
 
 
 # ---- wrong versions -------------------------------------------------------------------------------------------------
@@ -328,27 +332,38 @@ def test_it_learns_what_the_teacher_did_not_show(seed, job_of):
 def test_what_it_prints_and_saves(job_of, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "perf_counter", slow_clock().perf_counter)
     path = tmp_path / "new" / "model.pt"
-    options = ("--width", 16, "--imitation-steps", 3, "--prompts", 4, "--steps", 5, "--log-every", 2, "--save", path)
+    options = ("--imitation-steps", 3, "--prompts", 4, "--samples", 2, "--steps", 12, "--save", path)
     first, *lines = job_of("min_GRPO.py", "--nproc", 1, *options).splitlines()
     assert re.fullmatch(r"after 3 steps of imitation \| held-out \d\.\d{3}", first)
     numbers = [LINE.fullmatch(line).groups() for line in lines]
-    assert [(number[0], number[6]) for number in numbers] == [("1", "16"), ("2", "16"), ("4", "32"), ("5", "16")]
+    assert [(number[0], number[6]) for number in numbers] == [("1", "4"), ("10", "36"), ("12", "8")]
     saved = torch.load(path, weights_only=True)
-    assert saved["sizes"] == {"layers": 2, "width": 16, "heads": 4, "length": 19}
+    assert saved["sizes"] == {"layers": 2, "width": 64, "heads": 4, "length": 19}
     gpt.GPT(**saved["sizes"]).load_state_dict(saved["model"])
     assert [name.name for name in Path(path.parent).iterdir()] == ["model.pt"]
 
 
+@pytest.mark.parametrize("path", ["", "folder", "folder/", "file/model.pt", "/sys/model.pt"])
+def test_a_model_that_cannot_be_saved_is_refused_before_training(path, main_of, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("file").write_text("in the way")
+    message, stderr = main_of("min_GRPO.py", "--save", path)
+    assert re.fullmatch(r"--save: ('(folder/?)?' is not the name of a file|cannot write to /\S+: \w[\w ]+)", message)
+    assert stderr == "" and Path("file").read_text() == "in the way"
+
+
+def test_each_process_needs_a_prompt(main_of):
+    line = "min_GRPO.py: error: argument --prompts: 2 is less than 3, the number of processes\n"
+    assert main_of("min_GRPO.py", "--nproc", "3", "--prompts", "2") == (2, line)
+
+
 def test_advantages_compare_with_the_group():
     rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1])
-    args = arguments(samples=4)
-    assert min_GRPO.advantages_of(rewards, args).tolist() == [0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0]
-    args.deviation = True
-    assert min_GRPO.advantages_of(rewards, args)[:2].tolist() == pytest.approx([1.5, -0.5], abs=1e-3)
-    args.samples = 7
+    assert min_GRPO.advantages_of(rewards, 4).tolist() == [0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0]
     equal = torch.full((7,), 0.9)
     assert (equal - equal.mean()).abs().max() > 0, "their mean is rounded"
-    assert min_GRPO.advantages_of(equal, args).tolist() == [0] * 7
+    assert min_GRPO.advantages_of(equal, 7).tolist() == [0] * 7
 
 
 def test_the_divergence_and_its_gradient_are_exact_in_expectation():
@@ -366,13 +381,13 @@ def test_the_divergence_and_its_gradient_are_exact_in_expectation():
 
 
 def test_the_task():
-    args = arguments(digits=8, flawed=0.8)
-    prompts = min_GRPO.make_prompts("any", 400, args)
-    assert prompts == min_GRPO.make_prompts("any", 400, args) != min_GRPO.make_prompts("other", 400, args)
+    prompts = min_GRPO.make_prompts("any", 400, 0)
+    assert prompts == min_GRPO.make_prompts("any", 400, 0) != min_GRPO.make_prompts("other", 400, 0)
+    assert prompts != min_GRPO.make_prompts("any", 400, 1)
     assert {len(prompt) for prompt in prompts} == {6, 7, 8, 9} and all(prompt.endswith(b"=") for prompt in prompts)
     assert min_GRPO.reward(b"62615=", b"12566\n") == 1
     assert [min_GRPO.reward(b"62615=", wrong) for wrong in (b"12566", b"12656\n", b"1256\n", b"")] == [0, 0, 0, 0]
-    answers = min_GRPO.teacher_answers(prompts, 0, args)
+    answers = min_GRPO.teacher_answers(prompts, "a seed")
     rewards = [min_GRPO.reward(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    assert 0.2 < sum(rewards) / 400 < 0.4, "exchanged neighbours may be equal"
+    assert 0.2 < sum(rewards) / 400 < 0.5, "exchanged neighbours may be equal"
     assert all(sorted(answer) == sorted(prompt[:-1] + b"\n") for prompt, answer in zip(prompts, answers, strict=True))

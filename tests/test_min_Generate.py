@@ -1,6 +1,7 @@
 """min_Generate.py gives what a loop gives that continues one prompt at a time, on any mesh, and after any kill."""
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -14,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, CollectiveCounter, exit_message, float64, killed_in, start, wait_for
+from conftest import ROOT, Bomb, CollectiveCounter, exit_message, float64, killed_in, start, wait_for
 from torch.multiprocessing import ProcessExitedException
 
 import distributed as dist
@@ -84,6 +85,19 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
+def parts_of(output="answers.jsonl"):
+    """The folder of parts, of which there is at most one; "none" if there is none."""
+    (folder,) = list(Path().glob(f"{output}.parts-*")) or [Path("none")]
+    return folder
+
+
+def numbers_in(folder):
+    """The numbers of the prompts whose answers are in the parts. None is in two of them."""
+    numbers = [number for path in folder.glob("*.json") for number, _ in json.loads(path.read_text())]
+    assert len(numbers) == len(set(numbers))
+    return set(numbers)
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """With model.pt and prompts.jsonl."""
@@ -124,8 +138,9 @@ def watched_worker(local_rank, world_size, args, folder):
             notes["heads"].add(stored.shape[2])
         own_exit(cache, *error)
 
-    def forward(model, tokens, positions):
-        notes["forwards"] += 1
+    def forward(model, tokens, positions=None):
+        if tokens.device.type != "meta":
+            notes["forwards"] += 1
         return own_forward(model, tokens, positions)
 
     def noted_generate(model, prompts, *rest, **kwargs):
@@ -194,10 +209,10 @@ def test_a_rank_with_other_logits_does_not_fall_out_of_step(args_of):
 
 
 def test_what_it_prints(folder, job_of):
-    options = ("--model", "model.pt", "--prompts", "prompts.jsonl", "--nproc", 1, *OPTIONS, "--log-every", 2)
+    options = ("--model", "model.pt", "--prompts", "prompts.jsonl", "--nproc", 1, *OPTIONS, "--batch-size", 1)
     held, *progress, last = job_of("min_Generate.py", *options).splitlines()
     assert re.fullmatch(r"parameters held: ([\d,]+) of \1 \(1\.000\)", held)
-    assert progress == [f"rank 0 has answered {n} of its 24 prompts" for n in (10, 20)]
+    assert progress == ["rank 0 has answered 20 of its 24 prompts"]
     n_answers, n_new, _ = LAST_LINE.fullmatch(last).groups()
     assert (int(n_answers), int(n_new)) == (24, sum(map(len, reference())))
 
@@ -218,10 +233,16 @@ def test_greedy_answers_without_a_stop_fill_all_positions(folder, job_of):
 # ---- kills ----------------------------------------------------------------------------------------------------------
 
 
-def torn_write(file, numbers, answers):
-    """Writes the beginning of a line."""
-    file.write(b'[7, "half of an ans')
-    os.kill(os.getpid(), signal.SIGKILL)
+def killed_before_its_name(name):
+    """The process is killed before the file of that name appears."""
+    replace = os.replace
+
+    def kill(temporary, path):
+        if path.endswith(name):
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(temporary, path)
+
+    return mock.patch("checkpoint.os.replace", kill)
 
 
 def killed_while_deleting(folder):
@@ -230,20 +251,19 @@ def killed_while_deleting(folder):
 
 
 MOMENTS = {
-    "before the options are written": lambda: killed_in("min_Generate.checkpoint.atomic"),
+    "before the folder is there": lambda: killed_in("min_Generate.Path.mkdir"),
     "generating": lambda: killed_in("generate.generate"),
-    "before a write": lambda: killed_in("min_Generate.append"),
+    "before a write": lambda: killed_in("min_Generate.write_part"),
+    "before a part has its name": lambda: killed_before_its_name(".json"),
     "in the second batch": lambda: killed_in("generate.generate", call=2),
-    "after a write": lambda: killed_in("min_Generate.append", at_its_end=True),
-    "within a line": lambda: mock.patch("min_Generate.append", torn_write),
+    "after a write": lambda: killed_in("min_Generate.write_part", at_its_end=True),
     "before the merge": lambda: killed_in("min_Generate.merge"),
-    "before the output has its name": lambda: killed_in("checkpoint._replace", call=2),
-    "before the parts are deleted": lambda: killed_in("min_Generate.delete_parts"),
-    "when the options alone are left": lambda: killed_in("min_Generate.shutil.rmtree"),
+    "before the output has its name": lambda: killed_before_its_name("answers.jsonl"),
+    "before the parts are deleted": lambda: killed_in("min_Generate.shutil.rmtree"),
     "while the parts are deleted": lambda: mock.patch("min_Generate.shutil.rmtree", killed_while_deleting),
 }
-ON_RANK_0 = ("before the options", "before the merge", "before the output", "before the parts", "when the", "while the")
-EXISTS = "answers.jsonl exists already: move it, or choose another --output"
+ON_RANK_0 = ("before the folder", "before the merge", "before the output", "before the parts", "while the parts")
+EXISTS = "answers.jsonl exists already: move it, and run the same command again"
 
 
 def killed_worker(local_rank, world_size, args, moment, rank):
@@ -254,20 +274,11 @@ def killed_worker(local_rank, world_size, args, moment, rank):
         min_Generate.main_worker(local_rank, world_size, args)
 
 
-def numbers_in(parts):
-    """The numbers of the prompts whose answers are in the parts."""
-    numbers = set()
-    for path in parts.glob("*.jsonl"):
-        numbers.update(json.loads(line)[0] for line in path.read_bytes().split(b"\n")[:-1])
-    return numbers
-
-
 @pytest.mark.slow
 def test_killed_at_ten_moments_and_resumed_by_other_numbers_of_processes(args_of, capfd):
     """Nothing is generated twice, and the output equals that of an undisturbed run."""
     draw = random.Random(0)
     meshes = [(2, 1), (2, 2), (3, 1), (3, 3), (4, 2)]
-    parts = Path("answers.jsonl.parts")
     n_kept = 0
     for moment in MOMENTS:
         nproc, tensor = draw.choice(meshes)
@@ -277,27 +288,26 @@ def test_killed_at_ten_moments_and_resumed_by_other_numbers_of_processes(args_of
         print(moment, nproc, tensor, rank)
         with pytest.raises(ProcessExitedException):
             launch(args_of("--nproc", nproc, "--tensor", tensor), moment, rank, worker=killed_worker)
-        kept = numbers_in(parts)
+        kept = numbers_in(parts_of())
         n_kept += 0 < len(kept) < 24
         if Path("answers.jsonl").exists():
-            assert moment.startswith(("before the parts", "when the", "while the"))
+            assert moment.startswith(("before the parts", "while the parts"))
             assert lines_of(Path("answers.jsonl")) == expected_output()
         if moment.startswith(("before the merge", "before the output", "before the parts")):
             assert len(kept) == 24
         capfd.readouterr()
         nproc, tensor = draw.choice([(1, 1), *meshes])
         args = args_of("--nproc", nproc, "--tensor", tensor)
-        if moment == "while the parts are deleted":  # without its options the job is done, and cannot be compared
+        if moment == "while the parts are deleted":  # so the output cannot be compared with them
             assert exit_message(launch, args) == EXISTS
-            print("answers.jsonl was complete already")
+            shutil.rmtree(parts_of())
         else:
             launch(args)
-        assert lines_of(Path("answers.jsonl")) == expected_output()
-        assert not parts.exists() and not list(Path().glob("*.tmp"))
-        last = capfd.readouterr().out.splitlines()[-1]
-        if last != "answers.jsonl was complete already":
+            last = capfd.readouterr().out.splitlines()[-1]
             n_new = sum(len(answer) for number, answer in enumerate(reference()) if number not in kept)
             assert int(LAST_LINE.fullmatch(last)[2].replace(",", "")) == n_new
+        assert lines_of(Path("answers.jsonl")) == expected_output()
+        assert [path.name for path in Path().glob("answers*")] == ["answers.jsonl"]
         Path("answers.jsonl").unlink()
     assert n_kept >= 2, "some answers were kept, others were missing"
 
@@ -308,16 +318,15 @@ def test_the_launcher_is_killed_at_random_moments(args_of):
     Path("prompts.jsonl").write_text(20 * Path("prompts.jsonl").read_text())
     launch(args_of("--nproc", 1, "--output", "expected.jsonl", "--batch-size", 64))
     given = ("--model", "model.pt", "--prompts", "prompts.jsonl", *OPTIONS, "--batch-size", 2)
-    parts = Path("answers.jsonl.parts")
     draw = random.Random(1)
     for nproc, tensor in ((2, 1), (2, 2), (3, 1)):
-        kept = numbers_in(parts)
+        kept = numbers_in(parts_of())
         goal = len(kept) + draw.randint(1, 50)
         process = start(ROOT / "min_Generate.py", *given, "--nproc", nproc, "--tensor", tensor, cwd=Path.cwd())
-        wait_for(lambda goal=goal: len(numbers_in(parts)) >= goal, process)
+        wait_for(lambda goal=goal: len(numbers_in(parts_of())) >= goal, process)
         process.kill()
         process.communicate()
-        assert kept < numbers_in(parts), "and the job was not done"
+        assert kept < numbers_in(parts_of()), "and the job was not done"
     launch(args_of("--nproc", 1))
     assert Path("answers.jsonl").read_bytes() == Path("expected.jsonl").read_bytes()
 
@@ -336,111 +345,183 @@ def test_the_longest_prompts_come_first_with_others_of_their_length(args_of):
     assert len(lengths) == 24 and lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
+# ---- parts ----------------------------------------------------------------------------------------------------------
 
 
-def started_job(args_of):
-    """A job that was killed: some parts are there."""
+def started_job(args_of, *options):
+    """A job that was killed: 10 answers are there."""
     with mock.patch.object(min_Generate, "merge"):
-        launch(args_of("--nproc", 1))
-    parts = Path("answers.jsonl.parts")
-    part = parts / "0.jsonl"
-    part.write_bytes(b"".join(part.read_bytes().splitlines(keepends=True)[:10]))
+        launch(args_of("--nproc", 1, *options))
+    parts = parts_of()
+    for path in list(parts.iterdir())[2:]:
+        path.unlink()
     return parts
 
 
-def test_parts_with_other_options_are_refused_in_one_line(args_of, capfd):
+def n_missing_bytes(kept):
+    return sum(len(answer) for number, answer in enumerate(reference()) if number not in kept)
+
+
+def test_a_job_with_another_model_prompts_or_options_uses_no_part_of_this_one(args_of, capfd):
     parts = started_job(args_of)
-    message = (
-        "answers.jsonl.parts has answers with another --{}: use the same one, delete the folder, or change --output"
-    )
-    for name, value in (("new-bytes", 29), ("stop", "a"), ("temperature", 0.5), ("seed", 5)):
-        assert exit_message(launch, args_of("--nproc", 1, f"--{name}", value)) == message.format(name)
     torch.save({"sizes": SIZES, "model": gpt.GPT(**SIZES).double().state_dict()}, "other.pt")
-    assert exit_message(launch, args_of("--nproc", 1, "--model", "other.pt")) == message.format("model")
-    Path("other.jsonl").write_text(Path("prompts.jsonl").read_text() + '{"prompt": "a"}\n')
-    assert exit_message(launch, args_of("--nproc", 1, "--prompts", "other.jsonl")) == message.format("prompts")
+    Path("other.jsonl").write_text(Path("prompts.jsonl").read_text().replace("q3", "q4"))
+    changes = [("new-bytes", 29), ("stop", "a"), ("stop", ""), ("temperature", 0.5), ("seed", 5), ("seed", 44)]
+    changes += [("model", "other.pt"), ("prompts", "other.jsonl")]
+    folders = [parts]
+    for name, value in changes:
+        *_, folder, answers = min_Generate.prepare(SIZES["length"], args_of(f"--{name}", value))
+        assert answers == {}
+        folders.append(folder)
+    assert len(set(folders)) == len(folders)
+    for folder in folders[1:]:
+        folder.rmdir()
     kept = numbers_in(parts)
-    assert len(kept) == 10, "they are still there"
+    assert 0 < len(kept) < 24, "they are still there"
     launch(args_of("--nproc", 1, "--batch-size", 7))
     assert lines_of(Path("answers.jsonl")) == expected_output()
-    n_new = sum(len(answer) for number, answer in enumerate(reference()) if number not in kept)
     last = capfd.readouterr().out.splitlines()[-1]
-    assert int(LAST_LINE.fullmatch(last)[2]) == n_new, "nothing is generated twice"
+    assert int(LAST_LINE.fullmatch(last)[2]) == n_missing_bytes(kept), "nothing is generated twice"
 
 
-def test_an_output_is_not_overwritten(args_of):
-    Path("answers.jsonl").write_text("mine")
-    assert exit_message(launch, args_of("--nproc", 1)) == EXISTS
+@pytest.mark.parametrize("spoil", ["mine", "shorter", "another answer", "nothing"])
+@pytest.mark.parametrize("n_parts", ["no", "some", "all"])
+def test_an_output_that_is_not_of_this_job_is_neither_overwritten_nor_taken_for_it(n_parts, spoil, args_of):
+    if n_parts != "no":
+        parts = started_job(args_of)
+    if n_parts == "all":
+        with mock.patch.object(min_Generate, "merge"):
+            launch(args_of("--nproc", 1))
+    lines = [json.dumps(line) + "\n" for line in expected_output()]
+    if spoil == "another answer":
+        lines[3] = lines[4]
+    texts = {"mine": "mine", "shorter": "".join(lines[:-1]), "another answer": "".join(lines), "nothing": ""}
+    Path("answers.jsonl").write_text(texts[spoil])
+    with mock.patch.object(generate, "generate", side_effect=AssertionError):  # nothing is computed
+        assert exit_message(launch, args_of("--nproc", 1)) == EXISTS
+    assert Path("answers.jsonl").read_text() == texts[spoil]
+    if n_parts != "no":
+        assert numbers_in(parts), "they are still there"
+    Path("answers.jsonl").unlink()
+    launch(args_of("--nproc", 1))
+    assert lines_of(Path("answers.jsonl")) == expected_output()
+
+
+def test_an_output_that_appears_during_the_job_is_not_overwritten(args_of, capfd):
+    def answer(*args):
+        Path("answers.jsonl").write_text("mine")
+        return answer_missing(*args)
+
+    answer_missing = min_Generate.answer_missing
+    with mock.patch.object(min_Generate, "answer_missing", answer):
+        assert exit_message(launch, args_of("--nproc", 1)) == EXISTS
     assert Path("answers.jsonl").read_text() == "mine"
+    Path("answers.jsonl").unlink()
+    launch(args_of("--nproc", 1))
+    assert lines_of(Path("answers.jsonl")) == expected_output()
+    assert LAST_LINE.fullmatch(capfd.readouterr().out.splitlines()[-1])[2] == "0", "nothing is generated twice"
 
 
-@pytest.mark.parametrize("spoil", ["parts", "other prompts", "lines", "not JSON", "nothing"])
-def test_an_output_that_somebody_else_has_written_is_not_taken_for_a_complete_one(spoil, args_of):
-    """The job was killed half-way. Then someone made a file of that name."""
-    parts = started_job(args_of)
-    kept = lines_of(parts / "0.jsonl")
-    texts = [json.dumps({**record, "answer": ""}) for record in make_records()]
-    if spoil == "parts":
-        texts = [json.dumps([number, ""]) for number in range(len(texts))]
-    if spoil == "other prompts":
-        texts[3] = json.dumps({**make_records()[4], "answer": ""})
-    if spoil == "lines":
-        texts = texts[:20]
-    if spoil == "not JSON":
-        texts[3] = "answer"
-    if spoil == "nothing":
-        texts = []
-    Path("answers.jsonl").write_text("".join(text + "\n" for text in texts))
-    assert exit_message(launch, args_of("--nproc", 1)) == EXISTS
-    assert lines_of(parts / "0.jsonl") == kept, "they are still there"
-
-
-def test_an_output_of_other_options_is_not_taken_for_this_one(args_of):
-    """The job was killed while it deleted its parts."""
-    with mock.patch.object(min_Generate.shutil, "rmtree"):
-        launch(args_of("--nproc", 1))
-    assert [path.name for path in Path("answers.jsonl.parts").iterdir()] == ["options.json"]
-    message = exit_message(launch, args_of("--nproc", 1, "--seed", 5))
-    assert message.startswith("answers.jsonl.parts has answers with another --seed")
-
-
-def model_of_this_rank(local_rank, world_size, args):
-    os.environ["LOCAL_RANK"] = "0"  # each rank is a machine
-    args.model = ("model.pt", "other.pt")[local_rank]
-    min_Generate.main_worker(local_rank, world_size, args)
-
-
-def test_machines_with_different_models_are_refused(args_of):
-    torch.save({"sizes": SIZES, "model": gpt.GPT(**SIZES).double().state_dict()}, "other.pt")
-    message = exit_message(launch, args_of("--nproc", 2), worker=model_of_this_rank)
-    assert re.fullmatch(r"(model|other)\.pt differs between machines: copy one file to all", message)
-
-
-def test_lost_and_damaged_parts_are_one_line(args_of):
+def test_lost_parts_are_one_line(args_of):
     parts = started_job(args_of)
     with mock.patch.object(min_Generate, "answer_missing", lambda *args: 0):
-        assert exit_message(launch, args_of("--nproc", 1)) == (
-            "answers.jsonl.parts lacks 14 answers: all machines must share this folder"
-        )
-    (parts / "3.jsonl").write_text("[1, \n")
-    message = "answers.jsonl.parts/3.jsonl is damaged: delete it, and run the same command again"
-    assert exit_message(launch, args_of("--nproc", 1)) == message
+        line = f"{parts} lacks {24 - len(numbers_in(parts))} answers: all machines must share this folder"
+        assert exit_message(launch, args_of("--nproc", 1)) == line
+
+
+DAMAGED = ["", "5", "null", '"ab"', "{}x", '[999, "x"]', '[[999, "x"]]', '[[-1, "x"]]', "[[1, 2]]", '[[1, "x"', "[[]]"]
+DAMAGED += ['[["1", "x"]]', '[[[], "x"]]', "[1]", 5000 * "[", "\udcff"]
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_part_is_one_line_before_anything_is_computed(text, args_of):
+    *_, folder, _ = min_Generate.prepare(SIZES["length"], args_of("--nproc", 1))
+    (folder / "3.json").write_bytes(text.encode(errors="surrogateescape"))
+    with mock.patch.object(generate, "generate", side_effect=AssertionError):
+        message = exit_message(launch, args_of("--nproc", 1))
+    assert message == f"{folder}/3.json is damaged: delete it, and run the same command again"
+
+
+def test_what_cannot_be_the_folder_or_a_part_is_one_line(args_of):
+    *_, folder, _ = min_Generate.prepare(SIZES["length"], args_of("--nproc", 1))
+    (folder / "3.json").mkdir()
+    assert exit_message(launch, args_of("--nproc", 2)) == f"cannot use {folder}/3.json: Is a directory"
+    shutil.rmtree(folder)
+    folder.write_text("a file")
+    assert exit_message(launch, args_of("--nproc", 1)) == f"cannot use {folder}: File exists"
+
+
+@pytest.mark.parametrize("name", ["answers.jsonl", ".json"])
+def test_a_full_disk_is_one_line_that_names_no_other_path(name, args_of, capfd):
+    """With another --output all would be generated again."""
+    fsync = os.fsync
+
+    def full(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"{name}.0.tmp"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    with mock.patch("checkpoint.os.fsync", full):
+        message = exit_message(launch, args_of("--nproc", 1))
+    assert re.fullmatch(rf"cannot save /\S+{name}: No space left on device", message)
+    kept = numbers_in(parts_of())
+    assert len(kept) == (24 if name == "answers.jsonl" else 0) and not Path("answers.jsonl").exists()
+    launch(args_of("--nproc", 1))
+    assert lines_of(Path("answers.jsonl")) == expected_output()
+    last = capfd.readouterr().out.splitlines()[-1]
+    assert int(LAST_LINE.fullmatch(last)[2]) == n_missing_bytes(kept), "nothing is generated twice"
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
 
 
 def test_wrong_prompts_are_one_line(args_of):
-    for line in ("{", "[]", '"prompt"', "{}", '{"prompt": 3}', '{"prompt": ""}', "", '{"prompt": "\\ud800"}', b"\xff"):
-        wrong = line if isinstance(line, bytes) else line.encode()
-        Path("prompts.jsonl").write_bytes(b'{"prompt": "a"}\n' + wrong + b"\n")
+    deep = '{"prompt": "a", "more": ' + 100_000 * "[" + 100_000 * "]" + "}"
+    lines = [
+        "{",
+        "[]",
+        '"prompt"',
+        "null",
+        "{}",
+        '{"prompt": 3}',
+        '{"prompt": ""}',
+        "",
+        '{"prompt": "\\ud800"}',
+        "\udcff",
+    ]
+    for line in (*lines, deep, deep.replace('"a"', 5000 * "[" + 5000 * "]"), '{"prompt": "a"'):
+        Path("prompts.jsonl").write_bytes(b'{"prompt": "a"}\n' + line.encode(errors="surrogateescape") + b"\n")
         message = 'prompts.jsonl, line 2: not a JSON object with a "prompt" that has text'
-        assert exit_message(launch, args_of("--nproc", 1)) == message, line
+        assert exit_message(launch, args_of("--nproc", 1)) == message, line[:50]
     Path("prompts.jsonl").write_text("")
     assert exit_message(launch, args_of("--nproc", 1)) == "prompts.jsonl has no prompts"
     Path("prompts.jsonl").write_text(json.dumps({"prompt": 51 * "a"}) + "\n")
     assert exit_message(launch, args_of("--nproc", 1)) == (
         "the model has 80 positions, which are too few for the longest prompt of 51 bytes and --new-bytes 30"
     )
-    assert not Path("answers.jsonl.parts").exists()
+    assert parts_of() == Path("none")
+
+
+def test_prompts_may_begin_with_a_byte_order_mark_and_end_lines_as_windows_does(args_of):
+    lines = Path("prompts.jsonl").read_bytes()
+    Path("prompts.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.replace(b"\n", b"\r\n"))
+    launch(args_of("--nproc", 1))
+    assert lines_of(Path("answers.jsonl")) == expected_output()
+
+
+def test_what_is_nested_can_be_written_or_is_refused_before_anything_is_computed(args_of):
+    """Python reads and writes JSON to some depth, which differs between versions."""
+    for depth in (100, 400, *range(900, 1000, 9), 1500, 5000):
+        more = depth * "[" + depth * "]"
+        Path("prompts.jsonl").write_text(f'{{"prompt": "a", "more": {more}}}\n')
+        with mock.patch.object(min_Generate, "read_parts", lambda *args: {0: "b"}):
+            try:
+                launch(args_of("--nproc", 1))
+            except SystemExit as error:
+                assert depth > 400 and 'line 1: not a JSON object with a "prompt"' in str(error)
+                continue
+        assert Path("answers.jsonl").read_text() == f'{{"prompt": "a", "more": {more}, "answer": "b"}}\n'
+        Path("answers.jsonl").unlink()
 
 
 def test_wrong_models_are_one_line(args_of):
@@ -448,38 +529,55 @@ def test_wrong_models_are_one_line(args_of):
         "--tensor 4 does not divide the model's 6 heads"
     )
     message = "other.pt is not a file that min_GRPO.py --save has written, or it is damaged"
-    shutil.copy("prompts.jsonl", "other.pt")
+    weights = make_model().state_dict()
+    without_heads = {name: value for name, value in SIZES.items() if name != "heads"}
+    wrong_sizes = [without_heads, {**SIZES, "width": 12}, {**SIZES, "heads": 5}, {**SIZES, "heads": 0}, [1], 3, None]
+    wrong_sizes += [{**SIZES, "heads": 6.0}, {**SIZES, "heads": "6"}, {**SIZES, 5: 5}, {**SIZES, "layers": 1}]
+    wrong_weights = [{}, [1], None, torch.ones(3), {5: torch.ones(3)}, {**weights, 5: torch.ones(3)}]
+    wrong_weights += [{name: 1 for name in weights}, {name: value.long() for name, value in weights.items()}]
+    wrong = [torch.ones(3), [1], {}, {5: 5}, {"model": weights}, {"sizes": SIZES}]
+    wrong += [{"sizes": sizes, "model": weights} for sizes in wrong_sizes]
+    wrong += [{"sizes": SIZES, "model": each} for each in wrong_weights]
+    args = args_of("--nproc", 1)
+    args.model = "other.pt"
+    for content in wrong:
+        torch.save(content, "other.pt")
+        assert exit_message(launch, args) == message, content
+    for content in (b"", b"text", Path("model.pt").read_bytes()[:20_000], Path("prompts.jsonl").read_bytes()):
+        Path("other.pt").write_bytes(content)
+        assert exit_message(launch, args) == message
+    args = args_of("--nproc", 2)
+    args.model = "other.pt"
+    assert exit_message(launch, args) == message
+    torch.save(Bomb("exploded"), "other.pt")
     assert exit_message(launch, args_of("--nproc", 1, "--model", "other.pt")) == message
-    for wrong in ({"model": {}}, [1], {"sizes": {**SIZES, "width": 12}, "model": make_model().state_dict()}):
-        torch.save(wrong, "other.pt")
-        assert exit_message(launch, args_of("--nproc", 1, "--model", "other.pt")) == message
-    Path("other.pt").write_bytes(Path("model.pt").read_bytes()[:20_000])
-    assert exit_message(launch, args_of("--nproc", 1, "--model", "other.pt")) == message
+    assert not Path("exploded").exists()
 
 
-def test_a_full_disk_is_one_line():
-    with open("/dev/full", "ab", buffering=0) as file:
-        assert exit_message(min_Generate.append, file, [0], [b"a"]) == (
-            "cannot write /dev/full: No space left on device: make room, and run the same command again"
-        )
-    short = mock.Mock()
-    short.configure_mock(name="part", **{"write.return_value": 3})
-    assert exit_message(min_Generate.append, short, [0], [b"a"]) == (
-        "cannot write part: the disk is full: make room, and run the same command again"
+@pytest.mark.parametrize("output", ["", "folder", "folder/", "file/answers.jsonl", "/sys/answers.jsonl"])
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_loaded(output, main_of, folder):
+    Path("folder").mkdir()
+    Path("file").write_text("in the way")
+    message, stderr = main_of(
+        "min_Generate.py", "--model", "model.pt", "--prompts", "prompts.jsonl", "--output", output
     )
+    assert re.fullmatch(r"--output: ('(folder/?)?' is not the name of a file|cannot write to /\S+: \w[\w ]+)", message)
+    assert stderr == "" and Path("file").read_text() == "in the way"
 
 
 def test_mistakes_are_one_line(main_of, folder):
     start = "min_Generate.py: error: argument "
     files = ("--model", "model.pt", "--prompts", "prompts.jsonl")
     cases = [
-        ((), "--model: give a model's file; `python min_GRPO.py --save model.pt` makes one"),
-        (files[:2], '--prompts: give a file of lines like {"prompt": "31524="}'),
-        (("--model", "no.pt", *files[2:]), "--model: there is no file no.pt"),
-        ((*files[:2], "--prompts", "no"), "--prompts: there is no file no"),
+        (("--model", "no.pt", *files[2:]), "--model: there is no file 'no.pt'"),
+        (("--model", ".", *files[2:]), "--model: there is no file '.'"),
+        ((*files[:2], "--prompts", ""), "--prompts: there is no file ''"),
         ((*files, "--stop", "ab"), "--stop: 'ab' is not one byte"),
         ((*files, "--stop", "Ä"), "--stop: 'Ä' is not one byte"),
         ((*files, "--nproc", "3", "--tensor", "2"), "--nproc: 3 is not a multiple of 2, --tensor"),
     ]
     for options, message in cases:
         assert main_of("min_Generate.py", *options) == (2, f"{start}{message}\n")
+    for given, missing in (((), "--model, --prompts"), (files[:2], "--prompts"), (files[2:], "--model")):
+        line = f"min_Generate.py: error: the following arguments are required: {missing}\n"
+        assert main_of("min_Generate.py", *given) == (2, line)
