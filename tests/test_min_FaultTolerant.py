@@ -292,9 +292,10 @@ def check(plan, optimizer, folder, capfd, **changes):
 
 
 def test_killed_in_a_few_places_they_end_as_one_process(tmp_path, capfd):
-    out, err = check(FEW, "SGD", tmp_path, capfd, clip=0.5)
+    timeout = 10  # seconds: far more than a step takes on a busy machine
+    out, err = check(FEW, "SGD", tmp_path, capfd, clip=0.5, timeout=timeout)
     assert re.findall(r"^step (\d+) \| loss \d\.\d{4} \| \d members$", out, re.M) == ["10", "13"]
-    assert max(seconds_of_first_steps(out)) < arguments().timeout, "nobody waits for a timeout"
+    assert max(seconds_of_first_steps(out)) < timeout, "nobody waits for a timeout"
     # gloo itself says so if a process is lost while all connect.
     lines = without_name_server(err).splitlines()
     assert [line for line in lines if line and "Gloo connectFullMesh failed" not in line] == []

@@ -136,13 +136,13 @@ processes
 processes
     """,
     "min_GRPO.py": """
-        --nproc 3 --prompts 32 | argument --prompts: 32 is not a multiple of 3, the number of processes
+        --nproc 3 --prompts 2 | argument --prompts: 2 is less than 3, the number of processes
         --samples 1 | argument --samples: '1' is not a whole number of at least 2
-        --heads 3 | argument --width: 64 is not a multiple of 3, the number of heads
-        --flawed 1 | argument --flawed: '1' is not a number of at least 0 and below 1
+        --temperature 0 | argument --temperature: '0' is not a number of at least 0.01
     """,
     "min_FaultTolerant.py": """
         --timeout 0 | argument --timeout: '0' is not a whole number of at least 1
+        --nproc 2 --min-members 3 | argument --min-members: 3 is more than the number of processes, 2
     """,
     "min_Join.py": """
         --steps 20 --least 21 | argument --least: 21 is not a whole number from 0 to 20, the --steps
