@@ -294,7 +294,7 @@ def _sum_of_bits(tensor):
 
 
 def _as_bytes(tensor):
-    """The memory of a contiguous tensor, as uint8 (bytes,). gloo and nccl send bytes, but not every type."""
+    """The memory of a contiguous tensor, as uint8 (bytes,). gloo, nccl and pickle do not send every type."""
     return tensor.flatten().view(torch.uint8)
 
 
@@ -342,25 +342,16 @@ def all_reduce(tensor, op="sum"):
 
 
 def gather(tensor):
-    """Every rank's `tensor`, as a list in rank order, on every rank. Their first dimensions may differ, and may be 0.
+    """Every rank's `tensor`, as a list in rank order, on every rank. Their shapes may differ.
 
-    For metrics: no gradient flows through it. Raises ValueError on every rank if the tensors differ in more than that.
+    For metrics: no gradient flows through it, and the tensors are sent from CPU to CPU.
     """
-    tensor = tensor.detach().contiguous()
-    if get_world_size() == 1:
-        return [tensor.clone()]
-    rows = tensor if tensor.dim() else tensor[None]
-    headers = gather_objects((len(rows), tensor.dtype, tensor.dim(), *rows.shape[1:]))
-    if len({header[1:] for header in headers}) > 1:
-        raise ValueError(f"the tensors to gather differ in more than their lengths: {headers}")
-    lengths = [header[0] for header in headers]
-    padded = rows.new_zeros(max(lengths), *rows.shape[1:])
-    padded[: len(rows)] = rows
-    gathered = [torch.empty_like(padded) for _ in lengths]
-    torch_dist.all_gather([_as_bytes(part) for part in gathered], _as_bytes(padded))
-    if tensor.dim() == 0:
-        return [part[0] for part in gathered]
-    return [part[:length] for part, length in zip(gathered, lengths, strict=True)]
+    own = tensor.detach().cpu().contiguous()
+    sent = (_as_bytes(own).clone(), own.dtype, own.shape)  # a view would be sent with all that it views
+    parts = []
+    for data, dtype, shape in gather_objects(sent):
+        parts.append(data.view(dtype).view(shape).to(tensor.device))
+    return parts
 
 
 def gather_objects(value):
@@ -411,8 +402,6 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
             raise SystemExit(f"{line}: start one torchrun per node instead, as launchers/slurm.sbatch does")
     if nprocs is None:
         nprocs = max(1, torch.cuda.device_count())
-    if nprocs < 1:
-        raise ValueError(f"nprocs must be at least 1, got {nprocs}")
     if is_launched() or nprocs == 1:
         _run_worker(worker_fn, *args)
     else:
@@ -422,25 +411,27 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
 
 
 def _run_worker(worker_fn, *args):
-    """Run `worker_fn` in this process, and turn a DistributedError into one line and status 1."""
+    """Run `worker_fn` in this process. A DistributedError becomes one line and status 1."""
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     try:
         worker_fn(get_local_rank(), get_world_size(), *args)
-    except Exception as error:
-        is_a_line = isinstance(error, DistributedError)
-        if is_a_line and not under_torchrun:
+    except DistributedError as error:
+        if not under_torchrun:
             raise SystemExit(str(error)) from None
+        _leave(f"{error}\n" if is_primary() or not error.on_all_ranks else "")
+    except Exception:
         if not under_torchrun:
             raise
-        if not is_a_line:
-            traceback.print_exc()
-        elif is_primary() or not error.on_all_ranks:
-            print(error, file=sys.stderr, flush=True)
-        # Leave at once. At Python's own end this rank might wait for its peers, which wait for it, and a thread of
-        # gloo that runs then would abort the process.
-        sys.stdout.flush()
-        os._exit(1)
+        _leave(traceback.format_exc())
     cleanup()
     # Free DDP and the group: a thread of gloo that runs when Python ends would abort the process.
     # https://github.com/pytorch/pytorch/issues/190489, torch 2.11 to 2.15
     gc.collect()
+
+
+def _leave(message):
+    """End this process at once. At Python's own end it might wait for its peers, which wait for it."""
+    sys.stdout.flush()
+    sys.stderr.write(message)
+    sys.stderr.flush()
+    os._exit(1)

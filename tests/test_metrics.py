@@ -63,6 +63,9 @@ def check_reduce(rank, n):
 
 
 def check_gather(rank, n):
+    kept = torch.zeros(1)
+    dist.gather(kept)[rank].add_(1)
+    assert kept == 0, "the parts are new tensors"
     rows = dist.gather(torch.full((rank, 2), rank))  # rank 0 has none
     assert [r.shape for r in rows] == [(r, 2) for r in range(n)]
     assert all((part == r).all() for r, part in enumerate(rows))
@@ -78,11 +81,10 @@ def check_gather(rank, n):
         value = torch.tensor(rank + 1.0).to(dtype)
         dist.sync_params([value], src=n - 1)
         assert value.real.float() == n
-    own = torch.ones(1)
-    for other in (torch.tensor(1.0), torch.ones(1, 2), torch.ones(1, dtype=torch.int64)):
-        if n > 1:
-            with pytest.raises(ValueError, match=r"^the tensors to gather differ in more than their lengths"):
-                dist.gather(other if rank == n - 1 else own)
+    own = torch.ones(rank, 2, rank, dtype=torch.int64 if rank else torch.float64)
+    assert [(part.shape, part.dtype) for part in dist.gather(own)] == [
+        ((r, 2, r), torch.int64 if r else torch.float64) for r in range(n)
+    ]
     assert dist.broadcast_object({"rank": rank}, src=n - 1) == {"rank": n - 1}
 
 

@@ -130,7 +130,7 @@ def segment_worker(local_rank, world_size, folder, kind, last):
             parts = make_parts(name, kind, seed=last, lr=7, weight_decay=7)
         first = sharded.load(where, *parts, settings=SETTINGS)
         if first:
-            assert_equal(state_of(*parts[:2]), torch.load(f"{where}.pt"))
+            assert_equal(state_of(*parts[:2]), torch.load(f"{where}.pt", weights_only=True))
         train(*parts, first, last)
         model, optimizer, scheduler = parts
         sharded.save(where, model, optimizer, last, scheduler, settings=SETTINGS)
@@ -151,7 +151,8 @@ def test_any_number_of_processes_resumes_what_any_number_saved(tmp_path, capfd):
         assert [line for line in stdout.splitlines() if f"/{name}/" in line] == resumed
         parts = make_parts(name, "plain")
         train(*parts, 0, steps[-1])
-        assert_equal(torch.load(tmp_path / f"{name}.pt"), state_of(*parts[:2]), tolerance=1e-12)
+        saved = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        assert_equal(saved, state_of(*parts[:2]), tolerance=1e-12)
 
 
 def again_worker(local_rank, world_size, folder):
