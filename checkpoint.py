@@ -181,18 +181,18 @@ def _restore(parts, settings, snapshot, path):
     saved = snapshot.keys() - {"epoch", "step", "settings"}
     if saved != parts.keys():
         line = f"{path} holds the state of {', '.join(sorted(saved))}, not of {', '.join(sorted(parts))}"
-        raise dist.DistributedError(f"{line}: save and load the same parts", on_all_ranks=True)
+        raise dist.DistributedError(f"{line}: save and load the same parts")
     for name, value in settings.items():
         if snapshot["settings"].get(name) != value:
             line = f"{path} was saved with {name} {snapshot['settings'].get(name)}, not {value}"
-            raise dist.DistributedError(f"{line}: use the same, or another path", on_all_ranks=True)
+            raise dist.DistributedError(f"{line}: use the same, or another path")
     try:
         for name, part in parts.items():
             if _has_state(part):
                 part.load_state_dict(snapshot[name])
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as failure:
         line = f"{path} was saved from another model or optimizer ({' '.join(str(failure).split())[:300]})"
-        raise dist.DistributedError(f"{line}: build the same, or choose another path", on_all_ranks=True) from None
+        raise dist.DistributedError(f"{line}: build the same, or choose another path") from None
 
 
 def _parts(model, optimizer, scheduler, more):

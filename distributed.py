@@ -56,14 +56,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 class DistributedError(RuntimeError):
-    """An expected failure, described in one line. `launch` prints the line and exits with status 1.
-
-    With `on_all_ranks` every rank raises the same error, and under torchrun rank 0 alone prints it.
-    """
-
-    def __init__(self, line, on_all_ranks=False):
-        super().__init__(line)
-        self.on_all_ranks = on_all_ranks
+    """An expected failure, described in one line. `launch` prints the line and exits with status 1."""
 
 
 # ---- rank and device ----------------------------------------------------------------------------------------------
@@ -162,7 +155,7 @@ def _fresh_store(rank, world_size):
         may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         if may_restart and os.environ["GROUP_WORLD_SIZE"] != "1":
             line = "a restart on several machines would hang: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each of them"
-            raise DistributedError(line, on_all_ranks=True)
+            raise DistributedError(line)
     return torch_dist.PrefixStore(f"restart {restart} group {next(_group_numbers)}", store)
 
 
@@ -203,8 +196,7 @@ def data_sampler(dataset, distributed, shuffle, pad=True, seed=0):
         return None
     if pad:
         return DistributedSampler(dataset, get_world_size(), get_rank(), shuffle=shuffle, seed=seed)
-    if shuffle:
-        raise ValueError("pad=False is for evaluation, and does not shuffle: pass shuffle=False")
+    assert not shuffle, "pad=False is for evaluation, and does not shuffle"
     return range(get_rank(), len(dataset), get_world_size())
 
 
@@ -246,8 +238,7 @@ def prepare_fsdp_model(model, blocks=(), **kwargs):
             units += [child for child in module if not isinstance(child, nn.ModuleList | nn.ModuleDict)]
     n_tensors = len(list(model.parameters()))
     for module in reversed(units):  # inner ones first
-        if any(True for _ in module.parameters()):
-            fully_shard(module, **kwargs)
+        fully_shard(module, **kwargs)
     fully_shard(model, **kwargs)
     if len(list(model.parameters())) != n_tensors:
         raise DistributedError("two blocks share a parameter: name in `blocks` a class that contains both of them")
@@ -284,7 +275,7 @@ def check_in_sync(model, optimizer=None, **values):
             first_rank, expected = first.setdefault(name, (rank, value))
             if value != expected:
                 line = f"{name} of rank {rank} differs from rank {first_rank}'s"
-                raise DistributedError(f'{line}: see "Ranks drift apart" in docs/mistakes.md', on_all_ranks=True)
+                raise DistributedError(f'{line}: see "Ranks drift apart" in docs/mistakes.md')
 
 
 def _sum_of_bits(tensor):
@@ -378,7 +369,7 @@ def raise_on_all(error):
     """
     for line in gather_objects(error):
         if line:
-            raise DistributedError(line, on_all_ranks=True)
+            raise DistributedError(line)
 
 
 # ---- start the processes ------------------------------------------------------------------------------------------
@@ -418,7 +409,7 @@ def _run_worker(worker_fn, *args):
     except DistributedError as error:
         if not under_torchrun:
             raise SystemExit(str(error)) from None
-        _leave(f"{error}\n" if is_primary() or not error.on_all_ranks else "")
+        _leave(f"{error}\n")
     except Exception:
         if not under_torchrun:
             raise

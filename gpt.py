@@ -324,7 +324,7 @@ class Progress:
     def __init__(self, local_loss, text, held_out, args, first_step=0, share=(0, 1)):
         if first_step > args.steps:
             line = f"the checkpoint has {first_step} steps, more than --steps {args.steps}"
-            raise dist.DistributedError(line, on_all_ranks=True)
+            raise dist.DistributedError(line)
         self.local_loss = local_loss
         self.args = args
         self.device = dist.get_device()

@@ -180,7 +180,7 @@ def check_packing(model, length):
         name = type(model).__name__.removeprefix("FSDP")
         attention = model.config._attn_implementation
         line = f"{name} with --attention {attention} does not keep packed documents apart: use --pad"
-        raise dist.DistributedError(line, on_all_ranks=True)
+        raise dist.DistributedError(line)
 
 
 @torch.no_grad()

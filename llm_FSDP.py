@@ -264,7 +264,7 @@ def refuse_nan(name, value):
     """Before a checkpoint or a result replaces a good one. `value` is the same on all ranks."""
     if not math.isfinite(value):
         line = f"the {name} is {value}: training has diverged, try a lower --lr"
-        raise dist.DistributedError(line, on_all_ranks=True)
+        raise dist.DistributedError(line)
 
 
 def seed_of(*numbers):

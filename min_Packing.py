@@ -238,7 +238,7 @@ def prepare_rows(documents, args):
     fitting = [document for document in documents if n_positions(document) <= args.length]
     if len(fitting) < 20:
         line = f"--length {args.length}: only {len(fitting)} documents fit, choose a larger one"
-        raise dist.DistributedError(line, on_all_ranks=True)
+        raise dist.DistributedError(line)
     n_held_out = len(fitting) // 20
     packed = make_rows(pack(fitting[:-n_held_out], args.length), args.length)
     padded = make_rows([[document] for document in fitting[:-n_held_out]], args.length)

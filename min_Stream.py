@@ -411,7 +411,7 @@ def main_worker(local_rank, world_size, args):
         end = args.steps * args.global_batch_size
         if position - args.global_batch_size >= end:
             line = f"{args.snapshot_path} is at document {position:,}, and --steps {args.steps} ends at {end:,}"
-            raise dist.DistributedError(line, on_all_ranks=True)
+            raise dist.DistributedError(line)
         dist.print_primary(f"Resuming at document {position:,}")
 
     def first_loss():

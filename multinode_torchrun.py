@@ -103,7 +103,7 @@ class Trainer:
         self.steps = len(dataset) // args.global_batch_size  # per epoch
         if self.steps == 0:
             line = f"--global-batch-size {args.global_batch_size} is more than the {len(dataset)} samples"
-            raise dist.DistributedError(line, on_all_ranks=True)
+            raise dist.DistributedError(line)
         self.num_workers = args.num_workers
         self.save_every = args.save_every
         self.snapshot_path = args.snapshot_path

@@ -115,7 +115,7 @@ def _run(function, path, state, **kwargs):
     except CheckpointException as failure:
         cause, _ = failure.failures[min(failure.failures)]
         cause = " ".join(f"{type(cause).__name__}: {cause}".split())[:300]
-        raise dist.DistributedError(f"cannot {function.__name__} {path}: {cause}", on_all_ranks=True) from None
+        raise dist.DistributedError(f"cannot {function.__name__} {path}: {cause}") from None
 
 
 def _sync_buffers(model):
@@ -144,7 +144,7 @@ def _compare_settings(path, settings):
     for name in saved | settings:
         if saved.get(name) != settings.get(name):
             line = f"{path} was saved with {name} {saved.get(name)}, not {settings.get(name)}"
-            raise dist.DistributedError(f"{line}: use the same, or another folder", on_all_ranks=True)
+            raise dist.DistributedError(f"{line}: use the same, or another folder")
 
 
 def _make_optimizer_state(model, optimizer, saved):
@@ -164,7 +164,7 @@ def _refuse_unknown(path, saved, loaded):
     unknown = saved.difference(*dist.gather_objects(set(loaded)))
     if unknown:
         line = f"{path} has {min(unknown)}, which is not in this model, optimizer or scheduler"
-        raise dist.DistributedError(f"{line}: build what was saved, or use another folder", on_all_ranks=True)
+        raise dist.DistributedError(f"{line}: build what was saved, or use another folder")
 
 
 # ---- folders ------------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def check_sampler(rank, n):
         assert len(indices) == len(exact)
         seen = torch.cat(dist.gather(torch.tensor(indices, dtype=torch.long)))
         assert sorted(seen.tolist()) == list(range(length))
-    with pytest.raises(ValueError, match="pad=False is for evaluation, and does not shuffle"):
+    with pytest.raises(AssertionError, match="pad=False is for evaluation, and does not shuffle"):
         dist.data_sampler(range(10), True, shuffle=True, pad=False)
     padded = dist.data_sampler(range(10), True, shuffle=True, seed=5)
     first = list(padded)
