@@ -238,7 +238,8 @@ def prepare_fsdp_model(model, blocks=(), **kwargs):
             units += [child for child in module if not isinstance(child, nn.ModuleList | nn.ModuleDict)]
     n_tensors = len(list(model.parameters()))
     for module in reversed(units):  # inner ones first
-        fully_shard(module, **kwargs)
+        if list(module.parameters()):
+            fully_shard(module, **kwargs)
     fully_shard(model, **kwargs)
     if len(list(model.parameters())) != n_tensors:
         raise DistributedError("two blocks share a parameter: name in `blocks` a class that contains both of them")

@@ -114,7 +114,7 @@ def test_the_helper_has_no_thread_no_exit_handler_and_no_private_names():
         "weakref",
     }
     attributes = {node.attr for node in ast.walk(tree("distributed")) if isinstance(node, ast.Attribute)}
-    assert {name for name in attributes if name.startswith("_")} == {"__init__", "_exit"}
+    assert {name for name in attributes if name.startswith("_")} == {"_exit"}
     texts = {node.value for node in ast.walk(tree("distributed")) if isinstance(node, ast.Constant)}
     assert {text for text in texts if str(text).startswith("_")} == {"_orig_mod"}
 
