@@ -8,6 +8,7 @@ import contextlib
 import copy
 import datetime
 import functools
+import gzip
 import io
 import json
 import linecache
@@ -1483,12 +1484,15 @@ def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+PREFERENCES = "How do I train on preferences (DPO)?"
+
+
 @recipe
 def preferences():
     """DPO with adapters, against the pairs one after the other, beside a copy of the model as the reference."""
     import hub
 
-    (block,) = blocks_of("How do I train on preferences (DPO)?")
+    _, block = blocks_of(PREFERENCES)
     names = execute(block, hub=hub)
 
     def add(model):
@@ -1712,6 +1716,97 @@ def test_one_process_loads_what_two_have_saved(name, job, monkeypatch):
     check_equal(full_parameters(model), torch.load("after-step-6.pt", weights_only=True), tolerance=0)
     assert optimizer.param_groups[0]["lr"] == 0.01
     assert {state["step"].item() for state in optimizer.state.values()} == {6}
+
+
+# ---- the data of language models, in one process --------------------------------------------------------------------
+
+CONVERSATION = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4 ü."}]
+PAIRS = [{"prompt": f"{n}+1?", "chosen": f"{n + 1}.", "rejected": "No " * n + "idea."} for n in range(60)]
+
+
+def converted(number, written="chats.jsonl"):
+    """The lines that a block under the recipe about formats writes."""
+    execute(blocks_of("My data have another format")[number])
+    return [json.loads(line) for line in Path(written).read_text().splitlines()]
+
+
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_six_other_formats(in_folder):
+    import language
+
+    import documents
+
+    system = {"role": "system", "content": "Be kind."}
+    question, answer = (message["content"] for message in CONVERSATION)
+    language.write_jsonl(Path("completions.jsonl"), [{"prompt": question, "completion": answer}])
+    assert converted(0) == [{"messages": CONVERSATION}]
+    turns = zip(("system", "human", "gpt"), (system["content"], question, answer), strict=True)
+    turns = [{"from": role, "value": words} for role, words in turns]
+    Path("sharegpt.json").write_text(json.dumps([{"id": "1", "conversations": turns}]))
+    assert converted(1) == [{"messages": [system, *CONVERSATION]}]
+    alpaca = [{"instruction": "Add.", "input": question, "output": answer}]
+    alpaca.append({"instruction": question, "input": "", "output": answer})
+    Path("alpaca.json").write_text(json.dumps(alpaca))
+    asked = {"role": "user", "content": "Add.\n\n2+2?"}
+    assert converted(2) == [{"messages": [asked, CONVERSATION[1]]}, {"messages": CONVERSATION}]
+    records = list(language.records(5))
+    Path("chats.json").write_text(json.dumps(records))
+    assert converted(4) == records
+    with gzip.open("chats.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records[:3])
+    assert converted(5) == records[:3]
+    assert documents.read(documents.lines_of(["chats.jsonl"]), language.byte_tokenizer(), 200)
+
+
+def test_answers_in_a_prompt_that_is_a_list():
+    """The page says how to write them, and what is in the loss then."""
+    import language
+
+    import documents
+
+    def in_loss(prompt):
+        lines = [("line", json.dumps({"messages": [*prompt, *CONVERSATION]}))]
+        (((_, targets),),) = documents.read(lines, language.byte_tokenizer(), 200)
+        return language.byte_tokenizer().decode(targets[targets != documents.IGNORED])
+
+    said = CONVERSATION[1]["content"] + "<|end|>"
+    assert in_loss(CONVERSATION) == 2 * said
+    assert in_loss([{**message, "weight": 0} for message in CONVERSATION]) == said
+
+
+def test_preference_pairs_become_rows_of_two_documents(in_folder):
+    """One in 20 is held out. The longest do not fit, and are left out as a pair."""
+    import language
+
+    import documents
+
+    language.write_jsonl(Path("preferences.jsonl"), PAIRS)
+    chosen = converted(3, "chosen.jsonl")
+    rejected = converted(3, "rejected.jsonl")
+    assert [line["messages"][1]["content"] for line in chosen] == [pair["chosen"] for pair in PAIRS]
+    assert [line["messages"][1]["content"] for line in rejected] == [pair["rejected"] for pair in PAIRS]
+    loading, _ = blocks_of(PREFERENCES)
+    names = execute(loading, documents=documents)
+    tokenizer = language.byte_tokenizer()
+    args = types.SimpleNamespace(data=["chosen.jsonl", "rejected.jsonl"], length=300)
+    training, held_out = names.load_documents(tokenizer, args)
+    texts = []
+    for row in names.rows_of(training, args).tolist() + names.rows_of(held_out, args).tolist():
+        tokens, positions, _ = row
+        starts = [place for place, position in enumerate(positions) if position == 0]
+        documents_of_row = [tokens[: starts[1]], tokens[starts[1] : starts[2]]]
+        texts.append([tokenizer.decode(document) for document in documents_of_row])
+        assert set(tokens[starts[2] :]) == {documents.PADDING}
+    numbers = [n for n in range(46) if n % 20] + [0, 20, 40]
+    expected = []
+    for n in numbers:
+        prompt = f"<|user|>{n}+1?<|end|><|assistant|>"
+        expected.append([f"{prompt}{n + 1}.", f"{prompt}{'No ' * n}idea."])
+    assert texts == expected
 
 
 # ---- accumulation, on one, two and three processes ------------------------------------------------------------------
