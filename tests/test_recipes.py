@@ -245,7 +245,7 @@ def n_all_reduces(counts):
 @recipe
 def equal_to_one_process():
     """And the block sees a model that is not."""
-    (block,) = blocks_of("How do I check that my script still computes the same?")
+    block, _ = blocks_of("How do I check that my script still computes the same?")
     expected = plain_steps(16)
     if dist.is_primary():
         torch.save(expected, "weights_of_one_process.pt")
@@ -264,6 +264,24 @@ def equal_to_one_process():
             assert len(differences) == len(expected) and largest[0] <= max(differences) <= largest[1]
         else:
             assert not stdout.getvalue()
+
+
+@recipe
+def the_order_of_one_process():
+    """With shuffling, each step of two processes has the samples of a step of the original, in two epochs."""
+    _, block = blocks_of("How do I check that my script still computes the same?")
+    expected = []
+    train_set = range(128)
+    execute(block, train_set=train_set, epochs=2, train_step=lambda batch: expected.append(sorted(batch.tolist())))
+    sampler = dist.data_sampler(train_set, distributed=True, shuffle=True)
+    own_batches = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        loader = DataLoader(train_set, batch_size=64 // dist.get_world_size(), sampler=sampler)
+        own_batches.extend(batch.tolist() for batch in loader)
+    steps = zip(*dist.gather_objects(own_batches), strict=True)
+    assert [sorted(first + second) for first, second in steps] == expected
+    assert expected[0] != list(range(64)) and expected[0] != expected[2]
 
 
 # ---- the training step ----------------------------------------------------------------------------------------------
@@ -299,13 +317,31 @@ def accumulation_under_hsdp():
 @recipe
 def unequal_numbers():
     """Rank 0 has 2 samples and rank 1 has 10."""
-    (block,) = blocks_of("My batches have unequal numbers of samples or tokens. How do I average the loss?")
+    block, _ = blocks_of("My batches have unequal numbers of samples or tokens. How do I average the loss?")
     model = make_model()
     x, y = (tensor.split([2, 10])[dist.get_rank()] for tensor in make_batch())
     result = execute(block, ddp_model=dist.prepare_ddp_model(model), optimizer=sgd(model), x=x, y=y)
     check_equal(full_parameters(model), plain_step())
     x, y = make_batch()
     assert (result.total_loss - F.cross_entropy(make_model()(x), y)).abs() < 1e-12
+
+
+@recipe
+def unequal_numbers_of_batches():
+    """Rank 0 has two batches, and rank 1 has three, in two epochs."""
+    _, block = blocks_of("My batches have unequal numbers of samples or tokens. How do I average the loss?")
+    x, y = make_batch(13)
+    shares = [[slice(0, 2), slice(2, 4)], [slice(4, 8), slice(8, 12), slice(12, 13)]]
+    model = make_model()
+    ddp_model = dist.prepare_ddp_model(model)
+    loader = [(x[part], y[part]) for part in shares[dist.get_rank()]]
+    for _ in range(2):
+        execute(block, ddp_model=ddp_model, optimizer=sgd(model), loader=loader)
+    dist.check_in_sync(model)
+    alone = make_model()
+    for rows in 2 * ([0, 1, 4, 5, 6, 7], [2, 3, 8, 9, 10, 11], [12]):
+        expected = train_alone(alone, lambda model, rows=rows: F.cross_entropy(model(x[rows]), y[rows]))
+    check_equal(full_parameters(model), expected)
 
 
 @recipe
@@ -463,7 +499,8 @@ class TwoTowers(nn.Module):
 
 @recipe
 def contrastive_loss():
-    (block,) = blocks_of("My loss compares each sample with all others (contrastive loss). What do I gather?")
+    """With a learnable temperature and without one."""
+    block, temperature = blocks_of("My loss compares each sample with all others (contrastive loss). What do I gather?")
     x, _ = make_batch()
 
     def whole_loss(model):
@@ -471,15 +508,22 @@ def contrastive_loss():
         targets = torch.arange(len(x))
         return F.cross_entropy(images @ texts.T, targets) + F.cross_entropy(texts @ images.T, targets)
 
-    torch.manual_seed(1)
-    expected = train_alone(TwoTowers(), whole_loss)
-    torch.manual_seed(1)
-    model = TwoTowers()
-    optimizer = sgd(model)
+    def plain():
+        torch.manual_seed(1)
+        return TwoTowers()
+
+    def with_temperature():
+        return execute(temperature, model=plain()).model
+
     (x_own,) = own(x)
-    execute(block, ddp_model=dist.prepare_ddp_model(model), x=x_own)
-    optimizer.step()
-    check_equal(full_parameters(model), expected)
+    for build in (plain, with_temperature):
+        expected = train_alone(build(), whole_loss)
+        model = build()
+        optimizer = sgd(model)
+        execute(block, ddp_model=dist.prepare_ddp_model(model), x=x_own)
+        optimizer.step()
+        check_equal(full_parameters(model), expected)
+    assert abs(expected["log_scale"] - math.log(1 / 0.07)) > 1e-3
 
 
 @recipe
@@ -880,7 +924,7 @@ class Augmented(Dataset):
 @recipe
 def loader_processes():
     """No two samples of two ranks with two loader processes each draw the same, in two epochs."""
-    (block,) = blocks_of("How many loader processes, and how do I seed augmentation?")
+    block, _ = blocks_of("How many loader processes, and how do I seed augmentation?")
     torch.manual_seed(0)  # the same on all ranks
     sampler = dist.data_sampler(Augmented(), distributed=True, shuffle=True)
     result = execute(block, train_set=Augmented(), sampler=sampler, seed=0)
@@ -889,6 +933,27 @@ def loader_processes():
     assert drawn.shape == (128, 3)
     for kind in drawn.T:
         assert len(kind.unique()) == 128
+
+
+@recipe
+def augmentation_without_loader_processes():
+    """No two samples of two ranks draw the same, in two epochs. Without the block all ranks draw the same."""
+    _, block = blocks_of("How many loader processes, and how do I seed augmentation?")
+    sampler = dist.data_sampler(Augmented(), distributed=True, shuffle=True)
+    loader = DataLoader(Augmented(), batch_size=8, sampler=sampler)
+    drawn = []
+
+    def train_epoch(epoch):
+        drawn.extend(loader)
+
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
+    train_epoch(0)
+    check_same_on_all_ranks({"drawn": torch.cat(drawn)})
+    drawn.clear()
+    execute(block, epochs=2, train_epoch=train_epoch)
+    for kind in torch.cat(dist.gather(torch.cat(drawn))).T:
+        assert len(kind.unique()) == len(kind) == 128
 
 
 @recipe
@@ -1051,7 +1116,7 @@ def preemption():
 
 def resume(epochs):
     """Run the recipe to resume, to epoch `epochs`, with momentum and a schedule; returns parameters and epochs."""
-    (block,) = blocks_of("How do I resume, perhaps with another number of GPUs?")
+    block, _ = blocks_of("How do I resume, perhaps with another number of GPUs?")
     torch.manual_seed(dist.get_rank())  # rank 0's weights are taken
     model = Net()
     ddp_model = dist.prepare_ddp_model(model)
@@ -1085,7 +1150,7 @@ def another_number_of_gpus():
 @recipe
 def resumed_without_the_scheduler():
     """Nothing fails, and the schedule starts again."""
-    (block,) = blocks_of("How do I resume, perhaps with another number of GPUs?")
+    block, _ = blocks_of("How do I resume, perhaps with another number of GPUs?")
     assert block.count(", scheduler") == 2
 
     def rates(block, path):
@@ -1106,6 +1171,35 @@ def resumed_without_the_scheduler():
 
     assert rates(block, "with_scheduler.pt") == [1, 0.9, 0.8, 0.7]
     assert rates(block.replace(", scheduler", ""), "without_scheduler.pt") == [1, 0.9, 0.8, 0.9]
+
+
+@recipe
+def resumed_with_another_number_of_epochs():
+    """It is refused. Without the settings the schedule has its old length."""
+    _, block = blocks_of("How do I resume, perhaps with another number of GPUs?")
+    model = make_model()
+    names = {"ddp_model": dist.prepare_ddp_model(model), "seed": 0}
+
+    def rates_of(block, epochs):
+        found = []
+        optimizer = sgd(model)
+
+        def train_epoch(epoch):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+
+        block = block.replace("snapshot.pt", path)
+        execute(block, **names, optimizer=optimizer, train_epoch=train_epoch, epochs=epochs)
+        return [round(rate / RATE, 3) for rate in found]
+
+    path = "with_epochs.pt"
+    assert rates_of(block, 2) == [1, 0.5]
+    with pytest.raises(dist.DistributedError, match="was saved with --epochs 2, not 4"):
+        rates_of(block, 4)
+    path = "without_epochs.pt"
+    without = block.replace('"--epochs": epochs, ', "")
+    assert rates_of(without, 2) == [1, 0.5]
+    assert rates_of(without, 4) == [0, 0.5]
 
 
 @recipe
