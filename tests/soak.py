@@ -14,7 +14,7 @@
 - generate: min_Generate.py is killed, and resumed by other numbers of processes. It ends with the same file.
 - server: rpc_param_server.py with a killed trainer. The job continues to its end, once all have joined.
 - survivors: min_FaultTolerant.py with processes that are killed or stopped at random moments. The others never end, and
-  all end with the parameters of one process, in float64. If one is killed after the last step, the job says so.
+  all end with the parameters of one process, in float64. A process that is killed after the last step is not missed.
 - table: rpc_ddp.py with a killed server or trainer. All end, and the last line names who is lost.
 
 After each, nothing is left running or listening, and no temporary file. A trial depends on its seed alone, but for the
@@ -346,7 +346,7 @@ def table_trial(rng, folder, kills):
 # ---- the survivors of min_FaultTolerant.py --------------------------------------------------------------------------
 
 FAULTS = {"layers": 1, "width": 32, "heads": 4, "length": 32, "global_batch_size": 8, "steps": 1000, "log_every": 1000}
-FAULTS |= {"lr": 0.001, "clip": 0.5, "seed": 3, "min_members": 1, "timeout": 5, "wait": 120, "max_restarts": 10**6}
+FAULTS |= {"lr": 0.001, "clip": 0.5, "seed": 3, "min_members": 1, "timeout": 5, "max_restarts": 10**6}
 KILLS = 20  # in a trial
 
 
@@ -372,7 +372,7 @@ def survivor_worker(local_rank, world_size, folder):
             os.rename(folder / f"{name}.unfinished", folder / f"{name}.pt")
 
     min_FaultTolerant.train, min_FaultTolerant.Trainer.take_step = recorded_train, recorded_step
-    min_FaultTolerant.main_worker(local_rank, world_size, argparse.Namespace(**FAULTS, nproc=world_size, store=None))
+    min_FaultTolerant.main_worker(local_rank, world_size, argparse.Namespace(**FAULTS, nproc=world_size))
 
 
 def sgd(params, lr, fused=True):
@@ -404,41 +404,42 @@ def one_process():
 
 def survivors_trial(rng, folder, kills):
     expected_losses, expected = one_process()
-    nprocs, ended = rng.randint(2, 4), threading.Event()
-    killer = threading.Thread(target=kill_some, args=(rng, folder, kills, ended))
+    nprocs, ended, stopped = rng.randint(2, 4), threading.Event(), []
+    killer = threading.Thread(target=kill_some, args=(rng, folder, kills, stopped, ended))
     killer.start()
-    killed_at_the_end = ""
     try:
         dist.launch(survivor_worker, folder, nprocs=nprocs)
-    except SystemExit as end:
-        killed_at_the_end = str(end)  # it may have been saving
-        assert "after the last step" in killed_at_the_end, killed_at_the_end
     finally:
         ended.set()
         killer.join()
     results = [torch.load(path, weights_only=True) for path in folder.glob("*.pt")]
-    assert results or killed_at_the_end
+    assert results
     for result in results:
         error = (result["losses"] - expected_losses).abs().max().item()
         error = max(error, *((result["model"][name] - expected[name]).abs().max().item() for name in expected))
         assert error < 1e-10, f"another result, by {error}"
     n_started = len(list(folder.glob("*.trainer")))
-    assert n_started <= nprocs + len(kills), f"{n_started} processes were started, {len(kills)} killed"
+    most = nprocs + len(kills) + len(stopped)
+    assert n_started <= most, f"{n_started} processes were started, {len(kills)} killed, {len(stopped)} stopped"
 
 
-def kill_some(rng, folder, kills, ended):
-    """Kill one or two processes at random moments, or stop one for a while. One with the newest step is left."""
+def kill_some(rng, folder, kills, stopped, ended):
+    """Kill one or two processes at random moments, or stop one for a while. One with the newest step is left.
+
+    The others may leave a stopped one behind. Then its supervisor kills it, so it does not count as one that is left.
+    """
     while len(kills) < KILLS and not ended.wait(rng.choice([rng.uniform(0, 0.1), rng.uniform(0, 1)])):
         steps = {}
         for path in folder.glob("*.trainer"):
             pid = int(path.stem)
-            if pid not in kills:  # one that was killed just now may still be there
+            if pid not in kills and pid not in stopped:  # one that was killed just now may still be there
                 steps[pid] = int(path.read_text() or -1)
         victims = rng.sample(sorted(steps), k=min(len(steps), rng.choice([1, 1, 1, 2])))
         left = [step for pid, step in steps.items() if pid not in victims]
         if not left or max(left) < max(steps.values()) or max(left) == -1:
             continue
         if rng.random() < 0.1:
+            stopped.append(victims[0])
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victims[0], signal.SIGSTOP)
                 ended.wait(rng.uniform(0, 3 * FAULTS["timeout"]))
