@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import language
 import numpy as np
@@ -404,6 +405,49 @@ def test_the_words_in_the_loss_and_the_token_that_ends_them(kind):
     tokenizer = with_template(template)
     (found,) = read(tokenizer, CHAT)
     assert [said(tokenizer, document) for document in found] == expected
+
+
+# Templates that mark what is generated, of the kinds that other trainers have. The marks cover the end of a turn.
+MARKED = {
+    "ChatML": """{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}{% generation %}\
+{{ m.content }}<|end|>\n{% endgeneration %}{% else %}{{ m.content }}<|end|>\n{% endif %}{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>\n{% endif %}""",
+    "the role has another name": """{% for m in messages %}{% if m.role == 'assistant' %}<|model|>\
+{% generation %}{{ m.content | trim }}<|end|>{% endgeneration %}{% else %}<|{{ m.role }}|>{{ m.content }}<|end|>\
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|model|>{% endif %}""",
+    "a token ends the whole": """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}\
+{{ m.content }}<|end|>\n{% endgeneration %}{% else %}{{ m.content }}<|end|>\n{% endif %}{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>{% elif messages[-1].role == 'assistant' %}{% generation %}</s>\
+{% endgeneration %}{% else %}</s>{% endif %}""",
+    "the last turn ends otherwise": """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}\
+{% generation %}{{ m.content }}{% if loop.last %}<|end|>{% else %}<|user|>{% endif %}{% endgeneration %}{% else %}\
+{{ m.content }}<|user|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
+    "there is no prompt for an answer": """{% for m in messages %}{% if m.role == 'assistant' %}{% generation %} \
+{{ m.content }}<|end|>{% endgeneration %}{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}""",
+    "thoughts of earlier turns go": """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}\
+{% generation %}{% if loop.last %}<think>\n</think>{% endif %}{{ m.content }}<|end|>{% endgeneration %}{% else %}\
+{{ m.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
+    "an answer has marks of its own": """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}\
+{% generation %}<answer>{{ m.content }}</answer><|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}\
+{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
+}
+
+
+@pytest.mark.parametrize("kind", MARKED)
+def test_the_words_in_the_loss_are_those_that_a_template_marks(kind):
+    """For trainers that read the marks. Here the template needs none."""
+    marked = with_template(MARKED[kind])
+    tokenizer = with_template(re.sub("{% (end)?generation %}", "", MARKED[kind]))
+    for n in (2, 4):
+        messages = CHAT["messages"][:n]
+        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        found = marked.apply_chat_template(messages, **options)
+        targets = np.where(found["assistant_masks"], found["input_ids"], documents.IGNORED)
+        expected = said(tokenizer, (None, targets))[-1]
+        assert messages[-1]["content"].strip() in expected
+        for tokenizer_of_kind in (tokenizer, marked):
+            ((*_, document),) = read(tokenizer_of_kind, {"messages": messages})
+            assert said(tokenizer, document)[-1] == expected
 
 
 def test_a_system_message_that_another_message_shows():
