@@ -89,6 +89,7 @@ processes
         --model folder --data a --merge | argument --merge: it merges adapters, so it needs --lora
         --lora-alpha 2 | argument --lora-alpha: it scales adapters, so it needs --lora
         --length 1 | argument --length: '1' is not a whole number of at least 2
+        --nproc 2 --global-batch-size 1 | argument --global-batch-size: 1 is less than 2, the number of processes
     """,
     "mnist_DDP.py": """
         --momentum 1 | argument --momentum: '1' is not a number of at least 0 and below 1
