@@ -782,12 +782,14 @@ def test_a_checkpoint_of_other_options_or_weights_is_refused(folder, group, tmp_
 
 def test_a_result_is_written_from_a_checkpoint_that_has_all_steps_or_more(folder, group, tmp_path, capsys):
     checkpoints = str(tmp_path / "checkpoints")
-    model, rows, held_out, args = begin_training(folder, checkpoint_dir=checkpoints, save_every=2, lr=0.01)
+    options = {"checkpoint_dir": checkpoints, "save_every": 2, "eval_every": 2, "lr": 0.01}
+    model, rows, held_out, args = begin_training(folder, **options)
     with mock.patch.object(llm_FSDP, "evaluate", wraps=llm_FSDP.evaluate) as evaluations:
         llm_FSDP.train(model, rows, held_out, args)
     steps = math.ceil(len(rows) / BATCH)
     expected = whole_parameters(model)
-    assert [call.args[2] for call in evaluations.call_args_list] == [f"step 0/{steps}", f"step {steps}/{steps}"]
+    evaluated = [*range(0, steps, 2), steps]
+    assert [call.args[2] for call in evaluations.call_args_list] == [f"step {step}/{steps}" for step in evaluated]
     for epochs, n in ((1, steps), (0.01, 1)):
         capsys.readouterr()
         model, *rest = begin_training(folder, checkpoint_dir=checkpoints, epochs=epochs, lr=0.01)
@@ -799,7 +801,9 @@ def test_a_result_is_written_from_a_checkpoint_that_has_all_steps_or_more(folder
     shutil.rmtree(f"{checkpoints}/step-{steps}")  # the result of an older checkpoint
     model, *rest = begin_training(folder, checkpoint_dir=checkpoints, epochs=0.01, lr=0.01)
     llm_FSDP.train(model, *rest)
-    assert f"the checkpoint has {steps - steps % 2 - 2 * (steps % 2 == 0)} steps" in capsys.readouterr().out
+    assert f"the checkpoint has {evaluated[-2]} steps" in capsys.readouterr().out
+    losses = re.findall(rf"step {evaluated[-2]}/\d+ \| held-out (\S+)", Path(checkpoints, "held-out.txt").read_text())
+    assert len(losses) == 2 and losses[0] == losses[1], "while it trained, and when it is written"
 
 
 @pytest.mark.parametrize(("lr", "save_every", "name"), [(1e30, 2, "loss"), (1e-5, 1, "gradient norm")])

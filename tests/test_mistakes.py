@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -207,6 +208,57 @@ def clear_between_forward_and_backward(by_optimizer):
     return (full - gradients_of_one_process()).abs().max().item()
 
 
+def hook_a_tensor():
+    """How far a hook's gradient of the last layer's weight is from the one of all ranks, and from this rank's own."""
+    model = make_model()
+    seen = []
+    model[2].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (X, Y))
+    own = make_model()
+    F.cross_entropy(own(x), y).backward()
+    ddp_model = dist.prepare_ddp_model(model)
+    F.cross_entropy(ddp_model(x), y).backward()
+    (hooked,) = seen
+    return (hooked - model[2].weight.grad).abs().max().item(), (hooked - own[2].weight.grad).abs().max().item()
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+
+
+class Hidden:
+    def __init__(self, logits):
+        self.logits = logits
+
+
+class WithUnusedLayer(nn.Module):
+    """Its output is what `wrap` makes of the logits."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.used = make_model()
+        self.unused = nn.Linear(4, 4)
+        self.wrap = wrap
+
+    def forward(self, x):
+        return self.wrap(self.used(x))
+
+
+def hide_the_output(wrap, logits_of):
+    """How far the gradients are from right with find_unused_parameters, or the error of the second step."""
+    model = WithUnusedLayer(wrap)
+    ddp_model = dist.prepare_ddp_model(model, find_unused_parameters=True)
+    x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (X, Y))
+    try:
+        for _ in range(2):
+            model.zero_grad()
+            F.cross_entropy(logits_of(ddp_model(x)), y).backward()
+    except RuntimeError as error:
+        return str(error)
+    return (gradients(model.used) - gradients_of_one_process()).abs().max().item()
+
+
 def worker(local_rank, world_size, folder):
     dist.init_process_group()
     with float64():
@@ -227,6 +279,12 @@ def worker(local_rank, world_size, folder):
             "norm": log_norm(),
             "cleared by the model": clear_between_forward_and_backward(by_optimizer=False),
             "cleared by the optimizer": clear_between_forward_and_backward(by_optimizer=True),
+            "hook": hook_a_tensor(),
+            "tensor": hide_the_output(lambda logits: logits, lambda output: output),
+            "dict": hide_the_output(lambda logits: {"logits": logits}, lambda output: output["logits"]),
+            "tuple": hide_the_output(lambda logits: (logits,), lambda output: output[0]),
+            "dataclass": hide_the_output(Output, lambda output: output.logits),
+            "another class": hide_the_output(Hidden, lambda output: output.logits),
         }
     torch.save(results, f"{folder}/{local_rank}.pt")
 
@@ -319,6 +377,18 @@ def calls(source):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             yield name, node.lineno
+
+
+def test_a_hook_sees_the_gradient_of_its_own_rank(results):
+    for result in results:
+        from_mean, from_own = result["hook"]
+        assert from_mean > 1e-3 and from_own < 1e-12
+
+
+def test_the_search_for_unused_parameters_finds_tensors_in_known_outputs_only(results):
+    for result in results:
+        assert all(result[kind] < 1e-12 for kind in ("tensor", "dict", "tuple", "dataclass"))
+        assert "Expected to mark a variable ready only once" in result["another class"], "as the page says"
 
 
 def test_sends_and_receives_are_batched():

@@ -1903,6 +1903,58 @@ def test_preference_pairs_become_rows_of_two_documents(in_folder):
     assert texts == expected
 
 
+def test_the_best_checkpoint_becomes_the_newest(in_folder):
+    """In a run that was resumed after step 20. Step 25 is not saved."""
+    folder = Path("runs/a")
+    for step in (10, 20, 30, 40):
+        (folder / f"step-{step}").mkdir(parents=True)
+    losses = {0: 4.0, 10: 3.0, 20: 2.0001, 25: 0.5, 30: 2.5, 40: 10.0}
+    lines = [f"step {step}/40 | held-out {loss:.4f}\n" for step, loss in losses.items()]
+    (folder / "held-out.txt").write_text("".join([*lines[:3], *lines[2:]]))
+    (block,) = blocks_of("How do I write the result of the best checkpoint?")
+    assert execute(block).best == 20
+    names = {path.name for path in folder.glob("*[0-9]")}
+    assert names == {"step-10", "step-20", "behind-the-best-30", "behind-the-best-40"}
+
+
+def logits_of(model, n_tokens=259):
+    with torch.no_grad():
+        return model(torch.arange(40)[None]).logits[..., :n_tokens]
+
+
+def test_adapters_are_merged(in_folder):
+    import language
+    import peft
+    import transformers
+
+    language.make_folder("llama", Path("base"))
+    model = transformers.AutoModelForCausalLM.from_pretrained("base")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(model, config)
+    model.save_pretrained("adapters")
+    language.byte_tokenizer().save_pretrained("adapters")
+    (block,) = blocks_of("How do I train adapters further?")
+    execute(block)
+    merged = transformers.AutoModelForCausalLM.from_pretrained("merged")
+    assert (logits_of(merged) - logits_of(model.eval())).abs().max() < 1e-4
+    assert not torch.allclose(logits_of(merged), logits_of(model.unload()), atol=0.1)
+    assert transformers.AutoTokenizer.from_pretrained("merged").chat_template
+
+
+def test_tokens_are_added(in_folder):
+    import language
+    import transformers
+
+    language.make_folder("llama", Path("model"))
+    (block,) = blocks_of("How do I add tokens?")
+    execute(block)
+    model, extended = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in ("model", "extended"))
+    assert extended.get_input_embeddings().num_embeddings == 261
+    assert torch.equal(logits_of(extended), logits_of(model))
+    assert transformers.AutoTokenizer.from_pretrained("extended")("</plan>").input_ids == [260]
+
+
 # ---- accumulation, on one, two and three processes ------------------------------------------------------------------
 
 ACCUMULATION = "How do I accumulate gradients over several batches?"
