@@ -574,6 +574,8 @@ def batch_norm():
     check_equal(full_parameters(model), expected)
     check_equal(dict(model.named_buffers()), dict(reference.named_buffers()))
     assert torch.allclose(model.eval()(x), reference.eval()(x), rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        network(nn.BatchNorm1d)(x[:1])  # so the page says to drop such a batch
     with pytest.raises(ValueError, match=quoted):
         dist.prepare_ddp_model(nn.SyncBatchNorm.convert_sync_batchnorm(network(nn.BatchNorm1d)))
 
