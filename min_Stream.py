@@ -1,7 +1,7 @@
 """Stream documents from files in an order that one number describes, and resume on any number of processes.
 
-The data are shards: .jsonl files with a document per line. A longer document is cut to --length bytes. The order is a
-function of seed, epoch and position alone.
+The data are shards: .jsonl files whose lines are JSON objects with a "text", the documents. A longer document is cut to
+--length bytes. The order is a function of seed, epoch and position alone.
 
     shards, shuffled in each epoch      c c c c c|a a a|d|b b b b b b b
     cut into blocks of --buffer         c c c c|c a a a|d b b b|b b b b
@@ -13,36 +13,36 @@ steps in turn. The numbers of ranks and loader processes decide which process re
 comes next. So the state to save is one number, the position after the last step. What loader processes have fetched
 ahead is not part of it: the resumed run fetches that again.
 
-An index beside each shard holds the start of each line, so any document can be read by itself. The usual stream reads
-each shard from its first line through a shuffle buffer. Its order depends on which process reads which shard, and a
-resumed run must either load saved buffers or read all earlier documents again. Choose such a stream, not this script,
-for files that cannot be read from the middle, such as compressed ones. Images in a folder, or anything else with a
-length and an index, need neither stream: use `dist.data_sampler`, as min_DDP.py does. The sampler keeps one number per
-sample in memory.
+At each start the ranks share the shards, read them once, and tell each other where each document begins. So any
+document can then be read by itself. The usual stream reads each shard from its first line through a shuffle buffer. Its
+order depends on which process reads which shard, and a resumed run must either load saved buffers or read all earlier
+documents again. Choose such a stream, not this script, for files that cannot be read from the middle, such as
+compressed ones, and for files that take too long to read once. Images in a folder, or anything else with a length and
+an index, need neither stream: use `dist.data_sampler`, as min_DDP.py does. The sampler keeps one number per sample in
+memory.
 
-Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW, and 2·(N-1)/N · 4·P bytes
-sent in each step, and 8 bytes for the loss. Each loader process adds up to 4 times --buffer numbers, one number per
-shard, and the batches fetched ahead. The first start reads all shards once and writes the indexes, 8 bytes per
-document. After that a process reads only its own documents. A larger --buffer shuffles better, but scatters reads over
-more of the disk.
+Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW. Each step sends
+2·(N-1)/N · 4·P bytes, and 8 bytes for the loss. The start reads 1/N of the shards. After that a process reads only its
+own documents. It holds 8 bytes for each document of the data. So does each of its loader processes, which adds up to 4
+times --buffer numbers, one number per shard, and the batches fetched ahead. A larger --buffer shuffles better, but
+scatters reads over more of the disk.
 
     python min_Stream.py --nproc 2                                          # two processes; without --nproc, all GPUs
     CUDA_VISIBLE_DEVICES=0,1 python min_Stream.py --snapshot-path run.pt    # saves; rerun it with any --nproc to resume
     torchrun --standalone --nproc-per-node 2 min_Stream.py --data-dir shards --num-workers 2    # your own .jsonl files
 
 It prints every --log-every steps a line like `step 400 | epoch 3.57 | loss 2.0411 | 310 documents/s`. Without
---data-dir the shards are made at the first start from Python's standard library.
+--data-dir the shards are made at the first start from Python's standard library. Under torchrun it also saves when any
+process receives SIGTERM. Begin to read at `Stream.__getitem__`.
 """
 
 import array
-import bisect
 import functools
-import itertools
+import hashlib
 import json
 import os
 import random
 import shutil
-import struct
 import time
 import uuid
 from pathlib import Path
@@ -56,32 +56,8 @@ import distributed as dist
 import gpt
 import options
 
-LIBRARY_SHARDS = "data/library"
+LIBRARY_SHARDS = Path("data/library")
 IGNORED = -100  # a target that is not in the loss
-
-
-def parse_args():
-    count = options.whole_number(1)
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
-    parser.add_argument(
-        "--data-dir",
-        type=Path,
-        help='folder of .jsonl shards, each line a JSON object with a "text" (default: the standard library)',
-    )
-    parser.add_argument("--buffer", type=count, default=512, help="documents that are shuffled among themselves")
-    parser.add_argument(
-        "--num-workers", type=options.whole_number(0), default=1, help="loader processes per training process"
-    )
-    parser.add_argument("--snapshot-path", help="save to this file, and resume from it (default: do not save)")
-    parser.add_argument("--save-every", type=count, default=50, help="steps between two snapshots")
-    args = parser.parse_args()
-    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
-    if args.data_dir and not any(args.data_dir.glob("*.jsonl")):
-        parser.error(f"argument --data-dir: {str(args.data_dir)!r} has no .jsonl files")
-    if args.snapshot_path is not None:
-        checkpoint.check_writable("--snapshot-path", args.snapshot_path)
-    return args
 
 
 # ---- the order ----------------------------------------------------------------------------------------------------
@@ -90,60 +66,42 @@ def parse_args():
 class Stream(Dataset):
     """`stream[position]` is this rank's share of the global batch that begins at `position`.
 
-    `counts` has the number of documents of each shard by its path.
+    `shards` are pairs (path, places). Document i of the shard at `path` has the bytes from places[i] to places[i + 1].
     """
 
-    def __init__(self, counts, args):
-        self.paths = sorted(counts)
-        self.counts = [counts[path] for path in self.paths]
+    def __init__(self, shards, args):
+        self.shards = shards
+        self.counts = [len(places) - 1 for _, places in shards]
         self.n_documents = sum(self.counts)
         self.seed = args.seed
         self.buffer = args.buffer
         self.length = args.length
         self.share = args.global_batch_size // dist.get_world_size()
         self.rank = dist.get_rank()  # here, since a loader process belongs to no process group
-        self.epoch = None
-        self.set_epoch(0)
 
     def __getitem__(self, position):
         first = position + self.rank * self.share
         texts = []
         for own_position in range(first, first + self.share):
-            shard, line = self.locate(own_position)
-            texts.append(read_document(self.paths[shard], line))
+            shard, document = self.locate(own_position)
+            path, places = self.shards[shard]
+            texts.append(read_document(path, places[document], places[document + 1]))
         return make_rows(texts, self.length)
 
     def locate(self, position):
-        """Returns the number of the shard, and the line of the document at the global `position`."""
+        """Returns the number of the shard, and the number in it of the document at the global `position`."""
         epoch, place = divmod(position, self.n_documents)
-        self.set_epoch(epoch)
         block, place_in_block = divmod(place, self.buffer)
         start = block * self.buffer
         size = min(self.buffer, self.n_documents - start)
         place = start + shuffled(size, self.seed, epoch, block)[place_in_block]
-        turn = bisect.bisect_right(self.ends, place)  # passes over empty shards
-        shard = self.order[turn]
-        first_place = self.ends[turn] - self.counts[shard]
-        return shard, place - first_place
-
-    def set_epoch(self, epoch):
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self.order = shuffled(len(self.counts), self.seed, epoch)
-            self.ends = list(itertools.accumulate(self.counts[shard] for shard in self.order))
-
-    def state_dict(self):
-        """What the order depends on: it must be the same when a run resumes."""
-        shards = {}
-        for path, count in zip(self.paths, self.counts, strict=True):
-            shards[path.name] = [count, path.stat().st_size]
-        return {"seed": self.seed, "buffer": self.buffer, "shards": shards}
-
-    def load_state_dict(self, state):
-        self.saved = state
+        for shard in shuffled(len(self.shards), self.seed, epoch):
+            if place < self.counts[shard]:
+                return shard, place
+            place -= self.counts[shard]
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=4)  # a batch may lie in two blocks, and those in two epochs
 def shuffled(n, *seeds):
     """The numbers below n in an order that depends on `seeds` alone."""
     order = list(range(n))
@@ -163,191 +121,17 @@ def make_loader(stream, position, args):
     )
 
 
-def make_rows(texts, length):
-    """Tokens and targets (batch, length) of the first bytes of each text. Padding follows a text that is shorter."""
-    texts = [text[: length + 1] for text in texts]
-    padded = b"".join(text.ljust(length + 1, b"\0") for text in texts)
-    rows = torch.frombuffer(bytearray(padded), dtype=torch.uint8).view(-1, length + 1).long()
-    sizes = torch.tensor([len(text) for text in texts])
-    is_padding = torch.arange(1, length + 1) >= sizes[:, None]
-    return rows[:, :-1].contiguous(), rows[:, 1:].masked_fill(is_padding, IGNORED)
-
-
-# ---- shards and their indexes -------------------------------------------------------------------------------------
-
-
-def index_of(path):
-    """The file that holds the start of each document in a shard, and the shard's end, as 64-bit numbers."""
-    return path.with_name(path.name + ".index")
-
-
-def read_document(path, line):
-    with open(index_of(path), "rb") as index:
-        index.seek(8 * line)
-        start, end = struct.unpack("2q", index.read(16))
-    with open(path, "rb") as shard:
-        shard.seek(start)
-        text = parse(shard.read(end - start))
-    if text is None:
-        raise dist.DistributedError(f"{path}: document {line} is no longer what its index says")
-    return text
-
-
-def parse(line):
-    """The text of a line as bytes, or None if the line is no document."""
-    try:
-        document = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(document, dict) or not isinstance(document.get("text"), str):
-        return None
-    return document["text"].encode(errors="replace")
-
-
-def build_index(path):
-    """Write the index of a shard. Returns the number of its documents."""
-    mtime = path.stat().st_mtime_ns
-    starts = array.array("q")
-    end = 0
-    with open(path, "rb") as shard:
-        for number, line in enumerate(shard, 1):
-            if line.strip():
-                if parse(line) is None:
-                    message = f'{path}: line {number} is not a JSON object with a "text": was the file cut off?'
-                    raise dist.DistributedError(message)
-                starts.append(end)
-            end += len(line)
-    starts.append(end)
-    temporary = unused_name(index_of(path))
-    with checkpoint.atomic(temporary) as index:
-        starts.tofile(index)
-    os.utime(temporary, ns=(mtime, mtime))  # the shard's, so `read_count` notices each later change
-    os.replace(temporary, index_of(path))
-    return len(starts) - 1
-
-
-def unused_name(path):
-    """A name beside `path`. Another job, or another machine, may be writing the same file at the same time."""
-    return path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-
-
-def read_count(path):
-    """The number of documents according to the index, or None if there is no index or the shard has changed since."""
-    index = index_of(path)
-    if not index.exists() or index.stat().st_mtime_ns != path.stat().st_mtime_ns:
-        return None
-    with open(index, "rb") as file:
-        file.seek(-8, os.SEEK_END)
-        (end,) = struct.unpack("q", file.read(8))
-        if end != path.stat().st_size:
-            return None
-    return index.stat().st_size // 8 - 1  # each 8 bytes are a start, the last ones the end
-
-
-def open_shards(folder):
-    """The number of documents of each shard by its path. Every rank must call it: together they build the indexes."""
-    paths = sorted(folder.glob("*.jsonl"))
-    first = dist.get_rank() * len(paths) // dist.get_world_size()
-    counts, error = {}, None
-    try:
-        # Each rank begins elsewhere and skips what others have built. So machines may share the folder, but need not.
-        for path in paths[first:] + paths[:first]:
-            count = read_count(path)
-            if count is None:
-                count = build_index(path)
-            counts[path] = count
-    except OSError as failure:
-        error = f"cannot read {failure.filename}: {failure.strerror}"
-    except dist.DistributedError as failure:
-        error = str(failure)
-    # To index a large shard may take longer than NCCL's timeout.
-    dist.raise_on_all(error)
-    if sum(counts.values()) == 0:
-        raise dist.DistributedError(f"{folder} has no documents: its .jsonl files are empty")
-    return counts
-
-
-def find_change(before, now):
-    """A phrase that names the first difference between two state_dicts of a stream, or None."""
-    for name in ("seed", "buffer"):
-        if before[name] != now[name]:
-            return f"--{name} was {before[name]} and is {now[name]}"
-    for name in sorted(before["shards"] | now["shards"]):
-        if name not in now["shards"]:
-            return f"the shard {name} is gone"
-        if name not in before["shards"]:
-            return f"the shard {name} is new"
-        count_before, bytes_before = before["shards"][name]
-        count, n_bytes = now["shards"][name]
-        if count_before != count:
-            return f"the shard {name} had {count_before:,} documents and has {count:,}"
-        if bytes_before != n_bytes:
-            return f"the shard {name} had {bytes_before:,} bytes and has {n_bytes:,}"
-    return None
-
-
-def check_same(before, stream, situation):
-    """Raise DistributedError on every rank unless all ranks' streams have the order that `before` describes."""
-    change = find_change(before, stream.state_dict())
-    error = None
-    if change is not None:
-        error = f"{situation}: {change}"
-    dist.raise_on_all(error)
-
-
-def make_library_shards(folder):
-    """Make the folder of Python's standard library. All of its shards appear at once, or none."""
-    temporary = unused_name(folder)
-    try:
-        write_library_shards(temporary)
-        os.rename(temporary, folder)
-    except OSError:
-        if not folder.is_dir():  # if it is there, another job or machine was faster
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def write_library_shards(folder):
-    """8 files to a shard, a class or function to a document."""
-    folder.mkdir(parents=True)
-    sources = sorted(gpt.LIBRARY.glob("*.py"))
-    for number in range(0, len(sources), 8):
-        with open(folder / f"{number:04}.jsonl", "w") as shard:
-            for source in sources[number : number + 8]:
-                text = source.read_text(encoding="utf-8", errors="replace")
-                for definition in text.split("\n\n\n"):  # two blank lines
-                    shard.write(json.dumps({"text": definition.strip("\n") + "\n"}) + "\n")
-
-
-def find_data(args):
-    """The folder of the shards. Local rank 0 of each machine makes them if they are the default ones and missing."""
-    folder = args.data_dir or Path(LIBRARY_SHARDS)
-    error = None
-    if not folder.exists() and dist.get_local_rank() == 0:
-        try:
-            make_library_shards(folder)
-        except OSError as failure:
-            error = f"cannot write {folder}: {failure.strerror}"
-    dist.raise_on_all(error)
-    return folder
-
-
 # ---- training -----------------------------------------------------------------------------------------------------
-
-
-def sum_of_losses(model, tokens, targets):
-    logits = model(tokens)
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def train(model, optimizer, stream, position, args):
     """Train from a global position to the end. Returns the loss of every step of this run, over all processes."""
     device = dist.get_device()
-    losses = torch.zeros(args.steps, device=device)  # this process's shares, to avoid a sync every step
+    settings = settings_of(stream, args)
     first_step = position // args.global_batch_size
     step = first_step  # the number of steps that are done
     first_unprinted = first_step
+    losses = torch.zeros(args.steps, device=device)  # this process's shares, on the device to avoid a sync every step
     start = time.perf_counter()
     if args.snapshot_path:
         preemption = checkpoint.Preemption()
@@ -368,34 +152,155 @@ def train(model, optimizer, stream, position, args):
         if step % args.log_every == 0 or step == args.steps:
             loss = dist.reduce(losses[first_unprinted:step], op="sum").mean().item()
             speed = (step - first_unprinted) * args.global_batch_size / (time.perf_counter() - start)
-            dist.print_primary(
-                f"step {step} | epoch {position / stream.n_documents:.2f} | loss {loss:.4f} | {speed:,.0f} documents/s",
-                flush=True,
-            )
+            epoch = position / stream.n_documents
+            line = f"step {step} | epoch {epoch:.2f} | loss {loss:.4f} | {speed:,.0f} documents/s"
+            dist.print_primary(line, flush=True)
             first_unprinted = step
             start = time.perf_counter()
         if args.snapshot_path:
             preempted = preemption.agreed()  # has any process received SIGTERM?
             if preempted or step % args.save_every == 0 or step == args.steps:
-                parts = {"stream": stream, "settings": settings_of(args)}
-                checkpoint.save(args.snapshot_path, model, optimizer, step=position, **parts)
+                checkpoint.save(args.snapshot_path, model, optimizer, step=position, settings=settings)
             if preempted:
                 preemption.leave()
     return dist.all_reduce(losses[first_step:])
 
 
-def settings_of(args):
-    return {"--heads": args.heads, "--lr": args.lr}
+def sum_of_losses(model, tokens, targets):
+    logits = model(tokens)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def settings_of(stream, args):
+    """What a resumed run must share, though no shape depends on it. The order depends on all but --heads and --lr."""
+    digest = hashlib.sha256()
+    for path, places in stream.shards:
+        digest.update(path.name.encode() + places.tobytes())
+    shards = {"documents": stream.n_documents, "digest of the shards": digest.hexdigest()[:12]}
+    return {"--heads": args.heads, "--lr": args.lr, "--seed": args.seed, "--buffer": args.buffer, **shards}
+
+
+# ---- documents ----------------------------------------------------------------------------------------------------
+
+
+def make_rows(texts, length):
+    """Tokens and targets (batch, length) of the first bytes of each text. Padding follows a text that is shorter."""
+    tokens = torch.zeros(len(texts), length, dtype=torch.long)
+    targets = torch.full((len(texts), length), IGNORED)
+    for row, text in enumerate(texts):
+        inputs = text[:length]
+        outputs = text[1 : length + 1]  # the byte after each
+        tokens[row, : len(inputs)] = torch.tensor(list(inputs))
+        targets[row, : len(outputs)] = torch.tensor(list(outputs))
+    return tokens, targets
+
+
+def read_document(path, start, end):
+    with open(path, "rb") as shard:
+        shard.seek(start)
+        return text_of(shard.read(end - start), f"{path}: what begins at byte {start}")
+
+
+def text_of(line, name):
+    """The text of a document as bytes. `name` is what the error calls the line."""
+    try:
+        return json.loads(line)["text"].encode(errors="replace")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        message = f'{name} is not a JSON object with a "text": was the file cut off or changed?'
+        raise dist.DistributedError(message) from None
+
+
+def open_shards(folder):
+    """The shards as `Stream` takes them. Every rank must call it, because each one reads some of the files."""
+    found, error = {}, None
+    try:
+        paths = sorted(folder.glob("*.jsonl"))
+        sizes = {path.name: path.stat().st_size for path in paths}
+        for path in paths[dist.get_rank() :: dist.get_world_size()]:
+            found[path.name] = find_documents(path)
+    except OSError as failure:
+        error = f"cannot read {failure.filename}: {failure.strerror}"
+    except dist.DistributedError as failure:
+        error = str(failure)
+    dist.raise_on_all(error)
+    for rank, (sizes_there, found_there) in enumerate(dist.gather_objects((sizes, found))):
+        if rank == 0:
+            expected = sizes_there
+        if sizes_there != expected:
+            raise dist.DistributedError(f"rank {rank} does not see the shards of rank 0 in {folder}")
+        found.update(found_there)
+    return [(path, found[path.name]) for path in paths]
+
+
+def find_documents(path):
+    """The places in bytes at which the documents of a shard begin, and at which the last one ends."""
+    places = array.array("q")
+    end = 0
+    with open(path, "rb") as shard:
+        for number, line in enumerate(shard, 1):
+            if line.strip():
+                text_of(line, f"{path}: line {number}")
+                places.append(end)
+            end += len(line)
+    places.append(end)
+    return places
+
+
+def make_library_shards(folder):
+    """Write the standard library, unless it is there: 8 files to a shard, a class or function to a document.
+
+    Local rank 0 of each machine fills a folder with a name of its own and renames it. So other jobs and machines may do
+    the same at the same time, and a kill leaves no half of the library.
+    """
+    temporary = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
+    error = None
+    if dist.get_local_rank() == 0 and not folder.exists():
+        try:
+            temporary.mkdir(parents=True)
+            for number, source in enumerate(sorted(gpt.LIBRARY.glob("*.py"))):
+                text = source.read_text(encoding="utf-8", errors="replace")
+                with open(temporary / f"{number // 8:04}.jsonl", "a") as shard:
+                    for definition in text.split("\n\n\n"):  # two blank lines
+                        shard.write(json.dumps({"text": definition.strip("\n") + "\n"}) + "\n")
+            os.rename(temporary, folder)
+        except OSError as failure:
+            if not folder.is_dir():  # if it is there, another job or machine was faster
+                error = f"cannot write {folder}: {failure.strerror}"
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    dist.raise_on_all(error)
+
+
+# ---- options and start --------------------------------------------------------------------------------------------
+
+
+def parse_args():
+    count = options.whole_number(1)
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser)
+    parser.add_argument("--data-dir", type=Path, help="folder of .jsonl shards (default: Python's standard library)")
+    parser.add_argument("--buffer", type=count, default=512, help="documents that are shuffled among themselves")
+    parser.add_argument("--num-workers", type=options.whole_number(0), default=1, help="loader processes per rank")
+    parser.add_argument("--snapshot-path", help="save to this file, and resume from it (default: do not save)")
+    parser.add_argument("--save-every", type=count, default=50, help="steps between two snapshots")
+    args = parser.parse_args()
+    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
+    if args.snapshot_path is not None:
+        checkpoint.check_writable("--snapshot-path", args.snapshot_path)
+    return args
 
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    counts = open_shards(find_data(args))
-    stream = Stream(counts, args)
-    expected = dist.broadcast_object(stream.state_dict())  # rank 0's
-    check_same(expected, stream, f"rank {dist.get_rank()} does not have the data of rank 0")
-    dist.print_primary(f"{len(counts):,} shards of {stream.n_documents:,} documents")
+    folder = args.data_dir
+    if folder is None:
+        folder = LIBRARY_SHARDS
+        make_library_shards(folder)
+    stream = Stream(open_shards(folder), args)
+    if stream.n_documents == 0:
+        raise dist.DistributedError(f"--data-dir: {folder} has no .jsonl file with a document")
+    dist.print_primary(f"{len(stream.shards):,} shards of {stream.n_documents:,} documents")
 
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
@@ -404,14 +309,12 @@ def main_worker(local_rank, world_size, args):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     position = 0
     if args.snapshot_path:
-        parts = {"stream": stream, "settings": settings_of(args)}
-        _, position = checkpoint.load(args.snapshot_path, model, optimizer, **parts)
+        _, position = checkpoint.load(args.snapshot_path, model, optimizer, settings=settings_of(stream, args))
+    end = args.steps * args.global_batch_size
+    if position >= end + args.global_batch_size:  # a run with another batch size may have ended a little later
+        line = f"{args.snapshot_path} is at document {position:,}, and --steps {args.steps} ends at {end:,}"
+        raise dist.DistributedError(line)
     if position > 0:
-        check_same(stream.saved, stream, f"cannot resume from {args.snapshot_path}, the order would differ")
-        end = args.steps * args.global_batch_size
-        if position - args.global_batch_size >= end:
-            line = f"{args.snapshot_path} is at document {position:,}, and --steps {args.steps} ends at {end:,}"
-            raise dist.DistributedError(line)
         dist.print_primary(f"Resuming at document {position:,}")
 
     def first_loss():

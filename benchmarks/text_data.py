@@ -10,6 +10,7 @@ The cases alternate, and only ratios within a round mean something.
 """
 
 import argparse
+import itertools
 import os
 import re
 import subprocess
@@ -44,15 +45,17 @@ def documents_per_second(loader):
     return batches * BATCH / (time.perf_counter() - begin)
 
 
-def read(results, name, kind, num_workers, counts):
+def read(results, name, kind, num_workers, shards):
     args = argparse.Namespace(
         steps=STEPS, global_batch_size=BATCH, length=128, seed=0, buffer=512, num_workers=num_workers
     )
-    stream = min_Stream.Stream(counts, args)
+    stream = min_Stream.Stream(shards, args)
     if kind == "stream":
         loader = min_Stream.make_loader(stream, 0, args)
     else:
-        texts = [min_Stream.read_document(path, line) for path, count in counts.items() for line in range(count)]
+        texts = []
+        for path, places in shards:
+            texts += [min_Stream.read_document(path, start, end) for start, end in itertools.pairwise(places)]
         numbers = []
         while len(numbers) < STEPS * BATCH:  # epochs
             numbers += min_Stream.shuffled(len(texts), len(numbers))
@@ -78,12 +81,13 @@ def main():
     here = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # where the shards are written
-        counts = min_Stream.open_shards(min_Stream.find_data(argparse.Namespace(data_dir=None)))
+        min_Stream.make_library_shards(min_Stream.LIBRARY_SHARDS)
+        shards = min_Stream.open_shards(min_Stream.LIBRARY_SHARDS)
         for num_workers in (0, 1, 2):
             for kind in ("stream", "in memory"):
                 name = f"{kind}, {num_workers} loader processes"
                 results[name] = []
-                cases[name] = lambda name=name, kind=kind, n=num_workers: read(results, name, kind, n, counts)
+                cases[name] = lambda name=name, kind=kind, n=num_workers: read(results, name, kind, n, shards)
         for name, given in (("packed", ()), ("padded", ("--pad",))):
             results[name] = []
             cases[name] = lambda name=name, given=given: train(results, waste, name, *given)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import random
@@ -264,85 +265,62 @@ def test_resuming_far_in_reads_less_than_a_shard(tmp_path):
     for shard, n_documents in enumerate((3000, 4000, 2000)):
         lines = [json.dumps({"text": f"{number:03}" + 500 * "x"}) + "\n" for number in range(n_documents)]
         (tmp_path / f"{shard}.jsonl").write_text("".join(lines))
-    counts = min_Stream.open_shards(tmp_path)
+    shards = min_Stream.open_shards(tmp_path)
     args = arguments(None, steps=10**9, buffer=1000)
     for position in (0, 1_234_567 * BATCH):
         before, start = bytes_read(), time.perf_counter()
-        stream = min_Stream.Stream(min_Stream.open_shards(tmp_path), args)
-        next(iter(min_Stream.make_loader(stream, position, args)))
+        next(iter(min_Stream.make_loader(min_Stream.Stream(shards, args), position, args)))
         read = bytes_read() - before
         print(f"position {position}: {read} bytes, {1000 * (time.perf_counter() - start):.1f} ms")
-        assert read < min(path.stat().st_size for path in counts) / 5
+        assert read < min(path.stat().st_size for path, _ in shards) / 5
+
+
+def count_read(folder):
+    """The names of the shards that this rank reads at the start, and what it knows of all of them."""
+    names = []
+    own_find = min_Stream.find_documents
+
+    def find(path):
+        names.append(path.name)
+        return own_find(path)
+
+    with mock.patch.object(min_Stream, "find_documents", find):
+        shards = min_Stream.open_shards(Path(folder))
+    return names, [(path.name, places.tolist()) for path, places in shards]
+
+
+def test_at_the_start_each_shard_is_read_by_one_rank(tmp_path):
+    folder = write_shards(tmp_path / "many", SIZES["many"])
+    ranks = transformer.train_on(3, count_read, [(str(folder),)], tmp_path)
+    names = [result[0][0] for result in ranks]
+    assert names == [["0.jsonl", "3.jsonl"], ["1.jsonl", "4.jsonl"], ["2.jsonl"]]
+    _, alone = count_read(folder)
+    assert [result[0][1] for result in ranks] == [alone] * 3
+    assert [len(places) - 1 for _, places in alone] == list(SIZES["many"])
+    assert sorted(os.listdir(folder)) == [name for name, _ in alone], "nothing is written beside the shards"
+
+
+def test_an_epoch_of_many_more_shards_than_one_batch(tmp_path):
+    folder = write_shards(tmp_path / "shards", [1] * 40)
+    stream = min_Stream.Stream(min_Stream.open_shards(folder), arguments(None))
+    paths = sorted(folder.glob("*.jsonl"))
+    numbers = {path.name: int(path.stem) for path in paths}
+    order = [numbers[stream.shards[stream.locate(place)[0]][0].name] for place in range(80)]
+    names = sorted(numbers)
+    assert [names.index(f"{number}.jsonl") for number in order] == expected_order([1] * 40, 80)
 
 
 def test_a_document_is_read_as_it_stands(tmp_path):
     path = tmp_path / "a.jsonl"
     lines = ['\n{"text": "\\u00e9\\ud800"}', "", '  {"text": ""}  ', '{"text": "last", "other": [1]}']
     path.write_text("\n".join(lines))
-    assert min_Stream.open_shards(tmp_path) == {path: 3}
-    texts = [min_Stream.read_document(path, line) for line in range(3)]
+    [(path_there, places)] = min_Stream.open_shards(tmp_path)
+    assert path_there == path and len(places) == 4
+    texts = [min_Stream.read_document(path, start, end) for start, end in itertools.pairwise(places)]
     assert texts == ["é?".encode(), b"", b"last"]
     tokens, targets = min_Stream.make_rows([*texts, b"abcdef"], 3)
     assert tokens.tolist() == [[0xC3, 0xA9, ord("?")], [0, 0, 0], [*b"las"], [*b"abc"]]
     assert targets.tolist() == [[0xA9, ord("?"), -100], [-100, -100, -100], [*b"ast"], [*b"bcd"]]
-
-
-def test_an_index_is_built_once_and_again_when_the_shard_changes(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n')
-    built = []
-    own_build = min_Stream.build_index
-
-    def build(path):
-        built.append(path)
-        return own_build(path)
-
-    with mock.patch.object(min_Stream, "build_index", build):
-        assert min_Stream.open_shards(tmp_path) == {path: 1}
-        assert min_Stream.open_shards(tmp_path) == {path: 1}
-        assert len(built) == 1
-        before = path.stat()
-        with open(path, "a") as shard:
-            shard.write('{"text": "b"}\n')
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # its size alone tells
-        assert min_Stream.open_shards(tmp_path) == {path: 2}
-        path.write_text('{"text": "b"}\n\n\n{"text":""}\n')
-        later = min_Stream.index_of(path).stat().st_mtime_ns + 1
-        os.utime(path, ns=(later, later))
-        assert min_Stream.open_shards(tmp_path) == {path: 2}
-    assert len(built) == 3
-    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "a.jsonl.index"]
-
-
-def test_a_shard_from_the_future_is_indexed_once(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n')
-    later = path.stat().st_mtime_ns + 3600 * 10**9
-    os.utime(path, ns=(later, later))
-    assert min_Stream.open_shards(tmp_path) == {path: 1}
-    with mock.patch.object(min_Stream, "build_index", side_effect=AssertionError):
-        assert min_Stream.open_shards(tmp_path) == {path: 1}
-
-
-def test_two_jobs_may_write_the_same_index(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n{"text": "b"}\n')
-    own_atomic = min_Stream.checkpoint.atomic
-    n_written = 0
-
-    @contextlib.contextmanager
-    def atomic(temporary):
-        nonlocal n_written
-        n_written += 1
-        with own_atomic(temporary) as file:
-            if n_written == 1:
-                min_Stream.build_index(path)  # the other job, from its first byte to its last
-            yield file
-
-    with mock.patch.object(min_Stream.checkpoint, "atomic", atomic):
-        assert min_Stream.open_shards(tmp_path) == {path: 2}
-    assert n_written == 2 and min_Stream.read_count(path) == 2
-    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "a.jsonl.index"]
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
@@ -354,27 +332,50 @@ def test_a_line_that_is_no_document(last_line, tmp_path):
     with open(folder / "0.jsonl", "a") as shard:
         shard.write(last_line)
     assert exit_message(min_Stream.open_shards, folder) == (
-        f'{folder}/0.jsonl: line 10 is not a JSON object with a "text": was the file cut off?'
+        f'{folder}/0.jsonl: line 10 is not a JSON object with a "text": was the file cut off or changed?'
     )
+
+
+def read_broken_share(folder):
+    path = Path(folder) / "2.jsonl"
+    if dist.get_rank() == 0:
+        path.write_text(path.read_text() + "abc")
+    dist.barrier()
+    return exit_message(min_Stream.open_shards, Path(folder))
+
+
+def test_a_line_that_is_no_document_ends_the_ranks_that_did_not_read_it(tmp_path):
+    folder = write_shards(tmp_path / "many", SIZES["many"])
+    for message in transformer.train_on(2, read_broken_share, [(str(folder),)], tmp_path):
+        assert message == [
+            f'{folder}/2.jsonl: line 32 is not a JSON object with a "text": was the file cut off or changed?'
+        ]
+
+
+def test_a_shard_that_cannot_be_read_is_one_line(tmp_path):
+    (tmp_path / "a.jsonl").mkdir()
+    assert exit_message(min_Stream.open_shards, tmp_path) == f"cannot read {tmp_path}/a.jsonl: Is a directory"
 
 
 def test_a_shard_that_changes_after_the_start_is_one_line(tmp_path):
     path = tmp_path / "0.jsonl"
     path.write_text('{"text": "abc"}\n')
-    min_Stream.build_index(path)
-    assert min_Stream.read_document(path, 0) == b"abc"
+    places = min_Stream.find_documents(path)
+    assert min_Stream.read_document(path, *places) == b"abc"
     path.write_text("not a document\n")
-    with pytest.raises(dist.DistributedError, match=r"0\.jsonl: document 0 is no longer what its index says"):
-        min_Stream.read_document(path, 0)
-
-
-def test_shards_without_documents(tmp_path, main_of):
-    assert main_of("min_Stream.py", "--data-dir", str(tmp_path)) == (
-        2,
-        f"min_Stream.py: error: argument --data-dir: {str(tmp_path)!r} has no .jsonl files\n",
+    assert exit_message(min_Stream.read_document, path, *places) == (
+        f'{path}: what begins at byte 0 is not a JSON object with a "text": was the file cut off or changed?'
     )
+
+
+def test_shards_without_documents(tmp_path):
+    expected = f"--data-dir: {tmp_path} has no .jsonl file with a document"
+    assert exit_message(min_Stream.main_worker, 0, 1, arguments(tmp_path)) == expected
     (tmp_path / "a.jsonl").write_text("\n\n")
-    assert exit_message(min_Stream.open_shards, tmp_path) == f"{tmp_path} has no documents: its .jsonl files are empty"
+    assert exit_message(min_Stream.main_worker, 0, 1, arguments(tmp_path)) == expected
+    assert exit_message(min_Stream.main_worker, 0, 1, arguments(tmp_path / "b")) == (
+        f"--data-dir: {tmp_path}/b has no .jsonl file with a document"
+    )
 
 
 def test_it_saves_every_so_many_steps_and_at_the_end(tmp_path):
@@ -396,26 +397,32 @@ def test_what_the_order_depends_on_must_not_change(tmp_path):
     path = str(tmp_path / "snapshot.pt")
     args = arguments(folder, steps=3, snapshot_path=path)
     min_Stream.main_worker(0, 1, args)
-    expected = f"cannot resume from {path}, the order would differ: "
 
     def resume(**changes):
+        """Which setting is refused."""
         changed = arguments(folder, steps=4, snapshot_path=path, **changes)
-        return exit_message(min_Stream.main_worker, 0, 1, changed)
+        line = exit_message(min_Stream.main_worker, 0, 1, changed)
+        found = re.fullmatch(rf"{re.escape(path)} was saved with (.*): use the same, or another path", line)
+        return found[1]
 
-    assert resume(seed=4) == expected + "--seed was 3 and is 4"
-    assert resume(heads=1).endswith(" was saved with --heads 2, not 1: use the same, or another path")
-    assert " was saved with --lr " in resume(lr=0.5)
-    assert resume(buffer=8) == expected + "--buffer was 16 and is 8"
+    digest = r"digest of the shards [0-9a-f]{12}, not [0-9a-f]{12}"
+    assert resume(seed=4) == "--seed 3, not 4"
+    assert resume(heads=1) == "--heads 2, not 1"
+    assert resume(lr=0.5) == "--lr 0.01, not 0.5"
+    assert resume(buffer=8) == "--buffer 16, not 8"
     (folder / "5.jsonl").write_text('{"text": "new"}')
-    assert resume() == expected + "the shard 5.jsonl is new"
+    assert resume() == "documents 57, not 58"
     (folder / "5.jsonl").unlink()
     shard = (folder / "2.jsonl").read_text()
     (folder / "2.jsonl").write_text(shard + " ")
-    assert resume() == expected + f"the shard 2.jsonl had {len(shard):,} bytes and has {len(shard) + 1:,}"
+    assert re.fullmatch(digest, resume())
     (folder / "2.jsonl").write_text(shard[: shard.index("\n") + 1])
-    assert resume() == expected + "the shard 2.jsonl had 30 documents and has 1"
-    (folder / "2.jsonl").unlink()
-    assert resume() == expected + "the shard 2.jsonl is gone"
+    assert resume() == "documents 57, not 28"
+    (folder / "2.jsonl").rename(folder / "6.jsonl")
+    (folder / "6.jsonl").write_text(shard)
+    assert re.fullmatch(digest, resume())
+    (folder / "6.jsonl").unlink()
+    assert resume() == "documents 57, not 27"
 
 
 def test_resumes_with_another_batch_size(tmp_path):
@@ -440,9 +447,11 @@ def see_other_data(first, second):
 def test_ranks_that_see_other_shards(tmp_path):
     write_shards(tmp_path / "many", SIZES["many"])
     write_shards(tmp_path / "fewer", SIZES["many"][:-1])
-    case = (str(tmp_path / "many"), str(tmp_path / "fewer"))
-    for message in transformer.train_on(2, see_other_data, [case], tmp_path):
-        assert message == ["rank 1 does not have the data of rank 0: the shard 4.jsonl is gone"]
+    folders = [str(tmp_path / "many"), str(tmp_path / "fewer")]
+    ranks = transformer.train_on(2, see_other_data, [folders, folders[::-1]], tmp_path)
+    for folder, messages in zip(folders, ranks, strict=True):  # the messages of rank 1 name its own folder
+        assert f"rank 1 does not see the shards of rank 0 in {folder}" == messages[0]
+        assert messages[1].startswith("rank 1 does not see the shards of rank 0 in ")
 
 
 # ---- the standard library -------------------------------------------------------------------------------------------
@@ -450,18 +459,21 @@ def test_ranks_that_see_other_shards(tmp_path):
 
 def test_library_shards_appear_at_once_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    args = arguments(None)
+    folder = min_Stream.LIBRARY_SHARDS
     with mock.patch("json.dumps", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        min_Stream.find_data(args)
-    assert not os.path.exists("data/library")
-    folder = min_Stream.find_data(args)
-    counts = min_Stream.open_shards(folder)
-    assert len(counts) > 15 and len(set(counts.values())) > 10 and sum(counts.values()) > 1000
+        min_Stream.make_library_shards(folder)
+    assert os.listdir("data") == []
+    min_Stream.make_library_shards(folder)
+    shards = min_Stream.open_shards(folder)
+    counts = [len(places) - 1 for _, places in shards]
+    assert len(counts) > 15 and len(set(counts)) > 10 and sum(counts) > 1000
     assert os.listdir("data") == ["library"]
-    first = min_Stream.read_document(folder / "0000.jsonl", 0).decode()
+    path, places = shards[0]
+    assert path == folder / "0000.jsonl"
+    first = min_Stream.read_document(path, places[0], places[1]).decode()
     assert first.endswith("\n") and first.strip()
-    with mock.patch.object(min_Stream, "make_library_shards", side_effect=AssertionError):
-        assert min_Stream.find_data(args) == folder
+    with mock.patch("json.dumps", side_effect=AssertionError):
+        min_Stream.make_library_shards(folder)
 
 
 def test_two_jobs_may_write_the_same_library(tmp_path, monkeypatch):
@@ -479,15 +491,17 @@ def test_two_jobs_may_write_the_same_library(tmp_path, monkeypatch):
     monkeypatch.setattr(min_Stream.gpt, "LIBRARY", tmp_path)
     (tmp_path / "module.py").write_text("x = 1\n")
     with mock.patch.object(os, "rename", rename):
-        folder = min_Stream.find_data(arguments(None))
+        min_Stream.make_library_shards(min_Stream.LIBRARY_SHARDS)
     assert n_renamed == 2 and os.listdir("data") == ["library"]
-    assert sum(min_Stream.open_shards(folder).values()) == 1
+    [(_, places)] = min_Stream.open_shards(min_Stream.LIBRARY_SHARDS)
+    assert len(places) == 2
 
 
 def test_where_no_library_can_be_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").write_text("a file")
-    assert exit_message(min_Stream.find_data, arguments(None)) == "cannot write data/library: Not a directory"
+    line = exit_message(min_Stream.main_worker, 0, 1, arguments(None))
+    assert line == "cannot write data/library: Not a directory"
 
 
 @pytest.mark.slow
