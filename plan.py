@@ -30,6 +30,7 @@ Begin at the two sums, `memory` and `seconds`. The formula of each part follows,
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -68,10 +69,9 @@ def seconds(model, layout, cluster):
     }
 
 
-def tokens_per_second(model, layout, cluster):
-    """Tokens per second per GPU."""
-    tokens = layout.replicate * layout.shard * layout.micro * layout.count * model.sequence
-    return tokens / layout.n_gpus / sum(seconds(model, layout, cluster).values())
+def tokens_per_second(model, layout, parts):
+    """Tokens per second per GPU, of a step whose seconds are `parts`."""
+    return layout.sequences * model.sequence / layout.n_gpus / sum(parts.values())
 
 
 # ---- what they take: a model, a layout, a cluster -------------------------------------------------------------------
@@ -117,11 +117,15 @@ class Layout:
     reduce_bytes: int = 4  # gradients travel in float32
     lora: int = 0  # rank of the adapters that are trained beside a frozen model in bfloat16
     shard_context: bool = True  # FSDP shards over the ranks of `context` too; in min_CP.py they hold replicas
-    tensor_exposed: float = 1.0  # of tensor parallelism's time. Some frameworks hide half of it, no script here does.
 
     @property
     def n_gpus(self):
         return self.replicate * self.shard * self.context * self.tensor * self.stages
+
+    @property
+    def sequences(self):
+        """Sequences of a step."""
+        return self.replicate * self.shard * self.micro * self.count
 
     @property
     def shards(self):
@@ -167,7 +171,6 @@ class Cluster:
     few_tokens: float | None = None  # matrices of so many tokens run at half of their speed: see `matrix_rate`
     narrow: float | None = None  # so do matrices of this width
     reduce_scatter: float = 1.0  # its time in relation to an all-gather's: gloo's is an all-reduce
-    device: str = "GPU"
 
 
 # ---- parameters and operations ------------------------------------------------------------------------------------
@@ -459,8 +462,7 @@ def tensor_seconds(model, layout, cluster):
     """Seconds of one micro-batch. All of them are exposed in min_TP.py."""
     half_reduced = (1 + cluster.reduce_scatter) / 2  # of each pair, one is a reduce-scatter
     n_bytes = half_reduced * tensor_bytes(model, layout)
-    parts = transfer_seconds(layout.tensor, 1, n_bytes, tensor_messages(model, layout), cluster)
-    return layout.tensor_exposed * sum(parts)
+    return sum(transfer_seconds(layout.tensor, 1, n_bytes, tensor_messages(model, layout), cluster))
 
 
 def context_bytes(model, layout):
@@ -492,11 +494,9 @@ def stage_seconds(model, layout, window, cluster):
     """What sending activations between stages adds to a micro-batch. It is hidden behind the next micro-batch."""
     if layout.stages == 1:
         return 0.0
-    bandwidth, latency = cluster.between, cluster.latency_between
-    if layout.n_gpus <= cluster.gpus_per_node:
-        bandwidth, latency = cluster.inside, cluster.latency_inside
-    sending = stage_bytes(model, layout) / (bandwidth * cluster.reachable_link)
-    return exposed(sending, window, cluster) + 2 * layout.chunks * latency
+    stride = 1 if layout.n_gpus <= cluster.gpus_per_node else cluster.gpus_per_node
+    sending, latency = transfer_seconds(2, stride, stage_bytes(model, layout), 2 * layout.chunks, cluster)
+    return exposed(sending, window, cluster) + latency
 
 
 def shard_bytes(model, layout):
@@ -571,7 +571,7 @@ def doubt(model, layout, cluster):
 # ---- all layouts, and the one to recommend ------------------------------------------------------------------------
 
 RECOMPUTE = ("none", "selective", "full")
-MESH = ("replicate", "shard", "tensor", "context", "stages")
+MESH = {"replicate": "DDP", "shard": "FSDP", "tensor": "TP", "context": "CP", "stages": "PP"}  # axes and their names
 SHORTEST_PIECE = 8192  # tokens of a sequence per rank of `context`: Llama 3 has 8,192, torchtitan's runs 32,768
 SHARE_OF_MEMORY = 0.95  # The rest is for CUDA, NCCL and fragments. Of the runs of docs/plan.md, 1 in 20 needs more.
 WITHIN = 0.95  # of the fastest: a simpler mesh may be worth so much of the speed
@@ -596,63 +596,60 @@ def powers_of_two(largest):
     return [2**i for i in range(int(math.log2(largest)) + 1)]
 
 
-def splits(job):
-    """All (tensor, context, stages) that divide the GPUs, the heads and the layers.
-
-    Tensor parallelism stays inside a machine, and each of its ranks has at least one KV head. min_CP.py's all-to-all
-    needs a head for each rank of `context`.
-    """
-    model = job.model
-    for tensor in powers_of_two(min(job.cluster.gpus_per_node, model.kv_heads)):
-        for stages in powers_of_two(min(model.layers, job.n_gpus)):
-            for context in powers_of_two(max(1, model.sequence // SHORTEST_PIECE)):
-                whole_heads = model.kv_heads % tensor == 0 and model.heads % (tensor * context) == 0
-                whole_pieces = model.sequence % (tensor * context) == 0
-                if whole_heads and whole_pieces and job.n_gpus % (tensor * context * stages) == 0:
-                    yield tensor, context, stages
-
-
-def shardings(job, tensor, context, stages):
-    """The layouts of the remaining GPUs: DDP, ZeRO-1, FSDP, or FSDP in each machine (HSDP)."""
-    data = job.n_gpus // (tensor * context * stages)
-    split = replace(job.base, tensor=tensor, context=context, stages=stages)
-    yield replace(split, replicate=data, shard_context=False)
-    if data > 1 and tensor * context * stages == 1:
-        yield replace(split, replicate=data, zero=True)
-    if data * context > 1:
-        yield replace(split, shard=data)
-    in_machine = job.cluster.gpus_per_node // tensor
-    if stages * context == 1 and 1 < in_machine < data and data % in_machine == 0:
-        yield replace(split, replicate=data // in_machine, shard=in_machine)
+def misfit(model, layout):
+    """Why a model cannot be split so, or None."""
+    tensor, context, stages = layout.tensor, layout.context, layout.stages
+    if model.kv_heads % tensor:
+        return f"tensor={tensor} does not divide the {model.kv_heads} KV heads"
+    if model.heads % (tensor * context):  # min_CP.py's all-to-all needs a head for each rank of `context`
+        return f"tensor x context is {tensor * context}, it does not divide {model.heads} heads"
+    if model.sequence % (tensor * context):
+        return f"tensor x context is {tensor * context}, it does not divide {model.sequence} tokens"
+    if stages * layout.chunks > model.layers:
+        return f"stages={stages} with its chunks is more than the {model.layers} layers"
+    return None
 
 
 def meshes(job):
-    """The mesh that is given, or all."""
+    """The mesh that is given, or all that divide the GPUs and the model. Tensor parallelism stays inside a machine."""
     if job.mesh:
         yield replace(job.base, shard_context="shard" in job.mesh, **job.mesh)
-    elif job.base.lora:  # llm_FSDP.py
+        return
+    if job.base.lora:  # llm_FSDP.py
         yield replace(job.base, shard=job.n_gpus)
-    else:
-        for tensor, context, stages in splits(job):
-            yield from shardings(job, tensor, context, stages)
+        return
+    tensors = powers_of_two(job.cluster.gpus_per_node)
+    contexts = powers_of_two(max(1, job.model.sequence // SHORTEST_PIECE))
+    pipelines = [(stages, chunks) for stages in powers_of_two(job.n_gpus) for chunks in (1, 2) if chunks <= stages]
+    for tensor, context, (stages, chunks) in itertools.product(tensors, contexts, pipelines):
+        split = replace(job.base, tensor=tensor, context=context, stages=stages, chunks=chunks)
+        if job.n_gpus % split.n_gpus == 0 and not misfit(job.model, split):
+            yield from shardings(job, split)
+
+
+def shardings(job, split):
+    """The layouts of the GPUs that `split` leaves: DDP, ZeRO-1, FSDP, or FSDP in each machine (HSDP)."""
+    data = job.n_gpus // split.n_gpus
+    yield replace(split, replicate=data, shard_context=False)
+    if data > 1 and split.n_gpus == 1:
+        yield replace(split, replicate=data, zero=True)
+    if data * split.context > 1:
+        yield replace(split, shard=data)
+    in_machine = job.cluster.gpus_per_node // split.tensor
+    if split.stages * split.context == 1 and 1 < in_machine < data and data % in_machine == 0:
+        yield replace(split, replicate=data // in_machine, shard=in_machine)
 
 
 def layouts(job):
-    """Every layout of the global batch. A pipeline has at least as many micro-batches as stages."""
+    """Every layout of the global batch. A pipeline has as many micro-batches as stages, interleaved a multiple."""
     for mesh in meshes(job):
-        sequences, rest = divmod(job.batch, mesh.replicate * mesh.shard)
-        if rest:
-            continue
-        for micro in [job.micro] if job.micro else powers_of_two(sequences):
-            count, rest = divmod(sequences, micro)
-            if rest or count < mesh.stages:
-                continue
-            chunk_counts = [mesh.chunks]
-            if not job.mesh and 1 < mesh.stages <= job.model.layers // 2 and count % mesh.stages == 0:
-                chunk_counts = [1, 2]  # 2 are interleaved
-            for chunks in chunk_counts:
-                for recompute in job.recompute:
-                    yield replace(mesh, micro=micro, count=count, chunks=chunks, recompute=recompute)
+        sequences = job.batch // (mesh.replicate * mesh.shard)
+        micros = [job.micro] if job.micro else powers_of_two(max(1, sequences))
+        for micro, recompute in itertools.product(micros, job.recompute):
+            layout = replace(mesh, micro=micro, count=sequences // micro, recompute=recompute)
+            whole = layout.sequences == job.batch
+            if whole and layout.count >= layout.stages and (layout.chunks == 1 or layout.count % layout.stages == 0):
+                yield layout
 
 
 def axes(layout):
@@ -692,7 +689,7 @@ def search(job):
     results = []
     for layout in layouts(job):
         held, times = memory(job.model, layout), seconds(job.model, layout, job.cluster)
-        speed = job.batch * job.model.sequence / job.n_gpus / sum(times.values())
+        speed = tokens_per_second(job.model, layout, times)
         results.append(Result(layout, held, times, sum(held.values()), speed))
     results.sort(key=lambda result: -result.speed)
     fitting = [result for result in results if result.used <= SHARE_OF_MEMORY * job.cluster.memory]
@@ -718,18 +715,16 @@ def choice(results):
 
 
 def ways_to_fit(job):
-    """Changes with which a layout fits, as phrases: more GPUs, or shorter sequences."""
+    """Changes with which a layout fits, as phrases: more GPUs, or shorter sequences. No speed and no link decides."""
     ways = []
-    for factor in (2, 4, 8, 16, 32, 64):
+    for factor in powers_of_two(64)[1:]:
         more = replace(job, n_gpus=factor * job.n_gpus, batch=factor * job.batch)
-        results, _ = search(more)
-        if results and not job.mesh:  # a mesh that is given has its GPUs
-            ways.append(f"on {more.n_gpus} {job.cluster.device}s: {describe(choice(results)['recommended'].layout)}")
+        if not job.mesh and search(more)[0]:  # a mesh that is given has its GPUs
+            ways.append(f"on {more.n_gpus} GPUs")
             break
     for factor in powers_of_two(max(1, job.model.sequence // 512))[1:]:
         model = replace(job.model, sequence=job.model.sequence // factor)
-        results, _ = search(replace(job, model=model, batch=factor * job.batch))
-        if results:
+        if search(replace(job, model=model, batch=factor * job.batch))[0]:
             ways.append(f"with shorter sequences: --sequence {model.sequence}")
             break
     return ways
@@ -740,59 +735,49 @@ def why_no_layout(job):
     why = f"tensor x context splits a sequence by at most the {job.model.heads} heads"
     if job.mesh:
         why = "replicate x shard of this mesh must divide them"
-    larger = [replace(job, batch=job.batch + more) for more in range(1, 2 * job.n_gpus)]
-    batch = next((other.batch for other in larger if any(layouts(other))), None)
+    larger = range(job.batch + 1, job.batch + 2 * job.n_gpus)
+    batch = next((batch for batch in larger if any(layouts(replace(job, batch=batch)))), None)
     advice = f"Take --global-batch-size {batch}." if batch else "Take another mesh."
-    cannot = f"{counted(job.batch, 'sequence')} cannot be shared by {job.n_gpus} {job.cluster.device}s"
+    cannot = f"{counted(job.batch, 'sequence')} cannot be shared by {job.n_gpus} GPUs"
     return f"{cannot}: {why}, and stages need as many micro-batches.", advice
 
 
 # ---- the command --------------------------------------------------------------------------------------------------
 
 
+SCRIPTS = (  # a script, the axes that its meshes have, those that they may have besides, and its options for them
+    ("min_ZeRO.py", {"replicate", "zero"}, set(), ""),
+    ("min_TP.py", {"tensor"}, set(), ""),
+    ("min_CP.py", {"context"}, set(), ""),
+    ("min_2D.py", set(), {"replicate", "shard", "tensor"}, "{bf16} --replicate {replicate} {mesh} {again}"),
+    ("min_PP.py", {"stages"}, {"replicate"}, "{batches} --data-parallel {replicate} {schedule}"),
+    ("min_3D.py", {"stages"}, {"shard", "tensor"}, "{bf16} --stages {stages} {mesh} {batches} {schedule}"),
+)
+NO_SCRIPT = "no script here has this mesh: combine those that have its axes"
+
+
 def script(layout, hub=None):
-    """(the script that has this mesh, its options for it), or (None, advice). `hub` is the model's name on the Hub."""
+    """(the script that has this mesh, its options), or (None, ""). `hub` is the model's name on the Hub."""
     kinds = axes(layout)
-    if is_for_llm(layout, hub):
-        return "llm_FSDP.py", llm_options(layout)
-    if kinds == {"context"}:
-        return "min_CP.py", ""
-    if "context" in kinds:
-        return None, "no script here has this mesh: attention as in min_CP.py, the rest as in the script for the others"
-    if kinds == {"zero", "replicate"}:
-        return "min_ZeRO.py", ""
-    if kinds == {"tensor"}:
-        return "min_TP.py", ""
-    batches = f"--micro-batches {layout.count}"
-    schedule = "--schedule Interleaved1F1B" if layout.chunks > 1 else "--schedule 1F1B"
-    if kinds in ({"stages"}, {"stages", "replicate"}):
-        return "min_PP.py", f"{batches} --data-parallel {layout.replicate} {schedule}"
-    if kinds >= {"stages", "replicate"}:
-        return None, "no script here has this mesh: min_3D.py shards instead of replicating"
-    # The scripts with FSDP refuse --bf16 for one process.
-    bf16 = "--bf16" if layout.precision == "bfloat16" and layout.n_gpus > 1 else ""
-    mesh = f"--shard {layout.shard} --tensor {layout.tensor}"
-    if "stages" in kinds:
-        return "min_3D.py", f"{bf16} --stages {layout.stages} {mesh} {batches} {schedule}"
-    if kinds == {"shard"} and layout.recompute == "none":
-        return "min_FSDP.py", bf16
-    again = "--checkpoint-activations" if layout.recompute == "full" else ""
-    return "min_2D.py", f"{bf16} --replicate {layout.replicate} {mesh} {again}"
-
-
-def is_for_llm(layout, hub):
-    """Whether llm_FSDP.py trains it: a model of the Hub, sharded by FSDP."""
-    return layout.lora > 0 or (hub is not None and axes(layout) == {"shard"} and layout.recompute != "selective")
-
-
-def llm_options(layout):
-    options = {
-        f"--lora {layout.lora}": layout.lora > 0,
-        "--recompute": layout.recompute == "full",
-        "--compile": layout.fused,
-        "--precision float32": layout.precision == "float32",
+    full, bf16 = layout.recompute == "full", layout.precision == "bfloat16"
+    words = {
+        # The scripts with FSDP refuse --bf16 for one process.
+        "bf16": "--bf16" if bf16 and layout.n_gpus > 1 else "",
+        "again": "--checkpoint-activations" if full else "",
+        "mesh": f"--shard {layout.shard} --tensor {layout.tensor}",
+        "batches": f"--micro-batches {layout.count}",
+        "schedule": "--schedule Interleaved1F1B" if layout.chunks > 1 else "--schedule 1F1B",
     }
-    return " ".join(option for option, used in options.items() if used)
+    if layout.lora or (hub and kinds == {"shard"} and layout.recompute != "selective"):
+        used = {f"--lora {layout.lora}": layout.lora, "--recompute": full}
+        used |= {"--compile": layout.fused, "--precision float32": not bf16}
+        return "llm_FSDP.py", " ".join(option for option in used if used[option])
+    if kinds == {"shard"} and layout.recompute == "none":
+        return "min_FSDP.py", words["bf16"]
+    for name, needed, possible, options in SCRIPTS:
+        if needed <= kinds <= needed | possible:
+            return name, options.format(**words, replicate=layout.replicate, stages=layout.stages)
+    return None, ""
 
 
 def command(job, layout):
@@ -815,22 +800,17 @@ def command(job, layout):
     return " ".join(words)
 
 
-def how_to_start(job, layout):
-    """The command, or advice if no script here has this mesh."""
-    return command(job, layout) or script(layout, job.model.hub)[1]
-
-
 def missing(job, layout):
     """What the plan assumes and the script does not do, as phrases."""
     name, options = script(layout, job.model.hub)
     by_llm = name == "llm_FSDP.py"
-    recomputes = by_llm or layout.recompute == "none" or (name == "min_2D.py" and layout.recompute == "full")
+    recomputes = "--recompute" in options or "--checkpoint-activations" in options
     lacking = {
         "bfloat16": layout.precision == "bfloat16" and name and not by_llm and "--bf16" not in options,
         "torch.compile": layout.fused and not by_llm,
         "a chunked cross-entropy": layout.logit_bytes == 0,
         "a fused cross-entropy": layout.logit_bytes == 4,
-        f"{layout.recompute} recomputation": not recomputes,
+        f"{layout.recompute} recomputation": layout.recompute != "none" and not recomputes,
         f"micro-batches of {layout.micro} sequences": by_llm and layout.micro > 1,
         f"gradient accumulation over {layout.count} micro-batches": not by_llm and layout.count > layout.stages == 1,
     }
@@ -842,10 +822,8 @@ def missing(job, layout):
 
 def mesh_name(layout):
     """For example FSDP 8 x TP 4."""
-    replicas = "ZeRO-1" if layout.zero else "DDP"
-    sizes = {replicas: layout.replicate, "FSDP": layout.shard, "TP": layout.tensor}
-    sizes |= {"CP": layout.context, "PP": layout.stages}
-    names = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    labels = MESH | {"replicate": "ZeRO-1" if layout.zero else "DDP"}
+    names = [f"{labels[axis]} {getattr(layout, axis)}" for axis in MESH if getattr(layout, axis) > 1]
     if layout.shards > layout.shard == 1:
         names.insert(0, "FSDP over CP's GPUs")
     interleaved = ", interleaved" if layout.chunks > 1 else ""
@@ -872,6 +850,7 @@ def report(job, result):
     mfu = result.speed * model_flops(job.model) / job.cluster.flops
     return {
         "mesh": mesh_name(layout),
+        "description": describe(layout),
         "layout": asdict(layout),
         "command": command(job, layout),
         "not in the script": missing(job, layout),
@@ -884,7 +863,9 @@ def report(job, result):
     }
 
 
-def as_json(job, results, smallest):
+def answer(job):
+    """All that is found, for programs."""
+    results, smallest = search(job)
     found = {"projection": True, "fits": bool(results), "gpus": job.n_gpus, "global batch": job.batch}
     if results:
         return found | {name: report(job, result) for name, result in choice(results).items()}
@@ -894,52 +875,50 @@ def as_json(job, results, smallest):
     return found | {"why": why, "advice": advice}
 
 
-def print_plan(job, results, smallest):
+def print_answer(job, found):
     size = f"{total_params(job.model) / 1e9:.2f} billion parameters"
     batch = f"{counted(job.batch, 'sequence')} of {job.model.sequence:,} tokens"
     lora = f", LoRA of rank {job.base.lora}" if job.base.lora else ""
     gpus = f"{job.n_gpus} x {job.cluster.name}"
     print(f"PROJECTION    {job.name} of {size} on {gpus}, {batch}, {job.base.precision}{lora}")
-    if results:
-        chosen = choice(results)
-        print_result(job, chosen["recommended"])
-        print_alternatives(job, chosen)
-    elif smallest:
-        excess = (smallest.used - SHARE_OF_MEMORY * job.cluster.memory) / GIB
-        needs = f"{smallest.used / GIB:.1f} GiB, {excess:.1f} GiB too much"
-        print(f"does not fit  the smallest layout needs {needs}\n              {describe(smallest.layout)}")
-        for way in ways_to_fit(job):
+    if "recommended" in found:
+        print_result(job, found["recommended"])
+        for name in ("fastest", "runner-up"):
+            if name in found and found[name]["layout"] != found["recommended"]["layout"]:
+                print_alternative(name, found[name], found["recommended"])
+    elif "smallest" in found:
+        used = sum(found["smallest"]["memory"].values())
+        excess = (used - SHARE_OF_MEMORY * job.cluster.memory) / GIB
+        print(f"does not fit  the smallest layout needs {used / GIB:.1f} GiB, {excess:.1f} GiB too much")
+        print(f"              {found['smallest']['description']}")
+        for way in found["would fit"]:
             print(f"would fit     {way}")
     else:
-        why, advice = why_no_layout(job)
-        print(f"no layout     {why}\n              {advice}")
+        print(f"no layout     {found['why']}\n              {found['advice']}")
 
 
 def print_result(job, result):
-    layout, cluster, found = result.layout, job.cluster, report(job, result)
-    print(f"{'your mesh  ' if job.mesh else 'recommended'}   {describe(layout)}")
-    print(f"start         {how_to_start(job, layout)}")
-    if not is_for_llm(layout, job.model.hub):
+    print(f"{'your mesh  ' if job.mesh else 'recommended'}   {result['description']}")
+    print(f"start         {result['command'] or NO_SCRIPT}")
+    if "llm_FSDP.py" not in (result["command"] or ""):
         print("              It trains gpt.py's model in this shape: of bytes, with plain MLPs and a KV head per head.")
-    lacking = ", ".join(found["not in the script"])
-    if lacking:
+    if result["not in the script"]:
+        lacking = ", ".join(result["not in the script"])
         print(f"              The projection also assumes what the script lacks: {lacking}.")
-
-    print(f"\nmemory of a {cluster.device}, GiB  {result.used / GIB:.1f} of {cluster.memory / GIB:.1f}")
-    parts = {**result.memory, "reserve": (1 - SHARE_OF_MEMORY) * cluster.memory}
-    print_bars({part: n_bytes / GIB for part, n_bytes in parts.items()}, cluster.memory / GIB, "6.1f")
-    print(f"  A logit counts {layout.logit_bytes} bytes. With --cross-entropy fused it counts 4, with chunked 0.")
-
-    total = sum(result.seconds.values())
+    whole = job.cluster.memory / GIB
+    parts = {part: n_bytes / GIB for part, n_bytes in result["memory"].items()}
+    print(f"\nmemory of a GPU, GiB  {sum(parts.values()):.1f} of {whole:.1f}")
+    print_bars({**parts, "reserve": (1 - SHARE_OF_MEMORY) * whole}, whole, "6.1f")
+    print(f"  A logit counts {job.base.logit_bytes} bytes. With --cross-entropy fused it counts 4, with chunked 0.")
+    total = sum(result["seconds"].values())
     print(f"\nseconds of a step     {total:.3f}")
-    print_bars(result.seconds, total, "6.3f")
-
-    used = f"MFU {found['MFU']:.0%}, HFU {found['HFU']:.0%}"
-    print(f"\ntokens/s per {cluster.device}      {result.speed:,.0f}, {used}")
-    low, high = found["expect"]
+    print_bars(result["seconds"], total, "6.3f")
+    used = f"MFU {result['MFU']:.0%}, HFU {result['HFU']:.0%}"
+    print(f"\ntokens/s per GPU      {result['tokens/s per GPU']:,.0f}, {used}")
+    low, high = result["expect"]
     known = "8 of 10 published runs were within such a range, see docs/plan.md"
-    if layout.lora or not cluster.has_rows:
-        known = f"a wide range, since docs/plan.md has no run {'with LoRA' if layout.lora else 'of such a GPU'}"
+    if job.base.lora or not job.cluster.has_rows:
+        known = f"a wide range, since docs/plan.md has no run {'with LoRA' if job.base.lora else 'of such a GPU'}"
     print(f"expect                {low:,.0f} to {high:,.0f}: {known}")
 
 
@@ -949,15 +928,12 @@ def print_bars(parts, whole, form):
             print(f"  {part:19} {value:{form}}  {'#' * round(40 * value / whole)}")
 
 
-def print_alternatives(job, chosen):
-    winner = chosen.pop("recommended")
-    for name, result in chosen.items():
-        if result.layout != winner.layout:
-            difference = result.speed / winner.speed - 1
-            compared = f"{abs(difference):.1%} {'slower' if difference < 0 else 'faster'}"
-            print(f"\n{name:14}{describe(result.layout)}: {compared}")
-            if name == "fastest":
-                print(f"start         {how_to_start(job, result.layout)}")
+def print_alternative(name, result, recommended):
+    difference = result["tokens/s per GPU"] / recommended["tokens/s per GPU"] - 1
+    compared = f"{abs(difference):.1%} {'slower' if difference < 0 else 'faster'}"
+    print(f"\n{name:14}{result['description']}: {compared}")
+    if name == "fastest":
+        print(f"start         {result['command'] or NO_SCRIPT}")
 
 
 # ---- models and GPUs ------------------------------------------------------------------------------------------------
@@ -1039,15 +1015,16 @@ def whole_number(text):
     return int(text)
 
 
-def numbers_of(text, names, instead=""):
-    """{name: number} of a text like "memory=80 flops=989". An error says what it may be `instead`."""
+def numbers_of(text, names, kind=float):
+    """{name: number} of a text like "memory=80 flops=989"."""
     try:
-        numbers = {name: float(value) for name, value in (word.split("=") for word in text.split())}
+        numbers = {name: kind(value) for name, value in (word.split("=") for word in text.split())}
     except ValueError:
         numbers = {text: 0}
     if not numbers.keys() <= set(names) or not all(0 < number < math.inf for number in numbers.values()):
         form = " ".join(f"{name}=NUMBER" for name in names)
-        raise argparse.ArgumentTypeError(f"{text!r} is not like {form!r}{instead}")
+        whole = ", in whole numbers" if kind is int else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not like {form!r}{whole}")
     return numbers
 
 
@@ -1055,9 +1032,9 @@ def gpu(text):
     """One of GPUS, or one like "memory=48 flops=362". Its memory is as fast in relation to `flops` as an H100's."""
     if text in GPUS:
         return GPUS[text]
-    numbers = numbers_of(text, ("memory", "flops", "bandwidth"), f", nor one of {', '.join(GPUS)}")
-    if not {"memory", "flops"} <= numbers.keys():
-        raise argparse.ArgumentTypeError(f"{text!r} must name memory and flops")
+    if "memory=" not in text or "flops=" not in text:
+        raise argparse.ArgumentTypeError(f"{text!r} has no memory and flops, and is not one of {', '.join(GPUS)}")
+    numbers = numbers_of(text, ("memory", "flops", "bandwidth"))
     h100, flops = GPUS["h100"], 1e12 * numbers["flops"]
     bandwidth = 1e9 * numbers.get("bandwidth", 0) or h100.bandwidth * flops / h100.flops
     return Cluster(YOUR_GPU, 1e9 * numbers["memory"], flops, bandwidth, h100.inside, h100.between, has_rows=False)
@@ -1068,12 +1045,7 @@ def links(text):
 
 
 def mesh(text):
-    """{axis: size}, and maybe zero=1 or chunks=N."""
-    sizes = numbers_of(text, (*MESH, "chunks", "zero"))
-    for name, size in sizes.items():
-        if size != int(size):
-            raise argparse.ArgumentTypeError(f"{name}={size} is not a whole number")
-    return {name: int(size) for name, size in sizes.items()}
+    return numbers_of(text, (*MESH, "chunks", "zero"), int)
 
 
 def cluster_file(path):
@@ -1115,31 +1087,27 @@ def make_parser():
     add("--compile", action="store_true", help="count the fused kernels of torch.compile")
     add("--lora", type=whole_number, default=0, metavar="RANK", help="adapters beside a frozen model, llm_FSDP.py")
     add("--json", action="store_true", help="print JSON, for programs")
-    add("--experts", nargs="?", const=True, help=argparse.SUPPRESS)
     return parser
 
 
 def parse_args(argv=None):
     parser = make_parser()
     args = parser.parse_args(argv)
-    if args.experts:
-        parser.error(f"argument --experts: {NOT_PLANNED}")
     model = parse_model(parser, args)
     mesh, links = args.mesh or {}, args.links or {}
     cluster, measured = args.cluster or (args.gpu, 8)
     cluster = replace(cluster, gpus_per_node=args.gpus_per_node or cluster.gpus_per_node, **links)
-    mesh_gpus = math.prod(mesh.get(name, 1) for name in MESH)
-    n_gpus = args.gpus or (mesh_gpus if mesh else measured)
-    check_gpus(parser, n_gpus, cluster, links)
-    check_mesh(parser, args, mesh, model)
-    if mesh and mesh_gpus != n_gpus:
-        parser.error(f"argument --mesh: its axes have {mesh_gpus} GPUs, --gpus has {n_gpus}")
+    n_gpus = args.gpus or (Layout(**mesh).n_gpus if mesh else measured)
     logit_bytes = LOGIT_BYTES[args.cross_entropy]
     base = Layout(precision=args.precision, fused=args.compile, logit_bytes=logit_bytes, lora=args.lora)
     micro = args.micro_batch_size
     batch = args.global_batch_size or default_batch(n_gpus, model.sequence, mesh, micro or 1)
     recompute = RECOMPUTE if args.recompute == "auto" else (args.recompute,)
-    return args, Job(model, cluster, n_gpus, batch, args.model or "your model", recompute, base, mesh, micro)
+    job = Job(model, cluster, n_gpus, batch, args.model or "your model", recompute, base, mesh, micro)
+    for mistake, is_made in mistakes(job, links).items():
+        if is_made:
+            parser.error(f"argument {mistake}")
+    return args, job
 
 
 def parse_model(parser, args):
@@ -1148,41 +1116,31 @@ def parse_model(parser, args):
     if args.gated:
         given["matrices"] = 3
     if args.model:
-        model = replace(MODELS[args.model], **given)
-    else:
-        for name in ("layers", "width", "heads"):
-            if name not in given:
-                parser.error(f"argument --{name}: needed if there is no --model")
-        model = Model(**{"kv_heads": args.heads, "hidden": 4 * args.width, "matrices": 2, "vocabulary": 50257, **given})
-    if model.width % model.heads:
-        parser.error(f"argument --width: {model.width} is not a multiple of {model.heads}, the number of heads")
-    if model.heads % model.kv_heads:
-        parser.error(f"argument --heads: {model.heads} is not a multiple of {model.kv_heads}, the number of KV heads")
-    return model
+        return replace(MODELS[args.model], **given)
+    for name in ("layers", "width", "heads"):
+        if name not in given:
+            parser.error(f"argument --{name}: needed if there is no --model")
+    return Model(**{"kv_heads": args.heads, "hidden": 4 * args.width, "matrices": 2, "vocabulary": 50257, **given})
 
 
-def check_gpus(parser, n_gpus, cluster, links):
-    """Machines are used as a whole. The links of a GPU of numbers are given, if its layouts use them."""
-    per_node = cluster.gpus_per_node
-    if n_gpus > per_node and n_gpus % per_node:
-        parser.error(f"argument --gpus: {n_gpus} is not a multiple of {per_node}, the GPUs of a machine")
-    for name, largest in (("inside", 1), ("between", per_node)):
-        if cluster.name == YOUR_GPU and n_gpus > largest and name not in links:
-            usual = "inside is 450 with an H100's NVLink and 25 with PCIe 4, between is 50 with 400 Gb/s per GPU"
-            parser.error(f"argument --links: {name}=GB/s is needed beside a --gpu of numbers: {usual}")
-
-
-def check_mesh(parser, args, mesh, model):
-    """The limits of each axis."""
-    tensor, context, stages = (mesh.get(name, 1) for name in ("tensor", "context", "stages"))
-    if args.lora and mesh.keys() - {"shard"}:
-        parser.error("argument --lora: llm_FSDP.py trains adapters with FSDP alone, so --mesh may name shard alone")
-    if model.kv_heads % tensor:
-        parser.error(f"argument --mesh: tensor={tensor} does not divide the {model.kv_heads} KV heads")
-    if model.heads % (tensor * context):
-        parser.error(f"argument --mesh: tensor x context is {tensor * context}, it does not divide {model.heads} heads")
-    if stages * mesh.get("chunks", 1) > model.layers:
-        parser.error(f"argument --mesh: stages={stages} with its chunks is more than the {model.layers} layers")
+def mistakes(job, links):
+    """{what is wrong: whether it is} of options that do not go together. Machines are used as a whole."""
+    model, n_gpus, per_node = job.model, job.n_gpus, job.cluster.gpus_per_node
+    layout = Layout(**job.mesh)
+    missing = {"inside", "between"} - links.keys() if job.cluster.name == YOUR_GPU else set()
+    wide = f"{model.width} is not a multiple of {model.heads}, the number of heads"
+    alone = "llm_FSDP.py trains adapters with FSDP alone, so --mesh may name shard alone"
+    usual = "inside is 450 with an H100's NVLink and 25 with PCIe 4, between is 50 with 400 Gb/s per GPU"
+    return {
+        f"--width: {wide}": model.width % model.heads,
+        f"--heads: {model.heads} is not a multiple of {model.kv_heads}, the KV heads": model.heads % model.kv_heads,
+        f"--gpus: {n_gpus} is not a multiple of a machine's {per_node}": n_gpus > per_node and n_gpus % per_node,
+        f"--links: a --gpu of numbers needs inside=GB/s: {usual}": n_gpus > 1 and "inside" in missing,
+        f"--links: a --gpu of numbers needs between=GB/s: {usual}": n_gpus > per_node and "between" in missing,
+        f"--lora: {alone}": job.base.lora and job.mesh.keys() - {"shard"},
+        f"--mesh: {misfit(model, layout)}": job.mesh and misfit(model, layout),
+        f"--mesh: it has {layout.n_gpus} GPUs, --gpus has {n_gpus}": job.mesh and layout.n_gpus != n_gpus,
+    }
 
 
 def default_batch(n_gpus, sequence, mesh, micro):
@@ -1199,12 +1157,12 @@ def default_batch(n_gpus, sequence, mesh, micro):
 
 def main(argv=None):
     args, job = parse_args(argv)
-    results, smallest = search(job)
+    found = answer(job)
     if args.json:
-        print(json.dumps(as_json(job, results, smallest), indent=1))
+        print(json.dumps(found, indent=1))
     else:
-        print_plan(job, results, smallest)
-    if not results:
+        print_answer(job, found)
+    if not found["fits"]:
         sys.exit(1)
 
 

@@ -192,7 +192,6 @@ def make_cluster(device, rates, links, per_machine, block, bandwidth):
         few_tokens=h100.few_tokens if on_gpu else 0,
         narrow=round(narrow),
         reduce_scatter=inside.get("reduce_scatter", 1.0),
-        device="GPU" if on_gpu else "process",
     )
     precision = "bfloat16" if on_gpu else "float32"
     width, heads = BLOCK["width"], BLOCK["heads"]
@@ -260,7 +259,7 @@ def compare(cluster, n, rounds, steps):
     for name, (_, args, layout) in cases.items():
         shape = {"kv_heads": args.heads, "hidden": 4 * args.width, "matrices": 2, "vocabulary": 256}
         model = plan.Model(args.layers, args.width, args.heads, sequence=args.length, **shape)
-        projected = n * plan.tokens_per_second(model, layout, cluster)
+        projected = n * plan.tokens_per_second(model, layout, plan.seconds(model, layout, cluster))
         row = measured[name]["tokens/s"]
         rows[name] = {"measured": row, "projected": projected}
         error = projected / row["max"] - 1

@@ -80,13 +80,12 @@ class Run:
         return self.model.sequence <= 8192 and self.layout.n_gpus <= 128
 
 
-def layout_of(row, model):
+def layout_of(row):
     """(plan.Layout, Framework) of a row. Most runs have fused kernels, as by torch.compile."""
     given = {"fused": True, **row["layout"]}
     names = [field.name for field in dataclasses.fields(Framework) if field.name in given]
     framework = Framework(**{name: given.pop(name) for name in names})
-    layout = plan.Layout(**given, logit_bytes=4 if framework.fused_loss else 12)
-    return dataclasses.replace(layout, tensor_exposed=tensor_exposed(model, layout, framework)), framework
+    return plan.Layout(**given, logit_bytes=4 if framework.fused_loss else 12), framework
 
 
 def load_runs():
@@ -96,7 +95,7 @@ def load_runs():
         cluster = dataclasses.replace(plan.GPUS[source["gpu"]], **source["cluster"])
         for row in source["rows"]:
             model = model_of(row, data["models"])
-            layout, framework = layout_of(row, model)
+            layout, framework = layout_of(row)
             speed = published_speed(row, model, source["gpu"])
             runs.append(Run(row, source, model, layout, framework, cluster, speed))
     return runs
@@ -139,9 +138,19 @@ def cluster_with(run, values):
 
 def seconds(run, cluster):
     """{part: seconds} of a step: plan.py's sum, with the parts that the framework does otherwise."""
-    layout, framework = run.layout, run.framework
-    parts = plan.seconds(run.model, layout, cluster)
-    window = (parts["compute"] + parts["tensor"] + parts["context"]) / layout.count
+    model, layout, framework = run.model, run.layout, run.framework
+    computing = plan.compute_seconds(model, layout, cluster)
+    tensor = tensor_exposed(model, layout, framework) * plan.tensor_seconds(model, layout, cluster)
+    window = computing + tensor + plan.context_seconds(model, layout, cluster)
+    stage = plan.stage_seconds(model, layout, window, cluster)
+    parts = plan.seconds(model, layout, cluster)
+    parts |= {
+        "bubble": (layout.stages - 1) / layout.chunks * (window + stage),
+        "tensor": layout.count * tensor,
+        "stages": layout.count * stage,
+        "shard": plan.shard_seconds(model, layout, window, cluster),
+        "replicate": plan.replicate_seconds(model, layout, window, cluster),
+    }
     if framework.keep_gathered or framework.precision == "float8":
         parts["shard"] = shard_seconds(run, window, cluster)
     if framework.overlap_gather:
@@ -215,10 +224,8 @@ def project(runs, values):
     speeds = []
     with forward_share(values["FORWARD"]):
         for run in runs:
-            layout = run.layout
-            tokens = layout.replicate * layout.shard * layout.micro * layout.count * run.model.sequence
-            time = sum(seconds(run, cluster_with(run, values)).values())
-            speeds.append(tokens / layout.n_gpus / time)
+            parts = seconds(run, cluster_with(run, values))
+            speeds.append(plan.tokens_per_second(run.model, run.layout, parts))
     return speeds
 
 
