@@ -71,7 +71,8 @@ def seconds(model, layout, cluster):
 
 def tokens_per_second(model, layout, parts):
     """Tokens per second per GPU, of a step whose seconds are `parts`."""
-    return layout.sequences * model.sequence / layout.n_gpus / sum(parts.values())
+    sequences = layout.replicate * layout.shard * layout.micro * layout.count
+    return sequences * model.sequence / layout.n_gpus / sum(parts.values())
 
 
 # ---- what they take: a model, a layout, a cluster -------------------------------------------------------------------
@@ -121,11 +122,6 @@ class Layout:
     @property
     def n_gpus(self):
         return self.replicate * self.shard * self.context * self.tensor * self.stages
-
-    @property
-    def sequences(self):
-        """Sequences of a step."""
-        return self.replicate * self.shard * self.micro * self.count
 
     @property
     def shards(self):
@@ -459,9 +455,8 @@ def tensor_bytes(model, layout):
 
 
 def tensor_seconds(model, layout, cluster):
-    """Seconds of one micro-batch. All of them are exposed in min_TP.py."""
-    half_reduced = (1 + cluster.reduce_scatter) / 2  # of each pair, one is a reduce-scatter
-    n_bytes = half_reduced * tensor_bytes(model, layout)
+    """Seconds of one micro-batch. All of them are exposed in min_TP.py. Of each pair, one is a reduce-scatter."""
+    n_bytes = (1 + cluster.reduce_scatter) / 2 * tensor_bytes(model, layout)
     return sum(transfer_seconds(layout.tensor, 1, n_bytes, tensor_messages(model, layout), cluster))
 
 
@@ -643,13 +638,13 @@ def shardings(job, split):
 def layouts(job):
     """Every layout of the global batch. A pipeline has as many micro-batches as stages, interleaved a multiple."""
     for mesh in meshes(job):
-        sequences = job.batch // (mesh.replicate * mesh.shard)
-        micros = [job.micro] if job.micro else powers_of_two(max(1, sequences))
+        groups = mesh.replicate * mesh.shard
+        micros = [job.micro] if job.micro else powers_of_two(max(1, job.batch // groups))
         for micro, recompute in itertools.product(micros, job.recompute):
-            layout = replace(mesh, micro=micro, count=sequences // micro, recompute=recompute)
-            whole = layout.sequences == job.batch
-            if whole and layout.count >= layout.stages and (layout.chunks == 1 or layout.count % layout.stages == 0):
-                yield layout
+            count, rest = divmod(job.batch, groups * micro)
+            whole = rest == 0 and (mesh.chunks == 1 or count % mesh.stages == 0)
+            if whole and count >= mesh.stages:
+                yield replace(mesh, micro=micro, count=count, recompute=recompute)
 
 
 def axes(layout):
@@ -669,10 +664,8 @@ def complexity(layout):
     """
     weights = {"replicate": 1, "zero": 1, "shard": 2, "tensor": 4, "context": 4, "stages": 6}
     total = sum(weights[name] for name in axes(layout))
-    name, _ = script(layout)
-    if name is None:
-        total += 5
-    return total, layout.chunks, RECOMPUTE.index(layout.recompute)
+    without_script = 5 if script(layout)[0] is None else 0
+    return total + without_script, layout.chunks, RECOMPUTE.index(layout.recompute)
 
 
 @dataclass(frozen=True)
@@ -731,15 +724,13 @@ def ways_to_fit(job):
 
 
 def why_no_layout(job):
-    """Two sentences: why the GPUs cannot share the batch, and the next larger batch that they can share."""
-    why = f"tensor x context splits a sequence by at most the {job.model.heads} heads"
-    if job.mesh:
-        why = "replicate x shard of this mesh must divide them"
+    """Why the GPUs cannot share the batch, and the next larger batch that they can share."""
+    split = f"tensor x context splits a sequence by at most the {job.model.heads} heads"
+    rules = f"replicate x shard must divide them, {split}, and stages need as many micro-batches"
     larger = range(job.batch + 1, job.batch + 2 * job.n_gpus)
     batch = next((batch for batch in larger if any(layouts(replace(job, batch=batch)))), None)
-    advice = f"Take --global-batch-size {batch}." if batch else "Take another mesh."
-    cannot = f"{counted(job.batch, 'sequence')} cannot be shared by {job.n_gpus} GPUs"
-    return f"{cannot}: {why}, and stages need as many micro-batches.", advice
+    why = f"{counted(job.batch, 'sequence')} cannot be shared by {job.n_gpus} GPUs: {rules}."
+    return {"why": why, "advice": f"Take --global-batch-size {batch}." if batch else "Take another mesh."}
 
 
 # ---- the command --------------------------------------------------------------------------------------------------
@@ -871,8 +862,7 @@ def answer(job):
         return found | {name: report(job, result) for name, result in choice(results).items()}
     if smallest:
         return found | {"smallest": report(job, smallest), "would fit": ways_to_fit(job)}
-    why, advice = why_no_layout(job)
-    return found | {"why": why, "advice": advice}
+    return found | why_no_layout(job)
 
 
 def print_answer(job, found):
@@ -883,9 +873,7 @@ def print_answer(job, found):
     print(f"PROJECTION    {job.name} of {size} on {gpus}, {batch}, {job.base.precision}{lora}")
     if "recommended" in found:
         print_result(job, found["recommended"])
-        for name in ("fastest", "runner-up"):
-            if name in found and found[name]["layout"] != found["recommended"]["layout"]:
-                print_alternative(name, found[name], found["recommended"])
+        print_alternatives(found)
     elif "smallest" in found:
         used = sum(found["smallest"]["memory"].values())
         excess = (used - SHARE_OF_MEMORY * job.cluster.memory) / GIB
@@ -928,12 +916,16 @@ def print_bars(parts, whole, form):
             print(f"  {part:19} {value:{form}}  {'#' * round(40 * value / whole)}")
 
 
-def print_alternative(name, result, recommended):
-    difference = result["tokens/s per GPU"] / recommended["tokens/s per GPU"] - 1
-    compared = f"{abs(difference):.1%} {'slower' if difference < 0 else 'faster'}"
-    print(f"\n{name:14}{result['description']}: {compared}")
-    if name == "fastest":
-        print(f"start         {result['command'] or NO_SCRIPT}")
+def print_alternatives(found):
+    winner = found["recommended"]
+    for name in ("fastest", "runner-up"):
+        other = found.get(name, winner)
+        difference = other["tokens/s per GPU"] / winner["tokens/s per GPU"] - 1
+        if other["description"] != winner["description"]:
+            compared = f"{abs(difference):.1%} {'slower' if difference < 0 else 'faster'}"
+            print(f"\n{name:14}{other['description']}: {compared}")
+            if name == "fastest":
+                print(f"start         {other['command'] or NO_SCRIPT}")
 
 
 # ---- models and GPUs ------------------------------------------------------------------------------------------------

@@ -441,7 +441,7 @@ QUESTIONS = (
         "Does it plan LoRA and mixtures of experts?",
         "--model llama3-70b --gpus 8 --lora 16",
         ("recommended", "start", "memory of", "expect"),
-        "LoRA, as llm_FSDP.py trains it. Not experts: `--experts` ends in one line that says so. min_EP.py has them, "
+        "LoRA, as llm_FSDP.py trains it. Not experts, as `--help` says. min_EP.py has them, "
         "and [costs.md](costs.md) has its formulas.",
     ),
     (

@@ -615,7 +615,7 @@ def test_a_given_mesh_is_projected_alone(capsys):
     with pytest.raises(SystemExit):
         plan.main(["--model", "llama3-8b", "--mesh", "shard=8", "--global-batch-size", "12"])
     text = capsys.readouterr().out
-    assert "12 sequences cannot be shared by 8 GPUs: replicate x shard of this mesh" in text
+    assert "12 sequences cannot be shared by 8 GPUs: replicate x shard must divide them" in text
     assert "Take --global-batch-size 16." in text
 
 
