@@ -13,6 +13,7 @@ is executed. For a model that fully_shard has sharded, see sharded.py.
 
 import contextlib
 import io
+import multiprocessing
 import os
 import signal
 import sys
@@ -269,9 +270,16 @@ class Preemption:
         return False
 
     def leave(self):
-        """Call it after the save, on every rank. It exits with status 143, so that torchrun restarts the processes."""
+        """Call it after the save, on every rank. It exits with status 143, so that torchrun restarts the processes.
+
+        It does not return, and nothing that Python would do at its end is done: close your log files before.
+        """
         dist.cleanup()
-        sys.exit(128 + signal.SIGTERM)
+        for process in multiprocessing.active_children():  # of data loaders
+            process.kill()
+        sys.stdout.flush()
+        # Python's own end would free DDP after the group, and may then wait forever in torch 2.11.
+        os._exit(128 + signal.SIGTERM)
 
 
 def shielded(loader):
