@@ -1,9 +1,9 @@
 """Shard parameters, gradients and state: FSDP from scratch, the minimum working example of ZeRO stage 3.
 
-This is what happens inside `fully_shard`, which min_FSDP.py calls. Begin to read at `Unit`. A unit is a block of the
-model. Its parameters are views of one flat tensor, `full`, which has memory only while the block computes. Each process
-always holds 1/N of it, `own`, and steps that part. Two functions stand around each block. Each has a forward and a
-backward, and together they are this timeline:
+This is what happens inside `fully_shard`, which min_FSDP.py calls. Begin to read at `BeforeBlock`. A unit is a block of
+the model. Its parameters are views of one flat tensor, `full`, which has memory only while the block computes. Each
+process always holds 1/N of it, `own`, and steps that part. Two functions stand around each block. Each has a forward
+and a backward, and together they are this timeline:
 
                      forward                                     backward
     BeforeBlock      all-gather i, prefetch i+1    | compute |   free i, reduce-scatter the gradients of i
@@ -14,14 +14,17 @@ backward, and together they are this timeline:
     free                            | 1         | 2        |            | 2          | 1        |
 
 The next block is gathered while this one computes, so two blocks at most have memory at the same time. What is outside
-the blocks, embeddings, last norm and head, is one more unit, the root. It stays gathered from forward to backward.
-`fully_shard(block, reshard_after_forward=False)` would leave out AfterBlock: no second gather, but all blocks stay in
-memory. `set_requires_gradient_sync(False)` would leave out the reduce-scatter, to sum the gradients of several
-micro-batches first.
+the blocks, embeddings, last norm and head, is one more unit, the root. It stays gathered from forward to backward. No
+computation hides the gather of the root, the first gather of a pass and the last reduce-scatter.
 
-`fully_shard` (FSDP2) cuts each parameter along its first dimension, so that a part is a tensor with a name. One flat
-tensor per block needs no copies around an all-gather, and shows each collective as one line. A part may then begin in
-the middle of a matrix, so the optimizer must treat every element by itself, as SGD and AdamW do.
+`fully_shard(block, reshard_after_forward=False)` would leave out AfterBlock: no second gather, but all blocks stay in
+memory until their backward, 4·P bytes. `set_requires_gradient_sync(False)` would leave out the reduce-scatter, to sum
+the gradients of several micro-batches first. Each process then holds all gradients, 4·P bytes.
+
+`fully_shard` (FSDP2) cuts each parameter along its first dimension, so each part keeps the name of its parameter, which
+checkpoints need. This script has one flat tensor per block. It needs no copies around an all-gather, and each
+collective is one line. A part may begin in the middle of a matrix, so the optimizer must treat every element by itself,
+as SGD and AdamW do.
 
 Choose min_FSDP.py for real work: it also has mixed precision, checkpoints and models that no process could hold.
 
@@ -34,7 +37,8 @@ sends twice as much. Sources: ZeRO (https://arxiv.org/abs/1910.02054), FSDP (htt
     torchrun --standalone --nproc-per-node 2 min_ZeRO3.py              # two processes, started by torchrun
 
 It prints `parameters held: 239,360 of 478,720 (0.500)`, as min_FSDP.py does, lines of progress, and at the end
-`sent per step: 2,707,968 bytes | waited for the network and other ranks: 8 of 120 ms`. On GPUs the host does not wait.
+`sent per step: 2,707,968 bytes | waited for the network and other ranks: 8 of 120 ms`. On GPUs both times are those of
+the host, which does not wait.
 """
 
 import functools
@@ -50,15 +54,47 @@ import gpt
 import options
 
 # Before torch 2.13 they have other names.
-all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)
-reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)
+all_gather_single = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
+reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
+
+
+class BeforeBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, unit):
+        ctx.unit = unit
+        unit.wait()
+        if unit.following:
+            unit.following.gather()  # while this block computes
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.unit.free()
+        ctx.unit.reduce()  # while the previous block computes
+        return gradient, None
+
+
+class AfterBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, unit):
+        ctx.unit = unit
+        unit.free()
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.unit.wait()
+        if ctx.unit.previous:
+            ctx.unit.previous.gather()  # while this block computes
+        return gradient, None
 
 
 class Unit:
     """Parameters that are gathered and freed together. Each rank holds 1/N of them, `own`, and of their gradients."""
 
     previous = following = None  # the units that compute before and after this one
-    gathering = reducing = None  # the collectives in progress
+    gathering = None  # the all-gather, from its start until `free`
+    reducing = None  # the reduce-scatter in progress
 
     def __init__(self, params, network):
         self.params = params
@@ -76,6 +112,7 @@ class Unit:
         for param in params:
             stop = start + param.numel()
             param.data = self.full[start:stop].view_as(param)
+            # Where this parameter and this rank's part overlap; both numbers are 0 or n_own where they do not.
             first = min(max(start - rank * n_own, 0), n_own)
             last = min(max(stop - rank * n_own, 0), n_own)
             self.pieces.append((param, nn.Parameter(self.own[first:last]), self.own_grad[first:last]))
@@ -93,7 +130,11 @@ class Unit:
         self.network.wait(self.gathering)
 
     def free(self):
-        """The parameters keep their shapes, without memory. What backward needs of them is filled again by `gather`."""
+        """The parameters keep their shapes, without memory.
+
+        Autograd has saved them for backward, and sees the memory that `gather` fills again. It counts changes of
+        `param`, and not those of `full`, so it does not complain.
+        """
         self.full.untyped_storage().resize_(0)
         self.gathering = None
 
@@ -101,7 +142,7 @@ class Unit:
         """Start the reduce-scatter of the gradients of this rank's share of the batch. Then they are freed."""
         grads = []
         for param, piece, own_grad in self.pieces:
-            piece.grad = own_grad if param.grad is not None else None  # which is the same on all ranks
+            piece.grad = None if param.grad is None else own_grad  # a parameter has a gradient on all ranks or on none
             grads.append(torch.zeros_like(param) if param.grad is None else param.grad)
             param.grad = None
         flat = nn.utils.parameters_to_vector(grads)
@@ -111,38 +152,8 @@ class Unit:
     def finish(self):
         """Wait for the reduce-scatter, and make its sum the mean over all ranks."""
         self.network.wait(self.reducing)
+        self.reducing = None  # frees the whole gradients
         self.own_grad /= dist.get_world_size()
-
-
-class BeforeBlock(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, unit):
-        ctx.unit = unit
-        unit.wait()
-        if unit.following:
-            unit.following.gather()  # while this block computes
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.unit.free()
-        ctx.unit.reduce()  # while the previous block computes
-        return gradient, None
-
-
-class AfterBlock(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, unit):
-        ctx.unit = unit
-        unit.free()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.unit.wait()
-        if ctx.unit.previous:
-            ctx.unit.previous.gather()  # while this block computes
-        return gradient, None
 
 
 class ZeRO3:
@@ -241,7 +252,7 @@ def clip_gradients(zero, max_norm):
 
 
 def report_communication(zero, x, y):
-    """Print what a rank sends in a step, and how long it waits for the network: the rest is hidden."""
+    """Print what a rank sends in a step, and how long it waits for the network. On the CPU the rest is hidden."""
     zero.network.sent = zero.network.waited = 0
     start = time.perf_counter()
     gpt.loss_fn(zero(x), y).backward()
