@@ -28,9 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distributed as dist
 
-NO_SNAPSHOT = (-1, -1)  # instead of (epoch, step)
-
-
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
@@ -94,20 +91,23 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0, settings=None,
     is saved: seed each epoch. Models are saved unwrapped. `more` names further objects with state_dict and
     load_state_dict, like a second model, and plain values: numbers, strings, tensors, lists and dicts of these.
     `settings` is a dict of options that a resumed run must share. Buffers become rank 0's on all ranks, as in DDP.
-    Raises DistributedError on every rank if anything to save differs between ranks or could not be loaded again, if
-    the model is sharded, or if a node cannot write.
+    Raises DistributedError on every rank if anything to save differs between ranks or could not be loaded again, if an
+    optimizer trains a parameter that is not saved, if the model is sharded, or if a node cannot write. Of an optimizer
+    the options are compared, such as the learning rate.
     """
     parts = _parts(model, optimizer, scheduler, more)
     snapshot = {"epoch": epoch, "step": step, "settings": settings or {}}
     compared = dict(snapshot)
     for name, part in parts.items():
+        snapshot[name] = part.state_dict() if _has_state(part) else part
         if isinstance(part, nn.Module):
             dist.check_in_sync(part)
             dist.sync_params(part.buffers())
-        snapshot[name] = part.state_dict() if _has_state(part) else part
-        if not isinstance(part, nn.Module | torch.optim.Optimizer):
+        elif isinstance(part, torch.optim.Optimizer):
+            compared[f"{name}.param_groups"] = snapshot[name]["param_groups"]
+        else:
             compared[name] = snapshot[name]
-    dist.check_in_sync(model, optimizer, **_digests(compared))
+    dist.check_in_sync(model, **_digests(compared))
     error = None
     if dist.get_local_rank() == 0:
         try:
@@ -124,7 +124,8 @@ def _digests(values):
     for name, value in values.items():
         file = _file_with(value)
         refused = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-        dist.raise_on_all(refused and f"cannot save {name}: weights_only=True cannot load {refused}")
+        error = f"cannot save {name}: weights_only=True cannot load {refused}" if refused else None
+        dist.raise_on_all(error)
         file.seek(0)
         on_cpu = torch.load(file, map_location="cpu", weights_only=True)  # a tensor's device differs between ranks
         digests[name] = zlib.crc32(_file_with(on_cpu).getbuffer())
@@ -151,10 +152,10 @@ def load(path, model, optimizer, scheduler=None, settings=None, **more):
     if dist.get_local_rank() == 0:
         snapshot, error = _read(path)
     dist.raise_on_all(error)
-    position = (snapshot["epoch"], snapshot["step"]) if snapshot else NO_SNAPSHOT
+    position = (snapshot["epoch"], snapshot["step"]) if snapshot else ()  # less than any other
     positions = dist.gather_objects(position)
     newest = max(positions)
-    if newest == NO_SNAPSHOT:
+    if not newest:
         return 0, 0, *[part for part in parts.values() if not _has_state(part)]
     if dist.get_world_size() > 1:
         file = dist.broadcast_object(_file_with(snapshot), src=positions.index(newest))  # pickle lacks some types
@@ -203,6 +204,13 @@ def _parts(model, optimizer, scheduler, more):
         del parts["scheduler"]
     if any(hasattr(param, "to_local") for param in model.parameters()):
         raise dist.DistributedError("the model is sharded: use sharded.save and sharded.load")
+    optimizers = [part for part in parts.values() if isinstance(part, torch.optim.Optimizer)]
+    trained = {param for part in optimizers for group in part.param_groups for param in group["params"]}
+    saved = {param for part in parts.values() if isinstance(part, nn.Module) for param in part.parameters()}
+    saved |= {part for part in parts.values() if torch.is_tensor(part)}
+    if not trained <= saved:
+        line = "an optimizer trains a parameter that would not be saved"
+        raise dist.DistributedError(f"{line}: pass its module too, to save and load, as in save(…, head=head)")
     return {name: dist.unwrapped(part) for name, part in parts.items()}
 
 

@@ -47,8 +47,8 @@ import traceback
 import torch
 import torch.distributed as torch_dist
 
-# DDP imports this module when it is first used. If a process group exists by then, default arguments in it keep the
-# group alive until the interpreter ends, and gloo's threads may abort.
+# DDP imports this module when it is first used. Its functions have the default argument `group=group.WORLD`. If there
+# is a process group by then, they keep it alive until the interpreter ends, and gloo's threads may abort.
 import torch.distributed.nn.functional
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -115,9 +115,9 @@ def get_device():
 def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
     """Bind this process to its device and join the job's process group: nccl for GPUs, gloo for CPUs.
 
-    Under a launcher, `rank` and `world_size` are ignored. A collective fails after `timeout`, a datetime.timedelta. The
-    default is torch's: 10 minutes for nccl and 30 for gloo. Pass more if one rank prepares data for longer while the
-    others wait. It does nothing if a group exists, and makes none in a single process without a launcher.
+    Under a launcher, `rank` and `world_size` are ignored. A collective fails after `timeout`, a datetime.timedelta, by
+    default torch's 30 minutes. Pass more if one rank prepares data for longer while the others wait. It does nothing if
+    a group exists, and makes none in a single process without a launcher.
     """
     if is_dist_avail_and_initialized():
         return
@@ -130,7 +130,7 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
         torch.cuda.set_device(device)
     if world_size is None or (world_size == 1 and "MASTER_ADDR" not in os.environ):
         return
-    # With GPUs, tensors and objects on the CPU go through gloo. So saving a snapshot does not use the GPUs.
+    # With GPUs, tensors on the CPU go through gloo, and so do the objects of gather_objects and broadcast_object.
     backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     job = {"store": _fresh_store(rank, world_size), "rank": rank, "world_size": world_size, "timeout": timeout}
     torch_dist.init_process_group(backend, **job, device_id=device if "nccl" in backend else None)
@@ -148,20 +148,20 @@ def _fresh_store(rank, world_size):
     addresses. Several machines count their restarts differently, so torchrun must give each restart a store of its own.
     https://github.com/pytorch/pytorch/issues/135712, torch 2.11 to 2.15
     """
+    keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if keeps_store and may_restart and os.environ["GROUP_WORLD_SIZE"] != "1":
+        line = "a restart on several machines would hang: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each of them"
+        raise DistributedError(line)
     store, _, _ = next(torch_dist.rendezvous("env://", rank, world_size))
-    restart = 0
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-        may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        if may_restart and os.environ["GROUP_WORLD_SIZE"] != "1":
-            line = "a restart on several machines would hang: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each of them"
-            raise DistributedError(line)
-    return torch_dist.PrefixStore(f"restart {restart} group {next(_group_numbers)}", store)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if keeps_store else "0"
+    number = next(_group_numbers)
+    return torch_dist.PrefixStore(f"restart {restart} group {number}", store)
 
 
 def is_dist_avail_and_initialized():
     """Is there a process group?"""
-    return torch_dist.is_available() and torch_dist.is_initialized()
+    return torch_dist.is_initialized()
 
 
 def cleanup():
@@ -190,7 +190,8 @@ def data_sampler(dataset, distributed, shuffle, pad=True, seed=0):
 
     With `pad` all ranks get equally many samples, some of them twice if the length does not divide evenly: training
     needs it, since every step is a collective. Call `sampler.set_epoch(epoch)` before each epoch: the order depends on
-    seed and epoch alone. With `pad=False` every sample is seen exactly once over all ranks, as a metric needs.
+    seed and epoch alone. With `pad=False` every sample is seen exactly once over all ranks, as a metric needs. Some
+    ranks may then have fewer batches, so evaluate the plain model: a DDP model may communicate in each forward.
     """
     if not distributed:
         return None
@@ -203,8 +204,8 @@ def data_sampler(dataset, distributed, shuffle, pad=True, seed=0):
 def prepare_ddp_model(model, device_ids=None, **kwargs):
     """`model`, which must be on its device, wrapped in DistributedDataParallel; `model` itself at world size 1.
 
-    `device_ids` may be left out, and is ignored on the CPU. `kwargs` go to DistributedDataParallel. With
-    `gradient_as_bucket_view=True` it needs less memory, and a gradient that you keep changes in the next backward.
+    `device_ids` may be left out, and is ignored on the CPU. `kwargs` go to DistributedDataParallel. If you pass
+    `gradient_as_bucket_view=True`, DDP needs less memory, but the next backward overwrites a gradient that you keep.
     https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
     if get_world_size() == 1:
@@ -237,7 +238,7 @@ def prepare_fsdp_model(model, blocks=(), **kwargs):
         elif not blocks and isinstance(module, nn.ModuleList | nn.Sequential):
             units += [child for child in module if not isinstance(child, nn.ModuleList | nn.ModuleDict)]
     n_tensors = len(list(model.parameters()))
-    for module in reversed(units):  # inner ones first
+    for module in reversed(dict.fromkeys(units)):  # inner ones first, and each once
         if list(module.parameters()):
             fully_shard(module, **kwargs)
     fully_shard(model, **kwargs)
@@ -247,7 +248,7 @@ def prepare_fsdp_model(model, blocks=(), **kwargs):
 
 
 def sync_params(params, src=0):
-    """Copy each tensor of `params` from rank `src` to all ranks. It may be on any device, and transposed or a view."""
+    """Copy each tensor of `params` from rank `src` to all ranks. The tensors may be on any device, and may be views."""
     if get_world_size() > 1:
         for param in params:
             sent = param.detach().to(get_device()).contiguous()
@@ -259,19 +260,22 @@ def check_in_sync(model, optimizer=None, **values):
     """Raise DistributedError on every rank if a parameter that all ranks should hold alike differs between ranks.
 
     Call it on every rank, for example after each epoch. With `optimizer` the parameters that it trains outside `model`
-    are compared too, and so are further `values`. It reads each parameter once, and sends the sum of its bits. Shards
-    are not compared.
+    are compared too. Further `values` are plain ones, such as numbers. Of each parameter the sum of its bits is
+    compared, so it is read once. Shards and buffers are not compared.
     """
-    params = {param: name for name, param in unwrapped(model).named_parameters()}
+    params = dict(unwrapped(model).named_parameters())
     if optimizer is not None:
+        in_model = set(params.values())
         trained = [param for group in optimizer.param_groups for param in group["params"]]
-        params = {param: f"parameter {number} of the optimizer" for number, param in enumerate(trained)} | params
-    params = {name: param.detach() for param, name in params.items() if not hasattr(param, "to_local")}
-    sums = {name: _sum_of_bits(param).to(get_device()) for name, param in params.items()}
-    if sums:
-        sums = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))  # the only wait for the device
+        for number, param in enumerate(trained):
+            if param not in in_model:
+                params[f"parameter {number} of the optimizer"] = param
+    whole = {name: param.detach() for name, param in params.items() if not hasattr(param, "to_local")}
+    if whole:
+        sums = torch.stack([_sum_of_bits(param).to(get_device()) for param in whole.values()])
+        values.update(zip(whole, sums.tolist(), strict=True))  # the only wait for the device
     first = {}  # by name, the first rank that has it, and its value there: stages of a pipeline have different names
-    for rank, of_rank in enumerate(gather_objects(sums | values)):
+    for rank, of_rank in enumerate(gather_objects(values)):
         for name, value in of_rank.items():
             first_rank, expected = first.setdefault(name, (rank, value))
             if value != expected:
@@ -302,7 +306,7 @@ def unwrapped(model):
 
 
 def reduce(tensor, op="avg"):
-    """A new tensor: the average of `tensor` over all ranks, as for a loss, on every rank. See `all_reduce`."""
+    """A new tensor on every rank, by default the average of `tensor` over all ranks. See `all_reduce`."""
     return all_reduce(tensor.clone(), op)
 
 
@@ -312,15 +316,13 @@ def all_reduce(tensor, op="sum"):
     For metrics: no gradient flows through it. 16-bit floats are summed in float32. Raises ValueError for what would be
     silently wrong: a tensor that needs a gradient, the average of integers, the sum of booleans and of small integers.
     """
-    if tensor.requires_grad and torch.is_grad_enabled():
-        line = "no gradient flows through reduce and all_reduce: pass loss.detach() for a metric"
-        raise ValueError(f'{line}, and for a loss see "A loss over the global batch" in docs/recipes.md')
+    _refuse_gradient(tensor)
     if op not in ("sum", "avg", "min", "max"):
         raise ValueError(f"op must be one of avg, sum, min, max, got {op!r}")
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"the average of {tensor.dtype} would be rounded: use op='sum' or tensor.float()")
     if op == "sum" and tensor.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16):
-        raise ValueError(f"the sum of {tensor.dtype} may overflow: use tensor.int()")
+        raise ValueError(f"the sum of {tensor.dtype} may overflow: use tensor.long()")
     if get_world_size() == 1:
         return tensor
     dtype = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
@@ -336,14 +338,23 @@ def all_reduce(tensor, op="sum"):
 def gather(tensor):
     """Every rank's `tensor`, as a list in rank order, on every rank. Their shapes may differ.
 
-    For metrics: no gradient flows through it, and the tensors are sent from CPU to CPU.
+    For metrics: no gradient flows through it, and the tensors are sent from CPU to CPU. Raises ValueError for a tensor
+    that was computed from one that needs a gradient.
     """
+    if tensor.grad_fn is not None:
+        _refuse_gradient(tensor)
     own = tensor.detach().cpu().contiguous()
     sent = (_as_bytes(own).clone(), own.dtype, own.shape)  # a view would be sent with all that it views
     parts = []
     for data, dtype, shape in gather_objects(sent):
         parts.append(data.view(dtype).view(shape).to(tensor.device))
     return parts
+
+
+def _refuse_gradient(tensor):
+    if tensor.requires_grad and torch.is_grad_enabled():
+        line = "no gradient flows through reduce, all_reduce and gather: pass loss.detach() for a metric"
+        raise ValueError(f'{line}, and for a loss see "A loss over the global batch" in docs/recipes.md')
 
 
 def gather_objects(value):
@@ -366,10 +377,10 @@ def broadcast_object(value, src=0):
 def raise_on_all(error):
     """Raise DistributedError(error) on every rank if any rank passes an error message. Pass None if there is none.
 
-    So no rank waits for one that has given up.
+    All ranks then fail together. If only one did, the others would wait for it in the next collective.
     """
     for line in gather_objects(error):
-        if line:
+        if line is not None:
             raise DistributedError(line)
 
 
@@ -383,7 +394,7 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
     processes are started on this machine: by default one per visible GPU, or one without a GPU. With one process,
     `worker_fn` runs in this one. Each started process imports the script, so `worker_fn` stands at the top level of a
     file. The first failure ends all processes, and is raised here: see spawn.run_processes. With `tolerate_killed` the
-    job continues when a rank other than 0 is killed.
+    others continue when a started process other than rank 0 is killed.
     """
     if is_launched() and nprocs not in (None, 1, get_world_size()):
         line = f"{nprocs} processes are asked for, but RANK and WORLD_SIZE={get_world_size()} are set"

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as torch_dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-# The fork server imports these once for all workers. A process's first optimizer would import torch._dynamo. None of
-# them initializes CUDA, which would not work in a process that is forked afterwards.
+# The fork server imports these once for all workers. A process's first optimizer would import torch._dynamo. Importing
+# them does not initialize CUDA: a process that is forked after that could not use a GPU.
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.nn.functional"]
 
 
@@ -32,7 +32,7 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
     Each has its own copy of `args`, and in its environment what torchrun would set. The first failure is raised here:
     torch.multiprocessing.ProcessRaisedException with the worker's traceback, SystemExit with the message of
     `sys.exit(message)`, or ProcessExitedException with the rank and how it ended. With `tolerate_killed` the others
-    continue when a worker other than rank 0 is killed by a signal.
+    continue when a worker other than rank 0 is killed by a signal. The fork server of this process ends with the job.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -128,7 +128,7 @@ def _end(process):
 
 
 def _end_fork_server(pid):
-    """By itself it would live for seconds longer than the job, and hold stdout open."""
+    """The fork server would live for seconds longer than the job, and hold stdout open."""
     with contextlib.suppress(ProcessLookupError, ChildProcessError):  # a worker is not its parent
         os.kill(pid, signal.SIGKILL)
         # Do not reap it: multiprocessing does, before it starts another one for the next job.
@@ -145,7 +145,8 @@ def _worker(rank, sender, work, environment, torch_seed, numpy_state, server_sen
     threading.Thread(target=_end_with_launcher, args=(server,), daemon=True).start()
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    # A seed that the script has set at its top level stays. Others are copies of the fork server's, equal on all ranks.
+    # A seed that the script has set at its top level is the launcher's too, and stays. Others are copies of the fork
+    # server's, equal on all ranks, so each rank draws a new one.
     if torch.initial_seed() != torch_seed:
         torch.seed()
     if _numpy_state() not in (None, numpy_state):

@@ -62,7 +62,8 @@ def save_worker(local_rank, world_size, path):
     wrapped = dist.prepare_ddp_model(model)
     if world_size == 2:
         wrapped = torch.compile(wrapped, backend="eager")
-    critic, second = nn.Linear(2, 2), torch.optim.SGD([torch.ones(1)], lr=0.5)
+    critic = nn.Linear(2, 2)
+    second = torch.optim.SGD(critic.parameters(), lr=0.5)
     nn.init.constant_(critic.weight, 5)
     more = {"critic": dist.prepare_ddp_model(critic), "second": second}
     plain = {"best": 0.31, "patience": 2, "names": ["a", {"b": None}], "table": torch.arange(3, dtype=torch.int16)}
@@ -73,7 +74,8 @@ def save_worker(local_rank, world_size, path):
 def load_worker(local_rank, world_size, path):
     dist.init_process_group()
     model, optimizer, scheduler = objects(9)
-    critic, second = nn.Linear(2, 2), torch.optim.SGD([torch.ones(1)], lr=0.1)
+    critic = nn.Linear(2, 2)
+    second = torch.optim.SGD(critic.parameters(), lr=0.1)
     model_and_more = (dist.prepare_ddp_model(model), optimizer, scheduler)
     parts = {"critic": critic, "names": None, "table": None, "second": second, "best": 9, "patience": 0}
     none = checkpoint.load(f"{path}.none", *model_and_more, settings={"--seed": 4}, **parts)
@@ -175,9 +177,20 @@ def unequal_worker(rank, world_size, path):
     # A parameter outside the model, which DDP does not know.
     temperature = nn.Parameter(torch.tensor(0.07 * (1 + rank)))
     optimizer = torch.optim.SGD([*model.parameters(), temperature])
-    message = agreed_message(checkpoint.save, path, model, optimizer)
+    message = agreed_message(dist.check_in_sync, model, optimizer)
     assert message.startswith("parameter 6 of the optimizer of rank 1 differs from rank 0's")
-    assert message == agreed_message(dist.check_in_sync, model, optimizer)
+    message = agreed_message(checkpoint.save, path, model, optimizer, temperature=temperature)
+    assert message.startswith("temperature of rank 1 differs from rank 0's")
+    for function in (checkpoint.save, checkpoint.load):
+        message = agreed_message(function, path, model, optimizer)
+        assert message.startswith("an optimizer trains a parameter that would not be saved: pass its module too")
+    # The options of an optimizer.
+    critic = nn.Linear(2, 2)
+    nn.init.ones_(critic.weight)
+    nn.init.ones_(critic.bias)
+    parts = {"critic": critic, "second": torch.optim.SGD(critic.parameters(), lr=0.1 + rank)}
+    message = agreed_message(checkpoint.save, path, model, torch.optim.SGD(model.parameters()), **parts)
+    assert message.startswith("second.param_groups of rank 1 differs from rank 0's")
 
 
 def types_worker(rank, world_size, path):

@@ -43,8 +43,8 @@ def check_reduce(rank, n):
     dist.all_reduce(rows[1])
     assert rows.tolist() == [[1, 1], [n, n], [1, 1]], "of a view, the tensor that it views is changed"
     needs_grad = torch.ones(2, requires_grad=True) * 2
-    for function in (dist.reduce, dist.all_reduce):
-        with pytest.raises(ValueError, match="no gradient flows through reduce and all_reduce: pass"):
+    for function in (dist.reduce, dist.all_reduce, dist.gather):
+        with pytest.raises(ValueError, match="no gradient flows through reduce, all_reduce and gather: pass"):
             function(needs_grad)
         with torch.no_grad():
             function(needs_grad)

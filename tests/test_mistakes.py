@@ -259,6 +259,19 @@ def hide_the_output(wrap, logits_of):
     return (gradients(model.used) - gradients_of_one_process()).abs().max().item()
 
 
+def wrap_in_passing(keep):
+    """How far the gradients are from right if the wrapper is kept in a variable, or is not."""
+    model = make_model()
+    x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (X, Y))
+    if keep:
+        ddp_model = dist.prepare_ddp_model(model)
+        logits = ddp_model(x)
+    else:
+        logits = dist.prepare_ddp_model(model)(x)
+    F.cross_entropy(logits, y).backward()
+    return (gradients(model) - gradients_of_one_process()).abs().max().item()
+
+
 def worker(local_rank, world_size, folder):
     dist.init_process_group()
     with float64():
@@ -284,6 +297,8 @@ def worker(local_rank, world_size, folder):
             "dict": hide_the_output(lambda logits: {"logits": logits}, lambda output: output["logits"]),
             "tuple": hide_the_output(lambda logits: (logits,), lambda output: output[0]),
             "dataclass": hide_the_output(Output, lambda output: output.logits),
+            "wrapped in passing": wrap_in_passing(keep=False),
+            "wrapper kept": wrap_in_passing(keep=True),
             "another class": hide_the_output(Hidden, lambda output: output.logits),
         }
     torch.save(results, f"{folder}/{local_rank}.pt")
@@ -389,6 +404,12 @@ def test_the_search_for_unused_parameters_finds_tensors_in_known_outputs_only(re
     for result in results:
         assert all(result[kind] < 1e-12 for kind in ("tensor", "dict", "tuple", "dataclass"))
         assert "Expected to mark a variable ready only once" in result["another class"], "as the page says"
+
+
+def test_a_wrapper_that_is_not_kept_averages_nothing(results):
+    for result in results:
+        assert result["wrapped in passing"] > 0.01
+        assert result["wrapper kept"] < 1e-12
 
 
 def test_sends_and_receives_are_batched():

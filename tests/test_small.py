@@ -24,7 +24,7 @@ PUBLIC = {
 MOST = {
     "distributed": 240,
     "spawn": 125,
-    "checkpoint": 175,
+    "checkpoint": 190,
     "sharded": 135,
     "watch": 85,
     "options": 50,
