@@ -21,49 +21,34 @@ Flyte train again.
 """
 
 import hashlib
-import json
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from dataclasses_json import Undefined, dataclass_json
 from flytekit import Resources, current_context, task, workflow
 from flytekit.types.file import FlyteFile
 from flytekitplugins.kfpytorch import Elastic
 
-import checkpoint
 import distributed as dist
-import mnist
 import mnist_DDP
-import options
-import spawn
-import tracking
-import watch
-from mnist_DDP import Hyperparameters
 
 # pyflyte removes this folder from sys.path after it has imported this file, but the started processes need it.
 sys.path.append(str(Path(__file__).resolve().parent))
 
-# Let pyflyte refuse an unknown hyperparameter. By default it ignores one.
-dataclass_json(Hyperparameters, undefined=Undefined.RAISE)
-
 NODES = 2  # machines of the elastic task
 GPUS = 2  # GPUs per machine, with one process each
 
-MODULES = (mnist_DDP, mnist, tracking, checkpoint, dist, spawn, options, watch)
-SOURCES = [__file__, *(module.__file__ for module in MODULES)]
 
-
-def version_of(sources):
-    """The cache version. It changes with the code, so stale results are never reused."""
-    code = b"".join(Path(source).read_bytes() for source in sources)
+def version_of(folder):
+    """The cache version. It changes with any script in `folder`, so stale results are never reused."""
+    code = b"".join(source.read_bytes() for source in sorted(folder.glob("*.py")))
     return hashlib.sha256(code).hexdigest()[:16]
 
 
-VERSION = version_of(SOURCES)
+VERSION = version_of(Path(__file__).parent)
 
-DEFAULTS = Hyperparameters()
+DEFAULTS = {}  # options of mnist_DDP.py that differ from its own defaults
 REQUESTS = {
     "requests": Resources(cpu="4", mem="8Gi", gpu=str(GPUS)),
     "limits": Resources(mem="16Gi", gpu=str(GPUS)),
@@ -76,40 +61,54 @@ REQUESTS = {
 
 class TrainingOutputs(NamedTuple):
     epoch_accuracies: list[float]  # on the test set, after each epoch
-    model_state: FlyteFile  # load it with torch.load(..., weights_only=True) and load_state_dict
+    model_state: FlyteFile  # load it with torch.load(..., weights_only=True)["model"] and load_state_dict
 
 
 def train(hp):
-    """Train in one process per GPU, or in GPUS processes if there is no GPU."""
-    folder = Path(current_context().working_directory)
-    processes = None  # the elastic agent has started them
-    if not dist.is_launched():
-        processes = torch.cuda.device_count() or GPUS
-    dist.launch(mnist_DDP.main_worker, hp, str(folder), nprocs=processes)
+    """Train in one process per GPU, or in GPUS processes if there is no GPU. `hp` has options of mnist_DDP.py."""
+    folder = current_context().working_directory
+    words = []
+    if not dist.is_launched():  # the elastic agent has not started processes
+        words += ["--nproc", str(torch.cuda.device_count() or GPUS)]
+    for name, value in hp.items():
+        option = "--" + name.replace("_", "-")
+        if value is True:
+            words.append(option)
+        else:
+            words.append(f"{option}={value}")
+    args = mnist_DDP.parse_args([*words, "--output-dir", str(folder)])
+    dist.launch(mnist_DDP.main_worker, args, nprocs=args.nproc)
     if not dist.is_primary():  # under the elastic agent every process comes here, and rank 0 returns the outputs
         return None
-    accuracies = json.loads((folder / "mnist_cnn_accuracies.json").read_text())
-    return TrainingOutputs(accuracies, FlyteFile(str(folder / "mnist_cnn.pt")))
+    path = Path(folder, "mnist_cnn.pt")
+    accuracies = torch.load(path, weights_only=True)["accuracies"]
+    return TrainingOutputs(accuracies, FlyteFile(str(path)))
 
 
 @task(**REQUESTS)
-def pytorch_mnist_task(hp: Hyperparameters) -> TrainingOutputs:
+def pytorch_mnist_task(hp: dict) -> TrainingOutputs:
     return train(hp)
 
 
-@task(task_config=Elastic(nnodes=NODES, nproc_per_node=GPUS, max_restarts=2), **REQUESTS)
-def pytorch_mnist_elastic_task(hp: Hyperparameters) -> TrainingOutputs:
+# Each round of restarts gets a store of its own, as distributed.py demands on several machines.
+ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+@task(task_config=Elastic(nnodes=NODES, nproc_per_node=GPUS, max_restarts=2), environment=ENVIRONMENT, **REQUESTS)
+def pytorch_mnist_elastic_task(hp: dict) -> TrainingOutputs:
     return train(hp)
 
 
 @workflow
-def pytorch_training_wf(hp: Hyperparameters = DEFAULTS) -> TrainingOutputs:
+def pytorch_training_wf(hp: dict = DEFAULTS) -> TrainingOutputs:
     return pytorch_mnist_task(hp=hp)
 
 
 if __name__ == "__main__":
-    cli_hp, _ = mnist_DDP.parse_hyperparameters(options.ArgumentParser(__doc__))
-    outputs = pytorch_training_wf(hp=cli_hp)
+    parser = mnist_DDP.make_parser(__doc__)
+    defaults = vars(parser.parse_args([]))
+    changed = {name: value for name, value in vars(parser.parse_args()).items() if value != defaults[name]}
+    outputs = pytorch_training_wf(hp=changed)
     path = outputs.model_state.path
     if not Path(path).exists():  # the cached result of a local execution is in a temporary folder
         sys.exit(f"{path}, which an earlier run saved, is gone: run `pyflyte local-cache clear`, then start again")

@@ -3,10 +3,10 @@
     import mnist
 
     mnist.add_data_options(parser)  # --data and --data-dir
-    loader, test_loader = mnist.make_loaders(args, device)
+    train_set = mnist.load_data(args.data, args.data_dir, train=True)
+    loader = DataLoader(train_set, 64, sampler=sampler, collate_fn=mnist.collate)
     for images, labels in loader:  # uint8 (n, 1, 28, 28) and int64 (n,)
-        outputs, labels, losses = mnist.forward(model, images, labels, device)
-    test_loss, hits, n = mnist.evaluate(model, test_loader, device)  # over all processes
+        outputs = model(mnist.normalize(images.to(device)))
 
 A data set is two tensors in memory. A whole batch is taken from it at once, as bytes, and becomes float on the device.
 This is about 60 times faster than the usual way, which sends sample by sample through `ToTensor` and `Normalize`
@@ -14,19 +14,13 @@ This is about 60 times faster than the usual way, which sends sample by sample t
 change `normalize` to suit it.
 """
 
-import contextlib
-import glob
-import hashlib
 import os
-import shutil
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 import distributed as dist
 
@@ -35,15 +29,6 @@ import distributed as dist
 # Mean and standard deviation of MNIST's training images. Black is 0 and white is 1.
 MEAN = 0.1307
 STD = 0.3081
-
-MNIST_FILES = {  # name and SHA-256 of the unpacked file
-    "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-    "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-    "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-    "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
-}
-
-DATA_SETS = ("synthetic", "mnist")
 
 GLYPHS = """
 .###. ..#.. .###. .###. ...#. ##### ..##. ##### .###. .###.
@@ -81,9 +66,8 @@ def collate(batch):
 
 def add_data_options(parser):
     """Add --data and --data-dir, the first two arguments of `load_data`."""
-    parser.add_argument(
-        "--data", choices=DATA_SETS, default="synthetic", help="synthetic digits, or the real MNIST, downloaded once"
-    )
+    help_text = "synthetic digits, or the real MNIST, downloaded once"
+    parser.add_argument("--data", choices=("synthetic", "mnist"), default="synthetic", help=help_text)
     parser.add_argument("--data-dir", default="data", help="folder that holds MNIST, or to which it is downloaded")
 
 
@@ -91,81 +75,31 @@ def load_data(name, data_dir, train, seed=0):
     """The training set or the test set, as `Digits`.
 
     "synthetic" has 20,000 training and 10,000 test digits, drawn from `seed`: the same ones in every process and in
-    every run. "mnist" has 60,000 and 10,000, read from `data_dir`/MNIST/raw. If files are missing there, one process
-    per machine downloads them. Every rank must call this function. Raises ValueError for another `name`. Raises
-    DistributedError on every rank if the files cannot be downloaded, or are not MNIST's.
-    http://yann.lecun.com/exdb/mnist/
+    every run. "mnist" has 60,000 and 10,000, read from `data_dir`/MNIST/raw, where torchvision
+    keeps them. If files are missing there, one process per machine downloads them, so download first if machines share
+    the folder. Every rank must call this function. Raises DistributedError on every rank if the files cannot be
+    downloaded or read.
     """
     if name == "synthetic":
         if train:
             return _draw_digits(20_000, 2 * seed + 1)
         return _draw_digits(10_000, 2 * seed)
-    if name != "mnist":
-        raise ValueError(f"data must be 'synthetic' or 'mnist', got {name!r}")
     from torchvision.datasets import MNIST  # takes 0.4 s, and synthetic data do not need it
 
-    # raise_on_all makes the other ranks wait for the download, and tells them if it has failed.
     error = None
     if dist.get_local_rank() == 0:
-        error = _fetch_mnist(MNIST, data_dir)
-    dist.raise_on_all(error)
+        try:
+            MNIST(data_dir, train, download=True)
+        except Exception as failure:  # whatever torchvision raises, also on a damaged file
+            reason = str(failure).strip().rpartition("\n")[2] or type(failure).__name__
+            folder = os.path.join(os.path.abspath(data_dir), "MNIST", "raw")
+            error = (
+                f"cannot download MNIST to {folder}, or read it there ({reason}): "
+                "delete damaged files, or use --data synthetic, which needs no files"
+            )
+    dist.raise_on_all(error)  # here the other ranks wait for the download
     data = MNIST(data_dir, train)
     return Digits(data.data[:, None], data.targets)
-
-
-def _fetch_mnist(mnist_class, data_dir):
-    """Download the missing files of MNIST and check all of them. Returns an error line, or None."""
-    folder = os.path.join(os.path.abspath(data_dir), "MNIST", "raw")
-    try:
-        missing = [name for name in MNIST_FILES if not os.path.exists(os.path.join(folder, name))]
-        if missing:
-            _download(mnist_class, folder, missing)
-        for name, checksum in MNIST_FILES.items():
-            content = Path(folder, name).read_bytes()
-            if hashlib.sha256(content).hexdigest() != checksum:
-                size = len(content)
-                return f"{folder}/{name} is damaged or not MNIST's ({size} bytes): delete it and start again"
-    except (OSError, RuntimeError) as error:
-        reason = str(error).strip().rpartition("\n")[2]
-        return (
-            f"MNIST is not in {folder} and cannot be downloaded ({reason}): put {', '.join(MNIST_FILES)} there, "
-            "unpacked or as .gz, or use --data synthetic, which needs no files"
-        )
-    return None
-
-
-def _download(mnist_class, folder, missing):
-    """Download or unpack the `missing` files into `folder`."""
-    os.makedirs(folder, exist_ok=True)
-    # Several nodes may share the folder. So the files are unpacked elsewhere and then renamed: a node finds each of
-    # them whole, or not at all.
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        unpacked = os.path.join(temporary, "MNIST", "raw")
-        os.makedirs(unpacked)
-        for path in glob.glob(os.path.join(glob.escape(folder), "*.gz")):
-            shutil.copy(path, unpacked)
-        mnist_class(temporary, download=True)
-        for name in missing:
-            os.replace(os.path.join(unpacked, name), os.path.join(folder, name))
-
-
-def make_loaders(args, device):
-    """Two DataLoaders that give this rank its share of the training data and of the test data, in whole batches.
-
-    `args` has data, data_dir, seed, batch_size and test_batch_size. Call `loader.sampler.set_epoch(epoch)` before each
-    epoch.
-    """
-    train_set = load_data(args.data, args.data_dir, train=True, seed=args.seed)
-    test_set = load_data(args.data, args.data_dir, train=False, seed=args.seed)
-    # One process uses a sampler too: the order, and so the result, is then the same for any number of processes.
-    sampler = dist.data_sampler(train_set, True, shuffle=True, seed=args.seed)
-    test_sampler = dist.data_sampler(test_set, True, shuffle=False)
-    pin_memory = device.type == "cuda"
-    loader = DataLoader(train_set, args.batch_size, sampler=sampler, collate_fn=collate, pin_memory=pin_memory)
-    test_loader = DataLoader(
-        test_set, args.test_batch_size, sampler=test_sampler, collate_fn=collate, pin_memory=pin_memory
-    )
-    return loader, test_loader
 
 
 def _draw_digits(n, seed):
@@ -249,23 +183,22 @@ class ShallowNet(nn.Module):
         self.fc1 = nn.Linear(9216, 128)
         self.fc2 = nn.Linear(128, 10)
 
-    def forward(self, x):
+    def features(self, x):
         x = F.relu(self.conv1(x))
         x = F.relu(self.conv2(x))
-        x = self.dropout1(F.max_pool2d(x, 2)).flatten(1)
+        return self.dropout1(F.max_pool2d(x, 2)).flatten(1)
+
+    def forward(self, x):
+        x = self.features(x)
         x = self.dropout2(F.relu(self.fc1(x)))
         return F.log_softmax(self.fc2(x), dim=1)
 
 
-class DeepNet(nn.Module):
+class DeepNet(ShallowNet):
     """ShallowNet with four more linear layers: 94,104,234 parameters, 88 % of them in the first one."""
 
     def __init__(self):
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 3)
-        self.conv2 = nn.Conv2d(32, 64, 3)
-        self.dropout1 = nn.Dropout(0.25)
-        self.dropout2 = nn.Dropout(0.5)
         self.fc1 = nn.Linear(9216, 9000)
         self.fc2 = nn.Linear(9000, 1000)
         self.fc3 = nn.Linear(1000, 1000)
@@ -274,53 +207,10 @@ class DeepNet(nn.Module):
         self.fc6 = nn.Linear(128, 10)
 
     def forward(self, x):
-        x = F.relu(self.conv1(x))
-        x = F.relu(self.conv2(x))
-        x = self.dropout1(F.max_pool2d(x, 2)).flatten(1)
+        x = self.features(x)
         for layer in (self.fc1, self.fc2, self.fc3, self.fc4, self.fc5):
             x = F.relu(layer(x))
         return F.log_softmax(self.fc6(self.dropout2(x)), dim=1)
 
 
 MODELS = {"simple": SimpleCNN, "shallow": ShallowNet, "deep": DeepNet}
-
-
-# ---- forward and evaluation ---------------------------------------------------------------------------------------
-
-
-def forward(model, images, labels, device, mixed_precision=False):
-    """Outputs (n, 10), labels (n,) and losses (n,), on `device`."""
-    images = images.to(device, non_blocking=True)
-    labels = labels.to(device, non_blocking=True)
-    autocast = contextlib.nullcontext()
-    if mixed_precision:
-        autocast = torch.autocast(device.type, torch.bfloat16)
-    with autocast:  # the losses stay float32
-        outputs = model(normalize(images))
-        # It takes log-probabilities too: the log-softmax in it does not change them.
-        losses = F.cross_entropy(outputs, labels, reduction="none")
-    return outputs, labels, losses
-
-
-@torch.no_grad()
-def evaluate(model, loader, device, mixed_precision=False):
-    """Mean loss, number of correct predictions and number of samples, over all processes.
-
-    `loader` has a sampler from `dist.data_sampler`; a single process needs none. The sampler of `make_loaders` pads:
-    all ranks get equally many batches, which a sharded model needs. The repeated samples are not counted.
-    """
-    model.eval()
-    dist.sync_params(model.buffers())  # BatchNorm's differ between ranks; rank 0's are saved
-    n = len(loader.dataset)
-    share = len(range(dist.get_rank(), n, dist.get_world_size()))  # samples of this rank
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    hits = torch.zeros((), dtype=torch.float64, device=device)
-    seen = 0
-    for images, labels in loader:
-        outputs, labels, losses = forward(model, images, labels, device, mixed_precision)
-        new = min(len(labels), share - seen)  # the rest of the batch is repeated
-        loss_sum += losses[:new].sum(dtype=torch.float64)
-        hits += (outputs.argmax(dim=1) == labels)[:new].sum()
-        seen += new
-    loss_sum, hits = dist.all_reduce(torch.stack([loss_sum, hits])).tolist()
-    return loss_sum / n, int(hits), n

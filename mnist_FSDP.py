@@ -3,7 +3,7 @@
 Read min_FSDP.py first for the idea. Here the model knows nothing of FSDP: dist.prepare_fsdp_model makes a unit of each
 layer. The rest is a complete experiment with data, evaluation, checkpoints and an export.
 
-    --strategy local    one process holds everything and computes everything
+    --strategy local    one process holds everything and computes everything (with several GPUs add --nproc 1)
     --strategy ddp      each process holds everything and computes its share of each batch
     --strategy fsdp     each process holds 1/N and computes its share of each batch
 
@@ -41,6 +41,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import checkpoint
@@ -58,12 +60,8 @@ def parse_args():
     count = options.whole_number(1)
     strategies = ("fsdp", "ddp", "local")
     parser.add_argument("--strategy", choices=strategies, default="fsdp", help="shard, replicate, or use one process")
-    parser.add_argument(
-        "--model",
-        choices=tuple(mnist.MODELS),
-        default="simple",
-        help="50 thousand, 1.2 or 94 million parameters",
-    )
+    models = tuple(mnist.MODELS)
+    parser.add_argument("--model", choices=models, default="simple", help="50 thousand, 1.2 or 94 million parameters")
     parser.add_argument("--epochs", type=count, default=2, help="passes over the data")
     parser.add_argument("--batch-size", type=count, default=64, help="samples per step and process")
     parser.add_argument("--test-batch-size", type=count, default=1000, help="samples per step of the test, per process")
@@ -74,14 +72,7 @@ def parse_args():
     parser.add_argument("--export", metavar="FILE", help="write the whole state_dict here, for plain PyTorch")
     parser.add_argument("--seed", type=options.whole_number(0, 2**32 - 1), default=0, help="random seed")
     parser.add_nproc()
-    default_nproc = parser.get_default("nproc")
-    parser.set_defaults(nproc=None)  # shows below that it was not given
     args = parser.parse_args()
-
-    if args.nproc is None:
-        args.nproc = default_nproc
-        if args.strategy == "local" and dist.get_world_size() == 1:
-            args.nproc = 1  # several GPUs are no reason to start several processes
     if args.strategy == "local" and args.nproc > 1:
         parser.error(f"argument --strategy: local trains in 1 process, not in {args.nproc}")
     if args.checkpoint_dir is not None:
@@ -117,7 +108,18 @@ def shard(model, mixed_precision):
     return dist.prepare_fsdp_model(model, blocks=(nn.Conv2d, nn.Linear), mp_policy=policy)
 
 
-# ---- training -----------------------------------------------------------------------------------------------------
+# ---- training and evaluation --------------------------------------------------------------------------------------
+
+
+def forward(model, images, labels, device, mixed_precision):
+    """Outputs (n, 10), labels (n,) and losses (n,), on `device`."""
+    images = images.to(device, non_blocking=True)
+    labels = labels.to(device, non_blocking=True)
+    with torch.autocast(device.type, torch.bfloat16, enabled=mixed_precision):  # the losses stay float32
+        outputs = model(mnist.normalize(images))
+        # It takes log-probabilities too: the log-softmax in it does not change them.
+        losses = F.cross_entropy(outputs, labels, reduction="none")
+    return outputs, labels, losses
 
 
 def train_epoch(model, loader, optimizer, device, mixed_precision, epoch):
@@ -125,13 +127,11 @@ def train_epoch(model, loader, optimizer, device, mixed_precision, epoch):
     model.train()
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # kept on the GPU to avoid a sync every step
     n = 0
-    hide_bar = None  # tqdm shows its bar on a terminal only
-    if not dist.is_primary():
-        hide_bar = True
+    hide_bar = None if dist.is_primary() else True  # with None, tqdm shows its bar on a terminal only
     start = time.perf_counter()
     for images, labels in tqdm(loader, f"epoch {epoch}", leave=False, disable=hide_bar):
         optimizer.zero_grad()  # before forward, where the old gradients would take memory
-        _, _, losses = mnist.forward(model, images, labels, device, mixed_precision)
+        _, _, losses = forward(model, images, labels, device, mixed_precision)
         loss = losses.mean()
         loss.backward()
         optimizer.step()
@@ -141,9 +141,47 @@ def train_epoch(model, loader, optimizer, device, mixed_precision, epoch):
     return loss_sum / n, n / (time.perf_counter() - start)
 
 
-def seed_epoch(seed, epoch):
-    """All randomness of an epoch depends on seed, epoch and rank, so a resumed run draws the same numbers."""
-    torch.manual_seed(random.Random(f"{seed} {epoch} {dist.get_rank()}").getrandbits(63))
+@torch.no_grad()
+def evaluate(model, loader, device, mixed_precision):
+    """Mean loss, number of correct predictions and number of samples, over all processes.
+
+    `loader` has a sampler from `dist.data_sampler`; a single process needs none. The sampler of `make_loaders` pads:
+    all ranks get equally many batches, which a sharded model needs. The repeated samples are not counted.
+    """
+    model.eval()
+    dist.sync_params(model.buffers())  # BatchNorm's differ between ranks; rank 0's are saved
+    n = len(loader.dataset)
+    share = len(range(dist.get_rank(), n, dist.get_world_size()))  # samples of this rank
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    hits = torch.zeros((), dtype=torch.float64, device=device)
+    seen = 0
+    for images, labels in loader:
+        outputs, labels, losses = forward(model, images, labels, device, mixed_precision)
+        new = min(len(labels), share - seen)  # the rest of the batch is repeated
+        loss_sum += losses[:new].sum(dtype=torch.float64)
+        hits += (outputs.argmax(dim=1) == labels)[:new].sum()
+        seen += new
+    loss_sum, hits = dist.all_reduce(torch.stack([loss_sum, hits])).tolist()
+    return loss_sum / n, int(hits), n
+
+
+def make_loaders(args, device):
+    """Two DataLoaders that give this rank its share of the training data and of the test data, in whole batches.
+
+    `args` has data, data_dir, seed, batch_size and test_batch_size. Call `loader.sampler.set_epoch(epoch)` before each
+    epoch.
+    """
+    train_set = mnist.load_data(args.data, args.data_dir, train=True, seed=args.seed)
+    test_set = mnist.load_data(args.data, args.data_dir, train=False, seed=args.seed)
+    # One process uses a sampler too: the order, and so the result, is then the same for any number of processes.
+    sampler = dist.data_sampler(train_set, True, shuffle=True, seed=args.seed)
+    test_sampler = dist.data_sampler(test_set, True, shuffle=False)
+    pin_memory = device.type == "cuda"
+    loader = DataLoader(train_set, args.batch_size, sampler=sampler, collate_fn=mnist.collate, pin_memory=pin_memory)
+    test_loader = DataLoader(
+        test_set, args.test_batch_size, sampler=test_sampler, collate_fn=mnist.collate, pin_memory=pin_memory
+    )
+    return loader, test_loader
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------
@@ -185,15 +223,6 @@ def largest(numbers, device):
 # ---- output -------------------------------------------------------------------------------------------------------
 
 
-def print_setup(args, strategy, world_size, device):
-    dist.print_primary(f"Training on {world_size} x {device.type}: {strategy}")
-    if strategy != args.strategy:
-        dist.print_primary(f"A single device: there is nothing to share, so --strategy {args.strategy} trains locally")
-    if args.mixed_precision:
-        how = "gathered in bfloat16, gradients reduced in float32" if strategy == "fsdp" else "by autocast"
-        dist.print_primary(f"Mixed precision: computing in bfloat16 ({how}); float32 parameters and optimizer state")
-
-
 def print_held(optimizer, n_params, device):
     params, gradients, state = largest(held_by_this_rank(optimizer), device)
     total = params + gradients + state
@@ -224,9 +253,11 @@ def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     device = dist.get_device()
     strategy = args.strategy if world_size > 1 else "local"
-    print_setup(args, strategy, world_size, device)
+    dist.print_primary(f"Training on {world_size} x {device.type}: {strategy}")
+    if strategy != args.strategy:
+        dist.print_primary(f"A single device: there is nothing to share, so --strategy {args.strategy} trains locally")
 
-    loader, test_loader = mnist.make_loaders(args, device)
+    loader, test_loader = make_loaders(args, device)
     torch.manual_seed(args.seed)
     model = mnist.MODELS[args.model]()
     n_params = sum(param.numel() for param in model.parameters())
@@ -240,9 +271,10 @@ def main_worker(local_rank, world_size, args):
         first_epoch = sharded.load(args.checkpoint_dir, model, optimizer)
     for epoch in range(first_epoch, args.epochs):
         loader.sampler.set_epoch(epoch)
-        seed_epoch(args.seed, epoch)
+        # All randomness of an epoch depends on seed, epoch and rank, so a resumed run draws the same numbers.
+        torch.manual_seed(random.Random(f"{args.seed} {epoch} {dist.get_rank()}").getrandbits(63))
         train_loss, speed = train_epoch(model, loader, optimizer, device, args.mixed_precision, epoch)
-        test_loss, hits, n = mnist.evaluate(model, test_loader, device, args.mixed_precision)
+        test_loss, hits, n = evaluate(model, test_loader, device, args.mixed_precision)
         (memory,) = largest([peak_memory(device)], device)
         dist.print_primary(
             f"epoch: {epoch} | train loss: {train_loss:.4f} | test loss: {test_loss:.4f} | test acc: {hits}/{n} "

@@ -6,14 +6,14 @@ Its output, line by line, goes to benchmarks/results/mnist_accuracy.json.
 """
 
 import argparse
-import dataclasses
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import torch
 
 import mnist_DDP
 import options
@@ -37,8 +37,8 @@ def main():
         if process.returncode:
             sys.exit(process.returncode)
         seconds = time.perf_counter() - begin
-        accuracies = json.loads(Path(folder, "mnist_cnn_accuracies.json").read_text())
-    hp = dataclasses.asdict(mnist_DDP.Hyperparameters(data="mnist", seed=args.seed))
+        accuracies = torch.load(Path(folder, "mnist_cnn.pt"), weights_only=True)["accuracies"]
+    hp = vars(mnist_DDP.make_parser("").parse_args(["--data", "mnist", "--seed", str(args.seed)]))
     del hp["data_dir"]
     results = {"processes": 2, "hyperparameters": hp, "seconds": seconds, "accuracies": accuracies, "log": log}
     common.write("mnist_accuracy", results)

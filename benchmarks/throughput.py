@@ -79,7 +79,7 @@ def hand_written(model, digits, batch_size, device, workers, **options):
 def ours(model, digits, batch_size, device, workers):
     sampler = dist.data_sampler(digits, True, shuffle=True)
     loader = DataLoader(digits, batch_size, sampler=sampler, collate_fn=tuple, pin_memory=device.type == "cuda")
-    model = mnist_FSDP.wrap(model, "ddp", device, None, False)
+    model = mnist_FSDP.wrap(model, "ddp", device, False)
     optimizer = torch.optim.Adam(model.parameters(), lr=LR, fused=True)
 
     def epoch(number):

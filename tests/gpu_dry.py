@@ -348,11 +348,11 @@ def run(pipe, script, options, rank, world_size, sent_by_rank_0=(), host_value=1
             sys.modules["distributed"].check_in_sync = lambda model, *others, **values: None
             if "checkpoint" in sys.modules:  # the ranks run one after the other, and have no common store
                 sys.modules["checkpoint"].Preemption.agreed = lambda self: False
+            if "watch" in sys.modules:
+                sys.modules["watch"].start = lambda: None
             write_files(script)
             args = module.parse_args()
             change(module, args)
-            if script == "mnist_DDP":
-                args = args[0]  # the hyperparameters
             with recorder:
                 module.main_worker(rank % GPUS, world_size, args)
     except BaseException:

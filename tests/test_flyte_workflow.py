@@ -6,7 +6,6 @@ import re
 import shutil
 import socket
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -40,7 +39,7 @@ def check_outputs(stdout):
     accuracy = float(re.search(r"epoch_accuracies[:=] ?\[(.*?)\]", stdout).group(1))
     path = re.search(r"(/\S+mnist_cnn\.pt)", stdout).group(1)
     net = mnist.SimpleCNN()
-    net.load_state_dict(torch.load(path, weights_only=True))
+    net.load_state_dict(torch.load(path, weights_only=True)["model"])
     _, hits, n = result_of(net, mnist.load_data("synthetic", "", train=False))
     assert hits / n == accuracy > 0.95
     return accuracy, path
@@ -80,7 +79,10 @@ def test_pyflyte_run(home, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
-    [('{"epoch": 1}', r"arguments\s+{'epoch'"), ('{"epochs": 0}', "epochs: '0' is not a whole number of at least 1")],
+    [
+        ('{"steps": 1}', "unrecognized arguments: --steps=1"),
+        ('{"epochs": 0}', "epochs: '0' is not a whole number of at least 1"),
+    ],
 )
 def test_pyflyte_refuses_wrong_hyperparameters(options, message, home):
     status, stdout, stderr = pyflyte(SCRIPT, "pytorch_training_wf", "--hp", options, env=home)
@@ -94,7 +96,7 @@ def elastic(nodes, processes):
     task = flyte_workflow.pytorch_mnist_elastic_task
     task.min_nodes = task.max_nodes = nodes
     task.task_config.nproc_per_node = processes
-    outputs = task(hp=flyte_workflow.Hyperparameters(epochs=1))
+    outputs = task(hp={"epochs": 1})
     print(f"epoch_accuracies: {outputs.epoch_accuracies}\nmodel_state: {outputs.model_state.path}")
 
 
@@ -107,7 +109,7 @@ def test_the_elastic_task_on_one_machine(home):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_elastic_task_on_two(tmp_path):
+def test_the_elastic_task_on_two(flyte_workflow, tmp_path):
     """Two agents, as the operator starts one in each pod; the second has nothing to return."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -117,6 +119,7 @@ def test_the_elastic_task_on_two(tmp_path):
         folder = str(tmp_path / name)
         operator = {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": f"localhost:{port}", "OMP_NUM_THREADS": "1"}
         operator.update(HOME=folder, TMPDIR=folder)
+        operator.update(flyte_workflow.ENVIRONMENT)  # which Flyte sets in the pods
         agents.append(start(__file__, 2, 1, env=operator))
     results = [finish(agent, 300) for agent in agents]
     assert sorted(status for status, *_ in results) == [0, 1], results
@@ -147,25 +150,28 @@ def test_the_elastic_task_asks_for_machines(flyte_workflow):
 
 def test_another_code_is_another_version(flyte_workflow, tmp_path):
     names = (SCRIPT, "mnist_DDP.py", "mnist.py", "tracking.py", "checkpoint.py", "distributed.py", "spawn.py")
-    names += ("options.py",)
-    versions = set()
-    for name in ("", *names):
-        sources = [tmp_path / f"{name}-{Path(source).name}" for source in flyte_workflow.SOURCES]
-        for copy, source in zip(sources, map(Path, flyte_workflow.SOURCES), strict=True):
-            copy.write_text(source.read_text() + "# changed" * (source.name == name))
-        versions.add(flyte_workflow.version_of(sources))
-    assert len(versions) == 1 + len(names) and flyte_workflow.VERSION in versions
+    names += ("options.py", "watch.py")
+    for name in names:
+        shutil.copy(ROOT / name, tmp_path)
+    versions = {flyte_workflow.version_of(tmp_path)}
+    for name in names:
+        (tmp_path / name).write_text((ROOT / name).read_text() + "# changed")
+        versions.add(flyte_workflow.version_of(tmp_path))
+    assert len(versions) == 1 + len(names)
+    assert flyte_workflow.version_of(ROOT) == flyte_workflow.VERSION
 
 
 def test_a_task_trains_in_a_process_per_gpu_of_its_container(flyte_workflow, monkeypatch, tmp_path):
     monkeypatch.setattr(flyte_workflow, "current_context", lambda: SimpleNamespace(working_directory=tmp_path))
     monkeypatch.setattr("distributed.launch", launch := mock.Mock())
-    (tmp_path / "mnist_cnn_accuracies.json").write_text("[0.5]")
+    torch.save({"accuracies": [0.5]}, tmp_path / "mnist_cnn.pt")
     for gpus, nprocs in ((0, flyte_workflow.GPUS), (3, 3)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        hp = flyte_workflow.Hyperparameters(epochs=7)
-        outputs = flyte_workflow.train(hp)
-        assert launch.call_args == mock.call(mnist_DDP.main_worker, hp, str(tmp_path), nprocs=nprocs)
+        outputs = flyte_workflow.train({"epochs": 7, "amp": True})
+        (worker, args), kwargs = launch.call_args
+        assert worker == mnist_DDP.main_worker and kwargs == {"nprocs": nprocs}
+        expected = {"epochs": 7, "amp": True, "compile": False, "lr": 0.05, "output_dir": str(tmp_path)}
+        assert vars(args).items() >= expected.items()
         assert (outputs.epoch_accuracies, outputs.model_state.path) == ([0.5], str(tmp_path / "mnist_cnn.pt"))
 
 

@@ -16,10 +16,23 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 from conftest import MNIST_ROOT, exit_message, killed_in, needs_mnist, run, slow_clock, torchrun
-from images import OPTIMIZERS, Net, Normed, Plain, Pooled, assert_equal_states, few_digits, result_of, train_alone
+from images import (
+    OPTIMIZERS,
+    Net,
+    Normed,
+    Plain,
+    Pooled,
+    assert_equal_states,
+    digits,
+    few_digits,
+    result_of,
+    train_alone,
+)
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.multiprocessing import ProcessExitedException
+from torch.nn import functional as F
+from torch.utils.data import Subset
 
 import distributed as dist
 import mnist
@@ -147,6 +160,7 @@ def test_equals_one_process(nprocs, references, tmp_path, request):
         assert_equal_states(state, references[name][0])
         assert_equal_lines(lines, references[name], nprocs)
         assert output.startswith(f"Training on {nprocs} x cpu: {'local' if nprocs == 1 else strategy}\n")
+        assert (f"so --strategy {strategy} trains locally\n" in output) == (nprocs == 1)
         steps = [number for numbers in drawn for number in numbers]
         assert len(steps) == nprocs * EPOCHS * STEPS
         assert len(set(steps)) == len(steps), "dropout differs between ranks and between steps"
@@ -158,15 +172,6 @@ def test_equals_one_process(nprocs, references, tmp_path, request):
         held = [int(number.replace(",", "")) for number in held.groups()]
         assert held == pytest.approx(expected, rel=0.02)
         assert f"Model simple: {n_params:,} parameters, of which this process holds {held[0] // 8:,}\n" in output
-
-
-def test_what_is_said_about_mixed_precision(capsys):
-    args = argparse.Namespace(strategy="fsdp", mixed_precision=True)
-    mnist_FSDP.print_setup(args, "fsdp", 2, torch.device("cpu"))
-    assert "gathered in bfloat16" in capsys.readouterr().out
-    mnist_FSDP.print_setup(args, "local", 1, torch.device("cpu"))
-    output = capsys.readouterr().out
-    assert "by autocast" in output and "--strategy fsdp trains locally" in output
 
 
 def test_prepare_fsdp_model_in_one_process(monkeypatch):
@@ -207,6 +212,81 @@ def test_batch_norm(tmp_path):
         assert float(lines[-1][2]) == pytest.approx(loss, abs=6e-5 if name == "exact" else 0.02)
         dcp_to_torch_save(tmp_path / name / "step-2", tmp_path / "saved.pt")
         assert_equal_states(torch.load(tmp_path / "saved.pt", weights_only=True)["model"], state, 0)
+
+
+# ---- batches ------------------------------------------------------------------------------------------------------
+
+
+def loaders(train_set, test_set=None):
+    args = argparse.Namespace(data="name", data_dir="folder", seed=3, batch_size=64, test_batch_size=20)
+    with mock.patch("mnist.load_data", side_effect=[train_set, test_set or train_set]) as load_data:
+        both = mnist_FSDP.make_loaders(args, torch.device("cpu"))
+    assert load_data.mock_calls == [mock.call("name", "folder", train=half, seed=3) for half in (True, False)]
+    return both
+
+
+def test_batches_are_whole():
+    whole = digits(10_000)
+    loader, _ = loaders(whole)
+    fetch = mock.Mock(wraps=whole.__getitems__)
+    with mock.patch("mnist.Digits.__getitems__", fetch):
+        list(loader)
+    assert [len(call.args[0]) for call in fetch.call_args_list] == [64] * 156 + [16]
+
+
+def test_any_dataset_gives_the_same_batches():
+    whole = digits(90)
+    for dataset in (Plain(whole), Subset(whole, range(90)), Subset(Plain(whole), range(90))):
+        for expected, actual in zip(loaders(whole), loaders(dataset), strict=True):
+            for one, other in zip(expected, actual, strict=True):
+                assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+
+
+# ---- forward and evaluation ---------------------------------------------------------------------------------------
+
+
+def test_forward_computes_in_bfloat16_if_told_to():
+    images, labels = digits(8).__getitems__(range(8))
+    net = mnist.SimpleCNN()
+    expected = F.cross_entropy(net(mnist.normalize(images)), labels, reduction="none")
+    for mixed, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        outputs, same, losses = mnist_FSDP.forward(net, images, labels, torch.device("cpu"), mixed)
+        assert (outputs.dtype, losses.dtype, losses.shape) == (dtype, torch.float32, (8,)) and same is labels
+        assert torch.allclose(losses, expected, rtol=0.05 if mixed else 1e-6)
+
+
+def evaluate_worker(local_rank, world_size, folder):
+    dist.init_process_group()
+    results = []
+    with few_digits(1, 1):
+        for size in (101, 60, 2, 1):
+            for kind in (digits, lambda n: Plain(digits(n))):
+                for sharded in (False, True):
+                    torch.manual_seed(4)
+                    model = dist.prepare_fsdp_model(Net(), (torch.nn.Linear, torch.nn.Conv2d)) if sharded else Net()
+                    results.append(mnist_FSDP.evaluate(model, loaders(kind(size))[1], dist.get_device(), False))
+        torch.manual_seed(4)
+        net = Normed()
+        net.layers[2].running_mean.fill_(local_rank)  # as it is after training, each rank with its own
+        results.append(mnist_FSDP.evaluate(net, loaders(digits(101))[1], dist.get_device(), False))
+    torch.save(results, f"{folder}/{world_size}-{local_rank}.pt")
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_any_number_of_ranks_evaluates_as_one_process(nprocs, tmp_path):
+    """Also fewer samples than ranks, and a sharded model, which no rank may leave early."""
+    expected = []
+    with few_digits(1, 1):
+        for size in (101, 60, 2, 1):
+            torch.manual_seed(4)
+            expected += [result_of(Net(), digits(size))] * 4
+        torch.manual_seed(4)
+        expected.append(result_of(Normed(), digits(101)))
+    dist.launch(evaluate_worker, str(tmp_path), nprocs=nprocs)
+    for rank in range(nprocs):
+        results = torch.load(tmp_path / f"{nprocs}-{rank}.pt", weights_only=True)
+        assert [counts for _, *counts in results] == [counts for _, *counts in expected]
+        assert [loss for loss, *_ in results] == pytest.approx([loss for loss, *_ in expected], rel=1e-12)
 
 
 # ---- sharded for real ---------------------------------------------------------------------------------------------
@@ -291,8 +371,8 @@ def test_deep_net_needs_less_memory_than_ddp(tmp_path):
 
 
 def test_mixed_precision_is_for_training_and_evaluation(tmp_path):
-    seen, forward = [], mnist.forward
-    with mock.patch("mnist.forward", lambda *args: seen.append(args[4]) or forward(*args)):
+    seen, forward = [], mnist_FSDP.forward
+    with mock.patch("mnist_FSDP.forward", lambda *args: seen.append(args[4]) or forward(*args)):
         train(0, 1, tmp_path, epochs=1, mixed_precision=True)
     assert seen == [True] * (STEPS + 12)
 
@@ -458,7 +538,6 @@ def test_under_torchrun(tmp_path):
     assert status == 0, stderr
     assert "Training on 2 x cpu: fsdp" in stdout
     assert "Model simple: 50,186 parameters, of which this process holds 25,093" in stdout
-    assert "gathered in bfloat16, gradients reduced in float32" in stdout
     ((epoch, train_loss, test_loss, hits, n, accuracy, *_),) = re.findall(EPOCH_LINE, stdout)
     assert int(epoch) == 0 and float(test_loss) < float(train_loss) < 2.3
     assert f"{int(hits) / 10_000:.4f}" == accuracy and int(n) == 10_000 and int(hits) > 5000

@@ -92,12 +92,10 @@ processes
         --nproc 2 --global-batch-size 1 | argument --global-batch-size: 1 is less than 2, the number of processes
     """,
     "mnist_DDP.py": """
-        --momentum 1 | argument --momentum: '1' is not a number of at least 0 and below 1
         --clip -1 | argument --clip: '-1' is not a number of at least 0
-        --data cifar | argument --data: 'cifar' is not one of synthetic, mnist
+        --data cifar | argument --data: invalid choice: 'cifar' (choose from 'synthetic', 'mnist')
         --nproc 64 --grad-accumulation 4 | argument --global-batch-size: 128 is less than 256, the micro-batches of \
 64 x --grad-accumulation 4
-        --backend nccl | argument --backend: 'nccl' needs a GPU, and none is visible: choose auto or gloo
     """,
     "flyte_workflow.py": """
         --epochs 0 | argument --epochs: '0' is not a whole number of at least 1

@@ -82,7 +82,7 @@ def smaller(command):
         command += " --steps 4 --log-every 1 --width 64 --length 64" + " --least 1" * (script == "min_Join.py")
     elif '"--updates"' in source:
         command += " --updates 10"
-    elif re.search(r'"--epochs"|\bepochs: int|^import mnist_DDP', source, re.M) and "epochs" not in command:
+    elif re.search(r'"--epochs"|^import mnist_DDP', source, re.M) and "epochs" not in command:
         command += " --epochs 1"
     for text, replacement in SMALLER.items():
         command = command.replace(text, replacement)
