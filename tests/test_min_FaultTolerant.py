@@ -295,7 +295,9 @@ def test_killed_in_a_few_places_they_end_as_one_process(tmp_path, capfd):
     timeout = 10  # seconds: far more than a step takes on a busy machine
     out, err = check(FEW, "SGD", tmp_path, capfd, clip=0.5, timeout=timeout)
     assert re.findall(r"^step (\d+) \| loss \d\.\d{4} \| \d members$", out, re.M) == ["10", "13"]
-    assert max(seconds_of_first_steps(out)) < timeout, "nobody waits for a timeout"
+    *seconds, longest = sorted(seconds_of_first_steps(out))
+    assert max(seconds) < timeout, "nobody waits for a timeout"
+    assert longest < 2 * timeout, "but for the one that gloo sometimes does not tell of closed connections"
     # gloo itself says so if a process is lost while all connect.
     lines = without_name_server(err).splitlines()
     assert [line for line in lines if line and "Gloo connectFullMesh failed" not in line] == []
