@@ -341,7 +341,7 @@ def train(store, name, n_expected, args):
         if quorum is None:
             return None
         trainer.train_in(quorum)
-        n_fruitless = n_fruitless + 1 if trainer.step == quorum.first_step else 0
+        n_fruitless = n_fruitless + 1 if trainer.step <= quorum.first_step else 0
         if n_fruitless == MOST_FRUITLESS:
             line = f"{n_fruitless} quorums in a row have committed no step; the last error: {trainer.last_error}"
             raise dist.DistributedError(line)

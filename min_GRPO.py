@@ -32,7 +32,8 @@ steps use the same answers again. Clipping then limits how far they move the mod
 
 for each byte, an estimate of the KL divergence. Averaged over the bytes that may follow a text, its gradient equals the
 gradient of the divergence. Without the factor r it would not. Groups and their mean are from arXiv:2402.03300, the
-denominator is from arXiv:2503.14476.
+denominator is from arXiv:2503.14476. As in arXiv:2503.20783, the advantage is not divided by the deviation of its
+group: that would favour prompts that are nearly always or nearly never solved.
 
 Choose it if a program can check answers, nobody can write enough right ones, and the model is right sometimes: a task
 that it never solves is not learnt in this way. If you have right answers, imitate them (min_Packing.py). If you want to
@@ -50,11 +51,10 @@ It prints after the first step, and after every tenth step, a line like
 `step 100 | reward 0.920 | held-out 0.996 | no signal 0.63 | mismatch 7e-08 | clipped 0.000 | 6,902 answers/s`. The
 reward is the mean over the answers since the last line. Held-out is the share of 256 further prompts that greedy
 decoding solves, which takes the most probable byte each time. There are so many prompts of up to 8 digits that training
-draws only 2 of these 256.
-"No signal" is the share of groups whose answers are all equally good, which teach nothing. Mismatch is the mean of
-|r - 1| over all bytes at the first inner step: if it is above 1e-5, the model that is trained differs from the model
-that drew, by a temperature, a type or a mask. Clipped is the share of all bytes whose ratio is clipped at the last
-inner step.
+draws only 2 of these 256. "No signal" is the share of groups whose answers are all equally good, which teach nothing.
+Mismatch is the mean of |r - 1| over all bytes at the first inner step: if it is above 1e-5, the model that is trained
+differs from the model that drew, by a temperature, a type or a mask. Clipped is the share of all bytes whose ratio is
+clipped at the last inner step.
 """
 
 import copy

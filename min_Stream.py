@@ -23,8 +23,8 @@ memory.
 
 Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW. Each step sends
 2·(N-1)/N · 4·P bytes, and 8 bytes for the loss. The start reads 1/N of the shards. After that a process reads only its
-own documents. It holds 8 bytes for each document of the data. So does each of its loader processes, which adds up to 4
-times --buffer numbers, one number per shard, and the batches fetched ahead. A larger --buffer shuffles better, but
+own documents. It holds 8 bytes for each document of the data. So does each of its loader processes, which also holds up
+to 4 times --buffer numbers, one number per shard, and the batches fetched ahead. A larger --buffer shuffles better, but
 scatters reads over more of the disk.
 
     python min_Stream.py --nproc 2                                          # two processes; without --nproc, all GPUs
@@ -321,7 +321,7 @@ def main_worker(local_rank, world_size, args):
         batch = [tensor.to(dist.get_device()) for tensor in stream[position]]
         return sum_of_losses(model, *batch)
 
-    checkpoint.rebuild_buckets(model, first_loss)
+    checkpoint.rebuild_buckets(model, first_loss)  # else a resumed run differs in the last bit
     train(model, optimizer, stream, position, args)
 
 
