@@ -238,7 +238,7 @@ def prepare_fsdp_model(model, blocks=(), **kwargs):
         elif not blocks and isinstance(module, nn.ModuleList | nn.Sequential):
             units += [child for child in module if not isinstance(child, nn.ModuleList | nn.ModuleDict)]
     n_tensors = len(list(model.parameters()))
-    for module in reversed(dict.fromkeys(units)):  # inner ones first, and each once
+    for module in reversed(dict.fromkeys(units)):  # inner ones first, as `modules` names outer ones first; each once
         if list(module.parameters()):
             fully_shard(module, **kwargs)
     fully_shard(model, **kwargs)
@@ -278,7 +278,7 @@ def check_in_sync(model, optimizer=None, **values):
     for rank, of_rank in enumerate(gather_objects(values)):
         for name, value in of_rank.items():
             first_rank, expected = first.setdefault(name, (rank, value))
-            if value != expected:
+            if repr(value) != repr(expected):  # nan is not equal to itself
                 line = f"{name} of rank {rank} differs from rank {first_rank}'s"
                 raise DistributedError(f'{line}: see "Ranks drift apart" in docs/mistakes.md')
 

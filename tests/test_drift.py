@@ -211,6 +211,7 @@ def check_what_is_compared(local_rank, world_size):
         dist.check_in_sync(model, optimizer)
     with pytest.raises(dist.DistributedError, match="best of rank 1 differs from rank 0's"):
         dist.check_in_sync(nn.ReLU(), best=local_rank > 0)
+    dist.check_in_sync(nn.ReLU(), loss=float("nan"))
 
 
 def test_equal_weights_are_no_alarm_and_any_tensor_is_compared():
