@@ -54,8 +54,8 @@ import gpt
 import options
 
 # Before torch 2.13 they have other names.
-all_gather_single = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
-reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
+all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)
 
 
 class BeforeBlock(torch.autograd.Function):
@@ -278,12 +278,10 @@ def main_worker(local_rank, world_size, args):
     zero = ZeRO3(model)
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(zero.pieces(), lr=args.lr, fused=True)
-    dist.print_primary(f"Training on {world_size} x {dist.get_device().type}")
     gpt.report_held(zero.pieces(), sum(param.numel() for param in model.parameters()))
     train(zero, optimizer, text, held_out, args)
-    share = (dist.get_rank(), world_size)
-    batch = gpt.batch(text, 0, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
-    report_communication(zero, *batch)
+    x, y = gpt.batch(text, 0, args.global_batch_size // world_size, args.length, args.seed, dist.get_device())
+    report_communication(zero, x, y)
 
 
 if __name__ == "__main__":

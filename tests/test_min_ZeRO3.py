@@ -170,8 +170,8 @@ def test_tied_weights_and_parameters_without_a_gradient(tmp_path):
 
 def test_the_script_prints_its_lines(job_of):
     stdout = job_of("min_ZeRO3.py", "--nproc", 2, "--width", 32, "--length", 32, "--steps", 2, "--log-every", 1)
-    first, held, *lines, last = stdout.splitlines()
-    assert (first, held[-7:]) == ("Training on 2 x cpu", "(0.500)") and len(lines) == 2
+    held, *lines, last = stdout.splitlines()
+    assert held.endswith(" (0.500)") and len(lines) == 2
     n_params = int(held.split()[4].replace(",", ""))
     root = 32 * (256 + 32 + 256 + 2)
     sent = 4 * (3 * n_params - root) // 2
