@@ -75,10 +75,9 @@ def load_data(name, data_dir, train, seed=0):
     """The training set or the test set, as `Digits`.
 
     "synthetic" has 20,000 training and 10,000 test digits, drawn from `seed`: the same ones in every process and in
-    every run. "mnist" has 60,000 and 10,000, read from `data_dir`/MNIST/raw, where torchvision
-    keeps them. If files are missing there, one process per machine downloads them, so download first if machines share
-    the folder. Every rank must call this function. Raises DistributedError on every rank if the files cannot be
-    downloaded or read.
+    every run. "mnist" has 60,000 and 10,000, read from `data_dir`/MNIST/raw, where torchvision keeps them. If files are
+    missing there, one process per machine downloads them, so download first if machines share the folder. Every rank
+    must call this function. Raises DistributedError on every rank if the files cannot be downloaded or read.
     """
     if name == "synthetic":
         if train:

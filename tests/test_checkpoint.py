@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import errno
+import multiprocessing
 import os
 import pickle
 import resource
@@ -12,6 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from conftest import Bomb, exit_message, killed_in
@@ -476,6 +478,34 @@ def preemption_worker(local_rank, world_size):
 
 def test_all_ranks_stop_after_the_same_step():
     dist.launch(preemption_worker, nprocs=3)
+
+
+def leave_while_a_loader_runs(to_test):
+    batches = checkpoint.shielded(
+        torch.utils.data.DataLoader(range(100), num_workers=1, multiprocessing_context="fork")
+    )
+    next(batches)
+    to_test.send(multiprocessing.active_children()[0].pid)
+    to_test.recv()
+    checkpoint.Preemption().leave()
+
+
+def test_a_loaders_processes_end_with_a_preempted_process():
+    """By themselves they would notice its end after up to 5 s, and torchrun would start others meanwhile."""
+    context = multiprocessing.get_context("forkserver")
+    from_process, to_test = context.Pipe()
+    process = context.Process(target=leave_while_a_loader_runs, args=(to_test,))
+    process.start()
+    try:
+        assert from_process.poll(60)
+        loading = psutil.Process(from_process.recv())
+        from_process.send("leave")
+        process.join(60)
+        assert process.exitcode == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+    psutil.wait_procs([loading], timeout=1)
+    assert not loading.is_running() or loading.status() == psutil.STATUS_ZOMBIE
 
 
 def test_sigterm_to_a_loaders_processes_that_have_just_started_loses_no_batch():

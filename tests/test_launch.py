@@ -37,21 +37,21 @@ def write_state(local_rank, world_size, folder, *names):
     state = {name: os.environ.get(name) for name in names}
     state |= {"cwd": os.getcwd(), "threads": torch.get_num_threads(), "args": (local_rank, world_size)}
     state["start method"] = multiprocessing.get_start_method()
+    state["nccl"] = sorted(name for name in os.environ if name.startswith("NCCL_"))
     torch.save(state, f"{folder}/{local_rank}.pt")
 
 
 def test_workers_see_what_the_caller_sees_at_each_launch(tmp_path, monkeypatch, capfd):
     """Environment, folder, stdout; CPU threads are divided unless OMP_NUM_THREADS says otherwise.
 
-    A DataLoader starts its processes as the platform does, not as `launch` has started this one.
+    A DataLoader starts its processes as the platform does, not as `launch` has started this one. Of NCCL's settings
+    only the interface is set: NCCL knows best how GPUs exchange data.
     """
     platforms = multiprocessing.get_all_start_methods()[0]
     expected = {"NCCL_SOCKET_IFNAME": "eth7", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
     expected |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     expected |= {"THP_MEM_ALLOC_ENABLE": "1"}
-    # `launch` must not set it: GPUs would exchange data through the host's memory, which is slow.
-    expected |= {"NCCL_P2P_DISABLE": None}
-    for name in expected:
+    for name in [*expected, *(name for name in os.environ if name.startswith("NCCL_"))]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
@@ -69,7 +69,7 @@ def test_workers_see_what_the_caller_sees_at_each_launch(tmp_path, monkeypatch, 
             state = torch.load(folder / f"{rank}.pt", weights_only=True)
             own = {"COLOUR": colour, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             where = {"cwd": str(folder), "threads": threads, "args": (rank, 2), "start method": platforms}
-            assert state == {**expected, **own, **where}
+            assert state == {**expected, **own, **where, "nccl": ["NCCL_SOCKET_IFNAME"]}
     assert "RANK" not in os.environ
 
 
