@@ -170,7 +170,12 @@ def cleanup():
     It does nothing while an error is handled, as in a `finally`, so that the error is reported before its peers fail.
     """
     if is_dist_avail_and_initialized() and sys.exc_info()[1] is None:
+        if _ended_groups is not None:
+            _ended_groups.append(torch_dist.group.WORLD)
         torch_dist.destroy_process_group()
+
+
+_ended_groups = None  # a list while `launch` runs `worker_fn`: see `_run_worker`
 
 
 def barrier():
@@ -415,6 +420,8 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
 
 def _run_worker(worker_fn, *args):
     """Run `worker_fn` in this process. A DistributedError becomes one line and status 1."""
+    global _ended_groups
+    _ended_groups = []
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     try:
         worker_fn(get_local_rank(), get_world_size(), *args)
@@ -427,9 +434,11 @@ def _run_worker(worker_fn, *args):
             raise
         _leave(traceback.format_exc())
     cleanup()
-    # Free DDP and the group: a thread of gloo that runs when Python ends would abort the process.
+    # Free DDP and then its group: a thread of gloo that runs when Python ends would abort the process.
     # https://github.com/pytorch/pytorch/issues/190489, torch 2.11 to 2.15
+    # If DDP freed the group, as the last one that holds it, that could wait forever for gloo's threads in torch 2.11.
     gc.collect()
+    _ended_groups = None
 
 
 def _leave(message):

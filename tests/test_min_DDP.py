@@ -28,6 +28,17 @@ def test_the_snippet_gives_the_metrics_of_one_process_on_1_2_and_4(capfd, monkey
         assert capfd.readouterr().out == expected
 
 
+def repeat_the_snippet(local_rank, world_size):
+    for _ in range(30):
+        seed_snippet.main_worker(local_rank, world_size)
+
+
+def test_the_snippet_may_run_again_and_again_in_a_job(capfd):
+    """It ends the group while it still holds the model. In torch 2.11 one of the ends could wait for ever."""
+    dist.launch(repeat_the_snippet, nprocs=3)
+    assert len(capfd.readouterr().out.splitlines()) == 30
+
+
 def arguments(nprocs):
     """Of a global batch of 16, for any number of processes."""
     return argparse.Namespace(epochs=3, seed=3, batch_size=16 // nprocs)
