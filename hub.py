@@ -315,7 +315,10 @@ def save_model(model, frame, folder):
         tensor = gathered(tensor)
         module = modules[name.rpartition(".")[0]]
         if hasattr(module, "lora_scale") and param is module.weight:
-            tensor = (tensor + change_by_lora(module)).to(frame.dtype)
+            change = module.lora_scale * gathered(module.lora_B.weight) @ gathered(module.lora_A.weight)
+            if isinstance(module, Conv1D):
+                change = change.T
+            tensor = (tensor + change).to(frame.dtype)
         if dist.is_primary():
             weights[name] = tensor.cpu()
 
@@ -323,14 +326,6 @@ def save_model(model, frame, folder):
         frame.save_pretrained(temporary, state_dict=weights, max_shard_size="5GB")
 
     on_rank_0(complete, folder, write, "model*.safetensors*", "config.json")
-
-
-def change_by_lora(linear):
-    """What the adapters add to a linear layer's weight."""
-    change = linear.lora_scale * gathered(linear.lora_B.weight) @ gathered(linear.lora_A.weight)
-    if isinstance(linear, Conv1D):
-        change = change.T
-    return change
 
 
 def save_adapters(model, folder, base):
