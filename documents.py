@@ -5,6 +5,9 @@ Each line of a file is a conversation or a text:
     {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4."}]}
     {"text": "Once upon a time"}
 
+A conversation may also have `tools`, and in `chat_template_kwargs` variables of the chat template. Other fields are
+refused, since other trainers obey some of them.
+
 A document is a pair of int32 arrays of equal length: tokens and targets. The target of a token is the token after it,
 or IGNORED where that one is not in the loss. In a conversation only what the assistant says is in the loss, with the
 tokens that end its turn.
@@ -79,11 +82,13 @@ def read(lines, tokenizer, length):
             for text, spans in texts_of(place, line, tokenizer):
                 texts.append((len(found), text, spans))
             found.append([])
-        for (number, _, spans), tokens, characters in encode(texts, tokenizer):
+        # The chat template has written all special tokens.
+        encoded = tokenizer([text for _, text, _ in texts], add_special_tokens=False, return_offsets_mapping=True)
+        for (number, _, spans), tokens, offsets in zip(texts, encoded.input_ids, encoded.offset_mapping, strict=True):
             if spans is None:
                 found[number] += pieces(tokens, tokenizer, length)
             elif len(tokens) <= length + 1:
-                found[number].append(tokens_and_targets(tokens, characters, spans))
+                found[number].append(tokens_and_targets(tokens, offsets, spans))
             else:
                 n_too_long += 1
     if n_too_long:
@@ -91,17 +96,11 @@ def read(lines, tokenizer, length):
     return found
 
 
-def encode(texts, tokenizer):
-    """For each of `texts`: itself, its tokens, and for each token its first character and the one after its last."""
-    # The chat template has written all special tokens.
-    encoded = tokenizer([text for _, text, _ in texts], add_special_tokens=False, return_offsets_mapping=True)
-    for text, tokens, offsets in zip(texts, encoded.input_ids, encoded.offset_mapping, strict=True):
-        yield text, np.array(tokens, dtype=np.int32), np.array(offsets, dtype=np.int64).reshape(-1, 2)
-
-
-def tokens_and_targets(tokens, characters, spans):
+def tokens_and_targets(tokens, offsets, spans):
+    """A document of a conversation. The offsets are, for each token, its first character and the one after its last."""
+    tokens = np.array(tokens, dtype=np.int32)
+    starts, ends = np.array(offsets).reshape(-1, 2).T
     in_loss = np.zeros(len(tokens), dtype=bool)
-    starts, ends = characters.T
     for first, end in spans:
         # The first token of an answer may begin before it, with the space that ends the prompt.
         in_loss |= (first < ends) & (starts < end)
@@ -136,9 +135,6 @@ def text_around_loss(document, tokenizer, n_tokens=20):
 
 # ---- conversations ------------------------------------------------------------------------------------------------
 
-# Other trainers obey these fields of a line. Here the messages say the same, or `tools`, or `chat_template_kwargs`.
-OBEYED_ELSEWHERE = {"audios", "completion", "documents", "enable_thinking", "functions", "images", "system", "text"}
-OBEYED_ELSEWHERE |= {"train", "videos", "weight"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 USER = {"role": "user", "content": "Hi."}
 ANSWER = {"role": "assistant", "content": "Hi."}
@@ -157,10 +153,10 @@ def texts_of(place, line, tokenizer):
         if not isinstance(record, dict):
             raise ValueError("it is no JSON object")
         if "messages" in record:
-            refuse_ignored(record, "messages")
+            refuse_ignored(record, {"messages", "tools", "chat_template_kwargs"})
             found = conversation(record, tokenizer)
         elif "text" in record:
-            refuse_ignored(record, "text")
+            refuse_ignored(record, {"text"})
             if not isinstance(record["text"], str):
                 raise ValueError("its text is no string")
             found = [(record["text"], None)]
@@ -178,19 +174,23 @@ def texts_of(place, line, tokenizer):
         raise dist.DistributedError(message) from None
 
 
-def refuse_ignored(record, kind):
-    for field in sorted(OBEYED_ELSEWHERE & record.keys() - {kind}):
-        if record[field] not in (None, "", []):
-            raise ValueError(f"the field {field} beside its {kind} would be ignored")
+def refuse_ignored(record, used):
+    """Other trainers obey fields that are not used here, such as `weight`, and nobody knows all of their names."""
+    ignored = [field for field, value in record.items() if field not in used and value not in (None, "", [])]
+    if ignored:
+        raise ValueError(f"docs/recipes.md says how to leave out what is not used here: {', '.join(ignored)}")
 
 
 def conversation(record, tokenizer):
     """Pairs of a text and the spans of its characters that are in the loss. Raises ValueError if a part is ignored."""
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: give one by --chat-template, or use texts")
-    tools = parsed(record.get("tools")) or None
     options = parsed(record.get("chat_template_kwargs")) or {}
-    render = functools.partial(tokenizer.apply_chat_template, tokenize=False, tools=tools, **options)
+    tools = parsed(record.get("tools"))
+    if tools:
+        options["tools"] = tools
+    refuse_unread(options, "the line", tokenizer)
+    render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **options)
     pairs = [normalized(message, tokenizer) for message in record["messages"]]
     messages = [message for message, _ in pairs]
     trained = [number for number, (_, is_trained) in enumerate(pairs) if is_trained]  # they are in the loss
@@ -221,9 +221,7 @@ def normalized(message, tokenizer):
         if value not in (0, 1) or value > is_trained:
             raise ValueError(f"{name} {value} of the role {role}: it may be 0, or 1 for the assistant")
         is_trained = bool(value)
-    for name in message.keys() - {"role", "content", "name", "tool_call_id"}:
-        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-            raise ValueError(f"the chat template ignores {name} of the role {role}")
+    refuse_unread(message.keys() - {"role", "content", "name", "tool_call_id"}, f"the role {role}", tokenizer)
     content = message.get("content", "")  # a message with calls may have none, but some chat templates need it
     if isinstance(content, list):
         for part in content:
@@ -241,6 +239,12 @@ def normalized(message, tokenizer):
     return message, is_trained
 
 
+def refuse_unread(names, place, tokenizer):
+    for name in names:
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise ValueError(f"the chat template ignores {name} of {place}")
+
+
 def refuse_hidden(messages, render):
     """Raise TemplateError if a message could say anything else, and the chat template would show the same."""
     for number, message in enumerate(messages):
@@ -251,12 +255,11 @@ def refuse_hidden(messages, render):
 
 
 def is_shown(role, render):
-    """Does the chat template show what this role says, at the start or as an answer to the role before it?"""
+    """Does the chat template show what this role says, where it usually stands?"""
     message = {**RESULT, "role": role}
-    for messages in ([message, USER], [USER, message], [USER, CALLING, message]):
-        with contextlib.suppress(Exception):
-            if "SAID" in render(messages):
-                return True
+    usual = {"user": [message], "assistant": [USER, message], "tool": [USER, CALLING, message]}
+    with contextlib.suppress(Exception):
+        return "SAID" in render(usual.get(role, [message, USER]))
     return False
 
 

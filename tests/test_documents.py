@@ -222,9 +222,12 @@ def test_a_template_that_cannot_be_used(template, cause):
 # ---- what would be ignored -----------------------------------------------------------------------------------------
 
 
+USER = {"role": "user", "content": "Hi."}
+
+
 def chat(*messages, **fields):
     """A question, then `messages`."""
-    return {"messages": [{"role": "user", "content": "Hi."}, *messages], **fields}
+    return {"messages": [USER, *messages], **fields}
 
 
 def says(content="4.", **fields):
@@ -301,26 +304,29 @@ def test_variables_of_the_template_may_stand_in_a_line():
         assert said(tokenizer, document) == ["4.<|end|>"]
 
 
+@pytest.mark.parametrize("field", [{"tools": [{"name": "add"}]}, {"chat_template_kwargs": {"mood": "kind"}}])
+def test_what_the_template_does_not_read_is_refused(field, tokenizer):
+    name = "tools" if "tools" in field else "mood"
+    assert f"the chat template ignores {name} of the line" in exit_message(read, tokenizer, chat(says(), **field))
+    for nothing in (None, "", [], "[]"):
+        assert read(tokenizer, chat(says(), tools=nothing, chat_template_kwargs=nothing))
+
+
 def test_a_template_cannot_be_told_to_ask_for_an_answer(tokenizer):
     ((document,),) = read(tokenizer, chat(says(), chat_template_kwargs={"add_generation_prompt": True}))
     assert tokenizer.decode(document[0]) == "<|user|>Hi.<|end|><|assistant|>4."
 
 
-@pytest.mark.parametrize("field", ["system", "functions", "images", "weight", "train", "text", "completion"])
-def test_a_field_of_a_line_that_other_trainers_obey_is_refused(field, tokenizer):
-    message = exit_message(read, tokenizer, chat(says(), **{field: 0}))
-    assert f"the field {field} beside its messages would be ignored" in message
-    if field != "text":
-        message = exit_message(read, tokenizer, {"text": "x", field: 0})
-        assert f"the field {field} beside its text would be ignored" in message
-    for nothing in (None, "", []):
-        assert read(tokenizer, chat(says(), **{field: nothing}))
-
-
-def test_what_says_nothing_about_training_may_stand_in_a_line(tokenizer):
-    ((document,),) = read(tokenizer, chat(says(), id=7, source="x", prompt="Hi.", score=0.5))
-    assert said(tokenizer, document) == ["4.<|end|>"]
-    assert read(tokenizer, {"text": "x", "id": 7, "url": "y", "score": 0.5})
+@pytest.mark.parametrize("field", ["system", "weight", "train", "text", "images", "loss_mask", "id"])
+def test_a_field_of_a_line_that_is_not_used_is_refused(field, tokenizer):
+    """Other trainers obey some of them. By its name alone, a field does not say that it means nothing."""
+    for record in (chat(says()), {"text": "x"}):
+        if field in record:
+            continue
+        message = exit_message(read, tokenizer, {**record, field: 0, "source": "web", "score": None})
+        assert f"(docs/recipes.md says how to leave out what is not used here: {field}, source)" in message
+        for nothing in (None, "", []):
+            assert len(read(tokenizer, {**record, field: nothing})[0]) == 1, "Dataset.to_json writes null"
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "function_call", "refusal", "tool_calls"])
@@ -351,6 +357,9 @@ KNOWS = """{% for m in messages %}{% if m.role == 'system' or m.role == 'user' %
 {% elif m.role == 'assistant' %}<|assistant|>{{ m.content }}<|end|>{% endif %}{% endfor %}\
 {% if add_generation_prompt %}<|assistant|>{% endif %}"""
 KNOWS_AND_RAISES = KNOWS.replace("{% endif %}{% endfor", "{% else %}{{ raise_exception('what?') }}{% endif %}{% endfor")
+ALTERNATES = """{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}\
+{% for m in messages %}{% if (m.role == 'user') == loop.index0 % 2 %}{{ raise_exception('no turns') }}{% endif %}\
+<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 
 @pytest.mark.parametrize("role", ["human", "tool"])
@@ -363,6 +372,11 @@ def test_a_role_that_the_template_does_not_know_is_refused(role):
     assert message.endswith(f"(what?; {roles}")
     ((document,),) = read(with_template(documents.CHAT_TEMPLATE), record)
     assert "important" in with_template(KNOWS).decode(document[0]), "this one shows any role"
+
+
+def test_the_roles_are_those_that_a_template_shows_where_they_usually_stand():
+    message = exit_message(read, with_template(ALTERNATES), {"messages": [{**USER, "role": "system"}, USER, says()]})
+    assert message.endswith("(no system; the chat template shows the roles user, assistant)")
 
 
 # ---- kinds of templates --------------------------------------------------------------------------------------------

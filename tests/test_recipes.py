@@ -1831,7 +1831,7 @@ def in_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_six_other_formats(in_folder):
+def test_seven_other_formats(in_folder):
     import language
 
     import documents
@@ -1855,6 +1855,8 @@ def test_six_other_formats(in_folder):
     with gzip.open("chats.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(record) + "\n" for record in records[:3])
     assert converted(5) == records[:3]
+    language.write_jsonl(Path("export.jsonl"), [{"id": 1, "messages": CONVERSATION, "source": "web"}])
+    assert converted(6) == [{"messages": CONVERSATION}]
     assert documents.read(documents.lines_of(["chats.jsonl"]), language.byte_tokenizer(), 200)
 
 
