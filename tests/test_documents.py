@@ -441,27 +441,96 @@ MARKED = {
     "thoughts of earlier turns go": """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}\
 {% generation %}{% if loop.last %}<think>\n</think>{% endif %}{{ m.content }}<|end|>{% endgeneration %}{% else %}\
 {{ m.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
+    "the prompt has an empty thought": """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}\
+{% generation %}<think></think>{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}\
+{% endfor %}{% if add_generation_prompt %}<|assistant|><think></think>{% endif %}""",
     "an answer has marks of its own": """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}\
 {% generation %}<answer>{{ m.content }}</answer><|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}\
 {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
 }
 
 
-@pytest.mark.parametrize("kind", MARKED)
+# The same with thoughts, calls and results.
+CALLS_TWICE = says("Wait.", reasoning_content="It is long.", tool_calls=[call({"a": 2}), call({"a": 3})])
+RESULTS = [{"role": "tool", "tool_call_id": "1", "content": number} for number in ("5", "9")]
+MORE = [
+    says("9.", reasoning_content="Done."),
+    {"role": "user", "content": "Sure?"},
+    says("Yes.", reasoning_content="I am."),
+]
+AGENT = [{"role": "system", "content": "Be kind."}, USER, CALLS_TWICE, *RESULTS, *MORE]
+THOUGHT = "<think>{{ m.reasoning_content }}</think>"
+CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+ANSWERS = "{% for m in messages %}{% if m.role == 'assistant' %}"
+OTHERS = "{% else %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+ASKS = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+MARKS = "{% generation %}" + THOUGHT + "{{ m.content }}" + CALLS + "<|end|>{% endgeneration %}"
+WITH_THOUGHTS = ANSWERS + "<|assistant|>" + MARKS + OTHERS + ASKS
+LAST_QUESTION = """{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}\
+{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"""
+AFTER_IT = "{% if loop.index0 > ns.last %}" + THOUGHT + "{% endif %}"
+IN_A_TURN = """{% elif m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}<|user|>{% endif %}[{{ m.content }}]\
+{% if loop.last or loop.nextitem.role != 'tool' %}<|end|>{% endif %}{% else %}"""
+NEXT_ROLE = "{% if m.tool_calls %}<|end|>{% else %}<|user|>{% endif %}{% endgeneration %}"
+MARKED_AGENTS = {
+    "all thoughts stay": WITH_THOUGHTS,
+    "thoughts before the last question go": LAST_QUESTION + WITH_THOUGHTS.replace(THOUGHT, AFTER_IT),
+    "the prompt opens a thought": WITH_THOUGHTS.replace(ASKS, ASKS.replace("<|assistant|>", "<|assistant|><think>")),
+    "the marks cover the prompt": ANSWERS + MARKS.replace(THOUGHT, "<|assistant|>" + THOUGHT) + OTHERS + ASKS,
+    "results stand in one turn of the user": WITH_THOUGHTS.replace("{% else %}", IN_A_TURN),
+    "an answer is several messages": WITH_THOUGHTS.replace(THOUGHT, THOUGHT + "<|end|><|assistant|>"),
+    "an answer goes on after a result": ANSWERS
+    + "{% if loop.previtem.role != 'tool' %}<|assistant|>{% endif %}"
+    + MARKS.replace("<|end|>", "{% if m.tool_calls %}<|user|>{% else %}<|end|>{% endif %}")
+    + "{% elif m.role == 'tool' %}[{{ m.content }}]"
+    + OTHERS
+    + "{% if messages[-1].role != 'tool' %}"
+    + ASKS
+    + "{% endif %}",
+    "the token of the next role ends a turn": ANSWERS
+    + "<|assistant|>"
+    + MARKS.replace("<|end|>{% endgeneration %}", NEXT_ROLE)
+    + "{% else %}{% if m.role == 'user' and loop.previtem.role != 'assistant' %}<|user|>{% endif %}{{ m.content }}"
+    + "{% endif %}{% endfor %}"
+    + ASKS,
+}
+# What these mark beside the words is the end of the prompt.
+PROMPTS = {
+    "the prompt has an empty thought": "<think></think>",
+    "the prompt opens a thought": "<think>",
+    "the marks cover the prompt": "<|assistant|>",
+}
+
+
+@pytest.mark.parametrize("kind", [*MARKED, *MARKED_AGENTS])
 def test_the_words_in_the_loss_are_those_that_a_template_marks(kind):
     """For trainers that read the marks. Here the template needs none."""
-    marked = with_template(MARKED[kind])
-    tokenizer = with_template(re.sub("{% (end)?generation %}", "", MARKED[kind]))
-    for n in (2, 4):
-        messages = CHAT["messages"][:n]
+    template, messages = MARKED.get(kind), CHAT["messages"]
+    if kind in MARKED_AGENTS:
+        template, messages = MARKED_AGENTS[kind], AGENT
+    marked = with_template(template)
+    tokenizer = with_template(re.sub("{% (end)?generation %}", "", template))
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        found = marked.apply_chat_template(messages, **options)
+        found = marked.apply_chat_template(messages[: number + 1], **options)
         targets = np.where(found["assistant_masks"], found["input_ids"], documents.IGNORED)
         expected = said(tokenizer, (None, targets))[-1]
-        assert messages[-1]["content"].strip() in expected
+        assert expected.startswith(PROMPTS.get(kind, ""))
+        expected = expected.removeprefix(PROMPTS.get(kind, ""))
+        assert message["content"].strip() in expected and message.get("reasoning_content", "") in expected
         for tokenizer_of_kind in (tokenizer, marked):
-            ((*_, document),) = read(tokenizer_of_kind, {"messages": messages})
+            ((*_, document),) = read(tokenizer_of_kind, {"messages": messages[: number + 1]}, length=500)
             assert said(tokenizer, document)[-1] == expected
+
+
+def test_a_thought_that_the_template_shows_only_until_the_answer_follows_is_refused():
+    """With it in the prompt and without it in the text, nobody knows what the model should read before the answer."""
+    gone = "{% if not (m.tool_calls and messages[-1].content == '9.') %}" + THOUGHT + "{% endif %}"
+    tokenizer = with_template(WITH_THOUGHTS.replace(THOUGHT, gone))
+    assert read(tokenizer, {"messages": AGENT[:5]})
+    assert "in another way once the answer follows" in exit_message(read, tokenizer, {"messages": AGENT[:6]})
 
 
 def test_a_system_message_that_another_message_shows():
