@@ -679,6 +679,15 @@ def with_code_of_its_own(path):
     change_json(path / "config.json", model_type="mine", auto_map={"AutoConfig": "code.Config"})
 
 
+def with_a_tokenizer_of_its_own(path):
+    change_json(path / "tokenizer_config.json", tokenizer_class="Mine", auto_map={"AutoTokenizer": ["code.Mine", None]})
+
+
+def with_a_model_of_its_own(path):
+    """Its configuration is known, and transformers has no language model for it."""
+    change_json(path / "config.json", model_type="vit", auto_map={"AutoModelForCausalLM": "code.Model"})
+
+
 def change_json(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -705,6 +714,8 @@ def with_pickled_weights_cut_in_half(path):
             r"--model .*/llama: it holds adapters: merge them into their model first, by mer.*",
         ),
         (with_code_of_its_own, r"--model .*/llama: .*custom code.*: this script runs no code from a model's folder"),
+        (with_a_tokenizer_of_its_own, r"--model .*/llama: .*custom code.*: this script runs no code from a model's .*"),
+        (with_a_model_of_its_own, r"--model .*/llama: .*custom code.*: this script runs no code from a model's folder"),
         (with_an_unknown_model, r"--model .*/llama: .*mine.*"),
         (with_pickled_weights_cut_in_half, r"--model .*/llama: .+"),
         (with_half_a_file, r"--model .*/llama/model-00001-of-00003.safetensors: .*incomplete.*"),
@@ -715,6 +726,8 @@ def test_a_folder_that_cannot_be_used(spoil, cause, folder, tmp_path, group, mon
     monkeypatch.setattr("builtins.input", ask)  # transformers asks whether code may run
     spoil(copy_of(folder, tmp_path))
     assert re.fullmatch(cause, exit_message(llm_FSDP.prepare, arguments(tmp_path, "llama")))
+    if spoil is with_a_model_of_its_own:
+        assert re.fullmatch(cause, exit_message(llm_FSDP.prepare, arguments(tmp_path, "llama", from_scratch=True)))
     assert not ask.called
 
 
