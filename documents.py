@@ -178,7 +178,7 @@ def refuse_ignored(record, used):
     """Other trainers obey fields that are not used here, such as `weight`, and nobody knows all of their names."""
     ignored = [field for field, value in record.items() if field not in used and value not in (None, "", [])]
     if ignored:
-        raise ValueError(f"docs/recipes.md says how to leave out what is not used here: {', '.join(ignored)}")
+        raise ValueError(f"{', '.join(ignored)} would be ignored: leave it out, as docs/recipes.md shows")
 
 
 def conversation(record, tokenizer):

@@ -324,7 +324,7 @@ def test_a_field_of_a_line_that_is_not_used_is_refused(field, tokenizer):
         if field in record:
             continue
         message = exit_message(read, tokenizer, {**record, field: 0, "source": "web", "score": None})
-        assert f"(docs/recipes.md says how to leave out what is not used here: {field}, source)" in message
+        assert f"({field}, source would be ignored: leave it out, as docs/recipes.md shows)" in message
         for nothing in (None, "", []):
             assert len(read(tokenizer, {**record, field: nothing})[0]) == 1, "Dataset.to_json writes null"
 
