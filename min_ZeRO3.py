@@ -13,13 +13,14 @@ and a backward, and together they are this timeline:
     compute             | forward 1 | forward 2 |          | backward 2 | backward 1 |          | step the parts
     free                            | 1         | 2        |            | 2          | 1        |
 
-The next block is gathered while this one computes, so two blocks at most have memory at the same time. What is outside
-the blocks, embeddings, last norm and head, is one more unit, the root. It stays gathered from forward to backward. No
-computation hides the gather of the root, the first gather of a pass and the last reduce-scatter.
+The next block is gathered while this one computes, so two blocks at most have memory at the same time, and so do the
+gradients of two. What is outside the blocks, embeddings, last norm and head, is one more unit, the root. It stays
+gathered from forward to backward, and its gradients are sent last. No computation hides the gather of the root, the
+first block's gather in each direction and the last reduce-scatter.
 
-`fully_shard(block, reshard_after_forward=False)` would leave out AfterBlock: no second gather, but all blocks stay in
-memory until their backward, 4·P bytes. `set_requires_gradient_sync(False)` would leave out the reduce-scatter, to sum
-the gradients of several micro-batches first. Each process then holds all gradients, 4·P bytes.
+With `fully_shard(block, reshard_after_forward=False)` there is nothing like AfterBlock: no second gather, but all
+blocks stay in memory until their backward, 4·P bytes. With `set_requires_gradient_sync(False)` there is no
+reduce-scatter, to sum the gradients of several micro-batches first. Each process then holds all gradients, 4·P bytes.
 
 `fully_shard` (FSDP2) cuts each parameter along its first dimension, so each part keeps the name of its parameter, which
 checkpoints need. This script has one flat tensor per block. It needs no copies around an all-gather, and each
@@ -29,9 +30,9 @@ as SGD and AdamW do.
 Choose min_FSDP.py for real work: it also has mixed precision, checkpoints and models that no process could hold.
 
 Cost per process, for P float32 parameters, R of them in the root, on N processes: 16·P/N bytes between two steps
-(parameters 4, gradients 4, Adam 8). While a block computes, 4 bytes more for each parameter of two blocks and of the
-root, and for each gradient that is not sent yet. A step sends (N-1)/N · 4·(3·P - R) bytes. On gloo the reduce-scatter
-sends twice as much. Sources: ZeRO (https://arxiv.org/abs/1910.02054), FSDP (https://arxiv.org/abs/2304.11277).
+(parameters 4, gradients 4, Adam 8). While a block of B parameters computes, up to 16·B bytes more, for two blocks and
+their gradients, and 8·R for the root. A step sends (N-1)/N · 4·(3·P - R) bytes. On gloo the reduce-scatter sends twice
+as much as is printed. Sources: ZeRO (https://arxiv.org/abs/1910.02054), FSDP (https://arxiv.org/abs/2304.11277).
 
     python min_ZeRO3.py --nproc 2                                      # two processes, on two GPUs or on the CPU
     torchrun --standalone --nproc-per-node 2 min_ZeRO3.py              # two processes, started by torchrun
@@ -58,6 +59,7 @@ all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gath
 reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)
 
 
+# Autograd computes the gradients of a block's parameters before it calls the backward of what stands before the block.
 class BeforeBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, unit):
@@ -70,6 +72,8 @@ class BeforeBlock(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         ctx.unit.free()
+        if ctx.unit.following:
+            ctx.unit.following.finish()  # it was sent while this block computed
         ctx.unit.reduce()  # while the previous block computes
         return gradient, None
 
@@ -97,7 +101,6 @@ class Unit:
     reducing = None  # the reduce-scatter in progress
 
     def __init__(self, params, network):
-        self.params = params
         self.network = network
         flat = nn.utils.parameters_to_vector(params).detach()
         rank = dist.get_rank()
@@ -112,7 +115,8 @@ class Unit:
         for param in params:
             stop = start + param.numel()
             param.data = self.full[start:stop].view_as(param)
-            # Where this parameter and this rank's part overlap; both numbers are 0 or n_own where they do not.
+            # Where this parameter and this rank's part overlap. Where they do not, first equals last. A piece for each
+            # parameter, since the optimizer must skip those without a gradient.
             first = min(max(start - rank * n_own, 0), n_own)
             last = min(max(stop - rank * n_own, 0), n_own)
             self.pieces.append((param, nn.Parameter(self.own[first:last]), self.own_grad[first:last]))
@@ -132,8 +136,8 @@ class Unit:
     def free(self):
         """The parameters keep their shapes, without memory.
 
-        Autograd has saved them for backward, and sees the memory that `gather` fills again. It counts changes of
-        `param`, and not those of `full`, so it does not complain.
+        Autograd has saved them for backward, and sees the memory that `gather` fills again. It does not complain about
+        that change: since `param.data` was set, it counts the changes of `param` apart from those of `full`.
         """
         self.full.untyped_storage().resize_(0)
         self.gathering = None
@@ -157,7 +161,10 @@ class Unit:
 
 
 class ZeRO3:
-    """A GPT in units: one for each block, and the root for all other parameters. All ranks start from equal weights."""
+    """A GPT in units: one for each block, and the root for all other parameters. Its weights must be equal on all ranks.
+
+    Blocks must not share parameters. The root may, as with tied weights.
+    """
 
     def __init__(self, model):
         self.model = model
@@ -187,11 +194,11 @@ class ZeRO3:
         return logits
 
     def finish_backward(self):
-        """Call it after backward. Each piece then has its gradient, the mean over all ranks."""
+        """Call it after backward. Each piece then has its gradient, the mean over all ranks, without any `zero_grad`."""
         self.root.free()
         self.root.reduce()
-        for unit in self.units:
-            unit.finish()
+        self.units[0].finish()
+        self.root.finish()
 
     def pieces(self):
         """What this rank holds and the optimizer steps."""
@@ -245,8 +252,7 @@ def train(zero, optimizer, text, held_out, args):
 
 def clip_gradients(zero, max_norm):
     """As nn.utils.clip_grad_norm_, by the norm over the parts of all ranks."""
-    squares = [unit.own_grad.square().sum() for unit in zero.units]
-    norm = dist.all_reduce(torch.stack(squares).sum()).sqrt()
+    norm = dist.all_reduce(sum(unit.own_grad.square().sum() for unit in zero.units)).sqrt()
     for unit in zero.units:
         unit.own_grad *= (max_norm / (norm + 1e-6)).clamp(max=1)
 

@@ -85,12 +85,12 @@ def test_it_equals_one_process_and_fully_shard_and_holds_and_sends_its_part(npro
 
 
 def gathered_units(steps=2):
-    """How many blocks had memory after each gather of a training step, and the order of gathers and reductions."""
+    """How many blocks had memory after each gather, and gradients in flight, and the order of gathers and reductions."""
     args = transformer.arguments(dist.get_world_size(), **{**ODD, "layers": 5})
     torch.manual_seed(0)
     zero = min_ZeRO3.ZeRO3(transformer.make_model(args))
     *blocks, _ = zero.units
-    in_memory, events = [], []
+    in_memory, in_flight, events = [], [], []
     gather, reduce = min_ZeRO3.Unit.gather, min_ZeRO3.Unit.reduce
 
     def noted_gather(unit):
@@ -104,6 +104,7 @@ def gathered_units(steps=2):
         if unit in blocks:
             events.append(f"reduce {blocks.index(unit)}")
         reduce(unit)
+        in_flight.append(sum(block.reducing is not None for block in blocks))
 
     for number, block in enumerate(zero.model.blocks):
         block.mlp.register_forward_pre_hook(lambda *_, number=number: events.append(f"compute {number}"))
@@ -112,12 +113,13 @@ def gathered_units(steps=2):
     with mock.patch("min_ZeRO3.Unit.gather", noted_gather), mock.patch("min_ZeRO3.Unit.reduce", noted_reduce):
         gpt.loss_fn(zero(x), y).backward()
         zero.finish_backward()
-    return in_memory, events
+    return in_memory, in_flight, events
 
 
 def test_two_blocks_have_memory_and_the_next_one_is_gathered_before_it_is_needed(tmp_path):
-    ((in_memory, events),) = transformer.train_on(2, gathered_units, [()], tmp_path)[0]
+    ((in_memory, in_flight, events),) = transformer.train_on(2, gathered_units, [()], tmp_path)[0]
     assert max(in_memory) == 2
+    assert max(in_flight) == 1, "whole gradients, beside those of the block that computes"
     forward = ["gather 0"]
     for number in range(4):
         forward += [f"gather {number + 1}", f"compute {number}"]
