@@ -92,22 +92,26 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0, settings=None,
     load_state_dict, like a second model, and plain values: numbers, strings, tensors, lists and dicts of these.
     `settings` is a dict of options that a resumed run must share. Buffers become rank 0's on all ranks, as in DDP.
     Raises DistributedError on every rank if anything to save differs between ranks or could not be loaded again, if an
-    optimizer trains a parameter that is not saved, if the model is sharded, or if a node cannot write. Of an optimizer
-    the options are compared, such as the learning rate.
+    optimizer trains a parameter that is not saved, if the model is sharded, or if a node cannot write.
     """
     parts = _parts(model, optimizer, scheduler, more)
     snapshot = {"epoch": epoch, "step": step, "settings": settings or {}}
-    compared = dict(snapshot)
+    tensors = {}
+    others = dict(snapshot)
     for name, part in parts.items():
-        snapshot[name] = part.state_dict() if _has_state(part) else part
         if isinstance(part, nn.Module):
-            dist.check_in_sync(part)
             dist.sync_params(part.buffers())
+        state = part.state_dict() if _has_state(part) else part
+        snapshot[name] = state
+        if isinstance(part, nn.Module):
+            tensors |= {f"{name}.{key}": value for key, value in state.items()}
         elif isinstance(part, torch.optim.Optimizer):
-            compared[f"{name}.param_groups"] = snapshot[name]["param_groups"]
+            for number, of_param in state["state"].items():
+                tensors |= {f"{name}.state.{number}.{key}": value for key, value in of_param.items()}
+            others[f"{name}.param_groups"] = state["param_groups"]
         else:
-            compared[name] = snapshot[name]
-    dist.check_in_sync(model, **_digests(compared))
+            others[name] = state
+    dist.check_in_sync(nn.Module(), **tensors, **_digests(others))
     error = None
     if dist.get_local_rank() == 0:
         try:

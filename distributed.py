@@ -265,7 +265,7 @@ def check_in_sync(model, optimizer=None, **values):
     """Raise DistributedError on every rank if a parameter that all ranks should hold alike differs between ranks.
 
     Call it on every rank, for example after each epoch. With `optimizer` the parameters that it trains outside `model`
-    are compared too. Further `values` are plain ones, such as numbers. Of each parameter the sum of its bits is
+    are compared too. Further `values` are tensors and plain ones, such as numbers. Of each tensor the sum of its bits is
     compared, so it is read once. Shards and buffers are not compared.
     """
     params = dict(unwrapped(model).named_parameters())
@@ -275,6 +275,7 @@ def check_in_sync(model, optimizer=None, **values):
         for number, param in enumerate(trained):
             if param not in in_model:
                 params[f"parameter {number} of the optimizer"] = param
+    params |= {name: value for name, value in values.items() if torch.is_tensor(value)}
     whole = {name: param.detach() for name, param in params.items() if not hasattr(param, "to_local")}
     if whole:
         sums = torch.stack([_sum_of_bits(param).to(get_device()) for param in whole.values()])

@@ -161,9 +161,9 @@ class Unit:
 
 
 class ZeRO3:
-    """A GPT in units: one for each block, and the root for all other parameters. Its weights must be equal on all ranks.
+    """A GPT in units: one for each block, and the root for all other parameters.
 
-    Blocks must not share parameters. The root may, as with tied weights.
+    Its weights must be equal on all ranks. Blocks must not share parameters. The root may, as with tied weights.
     """
 
     def __init__(self, model):
@@ -194,7 +194,7 @@ class ZeRO3:
         return logits
 
     def finish_backward(self):
-        """Call it after backward. Each piece then has its gradient, the mean over all ranks, without any `zero_grad`."""
+        """Call it after backward. Each piece then has its gradient, the mean over all ranks, without `zero_grad`."""
         self.root.free()
         self.root.reduce()
         self.units[0].finish()

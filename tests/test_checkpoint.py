@@ -193,6 +193,17 @@ def unequal_worker(rank, world_size, path):
     parts = {"critic": critic, "second": torch.optim.SGD(critic.parameters(), lr=0.1 + rank)}
     message = agreed_message(checkpoint.save, path, model, torch.optim.SGD(model.parameters()), **parts)
     assert message.startswith("second.param_groups of rank 1 differs from rank 0's")
+    # Its state, which changes the weights only later.
+    model, optimizer, _ = objects()
+    optimizer.state_dict()["state"][2]["exp_avg"] += rank
+    message = agreed_message(checkpoint.save, path, model, optimizer)
+    assert message.startswith("optimizer.state.2.exp_avg of rank 1 differs from rank 0's")
+    # A second model is named.
+    model, optimizer, _ = objects()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.module[0].bias.data += rank
+    message = agreed_message(checkpoint.save, path, model, optimizer, average=average)
+    assert message.startswith("average.module.0.bias of rank 1 differs from rank 0's")
 
 
 def types_worker(rank, world_size, path):

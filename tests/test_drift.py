@@ -141,7 +141,7 @@ def check_mistakes(local_rank, world_size, folder):
         assert message == expected, mistake.__name__
         # A snapshot of one of them is not written.
         path = f"{folder}/{mistake.__name__}"
-        assert exit_message(checkpoint.save, path, model, torch.optim.SGD(model.parameters())) == message
+        assert exit_message(checkpoint.save, path, model, torch.optim.SGD(model.parameters())) == f"model.{message}"
         assert exit_message(sharded.save, path, model, torch.optim.SGD(model.parameters()), 1) == message
 
 

@@ -85,7 +85,7 @@ def test_it_equals_one_process_and_fully_shard_and_holds_and_sends_its_part(npro
 
 
 def gathered_units(steps=2):
-    """How many blocks had memory after each gather, and gradients in flight, and the order of gathers and reductions."""
+    """How many blocks had memory after each gather, or gradients in flight; the order of gathers and reductions."""
     args = transformer.arguments(dist.get_world_size(), **{**ODD, "layers": 5})
     torch.manual_seed(0)
     zero = min_ZeRO3.ZeRO3(transformer.make_model(args))
