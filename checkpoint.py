@@ -101,8 +101,7 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0, settings=None,
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             dist.sync_params(part.buffers())
-        state = part.state_dict() if _has_state(part) else part
-        snapshot[name] = state
+        state = snapshot[name] = part.state_dict() if _has_state(part) else part
         if isinstance(part, nn.Module):
             tensors |= {f"{name}.{key}": value for key, value in state.items()}
         elif isinstance(part, torch.optim.Optimizer):

@@ -84,6 +84,25 @@ def walk(with_sampler):
     return torch.cat([batch for (batch,) in loader]).tolist()
 
 
+def train_in_batches_of(batch_size):
+    """The number of steps of an epoch, and how far the weights are from those of one process with batches of 4."""
+
+    def train(model, ddp_model, loader):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(ddp_model(x), y).backward()
+            optimizer.step()
+        return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+    dataset = TensorDataset(X, Y)
+    alone, model = make_model(), make_model()
+    expected = train(alone, alone, DataLoader(dataset, batch_size=4))
+    loader = DataLoader(dataset, batch_size, sampler=dist.data_sampler(dataset, distributed=True, shuffle=False))
+    found = train(model, dist.prepare_ddp_model(model), loader)
+    return len(loader), (found - expected).abs().max().item()
+
+
 def choose_by_name(wrapped):
     """The parameters in the group of the last layer, and how far its weight is from right after one step."""
 
@@ -280,6 +299,8 @@ def worker(local_rank, world_size, folder):
             "no_sync around both": accumulate(no_sync_around_forward=True),
             "mean of means": average(divide_by_all=False),
             "sum divided by the number": average(divide_by_all=True),
+            "batch size kept": train_in_batches_of(4),
+            "batch size divided": train_in_batches_of(2),
             "shuffled": walk(with_sampler=False),
             "with a sampler": walk(with_sampler=True),
             "names of the wrapped model": choose_by_name(wrapped=True),
@@ -333,6 +354,14 @@ def test_a_mean_over_ranks_with_unequal_counts_is_not_the_mean(results):
 def test_shuffle_without_a_sampler_gives_all_samples_to_each_rank(results):
     assert [sorted(result["shuffled"]) for result in results] == [list(range(12))] * 2
     assert sorted(results[0]["with a sampler"] + results[1]["with a sampler"]) == list(range(12))
+
+
+def test_a_kept_batch_size_is_a_larger_global_batch(results):
+    for result in results:
+        steps, difference = result["batch size kept"]
+        assert steps == 2 and difference > 0.01
+        steps, difference = result["batch size divided"]
+        assert steps == 3 and difference < 1e-12
 
 
 def test_names_of_the_wrapped_model_begin_with_module(results):
