@@ -255,7 +255,7 @@ class Preemption:
 
     A scheduler sends SIGTERM some time before it takes a machine away, and torchrun sends it when a node joins. No rank
     may stop alone, because the others would wait for it in the next step. Each call starts an all-reduce of a flag on
-    the CPU, and reads the result of the call before. So no rank waits, and all stop two steps after the SIGTERM.
+    the CPU, and reads the result of the call before. So no rank waits, and all stop after the step that follows.
     Make one on every rank, in the main thread, once the process group is made.
     """
 

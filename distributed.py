@@ -333,10 +333,7 @@ def all_reduce(tensor, op="sum"):
         return tensor
     dtype = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
     result = tensor.detach().to(dtype).contiguous()
-    # gloo has no average, so it is a sum that is divided.
-    torch_dist.all_reduce(result, getattr(torch_dist.ReduceOp, "SUM" if op == "avg" else op.upper()))
-    if op == "avg":
-        result /= get_world_size()
+    torch_dist.all_reduce(result, getattr(torch_dist.ReduceOp, op.upper()))
     tensor.detach().copy_(result)
     return tensor
 

@@ -284,9 +284,7 @@ def reduce_gradients(params, op="avg", group=None):
         return
     grads = [param.grad for param in params]
     flat = nn.utils.parameters_to_vector(grads)
-    torch_dist.all_reduce(flat, group=group)
-    if op == "avg":
-        flat /= torch_dist.get_world_size(group)
+    torch_dist.all_reduce(flat, getattr(torch_dist.ReduceOp, op.upper()), group)
     for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(part.view_as(grad))
 

@@ -15,8 +15,8 @@ number of ranks, and these resume from the newest snapshot that any node has. Tw
    After each step all ranks read whether one of them has received it, and so leave together. `checkpoint.Preemption`
    shows how:
 
-       rank 0   | step 16            | step 17 | step 18: stop | save, exit with status 143
-       rank 1   | step 16, SIGTERM   | step 17 | step 18: stop | exit with status 143
+       rank 0   | step 16            | step 17 | save, exit with status 143
+       rank 1   | step 16, SIGTERM   | step 17 | exit with status 143
 
    torchrun kills the processes 30 s after SIGTERM. From torch 2.12 on, TORCH_ELASTIC_SHUTDOWN_TIMEOUT gives a slow
    save more seconds.

@@ -2,7 +2,7 @@
 
 They are forked from a server that has imported torch once: with torch.multiprocessing.spawn each of them would import
 it anew. Each ends when the launcher ends, however that ends, and so do its own children. The first failure ends all.
-The rendezvous store listens on loopback, on a port that no other job can take. It needs Linux, macOS or WSL.
+The rendezvous store listens on loopback, on a port that no other job can take. It needs Linux.
 """
 
 import contextlib
@@ -146,7 +146,8 @@ def _worker(rank, sender, work, environment, torch_seed, numpy_state, server_sen
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     # A seed that the script has set at its top level is the launcher's too, and stays. Others are copies of the fork
-    # server's, equal on all ranks, so each rank draws a new one.
+    # server's, equal on all ranks, so each rank draws a new one. (A seed of numpy does not stay if the launcher has
+    # drawn numbers since: then set it in `worker_fn`.)
     if torch.initial_seed() != torch_seed:
         torch.seed()
     if _numpy_state() not in (None, numpy_state):
