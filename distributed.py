@@ -35,7 +35,7 @@
 
 `python script.py` starts one process per visible GPU, so `CUDA_VISIBLE_DEVICES=2,3 python script.py` starts two. Under
 torchrun the same file uses the processes that torchrun started. In a single process these functions work too, without
-communication.
+communication. Some names and arguments are those of https://github.com/joh-fischer/distributed-pytorch.
 """
 
 import gc
@@ -184,7 +184,7 @@ def barrier():
         torch_dist.barrier()
 
 
-wait_for_everyone = barrier  # its name in https://github.com/joh-fischer/distributed-pytorch
+wait_for_everyone = barrier
 
 
 # ---- data and model -----------------------------------------------------------------------------------------------
