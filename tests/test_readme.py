@@ -77,7 +77,7 @@ def smaller(command):
     script = next((name for name in SCRIPTS if f" {name}" in command), None)
     source = SCRIPTS.get(script, "")
     if script == "min_GRPO.py":
-        command += " --steps 4 --imitation-steps 4 --width 16"
+        command += " --steps 4 --imitation-steps 4"
     elif "\nimport gpt\n" in source and script != "min_Generate.py":
         command += " --steps 4 --log-every 1 --width 64 --length 64" + " --least 1" * (script == "min_Join.py")
     elif '"--updates"' in source:
