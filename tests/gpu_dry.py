@@ -558,7 +558,9 @@ def change(module, args):
     if module.__name__ in ("min_PP", "min_3D"):
         module.pipelining.PipelineStage = pipeline_stage(args)
     if module.__name__ == "min_Generate":
-        module.merge = lambda *args: None  # each rank has a folder of its own here
+        # Each rank has a folder of its own here.
+        module.write_part = lambda *args: None
+        module.merge = lambda *args: None
     if module.__name__ == "min_Stream":  # no other rank tells what it has found, so each one reads the only shard
         module.open_shards = lambda folder: [(path, module.find_documents(path)) for path in folder.glob("*.jsonl")]
     if module.__name__ == "min_CP":  # a CausalBias cannot be made of a fake tensor
