@@ -104,14 +104,12 @@ def check_output(stdout, epochs, size=20_000, global_batch=128):
 
 @pytest.mark.slow
 def test_the_command_tracked(tmp_path, tmp_path_factory):
-    """W&B leaves no temporary file."""
     options = ("--nproc", 2, "--epochs", 1, "--wandb", "--tensorboard", tmp_path / "runs")
     temporary = tmp_path_factory.mktemp("t")  # a short path, for a socket in it
     environment = {**wandb_offline(tmp_path), "TMPDIR": str(temporary)}
     command = (SCRIPT, *options, "--output-dir", tmp_path / "results")
     status, stdout, stderr = run(*command, env=environment, timeout=200)
     assert status == 0, stderr
-    assert not [path.name for path in temporary.iterdir() if "wandb" in path.name]
     accuracies = check_output(stdout, 1)
     assert accuracies[0] > 0.95
     assert accuracies_of(tmp_path / "results") == accuracies
