@@ -110,6 +110,7 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0, settings=None,
             others[f"{name}.param_groups"] = state["param_groups"]
         else:
             others[name] = state
+    # The empty module stands for no model, because the names above also say which part it is.
     dist.check_in_sync(nn.Module(), **tensors, **_digests(others))
     error = None
     if dist.get_local_rank() == 0:

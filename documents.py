@@ -240,6 +240,7 @@ def normalized(message, tokenizer):
 
 
 def refuse_unread(names, place, tokenizer):
+    """Raise ValueError if the chat template does not contain one of the names. `place` is what the error calls it."""
     for name in names:
         if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             raise ValueError(f"the chat template ignores {name} of {place}")

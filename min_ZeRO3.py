@@ -31,8 +31,9 @@ Choose min_FSDP.py for real work: it also has mixed precision, checkpoints and m
 
 Cost per process, for P float32 parameters, R of them in the root, on N processes: 16·P/N bytes between two steps
 (parameters 4, gradients 4, Adam 8). While a block of B parameters computes, up to 16·B bytes more, for two blocks and
-their gradients, and 8·R for the root. A step sends (N-1)/N · 4·(3·P - R) bytes. On gloo the reduce-scatter sends twice
-as much as is printed. Sources: ZeRO (https://arxiv.org/abs/1910.02054), FSDP (https://arxiv.org/abs/2304.11277).
+their gradients, and 8·R for the root. A step sends (N-1)/N · 4·(3·P - R) bytes. Of these, gloo sends those of the
+reduce-scatter twice, which is not printed. Sources: ZeRO (https://arxiv.org/abs/1910.02054), FSDP
+(https://arxiv.org/abs/2304.11277).
 
     python min_ZeRO3.py --nproc 2                                      # two processes, on two GPUs or on the CPU
     torchrun --standalone --nproc-per-node 2 min_ZeRO3.py              # two processes, started by torchrun
@@ -59,7 +60,7 @@ all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gath
 reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)
 
 
-# Autograd computes the gradients of a block's parameters before it calls the backward of what stands before the block.
+# When autograd calls BeforeBlock.backward, it has computed all gradients of the block's parameters.
 class BeforeBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, unit):
