@@ -36,11 +36,9 @@ supervisor is killed, its process dies with it, and the others wait for it for -
 own code ends the job.
 
 Choose it over multigpu_torchrun.py when restarts cost too much time. It is for one machine. It saves no snapshots: if
-all members are lost, so are the parameters. It uses gloo, and on GPUs copies gradients through the CPU's memory. gloo
-notices a lost process at once, but not always: on busy cores one member in about a hundred kills did not notice that
-its connections were closed, and the others waited for it for --timeout seconds. It was run on CPUs only. torchft has
-the same idea and adds what large jobs need: many machines, NCCL groups that are aborted and rebuilt, FSDP and DiLoCo
-(https://docs.pytorch.org/torchft).
+all members are lost, so are the parameters. It uses gloo, and on GPUs copies gradients through the CPU's memory. It was
+run on CPUs only. torchft has the same idea and adds what large jobs need: many machines, NCCL groups that are aborted
+and rebuilt, FSDP and DiLoCo (https://docs.pytorch.org/torchft).
 
 Cost per process, for P float32 parameters on N processes: 16·P bytes (parameters 4, gradients 4, AdamW 8). Each step
 sends 2·(N-1)/N · 4·P bytes (a ring all-reduce), which are not hidden behind the backward pass. The vote is three round
@@ -109,7 +107,7 @@ class Trainer:
                     self.report(quorum)
                 step = committed
         except PeerLost as error:
-            self.last_error = error
+            self.last_error = str(error)  # the exception would keep the connections open
             close(quorum.store, quorum.number)
         quorum.leave()
 
