@@ -290,9 +290,12 @@ def check_in_sync(model, optimizer=None, **values):
 
 
 def _sum_of_bits(tensor):
-    """The sum of the elements, read as integers. Sums of integers are exact, in any order."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    return tensor.contiguous().flatten().view(integers.get(tensor.element_size(), torch.int64)).sum()
+    """The sum of the memory, read as integers. Sums of integers are exact, in any order."""
+    data = _as_bytes(tensor.contiguous())
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
+    if len(data) % 8 == 0 and data.storage_offset() % 8 == 0:
+        integers = torch.int64  # 20 times as fast on the CPU
+    return data.view(integers).sum()
 
 
 def _as_bytes(tensor):

@@ -57,7 +57,7 @@ def stall(folder, save, *args, **kwargs):
 
 def main_worker(local_rank, world_size, args, folder):
     dist.init_process_group()
-    side = int((args.megabytes * 1e6 / 12) ** 0.5)  # float32 weights and Adam's two averages
+    side = int((args.megabytes * 1e6 / 12) ** 0.5) // 8 * 8  # float32 weights and Adam's two averages
     torch.manual_seed(0)
     model = torch.nn.Linear(side, side, bias=False)
     optimizer = torch.optim.Adam(model.parameters())
