@@ -37,23 +37,18 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     store = start_store()
-    environment = _environment(nprocs, store.port)
     work = pickle.dumps((worker_fn, args))  # a copy for each: multiprocessing would share the tensors in it
-    servers, server_sender = context.Pipe(duplex=False)  # each worker sends the process id of the fork server
-    shared = (work, environment, torch.initial_seed(), _numpy_state(), server_sender)
-    reports, senders = zip(*[context.Pipe(duplex=False) for _ in range(nprocs)], strict=True)  # why a worker fails
-    processes = []
-    for rank, sender in enumerate(senders):
-        processes.append(context.Process(target=_worker, args=(rank, sender, *shared)))
+    shared = (work, _environment(nprocs, store.port), torch.initial_seed(), _numpy_state())
+    processes = [context.Process(target=_worker, args=(rank, *shared)) for rank in range(nprocs)]
     try:
         for process in processes:
             process.start()
-        _wait(processes, reports, tolerate_killed)
+        _wait(processes, store, tolerate_killed)
     finally:
         for process in processes:
             _end(process)
-        if servers.poll():
-            _end_fork_server(servers.recv())
+        if store.check(["fork server"]):
+            _end_fork_server(int(store.get("fork server")))
 
 
 def start_store():
@@ -70,14 +65,13 @@ def loopback():
 
 
 def _environment(nprocs, port):
-    environment = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), loopback())
-    environment["THP_MEM_ALLOC_ENABLE"] = "1"  # huge pages: FSDP allocates new memory for each gather
-    environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // nprocs))
-    environment.update(os.environ)  # the user's settings override the defaults above, but not the settings below
-    environment.update(WORLD_SIZE=str(nprocs), LOCAL_WORLD_SIZE=str(nprocs))
-    environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    environment.update(TORCHELASTIC_USE_AGENT_STORE="True")  # rank 0 joins the launcher's store, as under torchrun
-    return environment
+    defaults = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), loopback())
+    defaults["THP_MEM_ALLOC_ENABLE"] = "1"  # huge pages: FSDP allocates new memory for each gather
+    defaults["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // nprocs))
+    # With the agent's store rank 0 joins the launcher's, as it joins that of torchrun.
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    job |= {"WORLD_SIZE": str(nprocs), "LOCAL_WORLD_SIZE": str(nprocs)}
+    return {**defaults, **os.environ, **job}
 
 
 def _numpy_state():
@@ -86,31 +80,26 @@ def _numpy_state():
     return None
 
 
-def _wait(processes, reports, tolerate_killed):
+def _wait(processes, store, tolerate_killed):
     """Wait until all processes have ended, or one has failed. Raises the failure that came first.
 
     A worker reports before its sockets close, and its peers fail after that. So the first report is the cause. A rank
     that has died without a report is the cause of all reports.
     """
-    received = []
     while True:
         running = [process.sentinel for process in processes if process.exitcode is None]
         if _failed(processes, tolerate_killed):
             break
         if not running:
             return
-        received += [report.recv() for report in connection.wait([*reports, *running]) if report in reports]
+        connection.wait(running)
     time.sleep(0.2)  # the end of a peer may be noticed before the end that caused it
-    received += [report.recv() for report in reports if report.poll()]
     for rank in _failed(processes, tolerate_killed):
-        if rank not in [report[1] for report in received]:
+        if not store.check([f"rank {rank} has reported"]):
             code = processes[rank].exitcode
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
             raise ProcessExitedException(f"rank {rank} {how}", rank, processes[rank].pid, code)
-    _, rank, message, has_traceback = min(received)  # the earliest
-    if has_traceback:
-        raise ProcessRaisedException(f"rank {rank} raised:\n\n{message}", rank, processes[rank].pid)
-    raise SystemExit(message)
+    raise pickle.loads(store.get("first report"))
 
 
 def _failed(processes, tolerate_killed):
@@ -138,9 +127,10 @@ def _end_fork_server(pid):
 # ---- in the started process ---------------------------------------------------------------------------------------
 
 
-def _worker(rank, sender, work, environment, torch_seed, numpy_state, server_sender):
+def _worker(rank, work, environment, torch_seed, numpy_state):
+    store = torch_dist.TCPStore("127.0.0.1", int(environment["MASTER_PORT"]), is_master=False)
     server = os.getppid()
-    server_sender.send(server)
+    store.set("fork server", str(server))
     os.setsid()  # its children end with it
     threading.Thread(target=_end_with_launcher, args=(server,), daemon=True).start()
     os.environ.clear()
@@ -161,13 +151,15 @@ def _worker(rank, sender, work, environment, torch_seed, numpy_state, server_sen
         worker_fn(*args)
     except SystemExit as error:
         if isinstance(error.code, str):
-            failure = (error.code, False)
+            failure = SystemExit(error.code)
         elif error.code:
-            failure = (f"rank {rank} exited with status {error.code}", False)
+            failure = SystemExit(f"rank {rank} exited with status {error.code}")
     except BaseException:
-        failure = (traceback.format_exc(), True)
+        trace = traceback.format_exc()[-1_000_000:]  # the store takes at most 8 MB
+        failure = ProcessRaisedException(f"rank {rank} raised:\n\n{trace}", rank, os.getpid())
     if failure:
-        sender.send((time.monotonic(), rank, *failure))
+        store.compare_set("first report", "", pickle.dumps(failure))  # does nothing if there is one
+        store.set(f"rank {rank} has reported", "")
         sys.stdout.flush()
         os._exit(1)  # before this process's sockets close
 

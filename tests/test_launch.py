@@ -192,7 +192,7 @@ def test_a_failure_counts_if_no_process_is_running_any_more(monkeypatch):
     """A process that ends between two looks at its exit code."""
     monkeypatch.setattr(spawn.connection, "wait", lambda waited: [])
     with pytest.raises(ProcessExitedException, match=r"^rank 0 exited with status 3$"):
-        spawn._wait([FailsAtTheSecondLook()], [], tolerate_killed=False)
+        spawn._wait([FailsAtTheSecondLook()], torch.distributed.HashStore(), tolerate_killed=False)
 
 
 def leave_a_child_behind(local_rank, world_size, marks):
