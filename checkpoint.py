@@ -19,7 +19,6 @@ import signal
 import sys
 import tempfile
 import zipfile
-import zlib
 
 import torch
 import torch.distributed as torch_dist
@@ -96,51 +95,42 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0, settings=None,
     """
     parts = _parts(model, optimizer, scheduler, more)
     snapshot = {"epoch": epoch, "step": step, "settings": settings or {}}
-    tensors = {}
-    others = dict(snapshot)
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             dist.sync_params(part.buffers())
-        state = snapshot[name] = part.state_dict() if _has_state(part) else part
-        if isinstance(part, nn.Module):
-            tensors |= {f"{name}.{key}": value for key, value in state.items()}
-        elif isinstance(part, torch.optim.Optimizer):
-            for number, of_param in state["state"].items():
-                tensors |= {f"{name}.state.{number}.{key}": value for key, value in of_param.items()}
-            others[f"{name}.param_groups"] = state["param_groups"]
-        else:
-            others[name] = state
-    # The empty module stands for no model, because the names above also say which part it is.
-    dist.check_in_sync(nn.Module(), **tensors, **_digests(others))
+        snapshot[name] = part.state_dict() if _has_state(part) else part
+    leaves = _leaves(snapshot)
+    leaves["the list of names"] = sorted(leaves)
+    dist.check_in_sync(nn.Module(), **leaves)  # no model: its names would not say which part it is
     error = None
     if dist.get_local_rank() == 0:
         try:
             with atomic(path) as file:
                 torch.save(snapshot, file)
+                _refuse_unloadable(file, path)
         except dist.DistributedError as failure:
             error = str(failure)
     dist.raise_on_all(error)
 
 
-def _digests(values):
-    """A number for each value. Raises DistributedError on every rank if one could not be loaded again."""
-    digests = {}
-    for name, value in values.items():
-        file = _file_with(value)
-        refused = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-        error = f"cannot save {name}: weights_only=True cannot load {refused}" if refused else None
-        dist.raise_on_all(error)
-        file.seek(0)
-        on_cpu = torch.load(file, map_location="cpu", weights_only=True)  # a tensor's device differs between ranks
-        digests[name] = zlib.crc32(_file_with(on_cpu).getbuffer())
-    return digests
+def _leaves(container, prefix=""):
+    """All that nested dicts and lists hold, in one dict: {"model.0.weight": …}. A list of plain values is one value."""
+    leaves = {}
+    for key, value in container.items():
+        if isinstance(value, list | tuple) and any(isinstance(item, dict | list | torch.Tensor) for item in value):
+            value = dict(enumerate(value))
+        if isinstance(value, dict) and value:
+            leaves |= _leaves(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves
 
 
-def _file_with(value):
-    file = io.BytesIO()
-    torch.save(value, file)
+def _refuse_unloadable(file, path):
     file.seek(0)
-    return file
+    refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    if refused:
+        raise dist.DistributedError(f"cannot save {path}: weights_only=True cannot load {', '.join(refused)}")
 
 
 def load(path, model, optimizer, scheduler=None, settings=None, **more):
@@ -162,8 +152,10 @@ def load(path, model, optimizer, scheduler=None, settings=None, **more):
     if not newest:
         return 0, 0, *[part for part in parts.values() if not _has_state(part)]
     if dist.get_world_size() > 1:
-        file = dist.broadcast_object(_file_with(snapshot), src=positions.index(newest))  # pickle lacks some types
-        snapshot = torch.load(file, map_location="cpu", weights_only=True)
+        file = io.BytesIO()
+        torch.save(snapshot, file)  # pickle lacks some types
+        content = dist.broadcast_object(file.getvalue(), src=positions.index(newest))
+        snapshot = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     _restore(parts, settings or {}, snapshot, os.path.abspath(path))
     return *newest, *[snapshot[name] for name, part in parts.items() if not _has_state(part)]
 

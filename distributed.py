@@ -290,12 +290,15 @@ def check_in_sync(model, optimizer=None, **values):
 
 
 def _sum_of_bits(tensor):
-    """The sum of the memory, read as integers. Sums of integers are exact, in any order."""
+    """A sum of the memory, read as integers. Integers are summed exactly, in whatever order a device adds them.
+
+    Each seventh of the tensor has a factor of its own, so elements in another order have another sum.
+    """
     data = _as_bytes(tensor.contiguous())
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
     if len(data) % 8 == 0 and data.storage_offset() % 8 == 0:
         integers = torch.int64  # 20 times as fast on the CPU
-    return data.view(integers).sum()
+    return sum(1009**place * part.sum() for place, part in enumerate(data.view(integers).chunk(7)))
 
 
 def _as_bytes(tensor):
