@@ -104,8 +104,7 @@ def get_device():
         return torch.device("cpu")
     local_rank = get_local_rank()
     if local_rank >= gpus:
-        line = f"local rank {local_rank} has no GPU: start no more processes on this machine than its visible GPUs, "
-        raise DistributedError(f"{line}{gpus}, or let every task see all of its GPUs (srun --gpu-bind=none)")
+        raise DistributedError(f"local rank {local_rank} has no GPU: this process sees {gpus} (srun: --gpu-bind=none)")
     return torch.device("cuda", local_rank)
 
 
@@ -151,8 +150,7 @@ def _fresh_store(rank, world_size):
     keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if keeps_store and may_restart and os.environ["GROUP_WORLD_SIZE"] != "1":
-        line = "a restart on several machines would hang: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each of them"
-        raise DistributedError(line)
+        raise DistributedError("a restart would hang: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each machine")
     store, _, _ = next(torch_dist.rendezvous("env://", rank, world_size))
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if keeps_store else "0"
     number = next(_group_numbers)
@@ -268,17 +266,16 @@ def check_in_sync(model, optimizer=None, **values):
     are compared too. Further `values` are tensors and plain ones, such as numbers. Of each tensor the sum of its bits
     is compared, so it is read once. Shards and buffers are not compared.
     """
-    params = dict(unwrapped(model).named_parameters())
+    names = {param: name for name, param in unwrapped(model).named_parameters()}
     if optimizer is not None:
-        in_model = set(params.values())
         trained = [param for group in optimizer.param_groups for param in group["params"]]
         for number, param in enumerate(trained):
-            if param not in in_model:
-                params[f"parameter {number} of the optimizer"] = param
-    params |= {name: value for name, value in values.items() if torch.is_tensor(value)}
-    whole = {name: param.detach() for name, param in params.items() if not hasattr(param, "to_local")}
+            names.setdefault(param, f"parameter {number} of the optimizer")
+    tensors = {name: param for param, name in names.items()}
+    tensors |= {name: value for name, value in values.items() if torch.is_tensor(value)}
+    whole = {name: tensor.detach() for name, tensor in tensors.items() if not hasattr(tensor, "to_local")}
     if whole:
-        sums = torch.stack([_sum_of_bits(param).to(get_device()) for param in whole.values()])
+        sums = torch.stack([_sum_of_bits(tensor).to(get_device()) for tensor in whole.values()])
         values.update(zip(whole, sums.tolist(), strict=True))  # the only wait for the device
     first = {}  # by name, the first rank that has it, and its value there: stages of a pipeline have different names
     for rank, of_rank in enumerate(gather_objects(values)):
@@ -426,28 +423,20 @@ def _run_worker(worker_fn, *args):
     """Run `worker_fn` in this process. A DistributedError becomes one line and status 1."""
     global _ended_groups
     _ended_groups = []
-    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     try:
         worker_fn(get_local_rank(), get_world_size(), *args)
-    except DistributedError as error:
-        if not under_torchrun:
+    except Exception as error:
+        is_expected = isinstance(error, DistributedError)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            sys.stdout.flush()
+            print(error if is_expected else traceback.format_exc(), file=sys.stderr, flush=True)
+            os._exit(1)  # at once: at Python's own end it might wait for its peers, which wait for it
+        if is_expected:
             raise SystemExit(str(error)) from None
-        _leave(f"{error}\n")
-    except Exception:
-        if not under_torchrun:
-            raise
-        _leave(traceback.format_exc())
+        raise
     cleanup()
     # Free DDP and then its group: a thread of gloo that runs when Python ends would abort the process.
     # https://github.com/pytorch/pytorch/issues/190489, torch 2.11 to 2.15
     # If DDP freed the group, as the last one that holds it, that could wait forever for gloo's threads in torch 2.11.
     gc.collect()
     _ended_groups = None
-
-
-def _leave(message):
-    """End this process at once. At Python's own end it might wait for its peers, which wait for it."""
-    sys.stdout.flush()
-    sys.stderr.write(message)
-    sys.stderr.flush()
-    os._exit(1)

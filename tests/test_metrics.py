@@ -193,6 +193,6 @@ def test_device_is_the_local_rank_and_must_exist(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(
         dist.DistributedError,
-        match=r"local rank 1 has no GPU: start no more processes .* than its visible GPUs, 1, ",
+        match="local rank 1 has no GPU: this process sees 1 ",
     ):
         dist.get_device()
