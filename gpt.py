@@ -10,13 +10,12 @@ Of held-out text a blind guess has a loss of log(256) = 5.545 nats per byte. Gue
 have 3.15, by the byte before 2.46, and by the two bytes before 1.89.
 """
 
-import hashlib
 import math
 import random
 import resource
-import sys
 import sysconfig
 import time
+import zlib
 from pathlib import Path
 
 import torch
@@ -39,29 +38,20 @@ def add_model_options(parser, length=None):
     `length` is the default of --length, for a script that does not split the sequence.
     """
     count = options.whole_number(1)
+    rounded = "rounded up so that the processes can split them evenly"
     length_help = "bytes per sequence"
     if length is None:
-        length_help += " (default: 128, rounded up so that the processes can split it evenly)"
+        length_help += f" (default: 128, {rounded})"
     parser.add_argument("--layers", type=count, default=2, help="blocks of attention and MLP")
     parser.add_argument("--width", type=count, help="features per byte (default: 128, or the next multiple of --heads)")
-    parser.add_argument(
-        "--heads",
-        type=count,
-        help="attention heads per block (default: 4, rounded up so that the processes can split them evenly)",
-    )
+    parser.add_argument("--heads", type=count, help=f"attention heads per block (default: 4, {rounded})")
     parser.add_argument("--length", type=options.whole_number(2, 2**16), default=length, help=length_help)
-    parser.add_argument(
-        "--global-batch-size",
-        type=count,
-        help="sequences per step, over all processes (default: 16, rounded up so that these can split them evenly)",
-    )
+    parser.add_argument("--global-batch-size", type=count, help=f"total sequences per step (default: 16, {rounded})")
     parser.add_argument("--steps", type=count, default=400, help="steps to train")
     parser.add_argument("--log-every", type=count, default=50, help="print every N steps", metavar="N")
     parser.add_argument("--lr", type=options.positive_number, default=0.003, help="learning rate")
     parser.add_argument("--clip", type=options.positive_number, help="clip the global gradient norm to this value")
-    parser.add_argument(
-        "--seed", type=options.whole_number(0), default=0, help="random seed of the weights and batches"
-    )
+    parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed of weights and batches")
     parser.add_nproc()
 
 
@@ -69,7 +59,7 @@ def check_model_options(parser, args, batch=(1, "1"), heads=(1, "1"), length=(1,
     """Check that a script can split the batch, the heads and the length, and fill in those that were not given.
 
     `batch`, `heads` and `length` are pairs: the required divisor, and its name in the error. Ends the program with one
-    line if an option does not fit, or if there is no text to train on.
+    line if an option does not fit.
 
         gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
     """
@@ -77,8 +67,6 @@ def check_model_options(parser, args, batch=(1, "1"), heads=(1, "1"), length=(1,
     _require_multiple(parser, args, "heads", *heads, default=4)
     _require_multiple(parser, args, "length", *length, default=128)
     _require_multiple(parser, args, "width", args.heads, "the number of heads", default=128)
-    if not any(LIBRARY.glob("*.py")):
-        sys.exit(f"no text to train on: {LIBRARY} has no *.py files, the sources of Python's standard library")
 
 
 def _require_multiple(parser, args, name, divisor, why, default):
@@ -96,14 +84,10 @@ def _require_multiple(parser, args, name, divisor, why, default):
 def load_text():
     """Python's standard library as two uint8 tensors: nine tenths to train on, and the last tenth, held out.
 
-    Every rank must call it. Raises DistributedError if the library differs from rank to rank.
+    Every rank must call it. Raises DistributedError if the libraries of two ranks differ: use one version of Python.
     """
     text = b"".join(path.read_bytes() for path in sorted(LIBRARY.glob("*.py")))
-    digests = dist.gather_objects(hashlib.sha256(text).digest())
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
-            line = f"the standard libraries of rank {rank} and rank 0 differ: use one version of Python everywhere"
-            raise dist.DistributedError(line)
+    dist.check_in_sync(nn.Module(), **{"Python's standard library": zlib.crc32(text)})
     n_held_out = len(text) // 10
     tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return tensor[:-n_held_out], tensor[-n_held_out:]

@@ -60,25 +60,18 @@ def number(minimum, below=math.inf):
     """An argparse `type`: a number that is at least `minimum` and below `below`."""
     bounds = f"of at least {minimum}" if below == math.inf else f"of at least {minimum} and below {below}"
 
-    def parse(text):
-        value = _float(text)
+    def number_in_range(text):
+        value = float(text)  # argparse has an error for what is no number
         if minimum <= value < below:
             return value
         raise argparse.ArgumentTypeError(f"{text!r} is not a number {bounds}")
 
-    return parse
+    return number_in_range
 
 
 def positive_number(text):
     """An argparse `type`: a finite number above 0."""
-    value = _float(text)
+    value = float(text)
     if 0 < value < math.inf:
         return value
     raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
-
-
-def _float(text):
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
