@@ -18,6 +18,7 @@ import os
 import shutil
 import tempfile
 import warnings
+from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -54,7 +55,7 @@ def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=Non
     dist.barrier()
     _run(dcp.save, path, _state(model, optimizer, scheduler, settings, frozen))
     error = None
-    if not os.path.exists(os.path.join(path, ".metadata")):
+    if not (path / ".metadata").exists():
         error = f"rank {dist.get_rank()} does not see {path}, as rank 0 does: all machines must share the folder"
     dist.raise_on_all(error)
     if keep is not None and dist.is_primary():
@@ -171,20 +172,15 @@ def _refuse_unknown(path, saved, loaded):
 
 
 def _path(folder, step):
-    return os.path.join(os.path.abspath(folder), f"step-{step}")
+    return Path(folder).absolute() / f"step-{step}"
 
 
 def _steps(folder):
     """The steps of all complete checkpoints, the newest last."""
-    steps = []
-    if os.path.isdir(folder):
-        for name in os.listdir(folder):
-            if name.startswith("step-") and os.path.exists(os.path.join(folder, name, ".metadata")):
-                steps.append(int(name.removeprefix("step-")))
-    return sorted(steps)
+    complete = Path(folder).glob("step-*/.metadata")
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in complete)
 
 
 def _delete(path):
-    if os.path.exists(os.path.join(path, ".metadata")):
-        os.remove(os.path.join(path, ".metadata"))  # first, because it marks a complete checkpoint
+    (path / ".metadata").unlink(missing_ok=True)  # first, because it marks a complete checkpoint
     shutil.rmtree(path, ignore_errors=True)
