@@ -50,7 +50,7 @@ def _watch(store, rank, world_size, thread):
         clock = time.pthread_getcpuclockid(thread)
     before, work_before = None, 0
     last_move = time.monotonic()
-    is_known = is_told = False  # the store has this rank's place; a line has named it
+    is_known = is_told = False  # the store has this rank's place; this rank, or one that stopped later, has told it
     while torch_dist.is_initialized():
         place, work = _place_of(thread), _work_done(clock)
         still = time.monotonic() - last_move
@@ -61,11 +61,13 @@ def _watch(store, rank, world_size, thread):
                     store.set(f"watch place {rank}", "")
                 is_known = is_told = False
             elif still > STILL_SECONDS and not is_known:
-                store.set(f"watch told {rank}", "")
                 store.set(f"watch place {rank}", f"in {_describe(place)}")
+                store.set("watch last", str(rank))
                 is_known = True
             elif still > 1.3 * STILL_SECONDS and not is_told:  # others may have stopped a little later
-                is_told = _tell(store, rank, world_size)
+                if _read(store, "watch last") == str(rank):  # one tells for all
+                    _tell(store, world_size)
+                is_told = True
         except RuntimeError:  # the store has ended, with the job
             return
         before, work_before = place, work
@@ -103,18 +105,12 @@ def _describe(place):
     return f"{os.path.basename(path)}:{number} {linecache.getline(path, number).strip()[:80]}"
 
 
-def _tell(store, rank, world_size):
-    """Print where all ranks are, unless it is done. Returns False if a lower rank is about to do it."""
-    places = [_read(store, f"watch place {other}") for other in range(world_size)]
-    untold = [other for other in range(world_size) if places[other] and not _read(store, f"watch told {other}")]
-    if rank in untold and rank > untold[0]:
-        return False
-    if rank in untold:
-        ranks = [f"rank {other} {place or 'computing, or ended'}" for other, place in enumerate(places)]
-        print(f"no progress for {STILL_SECONDS:g} s: {' | '.join(ranks)}", file=sys.stderr, flush=True)
-        for other in untold:
-            store.set(f"watch told {other}", "yes")
-    return True
+def _tell(store, world_size):
+    ranks = []
+    for rank in range(world_size):
+        place = _read(store, f"watch place {rank}") or "computing, or ended"
+        ranks.append(f"rank {rank} {place}")
+    print(f"no progress for {STILL_SECONDS:g} s: {' | '.join(ranks)}", file=sys.stderr, flush=True)
 
 
 def _read(store, key):

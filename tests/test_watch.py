@@ -110,10 +110,10 @@ def leave(rank, log):
     assert not thread.is_alive()
 
 
-def main_worker(local_rank, world_size, case, log, ends):
+def main_worker(local_rank, world_size, case, log, ends, lines):
     sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115 - open until the process ends
     if not ends and local_rank == 0:
-        threading.Thread(target=end_when_told, args=(log,), daemon=True).start()
+        threading.Thread(target=end_when_told, args=(log, lines), daemon=True).start()
     dist.init_process_group()
     store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store.set(f"watch place {local_rank}", "in the processes before a restart")
@@ -121,9 +121,9 @@ def main_worker(local_rank, world_size, case, log, ends):
     case(local_rank, log)
 
 
-def end_when_told(log):
+def end_when_told(log, lines):
     end = time.monotonic() + 60
-    while not told(log) and time.monotonic() < end:
+    while len(told(log)) < lines and time.monotonic() < end:
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -133,17 +133,17 @@ def end_when_told(log):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """Run a job of two processes; returns what watch.py has told. If it stands still, it is ended once that is told."""
+    """Run a job; returns what watch.py has told. If the job stands still, it ends once that many lines are told."""
     log = tmp_path / "job.log"
     log.touch()
 
-    def call(case, seconds=SECONDS, ends=True):
+    def call(case, seconds=SECONDS, ends=True, nprocs=2, lines=1):
         monkeypatch.setenv("WATCH_SECONDS", str(seconds))
         expected = contextlib.nullcontext()
         if not ends:
             expected = pytest.raises(ProcessExitedException, match="rank 0 was killed by SIGKILL")
         with expected:
-            dist.launch(main_worker, case, log, ends, nprocs=2)
+            dist.launch(main_worker, case, log, ends, lines, nprocs=nprocs)
         return told(log)
 
     return call
@@ -177,18 +177,24 @@ def test_a_rank_that_computes_for_long_is_named_and_the_job_continues(job):
     assert job(long_computations) == [first, second, first]
 
 
-def test_the_lowest_rank_tells_once_for_all(capsys):
-    """Also if several ranks look at the same moment."""
+def test_every_rank_is_named_also_one_that_has_not_yet_begun_to_watch(capsys):
     store = torch_dist.HashStore()
-    for rank in (1, 3):
-        store.set(f"watch place {rank}", "in a line")
-    assert not watch._tell(store, 3, 4)
-    assert capsys.readouterr().err == ""
-    assert watch._tell(store, 1, 4)
-    line = "rank 0 computing, or ended | rank 1 in a line | rank 2 computing, or ended | rank 3 in a line"
+    store.set("watch place 1", "in a line")
+    store.set("watch place 2", "")
+    watch._tell(store, 4)
+    line = "rank 0 computing, or ended | rank 1 in a line | rank 2 computing, or ended | rank 3 computing, or ended"
     assert capsys.readouterr().err == f"no progress for 30 s: {line}\n"
-    assert watch._tell(store, 3, 4)
-    assert capsys.readouterr().err == ""
+
+
+def stop_one_after_the_others(rank, log):
+    if rank == 2:
+        compute_until_told(log, 1)
+    threading.Event().wait()
+
+
+def test_one_rank_tells_for_all_and_again_when_another_one_stops_later(job):
+    lines = job(stop_one_after_the_others, ends=False, nprocs=3, lines=2)
+    assert [line.count("computing, or ended") for line in lines] == [1, 0]
 
 
 @pytest.mark.parametrize("case", [slow_steps, one_instruction])
