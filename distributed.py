@@ -263,8 +263,8 @@ def check_in_sync(model, optimizer=None, **values):
     """Raise DistributedError on every rank if a parameter that all ranks should hold alike differs between ranks.
 
     Call it on every rank, for example after each epoch. With `optimizer` the parameters that it trains outside `model`
-    are compared too. Further `values` are tensors and plain ones, such as numbers. Of each tensor the sum of its bits
-    is compared, so it is read once. Shards and buffers are not compared.
+    are compared too. Further `values` are tensors and plain ones, such as numbers. Of each tensor a sum of its bits is
+    compared. Shards and buffers are not compared.
     """
     names = {param: name for name, param in unwrapped(model).named_parameters()}
     if optimizer is not None:
