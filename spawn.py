@@ -88,7 +88,7 @@ def _wait(processes, store, tolerate_killed):
     """
     while True:
         running = [process.sentinel for process in processes if process.exitcode is None]
-        if _failed(processes, tolerate_killed):
+        if _failed(processes, tolerate_killed) or store.check(["first report"]):
             break
         if not running:
             return
@@ -158,10 +158,11 @@ def _worker(rank, work, environment, torch_seed, numpy_state):
         trace = traceback.format_exc()[-1_000_000:]  # the store takes at most 8 MB
         failure = ProcessRaisedException(f"rank {rank} raised:\n\n{trace}", rank, os.getpid())
     if failure:
-        store.compare_set("first report", "", pickle.dumps(failure))  # does nothing if there is one
-        store.set(f"rank {rank} has reported", "")
         sys.stdout.flush()
-        os._exit(1)  # before this process's sockets close
+        with contextlib.suppress(RuntimeError):  # the launcher has ended
+            store.compare_set("first report", "", pickle.dumps(failure))  # does nothing if there is one
+            store.set(f"rank {rank} has reported", "")
+        os.killpg(0, signal.SIGKILL)  # its children too, which the launcher would end only if it still lives
 
 
 def _end_with_launcher(server):

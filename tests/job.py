@@ -1,5 +1,6 @@
 """Small jobs, started as a user starts a script: python job.py NAME, or torchrun ... job.py NAME."""
 
+import multiprocessing
 import subprocess
 import sys
 import time
@@ -31,6 +32,18 @@ def fail(local_rank, world_size):
     if local_rank == 1:
         raise ZeroDivisionError("the cause")
     dist.all_reduce(torch.ones(1))
+
+
+def fail_after_the_launcher(local_rank, world_size):
+    """Fail because the launcher has ended, sooner than the thread that ends this process then."""
+    process = subprocess.Popen(["sleep", "600"])
+    print(process.pid, flush=True)
+    multiprocessing.parent_process().join()
+    raise ValueError("its peers have ended")
+
+
+if sys.argv[1:] == ["fail_after_the_launcher"]:
+    spawn._end_with_launcher = lambda server: None
 
 
 def gloo_threads():

@@ -527,6 +527,15 @@ def test_no_process_outlives_the_launcher(jobs, name):
     wait_for_the_end_of(mark)
 
 
+def test_a_rank_that_fails_when_the_launcher_has_ended_leaves_no_child():
+    process = start(JOB, "fail_after_the_launcher")
+    children = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
+    process.kill()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert all(child.status() == psutil.STATUS_ZOMBIE for child in alive)
+    process.communicate(timeout=30)  # the fork server ends by itself
+
+
 def test_what_reads_the_output_of_a_job_ends_with_it():
     """`python script.py | cat` does not wait for the fork server."""
     mark = uuid.uuid4().hex
