@@ -116,8 +116,9 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0, settings=None,
 def _leaves(container, prefix=""):
     """All that nested dicts and lists hold, in one dict: {"model.0.weight": …}. A list of plain values is one value."""
     leaves = {}
+    nested = (dict, list, tuple, torch.Tensor)
     for key, value in container.items():
-        if isinstance(value, list | tuple) and any(isinstance(item, dict | list | torch.Tensor) for item in value):
+        if isinstance(value, list | tuple) and any(isinstance(item, nested) for item in value):
             value = dict(enumerate(value))
         if isinstance(value, dict) and value:
             leaves |= _leaves(value, f"{prefix}{key}.")

@@ -170,7 +170,7 @@ def unequal_worker(rank, world_size, path):
     dist.init_process_group()
     model, optimizer, _ = objects()
     refused = {"best": 0.5 + rank, "files": [4, 5 + rank], "state": {"next": torch.tensor(rank)}, "epoch": rank}
-    refused |= {"order": torch.tensor([3, 5]).roll(rank), "tables": [[1, torch.tensor(rank)]]}
+    refused |= {"order": torch.tensor([3, 5]).roll(rank), "tables": [(1, torch.tensor(rank))]}
     refused |= {"losses": torch.arange(100.0)[torch.randperm(100, generator=torch.Generator().manual_seed(rank))]}
     refused |= {"names": [{}] * rank, "options": {"a": 1} if rank else {"b": 1}}
     inner = {"state": "state.next", "tables": "tables.0.1"}
