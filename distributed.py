@@ -153,8 +153,7 @@ def _fresh_store(rank, world_size):
         raise DistributedError("a restart would hang: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each machine")
     store, _, _ = next(torch_dist.rendezvous("env://", rank, world_size))
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if keeps_store else "0"
-    number = next(_group_numbers)
-    return torch_dist.PrefixStore(f"restart {restart} group {number}", store)
+    return torch_dist.PrefixStore(f"restart {restart} group {next(_group_numbers)}", store)
 
 
 def is_dist_avail_and_initialized():
