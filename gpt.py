@@ -314,10 +314,9 @@ class Progress:
         self.first_unprinted = first_step
         self.losses = torch.zeros(args.steps, device=self.device)  # this process's, until they are printed
         starts = torch.linspace(0, len(held_out) - args.length - 1, 8 * args.global_batch_size).long()
-        positions = torch.arange(args.length + 1)
         i, n = share
         own_starts = starts.view(8, -1).chunk(n, dim=1)[i]  # (8, sequences of this process)
-        rows = held_out[own_starts[:, :, None] + positions].to(self.device).long()
+        rows = held_out[own_starts[:, :, None] + torch.arange(args.length + 1)].to(self.device).long()
         self.batches = []
         for part in rows:
             self.batches.append((part[:, :-1], part[:, 1:]))
