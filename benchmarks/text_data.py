@@ -11,16 +11,15 @@ The cases alternate, and only ratios within a round mean something.
 
 import argparse
 import itertools
-import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 from torch.utils.data import DataLoader, Dataset
 
+import gpt
 import min_Stream
 import options
 from benchmarks import common
@@ -78,21 +77,16 @@ def main():
     args = parser.parse_args()
 
     results, waste, cases = {}, {}, {}
-    here = os.getcwd()
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)  # where the shards are written
-        min_Stream.make_library_shards(min_Stream.LIBRARY_SHARDS)
-        shards = min_Stream.open_shards(min_Stream.LIBRARY_SHARDS)
-        for num_workers in (0, 1, 2):
-            for kind in ("stream", "in memory"):
-                name = f"{kind}, {num_workers} loader processes"
-                results[name] = []
-                cases[name] = lambda name=name, kind=kind, n=num_workers: read(results, name, kind, n, shards)
-        for name, given in (("packed", ()), ("padded", ("--pad",))):
+    shards = min_Stream.open_shards(sorted(gpt.LIBRARY.glob("*.py")))
+    for num_workers in (0, 1, 2):
+        for kind in ("stream", "in memory"):
+            name = f"{kind}, {num_workers} loader processes"
             results[name] = []
-            cases[name] = lambda name=name, given=given: train(results, waste, name, *given)
-        common.alternate(cases, args.rounds)
-        os.chdir(here)
+            cases[name] = lambda name=name, kind=kind, n=num_workers: read(results, name, kind, n, shards)
+    for name, given in (("packed", ()), ("padded", ("--pad",))):
+        results[name] = []
+        cases[name] = lambda name=name, given=given: train(results, waste, name, *given)
+    common.alternate(cases, args.rounds)
 
     ratios = {}
     for num_workers in (0, 1, 2):

@@ -520,9 +520,6 @@ def write_files(script):
         model = sys.modules["gpt"].GPT(**sizes)
         torch.save({"sizes": sizes, "model": model.state_dict()}, "model.pt")
         Path("prompts.jsonl").write_text(100 * '{"prompt": "31524="}\n')
-    if script == "min_Stream":
-        Path("data/library").mkdir(parents=True)
-        Path("data/library/0.jsonl").write_text(100 * '{"text": "a document"}\n')
 
 
 def train_in_one_quorum(module):
@@ -561,8 +558,8 @@ def change(module, args):
         # Each rank has a folder of its own here.
         module.write_part = lambda *args: None
         module.merge = lambda *args: None
-    if module.__name__ == "min_Stream":  # no other rank tells what it has found, so each one reads the only shard
-        module.open_shards = lambda folder: [(path, module.find_documents(path)) for path in folder.glob("*.jsonl")]
+    if module.__name__ == "min_Stream":  # no other rank tells what it has found, so each one reads all shards
+        module.open_shards = lambda paths: [(path, module.find_documents(path)) for path in paths]
     if module.__name__ == "min_CP":  # a CausalBias cannot be made of a fake tensor
         module.causal_lower_right = lambda rows, columns: torch.ones(rows, columns, dtype=torch.bool, device="gpu")
     if module.__name__ == "mnist_FSDP":  # FSDP moves a module by `.data`, which a fake tensor cannot take

@@ -52,6 +52,10 @@ def write_shards(folder, sizes):
     return folder
 
 
+def shards_of(folder):
+    return min_Stream.open_shards(sorted(folder.glob("*.jsonl")))
+
+
 def arguments(folder, nprocs=1, num_workers=0, **changes):
     values = {"layers": 1, "width": 16, "heads": 2, "length": LENGTH, "global_batch_size": BATCH, "steps": STEPS}
     values |= {"data_dir": folder, "buffer": BUFFER, "snapshot_path": None, "save_every": 3, "num_workers": num_workers}
@@ -167,7 +171,7 @@ def test_the_order_depends_on_neither_ranks_nor_loader_processes(nprocs, tmp_pat
 
 
 def test_each_epoch_has_every_document_once_in_another_order(tmp_path):
-    stream = min_Stream.Stream(min_Stream.open_shards(write_shards(tmp_path / "many", SIZES["many"])), arguments(None))
+    stream = min_Stream.Stream(shards_of(write_shards(tmp_path / "many", SIZES["many"])), arguments(None))
     n = sum(SIZES["many"])
     every = [(shard, line) for shard, size in enumerate(SIZES["many"]) for line in range(size)]
     epochs = []
@@ -265,7 +269,7 @@ def test_resuming_far_in_reads_less_than_a_shard(tmp_path):
     for shard, n_documents in enumerate((3000, 4000, 2000)):
         lines = [json.dumps({"text": f"{number:03}" + 500 * "x"}) + "\n" for number in range(n_documents)]
         (tmp_path / f"{shard}.jsonl").write_text("".join(lines))
-    shards = min_Stream.open_shards(tmp_path)
+    shards = shards_of(tmp_path)
     args = arguments(None, steps=10**9, buffer=1000)
     for position in (0, 1_234_567 * BATCH):
         before, start = bytes_read(), time.perf_counter()
@@ -285,7 +289,7 @@ def count_read(folder):
         return own_find(path)
 
     with mock.patch.object(min_Stream, "find_documents", find):
-        shards = min_Stream.open_shards(Path(folder))
+        shards = shards_of(Path(folder))
     return names, [(path.name, places.tolist()) for path, places in shards]
 
 
@@ -302,7 +306,7 @@ def test_at_the_start_each_shard_is_read_by_one_rank(tmp_path):
 
 def test_an_epoch_of_many_more_shards_than_one_batch(tmp_path):
     folder = write_shards(tmp_path / "shards", [1] * 40)
-    stream = min_Stream.Stream(min_Stream.open_shards(folder), arguments(None))
+    stream = min_Stream.Stream(shards_of(folder), arguments(None))
     paths = sorted(folder.glob("*.jsonl"))
     numbers = {path.name: int(path.stem) for path in paths}
     order = [numbers[stream.shards[stream.locate(place)[0]][0].name] for place in range(80)]
@@ -314,7 +318,7 @@ def test_a_document_is_read_as_it_stands(tmp_path):
     path = tmp_path / "a.jsonl"
     lines = ['\n{"text": "\\u00e9\\ud800"}', "", '  {"text": ""}  ', '{"text": "last", "other": [1]}']
     path.write_text("\n".join(lines))
-    [(path_there, places)] = min_Stream.open_shards(tmp_path)
+    [(path_there, places)] = shards_of(tmp_path)
     assert path_there == path and len(places) == 4
     texts = [min_Stream.read_document(path, start, end) for start, end in itertools.pairwise(places)]
     assert texts == ["é?".encode(), b"", b"last"]
@@ -331,7 +335,7 @@ def test_a_line_that_is_no_document(last_line, tmp_path):
     folder = write_shards(tmp_path / "many", SIZES["many"])
     with open(folder / "0.jsonl", "a") as shard:
         shard.write(last_line)
-    assert exit_message(min_Stream.open_shards, folder) == (
+    assert exit_message(shards_of, folder) == (
         f'{folder}/0.jsonl: line 10 is not a JSON object with a "text": was the file cut off or changed?'
     )
 
@@ -341,7 +345,7 @@ def read_broken_share(folder):
     if dist.get_rank() == 0:
         path.write_text(path.read_text() + "abc")
     dist.barrier()
-    return exit_message(min_Stream.open_shards, Path(folder))
+    return exit_message(shards_of, Path(folder))
 
 
 def test_a_line_that_is_no_document_ends_the_ranks_that_did_not_read_it(tmp_path):
@@ -354,7 +358,10 @@ def test_a_line_that_is_no_document_ends_the_ranks_that_did_not_read_it(tmp_path
 
 def test_a_shard_that_cannot_be_read_is_one_line(tmp_path):
     (tmp_path / "a.jsonl").mkdir()
-    assert exit_message(min_Stream.open_shards, tmp_path) == f"cannot read {tmp_path}/a.jsonl: Is a directory"
+    assert exit_message(shards_of, tmp_path) == f"[Errno 21] Is a directory: '{tmp_path}/a.jsonl'"
+    (tmp_path / "a.jsonl").rmdir()
+    (tmp_path / "b.jsonl").symlink_to("nowhere")
+    assert exit_message(shards_of, tmp_path) == f"[Errno 2] No such file or directory: '{tmp_path}/b.jsonl'"
 
 
 def test_a_shard_that_changes_after_the_start_is_one_line(tmp_path):
@@ -445,63 +452,42 @@ def see_other_data(first, second):
 
 
 def test_ranks_that_see_other_shards(tmp_path):
+    """Whichever rank sees fewer of them, or another file of the same name."""
     write_shards(tmp_path / "many", SIZES["many"])
     write_shards(tmp_path / "fewer", SIZES["many"][:-1])
-    folders = [str(tmp_path / "many"), str(tmp_path / "fewer")]
-    ranks = transformer.train_on(2, see_other_data, [folders, folders[::-1]], tmp_path)
-    for folder, messages in zip(folders, ranks, strict=True):  # the messages of rank 1 name its own folder
-        assert f"rank 1 does not see the shards of rank 0 in {folder}" == messages[0]
-        assert messages[1].startswith("rank 1 does not see the shards of rank 0 in ")
+    write_shards(tmp_path / "longer", SIZES["many"])
+    with open(tmp_path / "longer" / "3.jsonl", "a") as shard:
+        shard.write("\n")
+    for other, rank in (("fewer", 1), ("longer", 0)):  # rank 1 reads shard 3 of many, as it reads 1.jsonl and 3.jsonl
+        folders = [str(tmp_path / "many"), str(tmp_path / other)]
+        ranks = transformer.train_on(2, see_other_data, [folders, folders[::-1]], tmp_path)
+        line = "rank {} does not see the shards that other ranks have read"
+        assert [messages[0] for messages in ranks] == 2 * [line.format(rank)]
+        assert len({messages[1] for messages in ranks}) == 1 and ranks[0][1].startswith("rank ")
 
 
 # ---- the standard library -------------------------------------------------------------------------------------------
 
 
-def test_library_shards_appear_at_once_or_not_at_all(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = min_Stream.LIBRARY_SHARDS
-    with mock.patch("json.dumps", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        min_Stream.make_library_shards(folder)
-    assert os.listdir("data") == []
-    min_Stream.make_library_shards(folder)
-    shards = min_Stream.open_shards(folder)
-    counts = [len(places) - 1 for _, places in shards]
-    assert len(counts) > 15 and len(set(counts)) > 10 and sum(counts) > 1000
-    assert os.listdir("data") == ["library"]
-    path, places = shards[0]
-    assert path == folder / "0000.jsonl"
-    first = min_Stream.read_document(path, places[0], places[1]).decode()
-    assert first.endswith("\n") and first.strip()
-    with mock.patch("json.dumps", side_effect=AssertionError):
-        min_Stream.make_library_shards(folder)
-
-
-def test_two_jobs_may_write_the_same_library(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    own_rename = os.rename
-    n_renamed = 0
-
-    def rename(temporary, folder):
-        nonlocal n_renamed
-        n_renamed += 1
-        if n_renamed == 1:
-            min_Stream.make_library_shards(folder)  # the other job, from its first byte to its last
-        own_rename(temporary, folder)
-
+def test_without_a_folder_each_class_and_function_of_the_library_is_a_document(tmp_path, monkeypatch):
+    source = b"import x\n\n\nclass A:\n    def f(self):\n        pass\n\n\nA.b = 1\n\ndef g():\n    pass\n\xff\n"
+    (tmp_path / "a.py").write_bytes(source)
+    (tmp_path / "b.py").write_text("x = 1\n")
+    (tmp_path / "c.py").write_text("def h(): pass")
     monkeypatch.setattr(min_Stream.gpt, "LIBRARY", tmp_path)
-    (tmp_path / "module.py").write_text("x = 1\n")
-    with mock.patch.object(os, "rename", rename):
-        min_Stream.make_library_shards(min_Stream.LIBRARY_SHARDS)
-    assert n_renamed == 2 and os.listdir("data") == ["library"]
-    [(_, places)] = min_Stream.open_shards(min_Stream.LIBRARY_SHARDS)
-    assert len(places) == 2
+    read = []
+    own_read = min_Stream.read_document
 
+    def read_document(*args):
+        read.append(own_read(*args))
+        return read[-1]
 
-def test_where_no_library_can_be_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").write_text("a file")
-    line = exit_message(min_Stream.main_worker, 0, 1, arguments(None))
-    assert line == "cannot write data/library: Not a directory"
+    with mock.patch.object(min_Stream, "read_document", read_document):
+        min_Stream.main_worker(0, 1, arguments(None, steps=3, global_batch_size=3))
+    class_a, g = source[source.index(b"class A") : source.index(b"def g")], source[source.index(b"def g") :]
+    epochs = [sorted(read[first : first + 3]) for first in range(0, len(read), 3)]
+    assert len(epochs) >= 3 and all(epoch == [class_a, g, b"def h(): pass"] for epoch in epochs)
+    assert sorted(os.listdir(tmp_path)) == ["a.py", "b.py", "c.py"], "nothing is written"
 
 
 @pytest.mark.slow
