@@ -67,11 +67,9 @@ class Stream(Dataset):
 
     def __init__(self, shards, args):
         self.shards = shards
+        self.args = args
         self.counts = [len(places) - 1 for _, places in shards]
         self.n_documents = sum(self.counts)
-        self.seed = args.seed
-        self.buffer = args.buffer
-        self.length = args.length
         self.share = args.global_batch_size // dist.get_world_size()
         self.rank = dist.get_rank()  # here, since a loader process belongs to no process group
 
@@ -82,16 +80,17 @@ class Stream(Dataset):
             shard, document = self.locate(own_position)
             path, places = self.shards[shard]
             texts.append(read_document(path, places[document], places[document + 1]))
-        return make_rows(texts, self.length)
+        return make_rows(texts, self.args.length)
 
     def locate(self, position):
         """Returns the number of the shard, and the number in it of the document at the global `position`."""
+        seed, buffer = self.args.seed, self.args.buffer
         epoch, place = divmod(position, self.n_documents)
-        block, place_in_block = divmod(place, self.buffer)
-        start = block * self.buffer
-        size = min(self.buffer, self.n_documents - start)
-        place = start + shuffled(size, self.seed, epoch, block)[place_in_block]
-        for shard in shuffled(len(self.shards), self.seed, epoch):
+        block, place_in_block = divmod(place, buffer)
+        start = block * buffer
+        size = min(buffer, self.n_documents - start)
+        place = start + shuffled(size, seed, epoch, block)[place_in_block]
+        for shard in shuffled(len(self.shards), seed, epoch):
             if place < self.counts[shard]:
                 return shard, place
             place -= self.counts[shard]
@@ -121,12 +120,11 @@ def make_loader(stream, position, args):
 
 
 def train(model, optimizer, stream, position, args):
-    """Train from a global position to the end. Returns the loss of every step of this run, over all processes."""
+    """Train from a global position to the end. Returns each step's loss over all processes, 0 for earlier steps."""
     device = dist.get_device()
     settings = settings_of(stream, args)
-    first_step = position // args.global_batch_size
-    step = first_step  # the number of steps that are done
-    first_unprinted = first_step
+    step = position // args.global_batch_size  # the number of steps that are done
+    first_unprinted = step
     losses = torch.zeros(args.steps, device=device)  # this process's shares, on the device to avoid a sync every step
     start = time.perf_counter()
     if args.snapshot_path:
@@ -159,7 +157,7 @@ def train(model, optimizer, stream, position, args):
                 checkpoint.save(args.snapshot_path, model, optimizer, step=position, settings=settings)
             if preempted:
                 preemption.leave()
-    return dist.all_reduce(losses[first_step:])
+    return dist.all_reduce(losses)
 
 
 def sum_of_losses(model, tokens, targets):
@@ -181,14 +179,11 @@ def settings_of(stream, args):
 
 def make_rows(texts, length):
     """Tokens and targets (batch, length) of the first bytes of each text. Padding follows a text that is shorter."""
-    tokens = torch.zeros(len(texts), length, dtype=torch.long)
-    targets = torch.full((len(texts), length), IGNORED)
-    for row, text in enumerate(texts):
-        inputs = text[:length]
-        outputs = text[1 : length + 1]  # the byte after each
-        tokens[row, : len(inputs)] = torch.tensor(list(inputs))
-        targets[row, : len(outputs)] = torch.tensor(list(outputs))
-    return tokens, targets
+    rows = torch.full((len(texts), length + 1), IGNORED)
+    for row, text in zip(rows, texts, strict=True):
+        text = text[: length + 1]
+        row[: len(text)] = torch.tensor(list(text))
+    return rows[:, :-1].clamp(min=0), rows[:, 1:]  # the target of a byte is the next one
 
 
 def read_document(path, start, end):
@@ -281,18 +276,12 @@ def main_worker(local_rank, world_size, args):
     position = 0
     if args.snapshot_path:
         _, position = checkpoint.load(args.snapshot_path, model, optimizer, settings=settings_of(stream, args))
-    end = args.steps * args.global_batch_size
-    if position >= end + args.global_batch_size:  # a run with another batch size may have ended a little later
-        line = f"{args.snapshot_path} is at document {position:,}, and --steps {args.steps} ends at {end:,}"
-        raise dist.DistributedError(line)
+    if position // args.global_batch_size > args.steps:
+        raise dist.DistributedError(f"{args.snapshot_path} is at document {position:,}, beyond --steps {args.steps}")
     if position > 0:
         dist.print_primary(f"Resuming at document {position:,}")
-
-    def first_loss():
-        batch = [tensor.to(dist.get_device()) for tensor in stream[position]]
-        return sum_of_losses(model, *batch)
-
-    checkpoint.rebuild_buckets(model, first_loss)  # else a resumed run differs in the last bit
+    tokens = torch.zeros(1, args.length, dtype=torch.long, device=dist.get_device())
+    checkpoint.rebuild_buckets(model, lambda: model(tokens).sum())  # else a resumed run differs in the last bit
     train(model, optimizer, stream, position, args)
 
 
