@@ -210,7 +210,9 @@ def open_shards(paths):
         sizes = {path.name: path.stat().st_size for path in paths}
         for path in paths[dist.get_rank() :: dist.get_world_size()]:
             found[path.name] = find_documents(path)
-    except (OSError, dist.DistributedError) as failure:
+    except OSError as failure:
+        error = f"cannot read {failure.filename}: {failure.strerror}"
+    except dist.DistributedError as failure:
         error = str(failure)
     dist.raise_on_all(error)
     for found_there in dist.gather_objects(found):

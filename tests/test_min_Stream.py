@@ -354,10 +354,10 @@ def test_a_line_that_is_no_document_ends_the_ranks_that_did_not_read_it(tmp_path
 
 def test_a_shard_that_cannot_be_read_is_one_line(tmp_path):
     (tmp_path / "a.jsonl").mkdir()
-    assert exit_message(shards_of, tmp_path) == f"[Errno 21] Is a directory: '{tmp_path}/a.jsonl'"
+    assert exit_message(shards_of, tmp_path) == f"cannot read {tmp_path}/a.jsonl: Is a directory"
     (tmp_path / "a.jsonl").rmdir()
     (tmp_path / "b.jsonl").symlink_to("nowhere")
-    assert exit_message(shards_of, tmp_path) == f"[Errno 2] No such file or directory: '{tmp_path}/b.jsonl'"
+    assert exit_message(shards_of, tmp_path) == f"cannot read {tmp_path}/b.jsonl: No such file or directory"
 
 
 def test_a_shard_that_changes_after_the_start_is_one_line(tmp_path):
