@@ -48,7 +48,6 @@ of these files. The last line that is printed is like `500 answers | 3,778 new b
 """
 
 import datetime
-import functools
 import hashlib
 import json
 import mmap
@@ -60,7 +59,6 @@ from pathlib import Path
 import torch
 import torch.distributed as torch_dist
 from torch import nn
-from torch.distributed.tensor import init_device_mesh
 
 import checkpoint
 import distributed as dist
@@ -79,9 +77,13 @@ def answer_missing(model, prompts, answers, group, folder, args):
 
     Returns the number of new bytes.
     """
-    choose = generate.choose
-    if args.tensor > 1:
-        choose = functools.partial(choose_together, group)
+
+    def choose(logits, drawn, temperature):
+        chosen, log_probabilities = generate.choose(logits, drawn, temperature)
+        if args.tensor > 1:  # the first process of the group chooses: the others could choose otherwise by rounding
+            torch_dist.broadcast(chosen, group=group, group_src=0)
+        return chosen, log_probabilities
+
     stop = os.fsencode(args.stop)
     stop_byte = stop[0] if stop else None
     missing = [number for number in range(len(prompts)) if number not in answers]
@@ -109,16 +111,6 @@ def answer_missing(model, prompts, answers, group, folder, args):
     return n_new
 
 
-def choose_together(group, logits, drawn, temperature):
-    """The first process of the group chooses. The others could choose otherwise, if their rounding differs.
-
-    Only the bytes are sent. Each process returns its own log-probabilities, which this script does not use.
-    """
-    chosen, log_probabilities = generate.choose(logits, drawn, temperature)
-    torch_dist.broadcast(chosen, group=group, group_src=0)
-    return chosen, log_probabilities
-
-
 # ---- split the model ----------------------------------------------------------------------------------------------
 
 
@@ -127,20 +119,8 @@ def split_layers(model, args):
 
     The sums are made by hand, because DTensor takes several times as long for a step of one byte.
     """
-    shape = (dist.get_world_size() // args.tensor, args.tensor)
-    mesh = init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("data", "tensor"))
-    group = mesh.get_group("tensor")
+    group, _ = torch_dist.new_subgroups(args.tensor)  # of consecutive ranks
     part = dist.get_rank() % args.tensor
-
-    def keep_outputs(linear):
-        linear.weight = own_part(linear.weight, 0)
-        linear.bias = own_part(linear.bias, 0)
-
-    def keep_inputs(linear):
-        linear.weight = own_part(linear.weight, 1)
-        if part > 0:
-            linear.bias = None  # the sum must contain it once
-        linear.register_forward_hook(sum_over_group)
 
     def own_part(param, dim):
         return nn.Parameter(param.chunk(args.tensor, dim)[part].clone())
@@ -150,10 +130,14 @@ def split_layers(model, args):
         return output
 
     for block in model.blocks:
-        keep_outputs(block.attention.qkv)  # whole heads, see gpt.Attention; so the cache has only these
-        keep_inputs(block.attention.out)
-        keep_outputs(block.mlp.up)
-        keep_inputs(block.mlp.down)
+        for linear in (block.attention.qkv, block.mlp.up):  # A; of qkv whole heads, so the cache has only these
+            linear.weight = own_part(linear.weight, 0)
+            linear.bias = own_part(linear.bias, 0)
+        for linear in (block.attention.out, block.mlp.down):  # B
+            linear.weight = own_part(linear.weight, 1)
+            if part > 0:
+                linear.bias = None  # the sum must contain it once
+            linear.register_forward_hook(sum_over_group)
     return group
 
 
