@@ -71,10 +71,7 @@ def parse_args():
     parser.add_argument("total_epochs", type=positive_int, help="epochs to train")
     parser.add_argument("save_every", type=positive_int, help="epochs between snapshots")
     parser.add_argument(
-        "--global-batch-size",
-        type=positive_int,
-        default=64,
-        help="samples per step (default: %(default)s)",
+        "--global-batch-size", type=positive_int, default=64, help="samples per step (default: %(default)s)"
     )
     parser.add_argument("--snapshot-path", default="snapshot.pt", help="file to save and resume (default: %(default)s)")
     parser.add_argument("--num-workers", type=int, default=0, help="data loaders per rank (default: %(default)s)")
@@ -111,11 +108,9 @@ class Trainer:
 
     def loader(self, epoch, first_step):
         """Loads this rank's share of each global batch of the epoch, from `first_step` on."""
-        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(epoch)).tolist()
-        shares = []
-        for step in range(first_step, self.steps):
-            global_batch = order[step * self.global_batch_size : (step + 1) * self.global_batch_size]
-            shares.append(global_batch[dist.get_rank() :: dist.get_world_size()])
+        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(epoch))
+        global_batches = order.split(self.global_batch_size)[first_step : self.steps]
+        shares = [batch[dist.get_rank() :: dist.get_world_size()].tolist() for batch in global_batches]
         return DataLoader(
             self.dataset,
             batch_sampler=shares,
