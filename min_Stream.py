@@ -31,7 +31,7 @@ scatters reads over more of the disk.
     CUDA_VISIBLE_DEVICES=0,1 python min_Stream.py --snapshot-path run.pt    # saves; rerun it with any --nproc to resume
     torchrun --standalone --nproc-per-node 2 min_Stream.py --data-dir shards --num-workers 2    # your own .jsonl files
 
-It prints every --log-every steps a line like `step 400 | epoch 2.71 | loss 2.2111 | 310 documents/s`. Without
+It prints every --log-every steps a line like `step 400 | epoch 2.71 | loss 2.2111 | 154 documents/s`. Without
 --data-dir the shards are the source files of Python's standard library, and each class or function in them is a
 document. Under torchrun it also saves when any process receives SIGTERM. Begin to read at `Stream.__getitem__`.
 """
