@@ -180,7 +180,7 @@ def log_of(log):
 SMALL = ["--layers", 1, "--width", 32, "--heads", 2, "--length", 32, "--global-batch-size", 4]
 SMALL += ["--steps", 40, "--log-every", 40, "--save-every", 1]
 TUNING = ["--length", 64, "--global-batch-size", 6, "--epochs", 7, "--lr", 0.01, "--save-every", 1]
-ANSWERING = ["--new-bytes", 60, "--stop", "", "--batch-size", 2]
+ANSWERING = ["--new-bytes", 60, "--batch-size", 2]
 
 
 @functools.cache
@@ -271,7 +271,7 @@ def saving_trial(kind, rng, folder, kills, nprocs=(2,)):
 def newest_change(folder):
     """A number that changes whenever the job saves."""
     times = [folder.stat().st_mtime_ns]
-    for path in (*folder.glob("state/step-*"), *folder.glob("answers.jsonl.parts/*")):
+    for path in (*folder.glob("state/step-*"), *folder.glob("answers.jsonl.parts-*/*")):
         with contextlib.suppress(FileNotFoundError):  # it has just been renamed
             times.append(path.stat().st_mtime_ns)
     return max(times)
