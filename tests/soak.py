@@ -180,7 +180,7 @@ def log_of(log):
 SMALL = ["--layers", 1, "--width", 32, "--heads", 2, "--length", 32, "--global-batch-size", 4]
 SMALL += ["--steps", 40, "--log-every", 40, "--save-every", 1]
 TUNING = ["--length", 64, "--global-batch-size", 6, "--epochs", 7, "--lr", 0.01, "--save-every", 1]
-ANSWERING = ["--new-bytes", 60, "--batch-size", 2]
+ANSWERING = ["--new-bytes", 60, "--stop", "", "--batch-size", 2]
 
 
 @functools.cache
