@@ -128,8 +128,7 @@ def _sync_buffers(model):
 
 def _saved_names(path):
     """The names of all that was saved, such as "model.norm.weight" and "optimizer.state.norm.weight.exp_avg"."""
-    names = set()
-    error = None
+    names, error = set(), None
     try:
         names = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
     except Exception as failure:  # whatever unpickling raises on bytes that are no index
@@ -182,5 +181,6 @@ def _steps(folder):
 
 
 def _delete(path):
-    (path / ".metadata").unlink(missing_ok=True)  # first, because it marks a complete checkpoint
+    if (path / ".metadata").exists():
+        (path / ".metadata").unlink()  # first, because it marks a complete checkpoint
     shutil.rmtree(path, ignore_errors=True)
