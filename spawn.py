@@ -128,11 +128,11 @@ def _end_fork_server(pid):
 
 
 def _worker(rank, work, environment, torch_seed, numpy_state):
-    store = torch_dist.TCPStore("127.0.0.1", int(environment["MASTER_PORT"]), is_master=False)
     server = os.getppid()
-    store.set("fork server", str(server))
     os.setsid()  # its children end with it
     threading.Thread(target=_end_with_launcher, args=(server,), daemon=True).start()
+    store = torch_dist.TCPStore("127.0.0.1", int(environment["MASTER_PORT"]), is_master=False)
+    store.set("fork server", str(server))
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     # A seed that the script has set at its top level is the launcher's too, and stays. Others are copies of the fork
