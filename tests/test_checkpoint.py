@@ -366,6 +366,11 @@ def test_a_saving_error_that_is_not_the_disks_keeps_its_traceback(tmp_path, monk
 # ---- what a user may put in -----------------------------------------------------------------------------------------
 
 
+class Extra(nn.Linear):
+    def get_extra_state(self):
+        return Path("x")
+
+
 def test_what_could_not_be_loaded_is_not_saved(tmp_path):
     path = tmp_path / "snapshot.pt"
     model, optimizer, _ = objects()
@@ -376,6 +381,9 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path):
         message = exit_message(checkpoint.save, path, model, optimizer, epoch=2, note=value)
         assert message.startswith(f"cannot save {path}: weights_only=True cannot load ") and name in message
         assert path.read_bytes() == before
+    model = Extra(1, 1)
+    message = exit_message(checkpoint.save, path, model, torch.optim.SGD(model.parameters()), epoch=2)
+    assert message.startswith(f"cannot save {path}: weights_only=True cannot load ")
     assert os.listdir(tmp_path) == ["snapshot.pt"]
 
 

@@ -421,7 +421,7 @@ KILLS = {  # the rank, how it is killed in the save of step 2, and the newest co
     "before the rename": (0, (f"{FILESYSTEM}.FileSystem.rename",), 1),
     "after the rename": (0, (f"{FILESYSTEM}.FileSystem.rename", 1, True), 2),
     "before older ones are deleted": (0, ("sharded._steps",), 2),
-    "while older ones are deleted": (0, ("os.unlink", 2), 2),
+    "while older ones are deleted": (0, ("os.unlink",), 2),
 }
 
 

@@ -20,7 +20,6 @@ PUBLIC = {
     *("data_sampler", "prepare_ddp_model", "prepare_fsdp_model", "sync_params", "check_in_sync", "unwrapped"),
     *("reduce", "all_reduce", "gather", "gather_objects", "broadcast_object", "raise_on_all", "launch"),
 }
-# Lines of code
 MOST = {
     "distributed": 225,
     "spawn": 115,
