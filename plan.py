@@ -888,9 +888,9 @@ def print_answer(job, found):
 def print_result(job, result):
     print(f"{'your mesh  ' if job.mesh else 'recommended'}   {result['description']}")
     print(f"start         {result['command'] or NO_SCRIPT}")
-    if "llm_FSDP.py" not in (result["command"] or ""):
+    if "min_" in (result["command"] or ""):
         print("              It trains gpt.py's model in this shape: of bytes, with plain MLPs and a KV head per head.")
-    if result["not in the script"]:
+    if result["command"] and result["not in the script"]:
         lacking = ", ".join(result["not in the script"])
         print(f"              The projection also assumes what the script lacks: {lacking}.")
     whole = job.cluster.memory / GIB

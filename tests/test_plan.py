@@ -604,6 +604,10 @@ def test_a_given_mesh_is_projected_alone(capsys):
     text = capsys.readouterr().out
     assert "your mesh     FSDP 32 x TP 2, recompute full" in text and "runner-up" not in text
     assert "gpt.py's model in this shape: of bytes, with plain MLPs and a KV head per head" in text
+    plan.main(["--model", "llama3-8b", "--mesh", "shard=2 context=4"])
+    text = capsys.readouterr().out
+    assert "start         no script here has this mesh" in text
+    assert "It trains" not in text and "lacks" not in text
     _, job = plan.parse_args(["--model", "llama3-8b", "--mesh", "replicate=8 zero=1"])
     assert {plan.mesh_name(layout) for layout in plan.layouts(job)} == {"ZeRO-1 8"}
     _, job = plan.parse_args(["--model", "llama3-8b", "--mesh", "shard=2 stages=4 chunks=2"])
