@@ -20,6 +20,7 @@ tokens that end its turn.
 import ast
 import collections
 import contextlib
+import copy
 import functools
 import itertools
 import json
@@ -135,6 +136,7 @@ def text_around_loss(document, tokenizer, n_tokens=20):
 
 # ---- conversations ------------------------------------------------------------------------------------------------
 
+NOT_SHOWN = ("role", "name", "tool_call_id")  # by some chat templates
 ROLES = ("system", "developer", "user", "assistant", "tool")
 USER = {"role": "user", "content": "Hi."}
 ANSWER = {"role": "assistant", "content": "Hi."}
@@ -197,7 +199,6 @@ def conversation(record, tokenizer):
     if not trained:
         raise ValueError("the assistant says nothing in it that is in the loss")
     try:
-        refuse_hidden(messages[: trained[-1]], render)
         return turns(messages, trained, render, special_tokens(tokenizer))
     except jinja2.TemplateError as failure:
         roles = ", ".join(role for role in ROLES if is_shown(role, render))
@@ -221,7 +222,7 @@ def normalized(message, tokenizer):
         if value not in (0, 1) or value > is_trained:
             raise ValueError(f"{name} {value} of the role {role}: it may be 0, or 1 for the assistant")
         is_trained = bool(value)
-    refuse_unread(message.keys() - {"role", "content", "name", "tool_call_id"}, f"the role {role}", tokenizer)
+    refuse_unread(message.keys() - {"content", *NOT_SHOWN}, f"the role {role}", tokenizer)
     content = message.get("content", "")  # a message with calls may have none, but some chat templates need it
     if isinstance(content, list):
         for part in content:
@@ -246,13 +247,31 @@ def refuse_unread(names, place, tokenizer):
             raise ValueError(f"the chat template ignores {name} of {place}")
 
 
-def refuse_hidden(messages, render):
-    """Raise TemplateError if a message could say anything else, and the chat template would show the same."""
-    for number, message in enumerate(messages):
-        if message["role"] not in ("user", "assistant"):
-            other = {**message, "content": message["content"] + "x"}
-            if render([*messages[:number], other, *messages[number + 1 :]]) == render(messages):
-                raise jinja2.TemplateError(f"the chat template does not show what the role {message['role']} says")
+def refuse_hidden(earlier, new, render):
+    """Raise TemplateError if the chat template does not show all that the messages `new` say, which follow `earlier`.
+
+    Each part gets a mark, which must be in the text. The last message is an answer that is in the loss.
+    """
+    marked = copy.deepcopy(new)
+    parts = []
+    for message in marked:
+        if message["role"] == "assistant" and message is not marked[-1]:
+            continue  # its thoughts may be hidden once another turn follows
+        for name in message.keys() - NOT_SHOWN:
+            if isinstance(message[name], str) and message[name].strip():
+                message[name] += f"(mark {len(parts)})"
+                parts.append(f"{name} of the role {message['role']}")
+        for call in message.get("tool_calls", []):
+            function = call.get("function", call)
+            if function["arguments"]:
+                function["arguments"]["x"] = f"(mark {len(parts)})"
+                parts.append(f"the arguments of the tool call {function['name']}")
+            function["name"] += f"(mark {len(parts)})"
+            parts.append("the name of a tool call")
+    shown = render([*earlier, *marked])
+    for number, part in enumerate(parts):
+        if f"(mark {number})" not in shown:
+            raise jinja2.TemplateError(f"the chat template does not show {part}")
 
 
 def is_shown(role, render):
@@ -272,9 +291,12 @@ def turns(messages, trained, render, special):
     thoughts. Then each turn becomes a text of its own.
     """
     found = []
+    n_checked = 0
     for number in trained:
         if number == 0:
             raise ValueError("its first message is the assistant's, and answers nothing")
+        refuse_hidden(messages[:n_checked], messages[n_checked : number + 1], render)
+        n_checked = number + 1
         text = render(messages[: number + 1], add_generation_prompt=False)
         prompt = render(messages[:number], add_generation_prompt=True)
         before = render(messages[:number], add_generation_prompt=False)
@@ -294,8 +316,7 @@ def turns(messages, trained, render, special):
 
 def refuse_cut(message, shown):
     """Raise ValueError if the chat template leaves out something that the assistant says. It may change white space."""
-    said = [value for name, value in message.items() if isinstance(value, str) and name not in ("role", "name")]
-    said += [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
+    said = [message[name] for name in message.keys() - NOT_SHOWN if isinstance(message[name], str)]
     for words in said:
         if "".join(words.split()) not in "".join(shown.split()):
             raise ValueError(f"the chat template does not show all that the assistant says: {words[:50]!r}")
@@ -321,12 +342,10 @@ def end_of_answer(message, render, special):
 
 def n_common(first, second):
     """The number of characters with which both begin."""
-    count = 0
-    for a, b in zip(first, second, strict=False):
+    for count, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
-            break
-        count += 1
-    return count
+            return count
+    return min(len(first), len(second))
 
 
 @functools.lru_cache(maxsize=1)

@@ -350,7 +350,37 @@ def test_words_of_the_assistant_that_the_template_drops_are_refused():
     ((document,),) = read(with_template(DROPS_THOUGHTS), chat(says("  2 +\n2 ")))
     assert said(with_template(DROPS_THOUGHTS), document) == ["2 +\n2<|end|>"], "it may change white space"
     message = exit_message(read, with_template(DROPS_CALLS), chat(says("Wait.", tool_calls=[call({})])))
-    assert "does not show all that the assistant says: 'add'" in message
+    assert "the chat template does not show the name of a tool call;" in message
+
+
+SHOWS_SOME = """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{{ m.reasoning_content }}\
+{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}{% if loop.first and m.all %}\
+{{ call.function.arguments | tojson }}{% endif %}{% endfor %}<|end|>{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+def test_a_part_that_the_template_shows_elsewhere_only_is_refused():
+    """The template contains the name of the field, and shows what it holds: in another message, or of another call."""
+    tokenizer = with_template(SHOWS_SOME)
+    asked = {"role": "user", "content": "2+2?", "reasoning_content": "a hint"}
+    thought = says("4.", reasoning_content="2+2=4")
+    assert read(tokenizer, {"messages": [USER, thought]})
+    for messages in ([asked, thought], [USER, thought, asked, thought], [USER, says("no", weight=0), asked, thought]):
+        message = exit_message(read, tokenizer, {"messages": messages})
+        assert "the chat template does not show reasoning_content of the role user;" in message
+    hidden = "the chat template does not show the arguments of the tool call add;"
+    assert hidden in exit_message(read, tokenizer, chat(says("", tool_calls=[call({"a": 2})])))
+    calls = [call({"a": 2}), call({"a": 3})]
+    assert hidden in exit_message(read, tokenizer, chat(says("", all=True, tool_calls=calls)))
+    assert read(tokenizer, chat(says("", all=True, tool_calls=[call({"a": 2}), call({})])))
+
+
+def test_thoughts_of_an_earlier_turn_may_be_hidden():
+    tokenizer = with_template(SHOWS_SOME.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last"))
+    for weight in (0, 1):
+        first = says("Hi.", reasoning_content="a greeting", weight=weight)
+        found = read(tokenizer, chat(first, USER, says("4.", reasoning_content="2+2=4")))[0]
+        assert said(tokenizer, found[-1]) == ["2+2=44.<|end|>"] and "greeting" not in tokenizer.decode(found[-1][0])
 
 
 KNOWS = """{% for m in messages %}{% if m.role == 'system' or m.role == 'user' %}<|user|>{{ m.content }}<|end|>\
@@ -367,7 +397,7 @@ def test_a_role_that_the_template_does_not_know_is_refused(role):
     record = chat({"role": role, "content": "important"}, says())
     roles = "the chat template shows the roles system, user, assistant)"
     message = exit_message(read, with_template(KNOWS), record)
-    assert f"does not show what the role {role} says; {roles}" in message
+    assert f"the chat template does not show content of the role {role}; {roles}" in message
     message = exit_message(read, with_template(KNOWS_AND_RAISES), record)
     assert message.endswith(f"(what?; {roles}")
     ((document,),) = read(with_template(documents.CHAT_TEMPLATE), record)
