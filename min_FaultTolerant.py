@@ -33,7 +33,7 @@ killed, the supervisor closes the quorum and starts another. If it hangs, the ot
 --timeout seconds, and its supervisor kills and replaces it. So --timeout must be longer than one step and the healing
 of a new process. A process that is killed while a quorum connects stops the others for up to half of --timeout. If a
 supervisor is killed, its process dies with it, and the others wait for it for --timeout seconds. An exception in your
-own code ends the job.
+own code ends the job, and so do ten quorums in a row that commit no step.
 
 Choose it over multigpu_torchrun.py when restarts cost too much time. It is for one machine. It saves no snapshots: if
 all members are lost, so are the parameters. It uses gloo, and on GPUs copies gradients through the CPU's memory. It was
@@ -41,13 +41,15 @@ run on CPUs only. torchft has the same idea and adds what large jobs need: many 
 and rebuilt, FSDP and DiLoCo (https://docs.pytorch.org/torchft).
 
 Cost per process, for P float32 parameters on N processes: 16·P bytes (parameters 4, gradients 4, AdamW 8). Each step
-sends 2·(N-1)/N · 4·P bytes (a ring all-reduce), which are not hidden behind the backward pass. The vote is three round
-trips to the store, and six for the last voter. To heal new members, 12·P bytes are broadcast to all.
+sends 2·(N-1)/N · 4·P bytes (a ring all-reduce), which are not hidden behind the backward pass. The vote is four round
+trips to the store for the last voter. The others ask for the decision every millisecond. To heal new members, 12·P
+bytes are broadcast to all.
 
     python min_FaultTolerant.py --nproc 4        # then kill -9 one of the processes whose ids it prints
     torchrun --standalone --nproc-per-node gpu min_FaultTolerant.py
 
-After a kill it prints `quorum 1: 3 members, 0 of them new | step 58 took 0.15 s`.
+It prints the loss of the last step, `step 50 | loss 2.9038 | 4 members`, and after a kill
+`quorum 1: 3 members, 0 of them new | step 58 took 0.15 s`.
 """
 
 import contextlib
@@ -69,7 +71,7 @@ import gpt
 import options
 import spawn
 
-POLL = 0.02  # seconds between two looks into the store while a quorum forms
+POLL = 0.001  # seconds between two looks into the store
 MOST_FRUITLESS = 10  # quorums in a row without a committed step, before the job ends
 
 
@@ -84,10 +86,9 @@ class Trainer:
         torch.seed()  # this model has no dropout; in yours, each process draws its own
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, fused=True)
         self.gradients = make_gradients(self.model)
-        self.losses = torch.zeros(args.steps, device=device)
         self.step = 0
         self.last_commit = time.perf_counter()
-        self.last_error = None
+        self.last_error = "a process was killed"
         self.text, _ = gpt.load_text()
         self.args = args
 
@@ -98,7 +99,7 @@ class Trainer:
         try:
             quorum.connect()
             if quorum.n_holders < len(quorum.members):
-                self.heal(step)
+                self.heal(quorum)
             while not closed:
                 self.sum_gradients(quorum, step)
                 committed, closed = quorum.vote(step)
@@ -109,21 +110,21 @@ class Trainer:
         except PeerLost as error:
             self.last_error = str(error)  # the exception would keep the connections open
             close(quorum.store, quorum.number)
-        quorum.leave()
+        quorum.group = None  # closes all connections, so that no other member waits for this one
 
-    def heal(self, step):
+    def heal(self, quorum):
         """Receive all that a new member needs from rank 0. The members that have it receive the same values again."""
-        if self.step != step:
+        if self.step != quorum.first_step:
             self.gradients.zero_()
             self.optimizer.step()  # it creates the state that is received now
-        tensors = [*self.model.parameters(), *self.model.buffers(), self.losses]
+        tensors = [*self.model.parameters(), *self.model.buffers()]
         for param in self.model.parameters():
             for value in self.optimizer.state[param].values():
                 if torch.is_tensor(value):
                     tensors.append(value)
         with communication():
             for tensor in tensors:
-                torch_dist.broadcast(tensor.detach(), src=0)
+                torch_dist.broadcast(tensor.detach(), group=quorum.group, group_src=0)
 
     def sum_gradients(self, quorum, step):
         """Compute the gradients and the loss of the global batch, each member from its own rows."""
@@ -137,10 +138,9 @@ class Trainer:
             loss.backward()
             self.gradients[-1] = loss.detach()
         with communication():
-            torch_dist.all_reduce(self.gradients)
+            torch_dist.all_reduce(self.gradients, group=quorum.group)
 
     def take_step(self, step):
-        self.losses[step] = self.gradients[-1]
         if self.args.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
         self.optimizer.step()
@@ -155,9 +155,7 @@ class Trainer:
             log(f"{line} | step {self.step} took {now - self.last_commit:.2f} s")
         self.last_commit = now
         if quorum.rank == 0 and (self.step % self.args.log_every == 0 or self.step == self.args.steps):
-            first = (self.step - 1) // self.args.log_every * self.args.log_every
-            loss = self.losses[first : self.step].mean().item()
-            log(f"step {self.step} | loss {loss:.4f} | {len(quorum.members)} members")
+            log(f"step {self.step} | loss {self.gradients[-1].item():.4f} | {len(quorum.members)} members")
 
 
 def make_gradients(model):
@@ -190,62 +188,49 @@ def communication():
 class Quorum:
     """The members that train together, by rank. The first `n_holders` have the parameters before `first_step`."""
 
-    def __init__(self, store, number, holders, newcomers, first_step, name, args):
+    def __init__(self, store, number, first_step, holders, newcomers, n_fruitless, name, args):
         self.store = store
         self.number = number
+        self.first_step = first_step
         self.members = holders + newcomers
         self.n_holders = len(holders)
-        self.first_step = first_step
+        self.n_fruitless = n_fruitless
         self.rank = self.members.index(name)
         self.args = args
-        self.timeout = timedelta(seconds=args.timeout)
+
+    def connect(self):
+        """Make a process group that lives as long as the quorum. Raises PeerLost."""
+        store = torch_dist.PrefixStore(f"{self.number} group", self.store)
+        timeout = timedelta(seconds=self.args.timeout)
+        with communication():
+            # gloo waits five times as long for a connection
+            self.group = torch_dist.ProcessGroupGloo(store, self.rank, len(self.members), timeout / 10)
+        self.group.set_timeout(timeout)
 
     def vote(self, step):
         """Vote for `step`, and wait for the decision. Returns the number of committed steps, and if it is closed."""
         votes = self.store.add(f"{self.number} votes", 1)
-        if votes == (step - self.first_step + 1) * len(self.members):
-            self.commit(step)
-        else:
-            try:
-                self.store.wait([f"{self.number} bell {step}"], self.timeout)
-            except torch_dist.DistStoreError:  # a member hangs
-                close(self.store, self.number)
-        return committed_steps(self.store, self.number)
-
-    def commit(self, step):
-        """Called by the last voter. It changes nothing if another process has closed the quorum before."""
-        value = str(step + 1)
-        if step + 1 == self.args.steps or self.store.check([f"{self.number + 1} waiting"]):
-            value += " closed"
-        self.store.compare_set(f"{self.number} steps", str(step), value)
-        self.store.set(f"{self.number} bell {step}", "")  # wakes those who wait for the decision
-        self.store.delete_key(f"{self.number} bell {step - 1}")  # all have heard it, or they could not have voted
-
-    def connect(self):
-        """Make the process group. Raises PeerLost."""
-        with communication():
-            torch_dist.init_process_group(
-                "gloo",
-                store=torch_dist.PrefixStore(f"{self.number} group", self.store),
-                rank=self.rank,
-                world_size=len(self.members),
-                timeout=self.timeout / 10,  # gloo waits five times as long for a connection
-            )
-        torch_dist.group.WORLD.set_timeout(self.timeout)
-
-    def leave(self):
-        """Close all connections at once, so that no other member waits for this one."""
-        if not dist.is_dist_avail_and_initialized():
-            # It failed to connect. Then torch has counted a group that does not exist, and would look for the next one
-            # under another name than the other members. To destroy a group sets the count to zero.
-            torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
-        torch_dist.destroy_process_group()
+        if votes == (step - self.first_step + 1) * len(self.members):  # the last one
+            value = str(step + 1)
+            if step + 1 == self.args.steps or self.store.check([f"{self.number + 1} waiting"]):
+                value += " closed"
+            self.store.compare_set(f"{self.number} steps", str(step), value)  # unless another process has closed it
+        return wait_for_decision(self.store, self.number, step, self.args.timeout)
 
 
-def committed_steps(store, number):
-    """The number of steps that are committed in quorum `number` or before it, and whether the quorum is closed."""
-    steps, _, closed = store.get(f"{number} steps").decode().partition(" ")
-    return int(steps), bool(closed)
+def wait_for_decision(store, number, step, timeout):
+    """Wait until `step` is committed, or quorum `number` is closed. Returns what `committed_steps` does.
+
+    If that takes longer than `timeout` seconds, a member hangs. Then close the quorum.
+    """
+    start = time.monotonic()
+    steps, closed = committed_steps(store, number)
+    while steps <= step and not closed:
+        time.sleep(POLL)
+        if time.monotonic() - start > timeout:
+            close(store, number)
+        steps, closed = committed_steps(store, number)
+    return steps, closed
 
 
 def close(store, number):
@@ -254,9 +239,12 @@ def close(store, number):
     while not closed:
         store.compare_set(f"{number} steps", str(steps), f"{steps} closed")
         steps, closed = committed_steps(store, number)
-    # The process that was to ring may have died: the last voter, or another one that has closed it.
-    for step in (steps - 1, steps):
-        store.set(f"{number} bell {step}", "")
+
+
+def committed_steps(store, number):
+    """The number of steps that are committed in quorum `number` or before it, and whether the quorum is closed."""
+    steps, _, closed = store.get(f"{number} steps").decode().partition(" ")
+    return int(steps), bool(closed)
 
 
 # ---- the next quorum ----------------------------------------------------------------------------------------------
@@ -264,86 +252,74 @@ def close(store, number):
 # The key "quorum" holds the newest quorum as JSON. The next one replaces it by compare_set, so all read the same one.
 
 
-def meet(store, name, own_step, n_expected, args):
+def meet(store, name, own_step, args):
     """Join the next quorum with the parameters of `own_step`. Returns None if all steps are committed.
 
-    Raises DistributedError if there are too few members, or none that has the newest parameters.
+    Raises DistributedError if no process has the newest parameters.
     """
     while True:
         newest = store.get("quorum").decode()
         previous = json.loads(newest)
-        store.append(f"{previous['number'] + 1} waiting", f"{name} {own_step}\n")
-        step = wait_until_closed(store, previous["number"], args)
+        number = previous["number"] + 1
+        store.append(f"{number} waiting", f"{name} {own_step}\n")
+        # A quorum for which another one waits is closed by its last voter.
+        step, _ = wait_for_decision(store, number - 1, args.steps, args.timeout)
         if step == args.steps:
             return None
         start = time.monotonic()
         while store.get("quorum").decode() == newest:
             is_late = time.monotonic() - start > args.timeout
-            proposal = propose(store, previous, step, n_expected, is_late, args)
+            proposal = propose(store, previous, step, is_late, args)
             if proposal is None:
                 time.sleep(POLL)
             else:
-                store.compare_set(f"{proposal['number']} steps", "", str(step))
+                store.compare_set(f"{number} steps", "", str(step))
                 store.compare_set("quorum", newest, json.dumps(proposal))
         quorum = json.loads(store.get("quorum"))
-        for left_behind in quorum.pop("left_behind"):
-            report_loss(store, left_behind)
         if name in quorum["holders"] + quorum["newcomers"]:  # else it came too late
             return Quorum(store, **quorum, name=name, args=args)
 
 
-def wait_until_closed(store, number, args):
-    """Its last voter closes a quorum that others wait for. Returns the number of committed steps."""
-    start = time.monotonic()
-    steps, closed = committed_steps(store, number)
-    while not closed:
-        time.sleep(POLL)
-        if time.monotonic() - start > args.timeout:  # all of its members hang
-            close(store, number)
-        steps, closed = committed_steps(store, number)
-    return steps
+def propose(store, previous, step, is_late, args):
+    """The quorum after the quorum `previous`, or None if it is too early to decide.
 
-
-def propose(store, previous, step, n_expected, is_late, args):
-    """The quorum after the quorum `previous`, or None if it is too early to decide: it is not yet late."""
+    It is too early while a member of `previous` is missing, unless it `is_late`: then it hangs, and counts as lost.
+    """
+    number = previous["number"] + 1
     lost = store.get("lost").decode().split()
     holders = []
     newcomers = []
-    for line in store.get(f"{previous['number'] + 1} waiting").decode().splitlines():
+    for line in store.get(f"{number} waiting").decode().splitlines():
         name, own_step = line.split()
         if name not in lost and int(own_step) == step:
             holders.append(name)
         elif name not in lost:
             newcomers.append(name)
     missing = set(previous["holders"] + previous["newcomers"]).difference(lost, holders, newcomers)
-    n_present = len(holders) + len(newcomers)
-    is_first = previous["number"] == -1
-    n_needed = n_expected if is_first and not is_late else args.min_members
-    if not is_late and (missing or n_present < n_needed):
+    if is_late:
+        for name in missing:
+            store.append("lost", f"{name} ")
+    elif missing or (number == 0 and len(holders) < args.nproc):
         return None
     if not holders:
         raise dist.DistributedError(f"all processes with the parameters of step {step} are lost: start again")
-    if n_present < n_needed:
-        line = f"{n_present} members after --timeout {args.timeout} s: --min-members is {args.min_members}"
-        raise dist.DistributedError(line)
-    members = {"holders": holders, "newcomers": newcomers, "left_behind": sorted(missing)}
-    return {"number": previous["number"] + 1, "first_step": step, **members}
+    quorum = {"number": number, "first_step": step, "holders": holders, "newcomers": newcomers, "n_fruitless": 0}
+    if step == previous["first_step"]:
+        quorum["n_fruitless"] = previous["n_fruitless"] + 1  # quorums in a row that have committed no step
+    return quorum
 
 
-def train(store, name, n_expected, args):
-    """Returns the trainer after all steps, or None if the others finished without this process."""
+def train(store, name, args):
+    """Train until all steps are committed. Returns the trainer, which may have come too late for the last of them."""
     trainer = Trainer(args)
-    n_fruitless = 0
-    while trainer.step < args.steps:
-        quorum = meet(store, name, trainer.step, n_expected, args)
+    while True:
+        quorum = meet(store, name, trainer.step, args)
         if quorum is None:
-            return None
+            return trainer
+        if quorum.n_fruitless == MOST_FRUITLESS:
+            line = f"{MOST_FRUITLESS} quorums in a row have committed no step"
+            raise dist.DistributedError(f"{line}; the last error: {trainer.last_error}")
         trainer.train_in(quorum)
-        n_fruitless = n_fruitless + 1 if trainer.step <= quorum.first_step else 0
-        if n_fruitless == MOST_FRUITLESS:
-            line = f"{n_fruitless} quorums in a row have committed no step; the last error: {trainer.last_error}"
-            raise dist.DistributedError(line)
-    return trainer
 
 
 # ---- supervisor ---------------------------------------------------------------------------------------------------
@@ -352,14 +328,9 @@ def train(store, name, n_expected, args):
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
-    count = options.whole_number(1)
-    parser.add_argument("--min-members", type=count, default=1, help="wait while there are fewer processes than this")
-    parser.add_argument("--timeout", type=count, default=30, help="seconds until a process that hangs is left behind")
-    restarts = options.whole_number(0)
-    parser.add_argument("--max-restarts", type=restarts, default=100, help="how often each process may be replaced")
+    seconds = options.whole_number(1)
+    parser.add_argument("--timeout", type=seconds, default=30, help="seconds until a process that hangs is left behind")
     args = parser.parse_args()
-    if args.min_members > args.nproc:
-        parser.error(f"argument --min-members: {args.min_members} is more than the number of processes, {args.nproc}")
     gpt.check_model_options(parser, args)
     return args
 
@@ -375,10 +346,11 @@ def main_worker(local_rank, world_size, args):
     store = connect()
     store.append("lost", "")
     store.set("-1 steps", "0 closed")  # before the first quorum
-    store.compare_set("quorum", "", json.dumps({"number": -1, "holders": [], "newcomers": []}))
+    nobody = {"number": -1, "first_step": -1, "holders": [], "newcomers": [], "n_fruitless": 0}
+    store.compare_set("quorum", "", json.dumps(nobody))
     context = multiprocessing.get_context("fork")  # a copy of this process starts at once: it has imported torch
-    for _ in range(args.max_restarts + 1):
-        process = context.Process(target=run_trainer, args=(world_size, args))
+    while True:
+        process = context.Process(target=run_trainer, args=(args,))
         process.start()
         name = str(process.pid)
         log(f"process {name} trains")
@@ -394,7 +366,6 @@ def main_worker(local_rank, world_size, args):
             raise dist.DistributedError(f"process {name} raised an exception: see its traceback above")
         report_loss(store, name)
         log(f"process {name} was killed by {signal.Signals(-process.exitcode).name}")
-    raise dist.DistributedError(f"process {name} is not replaced: --max-restarts is {args.max_restarts}")
 
 
 def connect():
@@ -411,14 +382,13 @@ def report_loss(store, name):
         close(store, quorum["number"])
 
 
-def run_trainer(n_expected, args):
+def run_trainer(args):
     """In the started process: train, and leave a line in the store if the job cannot continue."""
     threading.Thread(target=end_with_supervisor, daemon=True).start()
     os.environ.pop("RANK", None)  # its rank is another one in each quorum
-    os.environ.pop("WORLD_SIZE", None)
     store = connect()
     try:
-        train(store, str(os.getpid()), n_expected, args)
+        train(store, str(os.getpid()), args)
         # Save here what you need. A process that is killed while it saves is not noticed by the others.
     except dist.DistributedError as error:
         store.set("error", str(error))

@@ -526,20 +526,19 @@ def train_in_one_quorum(module):
     """A main_worker for min_FaultTolerant.py: the last rank is healed in the first step, and all vote for each step."""
 
     def main_worker(local_rank, world_size, args):
-        rank = int(os.environ.pop("RANK"))
-        del os.environ["WORLD_SIZE"]  # as run_trainer does
+        rank = int(os.environ.pop("RANK"))  # as run_trainer does
         store = torch_dist.HashStore()
         store.set("0 steps", "1")
         trainer = module.Trainer(args)
         if rank < world_size - 1:
             trainer.take_step(0)
         *holders, newcomer = range(world_size)
-        quorum = module.Quorum(store, 0, holders, [newcomer], first_step=1, name=rank, args=args)
+        quorum = module.Quorum(store, 0, 1, holders, [newcomer], n_fruitless=0, name=rank, args=args)
+        quorum.group = None  # the job's own
         # It uses gloo, for which there is no fake group with two devices.
         job = {"store": store, "rank": rank, "world_size": world_size, "device_id": module.dist.get_device()}
         quorum.connect = lambda: torch_dist.init_process_group("cpu:gloo,gpu:nccl", **job)
         quorum.vote = lambda step: (step + 1, step + 1 == args.steps)
-        quorum.leave = lambda: None
         trainer.train_in(quorum)
         assert trainer.step == args.steps
 

@@ -140,7 +140,6 @@ processes
     """,
     "min_FaultTolerant.py": """
         --timeout 0 | argument --timeout: '0' is not a whole number of at least 1
-        --nproc 2 --min-members 3 | argument --min-members: 3 is more than the number of processes, 2
     """,
     "min_Join.py": """
         --steps 20 --least 21 | argument --least: 21 is not a whole number from 0 to 20, the --steps
