@@ -1,17 +1,17 @@
-"""Hugging Face's format, read into the shards of FSDP and written from them; and LoRA.
+"""Hugging Face's format, read into the shards of FSDP and written from them; and LoRA, by PEFT.
 
     with torch.device("meta"):
         model = hub.build_model(config, torch.float32)  # shapes without memory
-        hub.add_lora(model, rank=16, alpha=32)          # leave it out to train all parameters
+        model = hub.add_lora(model, rank=16)            # leave it out to train all parameters
     for layer in hub.layers_of(model):
         fully_shard(layer)
     fully_shard(model)
-    hub.fill(model, whole)                              # rank 0 has the `whole` model; the other ranks pass None
-                                                        # with add_lora above, `whole` needs add_lora too
-    hub.begin("folder", tokenizer, frame)               # the `frame` is the model without weights; None for adapters
+    hub.fill(model, whole)                     # rank 0 has the `whole` model; the other ranks pass None
+                                               # with add_lora above, `whole` needs add_lora too
+    hub.begin("folder", tokenizer, whole)      # on rank 0
     ...
-    hub.save_model(model, frame, "folder")              # transformers.AutoModelForCausalLM.from_pretrained("folder")
-    hub.save_adapters(model, "folder", base="Qwen/Qwen3-8B")  # peft.PeftModel.from_pretrained(base, …)
+    hub.save(model, whole, dtype, "folder")    # transformers.AutoModelForCausalLM.from_pretrained("folder")
+                                               # adapters: peft.AutoPeftModelForCausalLM.from_pretrained("folder")
 
 Only rank 0 reads and writes files. It needs one whole model in the CPU's memory to write it. To read one it needs less,
 because safetensors maps the files into memory, and no rank ever holds a whole model on its device.
@@ -19,15 +19,15 @@ because safetensors maps the files into memory, and no rank ever holds a whole m
 
 import contextlib
 import copy
-import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 
+import peft
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -183,189 +183,101 @@ def check_packing(model, length):
         raise dist.DistributedError(line)
 
 
-@torch.no_grad()
-def answer(model, tokenizer, prompt, n_tokens=100):
-    """On rank 0, what the model finds most likely after `prompt`. Every forward needs all ranks, so all generate."""
-    tokens = None
-    if dist.is_primary():
-        is_chat = bool(tokenizer.chat_template)
-        if is_chat:
-            turn = {"role": "user", "content": prompt}
-            prompt = tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
-        tokens = tokenizer(prompt, add_special_tokens=not is_chat, return_tensors="pt").input_ids
-    tokens = dist.broadcast_object(tokens).to(dist.get_device())
-    model.eval()
-    found = model.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=n_tokens,
-        do_sample=False,
-        synced_gpus=True,  # a rank that has finished continues until all have
-    )
-    if dist.is_primary():
-        return tokenizer.decode(found[0, tokens.shape[1] :])
-    return None
-
-
 # ---- LoRA ---------------------------------------------------------------------------------------------------------
 
 
-def add_lora(model, rank, alpha):
-    """Freeze the model, and add alpha / rank * B(A(x)) to each linear layer of its blocks. B starts at 0.
+def add_lora(model, rank):
+    """The model as PEFT wraps it: frozen, and with 2 * B(A(x)) added to each linear layer but the last. B starts at 0.
 
-    The adapters A (rank, inputs) and B (outputs, rank) become parts of their linear layer. So the model's own
-    parameters keep their names. The layers are those that PEFT calls "all-linear". https://arxiv.org/abs/2106.09685
+    A (rank, inputs) and B (outputs, rank) are trained. https://arxiv.org/abs/2106.09685
     """
-    model.requires_grad_(False)
-    dtype = torch.get_default_dtype()
-    linears = []
-    for layer in layers_of(model):
-        linears.extend(module for module in layer.modules() if isinstance(module, nn.Linear | Conv1D))
-    linears = list(dict.fromkeys(linears))  # some models share one between layers
+    head = model.get_output_embeddings()
+    linears = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and module is not head:
+            linears[name] = module
     if not linears:
-        raise dist.DistributedError(f"--lora: the layers of {type(model).__name__} have no nn.Linear to adapt")
-    for linear in linears:
-        n_outputs, n_inputs = linear.weight.shape
-        if isinstance(linear, Conv1D):  # GPT-2's linear layer, whose weight is transposed
-            n_inputs, n_outputs = linear.weight.shape
-        linear.lora_A = nn.Linear(n_inputs, rank, bias=False, dtype=dtype)
-        linear.lora_B = nn.Linear(rank, n_outputs, bias=False, dtype=dtype)
-        nn.init.zeros_(linear.lora_B.weight)
-        linear.lora_scale = alpha / rank
-        linear.register_forward_hook(add_adapted)
-
-
-def add_adapted(linear, inputs, output):
-    x = inputs[0].to(linear.lora_A.weight.dtype)
-    return output + linear.lora_scale * linear.lora_B(linear.lora_A(x)).to(output.dtype)
-
-
-def adapted_layers(model):
-    """The linear layers that have adapters, by their names."""
-    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_scale")}
-
-
-@contextlib.contextmanager
-def without_adapters(model):
-    """Inside the block the model computes what it computed before `add_lora`."""
-    adapted = adapted_layers(model).values()
-    if not adapted:
-        raise dist.DistributedError("the model has no adapters to leave out: see add_lora")
-    scales = [linear.lora_scale for linear in adapted]
-    for linear in adapted:
-        linear.lora_scale = 0.0
-    try:
-        yield
-    finally:
-        for linear, scale in zip(adapted, scales, strict=True):
-            linear.lora_scale = scale
+        raise dist.DistributedError(f"--lora: {type(model).__name__} has no nn.Linear to adapt")
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=list(linears),  # "all-linear" would name experts too, which are no linear layers
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in linears.values()),  # of GPT-2: transposed weights
+    )
+    with warnings.catch_warnings():
+        # PEFT 0.21 reads a property that transformers 5.24 has renamed.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+        return peft.get_peft_model(model, config)
 
 
 # ---- write --------------------------------------------------------------------------------------------------------
 
 
-def gathered(tensor):
-    """The whole of a sharded tensor, on every rank, which must all call it."""
-    tensor = tensor.detach()
-    if hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()
-    return tensor
+def begin(folder, tokenizer, whole):
+    """Before training, on rank 0: write a result without its weights to `folder`/.incomplete.
 
-
-def begin(folder, tokenizer, frame=None):
-    """Before training, write a result without its weights to `folder`/.incomplete: what cannot be written fails here.
-
-    `frame` is the model to be written, on "meta" and in the type of the result; None for adapters. Every rank must call
-    it, and rank 0 alone needs the tokenizer. Raises DistributedError on every rank if it cannot write, or if `folder`
-    has a result of the other kind, which would be loaded together with this one.
+    So what cannot be written fails here. Raises DistributedError, also if `folder` has a result of the other kind, a
+    model or adapters: transformers would load it together with this one.
     """
-
-    def write():
-        if frame is None and Path(folder, "config.json").exists():
-            raise dist.DistributedError(f"{folder} holds a whole model: choose another folder for the adapters")
-        if frame is not None and Path(folder, "adapter_config.json").exists():
-            line = f"{folder} holds adapters, which would be added to the model: choose another folder"
-            raise dist.DistributedError(line)
-        temporary = Path(folder, ".incomplete")
-        with one_line(f"cannot write {folder}"):
-            shutil.rmtree(temporary, ignore_errors=True)
-            tokenizer.save_pretrained(temporary)
-            if frame is not None:
-                frame.save_pretrained(temporary, state_dict={})
-
-    on_rank_0(write)
+    if isinstance(whole, peft.PeftModel) and Path(folder, "config.json").exists():
+        raise dist.DistributedError(f"{folder} holds a whole model: choose another folder for the adapters")
+    if not isinstance(whole, peft.PeftModel) and Path(folder, "adapter_config.json").exists():
+        line = f"{folder} holds adapters, which would be added to the model: choose another folder"
+        raise dist.DistributedError(line)
+    temporary = Path(folder, ".incomplete")
+    with one_line(f"cannot write {folder}"):
+        shutil.rmtree(temporary, ignore_errors=True)
+        tokenizer.save_pretrained(temporary)
+        write(whole, temporary, {})
 
 
-def save_model(model, frame, folder):
-    """Complete what `begin` has begun, so that `from_pretrained` of transformers loads it. Adapters are merged.
+def save(model, whole, dtype, folder):
+    """Complete what `begin` has begun, so that `from_pretrained` of transformers, or of PEFT, loads it.
 
-    Rank 0 collects the weights in the CPU's memory, in the type of `frame`. Raises DistributedError on every rank if it
-    cannot write.
+    `whole` is rank 0's model, which may have moved to "meta". Rank 0 collects the weights in the CPU's memory: the
+    model in the type `dtype`, or the adapters alone. Raises DistributedError on every rank if it cannot write.
     """
-    modules = dict(model.named_modules())
+    is_lora = isinstance(model, peft.PeftModel)
     weights = {}
     seen = set()
-    for name, param in model.state_dict(keep_vars=True).items():
-        if ".lora_" in name or id(param) in seen:
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
             continue  # the second name of a tied weight: from_pretrained ties it again
-        seen.add(id(param))
-        tensor = param.detach()
-        if tensor.is_floating_point():  # a buffer may hold whole numbers
-            tensor = tensor.to(frame.dtype)
-        tensor = gathered(tensor)
-        module = modules[name.rpartition(".")[0]]
-        if hasattr(module, "lora_scale") and param is module.weight:
-            change = module.lora_scale * gathered(module.lora_B.weight) @ gathered(module.lora_A.weight)
-            if isinstance(module, Conv1D):
-                change = change.T
-            tensor = (tensor + change).to(frame.dtype)
+        seen.add(id(tensor))
+        if is_lora and not tensor.requires_grad:
+            continue
+        tensor = tensor.detach()
+        if tensor.is_floating_point() and not is_lora:  # a buffer may hold whole numbers
+            tensor = tensor.to(dtype)
+        if hasattr(tensor, "full_tensor"):
+            tensor = tensor.full_tensor()
         if dist.is_primary():
             weights[name] = tensor.cpu()
-
-    def write(temporary):
-        frame.save_pretrained(temporary, state_dict=weights, max_shard_size="5GB")
-
-    on_rank_0(complete, folder, write, "model*.safetensors*", "config.json")
+    on_rank_0(complete, folder, whole, weights)
 
 
-def save_adapters(model, folder, base):
-    """Complete what `begin` has begun, as PEFT loads it beside the model that is named `base`. See `save_model`."""
-    adapted = adapted_layers(model)
-    linear = next(iter(adapted.values()))
-    rank = linear.lora_A.out_features
-    adapter_config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": linear.lora_scale * rank,
-        "target_modules": sorted({name.rpartition(".")[2] for name in adapted}),
-        "fan_in_fan_out": isinstance(linear, Conv1D),
-    }
-    weights = {}
-    for name, param in model.state_dict(keep_vars=True).items():
-        if ".lora_" in name:
-            weights[f"base_model.model.{name}"] = gathered(param).cpu().contiguous()
-
-    def write(temporary):
-        save_file(weights, Path(temporary, "adapter_model.safetensors"), metadata={"format": "pt"})
-        Path(temporary, "adapter_config.json").write_text(json.dumps(adapter_config, indent=2) + "\n")
-
-    on_rank_0(complete, folder, write, "adapter_model*.safetensors*", "adapter_config.json")
+def write(whole, folder, weights):
+    # PEFT would ask the Hub whether the model had other embeddings there.
+    whole.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
 
 
-def complete(folder, write, weights, last):
-    """Call `write(path)` with the folder that `begin` has made, and move all of its files to `folder`.
+def complete(folder, whole, weights):
+    """Write `weights` into the folder that `begin` has made, and move all of its files to `folder`.
 
-    The file named `last` is removed first and moved last. Nothing loads the folder without it, so a kill at any moment
+    The configuration is removed first and moved last. Nothing loads the folder without it, so a kill at any moment
     leaves a complete result or none. The weights and the chat template of an older result are removed.
     """
     temporary = Path(folder, ".incomplete")
     with one_line(f"cannot write {folder}"):
-        write(temporary)
+        write(whole, temporary, weights)
+        last = "config.json"
+        if isinstance(whole, peft.PeftModel):
+            last = "adapter_config.json"
         Path(folder, last).unlink(missing_ok=True)
-        for path in [*Path(folder).glob(weights), *Path(folder).glob("chat_template*")]:
-            path.unlink()  # the tokenizer may have no chat template now
+        for old in ("model*.safetensors*", "adapter_model*.safetensors*", "chat_template*"):
+            for path in Path(folder).glob(old):
+                path.unlink()  # the tokenizer may have no chat template now
         for path in sorted(temporary.iterdir(), key=lambda path: path.name == last):
             target = Path(folder, path.name)
             if target.is_dir():

@@ -21,10 +21,11 @@ training. So a smaller --epochs writes the result of the best checkpoint, once t
 held-out.txt beside them has the losses.
 
 In the words of TRL, --length is max_length, --global-batch-size is per_device_train_batch_size ·
-gradient_accumulation_steps · N, and packing and assistant_only_loss are on. Not offered: a base in 4 bits, code from
-the Hub, tokenizers that are not fast, the router's loss of a mixture of experts, training adapters further. --lora
-adapts linear layers, but not experts that are stored as one 3-D tensor, which PEFT adapts too. It does not train
-embeddings, so train a model with new tokens without it.
+gradient_accumulation_steps · N, --lora RANK has lora_alpha = 2 · RANK, and packing and assistant_only_loss are on. Not
+offered: a base in 4 bits, code from the Hub, tokenizers that are not fast, the router's loss of a mixture of experts,
+training adapters further. --lora adapts linear layers, but not experts that are stored as one 3-D tensor, which PEFT
+adapts too. It does not train embeddings, so train a model with new tokens without it. PEFT merges adapters into their
+model: docs/recipes.md.
 
 Choose mnist_DDP.py for images, and min_FSDP.py or min_Packing.py to learn one of the ideas.
 
@@ -51,7 +52,6 @@ it prints `step 100/370 | held-out 4.2481`, the mean loss of the documents that 
 import datetime
 import functools
 import math
-import os
 import resource
 import time
 import zlib
@@ -78,11 +78,8 @@ import watch
 # ---- the model and its shards -------------------------------------------------------------------------------------
 
 
-def make_model(whole, frame, args):
-    """This rank's shards of the model, with the values of rank 0's `whole` model. The other ranks pass None.
-
-    `frame` is the model without weights: its configuration, and the type of the files.
-    """
+def make_model(whole, config, dtype_of_files, args):
+    """This rank's shards of the model, with the values of rank 0's `whole` model. The other ranks pass None."""
     device = dist.get_device()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     dtype = torch.get_default_dtype()  # float32
@@ -93,10 +90,10 @@ def make_model(whole, frame, args):
     with torch.device("meta"):  # shapes without memory
         # CHANGE HERE, 1 of 4: the model. Freeze parameters here, on every rank, before they are sharded.
         if args.lora:
-            model = hub.build_model(frame.config, frame.dtype)  # frozen, so it keeps the type of its files
-            hub.add_lora(model, args.lora, args.lora_alpha)
+            model = hub.build_model(config, dtype_of_files)  # frozen, so it keeps this type
+            model = hub.add_lora(model, args.lora)
         else:
-            model = hub.build_model(frame.config, dtype)
+            model = hub.build_model(config, dtype)
     for layer in hub.layers_of(model):
         if args.recompute:
             # Save only the layer's input for backward, which computes the rest again.
@@ -109,7 +106,6 @@ def make_model(whole, frame, args):
         fully_shard(embedding, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)  # the rest
     hub.fill(model, whole)
-    model.generation_config = frame.generation_config  # says which tokens end an answer
     return model
 
 
@@ -243,7 +239,7 @@ def evaluate(model, held_out, step, args):
 
 def settings_of(model, rows, args):
     """What a resumed run must share: else it would continue another training, silently."""
-    names = ("length", "seed", "lr", "weight_decay", "global_batch_size", "lora", "lora_alpha")
+    names = ("length", "seed", "lr", "weight_decay", "global_batch_size", "lora")
     settings = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
     settings["--data (checksum)"] = zlib.crc32(rows.numpy())
     settings["--model (checksum)"] = checksum_of_weights(model)
@@ -298,24 +294,21 @@ def peak_memory():
 
 
 def prepare(args):
-    """Tokenizer and whole model on rank 0, None on the others. On all: the model without weights, and the rows.
+    """The whole model on rank 0, None on the others. On all: its configuration and type, and the rows.
 
     Only rank 0 reads files. Raises DistributedError on every rank if something cannot be read.
     """
-    tokenizer = whole = rows = held_out = shared = None
+    whole = rows = held_out = shared = None
     found = hub.on_rank_0(read_all, args)
     if found:
-        tokenizer, whole, rows, held_out = found
-        shared = whole.config, whole.dtype, whole.generation_config, args.length
-    config, dtype, generation_config, args.length = dist.broadcast_object(shared)
-    with torch.device("meta"):
-        frame = hub.build_model(config, dtype)
-    frame.generation_config = generation_config
-    return tokenizer, whole, frame, documents.broadcast_rows(rows), documents.broadcast_rows(held_out)
+        whole, rows, held_out = found
+        shared = whole.config, whole.dtype, args.length
+    config, dtype, args.length = dist.broadcast_object(shared)
+    return whole, config, dtype, documents.broadcast_rows(rows), documents.broadcast_rows(held_out)
 
 
 def read_all(args):
-    """Tokenizer, whole model, rows to train on, and rows held out."""
+    """The whole model, rows to train on, and rows held out. Begins the result."""
     with hub.one_line(f"--model {args.model}"):
         tokenizer, config = load_tokenizer_and_config(args)
     training, held_out = load_documents(tokenizer, args)
@@ -334,7 +327,8 @@ def read_all(args):
         whole = load_whole_model(config, args)
     refuse_unknown_tokens(training + held_out, whole, tokenizer, args)
     warn_if_answers_do_not_end(training, whole.generation_config, tokenizer)
-    return tokenizer, whole, rows, held_out_rows
+    hub.begin(args.output_dir, tokenizer, whole)
+    return whole, rows, held_out_rows
 
 
 def load_documents(tokenizer, args):
@@ -409,7 +403,7 @@ def load_whole_model(config, args):
     else:
         whole = hub.build_model(config, torch.get_default_dtype())
     if args.lora:
-        hub.add_lora(whole, args.lora, args.lora_alpha)
+        whole = hub.add_lora(whole, args.lora)
     return whole
 
 
@@ -455,8 +449,6 @@ def parse_args(argv=None):
     add("--keep", type=count, help="keep only the newest N checkpoints (default: all)", metavar="N")
     lora_help = "freeze the model and train adapters of this rank (default: train the model)"
     add("--lora", type=count, metavar="RANK", help=lora_help)
-    add("--lora-alpha", type=options.positive_number, help="scale adapters by this / RANK (default: twice RANK)")
-    add("--merge", action="store_true", help="with --lora: also write the merged model, to OUTPUT_DIR/merged")
     length_help = "tokens per row (default: 256 without --model, else 2048, or the model's limit)"
     add("--length", type=options.whole_number(2), help=length_help)
     add("--pad", action="store_true", help="do not pack: one document in each row, filled with padding")
@@ -477,7 +469,6 @@ def parse_args(argv=None):
     add("--compile", action="store_true", help="compile each layer with torch.compile")
     add("--log-every", type=count, default=20, help="print every N steps", metavar="N")
     add("--eval-every", type=count, default=100, help="evaluate every N steps, and at the end", metavar="N")
-    add("--prompt", help="what the trained model answers at the end (default: nothing with --model)")
     add("--seed", type=options.whole_number(0, 2**32 - 1), default=0, help="random seed")
     parser.add_nproc()
     args = parser.parse_args(argv)
@@ -499,18 +490,12 @@ def check_together(parser, args):
         parser.error("argument --from-scratch: name the --model whose configuration and tokenizer are taken")
     if args.lora and (args.from_scratch or not args.model):
         parser.error("argument --lora: adapters need a --model with weights")
-    if args.lora_alpha and not args.lora:
-        parser.error("argument --lora-alpha: it scales adapters, so it needs --lora")
-    if args.merge and not args.lora:
-        parser.error("argument --merge: it merges adapters, so it needs --lora")
     if args.global_batch_size < args.nproc:
         line = f"{args.global_batch_size} is less than {args.nproc}, the number of processes"
         parser.error(f"argument --global-batch-size: {line}")
 
 
 def set_defaults(args):
-    if args.lora and not args.lora_alpha:
-        args.lora_alpha = 2.0 * args.lora
     if not args.precision:
         args.precision = "mixed" if torch.cuda.is_available() else "float32"
     if not args.lr:
@@ -533,10 +518,10 @@ def main_worker(local_rank, world_size, args):
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    tokenizer, whole, frame, rows, held_out = prepare(args)
-    model = make_model(whole, frame, args)
-    del whole
-    results = begin_results(tokenizer, frame, args)
+    whole, config, dtype, rows, held_out = prepare(args)
+    model = make_model(whole, config, dtype, args)
+    if dist.is_primary():
+        whole.to("meta")  # its values are in the shards now
     n_params = sum(param.numel() for param in model.parameters())
     n_trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     line = f"Training {n_trained:,} of {n_params:,} parameters on {world_size} x {dist.get_device().type}"
@@ -544,13 +529,8 @@ def main_worker(local_rank, world_size, args):
     if not args.pad:
         hub.check_packing(model, args.length)
     train(model, rows, held_out, args)
-    write_results(model, results, args)
-    prompt = args.prompt
-    if not prompt and not args.model:
-        prompt = 'def is_empty(self):\n    """Return True if the queue is empty."""\n'
-    if prompt:
-        text = hub.answer(model, tokenizer, prompt)
-        dist.print_primary(f"{prompt}--->\n{text}", flush=True)
+    hub.save(model, whole, dtype, args.output_dir)
+    dist.print_primary(f"Written to {args.output_dir}")
 
 
 def init_process_group():
@@ -559,27 +539,6 @@ def init_process_group():
     if not dist.is_dist_avail_and_initialized():
         backend = "cpu:gloo,cuda:nccl" if dist.get_device().type == "cuda" else "gloo"
         torch_dist.init_process_group(backend, store=torch_dist.HashStore(), rank=0, world_size=1)
-
-
-def begin_results(tokenizer, frame, args):
-    """Write all but the weights. Returns for each folder the model without weights, or None for adapters."""
-    results = {args.output_dir: frame}
-    if args.lora:
-        results = {args.output_dir: None}
-    if args.merge:
-        results[os.path.join(args.output_dir, "merged")] = frame
-    for folder, kind in results.items():
-        hub.begin(folder, tokenizer, kind)
-    return results
-
-
-def write_results(model, results, args):
-    for folder, frame in results.items():
-        if frame is None:
-            hub.save_adapters(model, folder, args.model)
-        else:
-            hub.save_model(model, frame, folder)
-        dist.print_primary(f"Written to {folder}")
 
 
 if __name__ == "__main__":

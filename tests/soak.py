@@ -214,7 +214,7 @@ def start_saving(kind, nproc, folder, log):
         path = Path(inputs().name)
         command = ["llm_FSDP.py", *TUNING, "--model", path / "llama", "--data", path / "data.jsonl"]
         command += ["--checkpoint-dir", folder / "state", "--output-dir", folder / "trained"]
-        command += ["--lora", 4, "--merge"] if kind == "finetune with LoRA" else []
+        command += ["--lora", 4] if kind == "finetune with LoRA" else []
     options = {"cwd": ROOT, "stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
     return subprocess.Popen([sys.executable, *map(str, command), "--nproc", str(nproc)], **options)
 
@@ -227,8 +227,8 @@ def saved(kind, folder):
     if kind.startswith("finetune"):
         from safetensors.torch import load_file
 
-        folder = folder / "trained" / "merged" if "LoRA" in kind else folder / "trained"
-        return load_file(folder / "model.safetensors")
+        name = "adapter_model.safetensors" if "LoRA" in kind else "model.safetensors"
+        return load_file(folder / "trained" / name)
     if kind == "sharded":
         from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # slow, and `worker` needs none of it
 

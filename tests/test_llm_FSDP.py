@@ -1,6 +1,7 @@
 """llm_FSDP.py: equal to a plain loop over transformers in one process, exact on resume, and its results load."""
 
 import contextlib
+import copy
 import functools
 import io
 import itertools
@@ -38,7 +39,7 @@ IDS = torch.randint(0, 250, (2, 40), generator=torch.Generator().manual_seed(0))
 ADAMW = {"lr": 0.003, "weight_decay": 0.1, "clip": 0.5, "warmup": 2}
 SGD = {"lr": 0.05, "clip": 1e9, "warmup": 0}
 CLIPPED = {"lr": 0.05, "clip": 1.0, "warmup": 0}
-LORA = {"lora": 4, "lora_alpha": 6.0}
+LORA = {"lora": 4}
 CASES = {  # name: (model, optimizer, options)
     "llama": ("llama", "SGD", SGD),
     "tied": ("llama_tied", "AdamW", ADAMW),
@@ -49,12 +50,12 @@ CASES = {  # name: (model, optimizer, options)
     "recomputed": ("qwen3", "AdamW", {**ADAMW, "recompute": True}),
     "gemma3": ("gemma3", "SGD", SGD),
     "qwen3_moe": ("qwen3_moe", "SGD", SGD),
-    "lora": ("llama_tied", "SGD", {**SGD, **LORA, "lr": 0.5}),
-    "lora, AdamW": ("llama", "AdamW", {**ADAMW, **LORA}),
-    "lora, gpt2": ("gpt2", "SGD", {**SGD, **LORA, "lr": 0.5}),
-    "lora, qwen3": ("qwen3", "SGD", {**SGD, **LORA, "lr": 0.5}),
-    "lora, gemma3": ("gemma3", "SGD", {**SGD, **LORA, "lr": 1.0}),
-    "lora, qwen3_moe": ("qwen3_moe", "SGD", {**SGD, **LORA, "lr": 0.5}),
+    "lora": ("llama_tied_float64", "SGD", {**SGD, **LORA, "lr": 0.5}),
+    "lora, AdamW": ("llama_float64", "AdamW", {**ADAMW, **LORA}),
+    "lora, gpt2": ("gpt2_float64", "SGD", {**SGD, **LORA, "lr": 0.5}),
+    "lora, qwen3": ("qwen3_float64", "SGD", {**SGD, **LORA, "lr": 0.5}),
+    "lora, gemma3": ("gemma3_float64", "SGD", {**SGD, **LORA, "lr": 1.0}),
+    "lora, qwen3_moe": ("qwen3_moe_float64", "SGD", {**SGD, **LORA, "lr": 0.5}),
 }
 ON = {1: ["llama", "tied", "lora"], 2: list(CASES), 3: ["tied", "uneven", "gathered once", "lora, AdamW"]}
 RESUMED = ["tied", "lora"]
@@ -111,7 +112,7 @@ def plain_model(args, lora_A):
         targets = "all-linear"
         if "moe" in args.model:  # PEFT also adapts experts, whose weights are no linear layers
             targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-        config = peft.LoraConfig(r=args.lora, lora_alpha=args.lora_alpha, target_modules=targets)
+        config = peft.LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules=targets)
         model = peft.get_peft_model(model, config).double()
         for name, param in model.named_parameters():
             if "lora_A" in name:
@@ -168,7 +169,14 @@ def rate(step, args):
 
 def whole_parameters(model, part=""):
     """The parameters with `part` in their names, each whole on every rank."""
-    return {name: hub.gathered(param).clone() for name, param in model.named_parameters() if part in name}
+    found = {}
+    for name, param in model.named_parameters():
+        if part in name:
+            value = param.detach()
+            if hasattr(value, "full_tensor"):  # the root stays gathered after a forward
+                value = value.full_tensor()
+            found[plain_name(name)] = value.clone()
+    return found
 
 
 @torch.no_grad()
@@ -187,23 +195,21 @@ class Stopped(Exception):
 def train(folder, name, output=None, **changes):
     """What the script's functions make of a case: losses, parameters, logits, and the adapters' random lora_A.
 
-    With a folder `output`, the model also answers a prompt, and is written to this folder.
+    With a folder `output`, the model is also written to it.
     """
     model_name, optimizer, options = CASES[name]
     args = arguments(folder, model_name, output or "out", **{**options, **changes})
-    args.merge = bool(args.lora)
     shares, finished = [], True
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(mock.patch("checkpoint.Preemption.leave", mock.Mock(side_effect=Stopped)))
         if optimizer == "SGD":
             stack.enter_context(mock.patch("torch.optim.AdamW", make_sgd))
-        tokenizer, whole, frame, rows, held_out = llm_FSDP.prepare(args)
-        model = llm_FSDP.make_model(whole, frame, args)
+        whole, config, dtype, rows, held_out = llm_FSDP.prepare(args)
+        model = llm_FSDP.make_model(whole, config, dtype, args)
         hub.check_packing(model, args.length)
         lora_A = whole_parameters(model, "lora_A")
         args.epochs = STEPS * args.global_batch_size / len(rows)
-        results = llm_FSDP.begin_results(tokenizer, frame, args)
         with mock.patch.object(llm_FSDP, "backward", recording(llm_FSDP.backward, shares)):
             try:
                 llm_FSDP.train(model, rows, held_out, args)
@@ -213,8 +219,7 @@ def train(folder, name, output=None, **changes):
         result = {"lora_A": lora_A, "losses": losses, "finished": finished, "logits": logits_of(model)}
         result["parameters"] = whole_parameters(model)
         if output:
-            result["answer"] = hub.answer(model, tokenizer, "abc", n_tokens=4)
-            llm_FSDP.write_results(model, results, args)
+            hub.save(model, whole, dtype, args.output_dir)
     return result
 
 
@@ -256,6 +261,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llm")
     for name in language.CONFIGS:
         language.make_folder(name, folder / name)
+        language.make_folder(name, folder / f"{name}_float64", torch.float64)
     language.write_jsonl(folder / "data.jsonl", language.records())
     return folder
 
@@ -295,32 +301,25 @@ def test_equals_one_process(folder, name, world_size):
 
 @pytest.mark.parametrize("name", ON[2])
 def test_results_load(folder, name):
-    """The saved model gives the trained model's logits: loaded by transformers, by PEFT, and with merged adapters."""
+    """The saved model gives the trained model's logits: loaded by transformers, or by PEFT."""
     result = job(folder, 2)[name]
     model_name, _, options = CASES[name]
     output = folder / f"{name} 2"
-    merged = output
     if "lora" in options:
-        base = transformers.AutoModelForCausalLM.from_pretrained(folder / model_name)
-        adapted = peft.PeftModel.from_pretrained(base, output).double()
-        assert (logits_of(adapted) - result["logits"]).abs().max() < 1e-5
-        assert not list(output.glob("model*"))
-        merged = output / "merged"
-    model = transformers.AutoModelForCausalLM.from_pretrained(merged)
-    assert model.dtype == torch.float32, "as in the files that were loaded"
+        model = peft.AutoPeftModelForCausalLM.from_pretrained(output, dtype="auto")
+        assert not list(output.glob("model*")) and not (output / "config.json").exists()
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(output)
+        assert model.dtype == torch.float32, "as in the files that were loaded"
+        assert json.loads((output / "generation_config.json").read_text())["eos_token_id"] == 256
+        config, before = [json.loads((path / "config.json").read_text()) for path in (output, folder / model_name)]
+        assert config["architectures"] == before["architectures"]
     assert (logits_of(model.double()) - result["logits"]).abs().max() < 1e-5
-    tokenizer = transformers.AutoTokenizer.from_pretrained(merged)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(output)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "abc"}], tokenize=False, add_generation_prompt=True
     )
     assert prompt == "<|user|>abc<|end|><|assistant|>"
-    tokens = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
-    with float64_everywhere():
-        answer = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False)
-    assert tokenizer.decode(answer[0, tokens.shape[1] :]) == result["answer"]
-    assert json.loads((merged / "generation_config.json").read_text())["eos_token_id"] == 256
-    config = json.loads((merged / "config.json").read_text())
-    assert config["architectures"] == json.loads((folder / model_name / "config.json").read_text())["architectures"]
     assert not list(output.glob(".incomplete"))
 
 
@@ -365,7 +364,6 @@ def test_without_a_model_and_a_network_it_learns_and_answers(tmp_path):
     assert re.search(
         r"^step 20/370 \| loss \d\.\d{4} \| norm \d\.\d\d \| lr \d\.\de-03 \| [\d,]+ targets/s", stdout, re.M
     )
-    assert re.search(r"--->\n    (?:return|if|self|for|raise|with|try)\b", stdout), "it answers with code"
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() == 664_192
 
 
@@ -460,13 +458,14 @@ def measure_memory(local_rank, world_size, folder):
     args = arguments(Path(folder), "large", f"large {world_size}")
     peaks = []
     with contextlib.redirect_stdout(io.StringIO()):
-        tokenizer, whole, frame, _, _ = llm_FSDP.prepare(args)
+        whole, config, dtype, _, _ = llm_FSDP.prepare(args)
         with Peak() as peak:
-            model = llm_FSDP.make_model(whole, frame, args)
-            del whole
+            model = llm_FSDP.make_model(whole, config, dtype, args)
+            if local_rank == 0:
+                whole.to("meta")
         peaks.append(peak.peak)
         with Peak() as peak:
-            llm_FSDP.write_results(model, llm_FSDP.begin_results(tokenizer, frame, args), args)
+            hub.save(model, whole, dtype, args.output_dir)
         peaks.append(peak.peak)
     everyone = dist.gather_objects(peaks)
     if local_rank == 0:
@@ -538,10 +537,10 @@ def held_bytes(model, optimizer):
 
 def mix(folder, output, **changes):
     """A model in bfloat16 is loaded, trained by mixed precision for a step, and written."""
-    args = arguments(folder, "bfloat16", output, precision="mixed", merge="lora" in changes, **changes)
+    args = arguments(folder, "bfloat16", output, precision="mixed", **changes)
     with contextlib.redirect_stdout(io.StringIO()):
-        tokenizer, whole, frame, rows, _ = llm_FSDP.prepare(args)
-        model = llm_FSDP.make_model(whole, frame, args)
+        whole, config, dtype, rows, _ = llm_FSDP.prepare(args)
+        model = llm_FSDP.make_model(whole, config, dtype, args)
         n_params = {True: 0, False: 0}
         for param in model.parameters():
             n_params[param.requires_grad] += param.numel()
@@ -555,7 +554,7 @@ def mix(folder, output, **changes):
         result = {"params": n_params, "held": held_bytes(model, optimizer), "types": types}
         result |= {"gathered": watch.gathered, "reduced": watch.reduced, "host reads": watch.host_reads}
         result["logits"] = logits_of(model)
-        llm_FSDP.write_results(model, llm_FSDP.begin_results(tokenizer, frame, args), args)
+        hub.save(model, whole, dtype, args.output_dir)
     return result
 
 
@@ -571,7 +570,7 @@ def work_mixed(local_rank, world_size, folder):
     llm_FSDP.init_process_group()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    results = {"full": mix(folder, "mixed"), "lora": mix(folder, "mixed lora", lora=4, lora_alpha=8.0)}
+    results = {"full": mix(folder, "mixed"), "lora": mix(folder, "mixed lora", lora=4)}
     results["once"] = mix(folder, "mixed once", gather_once=True)
     torch.save(results, folder / f"mixed {local_rank}.pt")
 
@@ -617,8 +616,6 @@ def test_results_of_mixed_precision_are_bfloat16_and_bit_for_bit_what_was_traine
     adapted = peft.PeftModel.from_pretrained(base, folder / "mixed lora")
     expected = mixed[0]["lora"]["logits"]
     assert (logits_of_bfloat16(adapted) - expected).abs().max() < 0.05 * expected.std()
-    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "mixed lora" / "merged")
-    assert (logits_of_bfloat16(merged) - expected).abs().max() < 0.05 * expected.std()
 
 
 @torch.no_grad()
@@ -765,10 +762,10 @@ def test_without_network_a_name_that_is_not_cached_is_one_line(folder, tmp_path)
 def begin_training(folder, name="llama", another=0, **changes):
     """What main_worker does before `train`. With `another` the model has another weight."""
     args = arguments(folder, name, **{"epochs": 1, **changes})
-    _, whole, frame, rows, held_out = llm_FSDP.prepare(args)
+    whole, config, dtype, rows, held_out = llm_FSDP.prepare(args)
     with torch.no_grad():
         whole.get_input_embeddings().weight[0, 0] += another
-    return llm_FSDP.make_model(whole, frame, args), rows, held_out, args
+    return llm_FSDP.make_model(whole, config, dtype, args), rows, held_out, args
 
 
 def test_a_checkpoint_of_other_options_or_weights_is_refused(folder, group, tmp_path):
@@ -777,7 +774,7 @@ def test_a_checkpoint_of_other_options_or_weights_is_refused(folder, group, tmp_
         for message in record.get("messages", []):
             message["content"] = message["content"].upper()
     other = language.write_jsonl(tmp_path / "other.jsonl", records)
-    for kind in ({}, {"lora": 2, "lora_alpha": 4.0}):
+    for kind in ({}, {"lora": 2}):
         kind["checkpoint_dir"] = str(tmp_path / f"checkpoints of {len(kind)}")
         llm_FSDP.train(*begin_training(folder, **kind))
         for changes, line in (
@@ -786,7 +783,7 @@ def test_a_checkpoint_of_other_options_or_weights_is_refused(folder, group, tmp_
             ({"data": [other]}, "--data (checksum) "),
             ({"weight_decay": 0.5}, "--weight-decay 0.0, not 0.5"),
             ({"lr": 0.5}, "--lr 2e-05, not 0.5"),
-            ({"lora": 4, "lora_alpha": 4.0}, f"--lora {kind.get('lora')}, not 4"),
+            ({"lora": 4}, f"--lora {kind.get('lora')}, not 4"),
             ({"another": 1.0}, "--model (checksum) "),
         ):
             message = exit_message(llm_FSDP.train, *begin_training(folder, **{**kind, **changes}))
@@ -893,10 +890,8 @@ def test_the_printed_loss_and_speed_are_those_of_the_steps_alone(folder, group, 
 
 def save_whole(model, tokenizer, folder):
     """As the script writes a result."""
-    with torch.device("meta"):
-        frame = hub.build_model(model.config, model.dtype)
-    hub.begin(folder, tokenizer, frame)
-    hub.save_model(model, frame, folder)
+    hub.begin(folder, tokenizer, model)
+    hub.save(model, model, model.dtype, folder)
 
 
 def test_the_chat_template_of_an_older_result_goes(folder, group, tmp_path):
@@ -912,31 +907,11 @@ def test_the_chat_template_of_an_older_result_goes(folder, group, tmp_path):
 @pytest.mark.parametrize(("recompute", "runs"), [(False, 1), (True, 2)])
 def test_with_recompute_a_layer_runs_again_in_backward(recompute, runs, folder, group):
     args, calls = arguments(folder, "llama", recompute=recompute), []
-    _, whole, frame, _, _ = llm_FSDP.prepare(args)
-    model = llm_FSDP.make_model(whole, frame, args)
+    whole, config, dtype, _, _ = llm_FSDP.prepare(args)
+    model = llm_FSDP.make_model(whole, config, dtype, args)
     hub.layers_of(model)[0].mlp.register_forward_pre_hook(lambda *_: calls.append(None))
     model(torch.arange(8)[None]).logits.sum().backward()
     assert len(calls) == runs
-
-
-def test_without_adapters_a_model_computes_what_it_did_before(folder):
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
-    tokens = torch.arange(8)[None]
-    with torch.no_grad():
-        before = model(tokens).logits
-        hub.add_lora(model, 2, 4)
-        for linear in hub.adapted_layers(model).values():
-            torch.nn.init.ones_(linear.lora_B.weight)
-        adapted = model(tokens).logits
-        with hub.without_adapters(model):
-            assert torch.equal(model(tokens).logits, before)
-        assert not torch.allclose(adapted, before)
-        assert torch.equal(model(tokens).logits, adapted)
-
-
-def test_a_model_without_adapters_has_none_to_leave_out():
-    with pytest.raises(dist.DistributedError, match="the model has no adapters"), hub.without_adapters(torch.nn.ReLU()):
-        pass
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -961,12 +936,11 @@ def test_a_result_of_the_other_kind_is_not_mixed_with_this_one(folder, group, tm
     whole, adapters = tmp_path / "whole", tmp_path / "adapters"
     save_whole(model, tokenizer, whole)
     line = f"{whole} holds a whole model: choose another folder for the adapters"
-    assert exit_message(hub.begin, whole, tokenizer) == line
-    hub.add_lora(model, 2, 4)
-    hub.begin(adapters, tokenizer)
-    hub.save_adapters(model, adapters, "base")
+    assert exit_message(hub.begin, whole, tokenizer, hub.add_lora(copy.deepcopy(model), 2)) == line
+    model = hub.add_lora(model, 2)
+    save_whole(model, tokenizer, adapters)
     line = f"{adapters} holds adapters, which would be added to the model: choose another folder"
-    assert exit_message(hub.begin, adapters, tokenizer, model) == line
+    assert exit_message(hub.begin, adapters, tokenizer, model.unload()) == line
 
 
 def test_what_a_user_should_know_is_printed_before_training(folder, group, tmp_path, capsys):
@@ -1056,11 +1030,11 @@ def test_what_can_be_written_before_training_is_written_before(lora, folder, gro
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     monkeypatch.setattr(llm_FSDP, "train", mock.Mock(side_effect=dist.DistributedError("it trains")))
     output = tmp_path / "out"
-    options = {"lora": lora, "lora_alpha": 2.0, "merge": bool(lora), "output_dir": str(output)}
+    options = {"lora": lora, "output_dir": str(output)}
     assert exit_message(llm_FSDP.main_worker, 0, 1, arguments(folder, "llama", **options)) == "it trains"
-    whole = output / "merged" / ".incomplete" if lora else output / ".incomplete"
-    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= set(os.listdir(whole))
-    assert "tokenizer.json" in os.listdir(output / ".incomplete")
+    expected = {"tokenizer.json", "chat_template.jinja"}
+    expected |= {"adapter_config.json"} if lora else {"config.json", "generation_config.json"}
+    assert expected <= set(os.listdir(output / ".incomplete"))
     name = "PreTrainedTokenizerFast" if lora else "GenerationConfig"
     with mock.patch(f"transformers.{name}.save_pretrained", side_effect=KeyError("it is invalid:\n- temperature")):
         message = exit_message(llm_FSDP.main_worker, 0, 1, arguments(folder, "llama", **options))
@@ -1094,8 +1068,8 @@ def test_few_steps_warm_up_over_a_tenth_of_them():
 def test_documents_that_would_see_each_other_are_refused(folder, group):
     """A model that ignores positions, as recurrent ones do."""
     args = arguments(folder, "gpt2")
-    _, whole, frame, _, _ = llm_FSDP.prepare(args)
-    model = llm_FSDP.make_model(whole, frame, args)
+    whole, config, dtype, _, _ = llm_FSDP.prepare(args)
+    model = llm_FSDP.make_model(whole, config, dtype, args)
     hub.check_packing(model, args.length)
     forward = model.forward
     with mock.patch.object(model, "forward", lambda tokens, position_ids, **rest: forward(tokens, **rest)):

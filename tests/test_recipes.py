@@ -1527,17 +1527,16 @@ def tiny_llama(change=None):
     whole = hub.build_model(config, torch.float64)
     args = types.SimpleNamespace(lora=None, precision="float32", attention="sdpa", recompute=False, compile=False)
     with mock.patch.object(hub, "build_model", changed(hub.build_model, change)):
-        whole.load_state_dict(whole.state_dict())
         if change:
-            change(whole)
-        return llm_FSDP.make_model(whole, whole, args), copy.deepcopy(whole), args
+            whole = change(whole) or whole
+        return llm_FSDP.make_model(whole, config, torch.float64, args), copy.deepcopy(whole), args
 
 
 def changed(build, change):
     def build_changed(*args):
         model = build(*args)
         if change:
-            change(model)
+            model = change(model) or model
         return model
 
     return build_changed
@@ -1589,21 +1588,22 @@ def preferences():
     import hub
 
     _, block = blocks_of(PREFERENCES)
-    names = execute(block, hub=hub)
+    names = execute(block)
 
     def add(model):
         torch.manual_seed(3)
-        hub.add_lora(model, 2, 4.0)
-        for linear in hub.adapted_layers(model).values():
-            if linear.lora_B.weight.device.type != "meta":
-                nn.init.normal_(linear.lora_B.weight, std=0.3)
+        model = hub.add_lora(model, 2)
+        for name, param in model.named_parameters():
+            if "lora_B" in name and param.device.type != "meta":
+                nn.init.normal_(param, std=0.3)
+        return model
 
     model, whole, _ = tiny_llama(add)
     lists, rows = pairs()
     share = names.backward(model, own_pairs(rows))
     loss = 0
     for chosen, rejected in lists:
-        with torch.no_grad(), hub.without_adapters(whole):
+        with torch.no_grad(), whole.disable_adapter():
             reference = answer_log_probability(whole, chosen) - answer_log_probability(whole, rejected)
         difference = answer_log_probability(whole, chosen) - answer_log_probability(whole, rejected) - reference
         loss = loss - F.logsigmoid(0.1 * difference) / len(lists)
@@ -1938,7 +1938,7 @@ def test_adapters_are_merged(in_folder):
     model = peft.get_peft_model(model, config)
     model.save_pretrained("adapters")
     language.byte_tokenizer().save_pretrained("adapters")
-    (block,) = blocks_of("How do I train adapters further?")
+    (block,) = blocks_of("How do I merge adapters, or train them further?")
     execute(block)
     merged = transformers.AutoModelForCausalLM.from_pretrained("merged")
     assert (logits_of(merged) - logits_of(model.eval())).abs().max() < 1e-4
