@@ -124,7 +124,7 @@ class Trainer:
                     tensors.append(value)
         with communication():
             for tensor in tensors:
-                torch_dist.broadcast(tensor.detach(), group=quorum.group, group_src=0)
+                quorum.group.broadcast(tensor.detach(), root=0).wait()
 
     def sum_gradients(self, quorum, step):
         """Compute the gradients and the loss of the global batch, each member from its own rows."""
@@ -138,7 +138,7 @@ class Trainer:
             loss.backward()
             self.gradients[-1] = loss.detach()
         with communication():
-            torch_dist.all_reduce(self.gradients, group=quorum.group)
+            quorum.group.allreduce(self.gradients).wait()
 
     def take_step(self, step):
         if self.args.clip:
@@ -389,7 +389,7 @@ def run_trainer(args):
     store = connect()
     try:
         train(store, str(os.getpid()), args)
-        # Save here what you need. A process that is killed while it saves is not noticed by the others.
+        # Save here what you need, if all steps are in it. A process that is killed meanwhile is not noticed by others.
     except dist.DistributedError as error:
         store.set("error", str(error))
         sys.exit(1)

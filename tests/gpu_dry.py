@@ -534,10 +534,11 @@ def train_in_one_quorum(module):
             trainer.take_step(0)
         *holders, newcomer = range(world_size)
         quorum = module.Quorum(store, 0, 1, holders, [newcomer], n_fruitless=0, name=rank, args=args)
-        quorum.group = None  # the job's own
         # It uses gloo, for which there is no fake group with two devices.
         job = {"store": store, "rank": rank, "world_size": world_size, "device_id": module.dist.get_device()}
-        quorum.connect = lambda: torch_dist.init_process_group("cpu:gloo,gpu:nccl", **job)
+        torch_dist.init_process_group("cpu:gloo,gpu:nccl", **job)
+        quorum.connect = lambda: None
+        quorum.group = torch_dist.group.WORLD
         quorum.vote = lambda step: (step + 1, step + 1 == args.steps)
         trainer.train_in(quorum)
         assert trainer.step == args.steps

@@ -111,9 +111,7 @@ class Hooks:
         with contextlib.ExitStack() as stack:
             for owner, name in (
                 (gpt, "loss_fn"),
-                (torch_dist, "all_reduce"),
                 (torch_dist, "ProcessGroupGloo"),
-                (torch_dist, "broadcast"),
                 (Quorum, "connect"),
                 (Quorum, "vote"),
                 (Trainer, "sum_gradients"),
@@ -139,16 +137,6 @@ class Hooks:
         loss.register_hook(lambda gradient: self.at("in backward"))
         return loss
 
-    def distributed_all_reduce(self, original, *args, **kwargs):
-        work = original(*args, **kwargs)
-        self.at("in the all-reduce")
-        return work
-
-    def distributed_broadcast(self, original, *args, **kwargs):
-        original(*args, **kwargs)
-        self.at("while it sends the state")
-        self.at("while it receives the state")
-
     def Quorum_connect(self, original, quorum):
         self.step, self.rank = quorum.first_step, quorum.rank
         self.at("when it is a member")
@@ -158,7 +146,7 @@ class Hooks:
         self.at("before it connects")
         if self.planned("while it connects"):
             store = ConnectingStore(self, store)
-        return original(store, *args)
+        return Group(self, original(store, *args))
 
     def Trainer_sum_gradients(self, original, trainer, quorum, step):
         if len(quorum.members) < self.n and self.plan and step < self.plan[-1][0] + 3:
@@ -197,6 +185,26 @@ class Hooks:
         store = Store("test", original())
         store.hooks = self
         return store
+
+
+class Group:
+    """A process group."""
+
+    def __init__(self, hooks, group):
+        self.hooks = hooks
+        self.group = group
+        self.set_timeout = group.set_timeout
+
+    def allreduce(self, tensor):
+        work = self.group.allreduce(tensor)
+        self.hooks.at("in the all-reduce")
+        return work
+
+    def broadcast(self, tensor, root):
+        work = self.group.broadcast(tensor, root=root)
+        self.hooks.at("while it sends the state")
+        self.hooks.at("while it receives the state")
+        return work
 
 
 class Store(torch_dist.PrefixStore):
