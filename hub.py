@@ -2,7 +2,7 @@
 
     with torch.device("meta"):
         model = hub.build_model(config, torch.float32)  # shapes without memory
-        model = hub.add_lora(model, rank=16)            # leave it out to train all parameters
+        model = hub.add_lora(model, rank=16, alpha=32)  # leave it out to train all parameters
     for layer in hub.layers_of(model):
         fully_shard(layer)
     fully_shard(model)
@@ -186,10 +186,10 @@ def check_packing(model, length):
 # ---- LoRA ---------------------------------------------------------------------------------------------------------
 
 
-def add_lora(model, rank):
-    """The model as PEFT wraps it: frozen, and with 2 * B(A(x)) added to each linear layer but the last. B starts at 0.
+def add_lora(model, rank, alpha):
+    """The model as PEFT wraps it: frozen, with alpha / rank * B(A(x)) added to each linear layer but the last.
 
-    A (rank, inputs) and B (outputs, rank) are trained. https://arxiv.org/abs/2106.09685
+    A (rank, inputs) and B (outputs, rank) are trained. B starts at 0. https://arxiv.org/abs/2106.09685
     """
     head = model.get_output_embeddings()
     linears = {}
@@ -201,7 +201,7 @@ def add_lora(model, rank):
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
-        lora_alpha=2 * rank,
+        lora_alpha=alpha,
         target_modules=list(linears),  # "all-linear" would name experts too, which are no linear layers
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in linears.values()),  # of GPT-2: transposed weights
     )

@@ -21,11 +21,10 @@ training. So a smaller --epochs writes the result of the best checkpoint, once t
 held-out.txt beside them has the losses.
 
 In the words of TRL, --length is max_length, --global-batch-size is per_device_train_batch_size ·
-gradient_accumulation_steps · N, --lora RANK has lora_alpha = 2 · RANK, and packing and assistant_only_loss are on. Not
-offered: a base in 4 bits, code from the Hub, tokenizers that are not fast, the router's loss of a mixture of experts,
-training adapters further. --lora adapts linear layers, but not experts that are stored as one 3-D tensor, which PEFT
-adapts too. It does not train embeddings, so train a model with new tokens without it. PEFT merges adapters into their
-model: docs/recipes.md.
+gradient_accumulation_steps · N, and packing and assistant_only_loss are on. Not offered: a base in 4 bits, code from
+the Hub, tokenizers that are not fast, the router's loss of a mixture of experts, training adapters further. --lora
+adapts linear layers, but not experts that are stored as one 3-D tensor. It does not train embeddings, so train a model
+with new tokens without it. PEFT merges adapters into their model: see docs/recipes.md.
 
 Choose mnist_DDP.py for images, and min_FSDP.py or min_Packing.py to learn one of the ideas.
 
@@ -91,7 +90,7 @@ def make_model(whole, config, dtype_of_files, args):
         # CHANGE HERE, 1 of 4: the model. Freeze parameters here, on every rank, before they are sharded.
         if args.lora:
             model = hub.build_model(config, dtype_of_files)  # frozen, so it keeps this type
-            model = hub.add_lora(model, args.lora)
+            model = hub.add_lora(model, args.lora, args.lora_alpha)
         else:
             model = hub.build_model(config, dtype)
     for layer in hub.layers_of(model):
@@ -239,7 +238,7 @@ def evaluate(model, held_out, step, args):
 
 def settings_of(model, rows, args):
     """What a resumed run must share: else it would continue another training, silently."""
-    names = ("length", "seed", "lr", "weight_decay", "global_batch_size", "lora")
+    names = ("length", "seed", "lr", "weight_decay", "global_batch_size", "lora", "lora_alpha")
     settings = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
     settings["--data (checksum)"] = zlib.crc32(rows.numpy())
     settings["--model (checksum)"] = checksum_of_weights(model)
@@ -403,7 +402,7 @@ def load_whole_model(config, args):
     else:
         whole = hub.build_model(config, torch.get_default_dtype())
     if args.lora:
-        whole = hub.add_lora(whole, args.lora)
+        whole = hub.add_lora(whole, args.lora, args.lora_alpha)
     return whole
 
 
@@ -421,11 +420,9 @@ def warn_if_answers_do_not_end(found, generation_config, tokenizer):
     """Print a line if no token that ends generation is in the loss of conversations: then `generate` runs on."""
     answers = [targets for _, targets in found if documents.IGNORED in targets]
     ends = generation_config.eos_token_id  # a number, a list or None
-    if not answers:
-        return
-    if ends is None:
+    if answers and ends is None:
         print("generation_config names no token that ends generation: `generate` runs on after an answer", flush=True)
-    elif not np.isin(np.concatenate(answers), ends).any():
+    elif answers and not np.isin(np.concatenate(answers), ends).any():
         line = "which is in no answer of the data: `generate` runs on after an answer"
         print(f"generation_config ends generation at {tokenizer.decode(ends)!r}, {line}", flush=True)
 
@@ -449,6 +446,7 @@ def parse_args(argv=None):
     add("--keep", type=count, help="keep only the newest N checkpoints (default: all)", metavar="N")
     lora_help = "freeze the model and train adapters of this rank (default: train the model)"
     add("--lora", type=count, metavar="RANK", help=lora_help)
+    add("--lora-alpha", type=options.positive_number, help="scale adapters by this / RANK (default: twice RANK)")
     length_help = "tokens per row (default: 256 without --model, else 2048, or the model's limit)"
     add("--length", type=options.whole_number(2), help=length_help)
     add("--pad", action="store_true", help="do not pack: one document in each row, filled with padding")
@@ -490,12 +488,16 @@ def check_together(parser, args):
         parser.error("argument --from-scratch: name the --model whose configuration and tokenizer are taken")
     if args.lora and (args.from_scratch or not args.model):
         parser.error("argument --lora: adapters need a --model with weights")
+    if args.lora_alpha and not args.lora:
+        parser.error("argument --lora-alpha: it scales adapters, so it needs --lora")
     if args.global_batch_size < args.nproc:
         line = f"{args.global_batch_size} is less than {args.nproc}, the number of processes"
         parser.error(f"argument --global-batch-size: {line}")
 
 
 def set_defaults(args):
+    if args.lora and not args.lora_alpha:
+        args.lora_alpha = 2.0 * args.lora
     if not args.precision:
         args.precision = "mixed" if torch.cuda.is_available() else "float32"
     if not args.lr:

@@ -39,7 +39,7 @@ IDS = torch.randint(0, 250, (2, 40), generator=torch.Generator().manual_seed(0))
 ADAMW = {"lr": 0.003, "weight_decay": 0.1, "clip": 0.5, "warmup": 2}
 SGD = {"lr": 0.05, "clip": 1e9, "warmup": 0}
 CLIPPED = {"lr": 0.05, "clip": 1.0, "warmup": 0}
-LORA = {"lora": 4}
+LORA = {"lora": 4, "lora_alpha": 6.0}
 CASES = {  # name: (model, optimizer, options)
     "llama": ("llama", "SGD", SGD),
     "tied": ("llama_tied", "AdamW", ADAMW),
@@ -112,7 +112,7 @@ def plain_model(args, lora_A):
         targets = "all-linear"
         if "moe" in args.model:  # PEFT also adapts experts, whose weights are no linear layers
             targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-        config = peft.LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules=targets)
+        config = peft.LoraConfig(r=args.lora, lora_alpha=args.lora_alpha, target_modules=targets)
         model = peft.get_peft_model(model, config).double()
         for name, param in model.named_parameters():
             if "lora_A" in name:
@@ -570,7 +570,7 @@ def work_mixed(local_rank, world_size, folder):
     llm_FSDP.init_process_group()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    results = {"full": mix(folder, "mixed"), "lora": mix(folder, "mixed lora", lora=4)}
+    results = {"full": mix(folder, "mixed"), "lora": mix(folder, "mixed lora", lora=4, lora_alpha=8.0)}
     results["once"] = mix(folder, "mixed once", gather_once=True)
     torch.save(results, folder / f"mixed {local_rank}.pt")
 
@@ -774,7 +774,7 @@ def test_a_checkpoint_of_other_options_or_weights_is_refused(folder, group, tmp_
         for message in record.get("messages", []):
             message["content"] = message["content"].upper()
     other = language.write_jsonl(tmp_path / "other.jsonl", records)
-    for kind in ({}, {"lora": 2}):
+    for kind in ({}, {"lora": 2, "lora_alpha": 4.0}):
         kind["checkpoint_dir"] = str(tmp_path / f"checkpoints of {len(kind)}")
         llm_FSDP.train(*begin_training(folder, **kind))
         for changes, line in (
@@ -783,7 +783,7 @@ def test_a_checkpoint_of_other_options_or_weights_is_refused(folder, group, tmp_
             ({"data": [other]}, "--data (checksum) "),
             ({"weight_decay": 0.5}, "--weight-decay 0.0, not 0.5"),
             ({"lr": 0.5}, "--lr 2e-05, not 0.5"),
-            ({"lora": 4}, f"--lora {kind.get('lora')}, not 4"),
+            ({"lora": 4, "lora_alpha": 4.0}, f"--lora {kind.get('lora')}, not 4"),
             ({"another": 1.0}, "--model (checksum) "),
         ):
             message = exit_message(llm_FSDP.train, *begin_training(folder, **{**kind, **changes}))
@@ -936,8 +936,8 @@ def test_a_result_of_the_other_kind_is_not_mixed_with_this_one(folder, group, tm
     whole, adapters = tmp_path / "whole", tmp_path / "adapters"
     save_whole(model, tokenizer, whole)
     line = f"{whole} holds a whole model: choose another folder for the adapters"
-    assert exit_message(hub.begin, whole, tokenizer, hub.add_lora(copy.deepcopy(model), 2)) == line
-    model = hub.add_lora(model, 2)
+    assert exit_message(hub.begin, whole, tokenizer, hub.add_lora(copy.deepcopy(model), 2, 4)) == line
+    model = hub.add_lora(model, 2, 4)
     save_whole(model, tokenizer, adapters)
     line = f"{adapters} holds adapters, which would be added to the model: choose another folder"
     assert exit_message(hub.begin, adapters, tokenizer, model.unload()) == line
@@ -1030,7 +1030,7 @@ def test_what_can_be_written_before_training_is_written_before(lora, folder, gro
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     monkeypatch.setattr(llm_FSDP, "train", mock.Mock(side_effect=dist.DistributedError("it trains")))
     output = tmp_path / "out"
-    options = {"lora": lora, "output_dir": str(output)}
+    options = {"lora": lora, "lora_alpha": 2.0, "output_dir": str(output)}
     assert exit_message(llm_FSDP.main_worker, 0, 1, arguments(folder, "llama", **options)) == "it trains"
     expected = {"tokenizer.json", "chat_template.jinja"}
     expected |= {"adapter_config.json"} if lora else {"config.json", "generation_config.json"}

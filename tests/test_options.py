@@ -85,6 +85,7 @@ processes
         --from-scratch | argument --from-scratch: name the --model whose configuration and tokenizer are taken
         --lora 4 | argument --lora: adapters need a --model with weights
         --model folder --data a --lora 4 --from-scratch | argument --lora: adapters need a --model with weights
+        --lora-alpha 2 | argument --lora-alpha: it scales adapters, so it needs --lora
         --length 1 | argument --length: '1' is not a whole number of at least 2
         --nproc 2 --global-batch-size 1 | argument --global-batch-size: 1 is less than 2, the number of processes
     """,

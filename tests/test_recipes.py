@@ -1592,7 +1592,7 @@ def preferences():
 
     def add(model):
         torch.manual_seed(3)
-        model = hub.add_lora(model, 2)
+        model = hub.add_lora(model, 2, 4.0)
         for name, param in model.named_parameters():
             if "lora_B" in name and param.device.type != "meta":
                 nn.init.normal_(param, std=0.3)
