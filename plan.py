@@ -164,9 +164,7 @@ class Cluster:
     reachable_link: float = 0.8  # of `inside` and `between`, by large messages: usual in nccl-tests
     overlaps: bool = True  # links work while the GPU computes
     float32: float = 0.5  # speed of float32 matrices (TF32) in relation to bfloat16
-    few_tokens: float | None = None  # matrices of so many tokens run at half of their speed: see `matrix_rate`
-    narrow: float | None = None  # so do matrices of this width
-    reduce_scatter: float = 1.0  # its time in relation to an all-gather's: gloo's is an all-reduce
+    narrow: float | None = None  # matrices of this width run at half of their speed, if measured: see `matrix_rate`
 
 
 # ---- parameters and operations ------------------------------------------------------------------------------------
@@ -352,9 +350,8 @@ def matrix_rate(model, layout, cluster):
     """
     reachable = cluster.flops * cluster.reachable
     ridge = reachable / cluster.bandwidth
-    few_tokens = ridge if cluster.few_tokens is None else cluster.few_tokens
     narrow = ridge if cluster.narrow is None else cluster.narrow
-    moving = few_tokens / tokens_of_micro_batch(model, layout) + narrow * layout.tensor / model.width
+    moving = ridge / tokens_of_micro_batch(model, layout) + narrow * layout.tensor / model.width
     speed = cluster.float32 if layout.precision == "float32" else 1.0
     return reachable * speed / (1 + moving)
 
@@ -455,9 +452,9 @@ def tensor_bytes(model, layout):
 
 
 def tensor_seconds(model, layout, cluster):
-    """Seconds of one micro-batch. All of them are exposed in min_TP.py. Of each pair, one is a reduce-scatter."""
-    n_bytes = (1 + cluster.reduce_scatter) / 2 * tensor_bytes(model, layout)
-    return sum(transfer_seconds(layout.tensor, 1, n_bytes, tensor_messages(model, layout), cluster))
+    """Seconds of one micro-batch. All of them are exposed in min_TP.py."""
+    messages = tensor_messages(model, layout)
+    return sum(transfer_seconds(layout.tensor, 1, tensor_bytes(model, layout), messages, cluster))
 
 
 def context_bytes(model, layout):
@@ -510,7 +507,7 @@ def shard_seconds(model, layout, window, cluster):
     rounds = 1 if layout.stages > 1 else layout.count
     gathered, reduced = shard_bytes(model, layout)
     messages = (gatherings + 1) * model.layers / layout.stages
-    n_bytes = gatherings * gathered + cluster.reduce_scatter * reduced
+    n_bytes = gatherings * gathered + reduced
     sending, latency = transfer_seconds(layout.shards, layout.tensor, n_bytes, messages, cluster)
     return rounds * (exposed(sending, window, cluster) + latency)
 
@@ -540,7 +537,6 @@ def replicate_seconds(model, layout, window, cluster):
     if not layout.zero:
         sending, latency = transfer_seconds(layout.copies, stride, reduced + gathered, 2 * messages, cluster, tree=True)
         return exposed(sending, window * 2 / 3, cluster) + latency
-    reduced *= cluster.reduce_scatter
     reducing, latency = transfer_seconds(layout.copies, stride, reduced, TENSORS * messages, cluster)
     gathering, _ = transfer_seconds(layout.copies, stride, gathered, TENSORS * messages, cluster)
     return exposed(reducing, window * 2 / 3, cluster) + gathering + 2 * latency

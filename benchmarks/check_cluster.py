@@ -32,9 +32,8 @@ import options
 import plan
 from benchmarks import common, transformer
 
-# Their names before torch 2.13
+# Its name before torch 2.13
 all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)
-reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)
 
 WIDTHS, TOKENS = (128, 512, 1024), 2048
 BLOCK = {"width": 512, "heads": 8, "sequence": 256, "micro": 4}
@@ -110,21 +109,13 @@ def gather_seconds(group, n_bytes, device):
     return slowest(seconds_of(functools.partial(all_gather_single, whole, part, group=group), device))
 
 
-def scatter_seconds(group, n_bytes, device):
-    """Of a reduce-scatter of `n_bytes`."""
-    size = group.size()
-    part = torch.ones(n_bytes // 4 // size, device=device)
-    whole = torch.ones(size * part.numel(), device=device)
-    return slowest(seconds_of(functools.partial(reduce_scatter_single, part, whole, group=group), device))
-
-
 def slowest(seconds):
     value = torch.tensor(seconds, dtype=torch.float64, device=dist.get_device())
     return dist.all_reduce(value, "max").item()
 
 
 def measure_links(group, device):
-    """{"bandwidth", "latency", "by size", "reduce_scatter"} of a group of more than one process."""
+    """{"bandwidth", "latency", "by size"} of a group of more than one process."""
     size = group.size()
     times = {n_bytes: gather_seconds(group, n_bytes, device) for n_bytes in MESSAGES}
     bandwidths = {n_bytes: (size - 1) / size * n_bytes / seconds for n_bytes, seconds in times.items()}
@@ -132,7 +123,6 @@ def measure_links(group, device):
         "bandwidth": max(bandwidths.values()),
         "latency": times[MESSAGES[0]] / (size - 1),
         "by size": bandwidths,
-        "reduce_scatter": scatter_seconds(group, MESSAGES[-2], device) / times[MESSAGES[-2]],
     }
 
 
@@ -189,9 +179,7 @@ def make_cluster(device, rates, links, per_machine, block, bandwidth):
         float32=h100.float32 if on_gpu else 1.0,
         reachable=1.0,
         reachable_link=1.0,
-        few_tokens=h100.few_tokens if on_gpu else 0,
         narrow=round(narrow),
-        reduce_scatter=inside.get("reduce_scatter", 1.0),
     )
     precision = "bfloat16" if on_gpu else "float32"
     width, heads = BLOCK["width"], BLOCK["heads"]
@@ -228,8 +216,7 @@ def print_measured(rates, block, bandwidth, links, slow):
     print(f"memory, GB/s         {bandwidth / 1e9:,.1f}")
     for name, found in links.items():
         by_size = ", ".join(f"{size // 1024:,} KB: {speed / 1e9:.2f}" for size, speed in found["by size"].items())
-        latency, ratio = 1e6 * found["latency"], found["reduce_scatter"]
-        print(f"links {name}, GB/s   {by_size}; latency {latency:.0f} us; reduce-scatter {ratio:.1f} x all-gather")
+        print(f"links {name}, GB/s   {by_size}; latency {1e6 * found['latency']:.0f} us")
     print(f"slow ranks           {', '.join(slow) or 'none'}")
 
 
