@@ -732,38 +732,36 @@ def why_no_layout(job):
 # ---- the command --------------------------------------------------------------------------------------------------
 
 
-SCRIPTS = (  # a script, the axes that its meshes have, those that they may have besides, and its options for them
-    ("min_ZeRO.py", {"replicate", "zero"}, set(), ""),
-    ("min_TP.py", {"tensor"}, set(), ""),
-    ("min_CP.py", {"context"}, set(), ""),
-    ("min_2D.py", set(), {"replicate", "shard", "tensor"}, "{bf16} --replicate {replicate} {mesh} {again}"),
-    ("min_PP.py", {"stages"}, {"replicate"}, "{batches} --data-parallel {replicate} {schedule}"),
-    ("min_3D.py", {"stages"}, {"shard", "tensor"}, "{bf16} --stages {stages} {mesh} {batches} {schedule}"),
-)
 NO_SCRIPT = "no script here has this mesh: combine those that have its axes"
 
 
 def script(layout, hub=None):
     """(the script that has this mesh, its options), or (None, ""). `hub` is the model's name on the Hub."""
     kinds = axes(layout)
-    full, bf16 = layout.recompute == "full", layout.precision == "bfloat16"
-    words = {
-        # The scripts with FSDP refuse --bf16 for one process.
-        "bf16": "--bf16" if bf16 and layout.n_gpus > 1 else "",
-        "again": "--checkpoint-activations" if full else "",
-        "mesh": f"--shard {layout.shard} --tensor {layout.tensor}",
-        "batches": f"--micro-batches {layout.count}",
-        "schedule": "--schedule Interleaved1F1B" if layout.chunks > 1 else "--schedule 1F1B",
-    }
+    full, bfloat16 = layout.recompute == "full", layout.precision == "bfloat16"
+    # The scripts with FSDP refuse --bf16 for one process.
+    bf16 = "--bf16" if bfloat16 and layout.n_gpus > 1 else ""
+    again = "--checkpoint-activations" if full else ""
+    mesh = f"--shard {layout.shard} --tensor {layout.tensor}"
+    pipeline = f"--micro-batches {layout.count} --schedule {'Interleaved1F1B' if layout.chunks > 1 else '1F1B'}"
     if layout.lora or (hub and kinds == {"shard"} and layout.recompute != "selective"):
         used = {f"--lora {layout.lora}": layout.lora, "--recompute": full}
-        used |= {"--compile": layout.fused, "--precision float32": not bf16}
+        used |= {"--compile": layout.fused, "--precision float32": not bfloat16}
         return "llm_FSDP.py", " ".join(option for option in used if used[option])
+    if kinds == {"replicate", "zero"}:
+        return "min_ZeRO.py", ""
+    if kinds == {"tensor"}:
+        return "min_TP.py", ""
+    if kinds == {"context"}:
+        return "min_CP.py", ""
     if kinds == {"shard"} and layout.recompute == "none":
-        return "min_FSDP.py", words["bf16"]
-    for name, needed, possible, options in SCRIPTS:
-        if needed <= kinds <= needed | possible:
-            return name, options.format(**words, replicate=layout.replicate, stages=layout.stages)
+        return "min_FSDP.py", bf16
+    if kinds <= {"replicate", "shard", "tensor"}:
+        return "min_2D.py", f"{bf16} --replicate {layout.replicate} {mesh} {again}"
+    if {"stages"} <= kinds <= {"stages", "replicate"}:
+        return "min_PP.py", f"--data-parallel {layout.replicate} {pipeline}"
+    if {"stages"} <= kinds <= {"stages", "shard", "tensor"}:
+        return "min_3D.py", f"{bf16} --stages {layout.stages} {mesh} {pipeline}"
     return None, ""
 
 
