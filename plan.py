@@ -974,16 +974,6 @@ NOT_PLANNED = (
     "It does not plan mixtures of experts (min_EP.py trains them), ring attention (min_Ring.py), DiLoCo, "
     "quantized weights, offloading to the CPU, images, failures or slow machines."
 )
-SHAPE = {  # options for the fields of Model, and the batch
-    "layers": "blocks of attention and MLP",
-    "width": "features per token",
-    "heads": "attention heads per block",
-    "kv_heads": "heads of keys and values (default: as many as heads)",
-    "hidden": "features inside an MLP (default: 4 x width)",
-    "vocabulary": "number of different tokens (default: 50257)",
-    "sequence": "tokens per sequence (default: the model's, or 8192)",
-}
-YOUR_GPU = "your GPU"
 LOGIT_BYTES = {"plain": 12, "fused": 4, "chunked": 0}
 
 
@@ -1015,7 +1005,10 @@ def numbers_of(text, names, kind=float):
 
 
 def gpu(text):
-    """One of GPUS, or one like "memory=48 flops=362". Its memory is as fast in relation to `flops` as an H100's."""
+    """One of GPUS, or one like "memory=48 flops=362". Its memory is as fast in relation to `flops` as an H100's.
+
+    Links that are not known are infinitely fast. `mistakes` asks for them.
+    """
     if text in GPUS:
         return GPUS[text]
     if "memory=" not in text or "flops=" not in text:
@@ -1023,7 +1016,7 @@ def gpu(text):
     numbers = numbers_of(text, ("memory", "flops", "bandwidth"))
     h100, flops = GPUS["h100"], 1e12 * numbers["flops"]
     bandwidth = 1e9 * numbers.get("bandwidth", 0) or h100.bandwidth * flops / h100.flops
-    return Cluster(YOUR_GPU, 1e9 * numbers["memory"], flops, bandwidth, h100.inside, h100.between, has_rows=False)
+    return Cluster("your GPU", 1e9 * numbers["memory"], flops, bandwidth, math.inf, math.inf, has_rows=False)
 
 
 def links(text):
@@ -1053,9 +1046,14 @@ def make_parser():
     parser = ArgumentParser(prog="plan.py", description=__doc__.partition("\n")[0], epilog=NOT_PLANNED)
     add = parser.add_argument
     add("--model", choices=MODELS, metavar="NAME", help=f"one of {', '.join(MODELS)}")
-    for name, text in SHAPE.items():
-        add(f"--{name.replace('_', '-')}", type=whole_number, help=text)
-    add("--gated", action="store_true", help="MLPs have three matrices")
+    add("--layers", type=whole_number, help="blocks of attention and MLP")
+    add("--width", type=whole_number, help="features per token")
+    add("--heads", type=whole_number, help="attention heads per block")
+    add("--kv-heads", type=whole_number, help="heads of keys and values (default: as many as heads)")
+    add("--hidden", type=whole_number, help="features inside an MLP (default: 4 x width)")
+    add("--vocabulary", type=whole_number, help="number of different tokens (default: 50257)")
+    add("--sequence", type=whole_number, help="tokens per sequence (default: the model's, or 8192)")
+    add("--gated", dest="matrices", action="store_const", const=3, help="MLPs have three matrices")
     add("--global-batch-size", type=whole_number, help="sequences per step (default: about 8192 tokens per GPU)")
     add("--gpus", type=whole_number, help="number of GPUs (default: those of --mesh or --cluster, or 8)")
     numbers = '"memory=GB flops=TFLOP/s", with bandwidth=GB/s of the memory if known'
@@ -1073,6 +1071,7 @@ def make_parser():
     add("--compile", action="store_true", help="count the fused kernels of torch.compile")
     add("--lora", type=whole_number, default=0, metavar="RANK", help="adapters beside a frozen model, llm_FSDP.py")
     add("--json", action="store_true", help="print JSON, for programs")
+    parser.set_defaults(links={}, mesh={})
     return parser
 
 
@@ -1080,17 +1079,16 @@ def parse_args(argv=None):
     parser = make_parser()
     args = parser.parse_args(argv)
     model = parse_model(parser, args)
-    mesh, links = args.mesh or {}, args.links or {}
     cluster, measured = args.cluster or (args.gpu, 8)
-    cluster = replace(cluster, gpus_per_node=args.gpus_per_node or cluster.gpus_per_node, **links)
-    n_gpus = args.gpus or (Layout(**mesh).n_gpus if mesh else measured)
+    cluster = replace(cluster, gpus_per_node=args.gpus_per_node or cluster.gpus_per_node, **args.links)
+    n_gpus = args.gpus or (Layout(**args.mesh).n_gpus if args.mesh else measured)
     logit_bytes = LOGIT_BYTES[args.cross_entropy]
     base = Layout(precision=args.precision, fused=args.compile, logit_bytes=logit_bytes, lora=args.lora)
     micro = args.micro_batch_size
-    batch = args.global_batch_size or default_batch(n_gpus, model.sequence, mesh, micro or 1)
+    batch = args.global_batch_size or default_batch(n_gpus, model.sequence, args.mesh, micro or 1)
     recompute = RECOMPUTE if args.recompute == "auto" else (args.recompute,)
-    job = Job(model, cluster, n_gpus, batch, args.model or "your model", recompute, base, mesh, micro)
-    for mistake, is_made in mistakes(job, links).items():
+    job = Job(model, cluster, n_gpus, batch, args.model or "your model", recompute, base, args.mesh, micro)
+    for mistake, is_made in mistakes(job).items():
         if is_made:
             parser.error(f"argument {mistake}")
     return args, job
@@ -1098,9 +1096,8 @@ def parse_args(argv=None):
 
 def parse_model(parser, args):
     """--model, changed by the options of its shape, or a shape from these options alone."""
-    given = {name: value for name, value in vars(args).items() if name in SHAPE and value}
-    if args.gated:
-        given["matrices"] = 3
+    names = [field.name for field in fields(Model)]
+    given = {name: value for name, value in vars(args).items() if name in names and value}
     if args.model:
         return replace(MODELS[args.model], **given)
     for name in ("layers", "width", "heads"):
@@ -1109,11 +1106,10 @@ def parse_model(parser, args):
     return Model(**{"kv_heads": args.heads, "hidden": 4 * args.width, "matrices": 2, "vocabulary": 50257, **given})
 
 
-def mistakes(job, links):
+def mistakes(job):
     """{what is wrong: whether it is} of options that do not go together. Machines are used as a whole."""
-    model, n_gpus, per_node = job.model, job.n_gpus, job.cluster.gpus_per_node
-    layout = Layout(**job.mesh)
-    missing = {"inside", "between"} - links.keys() if job.cluster.name == YOUR_GPU else set()
+    model, cluster, layout = job.model, job.cluster, Layout(**job.mesh)
+    n_gpus, per_node = job.n_gpus, cluster.gpus_per_node
     wide = f"{model.width} is not a multiple of {model.heads}, the number of heads"
     alone = "llm_FSDP.py trains adapters with FSDP alone, so --mesh may name shard alone"
     usual = "inside is 450 with an H100's NVLink and 25 with PCIe 4, between is 50 with 400 Gb/s per GPU"
@@ -1121,8 +1117,8 @@ def mistakes(job, links):
         f"--width: {wide}": model.width % model.heads,
         f"--heads: {model.heads} is not a multiple of {model.kv_heads}, the KV heads": model.heads % model.kv_heads,
         f"--gpus: {n_gpus} is not a multiple of a machine's {per_node}": n_gpus > per_node and n_gpus % per_node,
-        f"--links: a --gpu of numbers needs inside=GB/s: {usual}": n_gpus > 1 and "inside" in missing,
-        f"--links: a --gpu of numbers needs between=GB/s: {usual}": n_gpus > per_node and "between" in missing,
+        f"--links: a --gpu of numbers needs inside=GB/s: {usual}": n_gpus > 1 and cluster.inside == math.inf,
+        f"--links: a --gpu of numbers needs between=GB/s: {usual}": n_gpus > per_node and cluster.between == math.inf,
         f"--lora: {alone}": job.base.lora and job.mesh.keys() - {"shard"},
         f"--mesh: {misfit(model, layout)}": job.mesh and misfit(model, layout),
         f"--mesh: it has {layout.n_gpus} GPUs, --gpus has {n_gpus}": job.mesh and layout.n_gpus != n_gpus,
@@ -1134,11 +1130,10 @@ def default_batch(n_gpus, sequence, mesh, micro):
 
     A mesh that is given has as many for each of its groups, and in a pipeline one micro-batch for each stage at least.
     """
-    if sequence > 8192 and not mesh:
-        sharing = 2 ** round(math.log2(sequence / 8192))
-        return max(1, n_gpus // sharing) * micro
-    groups = mesh.get("replicate", 1) * mesh.get("shard", 1) if mesh else n_gpus
-    return groups * micro * max(mesh.get("stages", 1), 8192 * n_gpus // (groups * sequence * micro))
+    layout = Layout(**mesh)
+    sharing = 2 ** max(0, round(math.log2(sequence / 8192)))  # GPUs that share a long sequence
+    groups = layout.replicate * layout.shard if mesh else max(1, n_gpus // sharing)
+    return groups * micro * max(layout.stages, 8192 * n_gpus // (groups * sequence * micro))
 
 
 def main(argv=None):
