@@ -12,7 +12,7 @@ its share, and splits it into K micro-batches, where K is --grad-accumulation:
              (no_sync)          on every rank the gradient is  g = 1/B * sum of the gradients of all B samples
 
 Begin at `Trainer.train_step`. Four places say CHANGE HERE: the data, the model, the loss, the optimizer. For another
-task also change `evaluate`, which counts correct predictions, and `log_predictions`, which tracks them. Keep the rest.
+task also change `evaluate`, which counts correct predictions. Keep the rest.
 
 Choose min_DDP.py to learn DDP, flyte_workflow.py to run this experiment as the task of an orchestrator, and
 multinode_torchrun.py for machines that come and go.
@@ -35,15 +35,13 @@ the state_dict of the plain model, "accuracies" a list with the accuracy after e
 """
 
 import contextlib
-import importlib.util
 import math
 import os
 import random
-import sys
 
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 import checkpoint
 import distributed as dist
@@ -76,7 +74,6 @@ class Trainer:
             self.model.compile()  # after DDP: torch then splits the graph where DDP's buckets end
         self.optimizer, self.scheduler = make_optimizer(self.net, args.lr, self.steps)
         self.accuracies = []  # on the test set, after each epoch
-        self.tracker = tracking.Tracker("mnist_DDP", args.wandb, args.tensorboard)
         self.preemption = checkpoint.Preemption() if args.snapshot_path else None
 
     def train_step(self, batches, step):
@@ -127,6 +124,7 @@ class Trainer:
                 self.save_snapshot(step + 1)
             if preempted and step + 1 < self.steps:
                 self.tracker.close()
+                dist.barrier()  # rank 0 may upload for minutes
                 self.preemption.leave()
 
     def print_loss(self, step, loss_sum, n_steps):
@@ -138,7 +136,7 @@ class Trainer:
         line = f"Train Epoch: {epoch + 1} [{seen}/{n} ({seen / n:.0%})]\tloss={loss:.4f}"
         dist.print_primary(line, flush=True)
         lr = self.scheduler.get_last_lr()[0]
-        self.tracker.log(self.samples(step + 1), loss=loss, lr=lr, epoch=epoch + 1)
+        self.tracker.log(step + 1, loss=loss, lr=lr, epoch=epoch + 1)
 
     def test(self, step):
         """Evaluate after `step`, the last one of an epoch."""
@@ -146,10 +144,7 @@ class Trainer:
         accuracy = hits / n
         self.accuracies.append(accuracy)
         dist.print_primary(f"test_loss={test_loss:.4f} accuracy={accuracy:.4f} ({hits}/{n})", flush=True)
-        samples = self.samples(step + 1)
-        self.tracker.log(samples, test_loss=test_loss, accuracy=accuracy, epoch=len(self.accuracies))
-        if self.tracker.is_active():
-            self.log_predictions(samples)
+        self.tracker.log(step + 1, test_loss=test_loss, accuracy=accuracy, epoch=len(self.accuracies))
 
     @torch.no_grad()
     def evaluate(self):
@@ -174,17 +169,6 @@ class Trainer:
         n = len(self.test_set)
         return loss_sum / n, int(hits), n
 
-    @torch.no_grad()
-    def log_predictions(self, samples, n=320):
-        """Track the first `n` test images with their labels and the model's scores. Rank 0 alone calls it."""
-        images, labels = next(iter(DataLoader(self.test_set, n, collate_fn=mnist.collate)))
-        outputs, _, _ = forward(self.net, images, labels, self.device, self.args.amp)
-        self.tracker.log_predictions(samples, images, labels, outputs.float().softmax(dim=1).cpu())
-
-    def samples(self, steps):
-        """The number of samples trained in `steps` steps: the x-axis of everything that is tracked."""
-        return steps * self.args.global_batch_size
-
     # ---- snapshots ----
 
     def resume(self):
@@ -202,7 +186,7 @@ class Trainer:
         if (epoch, step) != (0, 0):
             dist.print_primary(f"Resuming from {path} at epoch {epoch + 1}, step {step}", flush=True)
         first_step = epoch * self.steps_per_epoch + step
-        self.tracker.start(vars(self.args), self.samples(first_step), run_id)
+        self.tracker = tracking.Tracker("mnist_DDP", self.args, first_step, run_id)
         return first_step
 
     def save_snapshot(self, next_step):
@@ -212,43 +196,42 @@ class Trainer:
         checkpoint.save(self.args.snapshot_path, *parts, epoch=epoch, step=step, **values)
 
     def loss_of_a_micro_batch(self):
-        # A real one: with --compile the model would be compiled for any other size too.
-        seed_and_indices = next(micro_batches(len(self.train_set), self.args, first_step=0))
-        inputs, labels = SeededBatches(self.train_set)[seed_and_indices]
+        inputs, labels = next(self.batches(first_step=0))  # --compile would compile the model for another size too
         _, _, losses = forward(self.model, inputs, labels, self.device, self.args.amp)
         return losses.sum()
 
     # ---- batches that a resumed run repeats exactly ----
 
     def batches(self, first_step):
+        """The micro-batches of this rank, from `first_step` on."""
         loader = DataLoader(
             SeededBatches(self.train_set),
             batch_size=None,  # each item is a whole micro-batch
-            sampler=micro_batches(len(self.train_set), self.args, first_step),
+            sampler=self.micro_batches(first_step),
             num_workers=self.args.num_workers,
             pin_memory=self.device.type == "cuda",
         )
         return checkpoint.shielded(loader)
 
+    def micro_batches(self, first_step):
+        """The seed and the indices of each micro-batch of this rank, from `first_step` on.
 
-def micro_batches(n, args, first_step):
-    """The seed and the indices of each micro-batch of this rank, from `first_step` on.
-
-    The order of the `n` samples depends on --seed and epoch alone, so any number of ranks trains on the same global
-    batches, also after a resume. The samples that do not fill a last global batch are left out. They differ from epoch
-    to epoch.
-    """
-    rank = dist.get_rank()
-    steps_per_epoch = n // args.global_batch_size
-    for step in range(first_step, args.epochs * steps_per_epoch):
-        epoch, position = divmod(step, steps_per_epoch)
-        if step == first_step or position == 0:
-            order = torch.randperm(n, generator=torch.Generator().manual_seed(args.seed + epoch)).tolist()
-        start = position * args.global_batch_size
-        global_batch = order[start : start + args.global_batch_size]
-        share = global_batch[rank :: dist.get_world_size()]
-        for k in range(args.grad_accumulation):
-            yield seed_of("augmentation", args.seed, step, k, rank), share[k :: args.grad_accumulation]
+        The order of the samples depends on --seed and epoch alone, so any number of ranks trains on the same global
+        batches, also after a resume. The samples that do not fill a last global batch are left out. They differ from
+        epoch to epoch.
+        """
+        args = self.args
+        rank = dist.get_rank()
+        for step in range(first_step, self.steps):
+            epoch, position = divmod(step, self.steps_per_epoch)
+            if step == first_step or position == 0:
+                generator = torch.Generator().manual_seed(args.seed + epoch)
+                order = torch.randperm(len(self.train_set), generator=generator).tolist()
+            start = position * args.global_batch_size
+            global_batch = order[start : start + args.global_batch_size]
+            share = global_batch[rank :: dist.get_world_size()]
+            for k in range(args.grad_accumulation):
+                yield seed_of("augmentation", args.seed, step, k, rank), share[k :: args.grad_accumulation]
 
 
 class SeededBatches(Dataset):
@@ -262,11 +245,10 @@ class SeededBatches(Dataset):
 
     def __getitem__(self, seed_and_indices):
         seed, indices = seed_and_indices
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            if hasattr(self.dataset, "__getitems__"):  # it may give a whole batch
-                return mnist.collate(self.dataset.__getitems__(indices))
-            return default_collate([self.dataset[index] for index in indices])
+        torch.manual_seed(seed)
+        if hasattr(self.dataset, "__getitems__"):  # it may give a whole batch
+            return mnist.collate(self.dataset.__getitems__(indices))
+        return mnist.collate([self.dataset[index] for index in indices])
 
 
 def seed_of(*parts):
@@ -283,7 +265,7 @@ def load_datasets(args):
 
     Every rank calls this. If you download, let one process per machine do it while the others wait, as mnist.load_data
     does. Augment with torch's random numbers: each micro-batch has a seed of its own. A `collate_fn` of your own takes
-    the place of mnist.collate and default_collate, in four lines.
+    the place of mnist.collate.
     """
     train_set = mnist.load_data(args.data, args.data_dir, train=True, seed=args.seed)
     test_set = mnist.load_data(args.data, args.data_dir, train=False, seed=args.seed)
@@ -353,21 +335,12 @@ def parse_args(words=None):
     if args.global_batch_size < micro_batches:
         how = f"the micro-batches of {args.nproc} x --grad-accumulation {args.grad_accumulation}"
         parser.error(f"argument --global-batch-size: {args.global_batch_size} is less than {micro_batches}, {how}")
-    if args.wandb:
-        check_installed("wandb")
     if args.tensorboard is not None:
-        check_installed("tensorboard")
         checkpoint.check_writable("--tensorboard", os.path.join(args.tensorboard, "events"))
     checkpoint.check_writable("--output-dir", os.path.join(args.output_dir, "mnist_cnn.pt"))
     if args.snapshot_path is not None:
         checkpoint.check_writable("--snapshot-path", args.snapshot_path)
     return args
-
-
-def check_installed(package):
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:  # W&B makes a folder `wandb`, a package without an origin
-        sys.exit(f"--{package}: {package} is not installed: pip install -r requirements-tracking.txt")
 
 
 # ---- start --------------------------------------------------------------------------------------------------------
@@ -381,21 +354,11 @@ def main_worker(local_rank, world_size, args):
     dist.print_primary(f"Training on {world_size} x {device.type}, global batch {args.global_batch_size}", flush=True)
     trainer = Trainer(args, device)
     trainer.train()
-    save_results(args.output_dir, trainer.net, trainer.accuracies)
-    trainer.tracker.close()
-
-
-def save_results(folder, net, accuracies):
-    """Rank 0 writes. Raises DistributedError on every rank if it cannot, and leaves an older file as it was."""
-    weights = {name: tensor.cpu() for name, tensor in net.state_dict().items()}  # to be loaded without a GPU
-    error = None
     if dist.is_primary():
-        try:
-            with checkpoint.atomic(os.path.join(folder, "mnist_cnn.pt")) as file:
-                torch.save({"model": weights, "accuracies": accuracies}, file)
-        except dist.DistributedError as failure:
-            error = str(failure)
-    dist.raise_on_all(error)
+        weights = {name: tensor.cpu() for name, tensor in trainer.net.state_dict().items()}  # load it without a GPU
+        with checkpoint.atomic(os.path.join(args.output_dir, "mnist_cnn.pt")) as file:
+            torch.save({"model": weights, "accuracies": trainer.accuracies}, file)
+    trainer.tracker.close()
 
 
 if __name__ == "__main__":

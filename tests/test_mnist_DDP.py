@@ -12,7 +12,6 @@ import re
 import signal
 import struct
 import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from unittest import mock
 
@@ -28,7 +27,6 @@ from images import (
     digits,
     few_digits,
     normal,
-    outputs_of,
     result_of,
 )
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -118,41 +116,31 @@ def test_the_command_tracked(tmp_path, tmp_path_factory):
     test_set = mnist.load_data("synthetic", "", train=False)
     assert result_of(net, test_set)[1] == round(accuracies[0] * 10_000)
     losses = [float(line[-1]) for line in TRAIN_LINE.findall(stdout)]
-    check_wandb(tmp_path, net, test_set, [12_800, 19_968], losses, accuracies)
-    check_tensorboard(tmp_path / "runs", [12_800, 19_968], accuracies)
+    check_wandb(tmp_path, [100, 156], losses, accuracies)
+    check_tensorboard(tmp_path / "runs", [100, 156], accuracies)
 
 
-def check_wandb(folder, net, test_set, seen, losses, accuracies):
-    """The history, the configuration, and the table of the last epoch."""
-    rows, config, tables, metrics = read_wandb(folder)
-    assert metrics == {"*": "samples"}, "the x-axis"
+def check_wandb(folder, steps, losses, accuracies):
+    """The history and the configuration."""
+    rows, config, metrics = read_wandb(folder)
+    assert metrics == {"*": "step"}, "the x-axis"
     assert config["epochs"] == len(accuracies) and config["lr"] == 0.05
     logged = [row for row in rows if "loss" in row]
-    assert [row["samples"] for row in logged] == seen
+    assert [row["step"] for row in logged] == steps
     assert [row["loss"] for row in logged] == pytest.approx(losses, abs=6e-5)
     tested = [row for row in rows if "accuracy" in row]
-    assert [row["accuracy"] for row in tested] == accuracies and tested[-1]["samples"] == seen[-1]
+    assert [row["accuracy"] for row in tested] == accuracies and tested[-1]["step"] == steps[-1]
     assert all(row["test_loss"] > 0 for row in tested)
 
-    n = min(320, len(test_set))
-    assert [len(table["data"]) for table in tables] == [n] * len(accuracies), "no more than there are"
-    assert tables[-1]["columns"] == ["image", "guess", "truth", *(f"score_{digit}" for digit in range(10))]
-    scores = outputs_of(net.eval(), test_set)[:n].softmax(dim=1)
-    for (image, guess, truth, *row), label, expected in zip(tables[-1]["data"], test_set.labels, scores, strict=False):
-        assert image["_type"] == "image-file" and (image["width"], image["height"]) == (28, 28)
-        assert truth == label and row[guess] == max(row)
-        assert (torch.tensor(row) - expected).abs().max() < 1e-4
 
-
-def check_tensorboard(folder, seen, accuracies):
+def check_tensorboard(folder, steps, accuracies):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     assert len(list(folder.iterdir())) == 1, "one process writes"
     events = EventAccumulator(str(folder)).Reload()
     assert set(events.Tags()["scalars"]) == {"loss", "lr", "epoch", "test_loss", "accuracy"}
-    assert [event.step for event in events.Scalars("loss")] == seen
+    assert [event.step for event in events.Scalars("loss")] == steps
     assert [event.value for event in events.Scalars("accuracy")] == pytest.approx(accuracies)
-    assert events.Images("test_images")[-1].step == seen[-1] and events.Images("test_images")[-1].width > 28
 
 
 def wandb_offline(folder):
@@ -162,12 +150,12 @@ def wandb_offline(folder):
 
 
 def read_wandb(folder):
-    """History, config, tables and metrics of the only run. Its file is a LevelDB log: records in blocks of 32 KiB."""
+    """History, config and metrics of the only run. Its file is a LevelDB log: records in blocks of 32 KiB."""
     from wandb.proto import wandb_internal_pb2
 
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     data, position, record = path.read_bytes(), 7, b""
-    rows, config, tables, metrics = [], {}, [], {}
+    rows, config, metrics = [], {}, {}
     while position < len(data):
         left = 32768 - position % 32768
         if left < 7:  # the rest of a block that has no room for a header
@@ -185,12 +173,7 @@ def read_wandb(folder):
             config.update({item.key: json.loads(item.value_json) for item in message.run.config.update})
             if message.metric.glob_name:
                 metrics[message.metric.glob_name] = message.metric.step_metric
-            files = {file.path: file.local_path for file in message.artifact.manifest.contents}
-            if "test_predictions.table.json" in files:
-                table = json.loads(Path(files["test_predictions.table.json"]).read_text())
-                assert {row[0]["path"] for row in table["data"]} < files.keys(), "the images are there"
-                tables.append(table)
-    return rows, config, tables, metrics
+    return rows, config, metrics
 
 
 @pytest.mark.slow
@@ -252,16 +235,6 @@ def test_torchrun_leaves_the_options_to_the_script(name):
     for option in (f"--{name}", f"--{name.replace('_', '-')}"):
         args = get_args_parser().parse_args(["--standalone", SCRIPT, option, "7"])
         assert args.training_script_args == [option, "7"]
-
-
-@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
-@pytest.mark.parametrize("found", [None, "a folder"])
-def test_a_missing_package_is_one_line(package, found, main_of, monkeypatch, tmp_path):
-    spec = ModuleSpec(package, None) if found else None
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
-    options = ["--wandb"] if package == "wandb" else ["--tensorboard", str(tmp_path)]
-    message = f"--{package}: {package} is not installed: pip install -r requirements-tracking.txt"
-    assert main_of(SCRIPT, *options) == (message, "")
 
 
 @pytest.mark.slow
@@ -612,12 +585,10 @@ def test_batch_norm_the_seed_and_tracking(tmp_path, monkeypatch, capfd):
 
     first, tracked, other = ((tmp_path / name / "mnist_cnn.pt").read_bytes() for name in ("first", "tracked", "other"))
     assert first == tracked != other, "also with a data set that has no whole batches"
-    net = mnist.SimpleCNN()
-    net.load_state_dict(weights_of(tmp_path / "tracked"))
     accuracies = accuracies_of(tmp_path / "tracked")
     losses = [float(line[-1]) for line in TRAIN_LINE.findall(capfd.readouterr().out)][-4:]
-    check_wandb(tmp_path, net, digits(101), [128, 256, 384, 512], losses, accuracies)
-    check_tensorboard(tmp_path / "runs", [128, 256, 384, 512], accuracies)
+    check_wandb(tmp_path, [1, 2, 3, 4], losses, accuracies)
+    check_tensorboard(tmp_path / "runs", [1, 2, 3, 4], accuracies)
 
 
 def test_amp_reaches_where_it_counts(tmp_path):
@@ -632,12 +603,9 @@ def test_amp_reaches_where_it_counts(tmp_path):
 # ---- tracking -------------------------------------------------------------------------------------------------------
 
 
-def test_tensorboard_alone_has_the_test_images(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+def test_tensorboard_alone(tmp_path):
     train_worker(0, 1, settings(epochs=1, tensorboard=str(tmp_path / "runs")), tmp_path)
-    (images,) = EventAccumulator(str(tmp_path / "runs")).Reload().Images("test_images")
-    assert images.width > 28
+    check_tensorboard(tmp_path / "runs", [2], accuracies_of(tmp_path))
 
 
 def resumed_worker(local_rank, world_size, epochs, folder):
@@ -656,7 +624,7 @@ def test_a_resumed_run_is_the_same_run_of_the_trackers(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "runs")).Reload()
-    assert [event.step for event in events.Scalars("loss")] == [128, 256, 384, 512]
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
     assert len(accuracies_of(tmp_path)) == 2
 
 
@@ -673,6 +641,6 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
     path = tmp_path / "mnist_cnn.pt"
     path.write_text("old")
     (tmp_path / "mnist_cnn.pt.0.tmp").symlink_to("/dev/full")
-    message = exit_message(mnist_DDP.save_results, tmp_path, mnist.SimpleCNN(), [0.5])
+    message = exit_message(train_worker, 0, 1, settings(epochs=1), tmp_path)
     assert message.startswith(f"cannot save {path}") and "No space left on device" in message
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"mnist_cnn.pt": "old"}
