@@ -35,13 +35,15 @@ the state_dict of the plain model, "accuracies" a list with the accuracy after e
 """
 
 import contextlib
+import importlib.util
 import math
 import os
 import random
+import sys
 
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 import checkpoint
 import distributed as dist
@@ -136,7 +138,7 @@ class Trainer:
         line = f"Train Epoch: {epoch + 1} [{seen}/{n} ({seen / n:.0%})]\tloss={loss:.4f}"
         dist.print_primary(line, flush=True)
         lr = self.scheduler.get_last_lr()[0]
-        self.tracker.log(step + 1, loss=loss, lr=lr, epoch=epoch + 1)
+        self.tracker.log(self.samples(step + 1), loss=loss, lr=lr, epoch=epoch + 1)
 
     def test(self, step):
         """Evaluate after `step`, the last one of an epoch."""
@@ -144,7 +146,7 @@ class Trainer:
         accuracy = hits / n
         self.accuracies.append(accuracy)
         dist.print_primary(f"test_loss={test_loss:.4f} accuracy={accuracy:.4f} ({hits}/{n})", flush=True)
-        self.tracker.log(step + 1, test_loss=test_loss, accuracy=accuracy, epoch=len(self.accuracies))
+        self.tracker.log(self.samples(step + 1), test_loss=test_loss, accuracy=accuracy, epoch=len(self.accuracies))
 
     @torch.no_grad()
     def evaluate(self):
@@ -169,6 +171,10 @@ class Trainer:
         n = len(self.test_set)
         return loss_sum / n, int(hits), n
 
+    def samples(self, steps):
+        """The number of samples trained in `steps` steps: the x-axis of everything that is tracked."""
+        return steps * self.args.global_batch_size
+
     # ---- snapshots ----
 
     def resume(self):
@@ -186,7 +192,7 @@ class Trainer:
         if (epoch, step) != (0, 0):
             dist.print_primary(f"Resuming from {path} at epoch {epoch + 1}, step {step}", flush=True)
         first_step = epoch * self.steps_per_epoch + step
-        self.tracker = tracking.Tracker("mnist_DDP", self.args, first_step, run_id)
+        self.tracker = tracking.Tracker("mnist_DDP", self.args, self.samples(first_step), run_id)
         return first_step
 
     def save_snapshot(self, next_step):
@@ -245,10 +251,11 @@ class SeededBatches(Dataset):
 
     def __getitem__(self, seed_and_indices):
         seed, indices = seed_and_indices
-        torch.manual_seed(seed)
-        if hasattr(self.dataset, "__getitems__"):  # it may give a whole batch
-            return mnist.collate(self.dataset.__getitems__(indices))
-        return mnist.collate([self.dataset[index] for index in indices])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if hasattr(self.dataset, "__getitems__"):  # it may give a whole batch
+                return mnist.collate(self.dataset.__getitems__(indices))
+            return default_collate([self.dataset[index] for index in indices])
 
 
 def seed_of(*parts):
@@ -265,7 +272,7 @@ def load_datasets(args):
 
     Every rank calls this. If you download, let one process per machine do it while the others wait, as mnist.load_data
     does. Augment with torch's random numbers: each micro-batch has a seed of its own. A `collate_fn` of your own takes
-    the place of mnist.collate.
+    the place of mnist.collate and default_collate, in four lines.
     """
     train_set = mnist.load_data(args.data, args.data_dir, train=True, seed=args.seed)
     test_set = mnist.load_data(args.data, args.data_dir, train=False, seed=args.seed)
@@ -335,12 +342,21 @@ def parse_args(words=None):
     if args.global_batch_size < micro_batches:
         how = f"the micro-batches of {args.nproc} x --grad-accumulation {args.grad_accumulation}"
         parser.error(f"argument --global-batch-size: {args.global_batch_size} is less than {micro_batches}, {how}")
+    if args.wandb:
+        check_installed("wandb")
     if args.tensorboard is not None:
+        check_installed("tensorboard")
         checkpoint.check_writable("--tensorboard", os.path.join(args.tensorboard, "events"))
     checkpoint.check_writable("--output-dir", os.path.join(args.output_dir, "mnist_cnn.pt"))
     if args.snapshot_path is not None:
         checkpoint.check_writable("--snapshot-path", args.snapshot_path)
     return args
+
+
+def check_installed(package):
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:  # W&B makes a folder `wandb`, a package without an origin
+        sys.exit(f"--{package}: {package} is not installed: pip install -r requirements-tracking.txt")
 
 
 # ---- start --------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Track a run with Weights & Biases and TensorBoard. Rank 0 writes, and every rank makes the same calls:
 
     epoch, step, run_id = checkpoint.load(path, model, optimizer, run_id=None)
-    tracker = tracking.Tracker("my project", args, step, run_id)  # a resumed run continues its W&B run
-    tracker.log(step, loss=0.5)
-    checkpoint.save(path, model, optimizer, step=step, run_id=tracker.run_id)
+    tracker = tracking.Tracker("my project", args, samples, run_id)  # a resumed run continues its W&B run
+    tracker.log(samples, loss=0.5)
+    checkpoint.save(path, model, optimizer, epoch=epoch, run_id=tracker.run_id)
     tracker.close()
 
 Needs requirements-tracking.txt; without --wandb and --tensorboard, neither package is imported.
@@ -13,8 +13,8 @@ import distributed as dist
 
 
 class Tracker:
-    def __init__(self, project, args, step=0, run_id=None):
-        """Begin to track after `step` steps. Raises DistributedError on every rank if W&B refuses.
+    def __init__(self, project, args, samples=0, run_id=None):
+        """Begin to track after `samples` samples. Raises DistributedError on every rank if W&B refuses.
 
         `args` has all options, among them `wandb`, and `tensorboard`, the folder to write to or None. `run_id` is the
         W&B run to continue, from the snapshot.
@@ -27,7 +27,7 @@ class Tracker:
 
             try:
                 self.run = wandb.init(project=project, config=vars(args), id=run_id, resume="allow")
-                self.run.define_metric("*", step_metric="step")
+                self.run.define_metric("*", step_metric="samples")
                 run_id = self.run.id
             except wandb.Error as failure:
                 reason = str(failure).partition("\n")[0]
@@ -38,15 +38,15 @@ class Tracker:
             from torch.utils.tensorboard import SummaryWriter
 
             # Remove what an interrupted run has written after its last snapshot, at `purge_step` or later.
-            self.writer = SummaryWriter(args.tensorboard, purge_step=step + 1)
+            self.writer = SummaryWriter(args.tensorboard, purge_step=samples + 1)
 
-    def log(self, step, **scalars):
-        """Log numbers that are known after `step` steps."""
+    def log(self, samples, **scalars):
+        """Log numbers that are known after `samples` samples of training."""
         if self.run is not None:
-            self.run.log({"step": step, **scalars})
+            self.run.log({"samples": samples, **scalars})
         if self.writer is not None:
             for name, value in scalars.items():
-                self.writer.add_scalar(name, value, step)
+                self.writer.add_scalar(name, value, samples)
 
     def close(self):
         """Rank 0 may upload for minutes, and the others do not wait for it."""

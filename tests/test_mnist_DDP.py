@@ -12,6 +12,7 @@ import re
 import signal
 import struct
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from unittest import mock
 
@@ -116,30 +117,30 @@ def test_the_command_tracked(tmp_path, tmp_path_factory):
     test_set = mnist.load_data("synthetic", "", train=False)
     assert result_of(net, test_set)[1] == round(accuracies[0] * 10_000)
     losses = [float(line[-1]) for line in TRAIN_LINE.findall(stdout)]
-    check_wandb(tmp_path, [100, 156], losses, accuracies)
-    check_tensorboard(tmp_path / "runs", [100, 156], accuracies)
+    check_wandb(tmp_path, [12_800, 19_968], losses, accuracies)
+    check_tensorboard(tmp_path / "runs", [12_800, 19_968], accuracies)
 
 
-def check_wandb(folder, steps, losses, accuracies):
+def check_wandb(folder, seen, losses, accuracies):
     """The history and the configuration."""
     rows, config, metrics = read_wandb(folder)
-    assert metrics == {"*": "step"}, "the x-axis"
+    assert metrics == {"*": "samples"}, "the x-axis"
     assert config["epochs"] == len(accuracies) and config["lr"] == 0.05
     logged = [row for row in rows if "loss" in row]
-    assert [row["step"] for row in logged] == steps
+    assert [row["samples"] for row in logged] == seen
     assert [row["loss"] for row in logged] == pytest.approx(losses, abs=6e-5)
     tested = [row for row in rows if "accuracy" in row]
-    assert [row["accuracy"] for row in tested] == accuracies and tested[-1]["step"] == steps[-1]
+    assert [row["accuracy"] for row in tested] == accuracies and tested[-1]["samples"] == seen[-1]
     assert all(row["test_loss"] > 0 for row in tested)
 
 
-def check_tensorboard(folder, steps, accuracies):
+def check_tensorboard(folder, seen, accuracies):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     assert len(list(folder.iterdir())) == 1, "one process writes"
     events = EventAccumulator(str(folder)).Reload()
     assert set(events.Tags()["scalars"]) == {"loss", "lr", "epoch", "test_loss", "accuracy"}
-    assert [event.step for event in events.Scalars("loss")] == steps
+    assert [event.step for event in events.Scalars("loss")] == seen
     assert [event.value for event in events.Scalars("accuracy")] == pytest.approx(accuracies)
 
 
@@ -235,6 +236,16 @@ def test_torchrun_leaves_the_options_to_the_script(name):
     for option in (f"--{name}", f"--{name.replace('_', '-')}"):
         args = get_args_parser().parse_args(["--standalone", SCRIPT, option, "7"])
         assert args.training_script_args == [option, "7"]
+
+
+@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
+@pytest.mark.parametrize("found", [None, "a folder"])
+def test_a_missing_package_is_one_line(package, found, main_of, monkeypatch, tmp_path):
+    spec = ModuleSpec(package, None) if found else None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    options = ["--wandb"] if package == "wandb" else ["--tensorboard", str(tmp_path)]
+    message = f"--{package}: {package} is not installed: pip install -r requirements-tracking.txt"
+    assert main_of(SCRIPT, *options) == (message, "")
 
 
 @pytest.mark.slow
@@ -587,8 +598,8 @@ def test_batch_norm_the_seed_and_tracking(tmp_path, monkeypatch, capfd):
     assert first == tracked != other, "also with a data set that has no whole batches"
     accuracies = accuracies_of(tmp_path / "tracked")
     losses = [float(line[-1]) for line in TRAIN_LINE.findall(capfd.readouterr().out)][-4:]
-    check_wandb(tmp_path, [1, 2, 3, 4], losses, accuracies)
-    check_tensorboard(tmp_path / "runs", [1, 2, 3, 4], accuracies)
+    check_wandb(tmp_path, [128, 256, 384, 512], losses, accuracies)
+    check_tensorboard(tmp_path / "runs", [128, 256, 384, 512], accuracies)
 
 
 def test_amp_reaches_where_it_counts(tmp_path):
@@ -605,7 +616,7 @@ def test_amp_reaches_where_it_counts(tmp_path):
 
 def test_tensorboard_alone(tmp_path):
     train_worker(0, 1, settings(epochs=1, tensorboard=str(tmp_path / "runs")), tmp_path)
-    check_tensorboard(tmp_path / "runs", [2], accuracies_of(tmp_path))
+    check_tensorboard(tmp_path / "runs", [256], accuracies_of(tmp_path))
 
 
 def resumed_worker(local_rank, world_size, epochs, folder):
@@ -624,7 +635,7 @@ def test_a_resumed_run_is_the_same_run_of_the_trackers(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "runs")).Reload()
-    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("loss")] == [128, 256, 384, 512]
     assert len(accuracies_of(tmp_path)) == 2
 
 
