@@ -1,14 +1,13 @@
-"""An experiment with FSDP: train one model sharded, replicated or in one process, and compare memory and speed.
+"""An experiment with FSDP: train one model sharded or replicated, and compare memory and speed.
 
 Read min_FSDP.py first for the idea. Here the model knows nothing of FSDP: dist.prepare_fsdp_model makes a unit of each
 layer. The rest is a complete experiment with data, evaluation, checkpoints and an export.
 
-    --strategy local    one process holds everything and computes everything (with several GPUs add --nproc 1)
-    --strategy ddp      each process holds everything and computes its share of each batch
-    --strategy fsdp     each process holds 1/N and computes its share of each batch
+    --strategy ddp     each process holds everything and computes its share of each batch
+    --strategy fsdp    each process holds 1/N and computes its share of each batch
 
 Choose fsdp if the model does not fit into one device together with its gradients and Adam's state. If it fits, choose
-ddp: it sends a third less.
+ddp: it sends a third less. In one process both are plain training.
 
 Cost for P float32 parameters on N processes, trained by Adam: with fsdp a process holds 16·P/N bytes between two steps
 (parameters 4, gradients 4, Adam 8). While a layer of L parameters computes, it holds about 12·L bytes more: the layer,
@@ -33,7 +32,6 @@ All machines must share --checkpoint-dir. Load only checkpoints that you trust, 
 
 import random
 import resource
-import threading
 import time
 
 import torch
@@ -43,7 +41,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 import checkpoint
 import distributed as dist
@@ -51,17 +48,12 @@ import mnist
 import options
 import sharded
 
-# tqdm's own lock is a semaphore, which a killed process would leave behind.
-tqdm.set_lock(threading.RLock())
-
 
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     count = options.whole_number(1)
-    strategies = ("fsdp", "ddp", "local")
-    parser.add_argument("--strategy", choices=strategies, default="fsdp", help="shard, replicate, or use one process")
-    models = tuple(mnist.MODELS)
-    parser.add_argument("--model", choices=models, default="simple", help="50 thousand, 1.2 or 94 million parameters")
+    parser.add_argument("--strategy", choices=("fsdp", "ddp"), default="fsdp", help="shard or replicate the model")
+    parser.add_argument("--model", choices=mnist.MODELS, default="simple", help="50 k, 1.2 M or 94 M parameters")
     parser.add_argument("--epochs", type=count, default=2, help="passes over the data")
     parser.add_argument("--batch-size", type=count, default=64, help="samples per step and process")
     parser.add_argument("--test-batch-size", type=count, default=1000, help="samples per step of the test, per process")
@@ -73,8 +65,6 @@ def parse_args():
     parser.add_argument("--seed", type=options.whole_number(0, 2**32 - 1), default=0, help="random seed")
     parser.add_nproc()
     args = parser.parse_args()
-    if args.strategy == "local" and args.nproc > 1:
-        parser.error(f"argument --strategy: local trains in 1 process, not in {args.nproc}")
     if args.checkpoint_dir is not None:
         sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
     if args.export is not None:
@@ -82,30 +72,18 @@ def parse_args():
     return args
 
 
-# ---- local, DDP or FSDP -------------------------------------------------------------------------------------------
+# ---- DDP or FSDP --------------------------------------------------------------------------------------------------
 
 
 def wrap(model, strategy, device, mixed_precision):
     """The model, ready to train on `device`. Build the optimizer afterwards: FSDP replaces the parameters."""
-    if strategy == "fsdp":
-        return shard(model, mixed_precision)
-    model = model.to(device)
     if strategy == "ddp":
-        return dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # saves a copy of the gradients
-    return model
-
-
-def shard(model, mixed_precision):
-    """Each layer becomes a unit."""
+        return dist.prepare_ddp_model(model.to(device), gradient_as_bucket_view=True)  # saves a copy of the gradients
     policy = MixedPrecisionPolicy()
     if mixed_precision:
         # Parameters are gathered in bfloat16. The shards, which the optimizer updates, stay float32.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                # BatchNorm must stay float32 on the CPU, so it becomes a unit without mixed precision.
-                dist.prepare_fsdp_model(module)
-    return dist.prepare_fsdp_model(model, blocks=(nn.Conv2d, nn.Linear), mp_policy=policy)
+    return dist.prepare_fsdp_model(model, blocks=(nn.Conv2d, nn.Linear), mp_policy=policy)  # each layer is a unit
 
 
 # ---- training and evaluation --------------------------------------------------------------------------------------
@@ -122,14 +100,13 @@ def forward(model, images, labels, device, mixed_precision):
     return outputs, labels, losses
 
 
-def train_epoch(model, loader, optimizer, device, mixed_precision, epoch):
+def train_epoch(model, loader, optimizer, device, mixed_precision):
     """Mean loss, and samples per second, over all processes."""
     model.train()
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # kept on the GPU to avoid a sync every step
     n = 0
-    hide_bar = None if dist.is_primary() else True  # with None, tqdm shows its bar on a terminal only
     start = time.perf_counter()
-    for images, labels in tqdm(loader, f"epoch {epoch}", leave=False, disable=hide_bar):
+    for images, labels in loader:
         optimizer.zero_grad()  # before forward, where the old gradients would take memory
         _, _, losses = forward(model, images, labels, device, mixed_precision)
         loss = losses.mean()
@@ -196,23 +173,16 @@ def peak_memory(device):
 
 def held_by_this_rank(optimizer):
     """Bytes of parameters, gradients and optimizer state that this process keeps between two steps."""
-    params = []
-    for group in optimizer.param_groups:
-        params.extend(group["params"])
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     gradients = [param.grad for param in params if param.grad is not None]
-    state = []
-    for values in optimizer.state.values():
-        state.extend(value for value in values.values() if torch.is_tensor(value))
+    state = [tensor for of_param in optimizer.state.values() for tensor in of_param.values()]
     return [nbytes(params), nbytes(gradients), nbytes(state)]
 
 
 def nbytes(tensors):
     """Bytes of tensors, and of this process's shards of DTensors."""
-    return sum(local(tensor).nbytes for tensor in tensors)
-
-
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    shards = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(shard.nbytes for shard in shards)
 
 
 def largest(numbers, device):
@@ -235,15 +205,10 @@ def print_held(optimizer, n_params, device):
 def export(path, model):
     """Write the whole state_dict, as the plain model has it. All ranks must call it: they gather it for rank 0."""
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    error = None
     if dist.is_primary():
-        try:
-            with checkpoint.atomic(path) as file:
-                torch.save(state, file)
-        except dist.DistributedError as failure:
-            error = str(failure)
-    dist.raise_on_all(error)
-    dist.print_primary(f"Exported to {path}")
+        with checkpoint.atomic(path) as file:
+            torch.save(state, file)
+        print(f"Exported to {path}")
 
 
 # ---- put together -------------------------------------------------------------------------------------------------
@@ -252,19 +217,14 @@ def export(path, model):
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     device = dist.get_device()
-    strategy = args.strategy if world_size > 1 else "local"
-    dist.print_primary(f"Training on {world_size} x {device.type}: {strategy}")
-    if strategy != args.strategy:
-        dist.print_primary(f"A single device: there is nothing to share, so --strategy {args.strategy} trains locally")
-
+    dist.print_primary(f"Training on {world_size} x {device.type}: {args.strategy}")
     loader, test_loader = make_loaders(args, device)
     torch.manual_seed(args.seed)
     model = mnist.MODELS[args.model]()
     n_params = sum(param.numel() for param in model.parameters())
-    model = wrap(model, strategy, device, args.mixed_precision)
+    dist.print_primary(f"Model {args.model}: {n_params:,} parameters")
+    model = wrap(model, args.strategy, device, args.mixed_precision)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
-    n_held = sum(local(param).numel() for param in model.parameters())
-    dist.print_primary(f"Model {args.model}: {n_params:,} parameters, of which this process holds {n_held:,}")
 
     first_epoch = 0
     if args.checkpoint_dir:
@@ -273,7 +233,7 @@ def main_worker(local_rank, world_size, args):
         loader.sampler.set_epoch(epoch)
         # All randomness of an epoch depends on seed, epoch and rank, so a resumed run draws the same numbers.
         torch.manual_seed(random.Random(f"{args.seed} {epoch} {dist.get_rank()}").getrandbits(63))
-        train_loss, speed = train_epoch(model, loader, optimizer, device, args.mixed_precision, epoch)
+        train_loss, speed = train_epoch(model, loader, optimizer, device, args.mixed_precision)
         test_loss, hits, n = evaluate(model, test_loader, device, args.mixed_precision)
         (memory,) = largest([peak_memory(device)], device)
         dist.print_primary(

@@ -35,7 +35,7 @@ def main_worker(local_rank, world_size, model_name, strategy, report):
     images = torch.randint(256, (BATCH * STEPS, 1, 28, 28), dtype=torch.uint8)
     digits = mnist.Digits(images, torch.randint(10, (BATCH * STEPS,)))
     loader = torch.utils.data.DataLoader(digits, BATCH, collate_fn=mnist.collate)
-    mnist_FSDP.train_epoch(model, loader, optimizer, device, False, 0)
+    mnist_FSDP.train_epoch(model, loader, optimizer, device, False)
     held = sum(mnist_FSDP.held_by_this_rank(optimizer))
     held, peak = mnist_FSDP.largest([held, mnist_FSDP.peak_memory(device)], device)
     report({"held": held, "peak": peak, "parameters": n_params})

@@ -84,7 +84,7 @@ def ours(model, digits, batch_size, device, workers):
 
     def epoch(number):
         sampler.set_epoch(number)
-        mnist_FSDP.train_epoch(model, loader, optimizer, device, False, number)
+        mnist_FSDP.train_epoch(model, loader, optimizer, device, False)
 
     return epoch
 
