@@ -1,13 +1,14 @@
-"""An experiment with FSDP: train one model sharded or replicated, and compare memory and speed.
+"""An experiment with FSDP: train one model sharded, replicated or in one process, and compare memory and speed.
 
 Read min_FSDP.py first for the idea. Here the model knows nothing of FSDP: dist.prepare_fsdp_model makes a unit of each
 layer. The rest is a complete experiment with data, evaluation, checkpoints and an export.
 
-    --strategy ddp     each process holds everything and computes its share of each batch
-    --strategy fsdp    each process holds 1/N and computes its share of each batch
+    --strategy local    one process holds everything and computes everything (with several GPUs add --nproc 1)
+    --strategy ddp      each process holds everything and computes its share of each batch
+    --strategy fsdp     each process holds 1/N and computes its share of each batch
 
 Choose fsdp if the model does not fit into one device together with its gradients and Adam's state. If it fits, choose
-ddp: it sends a third less. In one process both are plain training.
+ddp: it sends a third less.
 
 Cost for P float32 parameters on N processes, trained by Adam: with fsdp a process holds 16·P/N bytes between two steps
 (parameters 4, gradients 4, Adam 8). While a layer of L parameters computes, it holds about 12·L bytes more: the layer,
@@ -52,7 +53,8 @@ import sharded
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     count = options.whole_number(1)
-    parser.add_argument("--strategy", choices=("fsdp", "ddp"), default="fsdp", help="shard or replicate the model")
+    strategies = ("fsdp", "ddp", "local")
+    parser.add_argument("--strategy", choices=strategies, default="fsdp", help="shard, replicate, or use one process")
     parser.add_argument("--model", choices=mnist.MODELS, default="simple", help="50 k, 1.2 M or 94 M parameters")
     parser.add_argument("--epochs", type=count, default=2, help="passes over the data")
     parser.add_argument("--batch-size", type=count, default=64, help="samples per step and process")
@@ -65,6 +67,8 @@ def parse_args():
     parser.add_argument("--seed", type=options.whole_number(0, 2**32 - 1), default=0, help="random seed")
     parser.add_nproc()
     args = parser.parse_args()
+    if args.strategy == "local" and args.nproc > 1:
+        parser.error(f"argument --strategy: local trains in 1 process, not in {args.nproc}")
     if args.checkpoint_dir is not None:
         sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
     if args.export is not None:
@@ -72,11 +76,13 @@ def parse_args():
     return args
 
 
-# ---- DDP or FSDP --------------------------------------------------------------------------------------------------
+# ---- local, DDP or FSDP -------------------------------------------------------------------------------------------
 
 
 def wrap(model, strategy, device, mixed_precision):
     """The model, ready to train on `device`. Build the optimizer afterwards: FSDP replaces the parameters."""
+    if strategy == "local":
+        return model.to(device)
     if strategy == "ddp":
         return dist.prepare_ddp_model(model.to(device), gradient_as_bucket_view=True)  # saves a copy of the gradients
     policy = MixedPrecisionPolicy()

@@ -77,7 +77,8 @@ processes
         --bf16 | argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)
     """,
     "mnist_FSDP.py": """
-        --strategy local | argument --strategy: invalid choice: 'local' (choose from 'fsdp', 'ddp')
+        --strategy local --nproc 2 | argument --strategy: local trains in 1 process, not in 2
+        RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 --strategy local | argument --strategy: local trains in 1 process, not in 2
     """,
     "llm_FSDP.py": """
         --model folder | argument --data: name the .jsonl files on which --model is trained
@@ -271,6 +272,7 @@ def test_defaults_suit_any_number_of_processes(script, monkeypatch):
 
 
 def test_other_numbers_of_processes(monkeypatch):
+    assert launched(monkeypatch, "mnist_FSDP", "--strategy", "local").kwargs == {"nprocs": 1}
     assert launched(monkeypatch, "rpc_model_parallel").kwargs == {"nprocs": 2}
     assert launched(monkeypatch, "rpc_param_server", "--trainers", 4).kwargs["nprocs"] == 5
     for gpus, layers in ((0, 4), (2, 4), (8, 8)):  # enough for a stage on each
