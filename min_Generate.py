@@ -67,6 +67,7 @@ import gpt
 import options
 
 LOG_EVERY = 20  # batches
+EXISTS = "exists already: move it, and run the same command again"
 
 
 # ---- answer the prompts -------------------------------------------------------------------------------------------
@@ -175,16 +176,12 @@ def merge(records, folder, args):
         raise dist.DistributedError(f"{folder} lacks {n_missing} answers: all machines must share this folder")
     lines = [json.dumps({**record, "answer": answers[number]}) + "\n" for number, record in enumerate(records)]
     text = "".join(lines).encode()
-    if not os.path.exists(args.output):
-        with checkpoint.atomic(args.output) as file:
-            file.write(text)
-    elif Path(args.output).read_bytes() != text:  # equal if the job was killed after it had written them
-        refuse_to_overwrite(args)
+    # It exists, and has this text, if the job was killed while it deleted the parts.
+    if os.path.exists(args.output) and Path(args.output).read_bytes() != text:
+        raise dist.DistributedError(f"{args.output} {EXISTS}")
+    with checkpoint.atomic(args.output) as file:
+        file.write(text)
     shutil.rmtree(folder)
-
-
-def refuse_to_overwrite(args):
-    raise dist.DistributedError(f"{args.output} exists already: move it, and run the same command again")
 
 
 # ---- the model and the prompts ------------------------------------------------------------------------------------
@@ -193,9 +190,8 @@ def refuse_to_overwrite(args):
 def load_model(args):
     """The model of --model. Its weights stay in the file until they are used, so no process needs memory for all.
 
-    Raises DistributedError on every rank if the file is damaged, or if --tensor does not divide the heads.
+    Raises DistributedError if the file is damaged, or if --tensor does not divide the heads.
     """
-    model, error = None, None
     try:
         saved = torch.load(args.model, map_location="cpu", mmap=True, weights_only=True)
         with torch.device("meta"):
@@ -203,11 +199,11 @@ def load_model(args):
             model(torch.zeros(1, 1, dtype=torch.long))  # fails if the sizes do not fit each other
         model.load_state_dict(saved["model"], assign=True)
         n_heads = saved["sizes"]["heads"]
-        if n_heads % args.tensor:
-            error = f"--tensor {args.tensor} does not divide the model's {n_heads} heads"
     except Exception:  # whatever a file leads to that is no model
-        error = f"{args.model} is not a file that min_GRPO.py --save has written, or it is damaged"
-    dist.raise_on_all(error)
+        line = f"{args.model} is not a file that min_GRPO.py --save has written, or it is damaged"
+        raise dist.DistributedError(line) from None
+    if n_heads % args.tensor:
+        raise dist.DistributedError(f"--tensor {args.tensor} does not divide the model's {n_heads} heads")
     return model.eval()  # this model has no dropout; yours may have
 
 
@@ -234,52 +230,31 @@ def read_prompts(path):
 
 
 def prepare(n_positions, args):
-    """Returns the objects of --prompts, the number of new bytes, the folder of parts, and the answers in it."""
+    """Returns the objects of --prompts, the number of new bytes, the folder of parts, and the answers in it.
+
+    Raises DistributedError if a file cannot be used.
+    """
     records = read_prompts(args.prompts)
     longest = max(len(record["prompt"].encode()) for record in records)
     new_bytes = args.new_bytes or n_positions - longest
     if new_bytes < 1 or longest + new_bytes > n_positions:
-        raise dist.DistributedError(
-            f"the model has {n_positions} positions, which are too few for the longest prompt of {longest} bytes and "
-            f"--new-bytes {max(new_bytes, 1)}"
-        )
-    used = [digest_of(args.model), digest_of(args.prompts), new_bytes, args.stop, args.temperature, args.seed]
+        line = f"the model has {n_positions} positions, which are too few for the longest prompt of {longest} bytes"
+        raise dist.DistributedError(f"{line} and --new-bytes {max(new_bytes, 1)}")
+    with open(args.model, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        model_digest = hashlib.sha256(content).hexdigest()
+    used = [model_digest, records, new_bytes, args.stop, args.temperature, args.seed]
     folder = Path(f"{args.output}.parts-{hashlib.sha256(repr(used).encode()).hexdigest()[:12]}")
     answers = read_parts(folder, len(records))
     if os.path.exists(args.output) and len(answers) < len(records):
-        refuse_to_overwrite(args)
+        raise dist.DistributedError(f"{args.output} {EXISTS}")
     folder.mkdir(exist_ok=True)
     return records, new_bytes, folder, answers
-
-
-def digest_of(path):
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return hashlib.sha256(content).hexdigest()
-
-
-def on_rank_0(function, *args):
-    """Call `function(*args)` on rank 0 only. Every rank gets its result, or its error as a DistributedError.
-
-    Every rank must call `on_rank_0`.
-    """
-    result, error = None, None
-    if dist.is_primary():
-        try:
-            result = function(*args)
-        except OSError as failure:
-            error = f"cannot use {failure.filename}: {failure.strerror}"
-        except dist.DistributedError as failure:
-            error = str(failure)
-    dist.raise_on_all(error)
-    return dist.broadcast_object(result)
 
 
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     count = options.whole_number(1)
-    parser.add_argument(
-        "--model", required=True, metavar="FILE", help="a model, which `python min_GRPO.py --save model.pt` makes"
-    )
+    parser.add_argument("--model", required=True, metavar="FILE", help="a model that min_GRPO.py --save has written")
     parser.add_argument("--prompts", required=True, metavar="FILE", help='lines like {"prompt": "31524="}')
     parser.add_argument("--output", metavar="FILE", default="answers.jsonl", help="write the answers to this file")
     parser.add_argument("--tensor", type=count, default=1, metavar="T", help="processes that split one model")
@@ -308,7 +283,11 @@ def main_worker(local_rank, world_size, args):
     dist.init_process_group(timeout=datetime.timedelta(days=1))
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     model = load_model(args)
-    records, args.new_bytes, folder, answers = on_rank_0(prepare, model.position.num_embeddings, args)
+    try:
+        records, args.new_bytes, folder, answers = prepare(model.position.num_embeddings, args)
+    except OSError as error:
+        raise dist.DistributedError(f"cannot use {error.filename}: {error.strerror}") from None
+    dist.barrier()  # before a process writes its first part, all must have read the same ones
     n_params = sum(param.numel() for param in model.parameters())
     group = None
     if args.tensor > 1:
@@ -321,7 +300,8 @@ def main_worker(local_rank, world_size, args):
     n_new = answer_missing(model, prompts, answers, group, folder, args)
     n_new = dist.all_reduce(torch.tensor(n_new)).item()  # after it all ranks have written all of their answers
     seconds = time.perf_counter() - start
-    on_rank_0(merge, records, folder, args)
+    if dist.is_primary():
+        merge(records, folder, args)
     dist.print_primary(f"{len(records):,} answers | {n_new:,} new bytes | {n_new / seconds:,.0f} bytes/s")
 
 
