@@ -42,14 +42,12 @@ is 195, and after `--updates`.
 
 import math
 import random
-import sys
 import threading
 import time
 
 import torch
 from torch import nn
 from torch.distributed import rpc
-from torch.multiprocessing import ProcessExitedException
 from torch.nn import functional as F
 
 import distributed as dist
@@ -291,7 +289,4 @@ def main_worker(local_rank, world_size, args):
 
 if __name__ == "__main__":
     cli_args = parse_args()
-    try:
-        dist.launch(main_worker, cli_args, nprocs=cli_args.observers + 1, tolerate_killed=True)
-    except ProcessExitedException as error:
-        sys.exit(f"the learner is lost: {error}")
+    dist.launch(main_worker, cli_args, nprocs=cli_args.observers + 1, tolerate_killed=True)

@@ -37,14 +37,12 @@ training loss, the accuracy on all test samples and the speed of training.
 """
 
 import logging
-import sys
 import time
 
 import torch
 from torch import nn
 from torch.distributed import autograd, rpc
 from torch.distributed.optim import DistributedOptimizer
-from torch.multiprocessing import ProcessExitedException
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -202,7 +200,4 @@ def main_worker(local_rank, world_size, args):
 
 if __name__ == "__main__":
     cli_args = parse_args()
-    try:
-        dist.launch(main_worker, cli_args, nprocs=2)
-    except ProcessExitedException as error:
-        sys.exit(f"a worker is lost: {error}")
+    dist.launch(main_worker, cli_args, nprocs=2)

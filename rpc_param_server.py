@@ -46,13 +46,11 @@ mnist.py have no buffers.
 """
 
 import queue
-import sys
 import threading
 import time
 
 import torch
 from torch.distributed import rpc
-from torch.multiprocessing import ProcessExitedException
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader
@@ -267,7 +265,4 @@ def main_worker(local_rank, world_size, args):
 
 if __name__ == "__main__":
     cli_args = parse_args()
-    try:
-        dist.launch(main_worker, cli_args, nprocs=cli_args.trainers + 1, tolerate_killed=True)
-    except ProcessExitedException as error:
-        sys.exit(f"the server is lost: {error}")
+    dist.launch(main_worker, cli_args, nprocs=cli_args.trainers + 1, tolerate_killed=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, finish, run, slow_clock, start
 from test_launch import listening, members, wait_for_the_end_of
-from test_rpc_param_server import own_lines, without_a_late_answer
+from test_rpc_param_server import EXITED, own_lines, without_a_late_answer
 from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
@@ -249,7 +249,7 @@ def test_the_command_listens_on_loopback_only_and_ends_with_its_learner():
     server = min((p for p in members(mark) if "forkserver" in " ".join(p.cmdline())), key=lambda p: p.pid)
     min(server.children(), key=lambda child: child.pid).kill()  # rank 0
     status, _, stderr = finish(job, timeout=20)
-    assert (status, own_lines(stderr)[-1]) == (1, "the learner is lost: rank 0 was killed by SIGKILL")
+    assert (status, own_lines(stderr)[-1]) == (1, f"{EXITED}: rank 0 was killed by SIGKILL")
     wait_for_the_end_of(mark, 5)
 
 
