@@ -78,7 +78,7 @@ def act(observer, state):
 def answer_if_all_have_asked():
     """One forward pass for all observers that are in an episode, if none of them is still on its way."""
     requests = learner.requests
-    if not requests or requests.keys() != learner.playing:
+    if not requests or requests.keys() != learner.playing():
         return
     learner.requests = {}
     observers = sorted(requests)
@@ -94,7 +94,6 @@ def finish_episode(observer, states, actions):
     with learner.lock:
         if observer in learner.observers:
             learner.episodes[observer] = (states, actions)
-        learner.playing.discard(observer)
         updated = learner.updated
         answer_if_all_have_asked()  # the others wait for this observer no longer
         update_if_all_have_finished()
@@ -146,7 +145,6 @@ class Learner:
         self.args = args
         self.lock = threading.Lock()
         self.observers = set(observers)  # those that are not lost
-        self.playing = set(observers)  # those in an episode
         self.requests = {}  # a state and the Future of its answer, by observer
         self.episodes = {}  # states and actions of a finished episode, by observer
         self.updated = torch.futures.Future()  # done after the next update
@@ -154,6 +152,10 @@ class Learner:
         self.updates = 0
         self.done = False  # has it reached the goal, or made all updates?
         self.begin = time.perf_counter()
+
+    def playing(self):
+        """The observers that are in an episode."""
+        return self.observers - self.episodes.keys()
 
     def mean_return(self):
         """Over the last 100 episodes."""
@@ -163,7 +165,7 @@ class Learner:
 
 def update_if_all_have_finished():
     """Update the policy, and let all observers begin the next episode, if all have finished theirs."""
-    if learner.playing or not learner.episodes:
+    if learner.playing() or not learner.episodes:
         return
     reinforce([learner.episodes[observer] for observer in sorted(learner.episodes)])
     learner.updates += 1
@@ -175,7 +177,6 @@ def update_if_all_have_finished():
         print(f"{line} | {speed:,.0f} actions/s", flush=True)
     updated = learner.updated
     learner.episodes = {}
-    learner.playing = set(learner.observers)
     learner.updated = torch.futures.Future()
     updated.set_result(not learner.done)
 
@@ -206,7 +207,6 @@ def lose(observer):
     with learner.lock:
         print(f"observer {observer} is lost", flush=True)
         learner.observers.discard(observer)
-        learner.playing.discard(observer)
         learner.requests.pop(observer, None)
         answer_if_all_have_asked()
         update_if_all_have_finished()

@@ -192,9 +192,9 @@ def test_it_has_done_when_the_last_100_episodes_reach_the_goal(learner, monkeypa
     monkeypatch.setattr(rpc_actor_learner, "GOAL", 150)
     learner.args.updates = 1000
     learner.returns = [170] * 96
+    learner.observers = {1, 2}
     for returns, play_another in (((200, 200), True), ((200, 60), False)):
-        learner.playing.clear()
-        learner.episodes = {i: (torch.zeros(n, 4), torch.zeros(n)) for i, n in enumerate(returns)}
+        learner.episodes = {i: (torch.zeros(n, 4), torch.zeros(n)) for i, n in enumerate(returns, 1)}
         updated = learner.updated
         rpc_actor_learner.update_if_all_have_finished()
         assert updated.wait() is play_another
