@@ -49,7 +49,6 @@ communication: 24.8 ms, 51 % of it in backward`. If a process waits in a hop for
 communication. On a GPU the line ends after the number of buckets.
 """
 
-import contextlib
 import functools
 import queue
 import threading
@@ -104,7 +103,8 @@ class RingDDP(nn.Module):
     """`module`, whose gradients are averaged over all processes during backward. Call `wait` before the step.
 
     A bucket is full when it has `bucket_bytes`. Gradients are sent as `dtype`, by default as they are. A parameter that
-    is frozen when RingDDP is made must stay frozen.
+    is frozen when RingDDP is made must stay frozen. While `sync` is False, backward only accumulates gradients. The
+    first backward with `sync` True reduces their sum.
     """
 
     def __init__(self, module, bucket_bytes, dtype=None):
@@ -160,16 +160,7 @@ class RingDDP(nn.Module):
         line = f"a second gradient of {self.names[param]} before wait()"
         if self.n_started < len(self.buckets):
             return f"{line}: the backward before it has failed or has not reached all parameters, so this job must end"
-        return f"{line}: see no_sync()"
-
-    @contextlib.contextmanager
-    def no_sync(self):
-        """Backward passes inside it only accumulate gradients. The next one outside it reduces the sum."""
-        self.sync = False
-        try:
-            yield
-        finally:
-            self.sync = True
+        return f"{line}: to accumulate, set sync = False"
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -278,12 +269,9 @@ def train_step(model, optimizer, x, y, args):
     losses = []
     micro_batches = zip(x.chunk(args.accumulate), y.chunk(args.accumulate), strict=True)
     for number, (micro_x, micro_y) in enumerate(micro_batches, 1):
-        sync = contextlib.nullcontext()
-        if number < args.accumulate:
-            sync = model.no_sync()  # only the last micro-batch's backward reduces the accumulated gradients
-        with sync:
-            loss = local_loss(model, micro_x, micro_y) / args.accumulate
-            loss.backward()
+        model.sync = number == args.accumulate  # only the last micro-batch's backward reduces the accumulated gradients
+        loss = local_loss(model, micro_x, micro_y) / args.accumulate
+        loss.backward()
         losses.append(loss.detach())
     model.wait()
     if args.clip:

@@ -231,8 +231,8 @@ def mistakes():
     model = min_AllReduce.RingDDP(transformer.make_model(args), 20_000)
     transformer.plain_loss(model, x, y).backward()
     refused(transformer.plain_loss(model, x, y).backward)
-    with model.no_sync():
-        refused(transformer.plain_loss(model, x, y).backward)
+    model.sync = False
+    refused(transformer.plain_loss(model, x, y).backward)
     model.wait()
     module = transformer.make_model(args)
     module.unused = torch.nn.Parameter(torch.zeros(2))
@@ -273,8 +273,9 @@ def lost_peer():
 
 def test_the_ring_moves_during_backward_and_mistakes_are_one_line(tmp_path):
     ranks = transformer.train_on(2, during_backward, [("ring",), ("mistakes",), ("failed",)], tmp_path)
-    for _, (second, in_no_sync, unused), (again, wait) in ranks:
-        assert second == in_no_sync == "a second gradient of head.weight before wait(): see no_sync()"
+    for _, (second, without_sync, unused), (again, wait) in ranks:
+        line = "a second gradient of head.weight before wait()"
+        assert second == without_sync == f"{line}: to accumulate, set sync = False"
         line = "freeze what is not used before you make RingDDP"
         assert unused == f"backward has failed, or has not used unused: {line}"
         line = "the backward before it has failed or has not reached all parameters, so this job must end"
