@@ -36,9 +36,8 @@ Read this script to learn what DDP does. To train, choose min_DDP.py: DDP needs 
 buffers equal, such as BatchNorm's. Here every parameter needs a gradient in each step, and all have one type.
 `--compress bf16` sends gradients as bfloat16, and rounds a chunk in each of N-1 hops, so the error grows with N.
 
-Cost per process, for P float32 parameters on N processes: 16·P bytes (parameters 4, buckets of gradients 4, AdamW 8),
-and during backward the gradients of a bucket that is not complete yet. With `--accumulate` these are all gradients,
-4·P bytes more. Each step sends 2·(N-1)/N · 4·P bytes, and half as many with `--compress bf16`.
+Cost per process, for P float32 parameters on N processes: 16·P bytes (parameters 4, gradients 4, AdamW 8), and a bucket
+more while its gradients are copied. Each step sends 2·(N-1)/N · 4·P bytes, and half as many with `--compress bf16`.
 
     python min_AllReduce.py --nproc 2                    # two processes; without --nproc, all GPUs
     python min_AllReduce.py --nproc 2 --bucket-mb 0      # each parameter is a bucket of its own
@@ -115,50 +114,47 @@ class RingDDP(nn.Module):
         dist.sync_params([*module.parameters(), *module.buffers()])  # start from rank 0's weights
         self.names = {param: name for name, param in module.named_parameters() if param.requires_grad}
         self.buckets = make_buckets(reversed(self.names), bucket_bytes)
-        for bucket in self.buckets:
-            for param in bucket.params:
-                param.register_post_accumulate_grad_hook(functools.partial(self.on_gradient, bucket))
-        self.n_started = 0
+        for param in self.names:
+            param.register_post_accumulate_grad_hook(self.on_gradient)
+        self.begin_step()
         self.background = BackgroundStream() if dist.get_device().type == "cuda" else BackgroundThread()
         self.n_bytes = 0  # sent by this process so far
 
-    def on_gradient(self, bucket, param):
+    def begin_step(self):
+        self.missing = set(self.names)  # parameters whose gradients have not arrived yet
+        self.to_start = list(self.buckets)
+
+    def on_gradient(self, param):
         """Called by backward when the gradient of `param` is complete, once even if `param` is used in two places."""
-        if param not in bucket.missing:  # its bucket may be on its way
+        if param not in self.missing:  # its bucket may be on its way
             raise dist.DistributedError(self.why_twice(param))
         if not self.sync:
             return
-        bucket.missing.remove(param)
+        self.missing.remove(param)
         # Buckets start in one order, the same on all processes, even if gradients arrive in another.
-        while self.n_started < len(self.buckets) and not self.buckets[self.n_started].missing:
-            next_bucket = self.buckets[self.n_started]
-            next_bucket.collect()
-            self.background.start(functools.partial(self.average, next_bucket))
-            self.n_started += 1
+        while self.to_start and self.missing.isdisjoint(self.to_start[0]):
+            flat = flatten_gradients(self.to_start.pop(0))
+            self.background.start(functools.partial(self.average, flat))
 
-    def average(self, bucket):
+    def average(self, flat):
         """Runs in the background. With `dtype` every hop rounds its sums, and all processes receive the same ones."""
-        bucket.flat /= dist.get_world_size()
-        sent = bucket.flat.to(self.dtype or bucket.flat.dtype)
+        flat /= dist.get_world_size()
+        sent = flat.to(self.dtype or flat.dtype)
         self.n_bytes += ring_all_reduce(sent)
-        bucket.flat.copy_(sent)
+        flat.copy_(sent)
 
     def wait(self):
         """Wait until all gradients are averages over all processes. Raises DistributedError if one is missing."""
-        missing = []
-        for bucket in self.buckets:
-            missing += [self.names[param] for param in bucket.params if param in bucket.missing]
+        missing = [name for param, name in reversed(self.names.items()) if param in self.missing]
         if missing:
             line = f"backward has failed, or has not used {', '.join(missing)}"
             raise dist.DistributedError(f"{line}: freeze what is not used before you make RingDDP")
         self.background.wait()
-        self.n_started = 0
-        for bucket in self.buckets:
-            bucket.missing = set(bucket.params)
+        self.begin_step()
 
     def why_twice(self, param):
         line = f"a second gradient of {self.names[param]} before wait()"
-        if self.n_started < len(self.buckets):
+        if self.to_start:
             return f"{line}: the backward before it has failed or has not reached all parameters, so this job must end"
         return f"{line}: to accumulate, set sync = False"
 
@@ -166,36 +162,23 @@ class RingDDP(nn.Module):
         return self.module(*args, **kwargs)
 
 
-class Bucket:
-    """Parameters whose gradients are sent together. `flat`, (elements,), has a view for each of them."""
-
-    def __init__(self, params):
-        self.params = params
-        self.missing = set(params)  # whose gradients of this step have not arrived yet
-        sizes = [param.numel() for param in params]
-        self.flat = torch.zeros(sum(sizes), dtype=params[0].dtype, device=params[0].device)
-        pieces = self.flat.split(sizes)
-        self.views = [piece.view_as(param) for piece, param in zip(pieces, params, strict=True)]
-
-    @torch.no_grad()
-    def collect(self):
-        """Copy the gradients into `flat`. From then on they are views of it, so the average needs no copy back."""
-        for param, view in zip(self.params, self.views, strict=True):
-            if param.grad is not view:
-                view.copy_(param.grad)
-                param.grad = view
-
-
 def make_buckets(params, bucket_bytes):
-    buckets = []
-    group = []
+    """Lists of parameters whose gradients are sent together."""
+    buckets = [[]]
     for param in params:
-        if group and sum(other.nbytes for other in group) >= bucket_bytes:
-            buckets.append(Bucket(group))
-            group = []
-        group.append(param)
-    buckets.append(Bucket(group))
+        if buckets[-1] and sum(other.nbytes for other in buckets[-1]) >= bucket_bytes:
+            buckets.append([])
+        buckets[-1].append(param)
     return buckets
+
+
+def flatten_gradients(params):
+    """One vector of all gradients, (elements,). They become views of it, so the average needs no copy back."""
+    flat = torch.cat([param.grad.flatten() for param in params])
+    pieces = flat.split([param.numel() for param in params])
+    for param, piece in zip(params, pieces, strict=True):
+        param.grad = piece.view_as(param)
+    return flat
 
 
 # ---- communication while backward computes ------------------------------------------------------------------------

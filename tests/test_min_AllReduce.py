@@ -79,18 +79,16 @@ def make_odd(args, optimizer):
     return model, transformer.make_optimizer(optimizer, params, args.lr)
 
 
-def reduce_too_early(self, bucket, param):
+def reduce_too_early(self, param):
     """The bug: a bucket is reduced when one of its gradients has not arrived yet."""
-    bucket.missing.discard(param)
-    while self.n_started < len(self.buckets) and len(self.buckets[self.n_started].missing) <= 1:
-        next_bucket = self.buckets[self.n_started]
-        next_bucket.flat.zero_()
-        for early, view in zip(next_bucket.params, next_bucket.views, strict=True):
-            if early.grad is not None:
-                view.copy_(early.grad)
-                early.grad = view
-        self.background.start(functools.partial(self.average, next_bucket))
-        self.n_started += 1
+    self.missing.discard(param)
+    while self.to_start and len(self.missing.intersection(self.to_start[0])) <= 1:
+        bucket = self.to_start.pop(0)
+        for early in bucket:
+            if early.grad is None:
+                early.grad = torch.zeros_like(early)
+        flat = min_AllReduce.flatten_gradients(bucket)
+        self.background.start(functools.partial(self.average, flat))
 
 
 def train_odd(case, optimizer):
