@@ -49,9 +49,8 @@ communication. On a GPU the line ends after the number of buckets.
 """
 
 import functools
-import queue
-import threading
 import time
+from concurrent import futures
 
 import torch
 import torch.distributed as torch_dist
@@ -119,6 +118,8 @@ class RingDDP(nn.Module):
         self.begin_step()
         self.background = BackgroundStream() if dist.get_device().type == "cuda" else BackgroundThread()
         self.n_bytes = 0  # sent by this process so far
+        self.busy = 0.0  # seconds in which the ring ran
+        self.waited = 0.0  # seconds in which `wait` waited for it
 
     def begin_step(self):
         self.missing = set(self.names)  # parameters whose gradients have not arrived yet
@@ -138,10 +139,12 @@ class RingDDP(nn.Module):
 
     def average(self, flat):
         """Runs in the background. With `dtype` every hop rounds its sums, and all processes receive the same ones."""
+        begin = time.perf_counter()
         flat /= dist.get_world_size()
         sent = flat.to(self.dtype or flat.dtype)
         self.n_bytes += ring_all_reduce(sent)
         flat.copy_(sent)
+        self.busy += time.perf_counter() - begin
 
     def wait(self):
         """Wait until all gradients are averages over all processes. Raises DistributedError if one is missing."""
@@ -149,7 +152,9 @@ class RingDDP(nn.Module):
         if missing:
             line = f"backward has failed, or has not used {', '.join(missing)}"
             raise dist.DistributedError(f"{line}: freeze what is not used before you make RingDDP")
+        begin = time.perf_counter()
         self.background.wait()
+        self.waited += time.perf_counter() - begin
         self.begin_step()
 
     def why_twice(self, param):
@@ -185,42 +190,24 @@ def flatten_gradients(params):
 
 
 class BackgroundThread:
-    """Calls functions in a thread, one after the other, while the caller continues."""
+    """Calls functions in a thread, one after the other, while the caller continues.
+
+    A process whose backward fails must not wait at its end for a hop that the others never make. `dist.launch` ends it
+    at once, under torchrun too. If you start processes in another way, end it by os._exit.
+    """
 
     def __init__(self):
-        self.jobs = queue.SimpleQueue()
-        self.errors = queue.SimpleQueue()  # for each function that has ended: its error, or None
-        self.n_running = 0
-        self.busy = 0.0  # seconds in which a function ran
-        self.waited = 0.0  # seconds in which the caller waited
-        # A daemon: a process whose backward fails must not wait for a hop that the others never make.
-        threading.Thread(target=self.run, daemon=True).start()
-
-    def run(self):
-        while True:
-            function = self.jobs.get()
-            begin = time.perf_counter()
-            error = None
-            try:
-                function()
-            except BaseException as failure:
-                error = failure
-            self.busy += time.perf_counter() - begin
-            self.errors.put(error)
+        self.executor = futures.ThreadPoolExecutor(max_workers=1)
+        self.calls = []
 
     def start(self, function):
-        self.jobs.put(function)
-        self.n_running += 1
+        self.calls.append(self.executor.submit(function))
 
     def wait(self):
         """Wait until all functions that were started have ended. Raises the error of one that failed."""
-        begin = time.perf_counter()
-        while self.n_running:
-            error = self.errors.get()
-            self.n_running -= 1
-            if error is not None:
-                raise error
-        self.waited += time.perf_counter() - begin
+        for call in self.calls:
+            call.result()
+        self.calls = []
 
 
 class BackgroundStream:
@@ -279,8 +266,8 @@ def report_communication(model, args):
     gradients = sum(param.nbytes for param in model.names)
     sent = dist.reduce(torch.tensor(model.n_bytes / args.steps, dtype=torch.float64, device=dist.get_device())).item()
     line = f"sent per step: {sent:,.0f} bytes, {sent / gradients:.3f} of the gradients | buckets: {len(model.buckets)}"
-    if isinstance(model.background, BackgroundThread):
-        busy, waited = dist.reduce(torch.tensor([model.background.busy, model.background.waited])).tolist()
+    if dist.get_device().type == "cpu":
+        busy, waited = dist.reduce(torch.tensor([model.busy, model.waited])).tolist()
         hidden = max(0, 1 - waited / busy)
         line += f" | communication: {1000 * busy / args.steps:.1f} ms, {100 * hidden:.0f} % of it in backward"
     dist.print_primary(line)

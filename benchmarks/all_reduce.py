@@ -61,7 +61,7 @@ def worker(local_rank, world_size, width, rounds, report):
         if name != LIBRARY:
             rows[name]["buckets"] = len(model.buckets)
         if name != LIBRARY and device.type == "cpu":
-            busy, waited = dist.reduce(torch.tensor([model.background.busy, model.background.waited])).tolist()
+            busy, waited = dist.reduce(torch.tensor([model.busy, model.waited])).tolist()
             rows[name]["hidden"] = round(max(0, 1 - waited / busy), 3)
     report(rows)
 
