@@ -6,7 +6,6 @@ answers = generate.generated_bytes(tokens, generated)                      # one
 """
 
 import functools
-import itertools
 import random
 
 import torch
@@ -143,10 +142,8 @@ def pad_prompts(prompts, n_new, most):
     longest = max(lengths)
     if longest + n_new > most:
         raise ValueError(f"a prompt of {longest} bytes and {n_new} new ones exceed the model's {most} positions")
-    tokens = torch.zeros(len(prompts), longest + n_new, dtype=torch.long)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = torch.tensor(list(prompt))
-    return tokens, torch.tensor(lengths), longest
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(list(prompt)) for prompt in prompts], batch_first=True)
+    return F.pad(tokens, (0, n_new)), torch.tensor(lengths), longest
 
 
 def rows_without(stop, chosen):
@@ -161,10 +158,7 @@ def rows_without(stop, chosen):
 
 def generated_bytes(tokens, generated):
     """The bytes that `generate` has generated: one bytes object per row."""
-    answers = []
-    for row, mask in zip(tokens.tolist(), generated.tolist(), strict=True):
-        answers.append(bytes(itertools.compress(row, mask)))
-    return answers
+    return [bytes(row[mask].tolist()) for row, mask in zip(tokens.cpu(), generated.cpu(), strict=True)]
 
 
 def uniform(name, rows, columns):

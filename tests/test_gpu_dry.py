@@ -82,7 +82,7 @@ WAITS = {
     },
     "min_GRPO": {  # the program that checks the answers needs them, and drawing must know which rows have ended
         "chosen = chosen.cpu()",
-        "for row, mask in zip(tokens.tolist(), generated.tolist(), strict=True):",
+        "return [bytes(row[mask].tolist()) for row, mask in zip(tokens.cpu(), generated.cpu(), strict=True)]",
     },
     "min_Join": {  # once for each --log-every steps
         "with Join([model], divide_by_initial_world_size=False):  # no collective but DDP's may be called inside",
