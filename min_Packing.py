@@ -180,26 +180,21 @@ def n_positions(document):
     return len(prompt) + len(answer) - 1
 
 
-def first_with_room(rooms, needed):
-    for number, room in enumerate(rooms):
-        if room >= needed:
-            return number
-    return None
-
-
 def pack(documents, length):
     """Lists of documents that share a row: each, the longest first, goes to the first row that has room for it."""
-    lists, rooms = [], []
+    lists = [[]]
+    rooms = [length]
     for document in sorted(documents, key=n_positions, reverse=True):
         needed = n_positions(document)
-        number = first_with_room(rooms, needed)
-        if number is None:
-            number = len(lists)
+        number = 0
+        while rooms[number] < needed:
+            number += 1
+        if not lists[number]:  # the last row was empty, so that every document finds room
             lists.append([])
             rooms.append(length)
         lists[number].append(document)
         rooms[number] -= needed
-    return lists
+    return lists[:-1]
 
 
 def make_rows(lists, length):
