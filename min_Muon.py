@@ -81,7 +81,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         rank = dist.get_rank()
         world_size = dist.get_world_size()
-        self.parts = deal(params_of(self), world_size)
+        trained = [matrix for matrix in params_of(self) if matrix.requires_grad]  # weight decay would change the others
+        self.parts = deal(trained, world_size)
         self.flat, self.grad = flatten(self.parts)  # all matrices and all gradients
         self.own = self.flat.chunk(world_size)[rank]  # views of this process's part
         self.own_grad = self.grad.chunk(world_size)[rank]
@@ -183,8 +184,6 @@ def flatten(parts):
     """
     if len({matrix.dtype for part in parts for matrix in part}) > 1:
         raise ValueError("the matrices have several types, and one vector has one: use an optimizer for each type")
-    if not all(matrix.requires_grad for part in parts for matrix in part):
-        raise ValueError("a frozen matrix has no gradient: leave it out, or weight decay would change it")
     part_size = max(sum(matrix.numel() for matrix in part) for part in parts)
     flat = parts[0][0].detach().new_zeros(len(parts) * part_size)
     grad = torch.zeros_like(flat)
