@@ -129,11 +129,10 @@ def train(model, optimizer, text, held_out, args):
 
 
 def report_state(optim, n_params):
-    """Print the bytes of Adam's state on the process with the most, and the bytes that DDP would hold."""
+    """Print the bytes of Adam's state on each process, whose parts are equally long, and those that DDP would hold."""
     held = 0
     for state in optim.state.values():
         held += sum(value.nbytes for value in state.values() if value.dim())  # the step number has no dimension
-    held = dist.all_reduce(torch.tensor(held, device=dist.get_device()), "max").item()
     total = 8 * n_params
     dist.print_primary(f"optimizer state held: {held:,} of {total:,} bytes ({held / total:.3f})")
 
