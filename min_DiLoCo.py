@@ -103,9 +103,8 @@ def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
     parser.set_defaults(steps=800, log_every=100, lr=0.001)
-    parser.add_argument(
-        "--sync-every", type=options.whole_number(1), default=20, help="average all copies every H steps", metavar="H"
-    )
+    every_help = "average all copies every H steps"
+    parser.add_argument("--sync-every", type=options.whole_number(1), default=20, help=every_help, metavar="H")
     rate_help = "learning rate of the outer steps"
     parser.add_argument("--outer-lr", type=options.positive_number, default=0.7, help=rate_help)
     momentum_help = "Nesterov momentum of the outer steps"
