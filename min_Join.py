@@ -142,7 +142,6 @@ def main_worker(local_rank, world_size, args):
     text, held_out = gpt.load_text()
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
-    gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
     model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # saves a copy of the gradients
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)

@@ -293,7 +293,6 @@ def main_worker(local_rank, world_size, args):
     dist.sync_params(model.parameters())  # start from rank 0's weights, as DDP does
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     matrices, rest = split_params(model)
-    gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
     muon = Muon(matrices, lr=args.muon_lr)
     adamw = torch.optim.AdamW(rest, lr=args.lr, fused=True)
     train(model, (muon, adamw), text, held_out, args)
