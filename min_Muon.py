@@ -224,7 +224,14 @@ def train(model, optimizers, text, held_out, args):
         return gpt.loss_fn(model(x), y)  # shares are equal, so the mean over processes is the loss of the batch
 
     muon, adamw = optimizers
-    first_step = load(model, muon, adamw, args)
+    first_step = 0
+    if args.snapshot_path:
+        # The snapshot has the momentum of all matrices, so any number of processes can resume from it.
+        settings = {**gpt.settings_of(args), "--lr": args.lr, "--muon-lr": args.muon_lr}
+        _, first_step = checkpoint.load(args.snapshot_path, model, adamw, muon=muon, settings=settings)
+        muon.drop_state()
+    if first_step:
+        dist.print_primary(f"Resuming at step {first_step}")
     share = (dist.get_rank(), dist.get_world_size())
     progress = gpt.Progress(local_loss, text, held_out, args, first_step, share)
     for step in range(first_step, args.steps):
@@ -235,32 +242,11 @@ def train(model, optimizers, text, held_out, args):
         loss.backward()
         take_step(muon, adamw, args.clip)
         progress(loss)
-        if progress.step % args.log_every == 0 or progress.step == args.steps:
-            save(model, muon, adamw, progress.step, args)
+        if args.snapshot_path and (progress.step % args.log_every == 0 or progress.step == args.steps):
+            muon.gather_state()
+            checkpoint.save(args.snapshot_path, model, adamw, muon=muon, settings=settings, step=progress.step)
+            muon.drop_state()
     return progress.losses[first_step:]
-
-
-def load(model, muon, adamw, args):
-    """Resume from the newest snapshot, if there is one. Returns the next step."""
-    if not args.snapshot_path:
-        return 0
-    _, step = checkpoint.load(args.snapshot_path, model, adamw, muon=muon, settings=settings_of(args))
-    muon.drop_state()
-    if step:
-        dist.print_primary(f"Resuming at step {step}")
-    return step
-
-
-def save(model, muon, adamw, step, args):
-    """The snapshot has the momentum of all matrices, so any number of processes can resume from it."""
-    if args.snapshot_path:
-        muon.gather_state()
-        checkpoint.save(args.snapshot_path, model, adamw, muon=muon, settings=settings_of(args), step=step)
-        muon.drop_state()
-
-
-def settings_of(args):
-    return {**gpt.settings_of(args), "--lr": args.lr, "--muon-lr": args.muon_lr}
 
 
 def report_state(muon):
