@@ -664,37 +664,29 @@ def complexity(layout):
     return total + without_script, layout.chunks, RECOMPUTE.index(layout.recompute)
 
 
-@dataclass(frozen=True)
-class Result:
-    layout: Layout
-    memory: dict
-    seconds: dict
-    used: float  # bytes
-    speed: float  # tokens per second and GPU
+def needed_bytes(found):
+    return sum(found["memory"].values())
 
 
 def search(job):
-    """(results that fit, the fastest first; the result that needs least memory, or None)."""
-    results = []
-    for layout in layouts(job):
-        held, times = memory(job.model, layout), seconds(job.model, layout, job.cluster)
-        speed = tokens_per_second(job.model, layout, times)
-        results.append(Result(layout, held, times, sum(held.values()), speed))
-    results.sort(key=lambda result: -result.speed)
-    fitting = [result for result in results if result.used <= SHARE_OF_MEMORY * job.cluster.memory]
-    return fitting, min(results, key=lambda result: result.used, default=None)
+    """(reports of the layouts that fit, the fastest first; the report of the one that needs least memory, or None)."""
+    reports = [report(job, layout) for layout in layouts(job)]
+    reports.sort(key=lambda found: -found["tokens/s per GPU"])
+    fitting = [found for found in reports if needed_bytes(found) <= SHARE_OF_MEMORY * job.cluster.memory]
+    return fitting, min(reports, key=needed_bytes, default=None)
 
 
 def choice(results):
-    """{"recommended", "fastest", "runner-up": result} of results in the order of speed.
+    """{"recommended", "fastest", "runner-up": report} of reports in the order of speed.
 
     Recommended is the simplest of those within 5 % of the fastest. Of equally simple ones, it is the fastest. The
     runner-up is the fastest of another kind of mesh than both.
     """
-    close = [result for result in results if result.speed >= WITHIN * results[0].speed]
-    chosen = {"recommended": min(close, key=lambda result: complexity(result.layout)), "fastest": results[0]}
-    kinds = [axes(result.layout) for result in chosen.values()]
-    others = [result for result in results if axes(result.layout) not in kinds]
+    fastest = results[0]
+    close = [found for found in results if found["tokens/s per GPU"] >= WITHIN * fastest["tokens/s per GPU"]]
+    chosen = {"recommended": min(close, key=lambda found: complexity(found["layout"])), "fastest": fastest}
+    kinds = [axes(found["layout"]) for found in chosen.values()]
+    others = [found for found in results if axes(found["layout"]) not in kinds]
     if others:
         chosen["runner-up"] = others[0]
     return chosen
@@ -825,24 +817,25 @@ def describe(layout):
     return f"{mesh_name(layout)}, recompute {layout.recompute}, {batches}"
 
 
-def report(job, result):
-    """A result for programs, in bytes and seconds.
+def report(job, layout):
+    """What a layout needs and reaches, in bytes and seconds.
 
     MFU counts useful operations, HFU everything that is recomputed too, both as shares of the GPU's speed.
     """
-    layout = result.layout
+    times = seconds(job.model, layout, job.cluster)
+    speed = tokens_per_second(job.model, layout, times)
     factor = doubt(job.model, layout, job.cluster)
-    mfu = result.speed * model_flops(job.model) / job.cluster.flops
+    mfu = speed * model_flops(job.model) / job.cluster.flops
     return {
         "mesh": mesh_name(layout),
         "description": describe(layout),
-        "layout": asdict(layout),
+        "layout": layout,
         "command": command(job, layout),
         "not in the script": missing(job, layout),
-        "memory": result.memory,
-        "seconds": result.seconds,
-        "tokens/s per GPU": result.speed,
-        "expect": (result.speed / factor, result.speed * factor),
+        "memory": memory(job.model, layout),
+        "seconds": times,
+        "tokens/s per GPU": speed,
+        "expect": (speed / factor, speed * factor),
         "MFU": mfu,
         "HFU": mfu * (1 + recomputed_share(job.model, layout) / 3),
     }
@@ -853,9 +846,9 @@ def answer(job):
     results, smallest = search(job)
     found = {"projection": True, "fits": bool(results), "gpus": job.n_gpus, "global batch": job.batch}
     if results:
-        return found | {name: report(job, result) for name, result in choice(results).items()}
+        return found | choice(results)
     if smallest:
-        return found | {"smallest": report(job, smallest), "would fit": ways_to_fit(job)}
+        return found | {"smallest": smallest, "would fit": ways_to_fit(job)}
     return found | why_no_layout(job)
 
 
@@ -869,7 +862,7 @@ def print_answer(job, found):
         print_result(job, found["recommended"])
         print_alternatives(found)
     elif "smallest" in found:
-        used = sum(found["smallest"]["memory"].values())
+        used = needed_bytes(found["smallest"])
         excess = (used - SHARE_OF_MEMORY * job.cluster.memory) / GIB
         print(f"does not fit  the smallest layout needs {used / GIB:.1f} GiB, {excess:.1f} GiB too much")
         print(f"              {found['smallest']['description']}")
@@ -1140,7 +1133,7 @@ def main(argv=None):
     args, job = parse_args(argv)
     found = answer(job)
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(found, indent=1, default=asdict))  # a layout is a dataclass
     else:
         print_answer(job, found)
     if not found["fits"]:
