@@ -234,17 +234,15 @@ def state_bytes(model, layout):
     the adapters have 16.
     """
     params = trained_params(model, layout) / layout.shards
-    held = {"parameters": 4 * params, "gradients": 4 * params, "Adam's state": 8 * params}
+    sharers = layout.copies if layout.zero else 1
+    held = {"parameters": 4 * params, "gradients": 4 * params, "Adam's state": 8 * params / sharers}
     if layout.lora:
         held["parameters"] += 2 * total_params(model) / layout.shards
-        return held
-    if layout.zero:
-        held["Adam's state"] /= layout.copies
-        if layout.precision == "bfloat16":
-            held["parameters"] /= layout.copies
-    if layout.precision == "bfloat16" and layout.shards == 1:
-        held["parameters"] += 2 * params
-        held["gradients"] = 6 * params if layout.reduce_bytes == 4 else 2 * params
+    elif layout.precision == "bfloat16":
+        held["parameters"] /= sharers
+        if layout.shards == 1:
+            held["parameters"] += 2 * params
+            held["gradients"] = 6 * params if layout.reduce_bytes == 4 else 2 * params
     return held
 
 
