@@ -726,33 +726,29 @@ NO_SCRIPT = "no script here has this mesh: combine those that have its axes"
 
 
 def script(layout, hub=None):
-    """(the script that has this mesh, its options), or (None, ""). `hub` is the model's name on the Hub."""
-    kinds = axes(layout)
+    """(the first script that has this mesh, its options), or (None, ""). `hub` is the model's name on the Hub."""
+    kinds, replicas = axes(layout), layout.replicate
     full, bfloat16 = layout.recompute == "full", layout.precision == "bfloat16"
     # The scripts with FSDP refuse --bf16 for one process.
     bf16 = "--bf16" if bfloat16 and layout.n_gpus > 1 else ""
     again = "--checkpoint-activations" if full else ""
     mesh = f"--shard {layout.shard} --tensor {layout.tensor}"
     pipeline = f"--micro-batches {layout.count} --schedule {'Interleaved1F1B' if layout.chunks > 1 else '1F1B'}"
-    if layout.lora or (hub and kinds == {"shard"} and layout.recompute != "selective"):
-        used = {f"--lora {layout.lora}": layout.lora, "--recompute": full}
-        used |= {"--compile": layout.fused, "--precision float32": not bfloat16}
-        return "llm_FSDP.py", " ".join(option for option in used if used[option])
-    if kinds == {"replicate", "zero"}:
-        return "min_ZeRO.py", ""
-    if kinds == {"tensor"}:
-        return "min_TP.py", ""
-    if kinds == {"context"}:
-        return "min_CP.py", ""
-    if kinds == {"shard"} and layout.recompute == "none":
-        return "min_FSDP.py", bf16
-    if kinds <= {"replicate", "shard", "tensor"}:
-        return "min_2D.py", f"{bf16} --replicate {layout.replicate} {mesh} {again}"
-    if {"stages"} <= kinds <= {"stages", "replicate"}:
-        return "min_PP.py", f"--data-parallel {layout.replicate} {pipeline}"
-    if {"stages"} <= kinds <= {"stages", "shard", "tensor"}:
-        return "min_3D.py", f"{bf16} --stages {layout.stages} {mesh} {pipeline}"
-    return None, ""
+    used = {f"--lora {layout.lora}": layout.lora, "--recompute": full}
+    used |= {"--compile": layout.fused, "--precision float32": not bfloat16}
+    llm = " ".join(option for option in used if used[option])
+    by_llm = layout.lora or (hub and kinds == {"shard"} and layout.recompute != "selective")
+    scripts = [
+        (by_llm, "llm_FSDP.py", llm),
+        (kinds == {"replicate", "zero"}, "min_ZeRO.py", ""),
+        (kinds == {"tensor"}, "min_TP.py", ""),
+        (kinds == {"context"}, "min_CP.py", ""),
+        (kinds == {"shard"} and layout.recompute == "none", "min_FSDP.py", bf16),
+        (kinds <= {"replicate", "shard", "tensor"}, "min_2D.py", f"{bf16} --replicate {replicas} {mesh} {again}"),
+        (kinds <= {"stages", "replicate"}, "min_PP.py", f"--data-parallel {replicas} {pipeline}"),
+        (kinds <= {"stages", "shard", "tensor"}, "min_3D.py", f"{bf16} --stages {layout.stages} {mesh} {pipeline}"),
+    ]
+    return next(((name, options) for has_mesh, name, options in scripts if has_mesh), (None, ""))
 
 
 def command(job, layout):
