@@ -609,10 +609,9 @@ def meshes(job):
         return
     tensors = powers_of_two(job.cluster.gpus_per_node)
     contexts = powers_of_two(max(1, job.model.sequence // SHORTEST_PIECE))
-    pipelines = [(stages, chunks) for stages in powers_of_two(job.n_gpus) for chunks in (1, 2) if chunks <= stages]
-    for tensor, context, (stages, chunks) in itertools.product(tensors, contexts, pipelines):
+    for tensor, context, stages, chunks in itertools.product(tensors, contexts, powers_of_two(job.n_gpus), (1, 2)):
         split = replace(job.base, tensor=tensor, context=context, stages=stages, chunks=chunks)
-        if job.n_gpus % split.n_gpus == 0 and not misfit(job.model, split):
+        if chunks <= stages and job.n_gpus % split.n_gpus == 0 and not misfit(job.model, split):
             yield from shardings(job, split)
 
 
