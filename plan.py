@@ -1096,11 +1096,10 @@ def mistakes(job):
     """{what is wrong: whether it is} of options that do not go together. Machines are used as a whole."""
     model, cluster, layout = job.model, job.cluster, Layout(**job.mesh)
     n_gpus, per_node = job.n_gpus, cluster.gpus_per_node
-    wide = f"{model.width} is not a multiple of {model.heads}, the number of heads"
     alone = "llm_FSDP.py trains adapters with FSDP alone, so --mesh may name shard alone"
     usual = "inside is 450 with an H100's NVLink and 25 with PCIe 4, between is 50 with 400 Gb/s per GPU"
     return {
-        f"--width: {wide}": model.width % model.heads,
+        f"--width: {model.width} is not a multiple of {model.heads}, the number of heads": model.width % model.heads,
         f"--heads: {model.heads} is not a multiple of {model.kv_heads}, the KV heads": model.heads % model.kv_heads,
         f"--gpus: {n_gpus} is not a multiple of a machine's {per_node}": n_gpus > per_node and n_gpus % per_node,
         f"--links: a --gpu of numbers needs inside=GB/s: {usual}": n_gpus > 1 and cluster.inside == math.inf,
