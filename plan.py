@@ -873,10 +873,9 @@ def print_result(job, result):
     if result["command"] and result["not in the script"]:
         lacking = ", ".join(result["not in the script"])
         print(f"              The projection also assumes what the script lacks: {lacking}.")
-    whole = job.cluster.memory / GIB
-    parts = {part: n_bytes / GIB for part, n_bytes in result["memory"].items()}
-    print(f"\nmemory of a GPU, GiB  {sum(parts.values()):.1f} of {whole:.1f}")
-    print_bars({**parts, "reserve": (1 - SHARE_OF_MEMORY) * whole}, whole, "6.1f")
+    print(f"\nmemory of a GPU, GiB  {needed_bytes(result) / GIB:.1f} of {job.cluster.memory / GIB:.1f}")
+    reserve = (1 - SHARE_OF_MEMORY) * job.cluster.memory
+    print_bars({**result["memory"], "reserve": reserve}, job.cluster.memory, "6.1f", unit=GIB)
     print(f"  A logit counts {job.base.logit_bytes} bytes. With --cross-entropy fused it counts 4, with chunked 0.")
     total = sum(result["seconds"].values())
     print(f"\nseconds of a step     {total:.3f}")
@@ -890,10 +889,10 @@ def print_result(job, result):
     print(f"expect                {low:,.0f} to {high:,.0f}: {known}")
 
 
-def print_bars(parts, whole, form):
+def print_bars(parts, whole, form, unit=1):
     for part, value in parts.items():
         if value > 0:
-            print(f"  {part:19} {value:{form}}  {'#' * round(40 * value / whole)}")
+            print(f"  {part:19} {value / unit:{form}}  {'#' * round(40 * value / whole)}")
 
 
 def print_alternatives(found):
