@@ -27,6 +27,9 @@ and --cluster takes its file.
 The first prints `recommended   FSDP 64, recompute none, 1 micro-batch of 1 sequence`.
 
 Begin at the two sums, `memory` and `seconds`. The formula of each part follows, then the search, then the options.
+
+It does not plan mixtures of experts (min_EP.py trains them), ring attention (min_Ring.py), DiLoCo, quantized weights,
+offloading to the CPU, images, failures or slow machines.
 """
 
 import argparse
@@ -954,11 +957,6 @@ GPUS = {
 
 # ---- options ------------------------------------------------------------------------------------------------------
 
-# It is said in --help too.
-NOT_PLANNED = (
-    "It does not plan mixtures of experts (min_EP.py trains them), ring attention (min_Ring.py), DiLoCo, "
-    "quantized weights, offloading to the CPU, images, failures or slow machines."
-)
 LOGIT_BYTES = {"plain": 12, "fused": 4, "chunked": 0}
 
 
@@ -1028,7 +1026,8 @@ def cluster_file(path):
 
 
 def make_parser():
-    parser = ArgumentParser(prog="plan.py", description=__doc__.partition("\n")[0], epilog=NOT_PLANNED)
+    _, _, limits = __doc__.rpartition("\n\n")
+    parser = ArgumentParser(prog="plan.py", description=__doc__.partition("\n")[0], epilog=limits)
     add = parser.add_argument
     add("--model", choices=MODELS, metavar="NAME", help=f"one of {', '.join(MODELS)}")
     add("--layers", type=whole_number, help="blocks of attention and MLP")
