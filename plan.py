@@ -412,13 +412,13 @@ HIDDEN_COST = 0.15  # each second of hidden communication adds this to compute: 
 TENSORS = 9  # messages of a block, one per parameter tensor: q, k, v, output, gate, up, down, two norms
 
 
-def transfer_seconds(size, stride, n_bytes, messages, cluster, tree=False):
-    """(seconds of the bytes, seconds of latency) that each of `size` GPUs needs to send `n_bytes` in a ring.
+def transfer_seconds(size, stride, n_bytes, messages, cluster, window=0.0, tree=False):
+    """Seconds that are added if each of `size` GPUs sends `n_bytes` in a ring, beside `window` seconds of computing.
 
     Neighbours are `stride` GPUs apart. Inside a machine a GPU sends over NVLink. Beyond it, all members of the group in
     one machine share its network ports: a ring for each of them. Each message passes `size` - 1 hops, one of them over
     the network for each machine but one. In a `tree` it passes as many machines as their number has doublings. Latency
-    is never hidden. The hops are NCCL's own model, `latencies` in src/graph/tuning.cc.
+    is never hidden, unlike the bytes: see `exposed`. The hops are NCCL's own model, `latencies` in src/graph/tuning.cc.
     """
     members = min(size, max(1, cluster.gpus_per_node // stride))  # in one machine
     machines = math.ceil(size / members)
@@ -427,7 +427,7 @@ def transfer_seconds(size, stride, n_bytes, messages, cluster, tree=False):
     if tree:
         hops_inside, hops_between = members - 1, math.log2(machines)
     latency = hops_inside * cluster.latency_inside + hops_between * cluster.latency_between
-    return n_bytes / (bandwidth * cluster.reachable_link), messages * latency
+    return exposed(n_bytes / (bandwidth * cluster.reachable_link), window, cluster) + messages * latency
 
 
 def exposed(seconds, window, cluster):
@@ -455,7 +455,7 @@ def tensor_bytes(model, layout):
 def tensor_seconds(model, layout, cluster):
     """Seconds of one micro-batch. All of them are exposed in min_TP.py."""
     messages = tensor_messages(model, layout)
-    return sum(transfer_seconds(layout.tensor, 1, tensor_bytes(model, layout), messages, cluster))
+    return transfer_seconds(layout.tensor, 1, tensor_bytes(model, layout), messages, cluster)
 
 
 def context_bytes(model, layout):
@@ -474,7 +474,7 @@ def context_seconds(model, layout, cluster):
     again = 1.5 if layout.recompute == "full" else 1.0
     messages = 4 * again * model.layers / layout.stages
     n_bytes = again * context_bytes(model, layout)
-    return sum(transfer_seconds(layout.context, layout.tensor, n_bytes, messages, cluster))
+    return transfer_seconds(layout.context, layout.tensor, n_bytes, messages, cluster)
 
 
 def stage_bytes(model, layout):
@@ -488,8 +488,7 @@ def stage_seconds(model, layout, window, cluster):
     if layout.stages == 1:
         return 0.0
     stride = 1 if layout.n_gpus <= cluster.gpus_per_node else cluster.gpus_per_node
-    sending, latency = transfer_seconds(2, stride, stage_bytes(model, layout), 2 * layout.chunks, cluster)
-    return exposed(sending, window, cluster) + latency
+    return transfer_seconds(2, stride, stage_bytes(model, layout), 2 * layout.chunks, cluster, window)
 
 
 def shard_bytes(model, layout):
@@ -504,13 +503,12 @@ def shard_bytes(model, layout):
 
 def shard_seconds(model, layout, window, cluster):
     """FSDP's communication in a step that `window` seconds of computing per micro-batch do not hide."""
-    gatherings = 1 if layout.stages > 1 else 2  # a pipeline keeps all gathered, see gathered_bytes
-    rounds = 1 if layout.stages > 1 else layout.count
+    # A pipeline keeps all gathered, see gathered_bytes.
+    gatherings, rounds = (1, 1) if layout.stages > 1 else (2, layout.count)
     gathered, reduced = shard_bytes(model, layout)
     messages = (gatherings + 1) * model.layers / layout.stages
     n_bytes = gatherings * gathered + reduced
-    sending, latency = transfer_seconds(layout.shards, layout.tensor, n_bytes, messages, cluster)
-    return rounds * (exposed(sending, window, cluster) + latency)
+    return rounds * transfer_seconds(layout.shards, layout.tensor, n_bytes, messages, cluster, window)
 
 
 def replicate_bytes(model, layout):
@@ -535,12 +533,11 @@ def replicate_seconds(model, layout, window, cluster):
     if layout.chunks > 1:
         window *= min(layout.stages, layout.count)
     reduced, gathered = replicate_bytes(model, layout)
+    backward = window * 2 / 3
     if not layout.zero:
-        sending, latency = transfer_seconds(layout.copies, stride, reduced + gathered, 2 * messages, cluster, tree=True)
-        return exposed(sending, window * 2 / 3, cluster) + latency
-    reducing, latency = transfer_seconds(layout.copies, stride, reduced, TENSORS * messages, cluster)
-    gathering, _ = transfer_seconds(layout.copies, stride, gathered, TENSORS * messages, cluster)
-    return exposed(reducing, window * 2 / 3, cluster) + gathering + 2 * latency
+        return transfer_seconds(layout.copies, stride, reduced + gathered, 2 * messages, cluster, backward, tree=True)
+    reducing = transfer_seconds(layout.copies, stride, reduced, TENSORS * messages, cluster, backward)
+    return reducing + transfer_seconds(layout.copies, stride, gathered, TENSORS * messages, cluster)
 
 
 # ---- how sure it is -----------------------------------------------------------------------------------------------

@@ -168,8 +168,8 @@ def shard_seconds(run, window, cluster):
         gathered /= 2
     messages = (gatherings + 1) * run.model.layers / layout.stages
     n_bytes = gatherings * gathered + reduced
-    sending, latency = plan.transfer_seconds(layout.shards, layout.tensor, n_bytes, messages, cluster)
-    return (1 if pipeline else layout.count) * (plan.exposed(sending, window, cluster) + latency)
+    rounds = 1 if pipeline else layout.count
+    return rounds * plan.transfer_seconds(layout.shards, layout.tensor, n_bytes, messages, cluster, window)
 
 
 def replicate_seconds(run, window, cluster):
@@ -180,10 +180,8 @@ def replicate_seconds(run, window, cluster):
     if layout.chunks > 1:
         window *= min(layout.stages, layout.count)
     reduced, gathered = plan.replicate_bytes(run.model, layout)
-    reducing, latency = plan.transfer_seconds(layout.copies, stride, reduced, messages, cluster)
-    gathering, _ = plan.transfer_seconds(layout.copies, stride, gathered, messages, cluster)
-    exposed = plan.exposed(reducing, window * 2 / 3, cluster) + plan.exposed(gathering, window / 3, cluster)
-    return exposed + 2 * latency
+    reducing = plan.transfer_seconds(layout.copies, stride, reduced, messages, cluster, window * 2 / 3)
+    return reducing + plan.transfer_seconds(layout.copies, stride, gathered, messages, cluster, window / 3)
 
 
 def gathered_inputs(run, model):

@@ -394,12 +394,12 @@ def test_latency_is_that_of_nccl():
     """A ring of 16 GPUs has 15 hops, one of them between its two machines. A tree has a level between them."""
     latencies = {}
     for tree in (False, True):
-        _, latencies[tree] = plan.transfer_seconds(16, 1, 0, 1, H100, tree)
+        latencies[tree] = plan.transfer_seconds(16, 1, 0, 1, H100, tree=tree)
     assert latencies[False] == pytest.approx(14 * 3.4e-6 + 14e-6)
     assert latencies[True] == pytest.approx(7 * 3.4e-6 + 14e-6)
-    _, strided = plan.transfer_seconds(16, 8, 0, 3, H100)
+    strided = plan.transfer_seconds(16, 8, 0, 3, H100)
     assert strided == pytest.approx(3 * 15 * 14e-6), "each on a machine of its own"
-    _, inside = plan.transfer_seconds(8, 1, 0, 2, H100)
+    inside = plan.transfer_seconds(8, 1, 0, 2, H100)
     assert inside == pytest.approx(2 * 7 * 3.4e-6)
 
 
