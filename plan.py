@@ -142,9 +142,6 @@ class Layout:
         return 4 if self.precision == "float32" else 2
 
 
-EFFICIENCY = 0.76  # fitted to the rows of docs/plan.md: see `compute_seconds`
-
-
 @dataclass(frozen=True)
 class Cluster:
     """Speeds of one GPU and of its links, in bytes and operations per second. Latencies are in seconds."""
@@ -158,7 +155,7 @@ class Cluster:
     gpus_per_node: int = 8
     reachable: float = 0.8  # of `flops`, by large matrices alone
     flash: float = 0.33  # of `flops`, by FlashAttention-2, which torch's attention is on GPUs, forward and backward
-    efficiency: float = EFFICIENCY  # of what kernels reach alone, in training
+    efficiency: float = 0.76  # of what kernels reach alone, in training: fitted to the rows of docs/plan.md
     has_rows: bool = True  # docs/plan.md has runs of this GPU, or it was measured
     # Of a hop in a ring over NVLink, and over the network, with NCCL's protocol for large messages:
     # hwLatencies in https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc, see `transfer_seconds`.

@@ -262,7 +262,7 @@ def fit(runs):
 
 def current():
     """The constants as they stand in plan.py and above."""
-    return {"EFFICIENCY": plan.EFFICIENCY, "FORWARD": plan.FORWARD, "TRITON": TRITON}
+    return {"EFFICIENCY": plan.Cluster.efficiency, "FORWARD": plan.FORWARD, "TRITON": TRITON}
 
 
 # ---- held against the rows ----------------------------------------------------------------------------------------
