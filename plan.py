@@ -976,8 +976,7 @@ def numbers_of(text, names, kind=float):
         numbers = {text: 0}
     if not numbers.keys() <= set(names) or not all(0 < number < math.inf for number in numbers.values()):
         form = " ".join(f"{name}=NUMBER" for name in names)
-        whole = ", in whole numbers" if kind is int else ""
-        raise argparse.ArgumentTypeError(f"{text!r} is not like {form!r}{whole}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not like {form!r}")
     return numbers
 
 
@@ -1001,7 +1000,7 @@ def links(text):
 
 
 def mesh(text):
-    return numbers_of(text, (*MESH, "chunks", "zero"), int)
+    return numbers_of(text, (*MESH, "chunks", "zero"), whole_number)
 
 
 def cluster_file(path):
