@@ -303,18 +303,20 @@ def kept_bytes(model, layout):
     return block * math.ceil(model.layers / layout.stages) * micro_batches_in_flight(layout)
 
 
+def whole_input_bytes(model, layout):
+    """With tensor parallelism, the gathered input of a matrix and its gradient: both are as wide as without it."""
+    return 2 * layout.number_bytes * model.width * tokens_of_micro_batch(model, layout) if layout.tensor > 1 else 0.0
+
+
 def logits_bytes(model, layout):
     """The logits when backward begins. Tensor parallelism splits them, and gathers the head's input and its gradient.
 
     In a pipeline only the last stage has logits. It keeps the activations of one micro-batch, so its logits count as
     far as they exceed the others that the first stage keeps.
     """
-    tokens = tokens_of_micro_batch(model, layout)
-    logits = layout.logit_bytes * model.vocabulary * tokens / layout.tensor
-    if layout.tensor > 1:
-        logits += 2 * layout.number_bytes * model.width * tokens
+    logits = layout.logit_bytes * model.vocabulary * tokens_of_micro_batch(model, layout) / layout.tensor
     others = kept_bytes(model, layout) * (1 - 1 / micro_batches_in_flight(layout))
-    return max(0.0, logits - others)
+    return max(0.0, logits + whole_input_bytes(model, layout) - others)
 
 
 def working_bytes(model, layout):
@@ -325,9 +327,7 @@ def working_bytes(model, layout):
     tokens = tokens_of_micro_batch(model, layout)
     share = 0.5 if layout.recompute == "none" else 1.5
     block = share * activation_bytes(model, layout, "none") * tokens / layout.tensor
-    if layout.tensor > 1:
-        block += 2 * layout.number_bytes * model.width * tokens
-    return block
+    return block + whole_input_bytes(model, layout)
 
 
 # ---- time: computing ----------------------------------------------------------------------------------------------
@@ -451,8 +451,7 @@ def tensor_bytes(model, layout):
 
 def tensor_seconds(model, layout, cluster):
     """Seconds of one micro-batch. All of them are exposed in min_TP.py."""
-    messages = tensor_messages(model, layout)
-    return transfer_seconds(layout.tensor, 1, tensor_bytes(model, layout), messages, cluster)
+    return transfer_seconds(layout.tensor, 1, tensor_bytes(model, layout), tensor_messages(model, layout), cluster)
 
 
 def context_bytes(model, layout):
