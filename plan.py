@@ -581,18 +581,16 @@ def powers_of_two(largest):
     return [2**i for i in range(int(math.log2(largest)) + 1)]
 
 
-def misfit(model, layout):
-    """Why a model cannot be split so, or None."""
-    tensor, context, stages = layout.tensor, layout.context, layout.stages
-    if model.kv_heads % tensor:
-        return f"tensor={tensor} does not divide the {model.kv_heads} KV heads"
-    if model.heads % (tensor * context):  # min_CP.py's all-to-all needs a head for each rank of `context`
-        return f"tensor x context is {tensor * context}, it does not divide {model.heads} heads"
-    if model.sequence % (tensor * context):
-        return f"tensor x context is {tensor * context}, it does not divide {model.sequence} tokens"
-    if stages * layout.chunks > model.layers:
-        return f"stages={stages} with its chunks is more than the {model.layers} layers"
-    return None
+def misfits(model, layout):
+    """{why a model could not be split so: whether that is the case}."""
+    tensor, both, pieces = layout.tensor, layout.tensor * layout.context, layout.stages * layout.chunks
+    return {
+        f"tensor={tensor} does not divide the {model.kv_heads} KV heads": model.kv_heads % tensor,
+        # min_CP.py's all-to-all needs a head for each rank of `context`.
+        f"tensor x context is {both}, it does not divide {model.heads} heads": model.heads % both,
+        f"tensor x context is {both}, it does not divide {model.sequence} tokens": model.sequence % both,
+        f"stages={layout.stages} with its chunks is more than the {model.layers} layers": pieces > model.layers,
+    }
 
 
 def meshes(job):
@@ -607,7 +605,7 @@ def meshes(job):
     contexts = powers_of_two(max(1, job.model.sequence // SHORTEST_PIECE))
     for tensor, context, stages, chunks in itertools.product(tensors, contexts, powers_of_two(job.n_gpus), (1, 2)):
         split = replace(job.base, tensor=tensor, context=context, stages=stages, chunks=chunks)
-        if chunks <= stages and job.n_gpus % split.n_gpus == 0 and not misfit(job.model, split):
+        if chunks <= stages and job.n_gpus % split.n_gpus == 0 and not any(misfits(job.model, split).values()):
             yield from shardings(job, split)
 
 
@@ -1095,7 +1093,7 @@ def mistakes(job):
         f"--links: a --gpu of numbers needs inside=GB/s: {usual}": n_gpus > 1 and cluster.inside == math.inf,
         f"--links: a --gpu of numbers needs between=GB/s: {usual}": n_gpus > per_node and cluster.between == math.inf,
         f"--lora: {alone}": job.base.lora and job.mesh.keys() - {"shard"},
-        f"--mesh: {misfit(model, layout)}": job.mesh and misfit(model, layout),
+        **{f"--mesh: {why}": is_so for why, is_so in misfits(model, layout).items()},
         f"--mesh: it has {layout.n_gpus} GPUs, --gpus has {n_gpus}": job.mesh and layout.n_gpus != n_gpus,
     }
 
