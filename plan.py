@@ -688,18 +688,16 @@ def choice(results):
 
 def ways_to_fit(job):
     """Changes with which a layout fits, as phrases: more GPUs, or shorter sequences. No speed and no link decides."""
-    ways = []
     for factor in powers_of_two(64)[1:]:
         more = replace(job, n_gpus=factor * job.n_gpus, batch=factor * job.batch)
         if not job.mesh and search(more)[0]:  # a mesh that is given has its GPUs
-            ways.append(f"on {more.n_gpus} GPUs")
+            yield f"on {more.n_gpus} GPUs"
             break
     for factor in powers_of_two(max(1, job.model.sequence // 512))[1:]:
         model = replace(job.model, sequence=job.model.sequence // factor)
         if search(replace(job, model=model, batch=factor * job.batch))[0]:
-            ways.append(f"with shorter sequences: --sequence {model.sequence}")
+            yield f"with shorter sequences: --sequence {model.sequence}"
             break
-    return ways
 
 
 def why_no_layout(job):
@@ -835,7 +833,7 @@ def answer(job):
     if results:
         return found | choice(results)
     if smallest:
-        return found | {"smallest": smallest, "would fit": ways_to_fit(job)}
+        return found | {"smallest": smallest, "would fit": list(ways_to_fit(job))}
     return found | why_no_layout(job)
 
 
