@@ -923,25 +923,22 @@ GIB = 2**30
 # `flash`: 189 of 312 TFLOP/s on A100 (arXiv:2307.08691), 335 forward and 322 backward of 989 on H100 (2407.08608).
 # `between` is the network of the usual machine: 8 x 200 Gb/s with A100, 8 x 400 Gb/s with H100 and newer ones, 100 Gb/s
 # for a whole machine of cards. Cards have no NVLink. They send over PCIe, the RTX 4090 through the host's memory.
-A100 = {"reachable": 271.2 / 312, "flash": 0.6}
-H100 = {"reachable": 794.5 / 989, "flash": 0.33}
-CARD = {"flash": 0.6, "has_rows": False}
 GPUS = {
     # nvidia.com/en-us/data-center/ a100, h100, h200, dgx-b200
-    "a100": Cluster("a100", 79.25 * GIB, 312e12, 2.04e12, 300e9, 25e9, **A100),
-    "a100-40": Cluster("a100-40", 39.5 * GIB, 312e12, 1.555e12, 300e9, 25e9, **A100),
-    "h100": Cluster("h100", 79.25 * GIB, 989.5e12, 3.35e12, 450e9, 50e9, **H100),
-    "h200": Cluster("h200", 139.8 * GIB, 989.5e12, 4.8e12, 450e9, 50e9, **H100),
+    "a100": Cluster("a100", 79.25 * GIB, 312e12, 2.04e12, 300e9, 25e9, reachable=271.2 / 312, flash=0.6),
+    "a100-40": Cluster("a100-40", 39.5 * GIB, 312e12, 1.555e12, 300e9, 25e9, reachable=271.2 / 312, flash=0.6),
+    "h100": Cluster("h100", 79.25 * GIB, 989.5e12, 3.35e12, 450e9, 50e9, reachable=794.5 / 989),
+    "h200": Cluster("h200", 139.8 * GIB, 989.5e12, 4.8e12, 450e9, 50e9, reachable=794.5 / 989),
     "b200": Cluster("b200", 178 * GIB, 2250e12, 8e12, 900e9, 50e9, reachable=1745 / 2250, has_rows=False),
     # h100 again: NVLink joins pairs only, the others are joined by PCIe 5
     "h100-nvl": Cluster("h100-nvl", 93 * GIB, 835e12, 3.9e12, 64e9, 50e9, has_rows=False),
     # amd.com/en/products/accelerators/instinct/mi300/mi300x.html
     "mi300x": Cluster("mi300x", 191.5 * GIB, 1307e12, 5.3e12, 448e9, 50e9, reachable=668.4 / 1307, has_rows=False),
     # nvidia.com/en-us/data-center/ l40s, l4; aws.amazon.com/ec2/instance-types/g5; NVIDIA's paper on Ada
-    "l40s": Cluster("l40s", 44.4 * GIB, 362e12, 864e9, 32e9, 1.6e9, **CARD),
-    "l4": Cluster("l4", 22 * GIB, 121e12, 300e9, 32e9, 1.6e9, **CARD),
-    "a10g": Cluster("a10g", 22 * GIB, 70e12, 600e9, 32e9, 1.6e9, **CARD),
-    "rtx4090": Cluster("rtx4090", 23.5 * GIB, 165e12, 1.008e12, 16e9, 1.6e9, **CARD),
+    "l40s": Cluster("l40s", 44.4 * GIB, 362e12, 864e9, 32e9, 1.6e9, flash=0.6, has_rows=False),
+    "l4": Cluster("l4", 22 * GIB, 121e12, 300e9, 32e9, 1.6e9, flash=0.6, has_rows=False),
+    "a10g": Cluster("a10g", 22 * GIB, 70e12, 600e9, 32e9, 1.6e9, flash=0.6, has_rows=False),
+    "rtx4090": Cluster("rtx4090", 23.5 * GIB, 165e12, 1.008e12, 16e9, 1.6e9, flash=0.6, has_rows=False),
 }
 
 # ---- options ------------------------------------------------------------------------------------------------------
