@@ -595,11 +595,9 @@ def misfits(model, layout):
 
 def meshes(job):
     """The mesh that is given, or all that divide the GPUs and the model. Tensor parallelism stays inside a machine."""
-    if job.mesh:
-        yield replace(job.base, shard_context="shard" in job.mesh, **job.mesh)
-        return
-    if job.base.lora:  # llm_FSDP.py
-        yield replace(job.base, shard=job.n_gpus)
+    mesh = {"shard": job.n_gpus} if job.base.lora and not job.mesh else job.mesh  # llm_FSDP.py has one axis
+    if mesh:
+        yield replace(job.base, shard_context="shard" in mesh, **mesh)
         return
     tensors = powers_of_two(job.cluster.gpus_per_node)
     contexts = powers_of_two(max(1, job.model.sequence // SHORTEST_PIECE))
