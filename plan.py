@@ -1009,8 +1009,8 @@ def cluster_file(path):
 
 
 def make_parser():
-    _, _, limits = __doc__.rpartition("\n\n")
-    parser = ArgumentParser(prog="plan.py", description=__doc__.partition("\n")[0], epilog=limits)
+    first, *_, last = __doc__.split("\n\n")
+    parser = ArgumentParser(prog="plan.py", description=first, epilog=last)
     add = parser.add_argument
     add("--model", choices=MODELS, metavar="NAME", help=f"one of {', '.join(MODELS)}")
     add("--layers", type=whole_number, help="blocks of attention and MLP")
