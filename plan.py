@@ -1066,7 +1066,9 @@ def parse_model(parser, args):
     names = [field.name for field in fields(Model)]
     given = {name: value for name, value in vars(args).items() if name in names and value}
     if args.model:
-        return replace(MODELS[args.model], **given)
+        model = replace(MODELS[args.model], **given)
+        is_same = replace(model, sequence=MODELS[args.model].sequence) == MODELS[args.model]
+        return model if is_same else replace(model, hub=None)
     for name in ("layers", "width", "heads"):
         if name not in given:
             parser.error(f"argument --{name}: needed if there is no --model")
