@@ -54,7 +54,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
 
 import distributed as dist
@@ -93,19 +93,13 @@ class Pipeline:
         shape = (args.stages, args.shard, args.tensor)
         self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("stage", "shard", "tensor"))
         self.group = self.mesh.get_group("stage")
-        self.rank = self.mesh.get_local_rank("stage")
         # Tensor neighbours take the same share of the global batch.
         self.share = (self.mesh.get_local_rank("shard"), args.shard)
-        self.micro_batches = args.micro_batches
-        self.boundary = (args.length // args.tensor, args.width)  # the shape of a sequence between two stages
-        self.boundary_dtype = torch.get_default_dtype()
-        if args.bf16:
-            self.boundary_dtype = torch.bfloat16
-
         n_stages = count_stages(args)
         self.stages = {}
         parts = []
-        for i in range(self.rank, n_stages, args.stages):  # with two stages per process: 0 1 0 1
+        rank = self.mesh.get_local_rank("stage")
+        for i in range(rank, n_stages, args.stages):  # with two stages per process: 0 1 0 1
             stage = Stage(model, i * args.layers // n_stages, (i + 1) * args.layers // n_stages)
             parallelize(stage, self.mesh, args)
             stage.to_empty(device=device)  # memory for this process's shards
@@ -119,47 +113,26 @@ class Pipeline:
         else:
             self.schedule = pipelining.ScheduleInterleaved1F1B(parts, args.micro_batches, gpt.loss_fn)
 
-    def local_loss(self, losses):
-        """A loss whose mean over all processes is the loss of the global batch.
+    def step(self, x, y):
+        """All forwards and backwards. (x, y) is this pipeline's share of the global batch.
 
-        Only the processes with the last stage have `losses`.
+        Returns a loss whose mean over all processes is the loss of the global batch.
         """
+        inputs = []
+        if 0 in self.stages:
+            inputs.append(x)  # the other stages receive activations instead
+        losses = []  # filled by the last stage, one per micro-batch
+        # FSDP averages the gradients over the shares of the batch, and the schedule divides their sum over the
+        # micro-batches by M: right, because the loss is a mean.
+        self.schedule.step(*inputs, target=y, losses=losses, return_outputs=False)
         if not losses:
-            return torch.zeros((), device=dist.get_device())
+            return torch.zeros((), device=y.device)
         return torch.stack(losses).mean() * self.mesh["stage"].size()
 
+    @torch.enable_grad()
     def evaluate(self, x, y):
-        """`local_loss` of the global batch. (x, y) is this pipeline's share of it. Call it without gradients.
-
-        One micro-batch after the other passes through the stages, so only one at a time has logits in memory.
-        """
-        # The schedules have an `eval`, but a `step` after it costs an additional forward and backward (torch 2.15).
-        losses = []
-        for x_part, y_part in zip(x.chunk(self.micro_batches), y.chunk(self.micro_batches), strict=True):
-            losses += self.evaluate_micro_batch(x_part, y_part)
-        for stage in self.stages.values():
-            reshard(stage)
-        return self.local_loss(losses)
-
-    def evaluate_micro_batch(self, x, y):
-        """A list with the loss on the processes of the last stage, and an empty list on the others."""
-        losses = []
-        for stage in self.stages.values():
-            if not stage.is_first:
-                x = torch.empty(len(y), *self.boundary, dtype=self.boundary_dtype, device=y.device)
-                self.transfer(torch_dist.irecv, x, self.rank - 1)
-            x = stage(x)
-            if stage.is_last:
-                losses.append(gpt.loss_fn(x, y))
-            else:
-                self.transfer(torch_dist.isend, x, self.rank + 1)
-        return losses
-
-    def transfer(self, op, tensor, rank):
-        """Send or receive `tensor`, as the schedule does: NCCL would serialize calls that are not batched, and warn."""
-        peer = rank % self.mesh["stage"].size()  # after the last process comes the first one, with its second stage
-        for work in torch_dist.batch_isend_irecv([torch_dist.P2POp(op, tensor, group=self.group, group_peer=peer)]):
-            work.wait()
+        """As `step`, and as in min_PP.py: the next `zero_grad` discards the gradients."""
+        return self.step(x, y)
 
 
 def merge(stages):
@@ -176,13 +149,6 @@ def merge(stages):
             else:
                 merged.add_module(name, child)
     return merged
-
-
-def reshard(stage):
-    """Free the gathered parameters. After a step the schedule does it."""
-    for module in stage.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def clip_gradients(pipeline, max_norm):
@@ -204,17 +170,11 @@ def train(pipeline, optimizer, text, held_out, args):
     for step in range(first_step, args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), pipeline.share)
         optimizer.zero_grad()
-        inputs = []
-        if 0 in pipeline.stages:
-            inputs.append(x)  # the other stages receive activations instead
-        losses = []  # filled by the last stage, one per micro-batch
-        # All forwards and backwards. FSDP averages the gradients over the shares of the batch, and the schedule divides
-        # their sum over the micro-batches by M: right, because the loss is a mean.
-        pipeline.schedule.step(*inputs, target=y, losses=losses, return_outputs=False)
+        loss = pipeline.step(x, y)
         if args.clip:
             clip_gradients(pipeline, args.clip)
         optimizer.step()
-        progress(pipeline.local_loss(losses))
+        progress(loss)
         if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
             sharded.save(
                 args.checkpoint_dir, pipeline.module, optimizer, progress.step, settings=settings, keep=args.keep

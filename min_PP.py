@@ -108,28 +108,6 @@ def split(model, ranks, rank, group):
     return stages, parts
 
 
-def train(pipeline, optimizer, text, held_out, args):
-    """Returns the loss of every step over all processes, (steps,)."""
-    progress = gpt.Progress(pipeline.evaluate, text, held_out, args, share=pipeline.share)
-    for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), pipeline.share)
-        optimizer.zero_grad()
-        inputs = []
-        if 0 in pipeline.stages:
-            inputs.append(x)  # the other stages receive activations instead
-        losses = []  # filled by the last stage, one per micro-batch
-        # All forwards and backwards. The schedule sums the micro-batches' gradients and divides by their number: right,
-        # because the loss is a mean.
-        pipeline.schedule.step(*inputs, target=y, losses=losses, return_outputs=False)
-        if args.data_parallel > 1:
-            gpt.reduce_gradients(pipeline.params, "avg", pipeline.mesh.get_group("replica"))
-        if args.clip:
-            clip_gradients(pipeline, args.clip)
-        optimizer.step()
-        progress(pipeline.local_loss(losses))
-    return progress.losses
-
-
 class Pipeline:
     """This process's stages of a GPT, and the schedule that runs them with the other processes of the pipeline.
 
@@ -142,13 +120,10 @@ class Pipeline:
         shape = (args.data_parallel, self.n_ranks)
         self.mesh = torch_dist.init_device_mesh(device.type, shape, mesh_dim_names=("replica", "stage"))
         self.group = self.mesh.get_group("stage")
-        self.rank = self.mesh.get_local_rank("stage")
         self.share = (self.mesh.get_local_rank("replica"), args.data_parallel)  # of the global batch
-        self.micro_batches = args.micro_batches
-        self.width = args.width
 
-        self.ranks = stage_ranks(args.schedule, self.n_ranks)
-        self.stages, parts = split(model, self.ranks, self.rank, self.group)
+        ranks = stage_ranks(args.schedule, self.n_ranks)
+        self.stages, parts = split(model, ranks, self.mesh.get_local_rank("stage"), self.group)
         named_params = [pair for stage in self.stages.values() for pair in stage.named_parameters()]
         gpt.fill(named_params, args)
         self.params = [param for _, param in named_params]
@@ -159,44 +134,44 @@ class Pipeline:
         else:
             self.schedule = schedule_class(parts, args.micro_batches, gpt.loss_fn)
 
-    def evaluate(self, x, y):
-        """`local_loss` of the global batch. (x, y) is this pipeline's share of it. Call it without gradients.
+    def step(self, x, y):
+        """All forwards and backwards. (x, y) is this pipeline's share of the global batch.
 
-        One micro-batch after the other passes through the stages, so only one at a time has logits in memory.
+        Returns a loss whose mean over all processes is the loss of the global batch.
         """
-        # The schedules have an `eval`, but it fails if two stages in a row share a process (torch 2.15).
-        losses = []
-        for x_part, y_part in zip(x.chunk(self.micro_batches), y.chunk(self.micro_batches), strict=True):
-            losses += self.evaluate_micro_batch(x_part, y_part)
-        return self.local_loss(losses)
-
-    def evaluate_micro_batch(self, x, y):
-        """A list with the loss on the process of the last stage, and an empty list on the others."""
-        losses = []
-        for i, stage in self.stages.items():
-            if i > 0 and self.ranks[i - 1] != self.rank:
-                x = torch.empty(*y.shape, self.width, device=y.device)
-                self.transfer(torch_dist.irecv, x, self.ranks[i - 1])
-            x = stage(x)
-            if stage.is_last:
-                losses.append(gpt.loss_fn(x, y))
-            elif self.ranks[i + 1] != self.rank:
-                self.transfer(torch_dist.isend, x, self.ranks[i + 1])
-        return losses
-
-    def transfer(self, op, tensor, rank):
-        """Send or receive `tensor`, as the schedule does: NCCL would serialize calls that are not batched, and warn."""
-        for work in torch_dist.batch_isend_irecv([torch_dist.P2POp(op, tensor, group=self.group, group_peer=rank)]):
-            work.wait()
-
-    def local_loss(self, losses):
-        """A loss whose mean over all processes is the loss of the global batch.
-
-        Only the process with the last stage has `losses`.
-        """
+        inputs = []
+        if 0 in self.stages:
+            inputs.append(x)  # the other stages receive activations instead
+        losses = []  # filled by the last stage, one per micro-batch
+        # The schedule sums the micro-batches' gradients and divides by their number: right, because the loss is a mean.
+        self.schedule.step(*inputs, target=y, losses=losses, return_outputs=False)
         if not losses:
-            return torch.zeros((), device=dist.get_device())
+            return torch.zeros((), device=y.device)
         return torch.stack(losses).mean() * self.n_ranks
+
+    @torch.enable_grad()
+    def evaluate(self, x, y):
+        """As `step`: the next `zero_grad` discards the gradients.
+
+        The schedules have an `eval`, but it fails if two stages in a row share a process (torch 2.15).
+        """
+        return self.step(x, y)
+
+
+def train(pipeline, optimizer, text, held_out, args):
+    """Returns the loss of every step over all processes, (steps,)."""
+    progress = gpt.Progress(pipeline.evaluate, text, held_out, args, share=pipeline.share)
+    for step in range(args.steps):
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), pipeline.share)
+        optimizer.zero_grad()
+        loss = pipeline.step(x, y)
+        if args.data_parallel > 1:
+            gpt.reduce_gradients(pipeline.params, "avg", pipeline.mesh.get_group("replica"))
+        if args.clip:
+            clip_gradients(pipeline, args.clip)
+        optimizer.step()
+        progress(loss)
+    return progress.losses
 
 
 def stage_ranks(schedule, n_ranks):
