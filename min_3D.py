@@ -48,12 +48,11 @@ The first prints `parameters held: 111,808 of 875,264 (0.128)` for the process t
 folder `step-N` in --checkpoint-dir. With --keep 3 older ones are deleted. Load only checkpoints that you trust.
 """
 
+import functools
 import math
 
 import torch
 import torch.distributed as torch_dist
-from torch import nn
-from torch.distributed import pipelining
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
 
@@ -62,7 +61,7 @@ import gpt
 import options
 import sharded
 from min_2D import silence_false_alarms, split_layers
-from min_PP import Stage
+from min_PP import Pipeline, clip_gradients, stage_ranks
 
 
 def parallelize(stage, mesh, args):
@@ -82,103 +81,33 @@ def parallelize(stage, mesh, args):
     fully_shard(stage, mesh=mesh["shard"], mp_policy=policy, reshard_after_forward=False)
 
 
-class Pipeline:
-    """This process's stages of a GPT, and the schedule that runs them with the other processes of the pipeline.
-
-    `model` is the GPT with shapes but without memory.
-    """
-
-    def __init__(self, model, args):
-        device = dist.get_device()
-        shape = (args.stages, args.shard, args.tensor)
-        self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("stage", "shard", "tensor"))
-        self.group = self.mesh.get_group("stage")
-        # Tensor neighbours take the same share of the global batch.
-        self.share = (self.mesh.get_local_rank("shard"), args.shard)
-        n_stages = count_stages(args)
-        self.stages = {}
-        parts = []
-        rank = self.mesh.get_local_rank("stage")
-        for i in range(rank, n_stages, args.stages):  # with two stages per process: 0 1 0 1
-            stage = Stage(model, i * args.layers // n_stages, (i + 1) * args.layers // n_stages)
-            parallelize(stage, self.mesh, args)
-            stage.to_empty(device=device)  # memory for this process's shards
-            self.stages[i] = stage
-            parts.append(pipelining.PipelineStage(stage, i, n_stages, device, group=self.group))
-        self.module = merge(self.stages.values())
-        gpt.fill(self.module.named_parameters(), args)
-
-        if args.schedule == "1F1B":
-            self.schedule = pipelining.Schedule1F1B(parts[0], args.micro_batches, gpt.loss_fn)
-        else:
-            self.schedule = pipelining.ScheduleInterleaved1F1B(parts, args.micro_batches, gpt.loss_fn)
-
-    def step(self, x, y):
-        """All forwards and backwards. (x, y) is this pipeline's share of the global batch.
-
-        Returns a loss whose mean over all processes is the loss of the global batch.
-        """
-        inputs = []
-        if 0 in self.stages:
-            inputs.append(x)  # the other stages receive activations instead
-        losses = []  # filled by the last stage, one per micro-batch
-        # FSDP averages the gradients over the shares of the batch, and the schedule divides their sum over the
-        # micro-batches by M: right, because the loss is a mean.
-        self.schedule.step(*inputs, target=y, losses=losses, return_outputs=False)
-        if not losses:
-            return torch.zeros((), device=y.device)
-        return torch.stack(losses).mean() * self.mesh["stage"].size()
-
-    @torch.enable_grad()
-    def evaluate(self, x, y):
-        """As `step`, and as in min_PP.py: the next `zero_grad` discards the gradients."""
-        return self.step(x, y)
-
-
-def merge(stages):
-    """One module with the layers of all `stages`, under their names in the whole GPT.
-
-    So a checkpoint has the same names on every mesh, and each process saves the layers that it has.
-    """
-    merged = nn.Module()
-    merged.blocks = nn.ModuleDict()
-    for stage in stages:
-        for name, child in stage.named_children():
-            if name == "blocks":
-                merged.blocks.update(child)
-            else:
-                merged.add_module(name, child)
-    return merged
-
-
-def clip_gradients(pipeline, max_norm):
-    """As nn.utils.clip_grad_norm_, by the norm over all three dimensions."""
-    params = list(pipeline.module.parameters())
-    norm = nn.utils.get_total_norm([param.grad for param in params])  # a DTensor, as the gradients are
-    squares = norm.full_tensor() ** 2  # summed over the shards and tensor neighbours of this stage
-    torch_dist.all_reduce(squares, group=pipeline.group)
-    nn.utils.clip_grads_with_norm_(params, max_norm, squares.sqrt())
+def make_pipeline(model, args):
+    """`model`, with shapes but without memory, as min_PP.py's pipeline of stages that are split further."""
+    shape = (args.stages, args.shard, args.tensor)
+    mesh = init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("stage", "shard", "tensor"))
+    share = (mesh.get_local_rank("shard"), args.shard)  # tensor neighbours take the same share of the global batch
+    return Pipeline(model, args, mesh, share, functools.partial(parallelize, mesh=mesh, args=args))
 
 
 def train(pipeline, optimizer, text, held_out, args):
     """Returns the losses over all processes of all steps since the newest checkpoint."""
+    model = pipeline.model
     first_step = 0
     if args.checkpoint_dir:
         settings = gpt.settings_of(args)
-        first_step = sharded.load(args.checkpoint_dir, pipeline.module, optimizer, settings=settings)
+        first_step = sharded.load(args.checkpoint_dir, model, optimizer, settings=settings)
     progress = gpt.Progress(pipeline.evaluate, text, held_out, args, first_step, pipeline.share)
     for step in range(first_step, args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), pipeline.share)
         optimizer.zero_grad()
+        # FSDP averages the gradients over the shares of the batch, and the schedule over the micro-batches.
         loss = pipeline.step(x, y)
         if args.clip:
             clip_gradients(pipeline, args.clip)
         optimizer.step()
         progress(loss)
         if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
-            sharded.save(
-                args.checkpoint_dir, pipeline.module, optimizer, progress.step, settings=settings, keep=args.keep
-            )
+            sharded.save(args.checkpoint_dir, model, optimizer, progress.step, settings=settings, keep=args.keep)
     return progress.losses[first_step:]
 
 
@@ -208,13 +137,6 @@ def parse_args():
     return args
 
 
-def count_stages(args):
-    """The stages of a pipeline, which are one or two per process."""
-    if args.schedule == "Interleaved1F1B":
-        return 2 * args.stages
-    return args.stages
-
-
 def check_options(parser, args):
     """End the program with one line if the options do not fit. Fill in those that were not given."""
     given = 1
@@ -239,7 +161,7 @@ def check_options(parser, args):
 
     if args.schedule == "Interleaved1F1B" and args.stages == 1:
         parser.error("argument --schedule: Interleaved1F1B needs at least two processes in a pipeline, --stages 2")
-    n_stages = count_stages(args)
+    n_stages = len(stage_ranks(args.schedule, args.stages))
     if args.layers is None:
         args.layers = max(4, n_stages)
     if args.layers < n_stages:
@@ -269,9 +191,9 @@ def main_worker(local_rank, world_size, args):
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {mesh}, {args.schedule}")
     model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
     n_params = sum(param.numel() for param in model.parameters())
-    pipeline = Pipeline(model, args)
-    gpt.report_held(pipeline.module.parameters(), n_params)
-    optimizer = torch.optim.AdamW(pipeline.module.parameters(), lr=args.lr, fused=True)
+    pipeline = make_pipeline(model, args)
+    gpt.report_held(model.parameters(), n_params)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(pipeline, optimizer, text, held_out, args)
 
 

@@ -88,45 +88,33 @@ class Stage(nn.Module):
         return x
 
 
-def split(model, ranks, rank, group):
-    """Cut the blocks into stages. Stage i runs on rank `ranks[i]` of the pipeline, and this process is `rank`.
-
-    Returns this process's stages by number, and for each a PipelineStage, which also sends and receives. `model` has
-    shapes without memory. The stages have memory, which is not filled yet.
-    """
-    device = dist.get_device()
-    n_blocks = len(model.blocks)
-    n_stages = len(ranks)
-    stages = {}
-    parts = []
-    for i in range(n_stages):
-        if ranks[i] == rank:
-            first = i * n_blocks // n_stages
-            last = (i + 1) * n_blocks // n_stages
-            stages[i] = Stage(model, first, last).to_empty(device=device)
-            parts.append(pipelining.PipelineStage(stages[i], i, n_stages, device, group=group))
-    return stages, parts
-
-
 class Pipeline:
     """This process's stages of a GPT, and the schedule that runs them with the other processes of the pipeline.
 
-    `model` is the GPT with shapes but without memory.
+    `model` is the GPT with shapes but without memory. Afterwards it has memory, for this process's layers alone. `mesh`
+    has a dimension "stage". `share` is the pipeline's share of the global batch, as gpt.batch takes it.
+    `parallelize(stage)` may split a stage further, before it has memory.
     """
 
-    def __init__(self, model, args):
+    def __init__(self, model, args, mesh, share, parallelize=None):
+        self.model = model
+        self.mesh = mesh
+        self.share = share
+        self.group = mesh.get_group("stage")
+        ranks = stage_ranks(args.schedule, self.group.size())
+        n_stages = len(ranks)
         device = dist.get_device()
-        self.n_ranks = dist.get_world_size() // args.data_parallel  # processes of this pipeline
-        shape = (args.data_parallel, self.n_ranks)
-        self.mesh = torch_dist.init_device_mesh(device.type, shape, mesh_dim_names=("replica", "stage"))
-        self.group = self.mesh.get_group("stage")
-        self.share = (self.mesh.get_local_rank("replica"), args.data_parallel)  # of the global batch
-
-        ranks = stage_ranks(args.schedule, self.n_ranks)
-        self.stages, parts = split(model, ranks, self.mesh.get_local_rank("stage"), self.group)
-        named_params = [pair for stage in self.stages.values() for pair in stage.named_parameters()]
-        gpt.fill(named_params, args)
-        self.params = [param for _, param in named_params]
+        self.stages = {}
+        parts = []  # a part is a stage that also sends and receives
+        for i in range(n_stages):
+            if ranks[i] == self.group.rank():
+                stage = Stage(model, i * args.layers // n_stages, (i + 1) * args.layers // n_stages)
+                if parallelize:
+                    parallelize(stage)
+                self.stages[i] = stage.to_empty(device=device)
+                parts.append(pipelining.PipelineStage(stage, i, n_stages, device, group=self.group))
+        remove_layers_without_memory(model)
+        gpt.fill(model.named_parameters(), args)
 
         schedule_class = getattr(pipelining, f"Schedule{args.schedule}")
         if args.schedule in ONE_STAGE:
@@ -147,7 +135,7 @@ class Pipeline:
         self.schedule.step(*inputs, target=y, losses=losses, return_outputs=False)
         if not losses:
             return torch.zeros((), device=y.device)
-        return torch.stack(losses).mean() * self.n_ranks
+        return torch.stack(losses).mean() * self.group.size()
 
     @torch.enable_grad()
     def evaluate(self, x, y):
@@ -158,22 +146,6 @@ class Pipeline:
         return self.step(x, y)
 
 
-def train(pipeline, optimizer, text, held_out, args):
-    """Returns the loss of every step over all processes, (steps,)."""
-    progress = gpt.Progress(pipeline.evaluate, text, held_out, args, share=pipeline.share)
-    for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), pipeline.share)
-        optimizer.zero_grad()
-        loss = pipeline.step(x, y)
-        if args.data_parallel > 1:
-            gpt.reduce_gradients(pipeline.params, "avg", pipeline.mesh.get_group("replica"))
-        if args.clip:
-            clip_gradients(pipeline, args.clip)
-        optimizer.step()
-        progress(loss)
-    return progress.losses
-
-
 def stage_ranks(schedule, n_ranks):
     """The rank of each stage in its pipeline. With 3 ranks it is 0 1 2, or 0 1 2 0 1 2, or 0 1 2 2 1 0."""
     ranks = list(range(n_ranks))
@@ -182,6 +154,48 @@ def stage_ranks(schedule, n_ranks):
     if schedule in V_SHAPED:
         return ranks + ranks[::-1]
     return ranks
+
+
+def remove_layers_without_memory(model):
+    """Remove the layers of other processes. The others keep their names, so a checkpoint fits every mesh."""
+    for parent in (model.blocks, model):
+        for name, child in list(parent.named_children()):
+            if all(param.is_meta for param in child.parameters()):
+                setattr(parent, name, None)
+
+
+def train(pipeline, optimizer, text, held_out, args):
+    """Returns the loss of every step over all processes, (steps,)."""
+    progress = gpt.Progress(pipeline.evaluate, text, held_out, args, share=pipeline.share)
+    for step in range(args.steps):
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), pipeline.share)
+        optimizer.zero_grad()
+        loss = pipeline.step(x, y)
+        if args.data_parallel > 1:
+            gpt.reduce_gradients(pipeline.model.parameters(), "avg", pipeline.mesh.get_group("replica"))
+        if args.clip:
+            clip_gradients(pipeline, args.clip)
+        optimizer.step()
+        progress(loss)
+    return progress.losses
+
+
+def clip_gradients(pipeline, max_norm):
+    """As nn.utils.clip_grad_norm_, by the norm over all stages."""
+    params = list(pipeline.model.parameters())
+    norm = nn.utils.get_total_norm([param.grad for param in params])
+    if hasattr(norm, "full_tensor"):  # in min_3D.py gradients are DTensors: the sum over a stage's processes
+        norm = norm.full_tensor()
+    squares = norm**2
+    torch_dist.all_reduce(squares, group=pipeline.group)
+    nn.utils.clip_grads_with_norm_(params, max_norm, squares.sqrt())
+
+
+def make_pipeline(model, args):
+    shape = (args.data_parallel, dist.get_world_size() // args.data_parallel)
+    mesh = torch_dist.init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("replica", "stage"))
+    share = (mesh.get_local_rank("replica"), args.data_parallel)
+    return Pipeline(model, args, mesh, share)
 
 
 def parse_args():
@@ -228,14 +242,6 @@ def check_options(parser, args):
     gpt.check_model_options(parser, args, batch=(parts, "--micro-batches x --data-parallel"))
 
 
-def clip_gradients(pipeline, max_norm):
-    """As nn.utils.clip_grad_norm_, by the norm over all stages."""
-    norm = nn.utils.get_total_norm([param.grad for param in pipeline.params])
-    squares = norm**2
-    torch_dist.all_reduce(squares, group=pipeline.group)
-    nn.utils.clip_grads_with_norm_(pipeline.params, max_norm, squares.sqrt())
-
-
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
@@ -244,10 +250,10 @@ def main_worker(local_rank, world_size, args):
     text, held_out = gpt.load_text()
     model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
     n_params = sum(param.numel() for param in model.parameters())
-    pipeline = Pipeline(model, args)
-    optimizer = torch.optim.AdamW(pipeline.params, lr=args.lr, fused=True)
+    pipeline = make_pipeline(model, args)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {args.schedule}")
-    gpt.report_held(pipeline.params, n_params)
+    gpt.report_held(model.parameters(), n_params)
     train(pipeline, optimizer, text, held_out, args)
 
 

@@ -78,7 +78,7 @@ CASES = {
     "DDP": (lambda args: dist.prepare_ddp_model(whole(args), gradient_as_bucket_view=True), min_2D.train),
     "FSDP": (lambda args: split(functools.partial(min_2D.parallelize, args=args), args), min_2D.train),
     "TP": (lambda args: split(min_TP.split_layers, args), min_TP.train),
-    "PP": (lambda args: min_PP.Pipeline(gpt.make_meta_model(args), args), min_PP.train),
+    "PP": (lambda args: min_PP.make_pipeline(gpt.make_meta_model(args), args), min_PP.train),
     "CP": (lambda args: min_CP.parallelize(whole(args), args.attention), min_CP.train),
     "all-gather": (lambda args: min_CP.parallelize(whole(args), "all-gather"), min_CP.train),
     "ring": (lambda args: min_Ring.parallelize(whole(args)), min_Ring.train),
@@ -137,7 +137,7 @@ def worker(local_rank, world_size, case, args, threads, report):
         torch.set_num_threads(threads)
     make, train = CASES[case]
     model = make(args)
-    optimizer = torch.optim.AdamW(model.params if case == "PP" else model.parameters(), lr=args.lr, fused=True)
+    optimizer = torch.optim.AdamW((model.model if case == "PP" else model).parameters(), lr=args.lr, fused=True)
     text, held_out = gpt.load_text()
     waits = Waits(case)
     times = train(model, optimizer, text, held_out, args)

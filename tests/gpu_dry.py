@@ -553,7 +553,7 @@ def change(module, args):
     if module.__name__ == "min_FaultTolerant":
         module.main_worker = train_in_one_quorum(module)
     if module.__name__ in ("min_PP", "min_3D"):
-        module.pipelining.PipelineStage = pipeline_stage(args)
+        sys.modules["min_PP"].pipelining.PipelineStage = pipeline_stage(args)
     if module.__name__ == "min_Generate":
         # Each rank has a folder of its own here.
         module.write_part = lambda *args: None

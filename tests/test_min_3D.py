@@ -35,8 +35,8 @@ def arguments(mesh, **changes):
 
 def whole_parameters(pipeline):
     """By name, each whole, on every rank: all ranks must call it."""
-    assert all(isinstance(param, DTensor) for param in pipeline.module.parameters()), "some are still gathered"
-    own = transformer.full_parameters(pipeline.module)
+    assert all(isinstance(param, DTensor) for param in pipeline.model.parameters()), "some are still gathered"
+    own = transformer.full_parameters(pipeline.model)
     everyone = dist.gather_objects(own)
     stages, shard, tensor = pipeline.mesh.shape
     neighbours = shard * tensor

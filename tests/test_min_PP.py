@@ -59,7 +59,7 @@ CASES = {
 def whole_model(pipeline):
     """All parameters by name, as saved on the first pipeline, of whose stages no two hold the same one."""
     own = {name: param.detach() for stage in pipeline.stages.values() for name, param in stage.named_parameters()}
-    assert sum(param.numel() for param in own.values()) == sum(param.numel() for param in pipeline.params)
+    assert sum(param.numel() for param in own.values()) == sum(param.numel() for param in pipeline.model.parameters())
     replicas, processes = pipeline.mesh.shape
     everyone = dist.gather_objects(own)
     assert sum(map(len, everyone)) == replicas * len(set().union(*everyone)), "each once in every pipeline"

@@ -12,6 +12,7 @@ from conftest import ROOT, finish, run, start
 from transformer import BIGRAM, arguments, make_model, make_optimizer, progress_lines, small_text
 
 import distributed as dist
+import gpt
 import min_3D
 import min_AllReduce
 import min_CP
@@ -72,12 +73,9 @@ def prepare(script, model, args):
     """The model as a script splits it, and its optimizer."""
     if script is min_ZeRO:
         return model, min_ZeRO.ZeRO(model.parameters(), torch.optim.SGD, lr=LR)
-    if script is min_PP:
-        pipeline = min_PP.Pipeline(model, args)
-        return pipeline, make_optimizer("SGD", pipeline.params, LR)
-    if script is min_3D:
-        pipeline = min_3D.Pipeline(model, args)
-        return pipeline, make_optimizer("SGD", pipeline.module.parameters(), LR)
+    if script in (min_PP, min_3D):
+        pipeline = script.make_pipeline(gpt.make_meta_model(args), args)
+        return pipeline, make_optimizer("SGD", pipeline.model.parameters(), LR)
     if script is min_Muon:
         matrices, rest = min_Muon.split_params(model)
         return model, (min_Muon.Muon(matrices, lr=LR), make_optimizer("SGD", rest, LR))
