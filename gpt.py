@@ -63,13 +63,13 @@ def check_model_options(parser, args, batch=(1, "1"), heads=(1, "1"), length=(1,
 
         gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
     """
-    _require_multiple(parser, args, "global_batch_size", *batch, default=16)
-    _require_multiple(parser, args, "heads", *heads, default=4)
-    _require_multiple(parser, args, "length", *length, default=128)
-    _require_multiple(parser, args, "width", args.heads, "the number of heads", default=128)
+    require_multiple(parser, args, "global_batch_size", *batch, default=16)
+    require_multiple(parser, args, "heads", *heads, default=4)
+    require_multiple(parser, args, "length", *length, default=128)
+    require_multiple(parser, args, "width", args.heads, "the number of heads", default=128)
 
 
-def _require_multiple(parser, args, name, divisor, why, default):
+def require_multiple(parser, args, name, divisor, why, default):
     """If the option was not given, it becomes the smallest multiple of `divisor` that is at least `default`."""
     if getattr(args, name) is None:
         setattr(args, name, math.ceil(default / divisor) * divisor)

@@ -49,7 +49,6 @@ folder `step-N` in --checkpoint-dir. With --keep 3 older ones are deleted. Load 
 """
 
 import functools
-import math
 
 import torch
 import torch.distributed as torch_dist
@@ -61,7 +60,7 @@ import gpt
 import options
 import sharded
 from min_2D import silence_false_alarms, split_layers
-from min_PP import Pipeline, clip_gradients, stage_ranks
+from min_PP import Pipeline, check_stages, clip_gradients
 
 
 def parallelize(stage, mesh, args):
@@ -139,13 +138,7 @@ def parse_args():
 
 def check_options(parser, args):
     """End the program with one line if the options do not fit. Fill in those that were not given."""
-    given = 1
-    for size in (args.stages, args.shard, args.tensor):
-        if size is not None:
-            given *= size
-    remaining, rest = divmod(args.nproc, given)
-    if rest:
-        parser.error(f"argument --nproc: {args.nproc} is not a multiple of {given}, --stages x --shard x --tensor")
+    remaining = max(1, args.nproc // ((args.stages or 1) * (args.shard or 1) * (args.tensor or 1)))
     if args.stages is None:
         args.stages = 2 if remaining % 2 == 0 else 1
         remaining //= args.stages
@@ -154,25 +147,10 @@ def check_options(parser, args):
         remaining //= args.tensor
     if args.shard is None:
         args.shard = remaining
-        remaining = 1
-    if remaining > 1:
-        size = args.nproc // remaining
-        parser.error(f"argument --nproc: {args.nproc} is not {size}, --stages x --shard x --tensor")
-
-    if args.schedule == "Interleaved1F1B" and args.stages == 1:
-        parser.error("argument --schedule: Interleaved1F1B needs at least two processes in a pipeline, --stages 2")
-    n_stages = len(stage_ranks(args.schedule, args.stages))
-    if args.layers is None:
-        args.layers = max(4, n_stages)
-    if args.layers < n_stages:
-        parser.error(f"argument --layers: {args.layers} is less than {n_stages}, the stages of {args.schedule}")
-    if args.micro_batches is None:
-        args.micro_batches = math.ceil(8 / args.stages) * args.stages
-    if args.schedule == "1F1B" and args.micro_batches < n_stages:
-        line = f"{args.micro_batches} is less than {n_stages}, the stages of 1F1B"
-        parser.error(f"argument --micro-batches: {line}")
-    if args.schedule == "Interleaved1F1B" and args.micro_batches % args.stages:
-        parser.error(f"argument --micro-batches: {args.micro_batches} is not a multiple of {args.stages}, --stages")
+    if args.stages * args.shard * args.tensor != args.nproc:
+        mesh = f"--stages {args.stages} x --shard {args.shard} x --tensor {args.tensor}"
+        parser.error(f"argument --nproc: {args.nproc} is not {mesh}")
+    check_stages(parser, args, args.stages)
     shares = (args.micro_batches * args.shard, "--micro-batches x --shard")
     parts = (args.tensor, "--tensor")
     gpt.check_model_options(parser, args, batch=shares, heads=parts, length=parts)

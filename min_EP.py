@@ -40,8 +40,6 @@ It prints `parameters held: 1,271,040 of 2,324,736 (0.547)`, and then lines of l
 number of tokens that each expert of each block got: `step 50 | loss 3.1652 | held-out 2.8792 | 4,645 tokens/s | …`.
 """
 
-import math
-
 import torch
 import torch.distributed as torch_dist
 from torch import nn
@@ -217,11 +215,9 @@ def parse_args():
         "--balance", type=options.positive_number, default=0.01, help="weight of the load-balancing loss"
     )
     args = parser.parse_args()
-    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
-    if args.experts is None:
-        args.experts = math.ceil(8 / args.nproc) * args.nproc
-    if args.experts % args.nproc:
-        parser.error(f"argument --experts: {args.experts} is not a multiple of {args.nproc}, the number of processes")
+    processes = (args.nproc, "the number of processes")
+    gpt.check_model_options(parser, args, batch=processes)
+    gpt.require_multiple(parser, args, "experts", *processes, default=8)
     if args.top > args.experts:
         parser.error(f"argument --top: {args.top} is more than the {args.experts} experts")
     return args

@@ -47,8 +47,6 @@ It prints `parameters held: 445,696 of 875,264 (0.509)` for the process that hol
 loss, the loss on held-out text, the tokens per second and the largest process's peak memory.
 """
 
-import math
-
 import torch
 import torch.distributed as torch_dist
 from torch import nn
@@ -220,26 +218,28 @@ def check_options(parser, args):
     if args.nproc % args.data_parallel:
         line = f"{args.data_parallel} does not divide {args.nproc}, the number of processes"
         parser.error(f"argument --data-parallel: {line}")
-    n_ranks = args.nproc // args.data_parallel
+    check_stages(parser, args, args.nproc // args.data_parallel)
+    parts = args.micro_batches * args.data_parallel
+    gpt.check_model_options(parser, args, batch=(parts, "--micro-batches x --data-parallel"))
+
+
+def check_stages(parser, args, n_ranks):
+    """The same for the options of a pipeline of `n_ranks` processes."""
     if torch.__version__ < "2.12" and args.schedule in INTERLEAVED and n_ranks == 1:
         line = f"{args.schedule} needs at least two processes in a pipeline before torch 2.12"
         parser.error(f"argument --schedule: {line}")
     n_stages = len(stage_ranks(args.schedule, n_ranks))
+    stages = f"{n_stages}, the stages of {args.schedule}"
     if args.layers is None:
         args.layers = max(4, n_stages)
     if args.layers < n_stages:
-        line = f"{args.layers} is less than {n_stages}, the stages of {args.schedule}"
-        parser.error(f"argument --layers: {line}")
-    if args.micro_batches is None:
-        args.micro_batches = math.ceil(max(8, n_stages) / n_ranks) * n_ranks
+        parser.error(f"argument --layers: {args.layers} is less than {stages}")
+    divisor = n_ranks if args.schedule in INTERLEAVED else 1
+    gpt.require_multiple(
+        parser, args, "micro_batches", divisor, "the processes of a pipeline", default=max(8, n_stages)
+    )
     if args.micro_batches < n_stages and args.schedule in ("1F1B", "DualPipeV"):
-        line = f"{args.micro_batches} is less than {n_stages}, the stages of {args.schedule}"
-        parser.error(f"argument --micro-batches: {line}")
-    if args.schedule in INTERLEAVED and args.micro_batches % n_ranks:
-        line = f"{args.micro_batches} is not a multiple of {n_ranks}, the processes of a pipeline"
-        parser.error(f"argument --micro-batches: {line}")
-    parts = args.micro_batches * args.data_parallel
-    gpt.check_model_options(parser, args, batch=(parts, "--micro-batches x --data-parallel"))
+        parser.error(f"argument --micro-batches: {args.micro_batches} is less than {stages}")
 
 
 def main_worker(local_rank, world_size, args):
