@@ -30,8 +30,7 @@ batch does not, choose min_DDP.py. If the parameters do not fit, choose min_FSDP
 
 Cost per process, for P float32 parameters, L layers of width D, B sequences of T bytes, N processes: 16·P bytes, as
 with DDP, and 1/N of the activations. Each step sends DDP's 2·(N-1)/N · 4·P bytes. Attention, forward and backward,
-sends (N-1)/N · 32·L·B·T·D/N bytes, with all-gather (N-1)/N · 16·L·B·T·D. On the CPU all-gather sends 1.5 times that,
-because gloo's reduce-scatter is an all-reduce.
+sends (N-1)/N · 32·L·B·T·D/N bytes, with all-gather (N-1)/N · 16·L·B·T·D.
 
     python min_CP.py --length 8192                       # one process per visible GPU, or one on the CPU
     python min_CP.py --nproc 2                           # two processes
@@ -51,10 +50,6 @@ from torch.nn.attention.bias import causal_lower_right
 import distributed as dist
 import gpt
 import options
-
-# Before torch 2.13 they have other names.
-all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)
-reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)
 
 # ---- attention over all pieces: q, k and v are (batch, heads, piece, head width), and so is the result ------------
 
@@ -88,28 +83,14 @@ class AllToAll(torch.autograd.Function):
 
 
 def all_gather(q, k, v):
-    pieces = AllGather.apply(torch.stack([k, v]))  # keys and values of all ranks: (ranks, 2, batch, heads, piece, ...)
+    kv = torch.stack([k, v])
+    sent = kv.expand(dist.get_world_size(), *kv.shape).contiguous()  # a copy for each rank; their gradients are summed
+    pieces = AllToAll.apply(sent)  # keys and values of all ranks: (ranks, 2, batch, heads, piece, head width)
     k, v = torch.cat(pieces.unbind(), dim=3)  # in the order of the sequence
     piece = q.shape[2]
     end = (dist.get_rank() + 1) * piece  # where my piece ends in the whole sequence: no query may see further
     mask = causal_lower_right(piece, end)
     return F.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], attn_mask=mask)
-
-
-class AllGather(torch.autograd.Function):
-    """x of every rank, as rows in rank order. All ranks use my x, so its gradient is the sum of their gradients."""
-
-    @staticmethod
-    def forward(ctx, x):
-        result = x.new_empty(dist.get_world_size(), *x.shape)
-        all_gather_single(result.view(-1, *x.shape[1:]), x)  # it joins along the first dimension
-        return result
-
-    @staticmethod
-    def backward(ctx, grad):
-        result = grad.new_empty(grad.shape[1:])
-        reduce_scatter_single(result, grad.flatten(0, 1))
-        return result
 
 
 ATTENTIONS = {"ulysses": ulysses, "all-gather": all_gather}

@@ -10,8 +10,8 @@ alternate. The first two steps are not timed. Memory is the largest process's pe
 - width: one process (with the threads of one rank or of all ranks), DDP, FSDP and TP, by the model's width.
 - pipeline: 1F1B by the number of micro-batches, beside the time that a bubble of (N-1)/(M+N-1) leaves of the longest.
 - length: one process, CP (Ulysses), CP by all-gather, and ring attention, by the length of the sequences: speed, peak
-  memory, bytes saved for the backward pass, bytes that attention sends by the formulas of the docstrings (on gloo
-  all-gather sends half as many again), and the share of the time in which attention waits for messages (on CPUs).
+  memory, bytes saved for the backward pass, bytes that attention sends by the formulas of the docstrings, and
+  the share of the time in which attention waits for messages (on CPUs).
 """
 
 import argparse
@@ -87,7 +87,7 @@ CASES = {
 # What attention waits in: DDP, which averages the gradients in all these cases, uses none of them.
 WAITS_IN = {
     "CP": [(torch_dist, "all_to_all_single")],
-    "all-gather": [(min_CP, "all_gather_single"), (min_CP, "reduce_scatter_single")],
+    "all-gather": [(torch_dist, "all_to_all_single")],
     "ring": [(min_Ring, "start_hop"), (min_Ring, "finish_hop")],
 }
 

@@ -127,7 +127,7 @@ def count_worker(local_rank, world_size):
     model = make_model(arguments(layers=2, length=LENGTH, width=WIDTH))
     n_params = sum(param.numel() for param in model.parameters())
     ddp, on_gloo = 2 * (N - 1) / N * 4 * n_params, 1.5  # whose reduce-scatter is an all-reduce
-    for attention, times in (("ulysses", 2 / N), ("all-gather", on_gloo)):
+    for attention, times in (("ulysses", 2 / N), ("all-gather", 1)):
         report(min_CP, ddp + times * 4 * LAYERS * BATCH * features, attention=attention)
     report(min_Ring, ddp + (3 * N - 2) / N * 8 * LAYERS * BATCH * LENGTH * WIDTH)
     blocks = sum(param.numel() for param in make_model(arguments(layers=2, width=WIDTH)).blocks.parameters())
