@@ -67,13 +67,15 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, group):
         ctx.group = group
-        out, lse = attention_to_nothing(q)
         for step, (block_k, block_v) in enumerate(around_the_ring(torch.stack([k, v]), group)):
             queries, keys = unmasked(step, q.shape[2])
             block_out, block_lse = attend_to_block(
                 q[:, :, queries], block_k[:, :, keys], block_v[:, :, keys], causal=step == 0
             )
-            merge(out[:, :, queries], lse[:, :, queries], block_out, block_lse)
+            if step == 0:  # its own keys, which all queries see
+                out, lse = block_out, block_lse
+            else:
+                merge(out[:, :, queries], lse[:, :, queries], block_out, block_lse)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -141,14 +143,6 @@ def unmasked(step, length):
     if step <= dist.get_rank():  # an earlier rank: its pieces lie before and after both of this rank's
         return everything, first_piece
     return second_piece, everything  # a later rank: its pieces lie between this rank's
-
-
-def attention_to_nothing(q):
-    """The out and lse to begin with. The kernel of GPUs needs out as (batch, positions, heads, width) in memory."""
-    batch, heads, length, head_width = q.shape
-    out = q.new_zeros(batch, length, heads, head_width).transpose(1, 2)
-    lse = q.new_full((batch, heads, length), -math.inf)
-    return out, lse
 
 
 def merge(out, lse, block_out, block_lse):
