@@ -56,8 +56,8 @@ import sharded
 def parallelize(model, args):
     """Split `model` in place. Build the optimizer afterwards."""
     if args.checkpoint_activations:
-        for block in model.blocks:
-            recompute_in_backward(block)
+        for block in model.blocks:  # each keeps only its input for backward, and recomputes everything else there
+            block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
     if dist.get_world_size() == 1:
         return
     shape = (args.replicate, args.shard, args.tensor)
@@ -130,16 +130,6 @@ def train(model, optimizer, text, held_out, args):
     return progress.losses[first_step:]
 
 
-def recompute_in_backward(block):
-    """Let `block` keep only its input for backward, and recompute everything else there."""
-    forward = block.forward
-
-    def forward_without_saving(x):
-        return recompute(forward, x, use_reentrant=False)
-
-    block.forward = forward_without_saving
-
-
 def silence_false_alarms():
     """Two warnings that torch 2.15 gives when FSDP and tensor parallelism meet. Neither applies here."""
     # The logits are a view. To edit them in place would be wrong, and nothing here does.
@@ -166,14 +156,11 @@ def parse_args():
 
     if args.bf16 and args.nproc == 1:
         parser.error("argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)")
-    remaining, rest = divmod(args.nproc, args.replicate * args.tensor)
-    if rest:
-        product = args.replicate * args.tensor
-        parser.error(f"argument --nproc: {args.nproc} is not a multiple of {product}, --replicate x --tensor")
     if args.shard is None:
-        args.shard = remaining
-    if args.shard != remaining:
-        parser.error(f"argument --shard: {args.shard} is not {remaining}, --nproc / (--replicate x --tensor)")
+        args.shard = max(1, args.nproc // (args.replicate * args.tensor))
+    if args.replicate * args.shard * args.tensor != args.nproc:
+        mesh = f"--replicate {args.replicate} x --shard {args.shard} x --tensor {args.tensor}"
+        parser.error(f"argument --nproc: {args.nproc} is not {mesh}")
     shares = (args.replicate * args.shard, "--replicate x --shard")
     parts = (args.tensor, "--tensor")
     gpt.check_model_options(parser, args, batch=shares, heads=parts, length=parts)

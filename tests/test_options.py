@@ -107,9 +107,9 @@ the number of processes times --accumulate
     "min_2D.py": """
         --heads 3 --width 128 | argument --width: 128 is not a multiple of 3, the number of heads
         --length 1 | argument --length: '1' is not a whole number from 2 to 65536
-        --nproc 4 --replicate 2 --shard 4 | argument --shard: 4 is not 2, --nproc / (--replicate x --tensor)
-        --nproc 3 --tensor 2 | argument --nproc: 3 is not a multiple of 2, --replicate x --tensor
-        --nproc 2 --replicate 2 --tensor 2 | argument --nproc: 2 is not a multiple of 4, --replicate x --tensor
+        --nproc 4 --replicate 2 --shard 4 | argument --nproc: 4 is not --replicate 2 x --shard 4 x --tensor 1
+        --nproc 3 --tensor 2 | argument --nproc: 3 is not --replicate 1 x --shard 1 x --tensor 2
+        --nproc 2 --replicate 2 --tensor 2 | argument --nproc: 2 is not --replicate 2 x --shard 1 x --tensor 2
         --nproc 4 --replicate 2 --global-batch-size 6 | argument --global-batch-size: 6 is not a multiple of 4, \
 --replicate x --shard
         --nproc 3 --tensor 3 --heads 4 | argument --heads: 4 is not a multiple of 3, --tensor
