@@ -138,7 +138,8 @@ def parse_args():
 
 def check_options(parser, args):
     """End the program with one line if the options do not fit. Fill in those that were not given."""
-    remaining = max(1, args.nproc // ((args.stages or 1) * (args.shard or 1) * (args.tensor or 1)))
+    given = (args.stages or 1) * (args.shard or 1) * (args.tensor or 1)
+    remaining = max(1, args.nproc // given)
     if args.stages is None:
         args.stages = 2 if remaining % 2 == 0 else 1
         remaining //= args.stages
