@@ -319,7 +319,7 @@ class Progress:
         rows = held_out[own_starts[:, :, None] + torch.arange(args.length + 1)].to(self.device).long()
         self.batches = []
         for part in rows:
-            self.batches.append((part[:, :-1], part[:, 1:]))
+            self.batches.append((part[:, :-1].contiguous(), part[:, 1:].contiguous()))
         self.start = time.perf_counter()
 
     @torch.no_grad()
