@@ -361,8 +361,8 @@ def pack(documents, length):
     """Lists of documents that share a row. Each, the longest first, goes to the fullest row that has room for it."""
     lists = []
     with_room = [[] for _ in range(length + 1)]  # with_room[n]: the numbers of the lists with n free positions
-    for document in sorted(documents, key=n_positions, reverse=True):
-        needed = n_positions(document)
+    for document in sorted(documents, key=lambda document: len(document[0]), reverse=True):
+        needed = len(document[0])
         room = needed
         while room < length and not with_room[room]:
             room += 1
@@ -373,11 +373,6 @@ def pack(documents, length):
         lists[number].append(document)
         with_room[room - needed].append(number)
     return lists
-
-
-def n_positions(document):
-    tokens, _ = document
-    return len(tokens)
 
 
 def make_rows(lists, length):
@@ -415,34 +410,29 @@ def broadcast_rows(rows):
 Row = collections.namedtuple("Row", "tokens positions places targets n_tokens")
 
 
-def on_device(row, in_loss=True):
-    """A row (3, length) as the model takes it; `places` are the positions of the targets. The host does not wait."""
+def on_device(row):
+    """A row (3, length) as the model takes it; `places` are the positions of the targets."""
     tokens, positions, targets = row.long()
     n_tokens = (tokens != PADDING).sum().item()
-    if not in_loss:
-        n_tokens = 0
-        targets = torch.full_like(targets, IGNORED)
     places = (targets != IGNORED).nonzero()[:, 0]
     tensors = tokens.clamp(min=0)[None], positions[None], places, targets[places]
-    device = dist.get_device()
-    if device.type == "cuda":
-        tensors = [tensor.pin_memory() for tensor in tensors]
-    return Row(*(tensor.to(device, non_blocking=True) for tensor in tensors), n_tokens)
+    return Row(*(tensor.to(dist.get_device()) for tensor in tensors), n_tokens)
 
 
 def share_of(rows, numbers):
     """This rank's share of the rows `numbers`, one at a time.
 
-    Each rank gets equally many, since each forward is a collective. The last ones may be without targets.
+    Each rank gets equally many, since each forward is a collective. The last ones may be padding alone.
     """
     rank = dist.get_rank()
     world_size = dist.get_world_size()
+    padding = make_rows([[]], rows.shape[2])[0]
     for first in range(0, len(numbers), world_size):
         group = numbers[first : first + world_size]
         if rank < len(group):
             yield on_device(rows[group[rank]])
         else:
-            yield on_device(rows[group[0]], in_loss=False)
+            yield on_device(padding)
 
 
 def order_of(n_rows, n, seed):

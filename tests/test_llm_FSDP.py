@@ -1130,8 +1130,11 @@ def test_the_last_rows_of_a_batch_may_be_without_targets():
     there = documents.on_device(row)
     assert there.tokens.tolist() == [[7, 8, 0]] and there.positions.tolist() == [[0, 1, 0]]
     assert there.places.tolist() == [0, 1] and there.targets.tolist() == [8, 9] and there.n_tokens == 2
-    empty = documents.on_device(row, in_loss=False)
-    assert empty.tokens.tolist() == [[7, 8, 0]] and len(empty.places) == len(empty.targets) == empty.n_tokens == 0
+    with mock.patch("distributed.get_world_size", lambda: 2), mock.patch("distributed.get_rank", lambda: 1):
+        ours, empty = documents.share_of(torch.stack([row, row]), [0, 1, 0])
+    assert ours.places.tolist() == [0, 1]
+    assert empty.tokens.tolist() == [[0, 0, 0]] and empty.positions.tolist() == [[0, 1, 2]]
+    assert len(empty.places) == len(empty.targets) == empty.n_tokens == 0
 
 
 def test_every_row_is_taken_once_in_an_epoch_in_another_order_in_the_next():
