@@ -31,6 +31,7 @@ from pathlib import Path
 
 import jinja2
 import numpy as np
+import tokenizers
 import torch
 import torch.distributed as torch_dist
 import transformers
@@ -466,21 +467,13 @@ def lines_of_library():
 
 def library_tokenizer(vocab_size=2048):
     """Pairs of bytes that are frequent in Python's library become tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     paths = [str(path) for path in sorted(LIBRARY.glob("*.py"))]
     if not paths:
         raise dist.DistributedError(f"no text to train on: {LIBRARY} has no *.py files: give --model and --data")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<|end|>", "<|user|>", "<|assistant|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train(paths, trainer)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    special = ["<|end|>", "<|user|>", "<|assistant|>"]
+    trained = tokenizers.ByteLevelBPETokenizer()
+    trained.train(paths, vocab_size, special_tokens=special, show_progress=False)
+    trained = tokenizers.Tokenizer.from_str(trained.to_str())  # the class that transformers takes
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|end|>")
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
