@@ -437,29 +437,25 @@ def parse_args(argv=None):
     add("--model", help="folder, or name on the Hugging Face Hub (default: a small Llama, untrained)")
     add("--from-scratch", action="store_true", help="take the configuration and the tokenizer of --model, no weights")
     add("--data", type=Path, nargs="+", help=".jsonl files (default: functions of Python's library)")
-    eval_help = ".jsonl files to evaluate on (default: one line in 20 of --data, or about 500 lines if it is large)"
-    add("--eval-data", type=Path, nargs="+", help=eval_help)
+    add("--eval-data", type=Path, nargs="+", help="files to evaluate on (default: up to one line in 20 of --data)")
     add("--chat-template", type=Path, help="file with a chat template (default: the one of the tokenizer)")
     add("--output-dir", default="runs/llm", help="folder for the trained model, or for its adapters")
     add("--checkpoint-dir", help="save checkpoints here, and resume from the newest one")
     add("--save-every", type=count, default=500, help="save a checkpoint every N steps, and at the end", metavar="N")
     add("--keep", type=count, help="keep only the newest N checkpoints (default: all)", metavar="N")
-    lora_help = "freeze the model and train adapters of this rank (default: train the model)"
-    add("--lora", type=count, metavar="RANK", help=lora_help)
+    add("--lora", type=count, help="freeze the model, train adapters of this rank (default: no)", metavar="RANK")
     add("--lora-alpha", type=options.positive_number, help="scale adapters by this / RANK (default: twice RANK)")
-    length_help = "tokens per row (default: 256 without --model, else 2048, or the model's limit)"
-    add("--length", type=options.whole_number(2), help=length_help)
+    add("--length", type=options.whole_number(2), help="tokens per row (default: up to 2048, 256 without --model)")
     add("--pad", action="store_true", help="do not pack: one document in each row, filled with padding")
     add("--global-batch-size", type=count, default=8, help="rows per step, over all processes")
     add("--epochs", type=options.positive_number, default=3.0, help="passes over the training data")
     lr_help = "largest learning rate (default: 2e-5; 2e-4 with --lora, 3e-4 from scratch, 4e-3 without --model)"
     add("--lr", type=options.positive_number, help=lr_help)
-    warmup_help = "steps in which the learning rate rises to --lr (default: 10, at most a tenth of all steps)"
-    add("--warmup", type=options.whole_number(0), help=warmup_help, metavar="N")
+    add("--warmup", type=options.whole_number(0), help="warm-up steps (default: 10, or a tenth of all)", metavar="N")
     add("--weight-decay", type=options.number(0), default=0.0, help="weight decay of the matrices")
     add("--clip", type=options.positive_number, default=1.0, help="clip the global gradient norm to this value")
-    precision_help = "mixed: compute in bfloat16, trained weights in float32 (default: mixed on GPUs, else float32)"
-    add("--precision", choices=("mixed", "float32"), help=precision_help)
+    default = "mixed" if torch.cuda.is_available() else "float32"
+    add("--precision", choices=("mixed", "float32"), default=default, help="mixed: bfloat16, but float32 weights")
     kernels = ("sdpa", "eager", "flex_attention", "flash_attention_2")
     add("--attention", choices=kernels, default="sdpa", help="kernel of attention; some models have no sdpa")
     add("--gather-once", action="store_true", help="gather the layers once per step, not for each row: less is sent")
@@ -498,17 +494,14 @@ def check_together(parser, args):
 def set_defaults(args):
     if args.lora and not args.lora_alpha:
         args.lora_alpha = 2.0 * args.lora
-    if not args.precision:
-        args.precision = "mixed" if torch.cuda.is_available() else "float32"
-    if not args.lr:
-        if not args.model:
-            args.lr = 4e-3
-        elif args.from_scratch:
-            args.lr = 3e-4
-        elif args.lora:
-            args.lr = 2e-4
-        else:
-            args.lr = 2e-5
+    lr = 2e-5
+    if args.lora:
+        lr = 2e-4
+    if args.from_scratch:
+        lr = 3e-4
+    if not args.model:
+        lr = 4e-3
+    args.lr = args.lr or lr
 
 
 # ---- start --------------------------------------------------------------------------------------------------------
@@ -524,10 +517,8 @@ def main_worker(local_rank, world_size, args):
     model = make_model(whole, config, dtype, args)
     if dist.is_primary():
         whole.to("meta")  # its values are in the shards now
-    n_params = sum(param.numel() for param in model.parameters())
-    n_trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    line = f"Training {n_trained:,} of {n_params:,} parameters on {world_size} x {dist.get_device().type}"
-    dist.print_primary(line, flush=True)
+    line = f"Training {model.num_parameters(only_trainable=True):,} of {model.num_parameters():,} parameters"
+    dist.print_primary(f"{line} on {world_size} x {dist.get_device().type}", flush=True)
     if not args.pad:
         hub.check_packing(model, args.length)
     train(model, rows, held_out, args)
