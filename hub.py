@@ -3,7 +3,7 @@
     with torch.device("meta"):
         model = hub.build_model(config, torch.float32)  # shapes without memory
         model = hub.add_lora(model, rank=16, alpha=32)  # leave it out to train all parameters
-    for layer in hub.layers_of(model):
+    for layer in reversed(hub.layers_of(model)):  # inner ones first
         fully_shard(layer)
     fully_shard(model)
     hub.fill(model, whole)                     # rank 0 has the `whole` model; the other ranks pass None
@@ -74,16 +74,11 @@ def on_rank_0(function, *args):
 
 
 def layers_of(model):
-    """The layers of a model of transformers, in their order: what FSDP gathers at a time.
+    """The layers of a model of transformers: what FSDP gathers at a time. Some models have layers inside of layers.
 
-    Raises DistributedError if the model has none that transformers marks as such.
+    The outer one comes first. Raises DistributedError if the model has none that transformers marks as such.
     """
-    layers = []
-    inside = set()  # some models have layers inside of layers
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer) and module not in inside:
-            layers.append(module)
-            inside.update(module.modules())
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise dist.DistributedError(f"{type(model).__name__} has no layers that transformers marks as such")
     return layers

@@ -93,7 +93,7 @@ def make_model(whole, config, dtype_of_files, args):
             model = hub.add_lora(model, args.lora, args.lora_alpha)
         else:
             model = hub.build_model(config, dtype)
-    for layer in hub.layers_of(model):
+    for layer in reversed(hub.layers_of(model)):  # if one contains others, these come first
         if args.recompute:
             # Save only the layer's input for backward, which computes the rest again.
             layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False)
