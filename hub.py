@@ -48,8 +48,6 @@ def one_line(what):
     """Turn what transformers raises, which may be anything, into a DistributedError."""
     try:
         yield
-    except dist.DistributedError:
-        raise
     except Exception as failure:
         cause = str(failure).strip().partition("\n")[0] or type(failure).__name__
         for argument, advice in ADVICE.items():
@@ -110,7 +108,7 @@ def load_tokenizer_and_config(name, attention):
 def load_model(name, config):
     """The whole model of a folder, or of a name on the Hub, on the CPU, in the type of its files."""
     for file in sorted(Path(name).glob("*.safetensors")):
-        with one_line(f"--model {file}"):
+        with one_line(file):
             safe_open(file, framework="pt")  # raises if a part of the file is missing
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         name, config=copy.deepcopy(config), dtype="auto", output_loading_info=True, trust_remote_code=False
