@@ -189,8 +189,6 @@ def add_lora(model, rank, alpha):
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and module is not head:
             linears[name] = module
-    if not linears:
-        raise dist.DistributedError(f"--lora: {type(model).__name__} has no nn.Linear to adapt")
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
