@@ -131,13 +131,12 @@ def fill(model, whole):
     weights = {}
     if dist.is_primary():
         weights = whole.state_dict()
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=options)
-    # Some buffers are in no state_dict, such as the frequencies of rotary positions.
-    if dist.is_primary():
+        # Some buffers are in no state_dict, such as the frequencies of rotary positions.
         for buffer, source in zip(model.buffers(), whole.buffers(), strict=True):
             buffer.copy_(source)
     dist.sync_params(model.buffers())
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
 
 
 # ---- use ----------------------------------------------------------------------------------------------------------
