@@ -203,6 +203,8 @@ def add_lora(model, rank, alpha):
 
 # ---- write --------------------------------------------------------------------------------------------------------
 
+CONFIGS = {"config.json": "a whole model", "adapter_config.json": "adapters"}  # nothing loads a folder without them
+
 
 def begin(folder, tokenizer, whole):
     """Before training, on rank 0: write a result without its weights to `folder`/.incomplete.
@@ -210,16 +212,14 @@ def begin(folder, tokenizer, whole):
     So what cannot be written fails here. Raises DistributedError, also if `folder` has a result of the other kind, a
     model or adapters: transformers would load it together with this one.
     """
-    if isinstance(whole, peft.PeftModel) and Path(folder, "config.json").exists():
-        raise dist.DistributedError(f"{folder} holds a whole model: choose another folder for the adapters")
-    if not isinstance(whole, peft.PeftModel) and Path(folder, "adapter_config.json").exists():
-        line = f"{folder} holds adapters, which would be added to the model: choose another folder"
-        raise dist.DistributedError(line)
     temporary = Path(folder, ".incomplete")
     with one_line(f"cannot write {folder}"):
         shutil.rmtree(temporary, ignore_errors=True)
         tokenizer.save_pretrained(temporary)
         write(whole, temporary, {})
+    for name, kind in CONFIGS.items():
+        if Path(folder, name).exists() and not Path(temporary, name).exists():
+            raise dist.DistributedError(f"{folder} holds {kind} already: choose another folder")
 
 
 def save(model, whole, dtype, folder):
@@ -259,14 +259,10 @@ def complete(folder, whole, weights):
     temporary = Path(folder, ".incomplete")
     with one_line(f"cannot write {folder}"):
         write(whole, temporary, weights)
-        last = "config.json"
-        if isinstance(whole, peft.PeftModel):
-            last = "adapter_config.json"
-        Path(folder, last).unlink(missing_ok=True)
-        for old in ("model*.safetensors*", "adapter_model*.safetensors*", "chat_template*"):
+        for old in (*CONFIGS, "model*.safetensors*", "adapter_model*.safetensors*", "chat_template*"):
             for path in Path(folder).glob(old):
                 path.unlink()  # the tokenizer may have no chat template now
-        for path in sorted(temporary.iterdir(), key=lambda path: path.name == last):
+        for path in sorted(temporary.iterdir(), key=lambda path: path.name in CONFIGS):
             target = Path(folder, path.name)
             if target.is_dir():
                 shutil.rmtree(target)

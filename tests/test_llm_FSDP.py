@@ -935,11 +935,11 @@ def test_a_result_of_the_other_kind_is_not_mixed_with_this_one(folder, group, tm
     tokenizer = language.byte_tokenizer()
     whole, adapters = tmp_path / "whole", tmp_path / "adapters"
     save_whole(model, tokenizer, whole)
-    line = f"{whole} holds a whole model: choose another folder for the adapters"
+    line = f"{whole} holds a whole model already: choose another folder"
     assert exit_message(hub.begin, whole, tokenizer, hub.add_lora(copy.deepcopy(model), 2, 4)) == line
     model = hub.add_lora(model, 2, 4)
     save_whole(model, tokenizer, adapters)
-    line = f"{adapters} holds adapters, which would be added to the model: choose another folder"
+    line = f"{adapters} holds adapters already: choose another folder"
     assert exit_message(hub.begin, adapters, tokenizer, model.unload()) == line
 
 
