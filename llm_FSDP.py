@@ -346,10 +346,8 @@ def load_documents(tokenizer, args):
         del training[::every]
     training = [document for of_line in training for document in of_line]
     held_out = [document for of_line in held_out for document in of_line]
-    if training and args.eval_data and not held_out:
-        raise dist.DistributedError(f"--eval-data: no document fits into --length {args.length}")
     if not training or not held_out:
-        line = f"--data: too few lines fit into --length {args.length} to train on some and to hold out others"
+        line = f"--data, --eval-data: too few lines fit into --length {args.length} to train on and to hold out"
         raise dist.DistributedError(f"{line}: give more, or name --eval-data")
     return training, held_out
 

@@ -736,12 +736,12 @@ def test_what_does_not_fit(folder, tmp_path, group):
     assert exit_message(llm_FSDP.prepare, args).endswith("llama: --length 257 is more than its 256 positions")
     conversations = [record for record in language.records() if "messages" in record]
     args = arguments(folder, "llama", length=4, data=[language.write_jsonl(tmp_path / "chats.jsonl", conversations)])
-    line = "--data: too few lines fit into --length 4 to train on some and to hold out others: give more, or name "
-    assert exit_message(llm_FSDP.prepare, args) == line + "--eval-data"
+    line = "--data, --eval-data: too few lines fit into --length {} to train on and to hold out: give more, or name "
+    assert exit_message(llm_FSDP.prepare, args) == line.format(4) + "--eval-data"
     args = arguments(folder, "llama", data=[language.write_jsonl(tmp_path / "one.jsonl", [{"text": 900 * "a"}])])
     assert exit_message(llm_FSDP.prepare, args).endswith("or name --eval-data"), "one long document is one line"
     args = arguments(folder, "llama", length=64, eval_data=[language.write_jsonl(tmp_path / "long.jsonl", [LONG_CHAT])])
-    assert exit_message(llm_FSDP.prepare, args) == "--eval-data: no document fits into --length 64"
+    assert exit_message(llm_FSDP.prepare, args) == line.format(64) + "--eval-data"
     args = arguments(folder, "llama", data=[tmp_path / "none.jsonl"])
     assert "cannot read" in exit_message(llm_FSDP.prepare, args)
     args = arguments(folder, "llama", chat_template=tmp_path / "none.jinja")
