@@ -229,13 +229,12 @@ def save(model, whole, dtype, folder):
     model in the type `dtype`, or the adapters alone. Raises DistributedError on every rank if it cannot write.
     """
     is_lora = isinstance(model, peft.PeftModel)
-    left_out = model.all_tied_weights_keys  # from_pretrained ties them again
-    if is_lora:
-        left_out = {name for name, param in model.named_parameters() if not param.requires_grad}
     weights = {}
     for name, tensor in model.state_dict().items():
-        if name in left_out:
-            continue
+        if name in model.all_tied_weights_keys:
+            continue  # from_pretrained ties it again
+        if is_lora and ".lora_" not in name:
+            continue  # frozen
         if tensor.is_floating_point() and not is_lora:  # a buffer may hold whole numbers
             tensor = tensor.to(dtype)
         if hasattr(tensor, "full_tensor"):
