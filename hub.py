@@ -118,6 +118,8 @@ def load_model(name, config):
         raise ValueError(f"its files lack {len(missing)} weights, such as {missing[0]}")
     if getattr(model, "is_quantized", False):
         raise ValueError("its weights are quantized, and cannot be trained")
+    if not model.all_tied_weights_keys:
+        model.config.tie_word_embeddings = False  # transformers unties weights that differ in the files
     return model
 
 

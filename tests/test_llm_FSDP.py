@@ -1041,6 +1041,18 @@ def test_what_can_be_written_before_training_is_written_before(lora, folder, gro
     assert message.startswith(f"cannot write {output}: ") and "\n" not in message
 
 
+def test_weights_that_the_configuration_ties_and_the_files_do_not(folder, group, tmp_path):
+    path = copy_of(folder, tmp_path)
+    change_json(path / "config.json", tie_word_embeddings=True)
+    args = arguments(tmp_path, "llama", output_dir=str(tmp_path / "out"))
+    whole, config, dtype, _, _ = llm_FSDP.prepare(args)
+    model = llm_FSDP.make_model(whole, config, dtype, args)
+    expected = logits_of(transformers.AutoModelForCausalLM.from_pretrained(folder / "llama"))
+    assert torch.equal(logits_of(model), expected)
+    hub.save(model, whole, dtype, args.output_dir)
+    assert torch.equal(logits_of(transformers.AutoModelForCausalLM.from_pretrained(args.output_dir)), expected)
+
+
 def test_a_result_is_not_quantized(folder, group, tmp_path):
     config = language.CONFIGS["llama"]()
     config.quantization_config = {"quant_method": "mxfp4"}
