@@ -412,12 +412,15 @@ Row = collections.namedtuple("Row", "tokens positions places targets n_tokens")
 
 
 def on_device(row):
-    """A row (3, length) as the model takes it; `places` are the positions of the targets."""
+    """A row (3, length) as the model takes it; `places` are the positions of the targets. The host does not wait."""
     tokens, positions, targets = row.long()
     n_tokens = (tokens != PADDING).sum().item()
     places = (targets != IGNORED).nonzero()[:, 0]
     tensors = tokens.clamp(min=0)[None], positions[None], places, targets[places]
-    return Row(*(tensor.to(dist.get_device()) for tensor in tensors), n_tokens)
+    device = dist.get_device()
+    if device.type == "cuda":
+        tensors = [tensor.pin_memory() for tensor in tensors]
+    return Row(*(tensor.to(device, non_blocking=True) for tensor in tensors), n_tokens)
 
 
 def share_of(rows, numbers):

@@ -221,6 +221,7 @@ def begin(folder, tokenizer, whole):
         write(whole, temporary, {})
     for name, kind in CONFIGS.items():
         if Path(folder, name).exists() and not Path(temporary, name).exists():
+            shutil.rmtree(temporary)
             raise dist.DistributedError(f"{folder} holds {kind} already: choose another folder")
 
 

@@ -451,7 +451,7 @@ def parse_args(argv=None):
     add("--weight-decay", type=options.number(0), default=0.0, help="weight decay of the matrices")
     add("--clip", type=options.positive_number, default=1.0, help="clip the global gradient norm to this value")
     default = "mixed" if torch.cuda.is_available() else "float32"
-    add("--precision", choices=("mixed", "float32"), default=default, help="mixed: bfloat16, but float32 weights")
+    add("--precision", choices=("mixed", "float32"), default=default, help="mixed: compute in bfloat16, keep float32")
     kernels = ("sdpa", "eager", "flex_attention", "flash_attention_2")
     add("--attention", choices=kernels, default="sdpa", help="kernel of attention; some models have no sdpa")
     add("--gather-once", action="store_true", help="gather the layers once per step, not for each row: less is sent")
