@@ -17,8 +17,8 @@ unless you ask for it by --gather-once: it is built on the meta device, which ha
 then filled by rank 0, which alone reads files. With --lora the model is frozen, and small matrices beside its linear
 layers are trained. The result is a folder that `from_pretrained` of transformers, or of PEFT, loads. Checkpoints resume
 on any number of processes. If the newest one has all steps that --epochs gives, or more, its result is written without
-training. So a smaller --epochs writes the result of the best checkpoint, once the newer folders are moved away:
-held-out.txt beside them has the losses.
+training. To write the result of an earlier one, move the newer folders away, and give the --epochs that it has. The
+losses of all of them are in held-out.txt.
 
 In the words of TRL, --length is max_length, --global-batch-size is per_device_train_batch_size ·
 gradient_accumulation_steps · N, and packing and assistant_only_loss are on. Not offered: a base in 4 bits, code from
@@ -29,12 +29,12 @@ with new tokens without it. PEFT merges adapters into their model: see docs/reci
 Choose mnist_DDP.py for images, and min_FSDP.py or min_Packing.py to learn one of the ideas.
 
 Cost per process for P parameters on N processes: 16·P/N bytes between two steps (float32 parameters 4, gradients 4,
-Adam 8), with --lora 2·P/N (bfloat16). Rank 0 also needs the CPU's memory for one model, 2·P bytes in bfloat16, while it
-writes the result. With bfloat16 each row sends up to (N-1)/N · 8·P bytes: it gathers the parameters twice, 2·P each,
-and reduces float32 gradients, 4·P; with --lora (N-1)/N · 4·P. The activations of one row and the logits of its targets
-come on top: they are what runs out of memory, and --recompute keeps only each layer's input. With --gather-once a step
-sends (N-1)/N · 6·P bytes, for any number of rows, and holds 6·P more: the gathered model and its whole gradients. It is
-faster for a small model.
+Adam 8), with --lora 2·P/N (bfloat16). Rank 0 also needs the CPU's memory for one model while it writes the result, 2·P
+bytes in bfloat16, and from scratch 4·P while it starts. With bfloat16 each row sends up to (N-1)/N · 8·P bytes: it
+gathers the parameters twice, 2·P each, and reduces float32 gradients, 4·P; with --lora (N-1)/N · 4·P. The activations
+of one row and the logits of its targets come on top: they are what runs out of memory, and --recompute keeps only each
+layer's input. With --gather-once a step sends (N-1)/N · 6·P bytes, for any number of rows, and holds 6·P more: the
+gathered model and its whole gradients. It is faster for a small model.
 
     python llm_FSDP.py --nproc 2                                               # no network: a small Llama, from scratch
     python llm_FSDP.py --model Qwen/Qwen3-8B --data chats.jsonl --lora 16      # all GPUs of this machine
@@ -153,7 +153,7 @@ def train(model, rows, held_out, args):
             if saves:
                 sharded.save(args.checkpoint_dir, model, optimizer, done, keep=args.keep, **parts)
             taken, start = [], time.perf_counter()  # an evaluation and a save do not count
-        if preempted:
+        if preempted and done < steps:
             preemption.leave()
 
 
@@ -210,7 +210,7 @@ def make_optimizer(model, steps, args):
 def reduce_only_after(model, is_last):
     """Until the backward of the last row, layers stay gathered and gradients stay whole.
 
-    In an evaluation layers stay gathered after forward too, until the next step's last backward.
+    They also stay gathered after the forward of an evaluation, until the backward of the next step's last row.
     """
     model.set_reshard_after_forward(False)
     model.set_reshard_after_backward(is_last)

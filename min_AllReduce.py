@@ -20,7 +20,8 @@ In each phase a process sends N-1 of its N chunks. So in both it sends 2·(N-1)/
 is less than twice as many, for any N.
 
 Backward computes the gradients of the last layers first. So the parameters are put into buckets in reverse order. The
-ring reduces a bucket as soon as its last gradient is there, while backward computes the gradients of earlier layers:
+ring reduces a bucket as soon as all of its gradients are there, and the buckets before it have started, while backward
+computes the gradients of earlier layers:
 
     backward      | block 3 | block 2 | block 1 | block 0 |
     ring                    | bucket 0 | bucket 1 | bucket 2 | bucket 3 |    step
@@ -34,7 +35,7 @@ at `ring_all_reduce`, and continue with `RingDDP.on_gradient`.
 
 Read this script to learn what DDP does. To train, choose min_DDP.py: DDP needs no wait() in the loop, and it also keeps
 buffers equal, such as BatchNorm's. Here every parameter needs a gradient in each step, and all have one type.
-`--compress bf16` sends gradients as bfloat16, and rounds a chunk in each of N-1 hops, so the error grows with N.
+`--compress bf16` sends gradients as bfloat16. It rounds them once, and each sum in N-1 hops, so the error grows with N.
 
 Cost per process, for P float32 parameters on N processes: 16·P bytes (parameters 4, gradients 4, AdamW 8), and a bucket
 more while its gradients are copied. Each step sends 2·(N-1)/N · 4·P bytes, and half as many with `--compress bf16`.
@@ -192,8 +193,8 @@ def flatten_gradients(params):
 class BackgroundThread:
     """Calls functions in a thread, one after the other, while the caller continues.
 
-    A process whose backward fails must not wait at its end for a hop that the others never make. `dist.launch` ends it
-    at once, under torchrun too. If you start processes in another way, end it by os._exit.
+    Python waits for the thread at its end. If backward has failed, the thread may wait for a hop that the others never
+    make. Under `launch` and torchrun such a process ends at once. If you start processes otherwise, end by os._exit.
     """
 
     def __init__(self):

@@ -32,8 +32,9 @@ Every process of the launcher is a supervisor, which does not train. It starts o
 killed, the supervisor closes the quorum and starts another. If it hangs, the others leave it behind after at most twice
 --timeout seconds, and its supervisor kills and replaces it. So --timeout must be longer than one step and the healing
 of a new process. A process that is killed while a quorum connects stops the others for up to half of --timeout. If a
-supervisor is killed, its process dies with it, and the others wait for it for --timeout seconds. An exception in your
-own code ends the job, and so do ten quorums in a row that commit no step.
+supervisor is killed, its process dies with it, and the others wait for it for --timeout seconds. The supervisor of rank
+0 may not be killed: the job ends, as it does under torchrun with any supervisor. An exception in your own code ends the
+job, and so do ten quorums in a row that commit no step.
 
 Choose it over multigpu_torchrun.py when restarts cost too much time. It is for one machine. It saves no snapshots: if
 all members are lost, so are the parameters. It uses gloo, and on GPUs copies gradients through the CPU's memory. It was
@@ -203,7 +204,7 @@ class Quorum:
         store = torch_dist.PrefixStore(f"{self.number} group", self.store)
         timeout = timedelta(seconds=self.args.timeout)
         with communication():
-            # gloo waits five times as long for a connection
+            # gloo waits five times as long for a connection: together half of --timeout
             self.group = torch_dist.ProcessGroupGloo(store, self.rank, len(self.members), timeout / 10)
         self.group.set_timeout(timeout)
 
@@ -262,7 +263,7 @@ def meet(store, name, own_step, args):
         previous = json.loads(newest)
         number = previous["number"] + 1
         store.append(f"{number} waiting", f"{name} {own_step}\n")
-        # A quorum for which another one waits is closed by its last voter.
+        # Until it is closed: a quorum for which another one waits is closed by its last voter.
         step, _ = wait_for_decision(store, number - 1, args.steps, args.timeout)
         if step == args.steps:
             return None
@@ -330,6 +331,8 @@ def parse_args():
     gpt.add_model_options(parser)
     seconds = options.whole_number(1)
     parser.add_argument("--timeout", type=seconds, default=30, help="seconds until a process that hangs is left behind")
+    restarts = options.whole_number(0)
+    parser.add_argument("--max-restarts", type=restarts, default=100, help="how often each process may be replaced")
     args = parser.parse_args()
     gpt.check_model_options(parser, args)
     return args
@@ -349,7 +352,7 @@ def main_worker(local_rank, world_size, args):
     nobody = {"number": -1, "first_step": -1, "holders": [], "newcomers": [], "n_fruitless": 0}
     store.compare_set("quorum", "", json.dumps(nobody))
     context = multiprocessing.get_context("fork")  # a copy of this process starts at once: it has imported torch
-    while True:
+    for _ in range(args.max_restarts + 1):
         process = context.Process(target=run_trainer, args=(args,))
         process.start()
         name = str(process.pid)
@@ -366,6 +369,7 @@ def main_worker(local_rank, world_size, args):
             raise dist.DistributedError(f"process {name} raised an exception: see its traceback above")
         report_loss(store, name)
         log(f"process {name} was killed by {signal.Signals(-process.exitcode).name}")
+    raise dist.DistributedError(f"process {name} is not replaced: --max-restarts is {args.max_restarts}")
 
 
 def connect():
@@ -385,7 +389,7 @@ def report_loss(store, name):
 def run_trainer(args):
     """In the started process: train, and leave a line in the store if the job cannot continue."""
     threading.Thread(target=end_with_supervisor, daemon=True).start()
-    os.environ.pop("RANK", None)  # its rank is another one in each quorum
+    os.environ.pop("RANK", None)  # its rank is another one in each quorum, and `dist` must not communicate
     store = connect()
     try:
         train(store, str(os.getpid()), args)

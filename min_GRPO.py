@@ -71,10 +71,10 @@ import gpt
 import options
 
 DIGITS = 8  # most in a prompt
-LONGEST = DIGITS + 2  # bytes of an answer
+LONGEST = DIGITS + 2  # bytes of an answer, which may have a digit too many
 SIZES = {"layers": 2, "width": 64, "heads": 4, "length": DIGITS + 1 + LONGEST}  # of the model
 STOP = ord("\n")  # ends each answer
-FLAWED = 0.8  # the share of the teacher's answers that get a mistake
+FLAWED = 0.8  # the share of the teacher's answers in which two neighbours are exchanged: a mistake, unless equal
 IMITATION_LR = 0.002
 HELD_OUT = 256  # prompts
 LOG_EVERY = 10  # steps
@@ -104,7 +104,7 @@ def train(model, args):
 
 
 def draw_answers(model, step, args):
-    """Draw answers to this process's prompts. Returns what generate.generate returns, and the rewards, on the CPU."""
+    """Draw answers to this process's prompts. Returns what generate.generate returns, and their rewards on the CPU."""
     prompts = own(make_prompts(f"step {step}", args.prompts, args.seed))
     drawn = []
     for number in own(range(args.prompts)):
@@ -122,7 +122,7 @@ def advantages_of(rewards, samples):
     groups = rewards.view(-1, samples)
     advantages = groups - groups.mean(dim=1, keepdim=True)
     all_equal = groups.amax(dim=1, keepdim=True) == groups.amin(dim=1, keepdim=True)
-    return advantages.masked_fill(all_equal, 0).flatten()  # their mean may be rounded: eight times 0.3 is an example
+    return advantages.masked_fill(all_equal, 0).flatten()  # the mean of equal rewards may be rounded
 
 
 def policy_loss(ratio, advantages, args):

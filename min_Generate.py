@@ -25,8 +25,8 @@ rarely in float32, more often with the TF32 of GPUs.
 If the job is killed at any moment, run the same command again, with any --nproc, --tensor and --batch-size: it
 generates only the missing answers. Each batch of answers is a file in the folder OUTPUT.parts-DIGEST. At the end rank 0
 writes OUTPUT in the order of the prompts, and deletes the folder. The digest depends on the model, the prompts and the
-options that change answers. So a job never uses the answers of another model or other options. If you give up a job,
-delete its folder.
+options that change answers. So a job never uses the answers of another model or other options. OUTPUT appears whole. If
+you give up a job, or a kill has left a folder beside OUTPUT, delete the folder.
 
 Choose --tensor 1 if the model fits on one device, and more only if it does not, because tensor parallelism needs fast
 links. To serve many users, or models from the Hugging Face hub, choose vLLM or SGLang. They also admit new prompts
@@ -176,7 +176,7 @@ def merge(records, folder, args):
         raise dist.DistributedError(f"{folder} lacks {n_missing} answers: all machines must share this folder")
     lines = [json.dumps({**record, "answer": answers[number]}) + "\n" for number, record in enumerate(records)]
     text = "".join(lines).encode()
-    # It exists, and has this text, if the job was killed while it deleted the parts.
+    # It exists, and has this text, if the job was killed before it deleted a part.
     if os.path.exists(args.output) and Path(args.output).read_bytes() != text:
         raise dist.DistributedError(f"{args.output} {EXISTS}")
     with checkpoint.atomic(args.output) as file:

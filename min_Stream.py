@@ -1,7 +1,7 @@
 """Stream documents from files in an order that one number describes, and resume on any number of processes.
 
 The data are shards: .jsonl files whose lines are JSON objects with a "text", the documents. A longer document is cut to
---length bytes. The order is a function of seed, epoch and position alone.
+--length bytes. Their order depends on seed, --buffer, epoch and position alone.
 
     shards, shuffled in each epoch      c c c c c|a a a|d|b b b b b b b
     cut into blocks of --buffer         c c c c|c a a a|d b b b|b b b b
@@ -22,18 +22,20 @@ an index, need neither stream: use `dist.data_sampler`, as min_DDP.py does. The 
 memory.
 
 Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW. Each step sends
-2·(N-1)/N · 4·P bytes, and 8 bytes for the loss. The start reads 1/N of the shards. After that a process reads only its
-own documents. It holds 8 bytes for each document of the data. So does each of its loader processes, which also holds up
-to 4 times --buffer numbers, one number per shard, and the batches fetched ahead. A larger --buffer shuffles better, but
-scatters reads over more of the disk.
+2·(N-1)/N · 4·P bytes, and 8 bytes for the number of targets. The start reads 1/N of the shards. After that a process
+reads only its own documents. It holds 8 bytes for each document of the data. So does each of its loader processes,
+which also holds up to 4 times --buffer numbers, one number per shard, and the batches fetched ahead. A larger --buffer
+shuffles better, but scatters reads over more of the disk.
 
     python min_Stream.py --nproc 2                                          # two processes; without --nproc, all GPUs
     CUDA_VISIBLE_DEVICES=0,1 python min_Stream.py --snapshot-path run.pt    # saves; rerun it with any --nproc to resume
     torchrun --standalone --nproc-per-node 2 min_Stream.py --data-dir shards --num-workers 2    # your own .jsonl files
 
 It prints every --log-every steps a line like `step 400 | epoch 2.71 | loss 2.2111 | 154 documents/s`. Without
---data-dir the shards are the source files of Python's standard library, and each class or function in them is a
-document. Under torchrun it also saves when any process receives SIGTERM. Begin to read at `Stream.__getitem__`.
+--data-dir the shards are the source files of Python's standard library, and a document is an outermost class or
+function in them, with what follows it. Under torchrun it also saves when any process receives SIGTERM. The default of
+--global-batch-size is a multiple of the number of processes, so name it if you resume with another one. Begin to read
+at `Stream.__getitem__`.
 """
 
 import array
@@ -155,7 +157,7 @@ def train(model, optimizer, stream, position, args):
             preempted = preemption.agreed()  # has any process received SIGTERM?
             if preempted or step % args.save_every == 0 or step == args.steps:
                 checkpoint.save(args.snapshot_path, model, optimizer, step=position, settings=settings)
-            if preempted:
+            if preempted and step < args.steps:
                 preemption.leave()
     return dist.all_reduce(losses)
 
@@ -273,7 +275,6 @@ def main_worker(local_rank, world_size, args):
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # saves a copy of the gradients
-    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     position = 0
     if args.snapshot_path:
@@ -284,6 +285,7 @@ def main_worker(local_rank, world_size, args):
         dist.print_primary(f"Resuming at document {position:,}")
     tokens = torch.zeros(1, args.length, dtype=torch.long, device=dist.get_device())
     checkpoint.rebuild_buckets(model, lambda: model(tokens).sum())  # else a resumed run differs in the last bit
+    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     train(model, optimizer, stream, position, args)
 
 

@@ -68,7 +68,8 @@ class Trainer:
             raise dist.DistributedError(f"{line}, {len(self.train_set)}")
         self.steps = args.epochs * self.steps_per_epoch
         # A resumed run must share these.
-        self.settings = {"--global-batch-size": args.global_batch_size, "training samples": len(self.train_set)}
+        self.settings = {"--global-batch-size": args.global_batch_size, "--lr": args.lr, "--seed": args.seed}
+        self.settings["training samples"] = len(self.train_set)
         torch.manual_seed(args.seed)
         self.net = make_model().to(device)
         self.model = dist.prepare_ddp_model(self.net, gradient_as_bucket_view=True)  # saves a copy of the gradients
@@ -100,7 +101,6 @@ class Trainer:
         if self.args.clip > 0:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
         self.optimizer.step()
-        self.scheduler.step()
         return loss_sum
 
     def train(self):
@@ -122,6 +122,7 @@ class Trainer:
             if ends_epoch:
                 dist.check_in_sync(self.net)  # stops if the weights of two processes differ
                 self.test(step)
+            self.scheduler.step()
             if saves:
                 self.save_snapshot(step + 1)
             if preempted and step + 1 < self.steps:

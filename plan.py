@@ -9,7 +9,7 @@ were not fitted among them, so you can see how far to trust them.
 
     replicate   every GPU holds the model, gradients are averaged        (DDP, min_2D.py; ZeRO-1, min_ZeRO.py)
     shard       parameters are gathered when a block computes            (FSDP, min_FSDP.py)
-    both        each machine holds one copy, sharded over its GPUs       (HSDP, min_2D.py)
+    these two   each machine holds one copy, sharded over its GPUs       (HSDP, min_2D.py)
     tensor      the work of each layer is split, inside a machine        (TP, min_TP.py)
     context     each sequence is split                                   (CP, min_CP.py)
     stages      the layers are split, micro-batches follow each other    (PP, min_PP.py)
@@ -217,7 +217,7 @@ def model_flops(model):
 
 def recomputed_share(model, layout):
     """The share of a block's forward pass that backward computes again."""
-    # Of the outputs of q, k, v, attention, gate, up and down, torchtitan recomputes those of k, attention and up.
+    # Of the seven matrices q, k, v, out, gate, up and down, torchtitan multiplies by k, out and up again.
     selective = model.width * (model.kv_width + model.width + model.hidden) / block_params(model)
     return {"none": 0.0, "selective": selective, "full": 1.0}[layout.recompute]
 
@@ -249,8 +249,8 @@ def state_bytes(model, layout):
 def gathered_bytes(model, layout):
     """Parameters that FSDP has gathered, and their gradients, at the peak: see min_FSDP.py and docs/costs.md.
 
-    While a block computes: the block, the next one, its gradients, and the float32 buffers that are sent. In float32
-    that is 20 bytes per parameter. The embedding and the head stay gathered from forward to backward. In a pipeline
+    While a block computes: the block, the next one, its gradients, and the buffers that are sent. In float32 that is 20
+    bytes per parameter. The embedding and the head stay gathered from forward to backward. In a pipeline
     everything stays gathered for the step, and float32 gradients are summed unsharded: see min_3D.py.
     """
     if layout.shards == 1:
@@ -685,9 +685,11 @@ def choice(results):
 
 
 def ways_to_fit(job):
-    """Changes with which a layout fits, as phrases: more GPUs, or shorter sequences. No speed and no link decides."""
+    """Changes with which a layout fits, as phrases: more GPUs, in whole machines, or shorter sequences."""
     for factor in powers_of_two(64)[1:]:
         more = replace(job, n_gpus=factor * job.n_gpus, batch=factor * job.batch)
+        if more.n_gpus > job.cluster.gpus_per_node and more.n_gpus % job.cluster.gpus_per_node:
+            continue
         if not job.mesh and search(more)[0]:  # a mesh that is given has its GPUs
             yield f"on {more.n_gpus} GPUs"
             break
@@ -1094,7 +1096,7 @@ def mistakes(job):
 
 
 def default_batch(n_gpus, sequence, mesh, micro):
-    """Sequences of about 8,192 tokens per GPU: as many for each GPU, or one for each power of two of GPUs.
+    """Sequences of about 8,192 tokens per GPU. A longer sequence is shared by a power of two of GPUs.
 
     A mesh that is given has as many for each of its groups, and in a pipeline one micro-batch for each stage at least.
     """

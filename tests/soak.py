@@ -346,7 +346,7 @@ def table_trial(rng, folder, kills):
 # ---- the survivors of min_FaultTolerant.py --------------------------------------------------------------------------
 
 FAULTS = {"layers": 1, "width": 32, "heads": 4, "length": 32, "global_batch_size": 8, "steps": 1000, "log_every": 1000}
-FAULTS |= {"lr": 0.001, "clip": 0.5, "seed": 3, "timeout": 5}
+FAULTS |= {"lr": 0.001, "clip": 0.5, "seed": 3, "timeout": 5, "max_restarts": 10**6}
 KILLS = 20  # in a trial
 
 

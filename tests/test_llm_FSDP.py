@@ -768,6 +768,17 @@ def begin_training(folder, name="llama", another=0, **changes):
     return llm_FSDP.make_model(whole, config, dtype, args), rows, held_out, args
 
 
+def test_a_sigterm_during_the_last_step_does_not_keep_the_result_from_being_written(folder, group, tmp_path):
+    model, rows, held_out, args = begin_training(folder, checkpoint_dir=str(tmp_path))
+    args.epochs = 2 * args.global_batch_size / len(rows)
+    with (
+        mock.patch("checkpoint.Preemption.agreed", lambda preemption: True),
+        mock.patch("checkpoint.Preemption.leave") as leave,
+    ):
+        llm_FSDP.train(model, rows, held_out, args)
+    assert leave.call_count == 1, "after the first of two steps, as a process that has not ended goes on here"
+
+
 def test_a_checkpoint_of_other_options_or_weights_is_refused(folder, group, tmp_path):
     records = list(language.records())
     for record in records:

@@ -65,7 +65,7 @@ MANY = [
 
 
 def arguments(nprocs=1, **changes):
-    values = {"layers": 1, "log_every": 10, "timeout": 3}
+    values = {"layers": 1, "log_every": 10, "timeout": 3, "max_restarts": 99}
     return transformer.arguments(nprocs, **{**values, **changes})
 
 
@@ -351,7 +351,9 @@ def test_what_ends_a_job_is_one_line(tmp_path, capfd):
     all_lost = "all processes with the parameters of step 3 are lost: start again"
     spawn.run_processes(fail_alone, (killed, tmp_path / "a", all_lost), 1)
     assert without_name_server(capfd.readouterr().err) == ""
-    exception = failure([(3, "in forward", 0, RAISE)], tmp_path / "b")
+    not_replaced = failure(killed, tmp_path / "b", max_restarts=0)
+    assert re.fullmatch(r"process \d+ is not replaced: --max-restarts is 0", not_replaced)
+    exception = failure([(3, "in forward", 0, RAISE)], tmp_path / "c")
     assert re.fullmatch(r"process \d+ raised an exception: see its traceback above", exception)
     assert "ZeroDivisionError: a mistake" in capfd.readouterr().err
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):

@@ -441,6 +441,15 @@ def test_resumes_with_another_batch_size(tmp_path):
     assert line == f"{tmp_path}/snapshot.pt is at document {2 * BATCH + 15}, beyond --steps 4"
 
 
+def test_a_sigterm_during_the_last_step_does_not_stop_the_job(tmp_path, monkeypatch):
+    leave = mock.Mock()
+    monkeypatch.setattr("checkpoint.Preemption.agreed", lambda preemption: True)
+    monkeypatch.setattr("checkpoint.Preemption.leave", leave)
+    folder = write_shards(tmp_path / "many", SIZES["many"])
+    min_Stream.main_worker(0, 1, arguments(folder, snapshot_path=str(tmp_path / "snapshot.pt"), steps=2))
+    assert leave.call_count == 1, "after the first step, as a process that has not ended goes on here"
+
+
 def see_other_data(first, second):
     folder = Path(second if dist.get_rank() == 1 else first)
     args = arguments(folder, dist.get_world_size())

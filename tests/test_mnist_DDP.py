@@ -615,8 +615,21 @@ def test_amp_reaches_where_it_counts(tmp_path):
 
 
 def test_tensorboard_alone(tmp_path):
-    train_worker(0, 1, settings(epochs=1, tensorboard=str(tmp_path / "runs")), tmp_path)
-    check_tensorboard(tmp_path / "runs", [256], accuracies_of(tmp_path))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    hp = settings(epochs=1, log_interval=1, tensorboard=str(tmp_path / "runs"))
+    train_worker(0, 1, hp, tmp_path)
+    check_tensorboard(tmp_path / "runs", [128, 256], accuracies_of(tmp_path))
+    rates = [event.value for event in EventAccumulator(str(tmp_path / "runs")).Reload().Scalars("lr")]
+    assert rates == pytest.approx([hp.lr, hp.lr / 2]), "those of the steps that were taken"
+
+
+@pytest.mark.parametrize(("name", "value"), [("lr", 0.5), ("seed", 1), ("global_batch_size", 64)])
+def test_a_run_that_is_resumed_with_other_options_is_refused(name, value, tmp_path):
+    options = {"snapshot_path": str(tmp_path / "snapshot.pt")}
+    train_worker(0, 1, settings(epochs=1), tmp_path, **options)
+    message = exit_message(train_worker, 0, 1, settings(epochs=2, **{name: value}), tmp_path, **options)
+    assert f"--{name.replace('_', '-')} " in message and f", not {value}: use the same" in message
 
 
 def resumed_worker(local_rank, world_size, epochs, folder):

@@ -973,6 +973,20 @@ def test_the_table_is_written(tmp_path, monkeypatch, capsys, results):
     assert (tmp_path / "plan.md").read_text() == published.page(results)
 
 
+def test_more_gpus_that_fit_are_whole_machines(capsys):
+    shape = "--layers 48 --width 8192 --heads 64 --kv-heads 8 --hidden 22016 --gated --gpus"
+    with pytest.raises(SystemExit):
+        plan.main([*shape.split(), "6"])
+    assert "would fit     on 24 GPUs" in capsys.readouterr().out, "12 are no machines of 8"
+    plan.main([*shape.split(), "24"])
+
+
+def test_a_changed_shape_is_not_the_hubs_model(capsys):
+    for changes, script in (([], "llm_FSDP.py"), (["--sequence", "4096"], "llm_FSDP.py"), (["--layers", "2"], "min_")):
+        plan.main(["--model", "llama3-8b", "--mesh", "shard=64", "--recompute", "none", *changes])
+        assert f" {script}" in re.search(r"^start .*", capsys.readouterr().out, re.M)[0]
+
+
 def test_help_names_every_option():
     status, stdout, _ = run(ROOT / "plan.py", "--help")
     assert status == 0
