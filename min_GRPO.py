@@ -210,6 +210,7 @@ def imitate(model, args):
     """Train on the answers of the teacher."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=IMITATION_LR, fused=True)
     for step in range(args.imitation_steps):
+        # More prompts than in a step of reinforcement learning, since each has one answer only.
         prompts = make_prompts(f"imitate {step}", 2 * args.prompts, args.seed)
         answers = teacher_answers(prompts, f"{args.seed} teacher {step}")
         tokens, answered = make_rows(own(prompts), own(answers))
@@ -228,7 +229,7 @@ def teacher_answers(prompts, name):
         digits = sorted(prompt[:-1])
         place = draw.randrange(len(digits) - 1)
         if draw.random() < FLAWED:
-            digits[place : place + 2] = digits[place + 1], digits[place]
+            digits[place], digits[place + 1] = digits[place + 1], digits[place]
         answers.append(bytes(digits) + bytes([STOP]))
     return answers
 

@@ -92,7 +92,7 @@ class Stream(Dataset):
         start = block * buffer
         size = min(buffer, self.n_documents - start)
         place = start + shuffled(size, seed, epoch, block)[place_in_block]
-        for shard in shuffled(len(self.shards), seed, epoch):
+        for shard in shuffled(len(self.shards), seed, epoch):  # through the shards, to the one that has this place
             if place < self.counts[shard]:
                 return shard, place
             place -= self.counts[shard]
@@ -131,6 +131,7 @@ def train(model, optimizer, stream, position, args):
     start = time.perf_counter()
     if args.snapshot_path:
         preemption = checkpoint.Preemption()
+    # The loader's processes do not get a SIGTERM: the batches until the stop are needed.
     for tokens, targets in checkpoint.shielded(make_loader(stream, position, args)):
         tokens = tokens.to(device, non_blocking=True)
         targets = targets.to(device, non_blocking=True)

@@ -218,7 +218,7 @@ class Trainer:
             num_workers=self.args.num_workers,
             pin_memory=self.device.type == "cuda",
         )
-        return checkpoint.shielded(loader)
+        return checkpoint.shielded(loader)  # its processes do not get a SIGTERM
 
     def micro_batches(self, first_step):
         """The seed and the indices of each micro-batch of this rank, from `first_step` on.

@@ -118,7 +118,7 @@ class Layout:
     precision: str = "bfloat16"  # or "float32"
     fused: bool = False  # element-wise operations are fused, by torch.compile
     logit_bytes: int = 12  # at the peak: float32 logits, their softmax and their gradient
-    reduce_bytes: int = 4  # gradients travel in float32
+    reduce_bytes: int = 4  # gradients travel in float32; in 2 bytes in some runs of docs/plan.md
     lora: int = 0  # rank of the adapters that are trained beside a frozen model in bfloat16
     shard_context: bool = True  # FSDP shards over the ranks of `context` too; in min_CP.py they hold replicas
 
@@ -1031,7 +1031,7 @@ def make_parser():
     add("--links", type=links, metavar='"inside=GB/s between=GB/s"', help="sent by one GPU, within and beyond it")
     add("--cluster", type=cluster_file, metavar="FILE", help="what benchmarks/check_cluster.py has measured, for --gpu")
     axes = ", ".join(MESH)
-    add("--mesh", type=mesh, metavar='"shard=32 tensor=2"', help=f"a mesh to project, of {axes} (default: try all)")
+    add("--mesh", type=mesh, metavar='"shard=32 tensor=2"', help=f"of {axes}; chunks=2: interleaved; zero=1: ZeRO-1")
     add("--micro-batch-size", type=whole_number, help="sequences of a micro-batch (default: try all)")
     add("--precision", choices=("float32", "bfloat16"), default="bfloat16", help="of matrices (default: bfloat16)")
     add("--recompute", choices=("auto", *RECOMPUTE), default="auto", help="in backward (default: auto, try all)")
