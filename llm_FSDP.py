@@ -405,7 +405,9 @@ def load_whole_model(config, args):
 def refuse_unknown_tokens(found, whole, tokenizer, args):
     """Raise DistributedError if a token of the documents has no embedding."""
     n_embeddings = len(whole.get_input_embeddings().weight)
-    token = max(max(tokens.max(initial=0), targets.max(initial=0)) for tokens, targets in found)
+    token = 0
+    for tokens, targets in found:
+        token = max(token, tokens.max(initial=0), targets.max(initial=0))
     if token >= n_embeddings:
         line = f"--model {args.model}: token {token}, {tokenizer.decode(token)!r}, of the data has no embedding"
         sizes = f"the tokenizer has {len(tokenizer)} tokens, and the model {n_embeddings} embeddings"

@@ -134,7 +134,7 @@ class RingDDP(nn.Module):
             return
         self.missing.remove(param)
         # Buckets start in one order, the same on all processes, even if gradients arrive in another.
-        while self.to_start and self.missing.isdisjoint(self.to_start[0]):
+        while self.to_start and not self.missing.intersection(self.to_start[0]):
             flat = flatten_gradients(self.to_start.pop(0))
             self.background.start(functools.partial(self.average, flat))
 
@@ -142,9 +142,12 @@ class RingDDP(nn.Module):
         """Runs in the background. With `dtype` every hop rounds its sums, and all processes receive the same ones."""
         begin = time.perf_counter()
         flat /= dist.get_world_size()
-        sent = flat.to(self.dtype or flat.dtype)
-        self.n_bytes += ring_all_reduce(sent)
-        flat.copy_(sent)
+        if self.dtype:
+            sent = flat.to(self.dtype)
+            self.n_bytes += ring_all_reduce(sent)
+            flat.copy_(sent)
+        else:
+            self.n_bytes += ring_all_reduce(flat)
         self.busy += time.perf_counter() - begin
 
     def wait(self):

@@ -296,7 +296,8 @@ def propose(store, previous, step, is_late, args):
             holders.append(name)
         elif name not in lost:
             newcomers.append(name)
-    missing = set(previous["holders"] + previous["newcomers"]).difference(lost, holders, newcomers)
+    known = lost + holders + newcomers
+    missing = [name for name in previous["holders"] + previous["newcomers"] if name not in known]
     if is_late:
         for name in missing:
             store.append("lost", f"{name} ")

@@ -176,7 +176,8 @@ def log_probabilities_of(model, tokens, answered, temperature):
     the same.
     """
     logits = model(tokens[:, :-1]) / temperature
-    log_probabilities = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    next_tokens = tokens[:, 1:]
+    log_probabilities = logits.log_softmax(-1).gather(-1, next_tokens[..., None]).squeeze(-1)
     return torch.where(answered[:, 1:], log_probabilities, 0)
 
 

@@ -91,7 +91,8 @@ class Stream(Dataset):
         block, place_in_block = divmod(place, buffer)
         start = block * buffer
         size = min(buffer, self.n_documents - start)
-        place = start + shuffled(size, seed, epoch, block)[place_in_block]
+        order = shuffled(size, seed, epoch, block)
+        place = start + order[place_in_block]
         for shard in shuffled(len(self.shards), seed, epoch):  # through the shards, to the one that has this place
             if place < self.counts[shard]:
                 return shard, place

@@ -238,7 +238,9 @@ class Trainer:
             global_batch = order[start : start + args.global_batch_size]
             share = global_batch[rank :: dist.get_world_size()]
             for k in range(args.grad_accumulation):
-                yield seed_of("augmentation", args.seed, step, k, rank), share[k :: args.grad_accumulation]
+                seed = seed_of("augmentation", args.seed, step, k, rank)
+                micro_batch = share[k :: args.grad_accumulation]
+                yield seed, micro_batch
 
 
 class SeededBatches(Dataset):

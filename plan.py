@@ -767,6 +767,7 @@ def missing(job, layout):
     name, options = script(layout, job.model.hub)
     by_llm = name == "llm_FSDP.py"
     recomputes = "--recompute" in options or "--checkpoint-activations" in options
+    accumulates = not by_llm and layout.stages == 1 and layout.count > 1
     lacking = {
         "bfloat16": layout.precision == "bfloat16" and name and not by_llm and "--bf16" not in options,
         "torch.compile": layout.fused and not by_llm,
@@ -774,7 +775,7 @@ def missing(job, layout):
         "a fused cross-entropy": layout.logit_bytes == 4,
         f"{layout.recompute} recomputation": layout.recompute != "none" and not recomputes,
         f"micro-batches of {layout.micro} sequences": by_llm and layout.micro > 1,
-        f"gradient accumulation over {layout.count} micro-batches": not by_llm and layout.count > layout.stages == 1,
+        f"gradient accumulation over {layout.count} micro-batches": accumulates,
     }
     return [phrase for phrase, lacks in lacking.items() if lacks]
 
@@ -786,7 +787,7 @@ def mesh_name(layout):
     """For example FSDP 8 x TP 4."""
     labels = MESH | {"replicate": "ZeRO-1" if layout.zero else "DDP"}
     names = [f"{labels[axis]} {getattr(layout, axis)}" for axis in MESH if getattr(layout, axis) > 1]
-    if layout.shards > layout.shard == 1:
+    if layout.shard == 1 and layout.shards > 1:
         names.insert(0, "FSDP over CP's GPUs")
     interleaved = ", interleaved" if layout.chunks > 1 else ""
     return (" x ".join(names) or "one GPU") + interleaved
