@@ -47,23 +47,23 @@ MOST_BYTES = 10**9  # rank 0 reads all files, and every rank holds 12 bytes per 
 # ---- lines of files -----------------------------------------------------------------------------------------------
 
 
-def lines_of(paths):
+def lines_of(paths, option="--data"):
     """Pairs of a place, like "chats.jsonl: line 7", and the bytes of that line.
 
-    Raises DistributedError if a file cannot be read, or if all are too large to be held in memory.
+    Raises DistributedError, naming `option`, if a file cannot be read, or if all are too large to be held in memory.
     """
     try:
         n_bytes = sum(os.path.getsize(path) for path in paths)
         if n_bytes > MOST_BYTES:
             size = f"{n_bytes / 1e9:.1f} GB, more than the {MOST_BYTES / 1e9:.0f} GB that this script holds in memory"
-            raise dist.DistributedError(f"--data has {size}: take a part, or stream it as min_Stream.py does")
+            raise dist.DistributedError(f"{option} has {size}: take a part, or stream it as min_Stream.py does")
         for path in paths:
             with open(path, "rb") as file:
                 for number, line in enumerate(file, 1):
                     if line.strip():
                         yield f"{path}: line {number}", line
     except OSError as error:
-        raise dist.DistributedError(f"--data: cannot read {error.filename}: {error.strerror}") from None
+        raise dist.DistributedError(f"{option}: cannot read {error.filename}: {error.strerror}") from None
 
 
 def read(lines, tokenizer, length):

@@ -17,8 +17,8 @@ unless you ask for it by --gather-once: it is built on the meta device, which ha
 then filled by rank 0, which alone reads files. With --lora the model is frozen, and small matrices beside its linear
 layers are trained. The result is a folder that `from_pretrained` of transformers, or of PEFT, loads. Checkpoints resume
 on any number of processes. If the newest one has all steps that --epochs gives, or more, its result is written without
-training. To write the result of an earlier one, move the newer folders away, and give the --epochs that it has. The
-losses of all of them are in held-out.txt.
+training. To write the result of an earlier one, move the newer folders away, and give the --epochs that it has.
+held-out.txt beside them has the losses of the evaluations.
 
 In the words of TRL, --length is max_length, --global-batch-size is per_device_train_batch_size ·
 gradient_accumulation_steps · N, and packing and assistant_only_loss are on. Not offered: a base in 4 bits, code from
@@ -95,7 +95,7 @@ def make_model(whole, config, dtype_of_files, args):
             model = hub.build_model(config, dtype)
     for layer in reversed(hub.layers_of(model)):  # if one contains others, these come first
         if args.recompute:
-            # Save only the layer's input for backward, which computes the rest again.
+            # Save only the layer's input for backward, which calls `forward` again. FSDP's hooks are called around it.
             layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False)
         if args.compile:
             layer.compile()
@@ -238,7 +238,8 @@ def evaluate(model, held_out, step, args):
 
 def settings_of(model, rows, args):
     """What a resumed run must share: else it would continue another training, silently."""
-    names = ("length", "seed", "lr", "weight_decay", "global_batch_size", "lora", "lora_alpha")
+    names = ("length", "seed", "lr", "warmup", "weight_decay", "clip", "precision", "global_batch_size")
+    names += ("lora", "lora_alpha")
     settings = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
     settings["--data (checksum)"] = zlib.crc32(rows.numpy())
     settings["--model (checksum)"] = checksum_of_weights(model)
@@ -337,7 +338,7 @@ def load_documents(tokenizer, args):
     found = documents.read(lines, tokenizer, args.length)
     training = [of_line for of_line in found if of_line]  # without those that are too long
     if args.eval_data:
-        held_out = documents.read(documents.lines_of(args.eval_data), tokenizer, args.length)
+        held_out = documents.read(documents.lines_of(args.eval_data, "--eval-data"), tokenizer, args.length)
     else:
         every = max(20, len(training) // 500)
         held_out = training[::every]

@@ -104,7 +104,7 @@ def parallelize(model, attention):
     if dist.get_world_size() > 1:
         for block in model.blocks:
             block.attention.attend = ATTENTIONS[attention]
-    return dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # saves a copy of the gradients
+    return dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
 
 
 def local_loss(model, x, y):

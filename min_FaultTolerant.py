@@ -234,6 +234,13 @@ def wait_for_decision(store, number, step, timeout):
     return steps, closed
 
 
+def wait_until_closed(store, number, args):
+    """Returns the number of committed steps."""
+    never_committed = args.steps  # the last step is the one before it
+    steps, _ = wait_for_decision(store, number, never_committed, args.timeout)
+    return steps
+
+
 def close(store, number):
     """End a quorum. A step that is not committed by now will be repeated by the next one."""
     steps, closed = committed_steps(store, number)
@@ -263,8 +270,7 @@ def meet(store, name, own_step, args):
         previous = json.loads(newest)
         number = previous["number"] + 1
         store.append(f"{number} waiting", f"{name} {own_step}\n")
-        # Until it is closed: a quorum for which another one waits is closed by its last voter.
-        step, _ = wait_for_decision(store, number - 1, args.steps, args.timeout)
+        step = wait_until_closed(store, number - 1, args)  # its last voter closes a quorum for which another one waits
         if step == args.steps:
             return None
         start = time.monotonic()
@@ -284,7 +290,8 @@ def meet(store, name, own_step, args):
 def propose(store, previous, step, is_late, args):
     """The quorum after the quorum `previous`, or None if it is too early to decide.
 
-    It is too early while a member of `previous` is missing, unless it `is_late`: then it hangs, and counts as lost.
+    It is too early while a member of `previous` is missing, unless it `is_late`. Then the member hangs. It is written
+    down as lost, and its supervisor kills it. If the first quorum is late, it begins with fewer than --nproc members.
     """
     number = previous["number"] + 1
     lost = store.get("lost").decode().split()
@@ -368,7 +375,7 @@ def main_worker(local_rank, world_size, args):
             raise dist.DistributedError(store.get("error").decode())
         if process.exitcode > 0:
             raise dist.DistributedError(f"process {name} raised an exception: see its traceback above")
-        report_loss(store, name)
+        report_lost(store, name)
         log(f"process {name} was killed by {signal.Signals(-process.exitcode).name}")
     raise dist.DistributedError(f"process {name} is not replaced: --max-restarts is {args.max_restarts}")
 
@@ -376,10 +383,11 @@ def main_worker(local_rank, world_size, args):
 def connect():
     """A connection to the launcher's store."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return torch_dist.PrefixStore("quorums", torch_dist.TCPStore(host, port, is_master=False))
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store when it restarts all
+    return torch_dist.PrefixStore(f"restart {restart}", torch_dist.TCPStore(host, port, is_master=False))
 
 
-def report_loss(store, name):
+def report_lost(store, name):
     """Tell the others that a process is lost, and end its quorum, so that nobody waits for its vote."""
     store.append("lost", f"{name} ")
     quorum = json.loads(store.get("quorum"))

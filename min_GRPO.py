@@ -47,14 +47,14 @@ keys and values take 8·layers·width·R·T bytes.
     python min_GRPO.py --nproc 2 --inner-steps 2 --save model.pt     # answers used twice; saved for min_Generate.py
     torchrun --standalone --nproc-per-node 2 min_GRPO.py
 
-It prints after the first step, and after every tenth step, a line like
+It prints after the first step, every tenth and the last, a line like
 `step 100 | reward 0.920 | held-out 0.996 | no signal 0.63 | mismatch 7e-08 | clipped 0.000 | 6,902 answers/s`. The
 reward is the mean over the answers since the last line. Held-out is the share of 256 further prompts that greedy
 decoding solves, which takes the most probable byte each time. There are so many prompts of up to 8 digits that training
 draws only 2 of these 256. "No signal" is the share of groups whose answers are all equally good, which teach nothing.
-Mismatch is the mean of |r - 1| over all bytes at the first inner step: if it is above 1e-5, the model that is trained
-differs from the model that drew, by a temperature, a type or a mask. Clipped is the share of all bytes whose ratio is
-clipped at the last inner step.
+Mismatch is the mean of |r - 1| over all bytes at the first inner step: if it is above 1e-5 on the CPU, the model that
+is trained differs from the model that drew, by a temperature, a type or a mask. Clipped is the share of all bytes whose
+ratio is clipped at the last inner step.
 """
 
 import copy
@@ -261,6 +261,7 @@ def evaluate(model, args):
 
 def print_line(step, recent, start, model, args):
     """Print what the steps since `start` gave. `recent` has this process's sums of each of them. See `train`."""
+    # The first three are the counts of `update`.
     mismatch, clipped, n_bytes, rewarded, no_signal = dist.all_reduce(torch.stack(recent).sum(dim=0)).tolist()
     n_groups = len(recent) * args.prompts
     n_answers = n_groups * args.samples

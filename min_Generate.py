@@ -67,13 +67,13 @@ import gpt
 import options
 
 LOG_EVERY = 20  # batches
-EXISTS = "exists already: move it, and run the same command again"
+EXISTS = "exists already: use it, or move it and run the same command again"
 
 
 # ---- answer the prompts -------------------------------------------------------------------------------------------
 
 
-def answer_missing(model, prompts, answers, group, folder, args):
+def answer_missing(model, prompts, new_bytes, answers, group, folder, args):
     """Answer this process's share of the prompts that are not in `answers`. Each batch becomes a file in `folder`.
 
     Returns the number of new bytes.
@@ -85,7 +85,7 @@ def answer_missing(model, prompts, answers, group, folder, args):
             torch_dist.broadcast(chosen, group=group, group_src=0)
         return chosen, log_probabilities
 
-    stop = os.fsencode(args.stop)
+    stop = os.fsencode(args.stop)  # one byte, or none
     stop_byte = stop[0] if stop else None
     missing = [number for number in range(len(prompts)) if number not in answers]
     # Prompts of similar lengths share a batch, so there is little padding. The longest come first, since these may need
@@ -99,7 +99,7 @@ def answer_missing(model, prompts, answers, group, folder, args):
     for first in range(0, len(own), args.batch_size):
         numbers = own[first : first + args.batch_size]
         # An answer's random numbers depend on the seed and on its prompt's index alone.
-        drawn = torch.cat([generate.uniform(f"{args.seed} {number}", 1, args.new_bytes) for number in numbers])
+        drawn = torch.cat([generate.uniform(f"{args.seed} {number}", 1, new_bytes) for number in numbers])
         drawn = gpt.to_device(drawn, dist.get_device())
         batch = [prompts[number] for number in numbers]
         tokens, generated, _ = generate.generate(model, batch, drawn, stop_byte, args.temperature, choose=choose)
@@ -243,7 +243,8 @@ def prepare(n_positions, args):
     with open(args.model, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         model_digest = hashlib.sha256(content).hexdigest()
     used = [model_digest, records, new_bytes, args.stop, args.temperature, args.seed]
-    folder = Path(f"{args.output}.parts-{hashlib.sha256(repr(used).encode()).hexdigest()[:12]}")
+    digest = hashlib.sha256(repr(used).encode()).hexdigest()[:12]
+    folder = Path(f"{args.output}.parts-{digest}")
     answers = read_parts(folder, len(records))
     if os.path.exists(args.output) and len(answers) < len(records):
         raise dist.DistributedError(f"{args.output} {EXISTS}")
@@ -284,7 +285,7 @@ def main_worker(local_rank, world_size, args):
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     model = load_model(args)
     try:
-        records, args.new_bytes, folder, answers = prepare(model.position.num_embeddings, args)
+        records, new_bytes, folder, answers = prepare(model.position.num_embeddings, args)
     except OSError as error:
         raise dist.DistributedError(f"cannot use {error.filename}: {error.strerror}") from None
     dist.barrier()  # before a process writes its first part, all must have read the same ones
@@ -297,7 +298,7 @@ def main_worker(local_rank, world_size, args):
 
     prompts = [record["prompt"].encode() for record in records]
     start = time.perf_counter()
-    n_new = answer_missing(model, prompts, answers, group, folder, args)
+    n_new = answer_missing(model, prompts, new_bytes, answers, group, folder, args)
     n_new = dist.all_reduce(torch.tensor(n_new)).item()  # after it all ranks have written all of their answers
     seconds = time.perf_counter() - start
     if dist.is_primary():

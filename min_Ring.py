@@ -208,7 +208,7 @@ def parallelize(model):
 
         for block in model.blocks:
             block.attention.attend = attend
-    return dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # saves a copy of the gradients
+    return dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
 
 
 def local_positions(length, device):

@@ -1,7 +1,7 @@
 """Stream documents from files in an order that one number describes, and resume on any number of processes.
 
 The data are shards: .jsonl files whose lines are JSON objects with a "text", the documents. A longer document is cut to
---length bytes. Their order depends on seed, --buffer, epoch and position alone.
+--length + 1 bytes. Their order depends on seed, --buffer, epoch and position alone.
 
     shards, shuffled in each epoch      c c c c c|a a a|d|b b b b b b b
     cut into blocks of --buffer         c c c c|c a a a|d b b b|b b b b
@@ -92,11 +92,11 @@ class Stream(Dataset):
         start = block * buffer
         size = min(buffer, self.n_documents - start)
         order = shuffled(size, seed, epoch, block)
-        place = start + order[place_in_block]
-        for shard in shuffled(len(self.shards), seed, epoch):  # through the shards, to the one that has this place
-            if place < self.counts[shard]:
-                return shard, place
-            place -= self.counts[shard]
+        document = start + order[place_in_block]
+        for shard in shuffled(len(self.shards), seed, epoch):  # through the shards, to the one that has this document
+            if document < self.counts[shard]:
+                return shard, document
+            document -= self.counts[shard]
 
 
 @functools.lru_cache(maxsize=4)  # a batch may lie in two blocks, and those in two epochs
@@ -221,7 +221,8 @@ def open_shards(paths):
     dist.raise_on_all(error)
     for found_there in dist.gather_objects(found):
         found.update(found_there)
-    if sizes != {name: places[-1] for name, places in found.items()}:
+    ends = {name: places[-1] for name, places in found.items()}  # of the last documents, and so of the files
+    if sizes != ends:
         error = f"rank {dist.get_rank()} does not see the shards that other ranks have read"
     dist.raise_on_all(error)
     return [(path, found[path.name]) for path in paths]
@@ -276,7 +277,7 @@ def main_worker(local_rank, world_size, args):
 
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
-    model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # saves a copy of the gradients
+    model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     position = 0
     if args.snapshot_path:

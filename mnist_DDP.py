@@ -72,7 +72,7 @@ class Trainer:
         self.settings["training samples"] = len(self.train_set)
         torch.manual_seed(args.seed)
         self.net = make_model().to(device)
-        self.model = dist.prepare_ddp_model(self.net, gradient_as_bucket_view=True)  # saves a copy of the gradients
+        self.model = dist.prepare_ddp_model(self.net, gradient_as_bucket_view=True)  # needs no copy of the gradients
         if args.compile:
             self.model.compile()  # after DDP: torch then splits the graph where DDP's buckets end
         self.optimizer, self.scheduler = make_optimizer(self.net, args.lr, self.steps)
@@ -203,7 +203,8 @@ class Trainer:
         checkpoint.save(self.args.snapshot_path, *parts, epoch=epoch, step=step, **values)
 
     def loss_of_a_micro_batch(self):
-        inputs, labels = next(self.batches(first_step=0))  # --compile would compile the model for another size too
+        # With --compile the model would also be compiled for the size of a batch that is made up here.
+        inputs, labels = next(self.batches(first_step=0))
         _, _, losses = forward(self.model, inputs, labels, self.device, self.args.amp)
         return losses.sum()
 
@@ -328,8 +329,12 @@ def make_parser(doc):
     parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where it is safe")
     parser.add_argument("--compile", action="store_true", help="compile the model with torch.compile")
     parser.add_argument("--seed", type=options.whole_number(0, 2**32 - 1), default=0, help="random seed")
-    parser.add_argument("--log-interval", type=count, default=100, help="print every N steps")
-    parser.add_argument("--save-every", type=count, default=500, help="save a snapshot every N steps, and every epoch")
+    parser.add_argument(
+        "--log-interval", type=count, default=100, help="print every N steps of an epoch, and at its end"
+    )
+    parser.add_argument(
+        "--save-every", type=count, default=500, help="save a snapshot every N steps of an epoch, and at its end"
+    )
     parser.add_argument("--wandb", action="store_true", help="track with Weights & Biases")
     parser.add_argument("--tensorboard", help="track with TensorBoard, in this folder")
     return parser

@@ -84,7 +84,7 @@ def wrap(model, strategy, device, mixed_precision):
     if strategy == "local":
         return model.to(device)
     if strategy == "ddp":
-        return dist.prepare_ddp_model(model.to(device), gradient_as_bucket_view=True)  # saves a copy of the gradients
+        return dist.prepare_ddp_model(model.to(device), gradient_as_bucket_view=True)  # needs no copy of the gradients
     policy = MixedPrecisionPolicy()
     if mixed_precision:
         # Parameters are gathered in bfloat16. The shards, which the optimizer updates, stay float32.

@@ -57,7 +57,7 @@ def parse_args():
 
 class Trainer:
     def __init__(self, model, loader, optimizer, device, save_every, snapshot_path):
-        self.model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # saves a copy of the gradients
+        self.model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
         self.loader = loader
         self.optimizer = optimizer
         self.device = device

@@ -90,7 +90,7 @@ def parse_args():
 
 class Trainer:
     def __init__(self, model, dataset, optimizer, device, preemption, args):
-        self.model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # saves a copy of the gradients
+        self.model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
         self.dataset = dataset
         self.optimizer = optimizer
         self.device = device

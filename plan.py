@@ -590,6 +590,8 @@ def misfits(model, layout):
         f"tensor x context is {both}, it does not divide {model.heads} heads": model.heads % both,
         f"tensor x context is {both}, it does not divide {model.sequence} tokens": model.sequence % both,
         f"stages={layout.stages} with its chunks is more than the {model.layers} layers": pieces > model.layers,
+        f"chunks={layout.chunks} needs stages": layout.chunks > 1 and layout.stages == 1,
+        "zero=1 needs replicate": layout.zero and layout.replicate == 1,
     }
 
 
@@ -599,7 +601,8 @@ def meshes(job):
     if mesh:
         yield replace(job.base, shard_context="shard" in mesh, **mesh)
         return
-    tensors = powers_of_two(job.cluster.gpus_per_node)
+    per_node = job.cluster.gpus_per_node
+    tensors = [tensor for tensor in powers_of_two(per_node) if per_node % tensor == 0]
     contexts = powers_of_two(max(1, job.model.sequence // SHORTEST_PIECE))
     for tensor, context, stages, chunks in itertools.product(tensors, contexts, powers_of_two(job.n_gpus), (1, 2)):
         split = replace(job.base, tensor=tensor, context=context, stages=stages, chunks=chunks)
@@ -725,12 +728,18 @@ def script(layout, hub=None):
     again = "--checkpoint-activations" if full else ""
     mesh = f"--shard {layout.shard} --tensor {layout.tensor}"
     pipeline = f"--micro-batches {layout.count} --schedule {'Interleaved1F1B' if layout.chunks > 1 else '1F1B'}"
-    used = {f"--lora {layout.lora}": layout.lora, "--recompute": full}
-    used |= {"--compile": layout.fused, "--precision float32": not bfloat16}
-    llm = " ".join(option for option in used if used[option])
+    llm = []
+    if layout.lora:
+        llm.append(f"--lora {layout.lora}")
+    if full:
+        llm.append("--recompute")
+    if layout.fused:
+        llm.append("--compile")
+    if not bfloat16:
+        llm.append("--precision float32")
     by_llm = layout.lora or (hub and kinds == {"shard"} and layout.recompute != "selective")
     scripts = [
-        (by_llm, "llm_FSDP.py", llm),
+        (by_llm, "llm_FSDP.py", " ".join(llm)),
         (kinds == {"replicate", "zero"}, "min_ZeRO.py", ""),
         (kinds == {"tensor"}, "min_TP.py", ""),
         (kinds == {"context"}, "min_CP.py", ""),
@@ -739,7 +748,10 @@ def script(layout, hub=None):
         (kinds <= {"stages", "replicate"}, "min_PP.py", f"--data-parallel {replicas} {pipeline}"),
         (kinds <= {"stages", "shard", "tensor"}, "min_3D.py", f"{bf16} --stages {layout.stages} {mesh} {pipeline}"),
     ]
-    return next(((name, options) for has_mesh, name, options in scripts if has_mesh), (None, ""))
+    for has_mesh, name, options in scripts:
+        if has_mesh:
+            return name, options
+    return None, ""
 
 
 def command(job, layout):
@@ -775,6 +787,7 @@ def missing(job, layout):
         "a fused cross-entropy": layout.logit_bytes == 4,
         f"{layout.recompute} recomputation": layout.recompute != "none" and not recomputes,
         f"micro-batches of {layout.micro} sequences": by_llm and layout.micro > 1,
+        "sequences of more than 65,536 tokens": not by_llm and job.model.sequence > 65536,
         f"gradient accumulation over {layout.count} micro-batches": accumulates,
     }
     return [phrase for phrase, lacks in lacking.items() if lacks]
@@ -963,13 +976,14 @@ def whole_number(text):
 
 def numbers_of(text, names, kind=float):
     """{name: number} of a text like "memory=80 flops=989"."""
+    form = " ".join(f"{name}=NUMBER" for name in names)
+    mistake = argparse.ArgumentTypeError(f"{text!r} is not like {form!r}")
     try:
         numbers = {name: kind(value) for name, value in (word.split("=") for word in text.split())}
     except ValueError:
-        numbers = {text: 0}
+        raise mistake from None
     if not numbers.keys() <= set(names) or not all(0 < number < math.inf for number in numbers.values()):
-        form = " ".join(f"{name}=NUMBER" for name in names)
-        raise argparse.ArgumentTypeError(f"{text!r} is not like {form!r}")
+        raise mistake
     return numbers
 
 

@@ -594,6 +594,8 @@ def test_files_that_are_too_large_or_missing(tmp_path):
     message = exit_message(list, documents.lines_of([tmp_path / "none.jsonl"]))
     assert message == f"--data: cannot read {tmp_path}/none.jsonl: No such file or directory"
     assert "Is a directory" in exit_message(list, documents.lines_of([tmp_path]))
+    message = exit_message(list, documents.lines_of([tmp_path / "none.jsonl"], "--eval-data"))
+    assert message.startswith("--eval-data: cannot read")
 
 
 def test_conversations_of_the_library(monkeypatch, tmp_path):

@@ -794,6 +794,9 @@ def test_a_checkpoint_of_other_options_or_weights_is_refused(folder, group, tmp_
             ({"data": [other]}, "--data (checksum) "),
             ({"weight_decay": 0.5}, "--weight-decay 0.0, not 0.5"),
             ({"lr": 0.5}, "--lr 2e-05, not 0.5"),
+            ({"warmup": 3}, "--warmup None, not 3"),
+            ({"clip": 2.0}, "--clip 1.0, not 2.0"),
+            ({"precision": "mixed"}, "--precision float32, not mixed"),
             ({"lora": 4, "lora_alpha": 4.0}, f"--lora {kind.get('lora')}, not 4"),
             ({"another": 1.0}, "--model (checksum) "),
         ):

@@ -263,7 +263,7 @@ MOMENTS = {
     "while the parts are deleted": lambda: mock.patch("min_Generate.shutil.rmtree", killed_while_deleting),
 }
 ON_RANK_0 = ("before the folder", "before the merge", "before the output", "before the parts", "while the parts")
-EXISTS = "answers.jsonl exists already: move it, and run the same command again"
+EXISTS = "answers.jsonl exists already: use it, or move it and run the same command again"
 
 
 def killed_worker(local_rank, world_size, args, moment, rank):

@@ -973,6 +973,20 @@ def test_the_table_is_written(tmp_path, monkeypatch, capsys, results):
     assert (tmp_path / "plan.md").read_text() == published.page(results)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "cause"), [("shard=8 chunks=2", "chunks=2 needs stages"), ("shard=4 zero=1", "zero=1 needs replicate")]
+)
+def test_a_mesh_with_an_axis_that_has_no_effect_is_refused(mesh, cause, capsys):
+    with pytest.raises(SystemExit):
+        plan.main(["--model", "llama3-8b", "--mesh", mesh])
+    assert capsys.readouterr().err == f"plan.py: error: argument --mesh: {cause}\n"
+
+
+def test_a_sequence_that_the_script_refuses_is_told(capsys):
+    plan.main(["--layers", "2", "--width", "1024", "--heads", "8", "--sequence", "131072", "--gpus", "8"])
+    assert "what the script lacks: bfloat16, sequences of more than 65,536 tokens" in capsys.readouterr().out
+
+
 def test_more_gpus_that_fit_are_whole_machines(capsys):
     shape = "--layers 48 --width 8192 --heads 64 --kv-heads 8 --hidden 22016 --gated --gpus"
     with pytest.raises(SystemExit):
