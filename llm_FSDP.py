@@ -307,7 +307,7 @@ def prepare(args):
 
 def read_all(args):
     """The whole model, rows to train on, and rows held out. Begins the result."""
-    with hub.one_line(f"--model {args.model}"):
+    with hub.one_line(f"--model {args.model}"):  # what transformers raises becomes one line
         tokenizer, config = load_tokenizer_and_config(args)
     training, held_out = load_documents(tokenizer, args)
     rows = rows_of(training, args)
@@ -325,7 +325,7 @@ def read_all(args):
         whole = load_whole_model(config, args)
     refuse_unknown_tokens(training + held_out, whole, tokenizer, args)
     warn_if_answers_do_not_end(training, whole.generation_config, tokenizer)
-    hub.begin(args.output_dir, tokenizer, whole)
+    hub.begin(args.output_dir, tokenizer, whole)  # writes all but the weights, to see now that it can be written
     return whole, rows, held_out_rows
 
 

@@ -187,6 +187,7 @@ class Trainer:
         run_id = None
         path = self.args.snapshot_path
         if path:
+            # The values come back in the order in which they are named here.
             epoch, step, self.accuracies, run_id = checkpoint.load(
                 path, self.model, self.optimizer, self.scheduler, self.settings, accuracies=[], run_id=None
             )

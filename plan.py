@@ -164,7 +164,7 @@ class Cluster:
     reachable_link: float = 0.8  # of `inside` and `between`, by large messages: usual in nccl-tests
     overlaps: bool = True  # links work while the GPU computes
     float32: float = 0.5  # speed of float32 matrices (TF32) in relation to bfloat16
-    narrow: float | None = None  # matrices of this width run at half of their speed, if measured: see `matrix_rate`
+    narrow: float | None = None  # matrices of this width run at half of their speed (None: not measured)
 
 
 # ---- parameters and operations ------------------------------------------------------------------------------------
@@ -1050,7 +1050,7 @@ def make_parser():
     add("--micro-batch-size", type=whole_number, help="sequences of a micro-batch (default: try all)")
     add("--precision", choices=("float32", "bfloat16"), default="bfloat16", help="of matrices (default: bfloat16)")
     add("--recompute", choices=("auto", *RECOMPUTE), default="auto", help="in backward (default: auto, try all)")
-    logit = "memory of a logit: 12 bytes (default, as torch's and the scripts'), 4, or none"
+    logit = "bytes of a logit: plain 12 (default, as torch's), fused 4 (in place), chunked 0 (never all at once)"
     add("--cross-entropy", choices=LOGIT_BYTES, default="plain", help=logit)
     add("--compile", action="store_true", help="count the fused kernels of torch.compile")
     add("--lora", type=whole_number, default=0, metavar="RANK", help="adapters beside a frozen model, llm_FSDP.py")
