@@ -148,7 +148,7 @@ class Trainer:
         self.step = step + 1
 
     def report(self, quorum):
-        """Rank 0 of the quorum prints its first step, and a line every --log-every steps."""
+        """Rank 0 prints the first step of each quorum but the first one, and a line every --log-every steps."""
         now = time.perf_counter()
         if quorum.rank == 0 and quorum.number > 0 and self.step == quorum.first_step + 1:
             n_new = len(quorum.members) - quorum.n_holders

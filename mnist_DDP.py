@@ -67,7 +67,7 @@ class Trainer:
             line = f"--global-batch-size {args.global_batch_size} is more than all training samples"
             raise dist.DistributedError(f"{line}, {len(self.train_set)}")
         self.steps = args.epochs * self.steps_per_epoch
-        # A resumed run must share these.
+        # A resumed run must share these. It may have more --epochs: then the learning rate follows their cosine.
         self.settings = {"--global-batch-size": args.global_batch_size, "--lr": args.lr, "--seed": args.seed}
         self.settings["training samples"] = len(self.train_set)
         torch.manual_seed(args.seed)
@@ -204,7 +204,7 @@ class Trainer:
         checkpoint.save(self.args.snapshot_path, *parts, epoch=epoch, step=step, **values)
 
     def loss_of_a_micro_batch(self):
-        # With --compile the model would also be compiled for the size of a batch that is made up here.
+        # A real batch: with --compile, another size would cost another compilation.
         inputs, labels = next(self.batches(first_step=0))
         _, _, losses = forward(self.model, inputs, labels, self.device, self.args.amp)
         return losses.sum()

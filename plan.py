@@ -206,13 +206,15 @@ def tokens_of_micro_batch(model, layout):
     return layout.micro * model.sequence / layout.context
 
 
-def model_flops(model):
+def model_flops(model, lora=0):
     """Operations per token, as MFU counts them: 6 per parameter of the matrices, 12·layers·width·length for attention.
 
-    The embedding is no matrix product. Attention counts twice what a causal one needs. https://arxiv.org/abs/2204.02311
+    With `lora` it is 4 per parameter, since a frozen matrix needs no gradient. The embedding is no matrix product.
+    Attention counts twice what a causal one needs. https://arxiv.org/abs/2204.02311
     """
     matrices = model.layers * block_params(model) + model.vocabulary * model.width
-    return 6 * matrices + 12 * model.layers * model.width * model.sequence
+    per_parameter = 4 if lora else 6
+    return per_parameter * matrices + 12 * model.layers * model.width * model.sequence
 
 
 def recomputed_share(model, layout):
@@ -585,10 +587,10 @@ def misfits(model, layout):
     """{why a model could not be split so: whether that is the case}."""
     tensor, both, pieces = layout.tensor, layout.tensor * layout.context, layout.stages * layout.chunks
     return {
-        f"tensor={tensor} does not divide the {model.kv_heads} KV heads": model.kv_heads % tensor,
+        f"tensor={tensor} does not divide the {model.kv_heads} KV heads": model.kv_heads % tensor > 0,
         # min_CP.py's all-to-all needs a head for each rank of `context`.
-        f"tensor x context is {both}, it does not divide {model.heads} heads": model.heads % both,
-        f"tensor x context is {both}, it does not divide {model.sequence} tokens": model.sequence % both,
+        f"tensor x context is {both}, it does not divide {model.heads} heads": model.heads % both > 0,
+        f"tensor x context is {both}, it does not divide {model.sequence} tokens": model.sequence % both > 0,
         f"stages={layout.stages} with its chunks is more than the {model.layers} layers": pieces > model.layers,
         f"chunks={layout.chunks} needs stages": layout.chunks > 1 and layout.stages == 1,
         "zero=1 needs replicate": layout.zero and layout.replicate == 1,
@@ -824,7 +826,7 @@ def report(job, layout):
     times = seconds(job.model, layout, job.cluster)
     speed = tokens_per_second(job.model, layout, times)
     factor = doubt(job.model, layout, job.cluster)
-    mfu = speed * model_flops(job.model) / job.cluster.flops
+    mfu = speed * model_flops(job.model, layout.lora) / job.cluster.flops
     return {
         "mesh": mesh_name(layout),
         "description": describe(layout),
@@ -836,7 +838,7 @@ def report(job, layout):
         "tokens/s per GPU": speed,
         "expect": (speed / factor, speed * factor),
         "MFU": mfu,
-        "HFU": mfu * (1 + recomputed_share(job.model, layout) / 3),
+        "HFU": mfu * (1 + recomputed_share(job.model, layout) / (2 if layout.lora else 3)),
     }
 
 
@@ -879,6 +881,7 @@ def print_result(job, result):
     if result["command"] and result["not in the script"]:
         lacking = ", ".join(result["not in the script"])
         print(f"              The projection also assumes what the script lacks: {lacking}.")
+        print("              Without it, the run may be slower, or need more memory.")
     print(f"\nmemory of a GPU, GiB  {needed_bytes(result) / GIB:.1f} of {job.cluster.memory / GIB:.1f}")
     reserve = (1 - SHARE_OF_MEMORY) * job.cluster.memory
     print_bars({**result["memory"], "reserve": reserve}, job.cluster.memory, "6.1f", unit=GIB)
@@ -1098,15 +1101,17 @@ def mistakes(job):
     n_gpus, per_node = job.n_gpus, cluster.gpus_per_node
     alone = "llm_FSDP.py trains adapters with FSDP alone, so --mesh may name shard alone"
     usual = "inside is 450 with an H100's NVLink and 25 with PCIe 4, between is 50 with 400 Gb/s per GPU"
+    other_axes = job.mesh.keys() - {"shard"}
+    rest = model.width % model.heads
     return {
-        f"--width: {model.width} is not a multiple of {model.heads}, the number of heads": model.width % model.heads,
-        f"--heads: {model.heads} is not a multiple of {model.kv_heads}, the KV heads": model.heads % model.kv_heads,
-        f"--gpus: {n_gpus} is not a multiple of a machine's {per_node}": n_gpus > per_node and n_gpus % per_node,
+        f"--width: {model.width} is not a multiple of {model.heads}, the number of heads": rest > 0,
+        f"--heads: {model.heads} is not a multiple of {model.kv_heads}, the KV heads": model.heads % model.kv_heads > 0,
+        f"--gpus: {n_gpus} is not a multiple of a machine's {per_node}": n_gpus > per_node and n_gpus % per_node > 0,
         f"--links: a --gpu of numbers needs inside=GB/s: {usual}": n_gpus > 1 and cluster.inside == math.inf,
         f"--links: a --gpu of numbers needs between=GB/s: {usual}": n_gpus > per_node and cluster.between == math.inf,
-        f"--lora: {alone}": job.base.lora and job.mesh.keys() - {"shard"},
+        f"--lora: {alone}": job.base.lora > 0 and len(other_axes) > 0,
         **{f"--mesh: {why}": is_so for why, is_so in misfits(model, layout).items()},
-        f"--mesh: it has {layout.n_gpus} GPUs, --gpus has {n_gpus}": job.mesh and layout.n_gpus != n_gpus,
+        f"--mesh: it has {layout.n_gpus} GPUs, --gpus has {n_gpus}": len(job.mesh) > 0 and layout.n_gpus != n_gpus,
     }
 
 

@@ -987,6 +987,12 @@ def test_a_sequence_that_the_script_refuses_is_told(capsys):
     assert "what the script lacks: bfloat16, sequences of more than 65,536 tokens" in capsys.readouterr().out
 
 
+def test_useful_operations_of_lora_leave_out_the_gradients_of_frozen_matrices():
+    model = plan.MODELS["llama3-70b"]
+    matrices = plan.model_flops(model) - plan.model_flops(model, lora=16)
+    assert matrices == 2 * (model.layers * plan.block_params(model) + model.vocabulary * model.width)
+
+
 def test_more_gpus_that_fit_are_whole_machines(capsys):
     shape = "--layers 48 --width 8192 --heads 64 --kv-heads 8 --hidden 22016 --gated --gpus"
     with pytest.raises(SystemExit):
