@@ -95,8 +95,7 @@ def make_model(whole, config, dtype_of_files, args):
             model = hub.build_model(config, dtype)
     for layer in reversed(hub.layers_of(model)):  # if one contains others, these come first
         if args.recompute:
-            # Save only the layer's input for backward, which calls `forward` again. FSDP's hooks are called around it.
-            layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False)
+            recompute_in_backward(layer)
         if args.compile:
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy)  # a unit, which is gathered and freed by itself
@@ -106,6 +105,11 @@ def make_model(whole, config, dtype_of_files, args):
     fully_shard(model, mesh=mesh, mp_policy=policy)  # the rest
     hub.fill(model, whole)
     return model
+
+
+def recompute_in_backward(layer):
+    """Save only the layer's input for backward, which calls `forward` again. FSDP's hooks are called around it."""
+    layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False)
 
 
 # ---- training -----------------------------------------------------------------------------------------------------

@@ -73,6 +73,7 @@ import options
 import spawn
 
 POLL = 0.001  # seconds between two looks into the store
+GLOO_PATIENCE = 5  # gloo waits for a connection so many times as long as it is told
 MOST_FRUITLESS = 10  # quorums in a row without a committed step, before the job ends
 
 
@@ -204,8 +205,9 @@ class Quorum:
         store = torch_dist.PrefixStore(f"{self.number} group", self.store)
         timeout = timedelta(seconds=self.args.timeout)
         with communication():
-            # gloo waits five times as long for a connection: together half of --timeout
-            self.group = torch_dist.ProcessGroupGloo(store, self.rank, len(self.members), timeout / 10)
+            # Wait half of --timeout for the connections.
+            connecting = timeout / 2 / GLOO_PATIENCE
+            self.group = torch_dist.ProcessGroupGloo(store, self.rank, len(self.members), connecting)
         self.group.set_timeout(timeout)
 
     def vote(self, step):

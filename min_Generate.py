@@ -85,7 +85,7 @@ def answer_missing(model, prompts, new_bytes, answers, group, folder, args):
             torch_dist.broadcast(chosen, group=group, group_src=0)
         return chosen, log_probabilities
 
-    stop = os.fsencode(args.stop)  # one byte, or none
+    stop = os.fsencode(args.stop)  # one byte or none, as typed: it may be no UTF-8
     stop_byte = stop[0] if stop else None
     missing = [number for number in range(len(prompts)) if number not in answers]
     # Prompts of similar lengths share a batch, so there is little padding. The longest come first, since these may need

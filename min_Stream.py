@@ -187,7 +187,8 @@ def make_rows(texts, length):
     for row, text in zip(rows, texts, strict=True):
         text = text[: length + 1]
         row[: len(text)] = torch.tensor(list(text))
-    return rows[:, :-1].clamp(min=0), rows[:, 1:]  # the target of a byte is the next one
+    tokens = rows[:, :-1].clamp(min=0)  # of padding, any will do
+    return tokens, rows[:, 1:]  # the target of a byte is the next one
 
 
 def read_document(path, start, end):
