@@ -563,8 +563,8 @@ def change(module, args):
     if module.__name__ == "min_CP":  # a CausalBias cannot be made of a fake tensor
         module.causal_lower_right = lambda rows, columns: torch.ones(rows, columns, dtype=torch.bool, device="gpu")
     if module.__name__ == "mnist_FSDP":  # FSDP moves a module by `.data`, which a fake tensor cannot take
-        shard = module.shard
-        module.shard = lambda model, *args: shard(model.to(sys.modules["distributed"].get_device()), *args)
+        wrap = module.wrap
+        module.wrap = lambda model, *args: wrap(model.to(sys.modules["distributed"].get_device()), *args)
     if "mnist" in sys.modules:
         draw_digits = sys.modules["mnist"]._draw_digits
         sys.modules["mnist"]._draw_digits = lambda n, seed: draw_digits(n // 100, seed)
