@@ -404,7 +404,8 @@ def run_trainer(args):
     store = connect()
     try:
         train(store, str(os.getpid()), args)
-        # Save here what you need, if all steps are in it. A process that is killed meanwhile is not noticed by others.
+        # Save here the model of the trainer that `train` returns, if its step is args.steps: else it came too late. A
+        # process that is killed meanwhile is not noticed by the others.
     except dist.DistributedError as error:
         store.set("error", str(error))
         sys.exit(1)

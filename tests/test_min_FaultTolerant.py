@@ -375,6 +375,16 @@ def test_members_that_can_never_connect_do_not_try_forever(capfd):
     assert without_name_server(capfd.readouterr().err) == ""
 
 
+def test_a_restart_by_torchrun_does_not_see_the_keys_of_the_job_before(monkeypatch):
+    server = spawn.start_store()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    min_FaultTolerant.connect().set("quorum", "of the job before")
+    assert min_FaultTolerant.connect().check(["quorum"])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not min_FaultTolerant.connect().check(["quorum"])
+
+
 # ---- who waits, and how long ----------------------------------------------------------------------------------------
 
 
