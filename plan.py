@@ -584,17 +584,18 @@ def powers_of_two(largest):
 
 
 def misfits(model, layout):
-    """{why a model could not be split so: whether that is the case}."""
+    """Why a model could not be split so, as phrases."""
     tensor, both, pieces = layout.tensor, layout.tensor * layout.context, layout.stages * layout.chunks
-    return {
-        f"tensor={tensor} does not divide the {model.kv_heads} KV heads": model.kv_heads % tensor > 0,
+    rules = [
+        (model.kv_heads % tensor == 0, f"tensor={tensor} does not divide the {model.kv_heads} KV heads"),
         # min_CP.py's all-to-all needs a head for each rank of `context`.
-        f"tensor x context is {both}, it does not divide {model.heads} heads": model.heads % both > 0,
-        f"tensor x context is {both}, it does not divide {model.sequence} tokens": model.sequence % both > 0,
-        f"stages={layout.stages} with its chunks is more than the {model.layers} layers": pieces > model.layers,
-        f"chunks={layout.chunks} needs stages": layout.chunks > 1 and layout.stages == 1,
-        "zero=1 needs replicate": layout.zero and layout.replicate == 1,
-    }
+        (model.heads % both == 0, f"tensor x context is {both}, it does not divide {model.heads} heads"),
+        (model.sequence % both == 0, f"tensor x context is {both}, it does not divide {model.sequence} tokens"),
+        (pieces <= model.layers, f"stages={layout.stages} with its chunks is more than the {model.layers} layers"),
+        (layout.chunks == 1 or layout.stages > 1, f"chunks={layout.chunks} needs stages"),
+        (not layout.zero or layout.replicate > 1, "zero=1 needs replicate"),
+    ]
+    return [why for holds, why in rules if not holds]
 
 
 def meshes(job):
@@ -608,7 +609,7 @@ def meshes(job):
     contexts = powers_of_two(max(1, job.model.sequence // SHORTEST_PIECE))
     for tensor, context, stages, chunks in itertools.product(tensors, contexts, powers_of_two(job.n_gpus), (1, 2)):
         split = replace(job.base, tensor=tensor, context=context, stages=stages, chunks=chunks)
-        if chunks <= stages and job.n_gpus % split.n_gpus == 0 and not any(misfits(job.model, split).values()):
+        if chunks <= stages and job.n_gpus % split.n_gpus == 0 and not misfits(job.model, split):
             yield from shardings(job, split)
 
 
@@ -780,19 +781,20 @@ def missing(job, layout):
     """What the plan assumes and the script does not do, as phrases."""
     name, options = script(layout, job.model.hub)
     by_llm = name == "llm_FSDP.py"
+    lacks_bfloat16 = layout.precision == "bfloat16" and name and not by_llm and "--bf16" not in options
     recomputes = "--recompute" in options or "--checkpoint-activations" in options
-    accumulates = not by_llm and layout.stages == 1 and layout.count > 1
-    lacking = {
-        "bfloat16": layout.precision == "bfloat16" and name and not by_llm and "--bf16" not in options,
-        "torch.compile": layout.fused and not by_llm,
-        "a chunked cross-entropy": layout.logit_bytes == 0,
-        "a fused cross-entropy": layout.logit_bytes == 4,
-        f"{layout.recompute} recomputation": layout.recompute != "none" and not recomputes,
-        f"micro-batches of {layout.micro} sequences": by_llm and layout.micro > 1,
-        "sequences of more than 65,536 tokens": not by_llm and job.model.sequence > 65536,
-        f"gradient accumulation over {layout.count} micro-batches": accumulates,
-    }
-    return [phrase for phrase, lacks in lacking.items() if lacks]
+    accumulates = layout.stages == 1 and layout.count > 1
+    gaps = [
+        (lacks_bfloat16, "bfloat16"),
+        (layout.fused and not by_llm, "torch.compile"),
+        (layout.logit_bytes == 0, "a chunked cross-entropy"),
+        (layout.logit_bytes == 4, "a fused cross-entropy"),
+        (layout.recompute != "none" and not recomputes, f"{layout.recompute} recomputation"),
+        (by_llm and layout.micro > 1, f"micro-batches of {layout.micro} sequences"),
+        (not by_llm and job.model.sequence > 65536, "sequences of more than 65,536 tokens"),
+        (not by_llm and accumulates, f"gradient accumulation over {layout.count} micro-batches"),
+    ]
+    return [phrase for lacks, phrase in gaps if lacks]
 
 
 # ---- printing -----------------------------------------------------------------------------------------------------
@@ -1075,9 +1077,8 @@ def parse_args(argv=None):
     batch = args.global_batch_size or default_batch(n_gpus, model.sequence, args.mesh, micro or 1)
     recompute = RECOMPUTE if args.recompute == "auto" else (args.recompute,)
     job = Job(model, cluster, n_gpus, batch, args.model or "your model", recompute, base, args.mesh, micro)
-    for mistake, is_made in mistakes(job).items():
-        if is_made:
-            parser.error(f"argument {mistake}")
+    for mistake in mistakes(job):
+        parser.error(f"argument {mistake}")
     return args, job
 
 
@@ -1096,23 +1097,24 @@ def parse_model(parser, args):
 
 
 def mistakes(job):
-    """{what is wrong: whether it is} of options that do not go together. Machines are used as a whole."""
+    """What is wrong with options that do not go together, as phrases. Machines are used as a whole."""
     model, cluster, layout = job.model, job.cluster, Layout(**job.mesh)
     n_gpus, per_node = job.n_gpus, cluster.gpus_per_node
+    inside_is_known = cluster.inside < math.inf
+    between_is_known = cluster.between < math.inf
     alone = "llm_FSDP.py trains adapters with FSDP alone, so --mesh may name shard alone"
     usual = "inside is 450 with an H100's NVLink and 25 with PCIe 4, between is 50 with 400 Gb/s per GPU"
-    other_axes = job.mesh.keys() - {"shard"}
-    rest = model.width % model.heads
-    return {
-        f"--width: {model.width} is not a multiple of {model.heads}, the number of heads": rest > 0,
-        f"--heads: {model.heads} is not a multiple of {model.kv_heads}, the KV heads": model.heads % model.kv_heads > 0,
-        f"--gpus: {n_gpus} is not a multiple of a machine's {per_node}": n_gpus > per_node and n_gpus % per_node > 0,
-        f"--links: a --gpu of numbers needs inside=GB/s: {usual}": n_gpus > 1 and cluster.inside == math.inf,
-        f"--links: a --gpu of numbers needs between=GB/s: {usual}": n_gpus > per_node and cluster.between == math.inf,
-        f"--lora: {alone}": job.base.lora > 0 and len(other_axes) > 0,
-        **{f"--mesh: {why}": is_so for why, is_so in misfits(model, layout).items()},
-        f"--mesh: it has {layout.n_gpus} GPUs, --gpus has {n_gpus}": len(job.mesh) > 0 and layout.n_gpus != n_gpus,
-    }
+    heads, kv_heads = model.heads, model.kv_heads
+    rules = [
+        (model.width % heads == 0, f"--width: {model.width} is not a multiple of {heads}, the number of heads"),
+        (heads % kv_heads == 0, f"--heads: {heads} is not a multiple of {kv_heads}, the KV heads"),
+        (n_gpus <= per_node or n_gpus % per_node == 0, f"--gpus: {n_gpus} is not a multiple of a machine's {per_node}"),
+        (n_gpus == 1 or inside_is_known, f"--links: a --gpu of numbers needs inside=GB/s: {usual}"),
+        (n_gpus <= per_node or between_is_known, f"--links: a --gpu of numbers needs between=GB/s: {usual}"),
+        (not job.base.lora or job.mesh.keys() <= {"shard"}, f"--lora: {alone}"),
+        (not job.mesh or layout.n_gpus == n_gpus, f"--mesh: it has {layout.n_gpus} GPUs, --gpus has {n_gpus}"),
+    ]
+    return [mistake for holds, mistake in rules if not holds] + [f"--mesh: {why}" for why in misfits(model, layout)]
 
 
 def default_batch(n_gpus, sequence, mesh, micro):
