@@ -16,9 +16,9 @@ the result, except for rounding and dropout. min_FSDP.py explains FSDP. No proce
 unless you ask for it by --gather-once: it is built on the meta device, which has shapes without memory, then sharded,
 then filled by rank 0, which alone reads files. With --lora the model is frozen, and small matrices beside its linear
 layers are trained. The result is a folder that `from_pretrained` of transformers, or of PEFT, loads. Checkpoints resume
-on any number of processes. If the newest one has all steps that --epochs gives, or more, its result is written without
-training. To write the result of an earlier one, move the newer folders away, and give the --epochs that it has.
-held-out.txt beside them has the losses of the evaluations.
+on any number of processes. If the newest one is the end of the training or beyond it, its result is written and nothing
+is trained. To write the result of an earlier one, move the newer folders away, and choose --epochs so that it is the
+end. held-out.txt beside them has the losses of the evaluations.
 
 In the words of TRL, --length is max_length, --global-batch-size is per_device_train_batch_size ·
 gradient_accumulation_steps · N, and packing and assistant_only_loss are on. Not offered: a base in 4 bits, code from
@@ -81,7 +81,7 @@ def make_model(whole, config, dtype_of_files, args):
     """This rank's shards of the model, with the values of rank 0's `whole` model. The other ranks pass None."""
     device = dist.get_device()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    dtype = torch.get_default_dtype()  # float32
+    dtype = torch.get_default_dtype()  # float32; leave it so, because trained weights and losses need its digits
     policy = MixedPrecisionPolicy(param_dtype=dtype)
     if args.precision == "mixed":
         # Parameters are gathered in bfloat16. The shards of trained weights, and Adam's state, stay float32.
@@ -251,7 +251,7 @@ def settings_of(model, rows, args):
 
 
 def checksum_of_weights(model):
-    """The sum of the bits of all weights, 16 at a time, as whole numbers. It does not depend on the number of ranks."""
+    """The memory of all weights, read as 16-bit integers and summed. It does not depend on the number of ranks."""
     total = torch.zeros((), dtype=torch.int64, device=dist.get_device())
     for param in model.parameters():
         total += param.detach().to_local().view(torch.int16).sum(dtype=torch.int64)
@@ -421,7 +421,7 @@ def refuse_unknown_tokens(found, whole, tokenizer, args):
 
 def warn_if_answers_do_not_end(found, generation_config, tokenizer):
     """Print a line if no token that ends generation is in the loss of conversations: then `generate` runs on."""
-    answers = [targets for _, targets in found if documents.IGNORED in targets]
+    answers = [targets for _, targets in found if documents.IGNORED in targets]  # a plain text has only targets
     ends = generation_config.eos_token_id  # a number, a list or None
     if answers and ends is None:
         print("generation_config names no token that ends generation: `generate` runs on after an answer", flush=True)
@@ -512,7 +512,7 @@ def set_defaults(args):
 
 def main_worker(local_rank, world_size, args):
     init_process_group()
-    watch.start()
+    watch.start()  # if the job stands still, one line says where each rank stands
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -266,7 +266,7 @@ def train(model, optimizer, text, held_out, args):
 
 
 def report_communication(model, args):
-    """Print what a process sends in a step, and which share of the time for it is hidden: it passes during backward."""
+    """Print what a process sends in a step, and which share of the time for it passes during backward."""
     gradients = sum(param.nbytes for param in model.names)
     sent = dist.reduce(torch.tensor(model.n_bytes / args.steps, dtype=torch.float64, device=dist.get_device())).item()
     line = f"sent per step: {sent:,.0f} bytes, {sent / gradients:.3f} of the gradients | buckets: {len(model.buckets)}"

@@ -16,25 +16,26 @@ optimizer step, or none of them does:
 A heals D: it sends D its parameters and the optimizer's state. The store is a small server of keys and values in the
 launcher's process, so it outlives every process that trains. It has one key for each quorum: the number of committed
 steps. A quorum that has lost a member is closed, and commits no further step. Processes change the key by
-compare_set(key, expected, new). It writes the new value only if the key still holds the expected one. If two processes
-do so at once, one of them succeeds, and the other reads what has happened. Steps count from 0 in the key and above, and
-from 1 in printed lines:
+compare_set(key, expected, new). It writes the new value only if the key still holds the expected one, or does not exist
+and "" is expected. If two processes do so at once, one of them succeeds, and the other reads what has happened. Steps
+count from 0 in this drawing and in the key, and from 1 in printed lines:
 
     "8"  ->  "9"           by the last voter: step 8 is committed
     "8"  ->  "9 closed"    by the last voter: the same, and the quorum ends, because a new process waits or all is done
     "8"  ->  "8 closed"    by anyone who sees a failure: step 8 is not committed, and the quorum ends
 
 This value decides, not what a process has seen itself. A member can die before its vote, after it, or between the
-decision and the optimizer step: the others read the same value. The next quorum begins with the number of steps in it,
-and with at least one member that has taken them.
+decision and the optimizer step: the others read the same value. The next quorum begins at the step that it names, and
+with at least one member that has taken all steps before it.
 
 Every process of the launcher is a supervisor, which does not train. It starts one process that trains. If that is
 killed, the supervisor closes the quorum and starts another. If it hangs, the others leave it behind after at most twice
 --timeout seconds, and its supervisor kills and replaces it. So --timeout must be longer than one step and the healing
-of a new process. A process that is killed while a quorum connects stops the others for up to half of --timeout. If a
-supervisor is killed, its process dies with it, and the others wait for it for --timeout seconds. The supervisor of rank
-0 may not be killed: the job ends, as it does under torchrun with any supervisor. An exception in your own code ends the
-job, and so do ten quorums in a row that commit no step.
+of a new process. A process that is killed while a quorum connects stops the others for up to half of --timeout. At
+other moments they notice it at once. But sometimes gloo misses that a connection has closed, and waits for --timeout
+seconds: once in about 150 kills on a busy machine. If a supervisor is killed, its process dies with it, and the others
+wait for it for --timeout seconds. The supervisor of rank 0 may not be killed: the job ends, as it does under torchrun
+with any supervisor. An exception in your own code ends the job, and so do ten quorums in a row that commit no step.
 
 Choose it over multigpu_torchrun.py when restarts cost too much time. It is for one machine. It saves no snapshots: if
 all members are lost, so are the parameters. It uses gloo, and on GPUs copies gradients through the CPU's memory. It was
@@ -55,6 +56,7 @@ It prints the loss of the last step, `step 50 | loss 2.9038 | 4 members`, and af
 
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -73,7 +75,7 @@ import options
 import spawn
 
 POLL = 0.001  # seconds between two looks into the store
-GLOO_PATIENCE = 5  # gloo waits for a connection so many times as long as it is told
+GLOO_PATIENCE = 5  # gloo waits for a connection five times as long as its timeout says
 MOST_FRUITLESS = 10  # quorums in a row without a committed step, before the job ends
 
 
@@ -112,7 +114,8 @@ class Trainer:
         except PeerLost as error:
             self.last_error = str(error)  # the exception would keep the connections open
             close(quorum.store, quorum.number)
-        quorum.group = None  # closes all connections, so that no other member waits for this one
+        # Closes all connections, so that no other member waits for this one. shutdown() and abort() close none.
+        quorum.group = None
 
     def heal(self, quorum):
         """Receive all that a new member needs from rank 0. The members that have it receive the same values again."""
@@ -161,7 +164,11 @@ class Trainer:
 
 
 def make_gradients(model):
-    """All gradients as one vector, which one all-reduce sums, and after them a place for the loss."""
+    """All gradients as one vector, which one all-reduce sums, and after them a place for the loss.
+
+    Each `grad` is a view of it. So clear gradients by `zero_` of the vector. After optimizer.zero_grad() backward would
+    make new gradients outside of it, and each process would train alone, without an error.
+    """
     params = list(model.parameters())
     gradients = torch.zeros(sum(param.numel() for param in params) + 1, device=params[0].device)
     offset = 0
@@ -236,13 +243,6 @@ def wait_for_decision(store, number, step, timeout):
     return steps, closed
 
 
-def wait_until_closed(store, number, args):
-    """Returns the number of committed steps."""
-    never_committed = args.steps  # the last step is the one before it
-    steps, _ = wait_for_decision(store, number, never_committed, args.timeout)
-    return steps
-
-
 def close(store, number):
     """End a quorum. A step that is not committed by now will be repeated by the next one."""
     steps, closed = committed_steps(store, number)
@@ -272,7 +272,8 @@ def meet(store, name, own_step, args):
         previous = json.loads(newest)
         number = previous["number"] + 1
         store.append(f"{number} waiting", f"{name} {own_step}\n")
-        step = wait_until_closed(store, number - 1, args)  # its last voter closes a quorum for which another one waits
+        # The last voter of a quorum closes it if another one waits. No step is infinite, so this waits until then.
+        step, _ = wait_for_decision(store, number - 1, math.inf, args.timeout)
         if step == args.steps:
             return None
         start = time.monotonic()
@@ -357,7 +358,7 @@ def main_worker(local_rank, world_size, args):
         server = spawn.start_store()
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(server.port))
     store = connect()
-    store.append("lost", "")
+    store.append("lost", "")  # makes the key: `get` would wait for one that does not exist
     store.set("-1 steps", "0 closed")  # before the first quorum
     nobody = {"number": -1, "first_step": -1, "holders": [], "newcomers": [], "n_fruitless": 0}
     store.compare_set("quorum", "", json.dumps(nobody))

@@ -50,8 +50,8 @@ keys and values take 8·layers·width·R·T bytes.
 It prints after the first step, every tenth and the last, a line like
 `step 100 | reward 0.920 | held-out 0.996 | no signal 0.63 | mismatch 7e-08 | clipped 0.000 | 6,902 answers/s`. The
 reward is the mean over the answers since the last line. Held-out is the share of 256 further prompts that greedy
-decoding solves, which takes the most probable byte each time. There are so many prompts of up to 8 digits that training
-draws only 2 of these 256. "No signal" is the share of groups whose answers are all equally good, which teach nothing.
+decoding solves, which takes the most probable byte each time. Training draws 2 of these 256 too: there are far more
+prompts of up to 8 digits. "No signal" is the share of groups whose answers are all equally good, which teach nothing.
 Mismatch is the mean of |r - 1| over all bytes at the first inner step: if it is above 1e-5 on the CPU, the model that
 is trained differs from the model that drew, by a temperature, a type or a mask. Clipped is the share of all bytes whose
 ratio is clipped at the last inner step.
@@ -95,7 +95,7 @@ def train(model, args):
         advantages = advantages_of(rewards, args.samples)
         counts = update(model, optimizer, reference, tokens, answered, old, advantages, args)
         no_signal = (advantages.view(-1, args.samples) == 0).all(dim=1)
-        checked = torch.stack([rewards.sum(), no_signal.sum()])  # on the CPU
+        checked = torch.stack([rewards.sum(), no_signal.sum()])  # both are on the CPU, and counts on the device
         recent.append(torch.cat([counts, gpt.to_device(checked, counts.device)]))
         if step == 0 or (step + 1) % LOG_EVERY == 0 or step + 1 == args.steps:
             print_line(step, recent, start, model, args)

@@ -88,8 +88,8 @@ def answer_missing(model, prompts, new_bytes, answers, group, folder, args):
     stop = os.fsencode(args.stop)  # one byte or none, as typed: it may be no UTF-8
     stop_byte = stop[0] if stop else None
     missing = [number for number in range(len(prompts)) if number not in answers]
-    # Prompts of similar lengths share a batch, so there is little padding. The longest come first, since these may need
-    # more memory than there is.
+    # Prompts of similar lengths share a batch, so there is little padding. The longest come first: if memory is too
+    # small for them, the job fails at once.
     missing.sort(key=lambda number: len(prompts[number]), reverse=True)
     share = dist.get_rank() // args.tensor
     n_shares = dist.get_world_size() // args.tensor

@@ -99,7 +99,7 @@ class Stream(Dataset):
             document -= self.counts[shard]
 
 
-@functools.lru_cache(maxsize=4)  # a batch may lie in two blocks, and those in two epochs
+@functools.lru_cache(maxsize=4)  # a batch usually lies in two blocks at most, and those in two epochs
 def shuffled(n, *seeds):
     """The numbers below n in an order that depends on `seeds` alone."""
     order = list(range(n))
@@ -170,7 +170,7 @@ def sum_of_losses(model, tokens, targets):
 
 
 def settings_of(stream, args):
-    """What a resumed run must share, though no shape depends on it. The order depends on all but --heads and --lr."""
+    """What a resumed run must share, though no shape depends on it. All but --heads and --lr decide the order."""
     digest = hashlib.sha256()
     for path, places in stream.shards:
         digest.update(path.name.encode() + places.tobytes())

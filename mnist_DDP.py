@@ -67,7 +67,8 @@ class Trainer:
             line = f"--global-batch-size {args.global_batch_size} is more than all training samples"
             raise dist.DistributedError(f"{line}, {len(self.train_set)}")
         self.steps = args.epochs * self.steps_per_epoch
-        # A resumed run must share these. It may have more --epochs: then the learning rate follows their cosine.
+        # A resumed run must share these. It may have more --epochs: from its second step on the learning rate then
+        # follows the new cosine.
         self.settings = {"--global-batch-size": args.global_batch_size, "--lr": args.lr, "--seed": args.seed}
         self.settings["training samples"] = len(self.train_set)
         torch.manual_seed(args.seed)
@@ -271,7 +272,7 @@ def seed_of(*parts):
 # ---- data, model, loss and optimizer ------------------------------------------------------------------------------
 
 
-# CHANGE HERE, 1 of 4: the data.
+# CHANGE HERE, 1 of 4: the data, and its options in `make_parser`.
 def load_datasets(args):
     """Any two Datasets with a length, whose samples are (input, label).
 

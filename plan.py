@@ -2,10 +2,10 @@
 
     time of a step  =  compute + bubble + communication that is not overlapped with compute + optimizer
 
-It needs no GPU and no torch. It tries all splits by powers of two that fit into memory. It recommends the simplest mesh
-within 5 % of the fastest: its command, the memory of a GPU by part, and the seconds of a step by part. It names the
-fastest and the runner-up too. docs/plan.md holds the same formulas against published measurements, publishers that
-were not fitted among them, so you can see how far to trust them.
+It needs no GPU and no torch. It tries all splits of the model by powers of two that fit into memory. It recommends the
+simplest mesh within 5 % of the fastest: its command, the memory of a GPU by part, and the seconds of a step by part. It
+names the fastest and the runner-up too. docs/plan.md holds the same formulas against published measurements, publishers
+that were not fitted among them, so you can see how far to trust them.
 
     replicate   every GPU holds the model, gradients are averaged        (DDP, min_2D.py; ZeRO-1, min_ZeRO.py)
     shard       parameters are gathered when a block computes            (FSDP, min_FSDP.py)
@@ -147,7 +147,7 @@ class Cluster:
     """Speeds of one GPU and of its links, in bytes and operations per second. Latencies are in seconds."""
 
     name: str
-    memory: float  # bytes that torch reports, less than what stands on the box
+    memory: float  # bytes that torch reports, which are less than the maker says
     flops: float  # of dense matrices in bfloat16, as its maker promises
     bandwidth: float  # of its memory
     inside: float  # sent by one GPU to others in its machine
@@ -155,7 +155,7 @@ class Cluster:
     gpus_per_node: int = 8
     reachable: float = 0.8  # of `flops`, by large matrices alone
     flash: float = 0.33  # of `flops`, by FlashAttention-2, which torch's attention is on GPUs, forward and backward
-    efficiency: float = 0.76  # of what kernels reach alone, in training: fitted to the rows of docs/plan.md
+    efficiency: float = 0.76  # speed of kernels in training / their speed alone: fitted to the rows of docs/plan.md
     has_rows: bool = True  # docs/plan.md has runs of this GPU, or it was measured
     # Of a hop in a ring over NVLink, and over the network, with NCCL's protocol for large messages:
     # hwLatencies in https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc, see `transfer_seconds`.
@@ -337,7 +337,7 @@ def working_bytes(model, layout):
 FORWARD = 0.17  # the share of a block's time that recomputing all of it adds, fitted. Of the operations it is a third.
 SHORT = 300  # tokens of a sequence with which attention reaches half of its speed: arXiv:2407.08608, causal
 NARROW_HEADS = 0.9  # speed of attention with 64 features per head in relation to 128: the same figures
-PASSES = 4  # each kept activation is written once and read once by other kernels than matrices, as is its gradient
+PASSES = 4  # kernels besides matrix products write and read each kept activation once, and its gradient too
 
 
 def matrix_rate(model, layout, cluster):
@@ -602,7 +602,8 @@ def meshes(job):
     """The mesh that is given, or all that divide the GPUs and the model. Tensor parallelism stays inside a machine."""
     mesh = {"shard": job.n_gpus} if job.base.lora and not job.mesh else job.mesh  # llm_FSDP.py has one axis
     if mesh:
-        yield replace(job.base, shard_context="shard" in mesh, **mesh)
+        names_shard = "shard" in mesh  # shard=1 too: with context=8, FSDP then shards over the 8 ranks of context
+        yield replace(job.base, shard_context=names_shard, **mesh)
         return
     per_node = job.cluster.gpus_per_node
     tensors = [tensor for tensor in powers_of_two(per_node) if per_node % tensor == 0]
@@ -697,12 +698,13 @@ def ways_to_fit(job):
         if more.n_gpus > job.cluster.gpus_per_node and more.n_gpus % job.cluster.gpus_per_node:
             continue
         if not job.mesh and search(more)[0]:  # a mesh that is given has its GPUs
-            yield f"on {more.n_gpus} GPUs"
+            yield f"on {more.n_gpus} GPUs, with --global-batch-size {more.batch}"
             break
     for factor in powers_of_two(max(1, job.model.sequence // 512))[1:]:
         model = replace(job.model, sequence=job.model.sequence // factor)
-        if search(replace(job, model=model, batch=factor * job.batch))[0]:
-            yield f"with shorter sequences: --sequence {model.sequence}"
+        shorter = replace(job, model=model, batch=factor * job.batch)
+        if search(shorter)[0]:
+            yield f"with shorter sequences: --sequence {model.sequence} --global-batch-size {shorter.batch}"
             break
 
 
@@ -1022,7 +1024,8 @@ def cluster_file(path):
             found = json.load(file)
         n_gpus = found.pop("gpus")
         cluster = Cluster(**found)
-        numbers = [getattr(cluster, field.name) for field in fields(Cluster) if field.type in (int, float)]
+        other_fields = ("name", "has_rows", "overlaps", "narrow")
+        numbers = [value for name, value in vars(cluster).items() if name not in other_fields]
         if not all(0 < number < math.inf for number in (n_gpus, *numbers)):
             raise ValueError("a number in it is not positive")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -1051,7 +1054,8 @@ def make_parser():
     add("--links", type=links, metavar='"inside=GB/s between=GB/s"', help="sent by one GPU, within and beyond it")
     add("--cluster", type=cluster_file, metavar="FILE", help="what benchmarks/check_cluster.py has measured, for --gpu")
     axes = ", ".join(MESH)
-    add("--mesh", type=mesh, metavar='"shard=32 tensor=2"', help=f"of {axes}; chunks=2: interleaved; zero=1: ZeRO-1")
+    mesh_help = f"of {axes}; chunks=2: interleaved; zero=1: ZeRO-1; shard=1 context=8: FSDP over CP's GPUs"
+    add("--mesh", type=mesh, metavar='"shard=32 tensor=2"', help=mesh_help)
     add("--micro-batch-size", type=whole_number, help="sequences of a micro-batch (default: try all)")
     add("--precision", choices=("float32", "bfloat16"), default="bfloat16", help="of matrices (default: bfloat16)")
     add("--recompute", choices=("auto", *RECOMPUTE), default="auto", help="in backward (default: auto, try all)")

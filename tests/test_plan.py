@@ -843,11 +843,20 @@ def test_the_smallest_multiple_of_the_gpus_that_fits_is_named(model, n_gpus, phr
     assert not results and smallest and next(plan.ways_to_fit(job)).startswith(phrase)
 
 
+def test_more_gpus_are_named_with_the_batch_that_they_can_share(capsys):
+    shape = "--model llama3-405b --sequence 1024 --gpu a100"
+    with pytest.raises(SystemExit):
+        plan.main(f"{shape} --gpus 8 --global-batch-size 8".split())
+    n_gpus, batch = re.search(r"on (\d+) GPUs, with (--global-batch-size \d+)", capsys.readouterr().out).groups()
+    plan.main(f"{shape} --gpus {n_gpus} {batch}".split())
+    assert "recommended" in capsys.readouterr().out
+
+
 def test_shorter_sequences_are_named_if_they_fit():
     job = dataclasses.replace(job_of("llama3-8b", 2, sequence=32768), batch=2)
-    assert "with shorter sequences: --sequence 4096" in plan.ways_to_fit(job)
+    assert "with shorter sequences: --sequence 4096 --global-batch-size 16" in plan.ways_to_fit(job)
     half = dataclasses.replace(job_of("llama3-8b", 2, sequence=8192), batch=2)
-    assert "with shorter sequences: --sequence 4096" in plan.ways_to_fit(half)
+    assert "with shorter sequences: --sequence 4096 --global-batch-size 4" in plan.ways_to_fit(half)
     shorter = dataclasses.replace(job_of("llama3-8b", 2, sequence=4096), batch=16)
     assert plan.search(shorter)[0]
     assert not plan.search(dataclasses.replace(job_of("llama3-8b", 2, sequence=8192), batch=8))[0]
