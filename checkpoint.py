@@ -91,7 +91,7 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0, settings=None,
     load_state_dict, like a second model, and plain values: numbers, strings, tensors, lists and dicts of these.
     `settings` is a dict of options that a resumed run must share. Buffers become rank 0's on all ranks, as in DDP.
     Raises DistributedError on every rank if anything to save differs between ranks or could not be loaded again, if an
-    optimizer trains a parameter that is not saved, if the model is sharded, or if a node cannot write.
+    optimizer trains a parameter of no saved module, if the model is sharded, or if a node cannot write.
     """
     parts = _parts(model, optimizer, scheduler, more)
     snapshot = {"epoch": epoch, "step": step, "settings": settings or {}}
@@ -204,9 +204,8 @@ def _parts(model, optimizer, scheduler, more):
     optimizers = [part for part in parts.values() if isinstance(part, torch.optim.Optimizer)]
     trained = {param for part in optimizers for group in part.param_groups for param in group["params"]}
     saved = {param for part in parts.values() if isinstance(part, nn.Module) for param in part.parameters()}
-    saved |= {part for part in parts.values() if torch.is_tensor(part)}
     if not trained <= saved:
-        line = "an optimizer trains a parameter that would not be saved"
+        line = "an optimizer trains a parameter of no module that is saved"
         raise dist.DistributedError(f"{line}: pass its module too, to save and load, as in save(…, head=head)")
     return {name: dist.unwrapped(part) for name, part in parts.items()}
 

@@ -262,20 +262,21 @@ def check_in_sync(model, optimizer=None, **values):
     """Raise DistributedError on every rank if a parameter that all ranks should hold alike differs between ranks.
 
     Call it on every rank, for example after each epoch. With `optimizer` the parameters that it trains outside `model`
-    are compared too. Further `values` are tensors and plain ones, such as numbers. Of each tensor a sum of its bits is
-    compared. Shards and buffers are not compared.
+    are compared too. Further `values` are tensors and plain ones, such as numbers and lists of them, but no arrays. Of
+    each tensor a sum of its bits is compared, its shape, and whether it is trained. Shards and buffers are not.
     """
     names = {param: name for name, param in unwrapped(model).named_parameters()}
     if optimizer is not None:
         trained = [param for group in optimizer.param_groups for param in group["params"]]
         for number, param in enumerate(trained):
             names.setdefault(param, f"parameter {number} of the optimizer")
-    tensors = {name: param for param, name in names.items()}
-    tensors |= {name: value for name, value in values.items() if torch.is_tensor(value)}
-    whole = {name: tensor.detach() for name, tensor in tensors.items() if not hasattr(tensor, "to_local")}
+    assert values.keys().isdisjoint(names.values()), "a value has the name of a parameter, and would hide it"
+    named = {name: param for param, name in names.items()} | values
+    whole = {name: value for name, value in named.items() if torch.is_tensor(value) and not hasattr(value, "to_local")}
     if whole:
-        sums = torch.stack([_sum_of_bits(tensor).to(get_device()) for tensor in whole.values()])
-        values.update(zip(whole, sums.tolist(), strict=True))  # the only wait for the device
+        sums = torch.stack([_sum_of_bits(tensor.detach()).to(get_device()) for tensor in whole.values()])
+        for (name, tensor), of_tensor in zip(whole.items(), sums.tolist(), strict=True):  # the only wait for the device
+            values[name] = (of_tensor, tensor.shape, tensor.requires_grad)
     first = {}  # by name, the first rank that has it, and its value there: stages of a pipeline have different names
     for rank, of_rank in enumerate(gather_objects(values)):
         for name, value in of_rank.items():
@@ -291,10 +292,9 @@ def _sum_of_bits(tensor):
     Each seventh of the tensor has a factor of its own, so elements in another order have another sum.
     """
     data = _as_bytes(tensor.contiguous())
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
     if len(data) % 8 == 0 and data.storage_offset() % 8 == 0:
-        integers = torch.int64  # 20 times as fast on the CPU
-    return sum(1009**place * part.sum() for place, part in enumerate(data.view(integers).chunk(7)))
+        data = data.view(torch.int64)  # 20 times as fast on the CPU
+    return sum(1009**place * part.sum() for place, part in enumerate(data.chunk(7)))
 
 
 def _as_bytes(tensor):
@@ -321,8 +321,10 @@ def reduce(tensor, op="avg"):
 def all_reduce(tensor, op="sum"):
     """Change `tensor` into its "sum", "avg", "min" or "max" over all ranks, on every rank; returns `tensor`.
 
-    For metrics: no gradient flows through it. 16-bit floats are summed in float32. Raises ValueError for what would be
-    silently wrong: a tensor that needs a gradient, the average of integers, the sum of booleans and of small integers.
+    For metrics: no gradient flows through it. All ranks must pass the same shape and the same type: that is not
+    checked, and a sum of integers and floats is meaningless. 16-bit floats are summed in float32. Raises ValueError for
+    what would be silently wrong: a tensor that needs a gradient, the average of integers, the sum of booleans and of
+    small integers.
     """
     _refuse_gradient(tensor)
     if op not in ("sum", "avg", "min", "max"):
@@ -359,7 +361,7 @@ def gather(tensor):
 def _refuse_gradient(tensor):
     if tensor.requires_grad and torch.is_grad_enabled():
         line = "no gradient flows through reduce, all_reduce and gather: pass loss.detach() for a metric"
-        raise ValueError(f'{line}, and for a loss see "A loss over the global batch" in docs/recipes.md')
+        raise ValueError(f"{line}. For a loss, docs/recipes.md has SumOverProcesses and GatherWithGradient")
 
 
 def gather_objects(value):

@@ -7,7 +7,8 @@
 
 Ranks in different places have called different collectives, and each waits for the other. It works for every call that
 waits: a collective, DDP's backward, a copy from a GPU to the CPU, a DataLoader. The job continues in any case, for
-example if rank 0 computes for long while the others wait. Set WATCH_SECONDS to another number of seconds than 30.
+example if rank 0 computes for long while the others wait. Set WATCH_SECONDS to another number of seconds than 30. The
+line comes up to half as many seconds later, when all ranks that stand still have said so.
 
 This file needs only torch, so it can be copied into any script that torchrun starts. In each process a sleeping thread
 looks every few seconds where the main thread is. Only a rank that stands still writes into the job's store.

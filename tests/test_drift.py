@@ -211,6 +211,17 @@ def check_what_is_compared(local_rank, world_size):
         dist.check_in_sync(model, optimizer)
     with pytest.raises(dist.DistributedError, match="best of rank 1 differs from rank 0's"):
         dist.check_in_sync(nn.ReLU(), best=local_rank > 0)
+    # Equal bits in another shape, and a layer that one rank does not train.
+    with pytest.raises(dist.DistributedError, match="average of rank 1 differs from rank 0's"):
+        dist.check_in_sync(nn.ReLU(), average=torch.ones((2, 3) if local_rank == 1 else (3, 2)))
+    frozen = nn.Linear(2, 2)
+    dist.sync_params(frozen.parameters())
+    frozen.bias.requires_grad_(local_rank != 1)
+    with pytest.raises(dist.DistributedError, match="bias of rank 1 differs from rank 0's"):
+        dist.check_in_sync(frozen)
+    for value in (local_rank, torch.tensor(local_rank)):
+        with pytest.raises(AssertionError, match="a value has the name of a parameter"):
+            dist.check_in_sync(nn.Linear(2, 2), bias=value)
     dist.check_in_sync(nn.ReLU(), loss=float("nan"))
 
 
