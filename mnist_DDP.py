@@ -69,7 +69,8 @@ class Trainer:
         self.steps = args.epochs * self.steps_per_epoch
         # A resumed run must share these. It may have more --epochs: from its second step on the learning rate then
         # follows the new cosine.
-        self.settings = {"--global-batch-size": args.global_batch_size, "--lr": args.lr, "--seed": args.seed}
+        names = ("global_batch_size", "lr", "clip", "amp", "seed")
+        self.settings = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
         self.settings["training samples"] = len(self.train_set)
         torch.manual_seed(args.seed)
         self.net = make_model().to(device)

@@ -497,6 +497,12 @@ def test_a_snapshot_of_another_global_batch_is_refused(tmp_path, capfd):
     assert message == f"{path} was saved with --global-batch-size 22, not 20: use the same, or another path"
     message = exit_message(train_worker, 0, 1, hyperparameters("sgd", epochs=2), tmp_path, (330, 101), Net, path)
     assert message == f"{path} was saved with training samples 300, not 330: use the same, or another path"
+    for name, value in {"lr": 0.5, "clip": 0.5, "amp": True, "seed": 7}.items():
+        other = hyperparameters("sgd", epochs=2, **{name: value})
+        message = exit_message(train_worker, 0, 1, other, tmp_path, SIZES, Net, path)
+        assert message.startswith(f"{path} was saved with --{name} ") and message.endswith(
+            f", not {value}: use the same, or another path"
+        )
     capfd.readouterr()
     train_worker(0, 1, hyperparameters("sgd", epochs=1), tmp_path, SIZES, Net, path)
     lines = capfd.readouterr().out.splitlines()
