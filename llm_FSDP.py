@@ -363,7 +363,7 @@ def rows_of(found, args):
 
 
 def load_tokenizer_and_config(args):
-    """Sets args.length too, if it is not given."""
+    """Sets args.length too, if it is not given: the default depends on the model."""
     if not args.model:
         args.length = args.length or 256
         tokenizer = documents.library_tokenizer()

@@ -255,7 +255,7 @@ def train_step(model, optimizer, x, y, args):
 
 
 def train(model, optimizer, text, held_out, args):
-    """Returns the loss of every step over all processes, (steps,)."""
+    """Returns the loss of every step over all processes, (steps,): for a plot, or to compare two runs."""
     share = (dist.get_rank(), dist.get_world_size())
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, share=share)
     for step in range(args.steps):

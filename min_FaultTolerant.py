@@ -112,7 +112,7 @@ class Trainer:
                     self.report(quorum)
                 step = committed
         except PeerLost as error:
-            self.last_error = str(error)  # the exception would keep the connections open
+            self.last_error = str(error)  # its text only: the exception would keep the connections open
             close(quorum.store, quorum.number)
         # Closes all connections, so that no other member waits for this one. shutdown() and abort() close none.
         quorum.group = None
@@ -283,7 +283,7 @@ def meet(store, name, own_step, args):
             if proposal is None:
                 time.sleep(POLL)
             else:
-                store.compare_set(f"{number} steps", "", str(step))
+                store.compare_set(f"{number} steps", "", str(step))  # first: who reads the quorum needs this key
                 store.compare_set("quorum", newest, json.dumps(proposal))
         quorum = json.loads(store.get("quorum"))
         if name in quorum["holders"] + quorum["newcomers"]:  # else it came too late
@@ -353,13 +353,14 @@ def main_worker(local_rank, world_size, args):
     """Keep one process training until the job is finished. This process is its supervisor, and does not train."""
     if int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) != world_size:
         raise dist.DistributedError("this script is for one machine: start it with one launcher there")
-    if not dist.is_launched():
+    if not dist.is_launched():  # one process alone, for which no launcher has started a store
         os.environ.setdefault("GLOO_SOCKET_IFNAME", spawn.loopback())
         server = spawn.start_store()
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(server.port))
     store = connect()
     store.append("lost", "")  # makes the key: `get` would wait for one that does not exist
-    store.set("-1 steps", "0 closed")  # before the first quorum
+    # A quorum of nobody, which is closed, comes before the first one.
+    store.set("-1 steps", "0 closed")
     nobody = {"number": -1, "first_step": -1, "holders": [], "newcomers": [], "n_fruitless": 0}
     store.compare_set("quorum", "", json.dumps(nobody))
     context = multiprocessing.get_context("fork")  # a copy of this process starts at once: it has imported torch

@@ -22,15 +22,15 @@ answers only by rounding. Begin to read at `train`.
 Let A be the advantage of an answer, p the probability that the model gives to one of its bytes, and r = p / (p when the
 byte was drawn). The loss of a step is one fraction over the bytes of all answers of all ranks:
 
-    loss = -Σ min(r·A, clip(r, 1 - low, 1 + high)·A) / (number of bytes)
+    loss = Σ -min(r·A, clip(r, 1 - low, 1 + high)·A) / (number of bytes)
 
 A mean of the ranks' means would give some bytes a larger weight than others, and no error would be raised. At the first
 of the --inner-steps r is 1, and the gradient equals REINFORCE's with the group's mean as its baseline. Later inner
-steps use the same answers again. Clipping then limits how far they move the model. With --kl the sum also gets
+steps use the same answers again. Clipping then limits how far they move the model. With --kl each byte adds to the sum
 
     kl · r·(exp(d) - 1 - d),    d = log(p of the model after imitation) - log p
 
-for each byte, an estimate of the KL divergence. Averaged over the bytes that may follow a text, its gradient equals the
+which is an estimate of the KL divergence. Averaged over the bytes that may follow a text, its gradient equals the
 gradient of the divergence. Without the factor r it would not. Groups and their mean are from arXiv:2402.03300, the
 denominator is from arXiv:2503.14476. As in arXiv:2503.20783, the advantage is not divided by the deviation of its
 group: that would favour prompts that are nearly always or nearly never solved.
@@ -49,12 +49,11 @@ keys and values take 8·layers·width·R·T bytes.
 
 It prints after the first step, every tenth and the last, a line like
 `step 100 | reward 0.920 | held-out 0.996 | no signal 0.63 | mismatch 7e-08 | clipped 0.000 | 6,902 answers/s`. The
-reward is the mean over the answers since the last line. Held-out is the share of 256 further prompts that greedy
-decoding solves, which takes the most probable byte each time. Training draws 2 of these 256 too: there are far more
-prompts of up to 8 digits. "No signal" is the share of groups whose answers are all equally good, which teach nothing.
-Mismatch is the mean of |r - 1| over all bytes at the first inner step: if it is above 1e-5 on the CPU, the model that
-is trained differs from the model that drew, by a temperature, a type or a mask. Clipped is the share of all bytes whose
-ratio is clipped at the last inner step.
+reward is the mean over the answers since the last line. Held-out is the share of 256 further prompts that the model
+solves if it always takes the most probable byte. By chance, 2 of these 256 also occur in training. "No signal" is the
+share of groups whose answers are all equally good, which teach nothing. Mismatch is the mean of |r - 1| over all bytes
+at the first inner step: if it is above 1e-5 on the CPU, the model that is trained differs from the model that drew, by
+a temperature, a type or a mask. Clipped is the share of all bytes whose ratio is clipped at the last inner step.
 """
 
 import copy

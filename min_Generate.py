@@ -199,8 +199,9 @@ def load_model(args):
             model(torch.zeros(1, 1, dtype=torch.long))  # fails if the sizes do not fit each other
         model.load_state_dict(saved["model"], assign=True)
         n_heads = saved["sizes"]["heads"]
-    except Exception:  # whatever a file leads to that is no model
-        line = f"{args.model} is not a file that min_GRPO.py --save has written, or it is damaged"
+    except Exception as error:  # whatever a file leads to that is no model
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        line = f"{args.model} is not a file that min_GRPO.py --save has written, or it is damaged ({reason})"
         raise dist.DistributedError(line) from None
     if n_heads % args.tensor:
         raise dist.DistributedError(f"--tensor {args.tensor} does not divide the model's {n_heads} heads")

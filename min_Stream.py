@@ -99,7 +99,7 @@ class Stream(Dataset):
             document -= self.counts[shard]
 
 
-@functools.lru_cache(maxsize=4)  # a batch usually lies in two blocks at most, and those in two epochs
+@functools.lru_cache(maxsize=4)  # orders of two blocks and of two epochs: a batch usually needs no more
 def shuffled(n, *seeds):
     """The numbers below n in an order that depends on `seeds` alone."""
     order = list(range(n))
@@ -123,7 +123,10 @@ def make_loader(stream, position, args):
 
 
 def train(model, optimizer, stream, position, args):
-    """Train from a global position to the end. Returns each step's loss over all processes, 0 for earlier steps."""
+    """Train from a global position to the end.
+
+    Returns each step's loss over all processes, 0 for earlier steps: for a plot, or to compare two runs.
+    """
     device = dist.get_device()
     settings = settings_of(stream, args)
     step = position // args.global_batch_size  # the number of steps that are done
@@ -158,6 +161,7 @@ def train(model, optimizer, stream, position, args):
         if args.snapshot_path:
             preempted = preemption.agreed()  # has any process received SIGTERM?
             if preempted or step % args.save_every == 0 or step == args.steps:
+                # The next position is saved as `step`. A number of steps would mean another one with another batch.
                 checkpoint.save(args.snapshot_path, model, optimizer, step=position, settings=settings)
             if preempted and step < args.steps:
                 preemption.leave()

@@ -847,7 +847,7 @@ def report(job, layout):
 
 
 def answer(job):
-    """All that is found, for programs."""
+    """All that is found, for programs. "projection" tells them that it is calculated, and not measured."""
     results, smallest = search(job)
     found = {"projection": True, "fits": bool(results), "gpus": job.n_gpus, "global batch": job.batch}
     if results:
@@ -1034,8 +1034,8 @@ def cluster_file(path):
 
 
 def make_parser():
-    first, *_, last = __doc__.split("\n\n")
-    parser = ArgumentParser(prog="plan.py", description=first, epilog=last)
+    not_planned = __doc__[__doc__.index("It does not plan") :]
+    parser = ArgumentParser(prog="plan.py", description=__doc__.partition("\n")[0], epilog=not_planned)
     add = parser.add_argument
     add("--model", choices=MODELS, metavar="NAME", help=f"one of {', '.join(MODELS)}")
     add("--layers", type=whole_number, help="blocks of attention and MLP")
@@ -1052,7 +1052,7 @@ def make_parser():
     add("--gpu", type=gpu, default="h100", help=f"one of {', '.join(GPUS)}, or {numbers} (default: h100)")
     add("--gpus-per-node", type=whole_number, help="GPUs of a machine (default: 8)")
     add("--links", type=links, metavar='"inside=GB/s between=GB/s"', help="sent by one GPU, within and beyond it")
-    add("--cluster", type=cluster_file, metavar="FILE", help="what benchmarks/check_cluster.py has measured, for --gpu")
+    add("--cluster", type=cluster_file, metavar="FILE", help="instead of --gpu: a file of benchmarks/check_cluster.py")
     axes = ", ".join(MESH)
     mesh_help = f"of {axes}; chunks=2: interleaved; zero=1: ZeRO-1; shard=1 context=8: FSDP over CP's GPUs"
     add("--mesh", type=mesh, metavar='"shard=32 tensor=2"', help=mesh_help)
