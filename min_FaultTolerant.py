@@ -220,7 +220,7 @@ class Quorum:
     def vote(self, step):
         """Vote for `step`, and wait for the decision. Returns the number of committed steps, and if it is closed."""
         votes = self.store.add(f"{self.number} votes", 1)
-        if votes == (step - self.first_step + 1) * len(self.members):  # the last one
+        if votes == (step - self.first_step + 1) * len(self.members):  # the last vote for this step
             value = str(step + 1)
             if step + 1 == self.args.steps or self.store.check([f"{self.number + 1} waiting"]):
                 value += " closed"
@@ -231,7 +231,8 @@ class Quorum:
 def wait_for_decision(store, number, step, timeout):
     """Wait until `step` is committed, or quorum `number` is closed. Returns what `committed_steps` does.
 
-    If that takes longer than `timeout` seconds, a member hangs. Then close the quorum.
+    Give math.inf as `step` to wait until it is closed: that step never comes. If the wait takes longer than `timeout`
+    seconds, a member hangs. Then close the quorum.
     """
     start = time.monotonic()
     steps, closed = committed_steps(store, number)
@@ -272,7 +273,7 @@ def meet(store, name, own_step, args):
         previous = json.loads(newest)
         number = previous["number"] + 1
         store.append(f"{number} waiting", f"{name} {own_step}\n")
-        # The last voter of a quorum closes it if another one waits. No step is infinite, so this waits until then.
+        # Wait until it is closed. Its last voter closes it as soon as a process waits for the next one.
         step, _ = wait_for_decision(store, number - 1, math.inf, args.timeout)
         if step == args.steps:
             return None
@@ -355,7 +356,7 @@ def main_worker(local_rank, world_size, args):
         raise dist.DistributedError("this script is for one machine: start it with one launcher there")
     if not dist.is_launched():  # one process alone, for which no launcher has started a store
         os.environ.setdefault("GLOO_SOCKET_IFNAME", spawn.loopback())
-        server = spawn.start_store()
+        server = spawn.start_store()  # lives as long as this variable
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(server.port))
     store = connect()
     store.append("lost", "")  # makes the key: `get` would wait for one that does not exist
@@ -402,12 +403,14 @@ def report_lost(store, name):
 def run_trainer(args):
     """In the started process: train, and leave a line in the store if the job cannot continue."""
     threading.Thread(target=end_with_supervisor, daemon=True).start()
-    os.environ.pop("RANK", None)  # its rank is another one in each quorum, and `dist` must not communicate
+    # Its rank is another one in each quorum, and `dist` must not communicate. So dist.is_primary() is True in each one.
+    os.environ.pop("RANK", None)
     store = connect()
     try:
         train(store, str(os.getpid()), args)
-        # Save here the model of the trainer that `train` returns, if its step is args.steps: else it came too late. A
-        # process that is killed meanwhile is not noticed by the others.
+        # Here you may save the model of the trainer that `train` returns, in one of the processes: where
+        # store.add("saved", 1) returns 1. If the trainer's step is less than args.steps, it came too late. A process
+        # that is killed meanwhile is not noticed by the others.
     except dist.DistributedError as error:
         store.set("error", str(error))
         sys.exit(1)

@@ -53,7 +53,8 @@ reward is the mean over the answers since the last line. Held-out is the share o
 solves if it always takes the most probable byte. By chance, 2 of these 256 also occur in training. "No signal" is the
 share of groups whose answers are all equally good, which teach nothing. Mismatch is the mean of |r - 1| over all bytes
 at the first inner step: if it is above 1e-5 on the CPU, the model that is trained differs from the model that drew, by
-a temperature, a type or a mask. Clipped is the share of all bytes whose ratio is clipped at the last inner step.
+a temperature, a type, a mask or dropout. Clipped is the share of all bytes whose ratio is clipped at the last inner
+step.
 """
 
 import copy

@@ -2,10 +2,11 @@
 
     time of a step  =  compute + bubble + communication that is not overlapped with compute + optimizer
 
-It needs no GPU and no torch. It tries all splits of the model by powers of two that fit into memory. It recommends the
-simplest mesh within 5 % of the fastest: its command, the memory of a GPU by part, and the seconds of a step by part. It
-names the fastest and the runner-up too. docs/plan.md holds the same formulas against published measurements, publishers
-that were not fitted among them, so you can see how far to trust them.
+Communication that is overlapped slows the compute, and counts by 15 %. It needs no GPU and no torch. It tries all
+splits of the model by powers of two that fit into memory. It recommends the simplest mesh within 5 % of the fastest:
+its command, the memory of a GPU by part, and the seconds of a step by part. It names the fastest and the runner-up too.
+docs/plan.md holds the same formulas against published measurements, publishers that were not fitted among them, so you
+can see how far to trust them.
 
     replicate   every GPU holds the model, gradients are averaged        (DDP, min_2D.py; ZeRO-1, min_ZeRO.py)
     shard       parameters are gathered when a block computes            (FSDP, min_FSDP.py)
@@ -714,7 +715,8 @@ def why_no_layout(job):
     rules = f"replicate x shard must divide them, {split}, and stages need as many micro-batches"
     larger = range(job.batch + 1, job.batch + 2 * job.n_gpus)
     batch = next((batch for batch in larger if any(layouts(replace(job, batch=batch)))), None)
-    why = f"{counted(job.batch, 'sequence')} cannot be shared by {job.n_gpus} GPUs: {rules}."
+    micro = f" in micro-batches of {job.micro}" if job.micro else ""
+    why = f"{counted(job.batch, 'sequence')} cannot be shared by {job.n_gpus} GPUs{micro}: {rules}."
     return {"why": why, "advice": f"Take --global-batch-size {batch}." if batch else "Take another mesh."}
 
 
