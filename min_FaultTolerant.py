@@ -403,7 +403,8 @@ def report_lost(store, name):
 def run_trainer(args):
     """In the started process: train, and leave a line in the store if the job cannot continue."""
     threading.Thread(target=end_with_supervisor, daemon=True).start()
-    # Its rank is another one in each quorum, and `dist` must not communicate. So dist.is_primary() is True in each one.
+    # Its rank is another one in each quorum. Without RANK, distributed.py sees a job of one process: it does not
+    # communicate, and dist.is_primary() is True in each process.
     os.environ.pop("RANK", None)
     store = connect()
     try:

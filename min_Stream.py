@@ -161,7 +161,7 @@ def train(model, optimizer, stream, position, args):
         if args.snapshot_path:
             preempted = preemption.agreed()  # has any process received SIGTERM?
             if preempted or step % args.save_every == 0 or step == args.steps:
-                # The next position is saved as `step`. A number of steps would mean another one with another batch.
+                # The position is saved as `step`: with another batch size, the same step would be another position.
                 checkpoint.save(args.snapshot_path, model, optimizer, step=position, settings=settings)
             if preempted and step < args.steps:
                 preemption.leave()
@@ -174,12 +174,19 @@ def sum_of_losses(model, tokens, targets):
 
 
 def settings_of(stream, args):
-    """What a resumed run must share, though no shape depends on it. All but --heads and --lr decide the order."""
+    """What a resumed run must share, though no shape depends on it. The last four decide the order of the documents."""
     digest = hashlib.sha256()
     for path, places in stream.shards:
         digest.update(path.name.encode() + places.tobytes())
-    shards = {"documents": stream.n_documents, "digest of the shards": digest.hexdigest()[:12]}
-    return {"--heads": args.heads, "--lr": args.lr, "--seed": args.seed, "--buffer": args.buffer, **shards}
+    return {
+        "--heads": args.heads,
+        "--lr": args.lr,
+        "--clip": args.clip,
+        "--seed": args.seed,
+        "--buffer": args.buffer,
+        "documents": stream.n_documents,
+        "digest of the shards": digest.hexdigest()[:12],
+    }
 
 
 # ---- documents ----------------------------------------------------------------------------------------------------

@@ -28,9 +28,6 @@ and --cluster takes its file.
 The first prints `recommended   FSDP 64, recompute none, 1 micro-batch of 1 sequence`.
 
 Begin at the two sums, `memory` and `seconds`. The formula of each part follows, then the search, then the options.
-
-It does not plan mixtures of experts (min_EP.py trains them), ring attention (min_Ring.py), DiLoCo, quantized weights,
-offloading to the CPU, images, failures or slow machines.
 """
 
 import argparse
@@ -594,6 +591,8 @@ def misfits(model, layout):
         (model.sequence % both == 0, f"tensor x context is {both}, it does not divide {model.sequence} tokens"),
         (pieces <= model.layers, f"stages={layout.stages} with its chunks is more than the {model.layers} layers"),
         (layout.chunks == 1 or layout.stages > 1, f"chunks={layout.chunks} needs stages"),
+        (layout.chunks <= 2, f"chunks={layout.chunks} is more than the 2 of the scripts"),
+        (layout.zero <= 1, f"zero={layout.zero}: there is only ZeRO-1"),
         (not layout.zero or layout.replicate > 1, "zero=1 needs replicate"),
     ]
     return [why for holds, why in rules if not holds]
@@ -629,7 +628,7 @@ def shardings(job, split):
 
 
 def layouts(job):
-    """Every layout of the global batch. A pipeline has as many micro-batches as stages, interleaved a multiple."""
+    """Every layout of the global batch. A pipeline has a micro-batch per stage or more, interleaved a multiple."""
     for mesh in meshes(job):
         groups = mesh.replicate * mesh.shard
         micros = [job.micro] if job.micro else powers_of_two(max(1, job.batch // groups))
@@ -827,7 +826,7 @@ def describe(layout):
 def report(job, layout):
     """What a layout needs and reaches, in bytes and seconds.
 
-    MFU counts useful operations, HFU everything that is recomputed too, both as shares of the GPU's speed.
+    MFU counts useful operations, as a share of the GPU's speed. HFU adds what is recomputed, as if the head were too.
     """
     times = seconds(job.model, layout, job.cluster)
     speed = tokens_per_second(job.model, layout, times)
@@ -967,6 +966,8 @@ GPUS = {
 # ---- options ------------------------------------------------------------------------------------------------------
 
 LOGIT_BYTES = {"plain": 12, "fused": 4, "chunked": 0}
+NOT_PLANNED = """It does not plan mixtures of experts (min_EP.py trains them), ring attention (min_Ring.py), DiLoCo,
+quantized weights, offloading to the CPU, images, failures or slow machines."""
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -1036,8 +1037,7 @@ def cluster_file(path):
 
 
 def make_parser():
-    not_planned = __doc__[__doc__.index("It does not plan") :]
-    parser = ArgumentParser(prog="plan.py", description=__doc__.partition("\n")[0], epilog=not_planned)
+    parser = ArgumentParser(prog="plan.py", description=__doc__.partition("\n")[0], epilog=NOT_PLANNED)
     add = parser.add_argument
     add("--model", choices=MODELS, metavar="NAME", help=f"one of {', '.join(MODELS)}")
     add("--layers", type=whole_number, help="blocks of attention and MLP")

@@ -412,6 +412,7 @@ def test_what_the_order_depends_on_must_not_change(tmp_path):
     assert resume(seed=4) == "--seed 3, not 4"
     assert resume(heads=1) == "--heads 2, not 1"
     assert resume(lr=0.5) == "--lr 0.01, not 0.5"
+    assert resume(clip=0.25) == f"--clip {args.clip}, not 0.25"
     assert resume(buffer=8) == "--buffer 16, not 8"
     (folder / "5.jsonl").write_text('{"text": "new"}')
     assert resume() == "documents 57, not 58"

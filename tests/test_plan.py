@@ -919,6 +919,8 @@ def test_options_change_the_shape_and_the_cluster():
         (("--model", "llama3-8b", "--mesh", "shard=4 tensor=2", "--gpus", "16"), ("--mesh", "8", "16")),
         (("--model", "llama3-8b", "--mesh", "shards=4"), ("--mesh", "shards=4", "shard=NUMBER")),
         (("--model", "llama3-8b", "--mesh", "shard=1.5"), ("--mesh", "1.5", "whole number")),
+        (("--model", "llama3-8b", "--mesh", "stages=8 chunks=3"), ("--mesh", "chunks=3", "more than the 2")),
+        (("--model", "llama3-8b", "--mesh", "replicate=8 zero=2"), ("--mesh", "zero=2", "only ZeRO-1")),
         (("--model", "llama3-8b", "--mesh", "tensor=16"), ("--mesh", "tensor=16", "8 KV heads")),
         (("--model", "llama3-8b", "--mesh", "tensor=8 context=8"), ("--mesh", "64", "32 heads")),
         (("--model", "llama3-8b", "--mesh", "stages=64"), ("--mesh", "stages=64", "32 layers")),
