@@ -43,7 +43,9 @@ import itertools
 import os
 import sys
 import traceback
+import zlib
 
+import numpy as np
 import torch
 import torch.distributed as torch_dist
 
@@ -229,10 +231,8 @@ def prepare_fsdp_model(model, blocks=(), **kwargs):
     if get_world_size() == 1:
         return model.to(get_device())
     from torch.distributed.fsdp import fully_shard  # takes 0.7 s
-    from torch.distributed.tensor import init_device_mesh
 
     sync_params([tensor for tensor in (*model.parameters(), *model.buffers()) if not hasattr(tensor, "to_local")])
-    kwargs.setdefault("mesh", init_device_mesh(get_device().type, (get_world_size(),)))
     units = []
     for module in model.modules():
         if isinstance(module, tuple(blocks)):
@@ -261,40 +261,40 @@ def sync_params(params, src=0):
 def check_in_sync(model, optimizer=None, **values):
     """Raise DistributedError on every rank if a parameter that all ranks should hold alike differs between ranks.
 
-    Call it on every rank, for example after each epoch. With `optimizer` the parameters that it trains outside `model`
-    are compared too. Further `values` are tensors and plain ones, such as numbers and lists of them, but no arrays. Of
-    each tensor a sum of its bits is compared, its shape, and whether it is trained. Shards and buffers are not.
+    Call it on every rank, for example after each epoch, and once for each model. With `optimizer` the parameters that
+    it trains outside `model` are compared too. Further `values` are tensors, numbers, strings, and lists and dicts of
+    numbers and strings. Of each tensor a checksum is compared, its type and shape, and whether it is trained. Shards
+    and buffers are not compared. A stage of a pipeline may have other parameters than `model` has on other ranks.
     """
-    names = {param: name for name, param in unwrapped(model).named_parameters()}
+    params = dict(unwrapped(model).named_parameters())
     if optimizer is not None:
+        known = set(params.values())
         trained = [param for group in optimizer.param_groups for param in group["params"]]
         for number, param in enumerate(trained):
-            names.setdefault(param, f"parameter {number} of the optimizer")
-    assert values.keys().isdisjoint(names.values()), "a value has the name of a parameter, and would hide it"
-    named = {name: param for param, name in names.items()} | values
-    whole = {name: value for name, value in named.items() if torch.is_tensor(value) and not hasattr(value, "to_local")}
-    if whole:
-        sums = torch.stack([_sum_of_bits(tensor.detach()).to(get_device()) for tensor in whole.values()])
-        for (name, tensor), of_tensor in zip(whole.items(), sums.tolist(), strict=True):  # the only wait for the device
-            values[name] = (of_tensor, tensor.shape, tensor.requires_grad)
-    first = {}  # by name, the first rank that has it, and its value there: stages of a pipeline have different names
-    for rank, of_rank in enumerate(gather_objects(values)):
-        for name, value in of_rank.items():
+            if param not in known:
+                values[f"parameter {number} of the optimizer"] = param
+    values["the list of names"] = sorted(values)
+    compared = []
+    for name, value in [*params.items(), *values.items()]:
+        assert not hasattr(value, "state_dict"), f"{name} is no value: call check_in_sync for it alone"
+        if hasattr(value, "to_local"):  # a shard
+            continue
+        if torch.is_tensor(value):
+            value = (_checksum(value), value.dtype, value.shape, value.requires_grad)
+        compared.append((name, repr(value)))
+    first = {}  # by name, the first rank that has it, and its value there
+    for rank, of_rank in enumerate(gather_objects(compared)):
+        for name, value in of_rank:
             first_rank, expected = first.setdefault(name, (rank, value))
-            if repr(value) != repr(expected):  # nan is not equal to itself
+            if value != expected:
                 line = f"{name} of rank {rank} differs from rank {first_rank}'s"
                 raise DistributedError(f'{line}: see "Ranks drift apart" in docs/mistakes.md')
 
 
-def _sum_of_bits(tensor):
-    """A sum of the memory, read as integers. Integers are summed exactly, in whatever order a device adds them.
-
-    Each seventh of the tensor has a factor of its own, so elements in another order have another sum.
-    """
-    data = _as_bytes(tensor.contiguous())
-    if len(data) % 8 == 0 and data.storage_offset() % 8 == 0:
-        data = data.view(torch.int64)  # 20 times as fast on the CPU
-    return sum(1009**place * part.sum() for place, part in enumerate(data.chunk(7)))
+def _checksum(tensor):
+    """The CRC-32 of a tensor's memory. Two different tensors have the same one by chance, once in 4 billion."""
+    data = _as_bytes(tensor.detach().cpu().contiguous())
+    return zlib.crc32(np.from_dlpack(data))  # after `data.numpy()` FSDP could not free this memory
 
 
 def _as_bytes(tensor):
@@ -352,10 +352,7 @@ def gather(tensor):
         _refuse_gradient(tensor)
     own = tensor.detach().cpu().contiguous()
     sent = (_as_bytes(own).clone(), own.dtype, own.shape)  # a view would be sent with all that it views
-    parts = []
-    for data, dtype, shape in gather_objects(sent):
-        parts.append(data.view(dtype).view(shape).to(tensor.device))
-    return parts
+    return [data.view(dtype).view(shape).to(tensor.device) for data, dtype, shape in gather_objects(sent)]
 
 
 def _refuse_gradient(tensor):

@@ -131,8 +131,8 @@ def split_layers(model, args):
         return output
 
     for block in model.blocks:
-        # A. gpt.py orders the rows of qkv by head, so a part has whole heads, and the cache only these. If yours are all
-        # q, then all k, then all v, take a part of each.
+        # A. gpt.py orders the rows of qkv by head, so a part has whole heads, and the cache only these. If yours are
+        # all q, then all k, then all v, take a part of each.
         for linear in (block.attention.qkv, block.mlp.up):
             linear.weight = own_part(linear.weight, 0)
             linear.bias = own_part(linear.bias, 0)

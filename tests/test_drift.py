@@ -219,9 +219,26 @@ def check_what_is_compared(local_rank, world_size):
     frozen.bias.requires_grad_(local_rank != 1)
     with pytest.raises(dist.DistributedError, match="bias of rank 1 differs from rank 0's"):
         dist.check_in_sync(frozen)
+    # A value with the name of a parameter hides nothing.
     for value in (local_rank, torch.tensor(local_rank)):
-        with pytest.raises(AssertionError, match="a value has the name of a parameter"):
+        with pytest.raises(dist.DistributedError, match="bias of rank"):
             dist.check_in_sync(nn.Linear(2, 2), bias=value)
+    with pytest.raises(AssertionError, match="critic is no value: call check_in_sync for it alone"):
+        dist.check_in_sync(nn.ReLU(), critic=frozen)
+    # The same numbers in another order, or with another sign, and another type of the same memory.
+    for ours, theirs in (
+        (torch.arange(300.0).view(100, 3), torch.arange(300.0).view(100, 3)[[1, 0, *range(2, 100)]]),
+        (torch.arange(560.0).double(), -torch.arange(560.0).double()),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+    ):
+        with pytest.raises(dist.DistributedError, match="classes of rank 1 differs from rank 0's"):
+            dist.check_in_sync(nn.ReLU(), classes=theirs if local_rank == 1 else ours)
+    # An optimizer whose outside parameter is at another place, as after list(set(…)), or on one rank alone.
+    params = list(model.parameters())
+    params.insert(2 + local_rank, temperature)
+    with pytest.raises(dist.DistributedError, match="the list of names of rank 1 differs from rank 0's"):
+        dist.check_in_sync(model, torch.optim.SGD(params))
+    dist.check_in_sync(nn.ReLU(), names={"b", "a"}, nothing=None, table={"a": [1, 2.5]})
     dist.check_in_sync(nn.ReLU(), loss=float("nan"))
 
 
