@@ -91,7 +91,7 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0, settings=None,
     load_state_dict, like a second model, and plain values: numbers, strings, tensors, lists and dicts of these.
     `settings` is a dict of options that a resumed run must share. Buffers become rank 0's on all ranks, as in DDP.
     Raises DistributedError on every rank if anything to save differs between ranks or could not be loaded again, if an
-    optimizer trains a parameter of no saved module, if the model is sharded, or if a node cannot write.
+    optimizer trains a parameter that is not saved, if the model is sharded, or if a node cannot write.
     """
     parts = _parts(model, optimizer, scheduler, more)
     snapshot = {"epoch": epoch, "step": step, "settings": settings or {}}
@@ -136,9 +136,10 @@ def load(path, model, optimizer, scheduler=None, settings=None, **more):
     """Restore the newest snapshot of any node on every rank.
 
     Returns epoch and step, and then each plain value of `more`. If no node has a snapshot, it changes nothing and
-    returns (0, 0) and the given values. Every rank calls it, with the names in `more` as in `save`. The optimizer gets
-    the options of the snapshot, such as the learning rate. Raises DistributedError on every rank if a file is damaged,
-    was saved from another model, other parts or other settings, or could not be written later.
+    returns (0, 0) and the given values. Every rank calls it, with the names in `more` as in `save`. A tensor that
+    requires a gradient is filled, and returned. The optimizer gets the options of the snapshot, such as the learning
+    rate. Raises DistributedError on every rank if a file is damaged, was saved from another model, other parts or other
+    settings, or could not be written later.
     """
     parts = _parts(model, optimizer, scheduler, more)
     snapshot, error = None, None
@@ -187,6 +188,9 @@ def _restore(parts, settings, snapshot, path):
         for name, part in parts.items():
             if _has_state(part):
                 part.load_state_dict(snapshot[name])
+            elif torch.is_tensor(part) and part.requires_grad:
+                part.detach().copy_(snapshot[name])
+                snapshot[name] = part  # the optimizer trains this one
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as failure:
         line = f"{path} was saved from another model or optimizer ({' '.join(str(failure).split())[:300]})"
         raise dist.DistributedError(f"{line}: build the same, or choose another path") from None
@@ -202,8 +206,9 @@ def _parts(model, optimizer, scheduler, more):
     optimizers = [part for part in parts.values() if isinstance(part, torch.optim.Optimizer)]
     trained = {param for part in optimizers for group in part.param_groups for param in group["params"]}
     saved = {param for part in parts.values() if isinstance(part, nn.Module) for param in part.parameters()}
+    saved |= {part for part in parts.values() if torch.is_tensor(part)}
     if not trained <= saved:
-        line = "an optimizer trains a parameter of no module that is saved"
+        line = "an optimizer trains a parameter that would not be saved"
         raise dist.DistributedError(f"{line}: pass its module too, to save and load, as in save(…, head=head)")
     return {name: dist.unwrapped(part) for name, part in parts.items()}
 

@@ -187,10 +187,16 @@ def unequal_worker(rank, world_size, path):
     optimizer = torch.optim.SGD([*model.parameters(), temperature])
     message = agreed_message(dist.check_in_sync, model, optimizer)
     assert message.startswith("parameter 6 of the optimizer of rank 1 differs from rank 0's")
-    for parts in ({}, {"temperature": temperature}):  # `load` would not copy a plain tensor into the trained one
-        for function in (checkpoint.save, checkpoint.load):
-            message = agreed_message(function, path, model, optimizer, **parts)
-            assert message.startswith("an optimizer trains a parameter of no module that is saved: pass its module too")
+    message = agreed_message(checkpoint.save, path, model, optimizer, temperature=temperature)
+    assert message.startswith("temperature of rank 1 differs from rank 0's")
+    for function in (checkpoint.save, checkpoint.load):
+        message = agreed_message(function, path, model, optimizer)
+        assert message.startswith("an optimizer trains a parameter that would not be saved: pass its module too")
+    temperature.data.fill_(0.5)
+    checkpoint.save(f"{path}.trained", model, optimizer, temperature=temperature)
+    temperature.data.fill_(0.0)
+    _, _, loaded = checkpoint.load(f"{path}.trained", model, optimizer, temperature=temperature)
+    assert loaded is temperature and temperature.item() == 0.5, "the optimizer trains what is loaded"
     # The options of an optimizer.
     critic = nn.Linear(2, 2)
     nn.init.ones_(critic.weight)
