@@ -358,7 +358,7 @@ def gather(tensor):
 def _refuse_gradient(tensor):
     if tensor.requires_grad and torch.is_grad_enabled():
         line = "no gradient flows through reduce, all_reduce and gather: pass loss.detach() for a metric"
-        raise ValueError(f"{line}. For a loss, docs/recipes.md has SumOverProcesses and GatherWithGradient")
+        raise ValueError(f'{line}, and for a loss see "A loss over the global batch" in docs/recipes.md')
 
 
 def gather_objects(value):
