@@ -203,7 +203,7 @@ def _parts(model, optimizer, scheduler, more):
         del parts["scheduler"]
     if any(hasattr(param, "to_local") for param in model.parameters()):
         raise dist.DistributedError("the model is sharded: use sharded.save and sharded.load")
-    optimizers = [part for part in parts.values() if isinstance(part, torch.optim.Optimizer)]
+    optimizers = [part for part in parts.values() if hasattr(part, "param_groups")]
     trained = {param for part in optimizers for group in part.param_groups for param in group["params"]}
     saved = {param for part in parts.values() if isinstance(part, nn.Module) for param in part.parameters()}
     saved |= {part for part in parts.values() if torch.is_tensor(part)}

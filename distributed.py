@@ -263,8 +263,9 @@ def check_in_sync(model, optimizer=None, **values):
 
     Call it on every rank, for example after each epoch, and once for each model. With `optimizer` the parameters that
     it trains outside `model` are compared too. Further `values` are tensors, numbers, strings, and lists and dicts of
-    numbers and strings. Of each tensor a checksum is compared, its type and shape, and whether it is trained. Shards
-    and buffers are not compared. A stage of a pipeline may have other parameters than `model` has on other ranks.
+    numbers and strings, under names that no parameter has. Of each tensor a checksum is compared, its type and shape,
+    and whether it is trained. Shards and buffers are not compared. A stage of a pipeline may have other parameters than
+    `model` has on other ranks.
     """
     params = dict(unwrapped(model).named_parameters())
     if optimizer is not None:
@@ -346,9 +347,9 @@ def gather(tensor):
     """Every rank's `tensor`, as a list in rank order, on every rank. Their shapes may differ.
 
     For metrics: no gradient flows through it, and the tensors are sent from CPU to CPU. Raises ValueError for a tensor
-    that was computed from one that needs a gradient.
+    that needs a gradient, unless it is a parameter, as one may gather weights to look at them.
     """
-    if tensor.grad_fn is not None:
+    if not isinstance(tensor, nn.Parameter):
         _refuse_gradient(tensor)
     own = tensor.detach().cpu().contiguous()
     sent = (_as_bytes(own).clone(), own.dtype, own.shape)  # a view would be sent with all that it views
@@ -357,7 +358,7 @@ def gather(tensor):
 
 def _refuse_gradient(tensor):
     if tensor.requires_grad and torch.is_grad_enabled():
-        line = "no gradient flows through reduce, all_reduce and gather: pass loss.detach() for a metric"
+        line = "no gradient flows through reduce, all_reduce and gather: pass loss.detach().clone() for a metric"
         raise ValueError(f'{line}, and for a loss see "A loss over the global batch" in docs/recipes.md')
 
 

@@ -165,6 +165,15 @@ def nodes_worker(rank, world_size, folder):
     assert not list(Path.cwd().glob("*.tmp"))
 
 
+class Noam:
+    """A wrapper that is no torch.optim.Optimizer."""
+
+    def __init__(self, optimizer):
+        self.param_groups = optimizer.param_groups
+        self.state_dict = optimizer.state_dict
+        self.load_state_dict = optimizer.load_state_dict
+
+
 def unequal_worker(rank, world_size, path):
     """Each value that only rank 0's file would keep is refused. What is gathered is equal, and is saved."""
     dist.init_process_group()
@@ -191,6 +200,8 @@ def unequal_worker(rank, world_size, path):
     assert message.startswith("temperature of rank 1 differs from rank 0's")
     for function in (checkpoint.save, checkpoint.load):
         message = agreed_message(function, path, model, optimizer)
+        assert message.startswith("an optimizer trains a parameter that would not be saved: pass its module too")
+        message = agreed_message(function, path, model, Noam(optimizer))
         assert message.startswith("an optimizer trains a parameter that would not be saved: pass its module too")
     temperature.data.fill_(0.5)
     checkpoint.save(f"{path}.trained", model, optimizer, temperature=temperature)

@@ -49,6 +49,10 @@ def check_reduce(rank, n):
         with torch.no_grad():
             function(needs_grad)
     assert not dist.reduce(needs_grad.detach()).requires_grad
+    leaf = torch.ones(2, requires_grad=True)  # as in the recomputation of a checkpointed block
+    with pytest.raises(ValueError, match="no gradient flows through"):
+        dist.gather(leaf)
+    assert len(dist.gather(torch.nn.Parameter(torch.ones(2)))) == n, "one may look at weights"
 
     for op in ("mean", "AVG", None):
         with pytest.raises(ValueError, match="op must be one of avg, sum, min, max, got "):
