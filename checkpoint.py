@@ -282,7 +282,8 @@ class Preemption:
         It does not return, and nothing that Python would do at its end is done: close your log files before.
         """
         dist.cleanup()
-        for process in multiprocessing.active_children():  # of data loaders
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # else torch raises an error here when a loader's process ends
+        for process in multiprocessing.active_children():
             process.kill()
         sys.stdout.flush()
         # Python's own end would free DDP after the group, and may then wait forever in torch 2.11.
