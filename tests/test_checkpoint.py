@@ -11,6 +11,7 @@ import signal
 import stat
 from collections import defaultdict
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -526,9 +527,18 @@ def leave_while_a_loader_runs(to_test):
         torch.utils.data.DataLoader(range(100), num_workers=1, multiprocessing_context="fork")
     )
     next(batches)
-    to_test.send(multiprocessing.active_children()[0].pid)
+    loading = psutil.Process(multiprocessing.active_children()[0].pid)
+    to_test.send(loading.pid)
     to_test.recv()
-    checkpoint.Preemption().leave()
+    exit_at_once = os._exit
+
+    def exit_late(status):
+        """When its end has been noticed here: torch has a handler for that, which raises an error."""
+        psutil.wait_procs([loading], timeout=10)
+        exit_at_once(status)
+
+    with mock.patch("os._exit", exit_late):
+        checkpoint.Preemption().leave()
 
 
 def test_a_loaders_processes_end_with_a_preempted_process():
