@@ -23,7 +23,7 @@ PUBLIC = {
 MOST = {
     "distributed": 225,
     "spawn": 115,
-    "checkpoint": 185,
+    "checkpoint": 186,
     "sharded": 120,
     "watch": 80,
     "options": 45,
