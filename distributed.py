@@ -45,7 +45,6 @@ import sys
 import traceback
 import zlib
 
-import numpy as np
 import torch
 import torch.distributed as torch_dist
 
@@ -294,6 +293,8 @@ def check_in_sync(model, optimizer=None, **values):
 
 def _checksum(tensor):
     """The CRC-32 of a tensor's memory. Two different tensors have the same one by chance, once in 4 billion."""
+    import numpy as np  # here, because torch can be installed without it
+
     data = _as_bytes(tensor.detach().cpu().contiguous())
     return zlib.crc32(np.from_dlpack(data))  # after `data.numpy()` FSDP could not free this memory
 

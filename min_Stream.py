@@ -198,7 +198,7 @@ def make_rows(texts, length):
     for row, text in zip(rows, texts, strict=True):
         text = text[: length + 1]
         row[: len(text)] = torch.tensor(list(text))
-    tokens = rows[:, :-1].clamp(min=0)  # of padding, any will do
+    tokens = rows[:, :-1].clamp(min=0)  # at padding any token will do
     return tokens, rows[:, 1:]  # the target of a byte is the next one
 
 

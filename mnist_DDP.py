@@ -67,8 +67,8 @@ class Trainer:
             line = f"--global-batch-size {args.global_batch_size} is more than all training samples"
             raise dist.DistributedError(f"{line}, {len(self.train_set)}")
         self.steps = args.epochs * self.steps_per_epoch
-        # A resumed run must share these. It may have more --epochs: from its second step on the learning rate then
-        # follows the new cosine.
+        # A resumed run must share these. It may have more --epochs. Then its first step still has the old learning
+        # rate, and the later ones follow the new cosine.
         names = ("global_batch_size", "lr", "clip", "amp", "seed")
         self.settings = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
         self.settings["training samples"] = len(self.train_set)

@@ -7,8 +7,10 @@ import ast
 import functools
 import io
 import re
+import sys
 import tokenize
 
+import pytest
 from conftest import ROOT, run
 
 HELPERS = ("checkpoint", "distributed", "generate", "gpt", "mnist", "options", "remote", "sharded", "spawn")
@@ -91,6 +93,18 @@ def public_names(name):
 
 def test_the_helper_has_the_names_of_the_list_and_no_others():
     assert set(public_names("distributed")) == PUBLIC
+
+
+@pytest.mark.parametrize("name", ["distributed", "spawn", "checkpoint", "watch"])
+def test_importing_it_needs_only_torch(name):
+    imported = []
+    for node in tree(name).body:
+        if isinstance(node, ast.Import):
+            imported += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            imported.append(node.module)
+    packages = {each.partition(".")[0] for each in imported}
+    assert packages <= sys.stdlib_module_names | {"torch", "distributed"}
 
 
 def test_the_helpers_stay_small():
