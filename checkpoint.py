@@ -8,7 +8,7 @@
 
 Any number of processes can load what any number has saved. A kill at any moment leaves the old snapshot or the new one.
 Disk and file errors are one-line messages, on every rank. A file is loaded with `weights_only=True`, so nothing in it
-is executed. For a model that fully_shard has sharded, see sharded.py.
+is executed. For a model that fully_shard has sharded, see checkpoint_sharded.py.
 """
 
 import contextlib
@@ -202,7 +202,7 @@ def _parts(model, optimizer, scheduler, more):
     if scheduler is None:
         del parts["scheduler"]
     if any(hasattr(param, "to_local") for param in model.parameters()):
-        raise dist.DistributedError("the model is sharded: use sharded.save and sharded.load")
+        raise dist.DistributedError("the model is sharded: use checkpoint_sharded.save and checkpoint_sharded.load")
     optimizers = [part for part in parts.values() if hasattr(part, "param_groups")]
     trained = {param for part in optimizers for group in part.param_groups for param in group["params"]}
     saved = {param for part in parts.values() if isinstance(part, nn.Module) for param in part.parameters()}

@@ -67,11 +67,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
 import checkpoint
+import checkpoint_sharded
 import distributed as dist
-import documents
-import hub
+import llm_documents
+import llm_hub
 import options
-import sharded
 import watch
 
 # ---- the model and its shards -------------------------------------------------------------------------------------
@@ -89,11 +89,11 @@ def make_model(whole, config, dtype_of_files, args):
     with torch.device("meta"):  # shapes without memory
         # CHANGE HERE, 1 of 4: the model. Freeze parameters here, on every rank, before they are sharded.
         if args.lora:
-            model = hub.build_model(config, dtype_of_files)  # frozen, so it keeps this type
-            model = hub.add_lora(model, args.lora, args.lora_alpha)
+            model = llm_hub.build_model(config, dtype_of_files)  # frozen, so it keeps this type
+            model = llm_hub.add_lora(model, args.lora, args.lora_alpha)
         else:
-            model = hub.build_model(config, dtype)
-    for layer in reversed(hub.layers_of(model)):  # if one contains others, these come first
+            model = llm_hub.build_model(config, dtype)
+    for layer in reversed(llm_hub.layers_of(model)):  # if one contains others, these come first
         if args.recompute:
             recompute_in_backward(layer)
         if args.compile:
@@ -103,7 +103,7 @@ def make_model(whole, config, dtype_of_files, args):
     if embedding.weight is not model.get_output_embeddings().weight:  # a tied one belongs to the root
         fully_shard(embedding, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)  # the rest
-    hub.fill(model, whole)
+    llm_hub.fill(model, whole)
     return model
 
 
@@ -120,20 +120,20 @@ def train(model, rows, held_out, args):
     steps = math.ceil(args.epochs * len(rows) / args.global_batch_size)
     optimizer, scheduler = make_optimizer(model, steps, args)
     trained = [param for param in model.parameters() if param.requires_grad]
-    order = documents.order_of(len(rows), steps * args.global_batch_size, args.seed)
+    order = llm_documents.order_of(len(rows), steps * args.global_batch_size, args.seed)
     first_step = 0
     if args.checkpoint_dir:
         # Frozen weights are left out: they are those of --model.
         parts = {"scheduler": scheduler, "settings": settings_of(model, rows, args), "frozen": False}
         preemption = checkpoint.Preemption()
-        first_step = sharded.load(args.checkpoint_dir, model, optimizer, **parts)
+        first_step = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer, **parts)
     if first_step >= steps:
         dist.print_primary(f"no steps are left: the checkpoint has {first_step} steps, and --epochs gives {steps}")
     evaluate(model, held_out, f"step {first_step}/{steps}", args)
     taken, start = [], time.perf_counter()
     for step in range(first_step, steps):
         batch = order[step * args.global_batch_size : (step + 1) * args.global_batch_size]
-        own_rows = list(documents.share_of(rows, batch))
+        own_rows = list(llm_documents.share_of(rows, batch))
         torch.manual_seed(seed_of(args.seed, step, dist.get_rank()))  # of dropout: the same after a resume
         optimizer.zero_grad()
         share = backward(model, own_rows, args.gather_once)
@@ -155,7 +155,7 @@ def train(model, rows, held_out, args):
             if evaluates:
                 evaluate(model, held_out, f"step {done}/{steps}", args)
             if saves:
-                sharded.save(args.checkpoint_dir, model, optimizer, done, keep=args.keep, **parts)
+                checkpoint_sharded.save(args.checkpoint_dir, model, optimizer, done, keep=args.keep, **parts)
             taken, start = [], time.perf_counter()  # an evaluation and a save do not count
         if preempted and done < steps:
             preemption.leave()
@@ -177,7 +177,7 @@ def backward(model, own_rows, gather_once=False):
 
 
 def sum_of_losses(model, row):
-    # In a conversation, the targets are what the assistant says: documents.turns finds it.
+    # In a conversation, the targets are what the assistant says: llm_documents.turns finds it.
     # Positions that start at 0 again keep documents apart, but only without a cache and without an attention mask.
     # transformers looks for them at the start of each forward, and waits for the device there.
     # Logits are computed for the targets of one row at a time: a large vocabulary makes them large.
@@ -226,7 +226,7 @@ def evaluate(model, held_out, step, args):
     """Print the mean loss of all held-out targets."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=dist.get_device())
-    for row in documents.share_of(held_out, range(len(held_out))):
+    for row in llm_documents.share_of(held_out, range(len(held_out))):
         sums[0] += sum_of_losses(model, row)
         sums[1] += len(row.targets)
     loss_sum, n_targets = dist.all_reduce(sums).tolist()
@@ -301,48 +301,48 @@ def prepare(args):
     Only rank 0 reads files. Raises DistributedError on every rank if something cannot be read.
     """
     whole = rows = held_out = shared = None
-    found = hub.on_rank_0(read_all, args)
+    found = llm_hub.on_rank_0(read_all, args)
     if found:
         whole, rows, held_out = found
         shared = whole.config, whole.dtype, args.length
     config, dtype, args.length = dist.broadcast_object(shared)
-    return whole, config, dtype, documents.broadcast_rows(rows), documents.broadcast_rows(held_out)
+    return whole, config, dtype, llm_documents.broadcast_rows(rows), llm_documents.broadcast_rows(held_out)
 
 
 def read_all(args):
     """The whole model, rows to train on, and rows held out. Begins the result."""
-    with hub.one_line(f"--model {args.model}"):  # what transformers raises becomes one line
+    with llm_hub.one_line(f"--model {args.model}"):  # what transformers raises becomes one line
         tokenizer, config = load_tokenizer_and_config(args)
     training, held_out = load_documents(tokenizer, args)
     rows = rows_of(training, args)
     held_out_rows = rows_of(held_out, args)
-    n_targets = (rows[:, documents.TARGETS] != documents.IGNORED).sum().item()
-    padding = (rows[:, documents.TOKENS] == documents.PADDING).double().mean().item()
+    n_targets = (rows[:, llm_documents.TARGETS] != llm_documents.IGNORED).sum().item()
+    padding = (rows[:, llm_documents.TOKENS] == llm_documents.PADDING).double().mean().item()
     print(
         f"{len(rows):,} rows of {args.length} tokens, {n_targets:,} targets, {padding:.1%} padding; "
         f"{len(held_out):,} documents are held out",
         flush=True,
     )
-    before, in_loss = documents.text_around_loss(training[0], tokenizer)
+    before, in_loss = llm_documents.text_around_loss(training[0], tokenizer)
     print(f"in the loss, for example: {in_loss!r} after {before!r}", flush=True)
-    with hub.one_line(f"--model {args.model}"):
+    with llm_hub.one_line(f"--model {args.model}"):
         whole = load_whole_model(config, args)
     refuse_unknown_tokens(training + held_out, whole, tokenizer, args)
     warn_if_answers_do_not_end(training, whole.generation_config, tokenizer)
-    hub.begin(args.output_dir, tokenizer, whole)  # writes all but the weights, to see now that it can be written
+    llm_hub.begin(args.output_dir, tokenizer, whole)  # writes all but the weights, to see now that it can be written
     return whole, rows, held_out_rows
 
 
 def load_documents(tokenizer, args):
     """Documents to train on, and documents held out: lists of pairs of arrays, tokens and targets."""
-    # CHANGE HERE, 4 of 4: the data. See documents.py for the pairs, and its `turns` for the tokens in the loss.
-    lines = documents.lines_of_library()
+    # CHANGE HERE, 4 of 4: the data. See llm_documents.py for the pairs, and its `turns` for the tokens in the loss.
+    lines = llm_documents.lines_of_library()
     if args.data:
-        lines = documents.lines_of(args.data)
-    found = documents.read(lines, tokenizer, args.length)
+        lines = llm_documents.lines_of(args.data)
+    found = llm_documents.read(lines, tokenizer, args.length)
     training = [of_line for of_line in found if of_line]  # without those that are too long
     if args.eval_data:
-        held_out = documents.read(documents.lines_of(args.eval_data, "--eval-data"), tokenizer, args.length)
+        held_out = llm_documents.read(llm_documents.lines_of(args.eval_data, "--eval-data"), tokenizer, args.length)
     else:
         every = max(20, len(training) // 500)
         held_out = training[::every]
@@ -358,19 +358,19 @@ def load_documents(tokenizer, args):
 def rows_of(found, args):
     lists = [[document] for document in found]
     if not args.pad:
-        lists = documents.pack(found, args.length)
-    return documents.make_rows(lists, args.length)
+        lists = llm_documents.pack(found, args.length)
+    return llm_documents.make_rows(lists, args.length)
 
 
 def load_tokenizer_and_config(args):
     """Sets args.length too, if it is not given: the default depends on the model."""
     if not args.model:
         args.length = args.length or 256
-        tokenizer = documents.library_tokenizer()
+        tokenizer = llm_documents.library_tokenizer()
         return tokenizer, small_llama(tokenizer, args.length, args.attention)
-    tokenizer, config = hub.load_tokenizer_and_config(args.model, args.attention)
+    tokenizer, config = llm_hub.load_tokenizer_and_config(args.model, args.attention)
     if args.chat_template:
-        with hub.one_line(f"--chat-template {args.chat_template}"):
+        with llm_hub.one_line(f"--chat-template {args.chat_template}"):
             tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
     args.length = args.length or min(2048, longest)
@@ -399,11 +399,11 @@ def load_whole_model(config, args):
     """The model to begin with, on the CPU."""
     torch.manual_seed(args.seed)
     if args.model and not args.from_scratch:
-        whole = hub.load_model(args.model, config)
+        whole = llm_hub.load_model(args.model, config)
     else:
-        whole = hub.build_model(config, torch.get_default_dtype())
+        whole = llm_hub.build_model(config, torch.get_default_dtype())
     if args.lora:
-        whole = hub.add_lora(whole, args.lora, args.lora_alpha)
+        whole = llm_hub.add_lora(whole, args.lora, args.lora_alpha)
     return whole
 
 
@@ -421,7 +421,7 @@ def refuse_unknown_tokens(found, whole, tokenizer, args):
 
 def warn_if_answers_do_not_end(found, generation_config, tokenizer):
     """Print a line if no token that ends generation is in the loss of conversations: then `generate` runs on."""
-    answers = [targets for _, targets in found if documents.IGNORED in targets]  # a plain text has only targets
+    answers = [targets for _, targets in found if llm_documents.IGNORED in targets]  # a plain text has only targets
     ends = generation_config.eos_token_id  # a number, a list or None
     if answers and ends is None:
         print("generation_config names no token that ends generation: `generate` runs on after an answer", flush=True)
@@ -471,9 +471,9 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     check_together(parser, args)
     set_defaults(args)
-    sharded.check_folder("--output-dir", args.output_dir)
+    checkpoint_sharded.check_folder("--output-dir", args.output_dir)
     if args.checkpoint_dir is not None:
-        sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
+        checkpoint_sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
     return args
 
 
@@ -523,9 +523,9 @@ def main_worker(local_rank, world_size, args):
     line = f"Training {model.num_parameters(only_trainable=True):,} of {model.num_parameters():,} parameters"
     dist.print_primary(f"{line} on {world_size} x {dist.get_device().type}", flush=True)
     if not args.pad:
-        hub.check_packing(model, args.length)
+        llm_hub.check_packing(model, args.length)
     train(model, rows, held_out, args)
-    hub.save(model, whole, dtype, args.output_dir)
+    llm_hub.save(model, whole, dtype, args.output_dir)
     dist.print_primary(f"Written to {args.output_dir}")
 
 

@@ -24,7 +24,7 @@ for any number of processes, but keys and values are whole, and the process with
 queries attend to all pieces. On the CPU it also saves a mask of T/N · T in each layer.
 
 Choose this script when one sequence with its activations does not fit on one device. With more processes than heads, or
-with slow links and long sequences, choose min_Ring.py. There no process holds all keys and values, and all have the
+with slow links and long sequences, choose min_CP_ring.py. There no process holds all keys and values, and all have the
 same work. It sends more bytes than Ulysses, but sends them while attention is computed. If the sequence fits but the
 batch does not, choose min_DDP.py. If the parameters do not fit, choose min_FSDP.py, which splits them.
 

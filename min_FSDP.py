@@ -11,8 +11,8 @@ again. Then each process receives its shard of the gradients, averaged over all 
 On GPUs the network works while the previous block computes, as drawn. On the CPU each block waits for its parameters.
 
 Choose it if parameters, gradients and Adam's state do not fit into one device. If they do, min_DDP.py sends a third
-less. If only Adam's state does not fit, min_ZeRO.py shards just that and sends as little as DDP. min_ZeRO3.py shows
-what `fully_shard` does inside.
+less. If only Adam's state does not fit, min_ZeRO.py shards just that and sends as little as DDP. min_FSDP_scratch.py
+shows what `fully_shard` does inside.
 
 Cost for P float32 parameters on N processes: a process holds 16·P/N bytes between two steps (parameters 4, gradients 4,
 Adam 8); with DDP it holds 16·P. While a block of B parameters computes, it holds up to 20·B bytes more: the block and
@@ -39,10 +39,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import checkpoint_sharded
 import distributed as dist
 import gpt
 import options
-import sharded
 
 
 def shard(model, args):
@@ -93,7 +93,7 @@ def train(model, optimizer, text, held_out, args):
     first_step = 0
     if args.checkpoint_dir:
         settings = gpt.settings_of(args)
-        first_step = sharded.load(args.checkpoint_dir, model, optimizer, settings=settings)
+        first_step = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer, settings=settings)
     share = (dist.get_rank(), dist.get_world_size())
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, first_step, share)
     for step in range(first_step, args.steps):
@@ -107,7 +107,9 @@ def train(model, optimizer, text, held_out, args):
         optimizer.step()
         progress(loss)
         if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
-            sharded.save(args.checkpoint_dir, model, optimizer, progress.step, settings=settings, keep=args.keep)
+            checkpoint_sharded.save(
+                args.checkpoint_dir, model, optimizer, progress.step, settings=settings, keep=args.keep
+            )
     return progress.losses[first_step:]
 
 
@@ -123,7 +125,7 @@ def parse_args():
     if args.bf16 and args.nproc == 1:
         parser.error("argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)")
     if args.checkpoint_dir is not None:
-        sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
+        checkpoint_sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
     return args
 
 

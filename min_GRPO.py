@@ -66,8 +66,8 @@ from torch import nn
 
 import checkpoint
 import distributed as dist
-import generate
 import gpt
+import gpt_generate
 import options
 
 DIGITS = 8  # most in a prompt
@@ -104,15 +104,17 @@ def train(model, args):
 
 
 def draw_answers(model, step, args):
-    """Draw answers to this process's prompts. Returns what generate.generate returns, and their rewards on the CPU."""
+    """Draw answers to this process's prompts. Returns what `gpt_generate.generate` returns, and rewards on the CPU."""
     prompts = own(make_prompts(f"step {step}", args.prompts, args.seed))
     drawn = []
     for number in own(range(args.prompts)):
-        drawn.append(generate.uniform(f"{args.seed} {step} {number}", args.samples, LONGEST))
+        drawn.append(gpt_generate.uniform(f"{args.seed} {step} {number}", args.samples, LONGEST))
     drawn = gpt.to_device(torch.cat(drawn), dist.get_device())
-    tokens, answered, log_probabilities = generate.generate(model, prompts, drawn, STOP, args.temperature, args.samples)
+    tokens, answered, log_probabilities = gpt_generate.generate(
+        model, prompts, drawn, STOP, args.temperature, args.samples
+    )
     rewards = []
-    for row, answer in enumerate(generate.generated_bytes(tokens, answered)):
+    for row, answer in enumerate(gpt_generate.generated_bytes(tokens, answered)):
         rewards.append(reward(prompts[row // args.samples], answer))
     return tokens, answered, log_probabilities, torch.tensor(rewards)
 
@@ -140,7 +142,7 @@ def divergence(new, reference, ratio):
 def update(model, optimizer, reference, tokens, answered, old, advantages, args):
     """Take --inner-steps optimizer steps on the answers that all ranks have drawn.
 
-    `tokens`, `answered` and `old`, (answers, length), are those that generate.generate returns. `advantages`,
+    `tokens`, `answered` and `old`, (answers, length), are those that gpt_generate.generate returns. `advantages`,
     (answers,), are on the CPU. Returns sums over this process's bytes, (3,): |ratio - 1| at the first inner step, the
     bytes that are clipped at the last one, and the bytes.
     """
@@ -253,8 +255,8 @@ def evaluate(model, args):
     """The share of held-out prompts that greedy decoding solves."""
     prompts = own(make_prompts("held-out", HELD_OUT, args.seed))
     unused = torch.zeros(len(prompts), LONGEST, dtype=torch.double, device=dist.get_device())
-    tokens, answered, _ = generate.generate(dist.unwrapped(model), prompts, unused, STOP, temperature=0)
-    answers = generate.generated_bytes(tokens, answered)
+    tokens, answered, _ = gpt_generate.generate(dist.unwrapped(model), prompts, unused, STOP, temperature=0)
+    answers = gpt_generate.generated_bytes(tokens, answered)
     solved = sum(reward(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True))
     return dist.all_reduce(torch.tensor(solved, device=dist.get_device())).item() / HELD_OUT
 

@@ -11,7 +11,7 @@ the model does not fit on one device, several processes compute each answer toge
 
 The KV cache holds the keys and values of all earlier positions, so a new byte costs the forward of one position instead
 of all. Prompts of unequal lengths share a batch: each row has positions of its own. A row that has ended is removed
-from the batch. This loop is `generate` in generate.py. Begin to read here at `answer_missing`.
+from the batch. This loop is `generate` in gpt_generate.py. Begin to read here at `answer_missing`.
 
 With tensor parallelism (--tensor T) the T processes of a group split the weights of each block. Each caches the keys
 and values of its own heads only. Two all-reduces per block sum the partial outputs, so the group takes every step
@@ -62,8 +62,8 @@ from torch import nn
 
 import checkpoint
 import distributed as dist
-import generate
 import gpt
+import gpt_generate
 import options
 
 LOG_EVERY = 20  # batches
@@ -80,7 +80,7 @@ def answer_missing(model, prompts, new_bytes, answers, group, folder, args):
     """
 
     def choose(logits, drawn, temperature):
-        chosen, log_probabilities = generate.choose(logits, drawn, temperature)
+        chosen, log_probabilities = gpt_generate.choose(logits, drawn, temperature)
         if args.tensor > 1:  # the first process of the group chooses: the others could choose otherwise by rounding
             torch_dist.broadcast(chosen, group=group, group_src=0)
         return chosen, log_probabilities
@@ -99,11 +99,11 @@ def answer_missing(model, prompts, new_bytes, answers, group, folder, args):
     for first in range(0, len(own), args.batch_size):
         numbers = own[first : first + args.batch_size]
         # An answer's random numbers depend on the seed and on its prompt's index alone.
-        drawn = torch.cat([generate.uniform(f"{args.seed} {number}", 1, new_bytes) for number in numbers])
+        drawn = torch.cat([gpt_generate.uniform(f"{args.seed} {number}", 1, new_bytes) for number in numbers])
         drawn = gpt.to_device(drawn, dist.get_device())
         batch = [prompts[number] for number in numbers]
-        tokens, generated, _ = generate.generate(model, batch, drawn, stop_byte, args.temperature, choose=choose)
-        new = generate.generated_bytes(tokens, generated)
+        tokens, generated, _ = gpt_generate.generate(model, batch, drawn, stop_byte, args.temperature, choose=choose)
+        new = gpt_generate.generated_bytes(tokens, generated)
         if is_first_of_group:  # the others have the same answers
             write_part(folder, numbers, [answer.removesuffix(stop) for answer in new])
             n_new += sum(len(answer) for answer in new)

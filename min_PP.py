@@ -182,7 +182,7 @@ def clip_gradients(pipeline, max_norm):
     """As nn.utils.clip_grad_norm_, by the norm over all stages."""
     params = list(pipeline.model.parameters())
     norm = nn.utils.get_total_norm([param.grad for param in params])
-    if hasattr(norm, "full_tensor"):  # in min_3D.py gradients are DTensors: the sum over a stage's processes
+    if hasattr(norm, "full_tensor"):  # in min_PP_FSDP_TP.py gradients are DTensors: the sum over a stage's processes
         norm = norm.full_tensor()
     squares = norm**2
     torch_dist.all_reduce(squares, group=pipeline.group)

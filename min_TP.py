@@ -16,7 +16,7 @@ sequence parallelism. An all-gather joins the pieces to X. A reduce-scatter sums
 
 Choose it when a layer is too wide for one device, or when there are more devices than sequences in the batch. It
 communicates inside every layer, so it needs fast links, as inside one machine. FSDP (min_FSDP.py) splits the parameters
-too, but also divides the batch, and tolerates slower links. min_2D.py combines both.
+too, but also divides the batch, and tolerates slower links. min_FSDP_TP.py combines both.
 
 Cost per process, for P float32 parameters, L layers of width D, B sequences of T bytes and N processes:
     memory    16·P/N bytes (parameters 4, gradients 4, Adam 8; norms and some biases, under 1 %, are whole). Activations

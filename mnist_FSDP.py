@@ -44,10 +44,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import checkpoint
+import checkpoint_sharded
 import distributed as dist
 import mnist
 import options
-import sharded
 
 
 def parse_args():
@@ -70,7 +70,7 @@ def parse_args():
     if args.strategy == "local" and args.nproc > 1:
         parser.error(f"argument --strategy: local trains in 1 process, not in {args.nproc}")
     if args.checkpoint_dir is not None:
-        sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
+        checkpoint_sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
     if args.export is not None:
         checkpoint.check_writable("--export", args.export)
     return args
@@ -234,7 +234,7 @@ def main_worker(local_rank, world_size, args):
 
     first_epoch = 0
     if args.checkpoint_dir:
-        first_epoch = sharded.load(args.checkpoint_dir, model, optimizer)
+        first_epoch = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer)
     for epoch in range(first_epoch, args.epochs):
         loader.sampler.set_epoch(epoch)
         # All randomness of an epoch depends on seed, epoch and rank, so a resumed run draws the same numbers.
@@ -247,7 +247,7 @@ def main_worker(local_rank, world_size, args):
             f"({hits / n:.4f}) | memory: {memory / 1e6:.0f} MB | {speed:.0f} samples/s"
         )
         if args.checkpoint_dir:
-            sharded.save(args.checkpoint_dir, model, optimizer, epoch + 1)
+            checkpoint_sharded.save(args.checkpoint_dir, model, optimizer, epoch + 1)
 
     print_held(optimizer, n_params, device)
     if args.export:

@@ -8,9 +8,9 @@ its command, the memory of a GPU by part, and the seconds of a step by part. It 
 docs/plan.md holds the same formulas against published measurements, publishers that were not fitted among them, so you
 can see how far to trust them.
 
-    replicate   every GPU holds the model, gradients are averaged        (DDP, min_2D.py; ZeRO-1, min_ZeRO.py)
+    replicate   every GPU holds the model, gradients are averaged        (DDP, min_FSDP_TP.py; ZeRO-1, min_ZeRO.py)
     shard       parameters are gathered when a block computes            (FSDP, min_FSDP.py)
-    these two   each machine holds one copy, sharded over its GPUs       (HSDP, min_2D.py)
+    these two   each machine holds one copy, sharded over its GPUs       (HSDP, min_FSDP_TP.py)
     tensor      the work of each layer is split, inside a machine        (TP, min_TP.py)
     context     each sequence is split                                   (CP, min_CP.py)
     stages      the layers are split, micro-batches follow each other    (PP, min_PP.py)
@@ -251,7 +251,7 @@ def gathered_bytes(model, layout):
 
     While a block computes: the block, the next one, its gradients, and the buffers that are sent. In float32 that is 20
     bytes per parameter. The embedding and the head stay gathered from forward to backward. In a pipeline
-    everything stays gathered for the step, and float32 gradients are summed unsharded: see min_3D.py.
+    everything stays gathered for the step, and float32 gradients are summed unsharded: see min_PP_FSDP_TP.py.
     """
     if layout.shards == 1:
         return 0.0
@@ -750,9 +750,13 @@ def script(layout, hub=None):
         (kinds == {"tensor"}, "min_TP.py", ""),
         (kinds == {"context"}, "min_CP.py", ""),
         (kinds == {"shard"} and layout.recompute == "none", "min_FSDP.py", bf16),
-        (kinds <= {"replicate", "shard", "tensor"}, "min_2D.py", f"{bf16} --replicate {replicas} {mesh} {again}"),
+        (kinds <= {"replicate", "shard", "tensor"}, "min_FSDP_TP.py", f"{bf16} --replicate {replicas} {mesh} {again}"),
         (kinds <= {"stages", "replicate"}, "min_PP.py", f"--data-parallel {replicas} {pipeline}"),
-        (kinds <= {"stages", "shard", "tensor"}, "min_3D.py", f"{bf16} --stages {layout.stages} {mesh} {pipeline}"),
+        (
+            kinds <= {"stages", "shard", "tensor"},
+            "min_PP_FSDP_TP.py",
+            f"{bf16} --stages {layout.stages} {mesh} {pipeline}",
+        ),
     ]
     for has_mesh, name, options in scripts:
         if has_mesh:
@@ -966,7 +970,7 @@ GPUS = {
 # ---- options ------------------------------------------------------------------------------------------------------
 
 LOGIT_BYTES = {"plain": 12, "fused": 4, "chunked": 0}
-NOT_PLANNED = """It does not plan mixtures of experts (min_EP.py trains them), ring attention (min_Ring.py), DiLoCo,
+NOT_PLANNED = """It does not plan mixtures of experts (min_EP.py trains them), ring attention (min_CP_ring.py), DiLoCo,
 quantized weights, offloading to the CPU, images, failures or slow machines."""
 
 

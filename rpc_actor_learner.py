@@ -29,7 +29,7 @@ own data. At the end of an episode an observer sends 24 bytes per step.
     python rpc_actor_learner.py                                      # a learner and four observers on this machine
     python rpc_actor_learner.py --observers 8 --lr 0.02
     torchrun --standalone --nproc-per-node 5 rpc_actor_learner.py    # rank 0 is the learner
-    export TP_SOCKET_IFNAME=eth1 GLOO_SOCKET_IFNAME=eth1             # on each of two machines: see remote.py
+    export TP_SOCKET_IFNAME=eth1 GLOO_SOCKET_IFNAME=eth1             # on each of two machines: see rpc_remote.py
     torchrun --nnodes 2 --nproc-per-node 3 --rdzv-backend c10d --rdzv-endpoint HOST:29500 rpc_actor_learner.py
 
 All randomness comes from the seed, the observer, its episode and the step, so a run can be repeated exactly. When an
@@ -52,7 +52,7 @@ from torch.nn import functional as F
 
 import distributed as dist
 import options
-import remote
+import rpc_remote
 
 MAX_STEPS = 200  # an episode ends here
 GOAL = 195  # training ends at this mean return over 100 episodes
@@ -109,9 +109,9 @@ def observe(observer, args):
     play_another = True
     while play_another:
         states, actions = play(observer, episode, args.seed)
-        play_another = remote.call("learner", finish_episode, observer, states, actions)
+        play_another = rpc_remote.call("learner", finish_episode, observer, states, actions)
         episode += 1
-    remote.leave("learner")
+    rpc_remote.leave("learner")
 
 
 def play(observer, episode, seed):
@@ -121,7 +121,7 @@ def play(observer, episode, seed):
     states = []
     actions = []
     for step in range(MAX_STEPS):
-        probability = remote.call("learner", act, observer, state)
+        probability = rpc_remote.call("learner", act, observer, state)
         action = int(random.Random(f"{seed} {observer} {episode} {step}").random() < probability)
         states.append(state)
         actions.append(action)
@@ -215,8 +215,8 @@ def lose(observer):
 def learn(observers):
     """Answer the observers until they are done."""
     for observer in observers:
-        remote.watch(f"observer{observer}", lose, observer)
-    remote.end(tolerate_lost=True)
+        rpc_remote.watch(f"observer{observer}", lose, observer)
+    rpc_remote.end(tolerate_lost=True)
     if not learner.done:
         raise dist.DistributedError(f"every observer is lost, after {learner.updates} updates")
     lost = [f"observer {observer}" for observer in observers if observer not in learner.observers]
@@ -265,7 +265,7 @@ def parse_args():
     parser.add_argument("--lr", type=options.positive_number, default=0.01, help="learning rate of Adam")
     parser.add_argument("--log-every", type=count, default=10, help="print every N updates", metavar="N")
     parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
-    remote.add_timeout(parser)
+    rpc_remote.add_timeout(parser)
     args = parser.parse_args()
     if dist.is_launched():
         args.observers = dist.get_world_size() - 1
@@ -279,11 +279,13 @@ def main_worker(local_rank, world_size, args):
     rank = dist.get_rank()
     observers = range(1, world_size)  # their ranks
     if rank == 0:
-        learner = Learner(observers, remote.get_device(), args)  # before it joins, because then the first call may come
-        remote.join("learner", args.timeout)
+        learner = Learner(
+            observers, rpc_remote.get_device(), args
+        )  # before it joins, because then the first call may come
+        rpc_remote.join("learner", args.timeout)
         learn(observers)
     else:
-        remote.join(f"observer{rank}", args.timeout)
+        rpc_remote.join(f"observer{rank}", args.timeout)
         observe(rank, args)
 
 

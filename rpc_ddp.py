@@ -29,7 +29,7 @@ bytes between a trainer and the servers: ids twice, rows, and gradients. It does
     python rpc_ddp.py                                                # a server and two trainers on this machine
     python rpc_ddp.py --trainers 4 --servers 2                       # the rows are divided over two servers
     torchrun --standalone --nproc-per-node 3 rpc_ddp.py              # rank 0 is the server
-    export TP_SOCKET_IFNAME=eth1 GLOO_SOCKET_IFNAME=eth1             # on each of two machines: see remote.py
+    export TP_SOCKET_IFNAME=eth1 GLOO_SOCKET_IFNAME=eth1             # on each of two machines: see rpc_remote.py
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 rpc_ddp.py --servers 2
 
 The task is to guess the next byte of Python's standard library from the 1 to 4 bytes before it. Each group of bytes is
@@ -54,7 +54,7 @@ from torch.nn import functional as F
 import distributed as dist
 import gpt
 import options
-import remote
+import rpc_remote
 
 ORDERS = 4  # rows that each byte looks up: for the last 1, 2, 3 and 4 bytes
 MULTIPLIER = 6364136223846793005  # of Knuth's random number generator for MMIX
@@ -135,7 +135,7 @@ def look_up_everywhere(ids, args):
         answers.append(rpc.rpc_async(f"server{server}", look_up, (own // args.servers,)))
     rows = torch.empty(len(ids), args.width)
     for server, answer in enumerate(answers):
-        rows[ids % args.servers == server] = remote.wait(f"server{server}", answer)
+        rows[ids % args.servers == server] = rpc_remote.wait(f"server{server}", answer)
     return rows
 
 
@@ -146,7 +146,7 @@ def push_everywhere(trainer, ids, gradients, args):
         own = ids % args.servers == server
         answers.append(rpc.rpc_async(f"server{server}", push, (trainer, ids[own] // args.servers, gradients[own])))
     for server, answer in enumerate(answers):
-        remote.wait(f"server{server}", answer)
+        rpc_remote.wait(f"server{server}", answer)
 
 
 # ---- a trainer ----------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def push_everywhere(trainer, ids, gradients, args):
 
 def train(text, trainer, trainers_group, args):
     """Train as number `trainer` of the trainers, whose process group is `trainers_group`."""
-    device = remote.get_device()
+    device = rpc_remote.get_device()
     torch.manual_seed(args.seed)
     model = Dense(args.width).to(device)
     optimizer = OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
@@ -224,7 +224,7 @@ def parse_args():
     parser.add_argument("--steps", type=count, default=200, help="steps to train")
     parser.add_argument("--log-every", type=count, default=50, help="print every N steps", metavar="N")
     parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
-    remote.add_timeout(parser)
+    rpc_remote.add_timeout(parser)
     args = parser.parse_args()
     if dist.is_launched():
         args.trainers = dist.get_world_size() - args.servers
@@ -251,13 +251,13 @@ def main_worker(local_rank, world_size, args):
     if rank < args.servers:
         n_rows = len(range(rank, args.rows, args.servers))  # rows rank, rank + S, rank + 2·S, ...
         table_server = TableServer(n_rows, args)  # before it joins, because then the first call may come
-    remote.join(name_of(rank, args), args.timeout)
+    rpc_remote.join(name_of(rank, args), args.timeout)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     trainers_group = torch_dist.new_group(range(args.servers, world_size), backend=backend)  # a collective of all ranks
     text, _ = gpt.load_text()  # a collective of all ranks, too
     if rank == 0:
         for other in range(1, world_size):
-            remote.watch(name_of(other, args))
+            rpc_remote.watch(name_of(other, args))
     if rank >= args.servers:
         try:
             train(text, rank - args.servers, trainers_group, args)
@@ -265,11 +265,11 @@ def main_worker(local_rank, world_size, args):
             if "gloo/transport" not in str(error):  # NCCL's errors stay as they are
                 raise
             reason = str(error).partition("\n")[0]
-            raise remote.failure(f"{name_of(rank, args)}: another trainer is lost: {reason}") from None
+            raise rpc_remote.failure(f"{name_of(rank, args)}: another trainer is lost: {reason}") from None
     if rank == 0:
-        remote.end()
+        rpc_remote.end()
     else:
-        remote.leave("server0")
+        rpc_remote.leave("server0")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ whatever P. Each micro-batch costs two round trips, so do not make them too smal
     torchrun --standalone --nproc-per-node 2 rpc_model_parallel.py
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 rpc_model_parallel.py
 
-Each worker uses a GPU of its own if there are two. For two machines see remote.py: RPC has no authentication.
+Each worker uses a GPU of its own if there are two. For two machines see rpc_remote.py: RPC has no authentication.
 
 It prints a line per epoch, `Epoch 1 - loss: 0.8134 - acc: 0.9743 (9743/10000) - 518.8 samples/s`, with the average
 training loss, the accuracy on all test samples and the speed of training.
@@ -49,7 +49,7 @@ from torch.utils.data import DataLoader
 import distributed as dist
 import mnist
 import options
-import remote
+import rpc_remote
 
 # ---- the model on two workers -------------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class Half(nn.Module):
     def __init__(self, *layers):
         super().__init__()
         self.layers = nn.Sequential(*layers)
-        self.device = remote.get_device()
+        self.device = rpc_remote.get_device()
         self.to(self.device)
 
     def forward(self, x):
@@ -154,7 +154,7 @@ def drive(train_set, test_set, args):
     # With a function, torch does not use TorchScript, and logs that.
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)
     optimizer = DistributedOptimizer(make_optimizer, model.parameter_rrefs(), lr=args.lr)
-    print(f"Training on 2 x {remote.get_device().type}, {args.micro_batches} micro-batches", flush=True)
+    print(f"Training on 2 x {rpc_remote.get_device().type}, {args.micro_batches} micro-batches", flush=True)
     for epoch in range(1, args.epochs + 1):
         begin = time.perf_counter()
         loss = train_epoch(model, loader, optimizer)
@@ -176,7 +176,7 @@ def parse_args():
     parser.add_argument("--micro-batches", type=count, default=4, help="parts of a batch, computed at the same time")
     parser.add_argument("--lr", type=options.positive_number, default=0.05, help="learning rate; the momentum is 0.9")
     parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
-    remote.add_timeout(parser)
+    rpc_remote.add_timeout(parser)
     mnist.add_data_options(parser)
     args = parser.parse_args()
     if args.micro_batches > args.batch_size:
@@ -189,7 +189,7 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     rank = dist.get_rank()
-    remote.join(f"worker{rank}", args.timeout)
+    rpc_remote.join(f"worker{rank}", args.timeout)
     # Only worker0 needs the data, but both must call load_data: it is a collective if MNIST has to be downloaded.
     train_set = mnist.load_data(args.data, args.data_dir, train=True, seed=args.seed)
     test_set = mnist.load_data(args.data, args.data_dir, train=False, seed=args.seed)

@@ -31,7 +31,7 @@ bytes each way per trainer, so 8·P·N through the server, where an all-reduce s
     python rpc_param_server.py                                        # a server and two trainers on this machine
     python rpc_param_server.py --trainers 4 --mode sync
     torchrun --standalone --nproc-per-node 3 rpc_param_server.py      # rank 0 is the server
-    export TP_SOCKET_IFNAME=eth1 GLOO_SOCKET_IFNAME=eth1              # on each of three machines: see remote.py
+    export TP_SOCKET_IFNAME=eth1 GLOO_SOCKET_IFNAME=eth1              # on each of three machines: see rpc_remote.py
     torchrun --nnodes 3 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 rpc_param_server.py
 
 When a trainer is killed, the others continue without its share of the data. Under torchrun the job ends, because
@@ -59,7 +59,7 @@ from torch.utils.data.distributed import DistributedSampler
 import distributed as dist
 import mnist
 import options
-import remote
+import rpc_remote
 
 # ---- what trainers call in the server's process, each call in a thread of RPC -------------------------------------
 
@@ -107,7 +107,7 @@ def train(model, dataset, device, ranks, args):
     rank = dist.get_rank()
     sampler = DistributedSampler(dataset, len(ranks), ranks.index(rank), seed=args.seed)
     loader = DataLoader(dataset, args.batch_size, sampler=sampler, collate_fn=tuple)
-    updates, params = remote.call("server", pull)
+    updates, params = rpc_remote.call("server", pull)
     model.train()
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)  # another order in each epoch
@@ -118,11 +118,11 @@ def train(model, dataset, device, ranks, args):
             loss.backward()
             gradient = parameters_to_vector(p.grad for p in model.parameters()).cpu()
             if args.mode == "hogwild":
-                updates, params = remote.call("server", push, gradient, updates)
+                updates, params = rpc_remote.call("server", push, gradient, updates)
             else:
-                updates, params = remote.call("server", push_and_wait, gradient, rank)
-        remote.call("server", finish_epoch, rank)
-    remote.leave("server")
+                updates, params = rpc_remote.call("server", push_and_wait, gradient, rank)
+        rpc_remote.call("server", finish_epoch, rank)
+    rpc_remote.leave("server")
 
 
 # ---- the server ---------------------------------------------------------------------------------------------------
@@ -187,12 +187,12 @@ class Server:
 def serve(model, dataset, device, ranks, args):
     """Evaluate each epoch while the trainers train."""
     for rank in ranks:
-        remote.watch(f"trainer{rank}", server.lose, rank)
+        rpc_remote.watch(f"trainer{rank}", server.lose, rank)
     print(f"Training on {len(ranks)} x {device.type}, {args.mode}, batch {args.batch_size} each", flush=True)
     for epoch in range(1, args.epochs + 1):
         copy = server.copies.get()
         if copy is None:
-            raise remote.failure(f"every trainer is lost, after {server.updates} updates")
+            raise rpc_remote.failure(f"every trainer is lost, after {server.updates} updates")
         params, end, updates, staleness = copy
         vector_to_parameters(params.to(device), model.parameters())
         loss, hits = evaluate(model, dataset, device)
@@ -202,7 +202,7 @@ def serve(model, dataset, device, ranks, args):
             f"{updates / (end - server.begin):.1f} updates/s - staleness: {staleness / updates:.2f}",
             flush=True,
         )
-    remote.end(tolerate_lost=True)
+    rpc_remote.end(tolerate_lost=True)
     lost = [f"trainer {rank}" for rank in ranks if rank not in server.epochs]
     print(f"Finished: {server.updates} updates, {', '.join(lost) or 'no trainer'} lost")
 
@@ -235,7 +235,7 @@ def parse_args():
     parser.add_argument("--batch-size", type=count, default=32, help="samples per trainer and step")
     parser.add_argument("--lr", type=options.positive_number, default=0.01, help="learning rate; the momentum is 0.9")
     parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
-    remote.add_timeout(parser)
+    rpc_remote.add_timeout(parser)
     mnist.add_data_options(parser)
     args = parser.parse_args()
     if dist.is_launched():
@@ -249,16 +249,16 @@ def main_worker(local_rank, world_size, args):
     global server
     rank = dist.get_rank()
     ranks = range(1, world_size)  # the trainers'
-    device = remote.get_device()  # the server needs one only to evaluate
+    device = rpc_remote.get_device()  # the server needs one only to evaluate
     torch.manual_seed(args.seed + rank)  # dropout should differ; all weights come from the server
     model = mnist.MODELS[args.model]().to(device)
     if rank == 0:
         server = Server(model, ranks, args.lr)  # before it joins, because then the first call may come
-        remote.join("server", args.timeout)
+        rpc_remote.join("server", args.timeout)
         test_set = mnist.load_data(args.data, args.data_dir, train=False, seed=args.seed)
         serve(model, test_set, device, ranks, args)
     else:
-        remote.join(f"trainer{rank}", args.timeout)
+        rpc_remote.join(f"trainer{rank}", args.timeout)
         train_set = mnist.load_data(args.data, args.data_dir, train=True, seed=args.seed)
         train(model, train_set, device, ranks, args)
 

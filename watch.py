@@ -27,7 +27,7 @@ import torch.distributed as torch_dist
 STILL_SECONDS = float(os.environ.get("WATCH_SECONDS", 30))
 LOOK_SECONDS = STILL_SECONDS / 10
 INSTALLED = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"), "<frozen")
-HELPERS = ("distributed.py", "checkpoint.py", "sharded.py", "spawn.py")  # the line that calls them says more
+HELPERS = ("distributed.py", "checkpoint.py", "checkpoint_sharded.py", "spawn.py")  # the line that calls them says more
 
 
 def start():

@@ -3,9 +3,9 @@
     python -m benchmarks.all_reduce                          # on all GPUs, or two CPU processes, in three minutes
     python -m benchmarks.all_reduce --widths 256 --rounds 5
 
-The step of min_AllReduce.py, all cases in turn in the same processes, the slowest rank's time. "hidden" is the share of
-the time for communication that passes during backward, where a process that waits for a slower one communicates too. It
-is measured on CPUs only.
+The step of min_DDP_scratch.py, all cases in turn in the same processes, the slowest rank's time. "hidden" is the share
+of the time for communication that passes during backward, where a process that waits for a slower one communicates
+too. It is measured on CPUs only.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import torch
 
 import distributed as dist
 import gpt
-import min_AllReduce
+import min_DDP_scratch
 import options
 from benchmarks import common
 
@@ -50,7 +50,7 @@ def worker(local_rank, world_size, width, rounds, report):
             model = dist.prepare_ddp_model(model, bucket_cap_mb=mebibytes, gradient_as_bucket_view=True)
             model.wait = already_averaged
         else:
-            model = min_AllReduce.parallelize(model, args)
+            model = min_DDP_scratch.parallelize(model, args)
         models[name] = model
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, fused=True)
         runs[name] = functools.partial(run, model, optimizer, text, args)
@@ -74,7 +74,7 @@ def run(model, optimizer, text, args, number):
     share = (dist.get_rank(), dist.get_world_size())
     for step in range(STEPS * number, STEPS * (number + 1)):
         x, y = gpt.batch(text, step, 8 * dist.get_world_size(), 128, device=dist.get_device(), share=share)
-        min_AllReduce.train_step(model, optimizer, x, y, args)
+        min_DDP_scratch.train_step(model, optimizer, x, y, args)
 
 
 def main():

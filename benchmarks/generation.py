@@ -1,8 +1,8 @@
-"""Bytes per second of CPU time that generate.generate generates, and without its KV cache.
+"""Bytes per second of CPU time that gpt_generate.generate generates, and without its KV cache.
 
     python -m benchmarks.generation [--rounds 3] [--small]
 
-- "cache": generate.generate, as min_Generate.py uses it.
+- "cache": gpt_generate.generate, as min_Generate.py uses it.
 - "no cache": each new byte costs the forward of all bytes before it. The same random numbers draw the same bytes.
 
 The cases alternate, and only ratios within a round mean something. Both use one thread, so CPU time is the time that
@@ -14,8 +14,8 @@ import time
 
 import torch
 
-import generate
 import gpt
+import gpt_generate
 import options
 from benchmarks import common
 
@@ -32,7 +32,7 @@ SMALL = [(1, 16, 2, 8)]
 def generate_without_cache(model, prompts, drawn):
     tokens = torch.tensor([list(prompt) for prompt in prompts])
     for numbers in drawn.T:
-        chosen, _ = generate.choose(model(tokens)[:, -1], numbers)
+        chosen, _ = gpt_generate.choose(model(tokens)[:, -1], numbers)
         tokens = torch.cat([tokens, chosen[:, None]], dim=1)
     return tokens
 
@@ -56,11 +56,11 @@ def main():
         torch.manual_seed(0)
         model = gpt.GPT(layers, width, 4, len(PROMPT) + n_new)
         prompts = rows * [PROMPT]
-        drawn = generate.uniform("benchmark", rows, n_new)
-        tokens, _, _ = generate.generate(model, prompts, drawn)
+        drawn = gpt_generate.uniform("benchmark", rows, n_new)
+        tokens, _, _ = gpt_generate.generate(model, prompts, drawn)
         assert (tokens != generate_without_cache(model, prompts, drawn)).double().mean() < 0.01, "but for rounding"
         shape = f"{layers} layers, width {width}, {rows} rows, {n_new} new bytes"
-        functions = {"cache": generate.generate, "no cache": generate_without_cache}
+        functions = {"cache": gpt_generate.generate, "no cache": generate_without_cache}
         for case, function in functions.items():
             name = f"{shape}: {case}"
             results[name] = []

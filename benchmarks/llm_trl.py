@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import transformers
 
-import documents
+import llm_documents
 import llm_FSDP
 import options
 from benchmarks import common
@@ -57,7 +57,7 @@ SFTTrainer(model=folder + "/llama", args=config, train_dataset=data, callbacks=[
 
 
 def make_files(folder):
-    tokenizer = documents.library_tokenizer()
+    tokenizer = llm_documents.library_tokenizer()
     tokenizer.save_pretrained(folder / "llama")
     config = llm_FSDP.small_llama(tokenizer, LENGTH)
     config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.num_attention_heads = 256, 704, 4, 4
@@ -66,7 +66,7 @@ def make_files(folder):
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "llama")
     room = 4 * STEPS * GLOBAL_BATCH * LENGTH  # bytes; a token has about three
     with open(folder / "texts.jsonl", "w") as file:
-        for path in sorted(documents.LIBRARY.glob("*.py")):
+        for path in sorted(llm_documents.LIBRARY.glob("*.py")):
             text = path.read_text(encoding="utf-8", errors="replace")
             if len(text) < room:
                 file.write(json.dumps({"text": text}) + "\n")

@@ -32,7 +32,7 @@ import rpc_param_server
 from benchmarks import common
 
 BATCH, LR, WARM_UP = 32, 0.01, 3
-SAME = {"_transports": ["uv"], "_channels": ["cma", "basic"]}  # as in remote.py
+SAME = {"_transports": ["uv"], "_channels": ["cma", "basic"]}  # as in rpc_remote.py
 RATIOS = [  # with the promise for each
     ("hogwild", "usual", "at least 6"),
     ("hogwild", "usual, same", "at least 2.5"),

@@ -413,7 +413,7 @@ QUESTIONS = (
         "Can I train on 1 M tokens with 64 GPUs?",
         "--model llama3-8b --gpus 64 --sequence 1048576",
         ("no layout", "              "),
-        "A sequence is split by context x tensor, and each part needs a head. min_Ring.py has no such limit, "
+        "A sequence is split by context x tensor, and each part needs a head. min_CP_ring.py has no such limit, "
         "but it is not planned.",
     ),
     (

@@ -27,10 +27,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import distributed as dist
 import gpt
-import min_2D
 import min_CP
+import min_CP_ring
+import min_FSDP_TP
 import min_PP
-import min_Ring
 import min_TP
 import options
 from benchmarks import common
@@ -72,23 +72,23 @@ def split(how, args):
     return model
 
 
-# How the model is made, and what trains it: min_2D.py's gives each data-parallel rank its part of a batch.
+# How the model is made, and what trains it: min_FSDP_TP.py's gives each data-parallel rank its part of a batch.
 CASES = {
-    "one process": (whole, min_2D.train),
-    "DDP": (lambda args: dist.prepare_ddp_model(whole(args), gradient_as_bucket_view=True), min_2D.train),
-    "FSDP": (lambda args: split(functools.partial(min_2D.parallelize, args=args), args), min_2D.train),
+    "one process": (whole, min_FSDP_TP.train),
+    "DDP": (lambda args: dist.prepare_ddp_model(whole(args), gradient_as_bucket_view=True), min_FSDP_TP.train),
+    "FSDP": (lambda args: split(functools.partial(min_FSDP_TP.parallelize, args=args), args), min_FSDP_TP.train),
     "TP": (lambda args: split(min_TP.split_layers, args), min_TP.train),
     "PP": (lambda args: min_PP.make_pipeline(gpt.make_meta_model(args), args), min_PP.train),
     "CP": (lambda args: min_CP.parallelize(whole(args), args.attention), min_CP.train),
     "all-gather": (lambda args: min_CP.parallelize(whole(args), "all-gather"), min_CP.train),
-    "ring": (lambda args: min_Ring.parallelize(whole(args)), min_Ring.train),
+    "ring": (lambda args: min_CP_ring.parallelize(whole(args)), min_CP_ring.train),
 }
 
 # What attention waits in: DDP, which averages the gradients in all these cases, uses none of them.
 WAITS_IN = {
     "CP": [(torch_dist, "all_to_all_single")],
     "all-gather": [(torch_dist, "all_to_all_single")],
-    "ring": [(min_Ring, "start_hop"), (min_Ring, "finish_hop")],
+    "ring": [(min_CP_ring, "start_hop"), (min_CP_ring, "finish_hop")],
 }
 
 
@@ -119,7 +119,7 @@ class Waits:
 
 
 def sent_by_attention(case, args):
-    """Bytes that one process sends per step, by the docstrings of min_CP.py and min_Ring.py, where tests count them."""
+    """Bytes that one process sends per step, by the docstrings of min_CP.py and min_CP_ring.py. Tests count them."""
     n = args.nproc
     features = args.layers * args.global_batch_size * args.length * args.width
     formulas = {
@@ -145,10 +145,10 @@ def worker(local_rank, world_size, case, args, threads, report):
     steps_per_second = (len(times) - WARM_UP) / (times[-1] - times[WARM_UP - 1])
     speed = steps_per_second * args.global_batch_size * args.length
     loss_of = {
-        "one process": functools.partial(min_2D.local_loss, model),
+        "one process": functools.partial(min_FSDP_TP.local_loss, model),
         "CP": functools.partial(min_CP.local_loss, model),
         "all-gather": functools.partial(min_CP.local_loss, model),
-        "ring": functools.partial(min_Ring.local_loss, model),
+        "ring": functools.partial(min_CP_ring.local_loss, model),
     }
     saved = saved_bytes(loss_of[case], text, args) if case in loss_of else 0
     device = dist.get_device()

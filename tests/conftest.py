@@ -97,7 +97,7 @@ GUARDS = {
 
 # They need most time, and run first. The last file to be run would otherwise run alone.
 LONGEST = [f"test_{name}.py" for name in ("launch", "llm_FSDP", "readme", "mnist_DDP", "mnist_FSDP", "templates")]
-LONGEST += [f"test_min_{name}.py" for name in ("FSDP", "3D", "2D", "PP", "AllReduce", "Stream", "GRPO")]
+LONGEST += [f"test_min_{name}.py" for name in ("FSDP", "PP_FSDP_TP", "FSDP_TP", "PP", "DDP_scratch", "Stream", "GRPO")]
 LONGEST += ["test_rpc_param_server.py", "test_multigpu_torchrun.py", "test_gpt.py"]
 
 

@@ -497,7 +497,7 @@ def reduce_bucket(state, bucket: torch_dist.GradBucket) -> torch.futures.Future[
 
 def pipeline_stage(args):
     """PipelineStage, told of all shapes, which the stages would send to each other as objects."""
-    pipelines = args.data_parallel if hasattr(args, "data_parallel") else args.shard  # min_PP or min_3D
+    pipelines = args.data_parallel if hasattr(args, "data_parallel") else args.shard  # min_PP or min_PP_FSDP_TP
     rows = args.global_batch_size // args.micro_batches // pipelines
     piece = args.length // getattr(args, "tensor", 1)
 
@@ -552,7 +552,7 @@ def change(module, args):
         sys.modules["gpt"].LIBRARY /= "email"
     if module.__name__ == "min_FaultTolerant":
         module.main_worker = train_in_one_quorum(module)
-    if module.__name__ in ("min_PP", "min_3D"):
+    if module.__name__ in ("min_PP", "min_PP_FSDP_TP"):
         sys.modules["min_PP"].pipelining.PipelineStage = pipeline_stage(args)
     if module.__name__ == "min_Generate":
         # Each rank has a folder of its own here.

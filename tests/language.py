@@ -1,4 +1,4 @@
-"""What the tests of llm_FSDP.py and hub.py share: tiny models with random weights, a tokenizer of bytes, documents."""
+"""What the tests of llm_FSDP.py and llm_hub.py share: tiny models of random weights, a tokenizer of bytes, texts."""
 
 import json
 import random
@@ -7,7 +7,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-import documents
+import llm_documents
 
 SMALL = {"vocab_size": 259, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 256}
@@ -35,7 +35,7 @@ def byte_tokenizer():
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>"])
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-    tokenizer.chat_template = documents.CHAT_TEMPLATE
+    tokenizer.chat_template = llm_documents.CHAT_TEMPLATE
     return tokenizer
 
 

@@ -37,15 +37,25 @@ TESTS = {  # of the files that have no test file of their own name, or more than
     "distributed": ["metrics", "launch", "min_DDP", "mistakes", "mnist_FSDP", "drift"],
     "spawn": ["launch"],
     "checkpoint": ["checkpoint", "mnist_FSDP"],
-    "remote": ["rpc_param_server", "rpc_model_parallel"],
+    "rpc_remote": ["rpc_param_server", "rpc_model_parallel"],
     "tracking": ["mnist_DDP"],
-    "hub": ["llm_FSDP"],
-    "documents": ["documents", "llm_FSDP"],
-    "gpt": ["gpt", "min_TP", "min_2D"],
+    "llm_hub": ["llm_FSDP"],
+    "llm_documents": ["llm_documents", "llm_FSDP"],
+    "gpt": ["gpt", "min_TP", "min_FSDP_TP"],
     "mnist": ["mnist", "mnist_DDP", "mnist_FSDP"],
 }
-TRANSFORMERS = ("min_2D", "min_3D", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP", "min_Muon", "min_PP", "min_Ring")
-TRANSFORMERS += ("min_AllReduce", "min_TP", "min_ZeRO")
+TRANSFORMERS = (
+    "min_FSDP_TP",
+    "min_PP_FSDP_TP",
+    "min_CP",
+    "min_DiLoCo",
+    "min_EP",
+    "min_FSDP",
+    "min_Muon",
+    "min_PP",
+    "min_CP_ring",
+)
+TRANSFORMERS += ("min_DDP_scratch", "min_TP", "min_ZeRO")
 LONGEST = 1500  # seconds for the tests of one mutant
 
 

@@ -493,7 +493,7 @@ def sharded_worker(local_rank, world_size, path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for function in (checkpoint.save, checkpoint.load):
         message = agreed_message(function, path, model, optimizer)
-        assert message == "the model is sharded: use sharded.save and sharded.load"
+        assert message == "the model is sharded: use checkpoint_sharded.save and checkpoint_sharded.load"
 
 
 def test_a_sharded_model_is_refused(tmp_path):

@@ -9,8 +9,8 @@ from conftest import exit_message
 from torch import nn
 
 import checkpoint
+import checkpoint_sharded
 import distributed as dist
-import sharded
 
 N_STEPS = 5
 
@@ -142,7 +142,7 @@ def check_mistakes(local_rank, world_size, folder):
         # A snapshot of one of them is not written.
         path = f"{folder}/{mistake.__name__}"
         assert exit_message(checkpoint.save, path, model, torch.optim.SGD(model.parameters())) == f"model.{message}"
-        assert exit_message(sharded.save, path, model, torch.optim.SGD(model.parameters()), 1) == message
+        assert exit_message(checkpoint_sharded.save, path, model, torch.optim.SGD(model.parameters()), 1) == message
 
 
 def test_each_mistake_is_silent_and_the_check_names_it(tmp_path):

@@ -167,11 +167,11 @@ LARGE = {"layers": 4, "width": 1024, "length": 16}  # 204 MB; the largest layer 
 SPLIT = {"checkpoint_dir": None, "checkpoint_activations": False, "micro_batches": 2, "schedule": "1F1B"}
 PARTS = [
     ("min_TP", {}),
-    ("min_2D", {"replicate": 1, "shard": 2, "tensor": 1}),
-    ("min_2D", {"replicate": 1, "shard": 1, "tensor": 2}),
+    ("min_FSDP_TP", {"replicate": 1, "shard": 2, "tensor": 1}),
+    ("min_FSDP_TP", {"replicate": 1, "shard": 1, "tensor": 2}),
     ("min_PP", {"data_parallel": 1}),
-    ("min_3D", {"stages": 2, "shard": 1, "tensor": 1}),
-    ("min_3D", {"stages": 1, "shard": 2, "tensor": 1}),
+    ("min_PP_FSDP_TP", {"stages": 2, "shard": 1, "tensor": 1}),
+    ("min_PP_FSDP_TP", {"stages": 1, "shard": 2, "tensor": 1}),
 ]
 
 

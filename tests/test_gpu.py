@@ -33,10 +33,10 @@ GPUS = torch.cuda.device_count()
 JOB = ROOT / "tests" / "gpu_job.py"
 STEPS = ("--steps", 20, "--log-every", 10)
 TRANSFORMERS = [  # their losses are compared with those on CPUs
-    ("min_2D.py", *STEPS),
-    ("min_2D.py", *STEPS, "--tensor", GPUS, "--checkpoint-activations"),
-    ("min_3D.py", *STEPS),
-    ("min_AllReduce.py", *STEPS, "--clip", 1),
+    ("min_FSDP_TP.py", *STEPS),
+    ("min_FSDP_TP.py", *STEPS, "--tensor", GPUS, "--checkpoint-activations"),
+    ("min_PP_FSDP_TP.py", *STEPS),
+    ("min_DDP_scratch.py", *STEPS, "--clip", 1),
     ("min_CP.py", *STEPS),
     ("min_CP.py", *STEPS, "--attention", "all-gather"),
     ("min_DiLoCo.py", *STEPS, "--sync-every", 5),
@@ -49,7 +49,7 @@ TRANSFORMERS = [  # their losses are compared with those on CPUs
     ("min_PP.py", *STEPS, "--schedule", "ZBVZeroBubble", "--clip", 1),
     ("min_Packing.py", *STEPS, "--accumulate", 2),
     ("min_Stream.py", *STEPS),
-    ("min_Ring.py", *STEPS, "--clip", 1),
+    ("min_CP_ring.py", *STEPS, "--clip", 1),
     ("min_TP.py", *STEPS, "--clip", 1),
     ("min_ZeRO.py", *STEPS, "--clip", 1),
 ]
@@ -169,7 +169,9 @@ def parsed(case, monkeypatch):
 
 
 @pytest.mark.parametrize("nccl2", ["0", "1"])
-@pytest.mark.parametrize("case", [("min_PP.py", *STEPS), ("min_3D.py", *STEPS), ("min_FSDP.py", *STEPS)], ids=name)
+@pytest.mark.parametrize(
+    "case", [("min_PP.py", *STEPS), ("min_PP_FSDP_TP.py", *STEPS), ("min_FSDP.py", *STEPS)], ids=name
+)
 def test_both_nccl_backends(case, nccl2, tmp_path):
     """From torch 2.15 on the name nccl stands for either. Pipelines would warn of one stream for all neighbours."""
     status, stdout, stderr = run(ROOT / case[0], *case[1:], cwd=tmp_path, env={"TORCH_DIST_USE_NCCL2": nccl2})

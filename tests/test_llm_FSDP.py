@@ -28,9 +28,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed as dist
-import documents
-import hub
+import llm_documents
 import llm_FSDP
+import llm_hub
 
 LENGTH = 64
 BATCH = 6
@@ -94,7 +94,7 @@ def documents_of(args):
     """The documents of each row, and the numbers of the rows of each step."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     found, _ = llm_FSDP.load_documents(tokenizer, args)
-    lists = documents.pack(found, LENGTH)
+    lists = llm_documents.pack(found, LENGTH)
     if args.pad:
         lists = [[document] for document in found]
     return lists, batches_of(lists, args)
@@ -102,7 +102,7 @@ def documents_of(args):
 
 def batches_of(rows, args):
     """The numbers of the rows of each step."""
-    order = documents.order_of(len(rows), STEPS * args.global_batch_size, args.seed)
+    order = llm_documents.order_of(len(rows), STEPS * args.global_batch_size, args.seed)
     return [order[step * args.global_batch_size : (step + 1) * args.global_batch_size] for step in range(STEPS)]
 
 
@@ -207,7 +207,7 @@ def train(folder, name, output=None, **changes):
             stack.enter_context(mock.patch("torch.optim.AdamW", make_sgd))
         whole, config, dtype, rows, held_out = llm_FSDP.prepare(args)
         model = llm_FSDP.make_model(whole, config, dtype, args)
-        hub.check_packing(model, args.length)
+        llm_hub.check_packing(model, args.length)
         lora_A = whole_parameters(model, "lora_A")
         args.epochs = STEPS * args.global_batch_size / len(rows)
         with mock.patch.object(llm_FSDP, "backward", recording(llm_FSDP.backward, shares)):
@@ -219,7 +219,7 @@ def train(folder, name, output=None, **changes):
         result = {"lora_A": lora_A, "losses": losses, "finished": finished, "logits": logits_of(model)}
         result["parameters"] = whole_parameters(model)
         if output:
-            hub.save(model, whole, dtype, args.output_dir)
+            llm_hub.save(model, whole, dtype, args.output_dir)
     return result
 
 
@@ -465,7 +465,7 @@ def measure_memory(local_rank, world_size, folder):
                 whole.to("meta")
         peaks.append(peak.peak)
         with Peak() as peak:
-            hub.save(model, whole, dtype, args.output_dir)
+            llm_hub.save(model, whole, dtype, args.output_dir)
         peaks.append(peak.peak)
     everyone = dist.gather_objects(peaks)
     if local_rank == 0:
@@ -546,7 +546,7 @@ def mix(folder, output, **changes):
             n_params[param.requires_grad] += param.numel()
         optimizer, _ = llm_FSDP.make_optimizer(model, STEPS, args)
         trained = [param for param in model.parameters() if param.requires_grad]
-        first_rows, own_rows, _ = [list(documents.share_of(rows, batch)) for batch in batches_of(rows, args)]
+        first_rows, own_rows, _ = [list(llm_documents.share_of(rows, batch)) for batch in batches_of(rows, args)]
         step(model, first_rows, optimizer, trained, args)
         with Watch() as watch:
             step(model, own_rows, optimizer, trained, args)
@@ -554,7 +554,7 @@ def mix(folder, output, **changes):
         result = {"params": n_params, "held": held_bytes(model, optimizer), "types": types}
         result |= {"gathered": watch.gathered, "reduced": watch.reduced, "host reads": watch.host_reads}
         result["logits"] = logits_of(model)
-        hub.save(model, whole, dtype, args.output_dir)
+        llm_hub.save(model, whole, dtype, args.output_dir)
     return result
 
 
@@ -888,7 +888,7 @@ def test_the_printed_loss_and_speed_are_those_of_the_steps_alone(folder, group, 
     training = begin_training(folder, checkpoint_dir=str(tmp_path), log_every=2, save_every=4, eval_every=3, lr=0.01)
     monkeypatch.setattr(llm_FSDP, "backward", backward)
     monkeypatch.setattr(llm_FSDP, "evaluate", slow(llm_FSDP.evaluate, 100))
-    monkeypatch.setattr("sharded.save", slow(llm_FSDP.sharded.save, 1000))
+    monkeypatch.setattr("checkpoint_sharded.save", slow(llm_FSDP.sharded.save, 1000))
     llm_FSDP.train(*training)
     line = r"step (\d+)/\d+ \| loss (\S+) .* \| ([\d,]+) targets/s \| ([\d,]+) tok"
     found = re.findall(line, capsys.readouterr().out)
@@ -904,8 +904,8 @@ def test_the_printed_loss_and_speed_are_those_of_the_steps_alone(folder, group, 
 
 def save_whole(model, tokenizer, folder):
     """As the script writes a result."""
-    hub.begin(folder, tokenizer, model)
-    hub.save(model, model, model.dtype, folder)
+    llm_hub.begin(folder, tokenizer, model)
+    llm_hub.save(model, model, model.dtype, folder)
 
 
 def test_the_chat_template_of_an_older_result_goes(folder, group, tmp_path):
@@ -923,7 +923,7 @@ def test_with_recompute_a_layer_runs_again_in_backward(recompute, runs, folder, 
     args, calls = arguments(folder, "llama", recompute=recompute), []
     whole, config, dtype, _, _ = llm_FSDP.prepare(args)
     model = llm_FSDP.make_model(whole, config, dtype, args)
-    hub.layers_of(model)[0].mlp.register_forward_pre_hook(lambda *_: calls.append(None))
+    llm_hub.layers_of(model)[0].mlp.register_forward_pre_hook(lambda *_: calls.append(None))
     model(torch.arange(8)[None]).logits.sum().backward()
     assert len(calls) == runs
 
@@ -934,13 +934,13 @@ def test_packing_is_refused_for_a_model_that_mixes_documents_a_little(dtype, gro
     small = {**language.SMALL, "hidden_size": 128, "intermediate_size": 256}
     config = transformers.Lfm2Config(**small, layer_types=["conv", "full_attention"])
     torch.manual_seed(0)
-    model = hub.build_model(config, dtype)
+    model = llm_hub.build_model(config, dtype)
     model.reshard = lambda: None
-    assert "does not keep packed documents apart: use --pad" in exit_message(hub.check_packing, model, 64)
+    assert "does not keep packed documents apart: use --pad" in exit_message(llm_hub.check_packing, model, 64)
     for name in language.FIVE:
-        model = hub.build_model(language.CONFIGS[name](), dtype)
+        model = llm_hub.build_model(language.CONFIGS[name](), dtype)
         model.reshard = lambda: None
-        hub.check_packing(model, 64)
+        llm_hub.check_packing(model, 64)
 
 
 def test_a_result_of_the_other_kind_is_not_mixed_with_this_one(folder, group, tmp_path):
@@ -950,11 +950,11 @@ def test_a_result_of_the_other_kind_is_not_mixed_with_this_one(folder, group, tm
     whole, adapters = tmp_path / "whole", tmp_path / "adapters"
     save_whole(model, tokenizer, whole)
     line = f"{whole} holds a whole model already: choose another folder"
-    assert exit_message(hub.begin, whole, tokenizer, hub.add_lora(copy.deepcopy(model), 2, 4)) == line
-    model = hub.add_lora(model, 2, 4)
+    assert exit_message(llm_hub.begin, whole, tokenizer, llm_hub.add_lora(copy.deepcopy(model), 2, 4)) == line
+    model = llm_hub.add_lora(model, 2, 4)
     save_whole(model, tokenizer, adapters)
     line = f"{adapters} holds adapters already: choose another folder"
-    assert exit_message(hub.begin, adapters, tokenizer, model.unload()) == line
+    assert exit_message(llm_hub.begin, adapters, tokenizer, model.unload()) == line
 
 
 def test_what_a_user_should_know_is_printed_before_training(folder, group, tmp_path, capsys):
@@ -974,7 +974,7 @@ def test_what_a_user_should_know_is_printed_before_training(folder, group, tmp_p
 
 
 def test_the_end_of_answers_is_looked_for_in_conversations_alone(folder, group, tmp_path, capsys):
-    without_special_tokens = documents.CHAT_TEMPLATE.replace("<|", "").replace("|>", " ")
+    without_special_tokens = llm_documents.CHAT_TEMPLATE.replace("<|", "").replace("|>", " ")
     (tmp_path / "template").write_text(without_special_tokens)
     messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "x"}]
     records = [{"messages": messages}, *4 * [{"text": "a text ends with a token"}]]
@@ -1063,14 +1063,14 @@ def test_weights_that_the_configuration_ties_and_the_files_do_not(folder, group,
     model = llm_FSDP.make_model(whole, config, dtype, args)
     expected = logits_of(transformers.AutoModelForCausalLM.from_pretrained(folder / "llama"))
     assert torch.equal(logits_of(model), expected)
-    hub.save(model, whole, dtype, args.output_dir)
+    llm_hub.save(model, whole, dtype, args.output_dir)
     assert torch.equal(logits_of(transformers.AutoModelForCausalLM.from_pretrained(args.output_dir)), expected)
 
 
 def test_a_result_is_not_quantized(folder, group, tmp_path):
     config = language.CONFIGS["llama"]()
     config.quantization_config = {"quant_method": "mxfp4"}
-    model = hub.build_model(config, torch.float32)
+    model = llm_hub.build_model(config, torch.float32)
     save_whole(model, language.byte_tokenizer(), tmp_path)
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     with mock.patch("transformers.LlamaForCausalLM.is_quantized", True, create=True):
@@ -1096,10 +1096,10 @@ def test_documents_that_would_see_each_other_are_refused(folder, group):
     args = arguments(folder, "gpt2")
     whole, config, dtype, _, _ = llm_FSDP.prepare(args)
     model = llm_FSDP.make_model(whole, config, dtype, args)
-    hub.check_packing(model, args.length)
+    llm_hub.check_packing(model, args.length)
     forward = model.forward
     with mock.patch.object(model, "forward", lambda tokens, position_ids, **rest: forward(tokens, **rest)):
-        message = exit_message(hub.check_packing, model, args.length)
+        message = exit_message(llm_hub.check_packing, model, args.length)
     assert message == "GPT2LMHeadModel with --attention sdpa does not keep packed documents apart: use --pad"
 
 
@@ -1108,7 +1108,7 @@ def test_the_script_makes_this_check_unless_rows_are_padded(folder, group, monke
         return mock.Mock(side_effect=dist.DistributedError(reason))
 
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
-    monkeypatch.setattr(hub, "check_packing", refuse("it mixes documents"))
+    monkeypatch.setattr(llm_hub, "check_packing", refuse("it mixes documents"))
     monkeypatch.setattr(llm_FSDP, "train", refuse("it trains"))
     for pad, line in ((False, "it mixes documents"), (True, "it trains")):
         args = arguments(folder, "llama", pad=pad, epochs=1)
@@ -1140,8 +1140,8 @@ def test_packed_documents_do_not_see_each_other(name, attention, folder):
         for lists in ([row], [[document] for document in row]):
             model.zero_grad()
             losses = []
-            for packed in documents.make_rows(lists, LENGTH):
-                loss = llm_FSDP.sum_of_losses(model, documents.on_device(packed))
+            for packed in llm_documents.make_rows(lists, LENGTH):
+                loss = llm_FSDP.sum_of_losses(model, llm_documents.on_device(packed))
                 if not is_flex:
                     loss.backward()
                 losses.append(loss.detach())
@@ -1152,24 +1152,24 @@ def test_packed_documents_do_not_see_each_other(name, attention, folder):
 
 
 def test_the_last_rows_of_a_batch_may_be_without_targets():
-    row = torch.tensor([[7, 8, documents.PADDING], [0, 1, 0], [8, 9, documents.IGNORED]], dtype=torch.int32)
-    there = documents.on_device(row)
+    row = torch.tensor([[7, 8, llm_documents.PADDING], [0, 1, 0], [8, 9, llm_documents.IGNORED]], dtype=torch.int32)
+    there = llm_documents.on_device(row)
     assert there.tokens.tolist() == [[7, 8, 0]] and there.positions.tolist() == [[0, 1, 0]]
     assert there.places.tolist() == [0, 1] and there.targets.tolist() == [8, 9] and there.n_tokens == 2
     with mock.patch("distributed.get_world_size", lambda: 2), mock.patch("distributed.get_rank", lambda: 1):
-        ours, empty = documents.share_of(torch.stack([row, row]), [0, 1, 0])
+        ours, empty = llm_documents.share_of(torch.stack([row, row]), [0, 1, 0])
     assert ours.places.tolist() == [0, 1]
     assert empty.tokens.tolist() == [[0, 0, 0]] and empty.positions.tolist() == [[0, 1, 2]]
     assert len(empty.places) == len(empty.targets) == empty.n_tokens == 0
 
 
 def test_every_row_is_taken_once_in_an_epoch_in_another_order_in_the_next():
-    numbers = documents.order_of(10, 25, seed=1)
+    numbers = llm_documents.order_of(10, 25, seed=1)
     assert len(numbers) == 25
     assert sorted(numbers[:10]) == sorted(numbers[10:20]) == list(range(10))
     assert numbers[:10] != numbers[10:20] != list(range(10))
-    assert numbers[:4] != documents.order_of(10, 4, seed=2)
-    assert numbers[:7] == documents.order_of(10, 7, seed=1)
+    assert numbers[:4] != llm_documents.order_of(10, 4, seed=2)
+    assert numbers[:7] == llm_documents.order_of(10, 7, seed=1)
 
 
 # ---- results are complete or absent ---------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ import transformer
 from conftest import ROOT, float64, slow_clock
 
 import distributed as dist
-import generate
 import gpt
+import gpt_generate
 import min_GRPO
 
 TRAINING = {"imitation_steps": 12, "steps": 3, "prompts": 7, "samples": 3, "temperature": 0.8, "inner_steps": 1}
@@ -114,7 +114,7 @@ def draw_all(model, start_model, step, sparse, args):
     """The answers of all groups, the batch for their losses, and their rewards."""
     batch, rewards = [], []
     for number, prompt in enumerate(min_GRPO.make_prompts(f"step {step}", args.prompts, args.seed)):
-        drawn = generate.uniform(f"{args.seed} {step} {number}", args.samples, LONGEST)
+        drawn = gpt_generate.uniform(f"{args.seed} {step} {number}", args.samples, LONGEST)
         answers = [draw(model, prompt, numbers, args.temperature) for numbers in drawn.tolist()]
         of_group = torch.tensor([partial_reward(sparse, prompt, answer) for answer in answers])
         advantages = of_group - of_group.mean()
@@ -182,7 +182,7 @@ def train(case, module=min_GRPO):
 
     def draw_answers(*args):
         batch = own_draw(*args)
-        result["answers"].append([answer.hex() for answer in module.generate.generated_bytes(*batch[:2])])
+        result["answers"].append([answer.hex() for answer in module.gpt_generate.generated_bytes(*batch[:2])])
         return batch
 
     def update(*args):
@@ -280,8 +280,8 @@ WRONG = [  # a module, its text, what stands in its place, and the case that not
     ("min_GRPO", "for number in own(range(args.prompts)):", "for number in range(len(prompts)):", 0),
     ("min_GRPO", "groups.mean(dim=1, keepdim=True)", "groups.mean()", 0),
     ("min_GRPO", "in_loss = answered[:, 1:]", "in_loss = answered[:, 1:] & (tokens[:, 1:] != STOP)", 0),
-    ("generate", "positions = lengths[rows] + number", "positions = torch.full_like(rows, longest + number)", 0),
-    ("generate", "logits = logits[row_numbers, lengths - 1]", "logits = logits[:, -1]", 0),
+    ("gpt_generate", "positions = lengths[rows] + number", "positions = torch.full_like(rows, longest + number)", 0),
+    ("gpt_generate", "logits = logits[row_numbers, lengths - 1]", "logits = logits[:, -1]", 0),
     ("min_GRPO", "return ratio * (difference.exp() - 1 - difference)", "return difference.exp() - 1 - difference", 1),
     ("min_GRPO", "return -torch.minimum(ratio * advantages, clipped * advantages)", "return -ratio * advantages", 1),
 ]

@@ -19,8 +19,8 @@ from conftest import ROOT, Bomb, CollectiveCounter, exit_message, float64, kille
 from torch.multiprocessing import ProcessExitedException
 
 import distributed as dist
-import generate
 import gpt
+import gpt_generate
 import min_Generate
 
 SIZES = {"layers": 2, "width": 36, "heads": 6, "length": 80}
@@ -58,7 +58,7 @@ def reference():
     for number, record in enumerate(make_records()):
         text = list(record["prompt"].encode())
         n_prompt = len(text)
-        for drawn in generate.uniform(f"{SEED} {number}", 1, NEW_BYTES)[0].tolist():
+        for drawn in gpt_generate.uniform(f"{SEED} {number}", 1, NEW_BYTES)[0].tolist():
             with torch.no_grad():
                 shares = (model(torch.tensor([text]))[0, -1] / TEMPERATURE).softmax(-1)
             byte, total = 0, shares[0]
@@ -130,7 +130,7 @@ def launch(args, *more, worker=min_Generate.main_worker):
 def watched_worker(local_rank, world_size, args, folder):
     """Notes on each rank the heads that the cache holds, the forwards, and what is communicated meanwhile."""
     notes = {"heads": set(), "forwards": 0, "rows": 0}
-    own_exit, own_forward, own_generate = generate.KVCache.__exit__, gpt.GPT.forward, generate.generate
+    own_exit, own_forward, own_generate = gpt_generate.KVCache.__exit__, gpt.GPT.forward, gpt_generate.generate
     counter = CollectiveCounter()
 
     def at_exit(cache, *error):
@@ -149,9 +149,9 @@ def watched_worker(local_rank, world_size, args, folder):
             return own_generate(model, prompts, *rest, **kwargs)
 
     with (
-        mock.patch.object(generate.KVCache, "__exit__", at_exit),
+        mock.patch.object(gpt_generate.KVCache, "__exit__", at_exit),
         mock.patch.object(gpt.GPT, "forward", forward),
-        mock.patch.object(generate, "generate", noted_generate),
+        mock.patch.object(gpt_generate, "generate", noted_generate),
     ):
         min_Generate.main_worker(local_rank, world_size, args)
     notes["heads"] = sorted(notes["heads"])
@@ -193,12 +193,12 @@ def test_other_meshes_too(nproc, tensor, args_of, folder):
 
 def stubborn_worker(local_rank, world_size, args):
     """Rank 1 computes other logits: other bytes would be chosen, and rows would end at other times."""
-    choose = generate.choose
+    choose = gpt_generate.choose
 
     def choose_otherwise(logits, drawn, temperature):
         return choose(torch.randn_like(logits), drawn, temperature)
 
-    changed = mock.patch.object(generate, "choose", choose_otherwise)
+    changed = mock.patch.object(gpt_generate, "choose", choose_otherwise)
     with changed if local_rank == 1 else contextlib.nullcontext():
         min_Generate.main_worker(local_rank, world_size, args)
 
@@ -252,10 +252,10 @@ def killed_while_deleting(folder):
 
 MOMENTS = {
     "before the folder is there": lambda: killed_in("min_Generate.Path.mkdir"),
-    "generating": lambda: killed_in("generate.generate"),
+    "generating": lambda: killed_in("gpt_generate.generate"),
     "before a write": lambda: killed_in("min_Generate.write_part"),
     "before a part has its name": lambda: killed_before_its_name(".json"),
-    "in the second batch": lambda: killed_in("generate.generate", call=2),
+    "in the second batch": lambda: killed_in("gpt_generate.generate", call=2),
     "after a write": lambda: killed_in("min_Generate.write_part", at_its_end=True),
     "before the merge": lambda: killed_in("min_Generate.merge"),
     "before the output has its name": lambda: killed_before_its_name("answers.jsonl"),
@@ -334,13 +334,13 @@ def test_the_launcher_is_killed_at_random_moments(args_of):
 def test_the_longest_prompts_come_first_with_others_of_their_length(args_of):
     """So they share little padding, and too little memory shows at once."""
     lengths = []
-    own_generate = generate.generate
+    own_generate = gpt_generate.generate
 
     def recorded(model, prompts, *args, **kwargs):
         lengths.extend(map(len, prompts))
         return own_generate(model, prompts, *args, **kwargs)
 
-    with mock.patch.object(generate, "generate", recorded):
+    with mock.patch.object(gpt_generate, "generate", recorded):
         launch(args_of("--nproc", 1))
     assert len(lengths) == 24 and lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
 
@@ -397,7 +397,7 @@ def test_an_output_that_is_not_of_this_job_is_neither_overwritten_nor_taken_for_
         lines[3] = lines[4]
     texts = {"mine": "mine", "shorter": "".join(lines[:-1]), "another answer": "".join(lines), "nothing": ""}
     Path("answers.jsonl").write_text(texts[spoil])
-    with mock.patch.object(generate, "generate", side_effect=AssertionError):  # nothing is computed
+    with mock.patch.object(gpt_generate, "generate", side_effect=AssertionError):  # nothing is computed
         assert exit_message(launch, args_of("--nproc", 1)) == EXISTS
     assert Path("answers.jsonl").read_text() == texts[spoil]
     if n_parts != "no":
@@ -437,7 +437,7 @@ DAMAGED += ['[["1", "x"]]', '[[[], "x"]]', "[1]", 5000 * "[", "\udcff"]
 def test_a_damaged_part_is_one_line_before_anything_is_computed(text, args_of):
     *_, folder, _ = min_Generate.prepare(SIZES["length"], args_of("--nproc", 1))
     (folder / "3.json").write_bytes(text.encode(errors="surrogateescape"))
-    with mock.patch.object(generate, "generate", side_effect=AssertionError):
+    with mock.patch.object(gpt_generate, "generate", side_effect=AssertionError):
         message = exit_message(launch, args_of("--nproc", 1))
     assert message == f"{folder}/3.json is damaged: delete it, and run the same command again"
 

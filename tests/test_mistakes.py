@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+import checkpoint_sharded
 import distributed as dist
-import sharded
 
 X = torch.randn(12, 4, dtype=torch.float64, generator=torch.manual_seed(0))
 Y = torch.arange(12) % 4
@@ -173,13 +173,13 @@ def resume_from_rank_0(folder):
     saved = moments(optimizer)
     if dist.is_primary():
         torch.save(optimizer.state_dict(), f"{folder}/optimizer.pt")
-    sharded.save(folder, model, optimizer, 1)
+    checkpoint_sharded.save(folder, model, optimizer, 1)
 
     fresh = torch.optim.Adam(model.parameters())
     fresh.load_state_dict(torch.load(f"{folder}/optimizer.pt", weights_only=False))
     wrong = (moments(fresh) - saved).abs().max().item()
     fresh = torch.optim.Adam(model.parameters())
-    sharded.load(folder, model, fresh)
+    checkpoint_sharded.load(folder, model, fresh)
     return wrong, (moments(fresh) - saved).abs().max().item()
 
 

@@ -34,10 +34,10 @@ from torch.multiprocessing import ProcessExitedException
 from torch.nn import functional as F
 from torch.utils.data import Subset
 
+import checkpoint_sharded
 import distributed as dist
 import mnist
 import mnist_FSDP
-import sharded
 
 GLOBAL_BATCH, EPOCHS, SIZES, LR = 24, 2, (240, 250), 0.002  # 250 is no multiple of 3, 4 or a batch
 STEPS = SIZES[0] // GLOBAL_BATCH  # of an epoch
@@ -182,11 +182,11 @@ def normed_worker(local_rank, world_size, folder):
     model = mnist_FSDP.wrap(Normed(), "fsdp", dist.get_device(), False)
     for buffer in model.buffers():
         buffer.fill_(local_rank)
-    sharded.save(f"{folder}/without evaluation", model, torch.optim.Adam(model.parameters()), 1)
+    checkpoint_sharded.save(f"{folder}/without evaluation", model, torch.optim.Adam(model.parameters()), 1)
     assert not any(buffer.any() for buffer in model.buffers()), "rank 0's are saved"
     if local_rank == 1:  # as stages of a pipeline differ
         model.register_buffer("own", torch.ones(2))
-    sharded.save(f"{folder}/stages", model, torch.optim.Adam(model.parameters()), 1)
+    checkpoint_sharded.save(f"{folder}/stages", model, torch.optim.Adam(model.parameters()), 1)
     dist.barrier()
 
 
@@ -463,13 +463,13 @@ KILLS = {  # the rank, how it is killed in the second save, and the newest compl
 
 
 def killed_worker(local_rank, world_size, folder, rank, how):
-    save = sharded.save
+    save = checkpoint_sharded.save
 
     def save_or_die(folder, model, optimizer, epoch):
         with killed_in(*how) if (epoch, local_rank) == (2, rank) else contextlib.nullcontext():
             save(folder, model, optimizer, epoch)
 
-    with mock.patch("sharded.save", save_or_die):
+    with mock.patch("checkpoint_sharded.save", save_or_die):
         again_worker(local_rank, world_size, folder)
 
 
@@ -490,13 +490,13 @@ def test_kill_in_a_save(moment, uninterrupted, references, tmp_path):
 
 def full_disk_worker(local_rank, world_size, folder):
     """A disk that fills in the second save, on every rank, and in the export."""
-    save = sharded.save
+    save = checkpoint_sharded.save
 
     def save_on_a_full_disk(*arguments):
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         save(*arguments)
 
-    with mock.patch("sharded.save", save_on_a_full_disk):
+    with mock.patch("checkpoint_sharded.save", save_on_a_full_disk):
         message = exit_message(again_worker, local_rank, world_size, folder)
     assert message.startswith(f"cannot save {folder}/step-2: "), message
     with few_digits(*SIZES):

@@ -14,8 +14,26 @@ import distributed as dist
 import options
 import single_gpu
 
-TRANSFORMERS = ["min_2D", "min_3D", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP", "min_Join", "min_Muon", "min_PP"]
-TRANSFORMERS += ["min_AllReduce", "min_Packing", "min_Ring", "min_Stream", "min_TP", "min_ZeRO", "min_ZeRO3"]
+TRANSFORMERS = [
+    "min_FSDP_TP",
+    "min_PP_FSDP_TP",
+    "min_CP",
+    "min_DiLoCo",
+    "min_EP",
+    "min_FSDP",
+    "min_Join",
+    "min_Muon",
+    "min_PP",
+]
+TRANSFORMERS += [
+    "min_DDP_scratch",
+    "min_Packing",
+    "min_CP_ring",
+    "min_Stream",
+    "min_TP",
+    "min_ZeRO",
+    "min_FSDP_scratch",
+]
 NPROC = ["llm_FSDP", "min_GRPO", "mnist_DDP", "mnist_FSDP", *TRANSFORMERS]
 POSITIONAL = {"multigpu_torchrun": ["5", "1"], "multinode_torchrun": ["5", "1"]}
 SCRIPTS = [*NPROC, "min_FaultTolerant", "min_Generate", "rpc_param_server", "rpc_model_parallel"]
@@ -99,12 +117,12 @@ processes
         --epochs 0 | argument --epochs: '0' is not a whole number of at least 1
         --nproc 2 | unrecognized arguments: --nproc 2
     """,
-    "min_AllReduce.py": """
+    "min_DDP_scratch.py": """
         --compress powersgd | argument --compress: invalid choice: 'powersgd' (choose from 'none', 'bf16')
         --nproc 2 --accumulate 3 --global-batch-size 16 | argument --global-batch-size: 16 is not a multiple of 6, \
 the number of processes times --accumulate
     """,
-    "min_2D.py": """
+    "min_FSDP_TP.py": """
         --heads 3 --width 128 | argument --width: 128 is not a multiple of 3, the number of heads
         --length 1 | argument --length: '1' is not a whole number from 2 to 65536
         --nproc 4 --replicate 2 --shard 4 | argument --nproc: 4 is not --replicate 2 x --shard 4 x --tensor 1
@@ -251,9 +269,9 @@ def test_nproc_is_the_number_of_processes(script, main_of, monkeypatch):
     assert launched(monkeypatch, script).kwargs == {"nprocs": 4}, "on two machines with two GPUs each"
 
 
-@pytest.mark.parametrize("script", ["min_2D", "min_CP", "min_DiLoCo", "min_Join", "min_ZeRO"])
+@pytest.mark.parametrize("script", ["min_FSDP_TP", "min_CP", "min_DiLoCo", "min_Join", "min_ZeRO"])
 def test_defaults_suit_any_number_of_processes(script, monkeypatch):
-    options = {"min_2D": [(), ("--tensor", 0), ("--replicate", 0)], "min_CP": [(), ("--attention", "all-gather")]}
+    options = {"min_FSDP_TP": [(), ("--tensor", 0), ("--replicate", 0)], "min_CP": [(), ("--attention", "all-gather")]}
     for nproc in (*range(1, 9), 16):
         for given in options.get(script, [()]):
             given = [nproc if value == 0 else value for value in given]
@@ -265,7 +283,7 @@ def test_defaults_suit_any_number_of_processes(script, monkeypatch):
                 assert args.length % nproc == 0 and (given or args.heads % nproc == 0)
             else:
                 assert args.global_batch_size % shares == 0
-            if script == "min_2D":
+            if script == "min_FSDP_TP":
                 assert args.replicate * args.shard * args.tensor == nproc
                 assert args.heads % args.tensor == args.length % args.tensor == 0
     assert getattr(launched(monkeypatch, script, "--steps", 4).args[1], "least", 3) == 3, "three quarters"
@@ -300,7 +318,7 @@ FOLDERS = [
     ("mnist_DDP", "--output-dir", ""),
     ("mnist_DDP", "--snapshot-path", "snapshot.pt"),
     ("mnist_DDP", "--tensorboard", ""),
-    ("min_2D", "--checkpoint-dir", ""),
+    ("min_FSDP_TP", "--checkpoint-dir", ""),
     ("min_GRPO", "--save", "model.pt"),
 ]
 
@@ -319,8 +337,8 @@ def test_a_folder_is_made_or_one_line_says_why_not(script, option, name, main_of
 
 SAVING = {
     "llm_FSDP.py": "--checkpoint-dir",
-    "min_2D.py": "--checkpoint-dir",
-    "min_3D.py": "--checkpoint-dir",
+    "min_FSDP_TP.py": "--checkpoint-dir",
+    "min_PP_FSDP_TP.py": "--checkpoint-dir",
     "min_FSDP.py": "--checkpoint-dir",
     "mnist_FSDP.py": "--checkpoint-dir",
     "min_Muon.py": "--snapshot-path",

@@ -272,7 +272,7 @@ def test_memory_is_that_of_the_docs():
         held = sum(plan.state_bytes(MODEL, layout).values())
         assert held == pytest.approx(value(cell(script, 2))), script
     held = sum(plan.state_bytes(MODEL, in_float32(replicate=3, shard=4, tensor=2)).values())
-    assert held == pytest.approx(value(cell("min_2D.py", 2), shard=4, tensor=2))
+    assert held == pytest.approx(value(cell("min_FSDP_TP.py", 2), shard=4, tensor=2))
 
 
 def test_a_gathered_block_takes_20_bytes_per_parameter():
@@ -321,7 +321,7 @@ def test_fsdp_x_tp_sends_what_the_docs_say():
 
 
 def test_a_pipeline_of_shards_gathers_once():
-    """min_3D.py: 8·P/(K·T) bytes more during a step, and 2·(S-1)/S · 4·P/(K·T) sent along shard."""
+    """min_PP_FSDP_TP.py: 8·P/(K·T) bytes more during a step, and 2·(S-1)/S · 4·P/(K·T) sent along shard."""
     layout = in_float32(shard=4, tensor=2, stages=3, count=3)
     assert plan.gathered_bytes(MODEL, layout) == pytest.approx(8 * P / (3 * 2))
     assert sum(plan.shard_bytes(MODEL, layout)) == pytest.approx(2 * 3 / 4 * 4 * P / (3 * 2))
@@ -637,17 +637,17 @@ def test_every_named_gpu_is_planned(name, capsys):
 # ---- commands -----------------------------------------------------------------------------------------------------
 
 LAYOUTS = {  # the mesh's name and its script
-    plan.Layout(): ("one GPU", "min_2D.py"),
-    plan.Layout(replicate=4): ("DDP 4", "min_2D.py"),
+    plan.Layout(): ("one GPU", "min_FSDP_TP.py"),
+    plan.Layout(replicate=4): ("DDP 4", "min_FSDP_TP.py"),
     plan.Layout(replicate=4, zero=True): ("ZeRO-1 4", "min_ZeRO.py"),
     plan.Layout(shard=4): ("FSDP 4", "min_FSDP.py"),
-    plan.Layout(shard=4, recompute="full"): ("FSDP 4", "min_2D.py"),
-    plan.Layout(replicate=2, shard=2): ("DDP 2 x FSDP 2", "min_2D.py"),
+    plan.Layout(shard=4, recompute="full"): ("FSDP 4", "min_FSDP_TP.py"),
+    plan.Layout(replicate=2, shard=2): ("DDP 2 x FSDP 2", "min_FSDP_TP.py"),
     plan.Layout(tensor=4): ("TP 4", "min_TP.py"),
-    plan.Layout(shard=2, tensor=2): ("FSDP 2 x TP 2", "min_2D.py"),
+    plan.Layout(shard=2, tensor=2): ("FSDP 2 x TP 2", "min_FSDP_TP.py"),
     plan.Layout(stages=4, count=4): ("PP 4", "min_PP.py"),
     plan.Layout(replicate=2, stages=2, count=4, chunks=2): ("DDP 2 x PP 2, interleaved", "min_PP.py"),
-    plan.Layout(shard=2, tensor=2, stages=2, count=2): ("FSDP 2 x TP 2 x PP 2", "min_3D.py"),
+    plan.Layout(shard=2, tensor=2, stages=2, count=2): ("FSDP 2 x TP 2 x PP 2", "min_PP_FSDP_TP.py"),
     plan.Layout(context=4, shard_context=False): ("CP 4", "min_CP.py"),
 }
 
@@ -677,7 +677,7 @@ def test_the_script_takes_the_command(layout, monkeypatch):
     for option in ("replicate", "shard", "tensor"):
         assert getattr(args, option, None) in (None, getattr(layout, option))
     has_bf16 = getattr(args, "bf16", False)
-    assert has_bf16 == (script in ("min_FSDP.py", "min_2D.py", "min_3D.py") and args.nproc > 1)
+    assert has_bf16 == (script in ("min_FSDP.py", "min_FSDP_TP.py", "min_PP_FSDP_TP.py") and args.nproc > 1)
     assert ("bfloat16" in plan.missing(job, layout)) == (not has_bf16)
     assert "--bf16" not in plan.command(job, dataclasses.replace(layout, precision="float32"))
 
@@ -718,8 +718,8 @@ def test_a_model_of_the_hub_is_trained_by_llm_fsdp():
     assert plan.missing(job, several) == ["a fused cross-entropy", "micro-batches of 4 sequences"]
     for other in (dict(tensor=2, shard=4), dict(recompute="selective"), dict(shard=1, replicate=8)):
         name, _ = plan.script(dataclasses.replace(layout, **other), job.model.hub)
-        assert name == "min_2D.py"
-    assert plan.script(layout)[0] == "min_2D.py", "a shape without a name"
+        assert name == "min_FSDP_TP.py"
+    assert plan.script(layout)[0] == "min_FSDP_TP.py", "a shape without a name"
     assert {name for name, model in plan.MODELS.items() if model.hub} == {
         name for name in plan.MODELS if name.startswith("llama")
     }
@@ -730,7 +730,7 @@ def test_what_the_scripts_lack_is_said():
     layout = plan.Layout(shard=8, recompute="selective", fused=True, count=2)
     lacking = ["torch.compile", "selective recomputation", "gradient accumulation over 2 micro-batches"]
     assert plan.missing(job, layout) == lacking
-    assert plan.missing(job, plan.Layout(shard=8, recompute="full")) == [], "min_2D.py recomputes"
+    assert plan.missing(job, plan.Layout(shard=8, recompute="full")) == [], "min_FSDP_TP.py recomputes"
     assert plan.missing(job, plan.Layout(tensor=8, recompute="full")) == ["bfloat16", "full recomputation"]
     assert plan.missing(job, plan.Layout(replicate=8, zero=True)) == ["bfloat16"]
     assert plan.missing(job, plan.Layout(stages=8, count=8, precision="float32")) == []

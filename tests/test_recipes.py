@@ -42,9 +42,9 @@ from tqdm import tqdm
 from transformer import full_parameters
 
 import checkpoint
+import checkpoint_sharded
 import distributed as dist
 import gpt
-import sharded
 
 PAGE = ROOT / "docs" / "recipes.md"
 RATE = 0.1
@@ -1331,7 +1331,7 @@ def export():
     for name, wrap in SHARDED.items():
         model = wrap(two_layers(seed=7))
         if name == "FSDP2":
-            sharded.save("runs", model, sgd(model), 1)
+            checkpoint_sharded.save("runs", model, sgd(model), 1)
         execute(gathered, sharded_model=model)
         if dist.is_primary():
             check_equal(torch.load("model.pt", weights_only=True), two_layers(seed=7).state_dict(), tolerance=0)
@@ -1518,15 +1518,15 @@ def tiny_llama(change=None):
     """The shards of llm_FSDP.py, the whole model, and the configuration."""
     import language
 
-    import hub
     import llm_FSDP
+    import llm_hub
 
     config = language.CONFIGS["llama"]()
     config.dtype = torch.float64
     torch.manual_seed(0)
-    whole = hub.build_model(config, torch.float64)
+    whole = llm_hub.build_model(config, torch.float64)
     args = types.SimpleNamespace(lora=None, precision="float32", attention="sdpa", recompute=False, compile=False)
-    with mock.patch.object(hub, "build_model", changed(hub.build_model, change)):
+    with mock.patch.object(llm_hub, "build_model", changed(llm_hub.build_model, change)):
         if change:
             whole = change(whole) or whole
         return llm_FSDP.make_model(whole, config, torch.float64, args), copy.deepcopy(whole), args
@@ -1544,7 +1544,7 @@ def changed(build, change):
 
 def pairs():
     """4 rows of two documents of 10 and 12 tokens. The last 4 and 3 of them are answers."""
-    import documents
+    import llm_documents
 
     draw = torch.Generator().manual_seed(1)
     lists = []
@@ -1553,16 +1553,16 @@ def pairs():
         for length, n_answer in ((10, 4), (12, 3)):
             tokens = torch.randint(0, 256, (length + 1,), generator=draw, dtype=torch.int32).numpy()
             targets = tokens[1:].copy()
-            targets[:-n_answer] = documents.IGNORED
+            targets[:-n_answer] = llm_documents.IGNORED
             found.append((tokens[:-1], targets))
         lists.append(found)
-    return lists, documents.make_rows(lists, 30)
+    return lists, llm_documents.make_rows(lists, 30)
 
 
 def own_pairs(rows):
-    import documents
+    import llm_documents
 
-    return list(documents.share_of(rows, range(len(rows))))
+    return list(llm_documents.share_of(rows, range(len(rows))))
 
 
 def answer_log_probability(model, document):
@@ -1585,14 +1585,14 @@ PREFERENCES = "How do I train on preferences (DPO)?"
 @recipe
 def preferences():
     """DPO with adapters, against the pairs one after the other, beside a copy of the model as the reference."""
-    import hub
+    import llm_hub
 
     _, block = blocks_of(PREFERENCES)
     names = execute(block)
 
     def add(model):
         torch.manual_seed(3)
-        model = hub.add_lora(model, 2, 4.0)
+        model = llm_hub.add_lora(model, 2, 4.0)
         for name, param in model.named_parameters():
             if "lora_B" in name and param.device.type != "meta":
                 nn.init.normal_(param, std=0.3)
@@ -1632,10 +1632,11 @@ def reward_model():
 
 @recipe
 def frozen_layers():
-    import hub
+
+    import llm_hub
 
     (block,) = blocks_of("How do I freeze some layers?")
-    names = execute(block, hub=hub)
+    names = execute(block, llm_hub=llm_hub)
     model, _, args = tiny_llama(lambda model: names.freeze_first_layers(model, 1))
     frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
     assert frozen == {name for name, _ in model.named_parameters() if "layers.0." in name or "embed_tokens" in name}
@@ -1659,13 +1660,13 @@ def step_of(model, args):
 def longer_context():
     import language
 
-    import hub
+    import llm_hub
 
     (block,) = blocks_of("How do I train on a longer context than the model was trained on?")
     config = execute(block).stretch(language.CONFIGS["llama"](), 4)
     assert config.max_position_embeddings == 1024
-    plain = hub.build_model(language.CONFIGS["llama"](), torch.float64)
-    stretched = hub.build_model(config, torch.float64)
+    plain = llm_hub.build_model(language.CONFIGS["llama"](), torch.float64)
+    stretched = llm_hub.build_model(config, torch.float64)
     assert not torch.equal(plain.model.rotary_emb.inv_freq, stretched.model.rotary_emb.inv_freq)
     assert stretched(torch.arange(200).repeat(4)[None]).logits.isfinite().all()
 
@@ -1834,7 +1835,7 @@ def in_folder(tmp_path, monkeypatch):
 def test_seven_other_formats(in_folder):
     import language
 
-    import documents
+    import llm_documents
 
     system = {"role": "system", "content": "Be kind."}
     question, answer = (message["content"] for message in CONVERSATION)
@@ -1857,19 +1858,19 @@ def test_seven_other_formats(in_folder):
     assert converted(5) == records[:3]
     language.write_jsonl(Path("export.jsonl"), [{"id": 1, "messages": CONVERSATION, "source": "web"}])
     assert converted(6) == [{"messages": CONVERSATION}]
-    assert documents.read(documents.lines_of(["chats.jsonl"]), language.byte_tokenizer(), 200)
+    assert llm_documents.read(llm_documents.lines_of(["chats.jsonl"]), language.byte_tokenizer(), 200)
 
 
 def test_answers_in_a_prompt_that_is_a_list():
     """The page says how to write them, and what is in the loss then."""
     import language
 
-    import documents
+    import llm_documents
 
     def in_loss(prompt):
         lines = [("line", json.dumps({"messages": [*prompt, *CONVERSATION]}))]
-        (((_, targets),),) = documents.read(lines, language.byte_tokenizer(), 200)
-        return language.byte_tokenizer().decode(targets[targets != documents.IGNORED])
+        (((_, targets),),) = llm_documents.read(lines, language.byte_tokenizer(), 200)
+        return language.byte_tokenizer().decode(targets[targets != llm_documents.IGNORED])
 
     said = CONVERSATION[1]["content"] + "<|end|>"
     assert in_loss(CONVERSATION) == 2 * said
@@ -1880,7 +1881,7 @@ def test_preference_pairs_become_rows_of_two_documents(in_folder):
     """One in 20 is held out. The longest do not fit, and are left out as a pair."""
     import language
 
-    import documents
+    import llm_documents
 
     language.write_jsonl(Path("preferences.jsonl"), PAIRS)
     chosen = converted(3, "chosen.jsonl")
@@ -1888,7 +1889,7 @@ def test_preference_pairs_become_rows_of_two_documents(in_folder):
     assert [line["messages"][1]["content"] for line in chosen] == [pair["chosen"] for pair in PAIRS]
     assert [line["messages"][1]["content"] for line in rejected] == [pair["rejected"] for pair in PAIRS]
     loading, _ = blocks_of(PREFERENCES)
-    names = execute(loading, documents=documents)
+    names = execute(loading, llm_documents=llm_documents)
     tokenizer = language.byte_tokenizer()
     args = types.SimpleNamespace(data=["chosen.jsonl", "rejected.jsonl"], length=300)
     training, held_out = names.load_documents(tokenizer, args)
@@ -1898,7 +1899,7 @@ def test_preference_pairs_become_rows_of_two_documents(in_folder):
         starts = [place for place, position in enumerate(positions) if position == 0]
         documents_of_row = [tokens[: starts[1]], tokens[starts[1] : starts[2]]]
         texts.append([tokenizer.decode(document) for document in documents_of_row])
-        assert set(tokens[starts[2] :]) == {documents.PADDING}
+        assert set(tokens[starts[2] :]) == {llm_documents.PADDING}
     numbers = [n for n in range(46) if n % 20] + [0, 20, 40]
     expected = []
     for n in numbers:

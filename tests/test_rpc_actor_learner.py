@@ -18,8 +18,8 @@ from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
 import distributed as dist
-import remote
 import rpc_actor_learner
+import rpc_remote
 
 SCRIPT = ROOT / "rpc_actor_learner.py"
 SEED, HIDDEN, LR, UPDATES = 3, 16, 0.02, 10
@@ -219,7 +219,7 @@ def lose_one(local_rank, world_size, victim, updates):
     if local_rank == 0:
         rpc_actor_learner.answer_if_all_have_asked = count(rpc_actor_learner.answer_if_all_have_asked)
     else:
-        remote.call = count(remote.call)
+        rpc_remote.call = count(rpc_remote.call)
     rpc_actor_learner.main_worker(local_rank, world_size, arguments(updates))
     print(f"rank {local_rank} ends well")
 

@@ -24,8 +24,8 @@ from torch.multiprocessing import ProcessExitedException
 
 import distributed as dist
 import mnist
-import remote
 import rpc_param_server
+import rpc_remote
 import spawn
 
 SCRIPT = ROOT / "rpc_param_server.py"
@@ -63,7 +63,7 @@ def train_and_record(local_rank, world_size, folder, mode):
     """Save the weights at each evaluation, or of each call of the server its function and the bytes it cost."""
     torch.set_default_dtype(torch.float64)
     records = []
-    call, evaluate = remote.call, rpc_param_server.evaluate
+    call, evaluate = rpc_remote.call, rpc_param_server.evaluate
 
     def recording_call(name, function, *args, **kwargs):
         before = io_bytes()
@@ -78,7 +78,7 @@ def train_and_record(local_rank, world_size, folder, mode):
         return result
 
     through_sockets()
-    remote.call = recording_call
+    rpc_remote.call = recording_call
     rpc_param_server.evaluate = recording_evaluate
     run_role(local_rank, world_size, mode)
     torch.save(records, f"{folder}/{local_rank}.pt")
@@ -190,26 +190,26 @@ def test_sync_waits_for_the_trainers_at_work_only(capsys):
 def test_on_loss_is_called_before_the_loss_counts(monkeypatch):
     """The caller of `end` reports who was lost: `on_loss` must have noted it by then."""
     answer = torch.futures.Future()
-    monkeypatch.setattr(remote.rpc, "rpc_async", lambda *args, **kwargs: answer)
-    monkeypatch.setattr(remote, "_watched", {})
-    monkeypatch.setattr(remote, "_gone", queue.SimpleQueue())
+    monkeypatch.setattr(rpc_remote.rpc, "rpc_async", lambda *args, **kwargs: answer)
+    monkeypatch.setattr(rpc_remote, "_watched", {})
+    monkeypatch.setattr(rpc_remote, "_gone", queue.SimpleQueue())
     seen = []
-    remote.watch("trainer1", lambda: seen.append(remote._gone.empty()))
+    rpc_remote.watch("trainer1", lambda: seen.append(rpc_remote._gone.empty()))
     answer.set_exception(RuntimeError("connection closed"))
-    assert seen == [True] and remote._gone.get_nowait() == ("trainer1", True)
+    assert seen == [True] and rpc_remote._gone.get_nowait() == ("trainer1", True)
 
 
 def test_a_loss_wakes_the_process_that_waits_for_the_end(monkeypatch):
     answers = {name: torch.futures.Future() for name in ("trainer1", "trainer2", "trainer3")}
-    monkeypatch.setattr(remote.rpc, "rpc_async", lambda name, *args, **kwargs: answers[name])
+    monkeypatch.setattr(rpc_remote.rpc, "rpc_async", lambda name, *args, **kwargs: answers[name])
     for name, value in {"_watched": {}, "_gone": queue.SimpleQueue(), "_end": torch.futures.Future()}.items():
-        monkeypatch.setattr(remote, name, value)
-    monkeypatch.setattr(remote.rpc, "shutdown", shutdown := mock.Mock())
+        monkeypatch.setattr(rpc_remote, name, value)
+    monkeypatch.setattr(rpc_remote.rpc, "shutdown", shutdown := mock.Mock())
     for name in answers:
-        remote.watch(name)
-    remote._say_goodbye("trainer3")
+        rpc_remote.watch(name)
+    rpc_remote._say_goodbye("trainer3")
     with ThreadPoolExecutor() as pool:
-        end = pool.submit(remote.end)  # trainer1 and trainer2 train on
+        end = pool.submit(rpc_remote.end)  # trainer1 and trainer2 train on
         answers["trainer1"].set_exception(RuntimeError("the connection is closed"))
         with pytest.raises(dist.DistributedError, match=r"^trainer1 is lost$"):
             end.result(60)
@@ -243,9 +243,9 @@ def lose_one(local_rank, world_size, mode, victim, where, how=signal.SIGKILL, ti
         "update": (rpc_param_server.Server, "update", 10),
         "step": (rpc_param_server, "parameters_to_vector", 10),
         "straggler": (rpc_param_server, "parameters_to_vector", 10),
-        "goodbye": (remote, "call", 1 + 24 + 2 + 1),  # the last one, of every trainer
+        "goodbye": (rpc_remote, "call", 1 + 24 + 2 + 1),  # the last one, of every trainer
         "data": (mnist, "Digits", 1),
-        "group": (remote.torch_dist, "init_process_group", 1),
+        "group": (rpc_remote.torch_dist, "init_process_group", 1),
         "rpc": (rpc, "init_rpc", 1),
         "rpc, its group": (rpc.backend_registry, "_init_process_group", 1),
         "rpc, its agent": (rpc.api, "_all_gather", 1),
@@ -366,7 +366,7 @@ def test_it_listens_on_the_named_interface_only_and_trainers_end_with_their_serv
 def test_on_one_machine_it_listens_on_loopback_unless_told_otherwise(here, named, warned, capsys):
     given = {"TP_SOCKET_IFNAME": named, "GLOO_SOCKET_IFNAME": named} if named else {}
     with mock.patch.dict(os.environ, {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": str(here), **given}, clear=True):
-        remote._choose_interface()
+        rpc_remote._choose_interface()
         expected = named or ("lo" if here == 3 else None)
         assert os.environ.get("TP_SOCKET_IFNAME") == os.environ.get("GLOO_SOCKET_IFNAME") == expected
     where = named or f"the address of {socket.gethostname()}"

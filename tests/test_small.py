@@ -13,8 +13,18 @@ import tokenize
 import pytest
 from conftest import ROOT, run
 
-HELPERS = ("checkpoint", "distributed", "generate", "gpt", "mnist", "options", "remote", "sharded", "spawn")
-ALL_HELPERS = {*HELPERS, "documents", "hub", "tracking", "watch"}
+HELPERS = (
+    "checkpoint",
+    "distributed",
+    "gpt_generate",
+    "gpt",
+    "mnist",
+    "options",
+    "rpc_remote",
+    "checkpoint_sharded",
+    "spawn",
+)
+ALL_HELPERS = {*HELPERS, "llm_documents", "llm_hub", "tracking", "watch"}
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem not in ALL_HELPERS)
 PUBLIC = {
     *("DistributedError", "is_launched", "get_rank", "get_local_rank", "get_world_size", "is_primary", "print_primary"),
@@ -26,7 +36,7 @@ MOST = {
     "distributed": 224,
     "spawn": 115,
     "checkpoint": 186,
-    "sharded": 120,
+    "checkpoint_sharded": 120,
     "watch": 80,
     "options": 45,
 }  # lines of code
@@ -156,7 +166,7 @@ def test_what_a_script_needs_beside_it():
     assert carried("min_DDP") == ["distributed", "spawn"]
     for name in ("multigpu_torchrun", "multinode_torchrun"):
         assert carried(name) == ["checkpoint", "distributed"]
-    assert carried("min_FSDP") == ["distributed", "gpt", "options", "sharded", "spawn"]
+    assert carried("min_FSDP") == ["checkpoint_sharded", "distributed", "gpt", "options", "spawn"]
     assert carried("single_gpu") == carried("plan") == carried("watch") == []
 
 

@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformer import full_parameters
 
+import checkpoint_sharded
 import distributed as dist
 import min_DDP
-import sharded
 
 STEPS, BATCH = 2, 8
 
@@ -125,11 +125,11 @@ WRAPPERS = {
 
 def resume(folder, make_model, model, optimizer):
     """A checkpoint of it fills another model and optimizer, learning rates of groups and schedule included."""
-    sharded.save(folder, model, optimizer, 3)
+    checkpoint_sharded.save(folder, model, optimizer, 3)
     other = WRAPPERS["FSDP"](make_model())
     fresh = torch.optim.AdamW(layerwise(other), lr=1e-2)
     torch.optim.lr_scheduler.LambdaLR(fresh, lambda step: 1.0)  # a scheduler adds initial_lr to the groups
-    assert sharded.load(folder, other, fresh) == 3
+    assert checkpoint_sharded.load(folder, other, fresh) == 3
     assert [group["lr"] for group in fresh.param_groups] == [group["lr"] for group in optimizer.param_groups]
     expected = full_parameters(model)
     assert all(torch.equal(param, expected[name]) for name, param in full_parameters(other).items())

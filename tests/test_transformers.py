@@ -13,15 +13,15 @@ from transformer import BIGRAM, arguments, make_model, make_optimizer, progress_
 
 import distributed as dist
 import gpt
-import min_3D
-import min_AllReduce
 import min_CP
+import min_CP_ring
+import min_DDP_scratch
 import min_DiLoCo
 import min_EP
 import min_FSDP
 import min_Muon
 import min_PP
-import min_Ring
+import min_PP_FSDP_TP
 import min_TP
 import min_ZeRO
 
@@ -32,13 +32,13 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [
-        *("min_2D", "min_3D", "min_AllReduce", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP"),
-        *("min_Join", "min_Muon", "min_PP", "min_Ring", "min_TP", "min_ZeRO"),
+        *("min_FSDP_TP", "min_PP_FSDP_TP", "min_DDP_scratch", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP"),
+        *("min_Join", "min_Muon", "min_PP", "min_CP_ring", "min_TP", "min_ZeRO"),
     ],
 )
 def test_it_learns_more_than_pairs_of_bytes_within_minutes(script):
     seconds = 240  # on two cores, beside another test
-    if script == "min_3D":
+    if script == "min_PP_FSDP_TP":
         seconds = 360  # FSDP on one shard copies for nothing
     status, stdout, stderr = run(f"{script}.py", "--nproc", 2, timeout=560)
     assert (status, stderr) == (0, "")
@@ -73,7 +73,7 @@ def prepare(script, model, args):
     """The model as a script splits it, and its optimizer."""
     if script is min_ZeRO:
         return model, min_ZeRO.ZeRO(model.parameters(), torch.optim.SGD, lr=LR)
-    if script in (min_PP, min_3D):
+    if script in (min_PP, min_PP_FSDP_TP):
         pipeline = script.make_pipeline(gpt.make_meta_model(args), args)
         return pipeline, make_optimizer("SGD", pipeline.model.parameters(), LR)
     if script is min_Muon:
@@ -85,10 +85,10 @@ def prepare(script, model, args):
         min_TP.split_layers(model)
     elif script is min_CP:
         model = min_CP.parallelize(model, args.attention)
-    elif script is min_AllReduce:
-        model = min_AllReduce.parallelize(model, args)
-    elif script is min_Ring:
-        model = min_Ring.parallelize(model)
+    elif script is min_DDP_scratch:
+        model = min_DDP_scratch.parallelize(model, args)
+    elif script is min_CP_ring:
+        model = min_CP_ring.parallelize(model)
     elif script is min_EP:
         min_EP.add_experts(model, args)
     return model, make_optimizer("SGD", model.parameters(), LR)
@@ -129,20 +129,20 @@ def count_worker(local_rank, world_size):
     ddp, on_gloo = 2 * (N - 1) / N * 4 * n_params, 1.5  # whose reduce-scatter is an all-reduce
     for attention, times in (("ulysses", 2 / N), ("all-gather", 1)):
         report(min_CP, ddp + times * 4 * LAYERS * BATCH * features, attention=attention)
-    report(min_Ring, ddp + (3 * N - 2) / N * 8 * LAYERS * BATCH * LENGTH * WIDTH)
+    report(min_CP_ring, ddp + (3 * N - 2) / N * 8 * LAYERS * BATCH * LENGTH * WIDTH)
     blocks = sum(param.numel() for param in make_model(arguments(layers=2, width=WIDTH)).blocks.parameters())
     whole = {"checkpoint_dir": None}
     # Blocks are gathered twice and the rest once, and all is reduced, which takes twice as much on gloo.
     report(min_FSDP, (N - 1) / N * 4 * (4 * blocks + 3 * (n_params - blocks)), **whole)
     report(min_ZeRO, on_gloo * ddp)
-    report(min_AllReduce, ddp, bucket_mb=0.05, compress="none", accumulate=2)
+    report(min_DDP_scratch, ddp, bucket_mb=0.05, compress="none", accumulate=2)
     matrices, rest = min_Muon.split_params(model)
     parts = [sum(matrix.numel() for matrix in part) for part in min_Muon.deal(matrices, N)]
     n_rest = sum(param.numel() for param in rest)
     report(min_Muon, on_gloo * 8 * (N - 1) * max(parts) + 8 * (N - 1) / N * n_rest, snapshot_path=None)
     mesh = {"micro_batches": 4, "schedule": "1F1B", "checkpoint_dir": None}
-    report(min_3D, 4 * BATCH * LENGTH * WIDTH, **mesh, stages=2, shard=1, tensor=1)
-    report(min_3D, on_gloo * ddp, **mesh, stages=1, shard=2, tensor=1)
+    report(min_PP_FSDP_TP, 4 * BATCH * LENGTH * WIDTH, **mesh, stages=2, shard=1, tensor=1)
+    report(min_PP_FSDP_TP, on_gloo * ddp, **mesh, stages=1, shard=2, tensor=1)
     for every in (1, 2):
         report(min_DiLoCo, ddp / every, sync_every=every, outer_lr=0.7, outer_momentum=0.9)
     experts = {"experts": N, "top": 2, "balance": 0.01}  # both, so that all are used evenly

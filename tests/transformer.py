@@ -14,9 +14,14 @@ from torch.nn import functional as F
 import distributed as dist
 import gpt
 
-MICRO_BATCHES = ("min_3D", "min_PP")  # the gradients of one are there when the next one begins
-SAME_DROPOUT = ("min_2D", "min_3D", "min_PP", "min_TP")  # tensor neighbours and stages work on the same sequences
-WHOLE_BATCH = ("min_CP", "min_Ring", "min_TP")  # each process takes the whole global batch
+MICRO_BATCHES = ("min_PP_FSDP_TP", "min_PP")  # the gradients of one are there when the next one begins
+SAME_DROPOUT = (
+    "min_FSDP_TP",
+    "min_PP_FSDP_TP",
+    "min_PP",
+    "min_TP",
+)  # tensor neighbours and stages work on the same sequences
+WHOLE_BATCH = ("min_CP", "min_CP_ring", "min_TP")  # each process takes the whole global batch
 BIGRAM = 2.46  # the held-out loss of guesses by the byte before, in nats
 HELD = re.compile(r"parameters held: ([\d,]+) of ([\d,]+) \((\d\.\d{3})\)")
 LINE = re.compile(
@@ -188,9 +193,9 @@ def n_shares(script, args):
     name = script.__name__
     if name in WHOLE_BATCH:
         return 1
-    if name == "min_2D":
+    if name == "min_FSDP_TP":
         return args.replicate * args.shard
-    if name == "min_3D":
+    if name == "min_PP_FSDP_TP":
         return args.shard
     if name == "min_PP":
         return args.data_parallel
@@ -198,13 +203,13 @@ def n_shares(script, args):
 
 
 def saves_of(script, args):
-    """The steps that a script's main_worker gives to checkpoint.save or sharded.save, in one process."""
+    """The steps that a script's main_worker gives to checkpoint.save or checkpoint_sharded.save, in one process."""
     text, steps = small_text(), []
 
     def record(path, model, optimizer, step, *parts, **more):
         steps.append(step)
 
-    saver = script.sharded if hasattr(script, "sharded") else script.checkpoint
+    saver = script.checkpoint_sharded if hasattr(script, "checkpoint_sharded") else script.checkpoint
     with mock.patch.object(saver, "save", record), mock.patch.object(gpt, "load_text", lambda: text):
         dist.launch(script.main_worker, args, nprocs=1)
     return steps

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-SPLIT_MODELS = [f"tests/test_min_{name}.py" for name in ("PP", "TP", "2D")]
+SPLIT_MODELS = [f"tests/test_min_{name}.py" for name in ("PP", "TP", "FSDP_TP")]
 RUNS = {
     "quick tests": [],
     "slow tests of split models": ["-m", "slow", *SPLIT_MODELS],  # pipelines and clipping differ between the versions

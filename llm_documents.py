@@ -12,9 +12,9 @@ A document is a pair of int32 arrays of equal length: tokens and targets. The ta
 or IGNORED where that one is not in the loss. In a conversation only what the assistant says is in the loss, with the
 tokens that end its turn.
 
-    lines = documents.read(documents.lines_of(paths), tokenizer, length=1024)  # a list of documents for each line
+    lines = llm_documents.read(llm_documents.lines_of(paths), tokenizer, length=1024)  # a list for each line
     everything = [document for found in lines for document in found]
-    rows = documents.make_rows(documents.pack(everything, 1024), 1024)  # (rows, 3, 1024)
+    rows = llm_documents.make_rows(llm_documents.pack(everything, 1024), 1024)  # (rows, 3, 1024)
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""min_ZeRO3.py: equal to one process and to fully_shard, with 1/N of everything, and two blocks in memory at most."""
+"""min_FSDP_scratch.py: equal to one process and to fully_shard, 1/N of everything, at most two blocks in memory."""
 
 import copy
 from unittest import mock
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import distributed as dist
 import gpt
 import min_FSDP
-import min_ZeRO3
+import min_FSDP_scratch
 
 # No number of processes above 1 divides the parameters of a block or of the root.
 ODD = {"layers": 3, "width": 33, "heads": 3, "length": 29, "global_batch_size": 12}
@@ -40,7 +40,7 @@ def train(optimizer, changes):
         return optimizers[-1]
 
     with mock.patch("torch.optim.AdamW", noted):
-        result = transformer.run_main_worker(min_ZeRO3, args, optimizer)
+        result = transformer.run_main_worker(min_FSDP_scratch, args, optimizer)
     zero = result.model
     sent = zero.network.sent
     held = {"parameters": sum(piece.numel() for piece in zero.pieces())}
@@ -99,10 +99,10 @@ def gathered_units(steps=2):
     """How many blocks had memory after each gather, or gradients in flight; the order of gathers and reductions."""
     args = transformer.arguments(dist.get_world_size(), **{**ODD, "layers": 5})
     torch.manual_seed(0)
-    zero = min_ZeRO3.ZeRO3(transformer.make_model(args))
+    zero = min_FSDP_scratch.ZeRO3(transformer.make_model(args))
     *blocks, _ = zero.units
     in_memory, in_flight, events = [], [], []
-    gather, reduce = min_ZeRO3.Unit.gather, min_ZeRO3.Unit.reduce
+    gather, reduce = min_FSDP_scratch.Unit.gather, min_FSDP_scratch.Unit.reduce
 
     def noted_gather(unit):
         starts = unit.gathering is None
@@ -121,7 +121,10 @@ def gathered_units(steps=2):
         block.mlp.register_forward_pre_hook(lambda *_, number=number: events.append(f"compute {number}"))
     share = (dist.get_rank(), dist.get_world_size())
     x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length, share=share)
-    with mock.patch("min_ZeRO3.Unit.gather", noted_gather), mock.patch("min_ZeRO3.Unit.reduce", noted_reduce):
+    with (
+        mock.patch("min_FSDP_scratch.Unit.gather", noted_gather),
+        mock.patch("min_FSDP_scratch.Unit.reduce", noted_reduce),
+    ):
         gpt.loss_fn(zero(x), y).backward()
         zero.finish_backward()
     return in_memory, in_flight, events
@@ -157,7 +160,7 @@ def train_tied(optimizer_class):
     torch.manual_seed(0)
     model = Tied(args.layers, args.width, args.heads, args.length)
     plain = copy.deepcopy(model)
-    zero = min_ZeRO3.ZeRO3(model)
+    zero = min_FSDP_scratch.ZeRO3(model)
     optimizers = [optimizer_class(params, lr=0.01, weight_decay=0.1) for params in (zero.pieces(), plain.parameters())]
     for step in range(4):
         x, y = gpt.batch(transformer.small_text()[0], step, args.global_batch_size, args.length)
@@ -182,7 +185,7 @@ def test_tied_weights_and_parameters_without_a_gradient(tmp_path):
 
 
 def test_the_script_prints_its_lines(job_of):
-    stdout = job_of("min_ZeRO3.py", "--nproc", 2, "--width", 32, "--length", 32, "--steps", 2, "--log-every", 1)
+    stdout = job_of("min_FSDP_scratch.py", "--nproc", 2, "--width", 32, "--length", 32, "--steps", 2, "--log-every", 1)
     held, *lines, last = stdout.splitlines()
     assert held.endswith(" (0.500)") and len(lines) == 2
     n_params = int(held.split()[4].replace(",", ""))

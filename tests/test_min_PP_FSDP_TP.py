@@ -1,4 +1,4 @@
-"""min_3D.py: on any mesh equal to one process, one gather and one reduction per step, and from mesh to mesh."""
+"""min_PP_FSDP_TP.py: on any mesh equal to one process, one gather and one reduction per step, and from mesh to mesh."""
 
 import gc
 import math
@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 import distributed as dist
 import gpt
-import min_2D
-import min_3D
+import min_FSDP_TP
+import min_PP_FSDP_TP
 
 PP_FSDP, PP_TP, FSDP_TP, ALL = (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)
 INTERLEAVED = {"schedule": "Interleaved1F1B"}
@@ -51,7 +51,7 @@ def whole_parameters(pipeline):
 def train(mesh, optimizer, changes):
     """Losses and whole parameters of the script's main_worker, and its held-out loss."""
     args = arguments(mesh, **changes)
-    result = transformer.run_main_worker(min_3D, args, optimizer)
+    result = transformer.run_main_worker(min_PP_FSDP_TP, args, optimizer)
     batches = gpt.Progress(None, *transformer.small_text(), args, share=result.model.share).batches[:2]
     with torch.no_grad(), mock.patch.object(gpt, "loss_fn", wraps=gpt.loss_fn) as loss_fn:
         held_out = dist.reduce(torch.stack([result.model.evaluate(x, y) for x, y in batches]).mean()).item()
@@ -138,7 +138,7 @@ def count_collectives(mesh, changes):
         pipeline.schedule.step = counted
 
     args = arguments(mesh, steps=2, **changes)
-    pipeline = transformer.run_main_worker(min_3D, args, "SGD", count_each_step).model
+    pipeline = transformer.run_main_worker(min_PP_FSDP_TP, args, "SGD", count_each_step).model
     blocks = sum(len(stage.blocks) for stage in pipeline.stages.values())
     units = blocks + sum(stage.is_first or stage.is_last for stage in pipeline.stages.values())
     return steps, blocks, units
@@ -179,7 +179,7 @@ def hold(mesh, changes):
     before = gpt.report_held
     gpt.report_held = report_held
     try:
-        transformer.run_main_worker(min_3D, arguments(mesh, steps=1, **changes), "AdamW")
+        transformer.run_main_worker(min_PP_FSDP_TP, arguments(mesh, steps=1, **changes), "AdamW")
     finally:
         gpt.report_held = before
     return held
@@ -200,11 +200,11 @@ def test_a_process_holds_a_seventh_of_the_parameters_and_nothing_else(schedule, 
 def resume(script, mesh, changes):
     """Losses and whole parameters, as the script resumes and trains."""
     args = arguments(mesh, **changes)
-    if script == "min_2D":
+    if script == "min_FSDP_TP":
         args.replicate, args.checkpoint_activations = 1, False
-        result = transformer.run_main_worker(min_2D, args, "AdamW")
+        result = transformer.run_main_worker(min_FSDP_TP, args, "AdamW")
         return result.losses, transformer.full_parameters(result.model)
-    result = transformer.run_main_worker(min_3D, args, "AdamW")
+    result = transformer.run_main_worker(min_PP_FSDP_TP, args, "AdamW")
     return result.losses, whole_parameters(result.model)
 
 
@@ -219,11 +219,11 @@ def test_a_run_goes_from_mesh_to_mesh_and_from_and_to_one_process_as_if_it_had_n
     total = len(between) + 5
     cases = []
     for number, (mesh, schedule) in enumerate(between):
-        cases.append(("min_3D", mesh, {**options, **schedule, "steps": number + 3}))
-    ((first, _),) = transformer.train_on(1, resume, [("min_3D", one, {**options, "steps": 2})], tmp_path)[0]
+        cases.append(("min_PP_FSDP_TP", mesh, {**options, **schedule, "steps": number + 3}))
+    ((first, _),) = transformer.train_on(1, resume, [("min_PP_FSDP_TP", one, {**options, "steps": 2})], tmp_path)[0]
     middle = [losses for losses, _ in transformer.train_on(4, resume, cases, tmp_path)[0]]
-    last = [("min_3D", one, {**options, "steps": total - 1})]
-    last.append(("min_2D", one, {**options, "steps": total}))  # it has a GPT of one piece
+    last = [("min_PP_FSDP_TP", one, {**options, "steps": total - 1})]
+    last.append(("min_FSDP_TP", one, {**options, "steps": total}))  # it has a GPT of one piece
     (more, _), (rest, parameters) = transformer.train_on(1, resume, last, tmp_path)[0]
     losses = torch.cat([first, *middle, more, rest])
     transformer.assert_equal(losses, parameters, transformer.reference("AdamW", **CLIP, steps=total))
@@ -233,15 +233,15 @@ def test_a_run_goes_from_mesh_to_mesh_and_from_and_to_one_process_as_if_it_had_n
 
 def test_it_saves_every_so_many_steps_and_at_the_end(tmp_path):
     args = arguments((1, 1, 1), steps=5, save_every=2, checkpoint_dir=str(tmp_path))
-    assert transformer.saves_of(min_3D, args) == [2, 4, 5]
+    assert transformer.saves_of(min_PP_FSDP_TP, args) == [2, 4, 5]
 
 
 # ---- options and output ---------------------------------------------------------------------------------------------
 
 
 def parse(monkeypatch, *options):
-    monkeypatch.setattr(sys, "argv", ["min_3D.py", *map(str, options)])
-    return min_3D.parse_args()
+    monkeypatch.setattr(sys, "argv", ["min_PP_FSDP_TP.py", *map(str, options)])
+    return min_PP_FSDP_TP.parse_args()
 
 
 @pytest.mark.parametrize("nprocs", [*range(1, 9), 16])
@@ -281,22 +281,22 @@ of 8, --micro-batches x --shard
 def test_a_mistake_is_one_line(main_of):
     for line in REFUSED.strip().splitlines():
         typed, message = line.strip().split(" | ")
-        status, stderr = main_of("min_3D.py", *typed.split())
-        assert (status, stderr) == (2, f"min_3D.py: error: {message}\n")
+        status, stderr = main_of("min_PP_FSDP_TP.py", *typed.split())
+        assert (status, stderr) == (2, f"min_PP_FSDP_TP.py: error: {message}\n")
 
 
 @pytest.mark.slow
 def test_the_script_holds_an_eighth_and_resumes_on_another_mesh(job_of, tmp_path):
     options = ("--checkpoint-dir", tmp_path / "runs", "--global-batch-size", 8, "--micro-batches", 4)
     split = ("--nproc", 8, "--clip", 1)  # with these torch would warn on every rank
-    status, stdout, stderr = run("min_3D.py", *split, "--steps", 2, *options)
+    status, stdout, stderr = run("min_PP_FSDP_TP.py", *split, "--steps", 2, *options)
     assert (status, stderr) == (0, "")
     mesh, held, step = stdout.splitlines()
     assert mesh == "Training on 8 x cpu: stages 2 x shard 2 x tensor 2, 1F1B"
     held, total = re.fullmatch(r"parameters held: ([\d,]+) of ([\d,]+) \(0\.1[234]\d\)", held).groups()
     assert int(held.replace(",", "")) <= int(total.replace(",", "")) / 7
     assert re.match(r"step 2 \| loss [45]\.", step)
-    stdout = job_of("min_3D.py", "--nproc", 2, "--schedule", "Interleaved1F1B", "--steps", 4, *options)
+    stdout = job_of("min_PP_FSDP_TP.py", "--nproc", 2, "--schedule", "Interleaved1F1B", "--steps", 4, *options)
     mesh, held, resuming, step = stdout.splitlines()
     assert mesh == "Training on 2 x cpu: stages 2 x shard 1 x tensor 1, Interleaved1F1B"
     assert re.fullmatch(r"parameters held: .* \(0\.[56]\d\d\)", held)

@@ -1,4 +1,4 @@
-"""documents.py: what is in the loss, what is left out, what is cut, and where each document lies in its row."""
+"""llm_documents.py: what is in the loss, what is left out, what is cut, and where each document lies in its row."""
 
 import json
 import math
@@ -12,7 +12,7 @@ import transformers
 from conftest import exit_message
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-import documents
+import llm_documents
 
 TURNS = [("user", "Hi."), ("assistant", "Hello!\n"), ("user", "2+2?"), ("assistant", "4.")]
 CHAT = {"messages": [{"role": role, "content": content} for role, content in TURNS]}
@@ -40,16 +40,16 @@ def with_template(template):
 
 def read(tokenizer, *records, length=200, **options):
     lines = [(f"data.jsonl: line {number}", json.dumps(record)) for number, record in enumerate(records, 1)]
-    return documents.read(lines, tokenizer, length, **options)
+    return llm_documents.read(lines, tokenizer, length, **options)
 
 
 def said(tokenizer, document):
     """The runs of targets that are in the loss, as text."""
     _, targets = document
-    runs, previous = [], documents.IGNORED
+    runs, previous = [], llm_documents.IGNORED
     for target in targets.tolist():
-        if target != documents.IGNORED:
-            if previous == documents.IGNORED:
+        if target != llm_documents.IGNORED:
+            if previous == llm_documents.IGNORED:
                 runs.append([])
             runs[-1].append(target)
         previous = target
@@ -63,7 +63,7 @@ def test_only_what_the_assistant_says_is_in_the_loss_with_its_end(tokenizer):
     everything = tokenizer(text, add_special_tokens=False).input_ids
     assert tokens.tolist() == everything[:-1], "special tokens stand once"
     assert said(tokenizer, document) == ["Hello!\n<|end|>", "4.<|end|>"]
-    in_loss = targets != documents.IGNORED
+    in_loss = targets != llm_documents.IGNORED
     assert targets[in_loss].tolist() == np.array(everything[1:])[in_loss].tolist(), "the token after each"
     assert tokens.dtype == targets.dtype == np.int32
 
@@ -99,15 +99,15 @@ def test_a_token_that_begins_with_the_end_of_the_prompt():
 {% if add_generation_prompt %}ASSISTANT: {% endif %}"""
     record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "self is"}]}
     ((document,),) = read(tokenizer, record)
-    assert document[1].tolist() == [documents.IGNORED, documents.IGNORED, 3, 4, 5]
+    assert document[1].tolist() == [llm_documents.IGNORED, llm_documents.IGNORED, 3, 4, 5]
 
 
 def test_the_text_around_the_loss(tokenizer):
     ((document,),) = read(tokenizer, CHAT)
-    before, in_loss = documents.text_around_loss(document, tokenizer, n_tokens=4)
+    before, in_loss = llm_documents.text_around_loss(document, tokenizer, n_tokens=4)
     assert (before, in_loss) == ("i.<|end|><|assistant|>", "Hell")
     ((document,),) = read(tokenizer, {"text": "abc"})
-    assert documents.text_around_loss(document, tokenizer) == ("a", "bc<|end|>")
+    assert llm_documents.text_around_loss(document, tokenizer) == ("a", "bc<|end|>")
 
 
 def test_a_text_is_cut_and_each_of_its_tokens_is_a_target_once(tokenizer):
@@ -143,7 +143,7 @@ def test_too_long_conversations_are_left_out_and_counted(tokenizer, capsys):
 
 
 def test_many_lines(tokenizer, monkeypatch):
-    monkeypatch.setattr(documents, "LINES_AT_A_TIME", 7)
+    monkeypatch.setattr(llm_documents, "LINES_AT_A_TIME", 7)
     records = list(language.records(30))
     together = read(tokenizer, *records)
     alone = [read(tokenizer, record)[0] for record in records]
@@ -155,14 +155,14 @@ def test_many_lines(tokenizer, monkeypatch):
 def test_documents_share_rows_and_none_is_lost(tokenizer):
     length = 48
     found = [document for line in read(tokenizer, *language.records(80), length=length) for document in line]
-    lists = documents.pack(found, length)
+    lists = llm_documents.pack(found, length)
     assert sorted(id(document) for row in lists for document in row) == sorted(map(id, found))
     n_tokens = sum(len(tokens) for tokens, _ in found)
     assert len(lists) <= math.ceil(n_tokens / length) + 2, "hardly anything is wasted"
-    rows = documents.make_rows(lists, length)
+    rows = llm_documents.make_rows(lists, length)
     assert rows.shape == (len(lists), 3, length) and rows.dtype == torch.int32
     for row, inside in zip(rows, lists, strict=True):
-        starts = [place for place, position in enumerate(row[documents.POSITIONS].tolist()) if position == 0]
+        starts = [place for place, position in enumerate(row[llm_documents.POSITIONS].tolist()) if position == 0]
         ends = [*starts[1:], length]
         pieces = [row[:, start:end] for start, end in zip(starts, ends, strict=True)]
         for piece, (tokens, targets) in zip(pieces, inside, strict=False):
@@ -170,8 +170,8 @@ def test_documents_share_rows_and_none_is_lost(tokenizer):
         padding = pieces[len(inside) :]
         assert len(padding) <= 1
         for piece in padding:
-            assert (piece[documents.TOKENS] == documents.PADDING).all()
-            assert (piece[documents.TARGETS] == documents.IGNORED).all()
+            assert (piece[llm_documents.TOKENS] == llm_documents.PADDING).all()
+            assert (piece[llm_documents.TARGETS] == llm_documents.IGNORED).all()
 
 
 BAD = [
@@ -199,7 +199,7 @@ def test_a_bad_line_is_named(line, cause, tokenizer, tmp_path):
     path = tmp_path / "chats.jsonl"
     content = line if isinstance(line, bytes) else line.encode()
     path.write_bytes(b'{"text": "good"}\n\n' + content + b"\n")
-    message = exit_message(documents.read, documents.lines_of([path]), tokenizer, 50)
+    message = exit_message(llm_documents.read, llm_documents.lines_of([path]), tokenizer, 50)
     start = f'{path}: line 3 is no {{"messages": [...]}} or {{"text": "..."}} that this model can read ('
     assert message.startswith(start)
     assert any(name in message for name in cause.split("|")), message
@@ -297,7 +297,7 @@ def test_the_loss_of_the_user_is_refused(tokenizer):
 
 
 def test_variables_of_the_template_may_stand_in_a_line():
-    tokenizer = with_template("{{ mood }}" + documents.CHAT_TEMPLATE)
+    tokenizer = with_template("{{ mood }}" + llm_documents.CHAT_TEMPLATE)
     for options in ({"mood": "kind"}, json.dumps({"mood": "kind"})):
         ((document,),) = read(tokenizer, chat(says(), chat_template_kwargs=options))
         assert tokenizer.decode(document[0]).startswith("kind<|user|>")
@@ -400,7 +400,7 @@ def test_a_role_that_the_template_does_not_know_is_refused(role):
     assert f"the chat template does not show content of the role {role}; {roles}" in message
     message = exit_message(read, with_template(KNOWS_AND_RAISES), record)
     assert message.endswith(f"(what?; {roles}")
-    ((document,),) = read(with_template(documents.CHAT_TEMPLATE), record)
+    ((document,),) = read(with_template(llm_documents.CHAT_TEMPLATE), record)
     assert "important" in with_template(KNOWS).decode(document[0]), "this one shows any role"
 
 
@@ -545,7 +545,7 @@ def test_the_words_in_the_loss_are_those_that_a_template_marks(kind):
             continue
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         found = marked.apply_chat_template(messages[: number + 1], **options)
-        targets = np.where(found["assistant_masks"], found["input_ids"], documents.IGNORED)
+        targets = np.where(found["assistant_masks"], found["input_ids"], llm_documents.IGNORED)
         expected = said(tokenizer, (None, targets))[-1]
         assert expected.startswith(PROMPTS.get(kind, ""))
         expected = expected.removeprefix(PROMPTS.get(kind, ""))
@@ -590,21 +590,21 @@ def test_files_that_are_too_large_or_missing(tmp_path):
     path.touch()
     path.open("r+").truncate(3 * 10**9)  # a sparse file
     large = "--data has 3.0 GB, more than the 1 GB that this script holds in memory"
-    assert exit_message(list, documents.lines_of([path])).startswith(large)
-    message = exit_message(list, documents.lines_of([tmp_path / "none.jsonl"]))
+    assert exit_message(list, llm_documents.lines_of([path])).startswith(large)
+    message = exit_message(list, llm_documents.lines_of([tmp_path / "none.jsonl"]))
     assert message == f"--data: cannot read {tmp_path}/none.jsonl: No such file or directory"
-    assert "Is a directory" in exit_message(list, documents.lines_of([tmp_path]))
-    message = exit_message(list, documents.lines_of([tmp_path / "none.jsonl"], "--eval-data"))
+    assert "Is a directory" in exit_message(list, llm_documents.lines_of([tmp_path]))
+    message = exit_message(list, llm_documents.lines_of([tmp_path / "none.jsonl"], "--eval-data"))
     assert message.startswith("--eval-data: cannot read")
 
 
 def test_conversations_of_the_library(monkeypatch, tmp_path):
     (tmp_path / "a.py").write_text('def f(x):\n    """Twice."""\n    return 2 * x\n\n\ndef g():\n    return 1\n')
-    monkeypatch.setattr(documents, "LIBRARY", tmp_path)
-    ((place, line),) = documents.lines_of_library()
+    monkeypatch.setattr(llm_documents, "LIBRARY", tmp_path)
+    ((place, line),) = llm_documents.lines_of_library()
     question, answer = json.loads(line)["messages"]
     assert question == {"role": "user", "content": 'def f(x):\n    """Twice."""\n'}
     assert answer == {"role": "assistant", "content": "    return 2 * x\n"}
     assert place == f"{tmp_path}/a.py: line 1"
-    monkeypatch.setattr(documents, "LIBRARY", tmp_path / "empty")
-    assert "has no *.py files" in exit_message(documents.library_tokenizer)
+    monkeypatch.setattr(llm_documents, "LIBRARY", tmp_path / "empty")
+    assert "has no *.py files" in exit_message(llm_documents.library_tokenizer)

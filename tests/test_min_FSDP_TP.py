@@ -1,4 +1,4 @@
-"""min_2D.py: on any mesh equal to one process, and from mesh to mesh by its checkpoints."""
+"""min_FSDP_TP.py: on any mesh equal to one process, and from mesh to mesh by its checkpoints."""
 
 import re
 
@@ -9,7 +9,7 @@ from conftest import run
 from torch.distributed.tensor import DTensor
 
 import gpt
-import min_2D
+import min_FSDP_TP
 
 HSDP = (2, 2, 1)
 FSDP_TP = (1, 2, 2)
@@ -24,7 +24,7 @@ def train(mesh, optimizer, changes):
     layout = {"replicate": replicate, "shard": shard, "tensor": tensor, "nproc": replicate * shard * tensor}
     options = {"checkpoint_activations": False, "checkpoint_dir": None, "save_every": 100, "log_every": 100}
     args = transformer.arguments(**{**layout, **options, **SMALL, **changes})
-    result = transformer.run_main_worker(min_2D, args, optimizer)
+    result = transformer.run_main_worker(min_FSDP_TP, args, optimizer)
     if layout["nproc"] > 1:
         sharded = [param for param in result.model.parameters() if isinstance(param, DTensor)]  # some may be gathered
         dims = {name for param in sharded for name in param.device_mesh.mesh_dim_names}
@@ -68,7 +68,7 @@ def test_two_dimensions_give_what_one_process_gives(tmp_path):
 def test_it_saves_every_so_many_steps_and_at_the_end(tmp_path):
     layout = {"replicate": 1, "shard": 1, "tensor": 1, "checkpoint_activations": False}
     args = transformer.arguments(**layout, steps=5, save_every=2, checkpoint_dir=str(tmp_path))
-    assert transformer.saves_of(min_2D, args) == [2, 4, 5]
+    assert transformer.saves_of(min_FSDP_TP, args) == [2, 4, 5]
 
 
 def test_a_block_that_is_computed_again_keeps_only_its_input():
@@ -76,7 +76,7 @@ def test_a_block_that_is_computed_again_keeps_only_its_input():
     for again in (False, True):
         args = transformer.arguments(checkpoint_activations=again)
         model = transformer.make_model(args)
-        min_2D.parallelize(model, args)
+        min_FSDP_TP.parallelize(model, args)
         x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length)
         sizes = {}
         with torch.autograd.graph.saved_tensors_hooks(
@@ -116,14 +116,14 @@ def test_a_run_goes_from_mesh_to_mesh_and_from_and_to_one_process_as_if_it_had_n
 def test_the_script_holds_a_quarter_and_goes_on_on_another_mesh(job_of, tmp_path):
     options = ("--checkpoint-dir", tmp_path / "runs", "--global-batch-size", 4)
     split = ("--nproc", 4, "--tensor", 2, "--clip", 1)  # with these torch would warn on every rank
-    status, stdout, stderr = run("min_2D.py", *split, "--steps", 2, *options)
+    status, stdout, stderr = run("min_FSDP_TP.py", *split, "--steps", 2, *options)
     assert (status, stderr) == (0, "")
     mesh, held, step = stdout.splitlines()
     assert mesh == "Training on 4 x cpu: replicate 1 x shard 2 x tensor 2"
     held, total = re.fullmatch(r"parameters held: ([\d,]+) of ([\d,]+) \(0.25\d\)", held).groups()
     assert int(held.replace(",", "")) <= 0.26 * int(total.replace(",", ""))
     assert step.startswith("step 2 | loss 5.")
-    stdout = job_of("min_2D.py", "--nproc", 2, "--replicate", 2, "--steps", 4, *options)
+    stdout = job_of("min_FSDP_TP.py", "--nproc", 2, "--replicate", 2, "--steps", 4, *options)
     mesh, held, resuming, step = stdout.splitlines()
     assert mesh == "Training on 2 x cpu: replicate 2 x shard 1 x tensor 1"
     assert held.endswith("(1.000)")

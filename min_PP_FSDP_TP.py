@@ -28,8 +28,8 @@ Which dimension belongs on which links of a cluster:
 - stages: a process sends one activation per micro-batch to the next stage, and one gradient to the previous one. This
   needs the least bandwidth, so the stages are outermost. With S x T GPUs per machine, each machine is a stage.
 
-Choose it when the S x T processes of min_2D.py cannot hold the model, or would gather it over slow links. On few GPUs
-one or two dimensions are enough. Set the others to 1, or copy the script that has only those.
+Choose it when the S x T processes of min_FSDP_TP.py cannot hold the model, or would gather it over slow links. On few
+GPUs one or two dimensions are enough. Set the others to 1, or copy the script that has only those.
 
 Cost per process, for P float32 parameters and A = 4 · global batch size / S · length · width:
     memory    16·P/(K·S·T) bytes between steps (parameters 4, gradients 4, Adam 8). During a step it is up to 8·P/(K·T)
@@ -40,9 +40,9 @@ Cost per process, for P float32 parameters and A = 4 · global batch size / S ·
 
 No process ever holds the whole model: it is built without memory, on the device "meta", split, and then filled.
 
-    python min_3D.py --nproc 8                                         # 2 x 2 x 2 processes
-    python min_3D.py --nproc 4 --stages 2 --shard 2 --checkpoint-dir runs/3d
-    python min_3D.py --nproc 1 --checkpoint-dir runs/3d --steps 800    # resumes on another mesh, here in one process
+    python min_PP_FSDP_TP.py --nproc 8                                         # 2 x 2 x 2 processes
+    python min_PP_FSDP_TP.py --nproc 4 --stages 2 --shard 2 --checkpoint-dir runs/3d
+    python min_PP_FSDP_TP.py --nproc 1 --checkpoint-dir runs/3d --steps 800    # resumes on another mesh, of 1
 
 The first prints `parameters held: 111,808 of 875,264 (0.128)` for the process that holds most. Each checkpoint is a
 folder `step-N` in --checkpoint-dir. With --keep 3 older ones are deleted. Load only checkpoints that you trust.
@@ -55,11 +55,11 @@ import torch.distributed as torch_dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
 
+import checkpoint_sharded
 import distributed as dist
 import gpt
 import options
-import sharded
-from min_2D import silence_false_alarms, split_layers
+from min_FSDP_TP import silence_false_alarms, split_layers
 from min_PP import Pipeline, check_stages, clip_gradients
 
 
@@ -94,7 +94,7 @@ def train(pipeline, optimizer, text, held_out, args):
     first_step = 0
     if args.checkpoint_dir:
         settings = gpt.settings_of(args)
-        first_step = sharded.load(args.checkpoint_dir, model, optimizer, settings=settings)
+        first_step = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer, settings=settings)
     progress = gpt.Progress(pipeline.evaluate, text, held_out, args, first_step, pipeline.share)
     for step in range(first_step, args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), pipeline.share)
@@ -106,7 +106,9 @@ def train(pipeline, optimizer, text, held_out, args):
         optimizer.step()
         progress(loss)
         if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
-            sharded.save(args.checkpoint_dir, model, optimizer, progress.step, settings=settings, keep=args.keep)
+            checkpoint_sharded.save(
+                args.checkpoint_dir, model, optimizer, progress.step, settings=settings, keep=args.keep
+            )
     return progress.losses[first_step:]
 
 
@@ -156,7 +158,7 @@ def check_options(parser, args):
     parts = (args.tensor, "--tensor")
     gpt.check_model_options(parser, args, batch=shares, heads=parts, length=parts)
     if args.checkpoint_dir is not None:
-        sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
+        checkpoint_sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
 
 
 def main_worker(local_rank, world_size, args):

@@ -35,8 +35,8 @@ their gradients, and 8·R for the root. A step sends (N-1)/N · 4·(3·P - R) by
 reduce-scatter twice, which is not printed. Sources: ZeRO (https://arxiv.org/abs/1910.02054), FSDP
 (https://arxiv.org/abs/2304.11277).
 
-    python min_ZeRO3.py --nproc 2                                      # two processes, on two GPUs or on the CPU
-    torchrun --standalone --nproc-per-node 2 min_ZeRO3.py              # two processes, started by torchrun
+    python min_FSDP_scratch.py --nproc 2                                      # two processes, on two GPUs or on the CPU
+    torchrun --standalone --nproc-per-node 2 min_FSDP_scratch.py              # two processes, started by torchrun
 
 It prints `parameters held: 239,360 of 478,720 (0.500)`, as min_FSDP.py does, lines of progress, and at the end
 `sent per step: 2,707,968 bytes | waited for the network and other ranks: 8 of 120 ms`. On GPUs both times are those of

@@ -1,4 +1,4 @@
-"""generate.py: the same bytes as a loop without cache, batch and padding, drawn with their probabilities."""
+"""gpt_generate.py: the same bytes as a loop without cache, batch and padding, drawn with their probabilities."""
 
 import math
 from unittest import mock
@@ -7,8 +7,8 @@ import pytest
 import torch
 from conftest import exit_message, float64
 
-import generate
 import gpt
+import gpt_generate
 
 PROMPTS = [b"a", b"hello", b"abcdefghijk", b"xy"]
 
@@ -52,8 +52,8 @@ def continue_alone(model, prompt, drawn, stop, temperature):
 def test_generation_equals_a_loop_without_cache_batch_and_padding(stop, samples, temperature):
     model = peaked_model()
     drawn = torch.rand(samples * len(PROMPTS), 20, dtype=torch.double, generator=torch.Generator().manual_seed(5))
-    tokens, generated, log_probabilities = generate.generate(model, PROMPTS, drawn, stop, temperature, samples)
-    answers = generate.generated_bytes(tokens, generated)
+    tokens, generated, log_probabilities = gpt_generate.generate(model, PROMPTS, drawn, stop, temperature, samples)
+    answers = gpt_generate.generated_bytes(tokens, generated)
     lengths = set()
     for row, answer in enumerate(answers):
         prompt = PROMPTS[row // samples]
@@ -75,7 +75,7 @@ def test_a_new_byte_costs_one_position_and_rows_that_have_ended_cost_nothing(mon
     shapes = []
     forward = gpt.GPT.forward
     monkeypatch.setattr(gpt.GPT, "forward", lambda self, x, at: shapes.append(tuple(x.shape)) or forward(self, x, at))
-    _, generated, _ = generate.generate(model, PROMPTS, drawn, 10, 0.7, samples=3)
+    _, generated, _ = gpt_generate.generate(model, PROMPTS, drawn, 10, 0.7, samples=3)
     lengths = generated.sum(1)
     assert lengths.min() < 30, "rows must end at different times"
     expected = [(4, 11)] + [(int((lengths > number).sum()), 1) for number in range(1, 30)]
@@ -88,19 +88,19 @@ def test_generating_leaves_the_model_as_it_was():
     x = torch.arange(16)[None]
     before = model(x)
     with pytest.raises(ZeroDivisionError):
-        generate.generate(model, PROMPTS, torch.zeros(4, 3, dtype=torch.double), choose=lambda *args: 1 / 0)
-    generate.generate(model, PROMPTS, torch.zeros(4, 3, dtype=torch.double))
+        gpt_generate.generate(model, PROMPTS, torch.zeros(4, 3, dtype=torch.double), choose=lambda *args: 1 / 0)
+    gpt_generate.generate(model, PROMPTS, torch.zeros(4, 3, dtype=torch.double))
     assert torch.equal(model(x), before)
     assert all("attend" not in vars(block.attention) for block in model.blocks)
     model.blocks[0].attention.attend = replaced = mock.Mock()  # as context parallelism does
-    generate.generate(model, PROMPTS, torch.zeros(4, 3, dtype=torch.double))
+    gpt_generate.generate(model, PROMPTS, torch.zeros(4, 3, dtype=torch.double))
     assert model.blocks[0].attention.attend is replaced
 
 
 def test_log_probabilities_may_take_part_in_a_loss():
     model = peaked_model()
     drawn = torch.full((4, 3), 0.5, dtype=torch.double)
-    _, _, log_probabilities = generate.generate(model, PROMPTS, drawn)
+    _, _, log_probabilities = gpt_generate.generate(model, PROMPTS, drawn)
     parameter = torch.ones((), requires_grad=True)
     (parameter * log_probabilities).sum().backward()
     assert parameter.grad < 0
@@ -111,18 +111,18 @@ def test_a_byte_is_drawn_with_its_probability():
     logits = torch.full((1, 256), -torch.inf)
     logits[0, 3:6] = torch.tensor([0.1, 0.2, 0.7]).log()
     drawn = torch.arange(0, 1, 1e-4, dtype=torch.double)
-    chosen, logs = generate.choose(logits.expand(len(drawn), -1), drawn)
+    chosen, logs = gpt_generate.choose(logits.expand(len(drawn), -1), drawn)
     assert chosen.bincount()[3:].tolist() == pytest.approx([1000, 2000, 7000], abs=2)
     assert torch.allclose(logs, logits[0, chosen])
     edges = torch.tensor([0, 1 - 2**-53], dtype=torch.double)
-    assert generate.choose(logits.expand(2, -1), edges)[0].tolist() == [3, 5]
-    assert generate.choose(torch.randn(200, 256), edges[1:].expand(200))[0].max() < 256
+    assert gpt_generate.choose(logits.expand(2, -1), edges)[0].tolist() == [3, 5]
+    assert gpt_generate.choose(torch.randn(200, 256), edges[1:].expand(200))[0].max() < 256
 
 
 def test_temperature_sharpens():
     logits = torch.tensor([[0.0, 1.0]])
     for temperature in (0.5, 1, 2):
-        _, log_probability = generate.choose(logits, torch.zeros(1, dtype=torch.double), temperature)
+        _, log_probability = gpt_generate.choose(logits, torch.zeros(1, dtype=torch.double), temperature)
         assert log_probability.item() == pytest.approx(-math.log(1 + math.exp(1 / temperature)))
 
 
@@ -132,19 +132,19 @@ def test_the_smallest_temperatures_take_the_most_probable_byte(temperature, dtyp
     logits = torch.randn(50, 256).mul(20).to(dtype)
     logits[0, :128] = -torch.inf
     for number in (0.0, 0.5, 1 - 2**-53):
-        chosen, logs = generate.choose(logits, torch.full((50,), number, dtype=torch.double), temperature)
+        chosen, logs = gpt_generate.choose(logits, torch.full((50,), number, dtype=torch.double), temperature)
         logits_of_chosen = logits.gather(1, chosen[:, None])[:, 0]
         assert torch.equal(logits_of_chosen, logits.amax(1)), "in bfloat16 several may be the largest"
         assert logs.dtype == dtype and (logs >= -math.log(8)).all()
-    assert generate.choose(torch.full((1, 256), torch.nan), torch.zeros(1).double(), temperature)[0].item() == 256
+    assert gpt_generate.choose(torch.full((1, 256), torch.nan), torch.zeros(1).double(), temperature)[0].item() == 256
 
 
 def test_numbers_depend_on_their_name_alone():
     torch.manual_seed(1)
-    first = generate.uniform("0 7 3", 2, 5)
+    first = gpt_generate.uniform("0 7 3", 2, 5)
     torch.manual_seed(2)
-    assert torch.equal(generate.uniform("0 7 3", 2, 5), first) and first.dtype == torch.double
-    assert not torch.equal(generate.uniform("0 7 4", 2, 5), first)
+    assert torch.equal(gpt_generate.uniform("0 7 3", 2, 5), first) and first.dtype == torch.double
+    assert not torch.equal(gpt_generate.uniform("0 7 4", 2, 5), first)
     assert len(first.unique()) == 10 and first.min() >= 0 and first.max() < 1
 
 
@@ -152,12 +152,12 @@ def test_what_cannot_be_continued():
     model = peaked_model()
     drawn = torch.zeros(2, 10, dtype=torch.double)
     with pytest.raises(ValueError, match=r"^a prompt is empty: the model needs at least one byte$"):
-        generate.generate(model, [b"a", b""], drawn)
-    generate.generate(model, [b"a", 54 * b"b"], drawn)
+        gpt_generate.generate(model, [b"a", b""], drawn)
+    gpt_generate.generate(model, [b"a", 54 * b"b"], drawn)
     with pytest.raises(ValueError, match=r"^a prompt of 55 bytes and 10 new ones exceed the model's 64 positions$"):
-        generate.generate(model, [b"a", 55 * b"b"], drawn)
+        gpt_generate.generate(model, [b"a", 55 * b"b"], drawn)
     model.head.weight.data[0, 0] = torch.nan
     for temperature in (1.0, 0):
-        assert exit_message(generate.generate, model, [b"a", b"b"], drawn, temperature=temperature) == (
+        assert exit_message(gpt_generate.generate, model, [b"a", b"b"], drawn, temperature=temperature) == (
             "the model's logits are NaN, so no byte can be drawn: its training has diverged"
         )

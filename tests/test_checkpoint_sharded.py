@@ -1,4 +1,4 @@
-"""sharded.py: what any number of processes saved, any number loads bit by bit; kills, full disks, other models."""
+"""checkpoint_sharded.py: what any number of processes saved, any number loads bit by bit; kills, full disks, models."""
 
 import contextlib
 import copy
@@ -16,8 +16,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.multiprocessing import ProcessExitedException
 
+import checkpoint_sharded
 import distributed as dist
-import sharded
 
 RATE = 0.1
 SETTINGS = {"--heads": 4, "--seed": 0}
@@ -128,12 +128,12 @@ def segment_worker(local_rank, world_size, folder, kind, last):
         parts = make_parts(name, kind)
         if last > 2:
             parts = make_parts(name, kind, seed=last, lr=7, weight_decay=7)
-        first = sharded.load(where, *parts, settings=SETTINGS)
+        first = checkpoint_sharded.load(where, *parts, settings=SETTINGS)
         if first:
             assert_equal(state_of(*parts[:2]), torch.load(f"{where}.pt", weights_only=True))
         train(*parts, first, last)
         model, optimizer, scheduler = parts
-        sharded.save(where, model, optimizer, last, scheduler, settings=SETTINGS)
+        checkpoint_sharded.save(where, model, optimizer, last, scheduler, settings=SETTINGS)
         state = state_of(model, optimizer)
         if dist.is_primary():
             torch.save(state, f"{where}.pt")
@@ -165,10 +165,10 @@ def again_worker(local_rank, world_size, folder):
         model, optimizer, scheduler = before
         with torch.no_grad():
             model(torch.ones(1, 6, dtype=torch.float64))  # the root stays gathered, perhaps in bfloat16
-        sharded.save(f"{folder}/{name} {kind}", model, optimizer, 2, scheduler)
+        checkpoint_sharded.save(f"{folder}/{name} {kind}", model, optimizer, 2, scheduler)
         after = make_parts(name, kind, seed=1)
         after[0](torch.ones(1, 6, dtype=torch.float64)).sum().backward()  # gradients must not matter
-        assert sharded.load(f"{folder}/{name} {kind}", *after) == 2
+        assert checkpoint_sharded.load(f"{folder}/{name} {kind}", *after) == 2
         train(*after, 2, 5)
         assert_equal(state_of(*after[:2]), state_of(*uninterrupted[:2]))
         assert after[2].state_dict() == uninterrupted[2].state_dict()
@@ -208,12 +208,12 @@ def stages_worker(local_rank, world_size, folder, cuts):
         model = Stage(cuts[local_rank], cuts[local_rank + 1])
         if not os.path.exists(where):
             optimizer = model.step(name, lr=0.5)
-            sharded.save(where, model, optimizer, 1)
+            checkpoint_sharded.save(where, model, optimizer, 1)
             continue
         for tensor in model.state_dict().values():
             tensor.zero_()
         optimizer = make_optimizer(name, model, lr=7, weight_decay=7)
-        assert sharded.load(where, model, optimizer) == 1
+        assert checkpoint_sharded.load(where, model, optimizer) == 1
         expected = Stage(cuts[local_rank], cuts[local_rank + 1])
         assert_equal(state_of(model, optimizer), state_of(expected, expected.step(name, lr=0.5)))
 
@@ -235,7 +235,7 @@ def lora_worker(local_rank, world_size, folder):
     optimizer = torch.optim.AdamW(trained)
     model(torch.ones(1, 6), step=9).sum().backward()
     optimizer.step()
-    sharded.save(folder, model, optimizer, 1, frozen=False)
+    checkpoint_sharded.save(folder, model, optimizer, 1, frozen=False)
     saved = state_of(model, optimizer)
     names = FileSystemReader(f"{folder}/step-1").read_metadata().state_dict_metadata
     weights = {name.removeprefix("model.") for name in names if name.startswith("model.")}
@@ -243,9 +243,11 @@ def lora_worker(local_rank, world_size, folder):
     with torch.no_grad():
         for param in trained:
             param.zero_()
-    assert sharded.load(folder, model, optimizer, frozen=False) == 1
+    assert checkpoint_sharded.load(folder, model, optimizer, frozen=False) == 1
     assert_equal(state_of(model, optimizer), saved)
-    assert "Missing key in checkpoint state_dict: model." in agreed_message(sharded.load, folder, model, optimizer)
+    assert "Missing key in checkpoint state_dict: model." in agreed_message(
+        checkpoint_sharded.load, folder, model, optimizer
+    )
 
 
 def test_frozen_parameters_may_be_left_out(tmp_path):
@@ -257,17 +259,17 @@ def values_worker(local_rank, world_size, folder):
     model = dist.prepare_ddp_model(Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
     dist.unwrapped(model).seen.fill_(10 + local_rank)
-    sharded.save(folder, model, optimizer, 1)
+    checkpoint_sharded.save(folder, model, optimizer, 1)
     assert dist.unwrapped(model).seen == 10, "rank 0's buffers are saved"
     dist.unwrapped(model).seen.fill_(0)
     other = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
-    assert sharded.load(folder, model, other) == 1
+    assert checkpoint_sharded.load(folder, model, other) == 1
     assert (dist.unwrapped(model).seen, other.param_groups[0]["lr"]) == (10, 0.25)
     with torch.no_grad():
         dist.unwrapped(model).late += local_rank
-    line = agreed_message(sharded.save, folder, model, optimizer, 1)
+    line = agreed_message(checkpoint_sharded.save, folder, model, optimizer, 1)
     assert line.startswith("late of rank 1 differs from rank 0's")
-    assert sharded.load(folder, model, optimizer) == 1, "the old checkpoint is still there"
+    assert checkpoint_sharded.load(folder, model, optimizer) == 1, "the old checkpoint is still there"
 
 
 def test_buffers_and_tensors_of_options_are_restored_and_drift_is_not_saved(tmp_path):
@@ -287,14 +289,14 @@ def linear(layers=2, make=torch.optim.AdamW, groups=1, **options):
 def refused_worker(local_rank, world_size, folder):
     dist.init_process_group()
     model, optimizer = linear()
-    assert sharded.load(folder, model, optimizer) == 0
+    assert checkpoint_sharded.load(folder, model, optimizer) == 0
     with pytest.raises(ValueError, match="step must be at least 1, the next one to run, got 0"):
-        sharded.save(folder, model, optimizer, 0)
-    sharded.save(folder, model, optimizer, 1, settings=SETTINGS)
+        checkpoint_sharded.save(folder, model, optimizer, 0)
+    checkpoint_sharded.save(folder, model, optimizer, 1, settings=SETTINGS)
     path = f"{folder}/step-1"
 
     def refused(model, optimizer, scheduler=None, settings=SETTINGS):
-        return agreed_message(sharded.load, folder, model, optimizer, scheduler, settings)
+        return agreed_message(checkpoint_sharded.load, folder, model, optimizer, scheduler, settings)
 
     other = {"--heads": 8, "--seed": 0}
     line = f"{path} was saved with --heads 4, not 8: use the same, or another folder"
@@ -309,7 +311,7 @@ def refused_worker(local_rank, world_size, folder):
     extra = "which is not in this model, optimizer or scheduler: build what was saved, or use another folder"
     assert refused(*linear(layers=1)) == f"{path} has model.1.bias, {extra}"
 
-    sharded.save(folder, *linear(make=torch.optim.SGD, groups=2), 2, scheduler)
+    checkpoint_sharded.save(folder, *linear(make=torch.optim.SGD, groups=2), 2, scheduler)
     path = f"{folder}/step-2"
     assert (
         refused(*linear(make=torch.optim.SGD), scheduler, None)
@@ -326,7 +328,7 @@ def refused_worker(local_rank, world_size, folder):
 
 def damage(folder, local_rank):
     """Files that are cut off, that are missing, and that one machine does not see."""
-    sharded.save(folder, *linear(), 3)
+    checkpoint_sharded.save(folder, *linear(), 3)
     path = Path(folder, "step-3")
     files = {name: (path / name).read_bytes() for name in os.listdir(path)}
     index = f"cannot load {path}: its .metadata is damaged, or not on a shared disk"
@@ -343,26 +345,26 @@ def damage(folder, local_rank):
         elif local_rank == 0:
             (path / name).unlink()
         dist.barrier()
-        assert agreed_message(sharded.load, folder, *linear()).startswith(start), name
+        assert agreed_message(checkpoint_sharded.load, folder, *linear()).startswith(start), name
         dist.barrier()
         if local_rank == 0:
             (path / name).write_bytes(files[name])
     dist.barrier()
-    assert sharded.load(folder, *linear()) == 3
+    assert checkpoint_sharded.load(folder, *linear()) == 3
     own = f"{folder}/disk of machine {local_rank}"  # as a path that each machine has for itself
-    line = agreed_message(sharded.save, own, *linear(), 1)
+    line = agreed_message(checkpoint_sharded.save, own, *linear(), 1)
     assert line.startswith("rank 1 does not see ") and line.endswith("all machines must share the folder")
     if local_rank == 0:
         shutil.copytree(path, f"{own}/step-9")
-    line = agreed_message(sharded.load, own, *linear())
+    line = agreed_message(checkpoint_sharded.load, own, *linear())
     assert line.startswith(
         f"cannot load {folder}/disk of machine 1/step-9: its .metadata is damaged, or not on a shared"
     )
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
-    line = agreed_message(sharded.save, folder, *linear(), 4)
+    line = agreed_message(checkpoint_sharded.save, folder, *linear(), 4)
     assert line.startswith(f"cannot save {folder}/step-4: ") and "File too large" in line
-    assert sharded.load(folder, *linear()) == 3
+    assert checkpoint_sharded.load(folder, *linear()) == 3
 
 
 def test_what_does_not_fit_is_one_line_on_every_rank(tmp_path):
@@ -370,11 +372,11 @@ def test_what_does_not_fit_is_one_line_on_every_rank(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
-    sharded.check_folder("--checkpoint-dir", tmp_path / "new" / "folder")
+    checkpoint_sharded.check_folder("--checkpoint-dir", tmp_path / "new" / "folder")
     assert (tmp_path / "new" / "folder").is_dir()
     (tmp_path / "file").touch()
     for path, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "folder", "Not a directory")):
-        line = exit_message(sharded.check_folder, "--checkpoint-dir", path)
+        line = exit_message(checkpoint_sharded.check_folder, "--checkpoint-dir", path)
         assert line == f"--checkpoint-dir: cannot write to {path}: {reason}"
 
 
@@ -390,21 +392,21 @@ def kept_worker(local_rank, world_size, folder):
         return sorted(os.listdir(folder), key=lambda name: int(name.partition("-")[2]))
 
     for step in (1, 2, 3):
-        sharded.save(folder, *parts, step)
+        checkpoint_sharded.save(folder, *parts, step)
     if dist.is_primary():
         os.mkdir(f"{folder}/step-10")  # left by a save that was interrupted
         Path(folder, "step-10", "__7_0.distcp").touch()
     assert names() == ["step-1", "step-2", "step-3", "step-10"], "without keep nothing is deleted"
-    assert sharded.load(folder, *parts) == 3
-    sharded.save(folder, *parts, 10, keep=3)
+    assert checkpoint_sharded.load(folder, *parts) == 3
+    checkpoint_sharded.save(folder, *parts, 10, keep=3)
     assert names() == ["step-2", "step-3", "step-10"]
     assert not os.path.exists(f"{folder}/step-10/__7_0.distcp")
-    assert sharded.load(folder, *parts) == 10
+    assert checkpoint_sharded.load(folder, *parts) == 10
     with mock.patch.object(FileSystemWriter, "finish", side_effect=OSError("no room")):
-        line = agreed_message(sharded.save, folder, *parts, 11, keep=1)
+        line = agreed_message(checkpoint_sharded.save, folder, *parts, 11, keep=1)
     assert line == f"cannot save {folder}/step-11: OSError: no room"
     assert len(names()) == 4, "older ones are deleted once the new one is complete"
-    sharded.save(folder, *parts, 11, keep=1)
+    checkpoint_sharded.save(folder, *parts, 11, keep=1)
     assert names() == ["step-11"]
 
 
@@ -420,7 +422,7 @@ KILLS = {  # the rank, how it is killed in the save of step 2, and the newest co
     "in the index": (0, ("os.fsync", 2), 1),
     "before the rename": (0, (f"{FILESYSTEM}.FileSystem.rename",), 1),
     "after the rename": (0, (f"{FILESYSTEM}.FileSystem.rename", 1, True), 2),
-    "before older ones are deleted": (0, ("sharded._steps",), 2),
+    "before older ones are deleted": (0, ("checkpoint_sharded._steps",), 2),
     "while older ones are deleted": (0, ("os.unlink",), 2),
 }
 
@@ -429,10 +431,10 @@ def killed_worker(local_rank, world_size, folder, rank, how):
     dist.init_process_group()
     parts = make_parts("AdamW")
     train(*parts, 0, 1)
-    sharded.save(folder, *parts[:2], 1)
+    checkpoint_sharded.save(folder, *parts[:2], 1)
     train(*parts, 1, 2)
     with killed_in(*how) if local_rank == rank else contextlib.nullcontext():
-        sharded.save(folder, *parts[:2], 2, keep=1)
+        checkpoint_sharded.save(folder, *parts[:2], 2, keep=1)
 
 
 def survivors_worker(local_rank, world_size, folder):
@@ -442,10 +444,10 @@ def survivors_worker(local_rank, world_size, folder):
         expected = make_parts("AdamW")
         train(*expected, 0, step)
         parts = make_parts("AdamW", seed=1)
-        assert sharded.load(where, *parts[:2]) == step, moment
+        assert checkpoint_sharded.load(where, *parts[:2]) == step, moment
         assert_equal(state_of(*parts[:2]), state_of(*expected[:2]))
         train(*parts, step, 2)
-        sharded.save(where, *parts[:2], 2, keep=1)
+        checkpoint_sharded.save(where, *parts[:2], 2, keep=1)
         dist.barrier()
         assert os.listdir(where) == ["step-2"], moment
 

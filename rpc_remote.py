@@ -1,14 +1,14 @@
 """Remote calls for the RPC scripts: start torch.distributed.rpc, call other processes, notice when one is lost, end.
 
     # in the process that the others depend on
-    remote.join("server", timeout=60)  # every process joins, under a name of its own
-    remote.watch("worker1")  # notices when worker1 dies
-    remote.end()  # waits until each watched process has left; raises DistributedError if one is lost
+    rpc_remote.join("server", timeout=60)  # every process joins, under a name of its own
+    rpc_remote.watch("worker1")  # notices when worker1 dies
+    rpc_remote.end()  # waits until each watched process has left; raises DistributedError if one is lost
 
     # in the other processes
-    remote.join("worker1", timeout=60)
-    answer = remote.call("server", function, 1, 2)  # runs function(1, 2) in the server's process
-    remote.leave("server")  # waits until the server ends the job
+    rpc_remote.join("worker1", timeout=60)
+    answer = rpc_remote.call("server", function, 1, 2)  # runs function(1, 2) in the server's process
+    rpc_remote.leave("server")  # waits until the server ends the job
 
 PyTorch maintains torch.distributed.rpc but no longer develops it. RPC has no authentication and executes what it
 receives. On one machine it listens on loopback only. On several machines, name the interface of a network that you

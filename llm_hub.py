@@ -1,16 +1,16 @@
 """Hugging Face's format, read into the shards of FSDP and written from them; and LoRA, by PEFT.
 
     with torch.device("meta"):
-        model = hub.build_model(config, torch.float32)  # shapes without memory
-        model = hub.add_lora(model, rank=16, alpha=32)  # leave it out to train all parameters
-    for layer in reversed(hub.layers_of(model)):  # inner ones first
+        model = llm_hub.build_model(config, torch.float32)  # shapes without memory
+        model = llm_hub.add_lora(model, rank=16, alpha=32)  # leave it out to train all parameters
+    for layer in reversed(llm_hub.layers_of(model)):  # inner ones first
         fully_shard(layer)
     fully_shard(model)
-    hub.fill(model, whole)                     # rank 0 has the `whole` model; the other ranks pass None
+    llm_hub.fill(model, whole)                     # rank 0 has the `whole` model; the other ranks pass None
                                                # with add_lora above, `whole` needs add_lora too
-    hub.begin("folder", tokenizer, whole)      # on rank 0
+    llm_hub.begin("folder", tokenizer, whole)      # on rank 0
     ...
-    hub.save(model, whole, dtype, "folder")    # transformers.AutoModelForCausalLM.from_pretrained("folder")
+    llm_hub.save(model, whole, dtype, "folder")    # transformers.AutoModelForCausalLM.from_pretrained("folder")
                                                # adapters: peft.AutoPeftModelForCausalLM.from_pretrained("folder")
 
 Only rank 0 reads and writes files. It needs one whole model in the CPU's memory to write it. To read one it needs less,

@@ -1,4 +1,4 @@
-"""min_Ring.py: equal to one process, equal work, nothing of other shares saved, and the bytes of its docstring sent."""
+"""min_CP_ring.py: equal to one process, equal work, nothing of other shares saved, and bytes sent as it says."""
 
 import math
 import runpy
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import distributed as dist
 import gpt
-import min_Ring
+import min_CP_ring
 
 CASES = [("train", "AdamW", None), ("train", "SGD", 1.5), ("probe_attention",), ("probe_costs",)]
 SMALL = {"layers": 2, "log_every": 100}
@@ -35,7 +35,7 @@ def run_case(name, *args):
 def train(optimizer, clip):
     """Losses and parameters of the script's main_worker."""
     args = transformer.arguments(clip=clip, **SMALL, **SHAPES[dist.get_world_size()])
-    result = transformer.run_main_worker(min_Ring, args, optimizer)
+    result = transformer.run_main_worker(min_CP_ring, args, optimizer)
     return result.losses, transformer.full_parameters(result.model)
 
 
@@ -55,7 +55,7 @@ def attention_errors(dtype, scale=1.0):
     def plain(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    mine = min_Ring.local_positions(shape[2], "cpu")
+    mine = min_CP_ring.local_positions(shape[2], "cpu")
     exact = with_gradients(plain, q.double(), k.double(), v.double(), grad.double())
     plainly = with_gradients(plain, q, k, v, grad)
     ring = with_gradients(ring_attention, *(tensor[:, :, mine] for tensor in (q, k, v, grad)))
@@ -66,7 +66,7 @@ def attention_errors(dtype, scale=1.0):
 
 
 def ring_attention(q, k, v):
-    return min_Ring.RingAttention.apply(q, k, v, None)
+    return min_CP_ring.RingAttention.apply(q, k, v, None)
 
 
 def with_gradients(attend, q, k, v, grad):
@@ -99,12 +99,12 @@ def check_attention(probes):
 def saved_bytes(length):
     """What a loss on one sequence saves in this process for its backward, parameters aside."""
     args = transformer.arguments(layers=2, width=64, length=length)
-    model = min_Ring.parallelize(transformer.make_model(args).float())
-    return transformer.saved_bytes(min_Ring, model, args)
+    model = min_CP_ring.parallelize(transformer.make_model(args).float())
+    return transformer.saved_bytes(min_CP_ring, model, args)
 
 
 class Recorder:
-    """In the place of min_Ring's functions: what they do, in order, the pairs attended to, and the bytes sent."""
+    """In the place of min_CP_ring's functions: what they do, in order, the pairs attended to, and the bytes sent."""
 
     def __init__(self):
         self.events = []
@@ -137,15 +137,15 @@ class Recorder:
 
 
 REPLACED = ("attend_to_block", "gradients_of_block", "start_hop", "finish_hop")
-attend_to_block, gradients_of_block, start_hop, finish_hop = (getattr(min_Ring, name) for name in REPLACED)
+attend_to_block, gradients_of_block, start_hop, finish_hop = (getattr(min_CP_ring, name) for name in REPLACED)
 
 
 def record_step(args):
     recorder = Recorder()
-    with mock.patch.multiple(min_Ring, **{name: getattr(recorder, name) for name in REPLACED}):
-        model = min_Ring.parallelize(transformer.make_model(args))
+    with mock.patch.multiple(min_CP_ring, **{name: getattr(recorder, name) for name in REPLACED}):
+        model = min_CP_ring.parallelize(transformer.make_model(args))
         x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length)
-        min_Ring.local_loss(model, x, y).backward()
+        min_CP_ring.local_loss(model, x, y).backward()
     return recorder
 
 
@@ -226,10 +226,10 @@ def check_block(q, k, v, grad, causal, tolerance):
     k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
     if not causal:
         k, v = k[:, :, ::2], v[:, :, ::2]
-    out, lse = min_Ring.attend_to_block(q, k, v, causal)
+    out, lse = min_CP_ring.attend_to_block(q, k, v, causal)
     assert (lse - by_formula(q, k, causal).logsumexp(-1)).abs().max() <= tolerance
     all_lse = torch.logaddexp(lse, torch.zeros_like(lse))
-    results = [out, *min_Ring.gradients_of_block(grad, q, k, v, out, all_lse, causal)]
+    results = [out, *min_CP_ring.gradients_of_block(grad, q, k, v, out, all_lse, causal)]
     for ours, exact in zip(results, block_by_formula(grad, q, k, v, out, all_lse, causal), strict=True):
         assert (ours - exact).abs().max() <= tolerance
 
@@ -251,26 +251,26 @@ def test_kernel_of_gpus_gets_arguments_that_it_takes():
     q, k, v, grad = torch.empty(4, 2, 3, 20, 16, device="meta")
     for n_keys, causal in ((20, True), (10, False)):
         args = (q, k[:, :, :n_keys], v[:, :, :n_keys])
-        out, lse = min_Ring.attend_to_block(*args, causal=causal)
+        out, lse = min_CP_ring.attend_to_block(*args, causal=causal)
         assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
-        grads = min_Ring.gradients_of_block(grad, *args, out, lse, causal=causal)
+        grads = min_CP_ring.gradients_of_block(grad, *args, out, lse, causal=causal)
         assert [tensor.shape for tensor in grads] == [tensor.shape for tensor in args]
 
 
 def test_length_must_be_two_equal_pieces_per_process(main_of):
     for length in (128, 3):
         message = f"argument --length: {length} is not a multiple of 6, twice the number of processes"
-        assert main_of("min_Ring.py", "--nproc", "3", "--length", f"{length}") == (
+        assert main_of("min_CP_ring.py", "--nproc", "3", "--length", f"{length}") == (
             2,
-            f"min_Ring.py: error: {message}\n",
+            f"min_CP_ring.py: error: {message}\n",
         )
 
 
 @pytest.mark.parametrize("nproc", [*range(1, 9), 16])
 def test_defaults_suit_any_number_of_processes(nproc, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["min_Ring.py", "--nproc", str(nproc)])
+    monkeypatch.setattr(sys, "argv", ["min_CP_ring.py", "--nproc", str(nproc)])
     monkeypatch.setattr(dist, "launch", launch := mock.Mock())
-    runpy.run_path(str(ROOT / "min_Ring.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / "min_CP_ring.py"), run_name="__main__")
     args = launch.call_args.args[1]
     assert launch.call_args.kwargs == {"nprocs": nproc}
     assert args.length % (2 * nproc) == 0 and 128 <= args.length < 128 + 2 * nproc
@@ -279,7 +279,7 @@ def test_defaults_suit_any_number_of_processes(nproc, monkeypatch):
 
 @pytest.mark.slow
 def test_more_processes_than_heads_print_how_they_learn():
-    status, stdout, stderr = run("min_Ring.py", "--nproc", 3, "--heads", 1, "--steps", 3, "--log-every", 2)
+    status, stdout, stderr = run("min_CP_ring.py", "--nproc", 3, "--heads", 1, "--steps", 3, "--log-every", 2)
     assert (status, stderr) == (0, "")
     assert stdout.startswith("parameters held: 479,232 of 479,232 (1.000)\n")
     assert [line["step"] for line in transformer.progress_lines(stdout)] == [2, 3]

@@ -1,8 +1,8 @@
 """Save and resume a sharded model by torch.distributed.checkpoint (dcp): a folder to which every rank writes its part.
 
-    sharded.check_folder("--checkpoint-dir", folder)                 # before training
-    first_step = sharded.load(folder, model, optimizer)              # 0 if there is no checkpoint
-    sharded.save(folder, model, optimizer, step + 1, keep=3)         # every rank calls it
+    checkpoint_sharded.check_folder("--checkpoint-dir", folder)                 # before training
+    first_step = checkpoint_sharded.load(folder, model, optimizer)              # 0 if there is no checkpoint
+    checkpoint_sharded.save(folder, model, optimizer, step + 1, keep=3)         # every rank calls it
 
 The model may be sharded by fully_shard, split by tensor parallelism, a stage of a pipeline, wrapped in DDP, or plain.
 Each checkpoint is a folder `step-N`, which all machines must share. Any number of processes can load what any number

@@ -1,8 +1,8 @@
 """Generation with a KV cache, for the scripts that draw answers: min_Generate.py and min_GRPO.py.
 
-drawn = generate.uniform(f"{seed} {number}", 1, new_bytes)                 # (1, new bytes), from the name alone
-tokens, generated, log_probabilities = generate.generate(model, [b"1+1="], drawn, stop)
-answers = generate.generated_bytes(tokens, generated)                      # one bytes object per row
+drawn = gpt_generate.uniform(f"{seed} {number}", 1, new_bytes)                 # (1, new bytes), from the name alone
+tokens, generated, log_probabilities = gpt_generate.generate(model, [b"1+1="], drawn, stop)
+answers = gpt_generate.generated_bytes(tokens, generated)                      # one bytes object per row
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""min_AllReduce.py: equal to one process, with the bytes of a ring, sent during backward."""
+"""min_DDP_scratch.py: equal to one process, with the bytes of a ring, sent during backward."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distributed as dist
 import gpt
-import min_AllReduce
+import min_DDP_scratch
 
 # 27,330 numbers in matrices of odd sizes: chunks of a ring are unequal on 2, 3 and 4 ranks.
 ODD = {"layers": 2, "width": 33, "heads": 3, "length": 15, "global_batch_size": 24}
@@ -51,7 +51,7 @@ def train(name):
     """Losses, parameters, and the bytes that this rank has sent, by the script's main_worker."""
     optimizer, changes = CASES[name]
     with counted_sends() as sent:
-        result = transformer.run_main_worker(min_AllReduce, arguments(changes), optimizer)
+        result = transformer.run_main_worker(min_DDP_scratch, arguments(changes), optimizer)
     assert result.model.n_bytes == sum(sent)
     return result.losses, transformer.full_parameters(result.model), sum(sent)
 
@@ -87,7 +87,7 @@ def reduce_too_early(self, param):
         for early in bucket:
             if early.grad is None:
                 early.grad = torch.zeros_like(early)
-        flat = min_AllReduce.flatten_gradients(bucket)
+        flat = min_DDP_scratch.flatten_gradients(bucket)
         self.background.start(functools.partial(self.average, flat))
 
 
@@ -101,9 +101,9 @@ def train_odd(case, optimizer):
     with contextlib.ExitStack() as stack:
         sent = stack.enter_context(counted_sends())
         if case == "bug":
-            stack.enter_context(mock.patch.object(min_AllReduce.RingDDP, "on_gradient", reduce_too_early))
-        wrapped = min_AllReduce.RingDDP(model, 20_000)
-        min_AllReduce.train(wrapped, optimizer, *transformer.small_text(), args)
+            stack.enter_context(mock.patch.object(min_DDP_scratch.RingDDP, "on_gradient", reduce_too_early))
+        wrapped = min_DDP_scratch.RingDDP(model, 20_000)
+        min_DDP_scratch.train(wrapped, optimizer, *transformer.small_text(), args)
     return transformer.full_parameters(wrapped), sum(sent)
 
 
@@ -166,9 +166,9 @@ def train_compressed(case):
     args = arguments({"compress": "none" if case == "none" else "bf16", "steps": 12})
     with counted_sends() as sent, contextlib.ExitStack() as stack:
         if case == "ddp":
-            stack.enter_context(mock.patch.object(min_AllReduce, "parallelize", compressed_ddp))
-            stack.enter_context(mock.patch.object(min_AllReduce, "report_communication"))
-        result = transformer.run_main_worker(min_AllReduce, args, "SGD")
+            stack.enter_context(mock.patch.object(min_DDP_scratch, "parallelize", compressed_ddp))
+            stack.enter_context(mock.patch.object(min_DDP_scratch, "report_communication"))
+        result = transformer.run_main_worker(min_DDP_scratch, args, "SGD")
     return result.losses, transformer.full_parameters(result.model), sum(sent)
 
 
@@ -196,7 +196,7 @@ def test_compressed_gradients(tmp_path):
 
 def step_with_watched_ring():
     """The ring may move only when backward has come to the first block, which then waits for the first bucket."""
-    gate, send_and_receive = threading.Event(), min_AllReduce.send_and_receive
+    gate, send_and_receive = threading.Event(), min_DDP_scratch.send_and_receive
 
     def gated(*tensors):
         assert gate.wait(60), "the caller waits for the ring"
@@ -211,8 +211,8 @@ def step_with_watched_ring():
 
         model.module.blocks[0].norm1.weight.register_post_accumulate_grad_hook(first_block_is_reached)
 
-    with mock.patch.object(min_AllReduce, "send_and_receive", gated):
-        transformer.run_main_worker(min_AllReduce, arguments({"steps": 1}), "SGD", before_training=watch)
+    with mock.patch.object(min_DDP_scratch, "send_and_receive", gated):
+        transformer.run_main_worker(min_DDP_scratch, arguments({"steps": 1}), "SGD", before_training=watch)
 
 
 def mistakes():
@@ -226,7 +226,7 @@ def mistakes():
             function()
         lines.append(str(caught.value))
 
-    model = min_AllReduce.RingDDP(transformer.make_model(args), 20_000)
+    model = min_DDP_scratch.RingDDP(transformer.make_model(args), 20_000)
     transformer.plain_loss(model, x, y).backward()
     refused(transformer.plain_loss(model, x, y).backward)
     model.sync = False
@@ -234,7 +234,7 @@ def mistakes():
     model.wait()
     module = transformer.make_model(args)
     module.unused = torch.nn.Parameter(torch.zeros(2))
-    model = min_AllReduce.RingDDP(module, 20_000)
+    model = min_DDP_scratch.RingDDP(module, 20_000)
     transformer.plain_loss(model, x, y).backward()
     refused(model.wait)
     model.background.wait()  # its ring must not meet the next model's
@@ -245,7 +245,7 @@ def failed_backward():
     """The lines after an exception in backward that the caller has caught."""
     args = arguments({})
     x, y = gpt.batch(transformer.small_text()[0], 0, 4, args.length)
-    model = min_AllReduce.RingDDP(transformer.make_model(args), 20_000)
+    model = min_DDP_scratch.RingDDP(transformer.make_model(args), 20_000)
     hook = model.module.blocks[0].mlp.up.weight.register_hook(lambda gradient: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         transformer.plain_loss(model, x, y).backward()
@@ -262,7 +262,7 @@ def lost_peer():
     """Rank 1 leaves before the step: rank 0 must not train on alone."""
     args = arguments({})
     x, y = gpt.batch(transformer.small_text()[0], 0, 4, args.length)
-    model = min_AllReduce.RingDDP(transformer.make_model(args), 20_000)
+    model = min_DDP_scratch.RingDDP(transformer.make_model(args), 20_000)
     if dist.get_rank() == 1:
         raise dist.DistributedError("rank 1 gives up")
     transformer.plain_loss(model, x, y).backward()
@@ -286,7 +286,7 @@ def during_backward(name):
 
 
 def test_the_thread_runs_in_order_and_hands_over_errors():
-    background, calls = min_AllReduce.BackgroundThread(), []
+    background, calls = min_DDP_scratch.BackgroundThread(), []
     for number in range(3):
         background.start(functools.partial(calls.append, number))
     background.wait()
@@ -300,11 +300,11 @@ def test_the_thread_runs_in_order_and_hands_over_errors():
 FAILS = """
 import torch
 import distributed as dist
-import min_AllReduce
+import min_DDP_scratch
 
 def main(local_rank, world_size):
     dist.init_process_group()
-    model = min_AllReduce.RingDDP(torch.nn.Linear(2, 2), 0)
+    model = min_DDP_scratch.RingDDP(torch.nn.Linear(2, 2), 0)
     if local_rank == 0:
         dist.barrier()
     model.module.weight.register_hook(lambda grad: 1 / 0)
@@ -341,7 +341,7 @@ def test_says_what_it_sends_and_hides(job_of):
     hidden = []
     for changes, times in (((), 1), (("--bucket-mb", 100), 1), (("--compress", "bf16", "--bucket-mb", 0), 0.5)):
         sent, share, buckets, percent = LINE.fullmatch(
-            job_of("min_AllReduce.py", *options, *changes).splitlines()[-1]
+            job_of("min_DDP_scratch.py", *options, *changes).splitlines()[-1]
         ).groups()
         assert int(sent.replace(",", "")) == n_bytes * times and float(share) == times
         hidden.append((int(percent), int(buckets)))

@@ -40,9 +40,9 @@ buffers equal, such as BatchNorm's. Here every parameter needs a gradient in eac
 Cost per process, for P float32 parameters on N processes: 16·P bytes (parameters 4, gradients 4, AdamW 8), and a bucket
 more while its gradients are copied. Each step sends 2·(N-1)/N · 4·P bytes, and half as many with `--compress bf16`.
 
-    python min_AllReduce.py --nproc 2                    # two processes; without --nproc, all GPUs
-    python min_AllReduce.py --nproc 2 --bucket-mb 0      # each parameter is a bucket of its own
-    torchrun --standalone --nproc-per-node 2 min_AllReduce.py
+    python min_DDP_scratch.py --nproc 2                    # two processes; without --nproc, all GPUs
+    python min_DDP_scratch.py --nproc 2 --bucket-mb 0      # each parameter is a bucket of its own
+    torchrun --standalone --nproc-per-node 2 min_DDP_scratch.py
 
 The last line of the first command is `sent per step: 1,914,880 bytes, 1.000 of the gradients | buckets: 4 |
 communication: 24.8 ms, 51 % of it in backward`. If a process waits in a hop for a slower one, this counts as

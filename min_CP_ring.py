@@ -36,9 +36,9 @@ with DDP, and 1/N of the activations. Each step sends DDP's 2·(N-1)/N · 4·P b
 N-1 hops in forward and in backward, and their gradients N hops. So attention sends (3·N-2) · 8·L·B·T·D/N bytes, where
 Ulysses sends (N-1)/N · 32·L·B·T·D/N.
 
-    python min_Ring.py --length 8192         # one process per visible GPU, or one on the CPU
-    python min_Ring.py --nproc 2             # two processes
-    python min_Ring.py --nproc 4 --heads 1   # more processes than heads
+    python min_CP_ring.py --length 8192         # one process per visible GPU, or one on the CPU
+    python min_CP_ring.py --nproc 2             # two processes
+    python min_CP_ring.py --nproc 4 --heads 1   # more processes than heads
 
 It prints the loss, tokens per second and memory every 50 steps, finally `step 400 | loss 2.2035 | held-out 2.2545 | …`.
 """

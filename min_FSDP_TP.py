@@ -28,9 +28,9 @@ backward, A/T bytes. It computes a third more, and sends 11 instead of 8 along t
 
 No process ever holds the whole model: it is built without memory, on the device "meta", split, and then filled.
 
-    python min_2D.py --nproc 4 --replicate 2                         # HSDP: 2 replicas of 2 shards
-    python min_2D.py --nproc 4 --tensor 2 --checkpoint-dir runs/2d      # FSDP x TP: 2 shards of layers split in 2
-    python min_2D.py --nproc 1 --checkpoint-dir runs/2d --steps 600     # resumes on another mesh, here in one process
+    python min_FSDP_TP.py --nproc 4 --replicate 2                         # HSDP: 2 replicas of 2 shards
+    python min_FSDP_TP.py --nproc 4 --tensor 2 --checkpoint-dir runs/2d      # FSDP x TP: 2 shards of layers split in 2
+    python min_FSDP_TP.py --nproc 1 --checkpoint-dir runs/2d --steps 600     # resumes on another mesh, of 1
 
 The second prints `parameters held: 120,128 of 478,720 (0.251)`. Each checkpoint is a folder `step-N` in
 --checkpoint-dir. With --keep 3 older ones are deleted. Load only checkpoints that you trust.
@@ -47,10 +47,10 @@ from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint as recompute
 
+import checkpoint_sharded
 import distributed as dist
 import gpt
 import options
-import sharded
 
 
 def parallelize(model, args):
@@ -112,7 +112,7 @@ def train(model, optimizer, text, held_out, args):
     first_step = 0
     if args.checkpoint_dir:
         settings = gpt.settings_of(args)
-        first_step = sharded.load(args.checkpoint_dir, model, optimizer, settings=settings)
+        first_step = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer, settings=settings)
     # Tensor neighbours, whose ranks are consecutive, take the same share of the batch.
     share = (dist.get_rank() // args.tensor, args.replicate * args.shard)
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, first_step, share)
@@ -126,7 +126,9 @@ def train(model, optimizer, text, held_out, args):
         optimizer.step()
         progress(loss)
         if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
-            sharded.save(args.checkpoint_dir, model, optimizer, progress.step, settings=settings, keep=args.keep)
+            checkpoint_sharded.save(
+                args.checkpoint_dir, model, optimizer, progress.step, settings=settings, keep=args.keep
+            )
     return progress.losses[first_step:]
 
 
@@ -165,7 +167,7 @@ def parse_args():
     parts = (args.tensor, "--tensor")
     gpt.check_model_options(parser, args, batch=shares, heads=parts, length=parts)
     if args.checkpoint_dir is not None:
-        sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
+        checkpoint_sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
     return args
 
 
