@@ -28,13 +28,13 @@ test-gpu: .venv/installed-dev  ## what needs a GPU
 	$(BIN)/python -m pytest -m gpu
 
 test-versions:  ## the quick tests on every version of torch from 2.11 on
-	$(PYTHON) -m tests.versions
+	$(PYTHON) -m tools.versions
 
 soak: .venv/installed-dev  ## random jobs under load, for MINUTES
-	$(BIN)/python -m tests.soak --minutes $(MINUTES)
+	$(BIN)/python -m tools.soak --minutes $(MINUTES)
 
 mutants: .venv/installed-dev  ## do the tests notice N random changes?
-	$(BIN)/python -m tests.mutants -n $(N) --seed $(SEED)
+	$(BIN)/python -m tools.mutants -n $(N) --seed $(SEED)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

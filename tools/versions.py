@@ -1,8 +1,8 @@
 """Run the tests on every version of torch that the project promises, one after the other: `make test-versions`.
 
-    python -m tests.versions                             # all versions
-    python -m tests.versions 2.11.0 2.15.0               # these ones
-    python -m tests.versions 2.11.0 -- tests/test_gpt.py -m ''    # what follows -- goes to pytest, instead of its runs
+    python -m tools.versions                             # all versions
+    python -m tools.versions 2.11.0 2.15.0               # these ones
+    python -m tools.versions 2.11.0 -- tests/test_gpt.py -m ''    # what follows -- goes to pytest, instead of its runs
 
 Each version gets a virtual environment in .versions/, which needs some gigabytes and is kept for the next time. A
 version that cannot be installed, or a test that fails, does not stop the others. At the end it prints a table, ready

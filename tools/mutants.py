@@ -1,8 +1,8 @@
 """Change the code at random places, one at a time, and see whether the tests notice.
 
-    make mutants N=60 SEED=1                                    # or: python -m tests.mutants -n 60 --seed 1
-    python -m tests.mutants -n 20 --files min_EP.py spawn.py    # places in these files only
-    python -m tests.mutants -n 20 --quick                       # without the slow tests
+    make mutants N=60 SEED=1                                    # or: python -m tools.mutants -n 60 --seed 1
+    python -m tools.mutants -n 20 --files min_EP.py spawn.py    # places in these files only
+    python -m tools.mutants -n 20 --quick                       # without the slow tests
 
 A mutant is a copy of the project with one change in a function of a top-level file: another operator, comparison,
 number or flag, a call deleted, or a condition made false. Options, printed text and `raise` are left out. The

@@ -1,7 +1,7 @@
 """Random jobs beside a load generator, for as long as one likes: what passes once must pass a thousand times.
 
-    make soak MINUTES=30                         # or: python -m tests.soak --minutes 30 --seed 7
-    python -m tests.soak --replay launch:1234    # one trial again, as it was drawn
+    make soak MINUTES=30                         # or: python -m tools.soak --minutes 30 --seed 7
+    python -m tools.soak --replay launch:1234    # one trial again, as it was drawn
 
 - launch: 2 to 16 workers. All leave at once, or one fails, is killed, exits, or prints a long message. The first cause
   is reported, and the children of the workers end with them.
