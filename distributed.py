@@ -38,6 +38,7 @@ torchrun the same file uses the processes that torchrun started. In a single pro
 communication. Some names and arguments are those of https://github.com/joh-fischer/distributed-pytorch.
 """
 
+import collections
 import gc
 import itertools
 import os
@@ -52,6 +53,7 @@ import torch.distributed as torch_dist
 # is a process group by then, they keep it alive until the interpreter ends, and gloo's threads may abort.
 import torch.distributed.nn.functional
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear  # the output of nn.MultiheadAttention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
@@ -218,34 +220,64 @@ def prepare_ddp_model(model, device_ids=None, **kwargs):
     return DistributedDataParallel(model, device_ids=device_ids, **kwargs)
 
 
-def prepare_fsdp_model(model, blocks=(), **kwargs):
+def prepare_fsdp_model(model, blocks=(), min_num_params=None, **kwargs):
     """`model`, sharded in place over all ranks by FSDP2, on this process's device. Build the optimizer afterwards.
 
-    Each module of the classes `blocks`, for instance `(LlamaDecoderLayer,)`, is gathered before it computes and freed
-    afterwards. By default the blocks are the entries of each ModuleList and Sequential. All ranks start from rank 0's
-    weights. `kwargs` go to fully_shard. At world size 1 the model is not sharded. Raises DistributedError if two blocks
-    share a parameter.
+    FSDP gathers the weights of one unit at a time: before the unit computes, and it frees them afterwards. The units
+    are the modules of the classes `blocks`, for instance `(LlamaDecoderLayer,)`, or by default the entries of each
+    ModuleList and Sequential. With `min_num_params`, the units are chosen by size, from the inside out: a module is a
+    unit if it has at least that many parameters outside the units in it. A model without a ModuleList or Sequential is
+    cut in this way too, with 20,000. The model itself is a unit, to which all other parameters belong. The weights of a
+    unit may be read only while it computes.
+
+    All ranks start from rank 0's weights. `kwargs` go to fully_shard. At world size 1 the model is not sharded. Raises
+    DistributedError if two blocks share a parameter.
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
+    assert not (blocks and min_num_params), "pass blocks or min_num_params, not both"
     if get_world_size() == 1:
         return model.to(get_device())
     from torch.distributed.fsdp import fully_shard  # takes 0.7 s
 
     sync_params([tensor for tensor in (*model.parameters(), *model.buffers()) if not hasattr(tensor, "to_local")])
-    units = []
-    for module in model.modules():
-        if isinstance(module, tuple(blocks)):
-            units.append(module)
-        elif not blocks and isinstance(module, nn.ModuleList | nn.Sequential):
-            units += [child for child in module if not isinstance(child, nn.ModuleList | nn.ModuleDict)]
     n_tensors = len(list(model.parameters()))
-    for module in reversed(dict.fromkeys(units)):  # inner ones first, as `modules` names outer ones first; each once
-        if list(module.parameters()):
-            fully_shard(module, **kwargs)
-    fully_shard(model, **kwargs)
+    units = [] if min_num_params else _units_by_class(model, blocks)
+    if not units and not blocks:
+        units = _units_by_size(model, min_num_params or 20_000)
+    for module in dict.fromkeys([*units, model]):  # the model may be among the units
+        fully_shard(module, **kwargs)
     if len(list(model.parameters())) != n_tensors:
         raise DistributedError("two blocks share a parameter: name in `blocks` a class that contains both of them")
     return model
+
+
+def _units_by_class(model, blocks):
+    """The modules of the classes `blocks`, by default the entries of each ModuleList and Sequential."""
+    if blocks:
+        return [module for module in _possible_units(model) if isinstance(module, tuple(blocks))]
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    entries = {entry for each in lists for entry in each}
+    return [module for module in _possible_units(model) if module in entries]
+
+
+def _units_by_size(model, min_num_params):
+    """The modules with at least `min_num_params` parameters outside the units in them. Tied weights are in none."""
+    units, in_units = [], set()
+    n_uses = collections.Counter(param for _, param in model.named_parameters(remove_duplicate=False))
+    for module in _possible_units(model):
+        rest = [param for param in module.parameters() if param not in in_units]
+        is_tied = any(n_uses[param] > 1 for param in rest)
+        if not is_tied and sum(param.numel() for param in rest) >= min_num_params:
+            units.append(module)
+            in_units.update(rest)
+    return units
+
+
+def _possible_units(model):
+    """The modules whose weights are read in their own forward, inner ones first. A ModuleList has no forward."""
+    modules = [module for module in model.modules() if type(module).forward is not nn.Module.forward]
+    modules = [module for module in modules if not isinstance(module, NonDynamicallyQuantizableLinear)]
+    return [module for module in reversed(modules) if list(module.parameters())]
 
 
 def sync_params(params, src=0):

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import copy
 import functools
 
 import pytest
@@ -18,6 +19,7 @@ from transformer import full_parameters
 import checkpoint_sharded
 import distributed as dist
 import min_DDP
+import mnist
 
 STEPS, BATCH = 2, 8
 
@@ -189,43 +191,101 @@ def test_models_that_no_one_here_wrote(tmp_path):
 # ---- two models and two optimizers ----------------------------------------------------------------------------------
 
 
+class TiedByHand(nn.Module):
+    """Without a list. The embedding's weights are the head's, and are read outside of both."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(500, 64)
+        self.body = nn.Linear(64, 320)
+        self.back = nn.Linear(320, 64)
+        self.head = nn.Linear(64, 500, bias=False)
+        self.head.weight = self.embedding.weight
+        self.tables = nn.ParameterDict({"bias": nn.Parameter(torch.zeros(30_000))})
+
+    def forward(self, tokens):
+        hidden = self.back(self.body(self.embedding(tokens)).relu())
+        return self.head(hidden) + self.tables["bias"][:500]
+
+
+def encoder():
+    """Attention of 16,640 parameters, and feed-forward layers of 16,640."""
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True), 2)
+
+
 def cases_of_units():
-    """Models, the classes of the blocks, and the names of all units."""
+    """Models, what chooses their units, and the names of all units."""
     import torchvision
     import transformers
 
     sizes = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4}
-    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=32, **sizes))
+    llama = functools.partial(transformers.LlamaConfig, num_hidden_layers=32, **sizes)
     special = {"bos_token_id": 0, "eos_token_id": 0}
     config = transformers.GPT2Config(vocab_size=1000, n_embd=64, n_layer=3, n_head=4, **special)
     gpt2 = transformers.GPT2LMHeadModel(config)
     nested = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     resnet = torchvision.models.resnet18()
     layers = [name for name, module in resnet.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    parts = [f"layers.{i}.{name}" for i in range(2) for name in ("self_attn", "linear1", "linear2")]
+    small = transformers.LlamaForCausalLM(llama(num_hidden_layers=2))  # 16,384 in attention, 33,792 in the rest
+    decoders = [f"model.layers.{i}.mlp" for i in range(2)]
     return [
-        (llama, (), [f"model.layers.{i}" for i in range(32)]),
-        (gpt2, (), [f"transformer.h.{i}" for i in range(3)]),  # embedding and head are tied, and belong to the root
-        (nested, (), ["0", "2", "2.0", "2.1"]),
-        (resnet, (nn.Linear, nn.Conv2d), layers),
+        (transformers.LlamaForCausalLM(llama()), {}, [f"model.layers.{i}" for i in range(32)]),
+        (gpt2, {}, [f"transformer.h.{i}" for i in range(3)]),  # embedding and head are tied, and belong to the root
+        (nested, {}, ["0", "2", "2.0", "2.1"]),
+        (resnet, {"blocks": (nn.Linear, nn.Conv2d)}, layers),
+        (mnist.SimpleCNN(), {}, ["fc"]),  # of 31,370; there is no list
+        (mnist.SimpleCNN(), {"min_num_params": 18_496}, ["conv2", "fc"]),
+        (mnist.SimpleCNN(), {"min_num_params": 18_497}, ["fc"]),
+        (mnist.ShallowNet(), {}, ["fc1"]),
+        (mnist.ShallowNet(), {"min_num_params": 1_000}, ["conv2", "fc1", "fc2"]),
+        (encoder(), {}, ["layers.0", "layers.1"]),
+        (encoder(), {"blocks": (nn.MultiheadAttention,)}, ["layers.0.self_attn", "layers.1.self_attn"]),
+        (encoder(), {"min_num_params": 1_000}, parts),  # not out_proj, whose weights attention reads itself
+        (encoder(), {"min_num_params": 20_000}, ["layers.0", "layers.1"]),
+        (small, {"min_num_params": 20_000}, [*decoders, "model.embed_tokens", "lm_head", "model"]),
+        (TiedByHand(), {}, ["body", "back"]),
     ]
+
+
+def outputs_of(model):
+    """In training and in evaluation, where TransformerEncoder would read the weights of its layers without a call."""
+    generator = torch.Generator().manual_seed(0)
+    if isinstance(model, mnist.SimpleCNN):
+        inputs = torch.rand(2, 1, 28, 28, generator=generator)
+    elif isinstance(model, nn.TransformerEncoder):
+        inputs = torch.rand(2, 5, 64, generator=generator)
+    elif isinstance(model, TiedByHand):
+        inputs = torch.randint(500, (2, 5), generator=generator)
+    else:
+        return torch.zeros(0)
+    output = model(inputs)
+    output.square().sum().backward()
+    with torch.no_grad():
+        return torch.stack([output, model.eval()(inputs)])
 
 
 def unit_worker(local_rank, world_size):
     dist.init_process_group()
-    for model, blocks, names in cases_of_units():
+    torch.manual_seed(0)
+    for model, chosen, names in cases_of_units():
         total = sum(param.numel() for param in model.parameters())
-        dist.prepare_fsdp_model(model, blocks)
+        expected = outputs_of(copy.deepcopy(model))
+        dist.prepare_fsdp_model(model, **chosen)
         held = sum(param.to_local().numel() for param in model.parameters())
         units = units_of(model)
-        assert sorted(units) == sorted(["", *names]), set(units) ^ {"", *names}
+        assert sorted(units) == sorted(["", *names]), (type(model).__name__, chosen, set(units) ^ {"", *names})
         assert held <= 0.51 * total
+        torch.testing.assert_close(outputs_of(model), expected)
     tied = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9, bias=False))
     tied[1].weight = tied[0].weight
     with pytest.raises(dist.DistributedError, match="two blocks share a parameter: name in `blocks` a class"):
         dist.prepare_fsdp_model(tied)
+    with pytest.raises(AssertionError, match="not both"):
+        dist.prepare_fsdp_model(nn.Linear(2, 2), blocks=(nn.Linear,), min_num_params=1)
 
 
-def test_a_unit_is_a_block():
+def test_a_unit_is_a_block_or_is_chosen_by_size():
     dist.launch(unit_worker, nprocs=2)
 
 
