@@ -74,27 +74,6 @@ def share_fork_server(address):
     server.ensure_running = forkserver.ensure_running = resource_tracker.ensure_running
 
 
-# The slow tests that CI runs too, since users lose most by what they guard: results, snapshots, whole jobs.
-GUARDS = {
-    "test_bytes_sent_are_those_of_the_docstrings",
-    "test_equal_to_one_process_and_split_for_real",
-    "test_equals_one_process",
-    "test_gloo_threads_end_before_the_interpreter",
-    "test_kill_in_a_save",
-    "test_killed_at_ten_moments_and_resumed_by_other_numbers_of_processes",
-    "test_killed_and_resumed_by_other_numbers_of_processes",
-    "test_killed_ten_times_and_resumed_by_other_numbers_of_processes",
-    "test_models_that_no_one_here_wrote",
-    "test_preempted_it_saves_is_requeued_resumes_at_that_step_and_finishes",
-    "test_processes_do_what_one_does",
-    "test_sigterm_to_torchrun",
-    "test_ten_kills_change_nothing",
-    "test_three_dimensions_and_uneven_ones_give_what_one_process_gives",
-    "test_two_dimensions_give_what_one_process_gives",
-    "test_two_nodes_of_which_one_is_lost_and_comes_back_empty",
-}
-
-
 # They need most time, and run first. The last file to be run would otherwise run alone.
 LONGEST = [f"test_{name}.py" for name in ("launch", "llm_FSDP", "readme", "mnist_DDP", "mnist_FSDP", "templates")]
 LONGEST += [f"test_min_{name}.py" for name in ("FSDP", "PP_FSDP_TP", "FSDP_TP", "PP", "DDP_scratch", "Stream", "GRPO")]
@@ -109,9 +88,6 @@ def pytest_collection_finish():
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONGEST)
-    for item in items:
-        if item.originalname in GUARDS:
-            item.add_marker("guard")
 
 
 STARTED = []  # all that `start` has started

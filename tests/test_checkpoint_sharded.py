@@ -452,6 +452,7 @@ def survivors_worker(local_rank, world_size, folder):
         assert os.listdir(where) == ["step-2"], moment
 
 
+@pytest.mark.guard
 @pytest.mark.slow
 def test_kill_in_a_save(tmp_path):
     for moment, (rank, how, _) in KILLS.items():

@@ -550,6 +550,7 @@ def test_what_reads_the_output_of_a_job_ends_with_it():
 # ---- the end of a job under torchrun --------------------------------------------------------------------------------
 
 
+@pytest.mark.guard
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "status", "printed", "error"),

@@ -280,6 +280,7 @@ def job(folder, world_size):
     return results[0]
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("name, world_size", [(name, world_size) for world_size in ON for name in ON[world_size]])
 def test_equals_one_process(folder, name, world_size):
     """A plain loop over the documents, one at a time. In float64, but transformers' norms compute in float32."""

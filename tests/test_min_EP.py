@@ -79,6 +79,7 @@ def expected(number):
     return torch.stack(losses), parameters
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("n", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_do_what_one_does(n, tmp_path):
     cases = CASES if n > 1 else CASES[:1]

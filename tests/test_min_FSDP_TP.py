@@ -53,6 +53,7 @@ def test_a_point_or_a_line_of_processes_gives_what_one_process_gives(tmp_path, n
     check_all(tmp_path, nprocs, [(mesh, "SGD", {"clip": CLIP}) for mesh in meshes])
 
 
+@pytest.mark.guard
 @pytest.mark.slow
 def test_two_dimensions_give_what_one_process_gives(tmp_path):
     cases = [
@@ -88,6 +89,7 @@ def test_a_block_that_is_computed_again_keeps_only_its_input():
     assert kept[True] < kept[False] - args.layers * 10 * features
 
 
+@pytest.mark.guard
 @pytest.mark.slow
 def test_three_dimensions_and_uneven_ones_give_what_one_process_gives(tmp_path):
     everything = {**TWO_BLOCKS, "clip": CLIP, "checkpoint_activations": True}

@@ -274,6 +274,7 @@ def killed_worker(local_rank, world_size, args, moment, rank):
         min_Generate.main_worker(local_rank, world_size, args)
 
 
+@pytest.mark.guard
 @pytest.mark.slow
 def test_killed_at_ten_moments_and_resumed_by_other_numbers_of_processes(args_of, capfd):
     """Nothing is generated twice, and the output equals that of an undisturbed run."""

@@ -81,6 +81,7 @@ def train(optimizer, own, changes):
     return run.losses, whole_model(run.model), held_out, run.stdout
 
 
+@pytest.mark.guard
 @pytest.mark.timeout(300)  # seconds alone; minutes among many other processes
 @pytest.mark.parametrize("nprocs", [1, 2, *[pytest.param(n, marks=pytest.mark.slow) for n in (3, 4)]])
 def test_equals_one_process(nprocs, tmp_path):

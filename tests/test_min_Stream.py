@@ -212,6 +212,7 @@ def run_until_killed(args, log, victim=None, n_steps=None):
     return [[number for share in step for number in share] for step in zip(*shares, strict=False)]
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(
     "kills, steps", [(2, 30), pytest.param(10, 60, marks=[pytest.mark.slow, pytest.mark.timeout(400)])]
 )

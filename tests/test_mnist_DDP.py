@@ -341,6 +341,7 @@ def cases_worker(local_rank, world_size, folder):
         torch.save((sent, waits, stdout.getvalue(), torch.stack(Net.drawn)), f"{folder}/{case}/{local_rank}.pt")
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
 def test_equals_one_process(nprocs, tmp_path):
     dist.launch(cases_worker, str(tmp_path), nprocs=nprocs)
@@ -440,6 +441,7 @@ def train_killed(nprocs, moments, hp, *args):
                 spawn.run_processes(dist._run_worker, work, n)
 
 
+@pytest.mark.guard
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_killed_ten_times_and_resumed_by_other_numbers_of_processes(tmp_path, capfd):

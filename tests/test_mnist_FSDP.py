@@ -146,6 +146,7 @@ def uninterrupted(tmp_path_factory):
     return folder
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("nprocs", [1, slow(2), 3, slow(4)])
 def test_equals_one_process(nprocs, references, tmp_path, request):
     folder = request.getfixturevalue("uninterrupted") if nprocs == 3 else tmp_path
@@ -473,6 +474,7 @@ def killed_worker(local_rank, world_size, folder, rank, how):
         again_worker(local_rank, world_size, folder)
 
 
+@pytest.mark.guard
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", KILLS)
 def test_kill_in_a_save(moment, uninterrupted, references, tmp_path):

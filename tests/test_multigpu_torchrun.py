@@ -135,6 +135,7 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_ends(nprocs, tmp_path):
     assert_same_models(resumed, straight)
 
 
+@pytest.mark.guard
 @pytest.mark.slow
 def test_ten_kills_change_nothing(tmp_path):
     epochs, kills, rng = 60, 10, random.Random(0)

@@ -173,6 +173,7 @@ def test_torchruns_report_has_the_traceback(tmp_path, monkeypatch):
     assert "AttributeError" in (tmp_path / "error.json").read_text()
 
 
+@pytest.mark.guard
 @pytest.mark.slow
 def test_sigterm_to_torchrun(tmp_path):
     expected, path, log = tmp_path / "expected.pt", tmp_path / "disk" / "snapshot.pt", tmp_path / "log"
@@ -281,6 +282,7 @@ def start_node(nodes, i, *arguments):
     return start(*command, cwd=folder, env=env, log=folder / "log", prefix=prefix)
 
 
+@pytest.mark.guard
 @pytest.mark.slow
 def test_two_nodes_of_which_one_is_lost_and_comes_back_empty(nodes, tmp_path):
     arguments = (10**6, 1, "--global-batch-size", 8)

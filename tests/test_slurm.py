@@ -159,6 +159,7 @@ class Job:
         wait_until(lambda: self.field("JobState") == "CANCELLED")
 
 
+@pytest.mark.guard
 def test_preempted_it_saves_is_requeued_resumes_at_that_step_and_finishes(cluster, tmp_path):
     job = Job(tmp_path, 6, 1000, "--global-batch-size", 8)
     job.wait_for_epochs(1)

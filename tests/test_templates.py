@@ -183,6 +183,7 @@ def test_tied_weights_unused_parameters_groups_schedules_clipping_tuples_and_dic
     dist.launch(swap_worker, str(tmp_path), "ours", 1e-12, nprocs=2)
 
 
+@pytest.mark.guard
 @pytest.mark.slow
 def test_models_that_no_one_here_wrote(tmp_path):
     dist.launch(swap_worker, str(tmp_path), "transformers", 1e-6, nprocs=2)  # their losses are float32

@@ -159,6 +159,7 @@ def count():
         dist.launch(count_worker, nprocs=nprocs)
 
 
+@pytest.mark.guard
 @pytest.mark.timeout(400)
 def test_bytes_sent_are_those_of_the_docstrings():
     unshare = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
