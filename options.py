@@ -10,6 +10,7 @@ dist.launch(main_worker, args, nprocs=args.nproc)
 
 import argparse
 import math
+import re
 
 import torch
 
@@ -19,7 +20,10 @@ LARGEST = 2**31 - 1
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse with the first line of `doc` and the defaults in its help, and errors of one line."""
+    """argparse with the first line of `doc` and the defaults in its help, and errors of one line.
+
+    Each option may be typed with underscores too: --batch_size is --batch-size.
+    """
 
     def __init__(self, doc):
         super().__init__(description=doc.partition("\n")[0], formatter_class=HelpFormatter)
@@ -30,6 +34,9 @@ class ArgumentParser(argparse.ArgumentParser):
         default = dist.get_world_size() if dist.is_launched() else max(1, gpus)
         help_text = "processes to start on this machine (default: one per visible GPU, or 1)"
         self.add_argument("--nproc", type=whole_number(1, gpus or LARGEST), default=default, help=help_text)
+
+    def _parse_optional(self, word):  # argparse asks it what each word of the command line is
+        return super()._parse_optional(re.sub("^--[^=]+", lambda option: option[0].replace("_", "-"), word))
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n")

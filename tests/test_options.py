@@ -1,5 +1,6 @@
 """The options of all scripts: a mistake is one line, before any process is started; --help shows every default."""
 
+import argparse
 import importlib
 import re
 import runpy
@@ -305,6 +306,21 @@ def test_a_positive_number_is_finite(wrong, capsys):
     with pytest.raises(SystemExit):
         parser.parse_args([f"--lr={wrong}"])
     assert capsys.readouterr().err == f"{parser.prog}: error: argument --lr: '{wrong}' is not a finite number above 0\n"
+
+
+def test_an_option_may_be_typed_with_underscores(monkeypatch):
+    parser = options.ArgumentParser("What the script does.\n")
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--test-batch-size", type=options.whole_number(1))
+    parser.add_argument("--model-file")
+    parser.add_argument("--use-fast-path", action=argparse.BooleanOptionalAction)
+    typed = ["50", "--test_batch_size", "10", "--model_file=my_model--a_b.pt", "--no_use_fast_path"]
+    expected = {"steps": 50, "test_batch_size": 10, "model_file": "my_model--a_b.pt", "use_fast_path": False}
+    assert vars(parser.parse_args(typed)) == expected
+    monkeypatch.setattr(sys, "argv", ["script.py", *typed])
+    assert vars(parser.parse_args()) == expected
+    typed = ["50", "--test-batch-size=10", "--model-file", "my_model--a_b.pt", "--no-use-fast-path"]
+    assert vars(parser.parse_args(typed)) == expected
 
 
 FOLDERS = [
