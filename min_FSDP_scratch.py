@@ -1,9 +1,9 @@
 """Shard parameters, gradients and state: FSDP from scratch, the minimum working example of ZeRO stage 3.
 
-This is what happens inside `fully_shard`, which min_FSDP.py calls. Begin to read at `BeforeBlock`. A unit is a block of
-the model. Its parameters are views of one flat tensor, `full`, which has memory only while the block computes. Each
-process always holds 1/N of it, `own`, and steps that part. Two functions stand around each block. Each has a forward
-and a backward, and together they are this timeline:
+This is what happens inside `fully_shard`, which min_FSDP.py calls. A unit is a block of the model. Its parameters are
+views of one flat tensor, `full`, which has memory only while the block computes. Each process always holds 1/N of it,
+`own`, and steps that part. Two functions stand around each block. Each has a forward and a backward, and together they
+are this timeline:
 
                      forward                                     backward
     BeforeBlock      all-gather i, prefetch i+1    | compute |   free i, reduce-scatter the gradients of i
@@ -44,7 +44,6 @@ the host, which does not wait.
 """
 
 import functools
-import math
 import time
 
 import torch
@@ -60,8 +59,16 @@ all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gath
 reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)
 
 
-# When autograd calls BeforeBlock.backward, it has computed all gradients of the block's parameters.
+# ---- around each block --------------------------------------------------------------------------------------------
+
+
 class BeforeBlock(torch.autograd.Function):
+    """When its backward is called, all gradients of the block's parameters are there.
+
+    Of the operations that are ready, autograd always takes the last that was recorded in forward. It has recorded
+    BeforeBlock before all operations of the block.
+    """
+
     @staticmethod
     def forward(ctx, x, unit):
         ctx.unit = unit
@@ -94,39 +101,47 @@ class AfterBlock(torch.autograd.Function):
         return gradient, None
 
 
+# ---- what is gathered and reduced together ------------------------------------------------------------------------
+
+
 class Unit:
-    """Parameters that are gathered and freed together. Each rank holds 1/N of them, `own`, and of their gradients."""
+    """Parameters that are gathered and freed together. Each rank holds 1/N of them, `own`, and of their gradients.
+
+    `pieces` are the pieces of the parameters in `own`, which the optimizer steps. There is one for each parameter,
+    because the optimizer must skip those without a gradient.
+    """
 
     previous = following = None  # the units that compute before and after this one
-    gathering = None  # the all-gather, from its start until `free`
     reducing = None  # the reduce-scatter in progress
 
     def __init__(self, params, network):
+        self.params = params
         self.network = network
         flat = nn.utils.parameters_to_vector(params).detach()
-        rank = dist.get_rank()
-        world_size = dist.get_world_size()
-        n_own = math.ceil(len(flat) / world_size)
-        self.full = flat.new_zeros(n_own * world_size)  # zeros after the last parameter make all parts equally long
-        self.full[: len(flat)] = flat
-        self.own = self.full.chunk(world_size)[rank].clone()
+        self.padding = flat.new_zeros(-len(flat) % dist.get_world_size())  # makes all parts equally long
+        self.full = torch.cat([flat, self.padding])
+        n_own = len(self.full) // dist.get_world_size()
+        begin = dist.get_rank() * n_own
+        self.own = self.full[begin : begin + n_own].clone()
         self.own_grad = torch.zeros_like(self.own)
-        self.pieces = []  # the pieces of the parameters in `own`, which the optimizer steps
+        self.pieces = []
+        self.piece_grads = []
         start = 0
         for param in params:
             stop = start + param.numel()
             param.data = self.full[start:stop].view_as(param)
-            # Where this parameter and this rank's part overlap. Where they do not, first equals last. A piece for each
-            # parameter, since the optimizer must skip those without a gradient.
-            first = min(max(start - rank * n_own, 0), n_own)
-            last = min(max(stop - rank * n_own, 0), n_own)
-            self.pieces.append((param, nn.Parameter(self.own[first:last]), self.own_grad[first:last]))
+            # Where this parameter is in `own`. A slice ends with `own`, and is empty if the parameter is elsewhere.
+            place = slice(max(start - begin, 0), max(stop - begin, 0))
+            self.pieces.append(nn.Parameter(self.own[place]))
+            self.piece_grads.append(self.own_grad[place])
             start = stop
-        self.free()
+        self.full.untyped_storage().resize_(0)
+        self.events = []  # what it did in this step
 
     def gather(self):
         """Start the all-gather, unless it has been started."""
-        if self.gathering is None:
+        if self.full.untyped_storage().nbytes() == 0:
+            self.events.append("gather")
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.gathering = self.network.start(all_gather_single, self.full, self.own)
 
@@ -137,21 +152,21 @@ class Unit:
     def free(self):
         """The parameters keep their shapes, without memory.
 
-        Autograd has saved them for backward, and sees the memory that `gather` fills again. It does not complain about
-        that change: since `param.data` was set, it counts the changes of `param` apart from those of `full`.
+        Autograd has saved them for backward. It refuses a saved tensor that was changed in place. But `gather` changes
+        `full`, and autograd does not know that the parameters share its memory.
         """
+        self.events.append("free")
         self.full.untyped_storage().resize_(0)
-        self.gathering = None
 
     def reduce(self):
         """Start the reduce-scatter of the gradients of this rank's share of the batch. Then they are freed."""
+        self.events.append("reduce")
         grads = []
-        for param, piece, own_grad in self.pieces:
-            piece.grad = None if param.grad is None else own_grad  # a parameter has a gradient on all ranks or on none
+        for param, piece, piece_grad in zip(self.params, self.pieces, self.piece_grads, strict=True):
+            piece.grad = None if param.grad is None else piece_grad  # a gradient is on all ranks or on none
             grads.append(torch.zeros_like(param) if param.grad is None else param.grad)
             param.grad = None
-        flat = nn.utils.parameters_to_vector(grads)
-        flat = nn.functional.pad(flat, (0, len(self.full) - len(flat)))
+        flat = nn.utils.parameters_to_vector([*grads, self.padding])
         self.reducing = self.network.start(reduce_scatter_single, self.own_grad, flat)
 
     def finish(self):
@@ -164,10 +179,13 @@ class Unit:
 class ZeRO3:
     """A GPT in units: one for each block, and the root for all other parameters.
 
-    Its weights must be equal on all ranks. Blocks must not share parameters. The root may, as with tied weights.
+    Its weights must be equal on all ranks. Each block must compute exactly once in a step, in the order of
+    `model.blocks`, and `finish_backward` must follow each backward. To recompute activations, do it inside a block.
+    Blocks must not share parameters. The root may, as with tied weights.
     """
 
     def __init__(self, model):
+        check_unshared(model)
         self.model = model
         self.network = Network()
         self.units = []
@@ -183,27 +201,52 @@ class ZeRO3:
         self.units.append(self.root)
 
     def compute(self, unit, forward, x):
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x = x.detach().requires_grad_()  # else autograd would not call BeforeBlock.backward
         x = BeforeBlock.apply(x, unit)
         x = forward(x)
         return AfterBlock.apply(x, unit)
 
     def __call__(self, tokens):
+        if self.root.events:
+            raise dist.DistributedError("finish_backward must follow each forward and its backward")
         self.root.wait()
         logits = self.model(tokens)
-        if not torch.is_grad_enabled():
-            self.root.free()  # there is no backward that does it
+        if torch.is_grad_enabled():
+            logits.register_hook(lambda gradient: self.root.wait())  # if the graph is kept for another backward
+        else:
+            self.root.free()
+            self.end_step(["gather", "free"])
         return logits
 
     def finish_backward(self):
         """Call it after backward. Each piece then has its gradient, the mean over all ranks, without `zero_grad`."""
         self.root.free()
         self.root.reduce()
+        self.end_step(["gather", "free", "gather", "free", "reduce"])
         self.units[0].finish()
         self.root.finish()
 
+    def end_step(self, expected):
+        """Check that each block has computed once. Otherwise gradients would be wrong, and nothing would tell."""
+        for number, unit in enumerate(self.units):
+            if unit is not self.root and unit.events != expected:
+                line = f"block {number} did {unit.events} in a step, and not {expected}"
+                raise dist.DistributedError(f"{line}: each block must compute once, in the order of model.blocks")
+            unit.events = []
+
     def pieces(self):
         """What this rank holds and the optimizer steps."""
-        return [piece for unit in self.units for _, piece, _ in unit.pieces if piece.numel() > 0]
+        return [piece for unit in self.units for piece in unit.pieces if piece.numel() > 0]
+
+
+def check_unshared(model):
+    """Raises ValueError if a parameter is in two units: the second one would compute while it has no memory."""
+    unit_of = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        unit = name.split(".")[1] if name.startswith("blocks.") else "the root"
+        if unit_of.setdefault(param, unit) != unit:
+            raise ValueError(f"{name} is also a parameter of another unit: blocks must not share parameters")
 
 
 class Network:
@@ -218,7 +261,8 @@ class Network:
         if dist.get_world_size() == 1:
             output.copy_(given)
             return None
-        self.sent += abs(output.nbytes - given.nbytes)  # a ring sends all parts but one
+        part = min(output.nbytes, given.nbytes)
+        self.sent += (dist.get_world_size() - 1) * part  # a ring sends all parts but one
         return collective(output, given, async_op=True)
 
     def wait(self, work):
