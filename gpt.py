@@ -1,4 +1,4 @@
-"""Text, model and progress of the transformer scripts: Python's own standard library, read by a small GPT.
+"""Model, text and progress of the transformer scripts: a small GPT that reads Python's own standard library.
 
 text, held_out = gpt.load_text()                                   # bytes, the same on every rank
 x, y = gpt.batch(text, step, args.global_batch_size, args.length)  # bytes, and what follows each: (batch, length)
@@ -27,91 +27,6 @@ import distributed as dist
 import options
 
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
-
-
-# ---- options ------------------------------------------------------------------------------------------------------
-
-
-def add_model_options(parser, length=None):
-    """Add the options that all transformer scripts share, of the model and of its training.
-
-    `length` is the default of --length, for a script that does not split the sequence.
-    """
-    count = options.whole_number(1)
-    rounded = "rounded up so that the processes can split them evenly"
-    length_help = "bytes per sequence"
-    if length is None:
-        length_help += f" (default: 128, {rounded})"
-    parser.add_argument("--layers", type=count, default=2, help="blocks of attention and MLP")
-    parser.add_argument("--width", type=count, help="features per byte (default: 128, or the next multiple of --heads)")
-    parser.add_argument("--heads", type=count, help=f"attention heads per block (default: 4, {rounded})")
-    parser.add_argument("--length", type=options.whole_number(2, 2**16), default=length, help=length_help)
-    parser.add_argument("--global-batch-size", type=count, help=f"total sequences per step (default: 16, {rounded})")
-    parser.add_argument("--steps", type=count, default=400, help="steps to train")
-    parser.add_argument("--log-every", type=count, default=50, help="print every N steps", metavar="N")
-    parser.add_argument("--lr", type=options.positive_number, default=0.003, help="learning rate")
-    parser.add_argument("--clip", type=options.positive_number, help="clip the global gradient norm to this value")
-    parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed of weights and batches")
-    parser.add_nproc()
-
-
-def check_model_options(parser, args, batch=(1, "1"), heads=(1, "1"), length=(1, "1")):
-    """Check that a script can split the batch, the heads and the length, and fill in those that were not given.
-
-    `batch`, `heads` and `length` are pairs: the required divisor, and its name in the error. Ends the program with one
-    line if an option does not fit.
-
-        gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
-    """
-    require_multiple(parser, args, "global_batch_size", *batch, default=16)
-    require_multiple(parser, args, "heads", *heads, default=4)
-    require_multiple(parser, args, "length", *length, default=128)
-    require_multiple(parser, args, "width", args.heads, "the number of heads", default=128)
-
-
-def require_multiple(parser, args, name, divisor, why, default):
-    """If the option was not given, it becomes the smallest multiple of `divisor` that is at least `default`."""
-    if getattr(args, name) is None:
-        setattr(args, name, math.ceil(default / divisor) * divisor)
-    if getattr(args, name) % divisor:
-        option = "--" + name.replace("_", "-")
-        parser.error(f"argument {option}: {getattr(args, name)} is not a multiple of {divisor}, {why}")
-
-
-# ---- text ---------------------------------------------------------------------------------------------------------
-
-
-def load_text():
-    """Python's standard library as two uint8 tensors: nine tenths to train on, and the last tenth, held out.
-
-    Every rank must call it. Raises DistributedError if the libraries of two ranks differ: use one version of Python.
-    """
-    text = b"".join(path.read_bytes() for path in sorted(LIBRARY.glob("*.py")))
-    dist.check_in_sync(nn.Module(), **{"Python's standard library": zlib.crc32(text)})
-    n_held_out = len(text) // 10
-    tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return tensor[:-n_held_out], tensor[-n_held_out:]
-
-
-def batch(text, step, batch_size, length, seed=0, device="cpu", share=(0, 1)):
-    """Bytes, and the byte that follows each, both int64 (batch_size / n, length): share i of n, for `share` (i, n).
-
-    Where the sequences of the global batch start depends on `seed` and `step` alone. So all processes know it without
-    communication, and each one reads only its share. `batch_size` must be a multiple of n.
-    """
-    starts = random.Random(f"{seed} {step}").choices(range(len(text) - length), k=batch_size)
-    i, n = share
-    own_starts = torch.tensor(starts).chunk(n)[i]
-    rows = text[own_starts[:, None] + torch.arange(length + 1)]
-    rows = to_device(rows, device).long()
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-
-def to_device(tensor, device):
-    """Copy to a GPU without blocking the CPU, which needs pinned memory. To the CPU it is an ordinary copy."""
-    if torch.device(device).type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 # ---- model --------------------------------------------------------------------------------------------------------
@@ -196,7 +111,7 @@ def loss_fn(logits, targets):
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-# ---- a model that no process could hold -----------------------------------------------------------------------------
+# ---- a model that no process could hold ---------------------------------------------------------------------------
 
 
 def settings_of(args):
@@ -253,6 +168,42 @@ def initial_weights(args):
         for name, param in layer.named_parameters():
             yield f"{prefix}.{name}", param.detach()
         layer.to("meta")
+
+
+# ---- text ---------------------------------------------------------------------------------------------------------
+
+
+def load_text():
+    """Python's standard library as two uint8 tensors: nine tenths to train on, and the last tenth, held out.
+
+    Every rank must call it. Raises DistributedError if the libraries of two ranks differ: use one version of Python.
+    """
+    text = b"".join(path.read_bytes() for path in sorted(LIBRARY.glob("*.py")))
+    dist.check_in_sync(nn.Module(), **{"Python's standard library": zlib.crc32(text)})
+    n_held_out = len(text) // 10
+    tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return tensor[:-n_held_out], tensor[-n_held_out:]
+
+
+def batch(text, step, batch_size, length, seed=0, device="cpu", share=(0, 1)):
+    """Bytes, and the byte that follows each, both int64 (batch_size / n, length): share i of n, for `share` (i, n).
+
+    Where the sequences of the global batch start depends on `seed` and `step` alone. So all processes know it without
+    communication, and each one reads only its share. `batch_size` must be a multiple of n.
+    """
+    starts = random.Random(f"{seed} {step}").choices(range(len(text) - length), k=batch_size)
+    i, n = share
+    own_starts = torch.tensor(starts).chunk(n)[i]
+    rows = text[own_starts[:, None] + torch.arange(length + 1)]
+    rows = to_device(rows, device).long()
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def to_device(tensor, device):
+    """Copy to a GPU without blocking the CPU, which needs pinned memory. To the CPU it is an ordinary copy."""
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 # ---- gradients ----------------------------------------------------------------------------------------------------
@@ -338,9 +289,61 @@ class Progress:
         held_out = dist.reduce(torch.stack([self.local_loss(x, y) for x, y in self.batches]).mean()).item()
         peak = dist.all_reduce(torch.tensor(peak_memory(self.device), device=self.device), "max").item()
         dist.print_primary(
-            f"step {self.step} | loss {loss:.4f} | held-out {held_out:.4f} | {speed:,.0f} tokens/s | "
-            f"{peak / 1e6:.0f} MB",
+            f"step {self.step}/{self.args.steps} | loss {loss:.4f} | held-out {held_out:.4f} | "
+            f"{speed:,.0f} tokens/s | {peak / 1e6:.0f} MB",
             flush=True,
         )
         self.first_unprinted = self.step
         self.start = time.perf_counter()
+
+
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
+def add_model_options(parser, length=None):
+    """Add the options that all transformer scripts share, of the model and of its training.
+
+    `length` is the default of --length, for a script that does not split the sequence.
+    """
+    rounded = "rounded up so that the processes can split them evenly"
+    width_help = "features per byte (default: 128, or the next multiple of --heads)"
+    heads_help = f"attention heads per block (default: 4, {rounded})"
+    length_help = "bytes per sequence"
+    if length is None:
+        length_help += f" (default: 128, {rounded})"
+    batch_help = f"sequences per step, over all processes (default: 16, {rounded})"
+    clip_help = "largest norm of the gradient; 0 does not clip"
+    parser.add_argument("--layers", type=options.whole_number(1), default=2, help="blocks of attention and MLP")
+    parser.add_argument("--width", type=options.whole_number(1), help=width_help)
+    parser.add_argument("--heads", type=options.whole_number(1), help=heads_help)
+    parser.add_argument("--length", type=options.whole_number(2, 2**16), default=length, help=length_help)
+    parser.add_argument("--global-batch-size", type=options.whole_number(1), help=batch_help)
+    parser.add_argument("--steps", type=options.whole_number(1), default=400, help="steps to train")
+    parser.add_argument("--log-every", type=options.whole_number(1), default=50, help="steps between lines of progress")
+    parser.add_argument("--lr", type=options.positive_number, default=0.003, help="learning rate")
+    parser.add_argument("--clip", type=options.number(0), default=0.0, help=clip_help)
+    parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
+    parser.add_nproc()
+
+
+def check_model_options(parser, args, batch=(1, "1"), heads=(1, "1"), length=(1, "1")):
+    """Check that a script can split the batch, the heads and the length, and fill in those that were not given.
+
+    `batch`, `heads` and `length` are pairs: the required divisor, and its name in the error. Ends the program with one
+    line if an option does not fit.
+
+        gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
+    """
+    require_multiple(parser, args, "global_batch_size", *batch, default=16)
+    require_multiple(parser, args, "heads", *heads, default=4)
+    require_multiple(parser, args, "length", *length, default=128)
+    require_multiple(parser, args, "width", args.heads, "the number of heads", default=128)
+
+
+def require_multiple(parser, args, name, divisor, why, default):
+    """If the option was not given, it becomes the smallest multiple of `divisor` that is at least `default`."""
+    if getattr(args, name) is None:
+        setattr(args, name, math.ceil(default / divisor) * divisor)
+    if getattr(args, name) % divisor:
+        option = "--" + name.replace("_", "-")
+        parser.error(f"argument {option}: {getattr(args, name)} is not a multiple of {divisor}, {why}")

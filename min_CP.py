@@ -36,7 +36,7 @@ sends (N-1)/N · 32·L·B·T·D/N bytes, with all-gather (N-1)/N · 16·L·B·T�
     python min_CP.py --nproc 2                           # two processes
     python min_CP.py --nproc 4 --attention all-gather    # four processes, which gather keys and values
 
-It prints the loss, tokens per second and memory every 50 steps, finally `step 400 | loss 2.1925 | held-out 2.2289 | …`.
+It prints lines of loss, speed and memory: `step 400/400 | loss 2.1925 | held-out 2.2289 | …`.
 """
 
 import functools
@@ -51,7 +51,9 @@ import distributed as dist
 import gpt
 import options
 
-# ---- attention over all pieces: q, k and v are (batch, heads, piece, head width), and so is the result ------------
+# ---- attention over all pieces ------------------------------------------------------------------------------------
+#
+# q, k and v are (batch, heads, piece, head width), and so is the result.
 
 
 def ulysses(q, k, v):
@@ -96,15 +98,15 @@ def all_gather(q, k, v):
 ATTENTIONS = {"ulysses": ulysses, "all-gather": all_gather}
 
 
-# ---- training -----------------------------------------------------------------------------------------------------
-
-
 def parallelize(model, attention):
     """Let attention reach all pieces, and let DDP average the gradients. In one process the model stays as it is."""
     if dist.get_world_size() > 1:
         for block in model.blocks:
             block.attention.attend = ATTENTIONS[attention]
     return dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
+
+
+# ---- training -----------------------------------------------------------------------------------------------------
 
 
 def local_loss(model, x, y):
@@ -116,7 +118,7 @@ def local_loss(model, x, y):
 
 
 def train(model, optimizer, text, held_out, args):
-    """Returns the loss of every step over the whole batch, (steps,)."""
+    """Returns the loss of every step over all processes, (steps,)."""
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
@@ -130,15 +132,21 @@ def train(model, optimizer, text, held_out, args):
     return progress.losses
 
 
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
     parser.add_argument("--attention", choices=ATTENTIONS, default="ulysses", help="what the processes exchange")
     args = parser.parse_args()
-    pieces = (args.nproc, "the number of processes")
-    heads = pieces if args.attention == "ulysses" else (1, "1")
-    gpt.check_model_options(parser, args, length=pieces, heads=heads)
+    processes = (args.nproc, "the number of processes")
+    heads = processes if args.attention == "ulysses" else (1, "1")
+    gpt.check_model_options(parser, args, heads=heads, length=processes)
     return args
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):

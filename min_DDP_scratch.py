@@ -232,6 +232,11 @@ class BackgroundStream:
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
+def parallelize(model, args):
+    dtype = torch.bfloat16 if args.compress == "bf16" else None
+    return RingDDP(model, args.bucket_mb * 1e6, dtype)
+
+
 def local_loss(model, x, y):
     """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
     return gpt.loss_fn(model(x), y)
@@ -255,7 +260,7 @@ def train_step(model, optimizer, x, y, args):
 
 
 def train(model, optimizer, text, held_out, args):
-    """Returns the loss of every step over all processes, (steps,): for a plot, or to compare two runs."""
+    """Returns the loss of every step over all processes, (steps,)."""
     share = (dist.get_rank(), dist.get_world_size())
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, share=share)
     for step in range(args.steps):
@@ -265,16 +270,19 @@ def train(model, optimizer, text, held_out, args):
     return progress.losses
 
 
-def report_communication(model, args):
+def report_communication(model, n_steps):
     """Print what a process sends in a step, and which share of the time for it passes during backward."""
     gradients = sum(param.nbytes for param in model.names)
-    sent = dist.reduce(torch.tensor(model.n_bytes / args.steps, dtype=torch.float64, device=dist.get_device())).item()
+    sent = dist.reduce(torch.tensor(model.n_bytes / n_steps, dtype=torch.float64, device=dist.get_device())).item()
     line = f"sent per step: {sent:,.0f} bytes, {sent / gradients:.3f} of the gradients | buckets: {len(model.buckets)}"
     if dist.get_device().type == "cpu":
         busy, waited = dist.reduce(torch.tensor([model.busy, model.waited])).tolist()
         hidden = max(0, 1 - waited / busy)
-        line += f" | communication: {1000 * busy / args.steps:.1f} ms, {100 * hidden:.0f} % of it in backward"
+        line += f" | communication: {1000 * busy / n_steps:.1f} ms, {100 * hidden:.0f} % of it in backward"
     dist.print_primary(line)
+
+
+# ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
@@ -290,9 +298,7 @@ def parse_args():
     return args
 
 
-def parallelize(model, args):
-    dtype = torch.bfloat16 if args.compress == "bf16" else None
-    return RingDDP(model, args.bucket_mb * 1e6, dtype)
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):
@@ -305,7 +311,7 @@ def main_worker(local_rank, world_size, args):
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, text, held_out, args)
-    report_communication(model, args)
+    report_communication(model, args.steps)
 
 
 if __name__ == "__main__":

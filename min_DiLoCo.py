@@ -32,6 +32,7 @@ The last line of two processes is `sent by each process: 76.6 MB in 40 outer ste
 lines before are means over the processes, each with its own copy.
 """
 
+import functools
 import math
 
 import torch
@@ -40,6 +41,8 @@ from torch import nn
 import distributed as dist
 import gpt
 import options
+
+# ---- the outer step -----------------------------------------------------------------------------------------------
 
 
 class Outer:
@@ -61,19 +64,23 @@ class Outer:
         nn.utils.vector_to_parameters(self.start.clone(), self.params)
 
 
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
+def local_loss(model, x, y):
+    """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
+    return gpt.loss_fn(model(x), y)
+
+
 def train(model, optimizer, text, held_out, args):
     """Returns the loss of every step over all processes, (steps,)."""
-
-    def local_loss(x, y):
-        return gpt.loss_fn(model(x), y)  # shares are equal, so the mean over processes is the loss of the batch
-
     share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(local_loss, text, held_out, args, share=share)
+    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, share=share)
     outer = Outer(model, args.outer_lr, args.outer_momentum)
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
         optimizer.zero_grad()
-        loss = local_loss(x, y)
+        loss = local_loss(model, x, y)
         loss.backward()
         if args.clip:  # each process clips its own gradients
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
@@ -99,6 +106,9 @@ def report_sent(model, args):
     return sent
 
 
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
@@ -114,11 +124,14 @@ def parse_args():
     return args
 
 
+# ---- start --------------------------------------------------------------------------------------------------------
+
+
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     text, held_out = gpt.load_text()
-    torch.manual_seed(args.seed)  # all copies start from the same weights
+    torch.manual_seed(args.seed)  # the same weights on all ranks
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)

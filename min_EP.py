@@ -37,8 +37,10 @@ processes:
     torchrun --standalone --nproc-per-node 4 min_EP.py --experts 4 --top 1
 
 It prints `parameters held: 1,271,040 of 2,324,736 (0.547)`, and then lines of loss, speed and memory, each with the
-number of tokens that each expert of each block got: `step 50 | loss 3.1652 | held-out 2.8792 | 4,645 tokens/s | …`.
+number of tokens that each expert of each block got: `step 50/400 | loss 3.1652 | held-out 2.8792 | 4,645 tokens/s | …`.
 """
+
+import functools
 
 import torch
 import torch.distributed as torch_dist
@@ -48,7 +50,7 @@ import distributed as dist
 import gpt
 import options
 
-# ---- routing: the way of a token to its experts and back ------------------------------------------------------------
+# ---- routing: the way of a token to its experts and back ----------------------------------------------------------
 
 
 class MixtureOfExperts(nn.Module):
@@ -108,6 +110,12 @@ class MixtureOfExperts(nn.Module):
         # An expert without tokens runs too: without a gradient of zeros, AdamW would skip its weight decay.
         results = [expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)]
         return torch.cat(results)[inverse]
+
+
+def add_experts(model, args):
+    """Replace each MLP by a mixture of experts. All ranks must have the same random state."""
+    for block in model.blocks:
+        block.mlp = MixtureOfExperts(args.width, args.experts, args.top)
 
 
 # ---- gradients ----------------------------------------------------------------------------------------------------
@@ -175,24 +183,19 @@ class AllToAll(torch.autograd.Function):
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def add_experts(model, args):
-    """Replace each MLP by a mixture of experts. All ranks must have the same random state."""
-    for block in model.blocks:
-        block.mlp = MixtureOfExperts(args.width, args.experts, args.top)
+def local_loss(model, x, y):
+    """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
+    return gpt.loss_fn(model(x), y)
 
 
 def train(model, optimizer, text, held_out, args):
-    """Returns the loss of every step over the whole batch, (steps,), without the load-balancing loss."""
-
-    def local_loss(x, y):
-        return gpt.loss_fn(model(x), y)  # shares are equal, so the mean over ranks is the batch's loss
-
+    """Returns the loss of every step over all processes, (steps,), without the load-balancing loss."""
     share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(local_loss, text, held_out, args, share=share)
+    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, share=share)
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
         optimizer.zero_grad()
-        loss = local_loss(x, y)
+        loss = local_loss(model, x, y)
         balance = sum(block.mlp.balance for block in model.blocks)
         backward(model, loss + args.balance * balance)
         if args.clip:
@@ -205,15 +208,17 @@ def train(model, optimizer, text, held_out, args):
     return progress.losses
 
 
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
-    count = options.whole_number(1)
-    parser.add_argument("--experts", type=count, help="experts per block (default: 8, or what can be split)")
-    parser.add_argument("--top", type=count, default=2, help="experts that each token visits")
-    parser.add_argument(
-        "--balance", type=options.positive_number, default=0.01, help="weight of the load-balancing loss"
-    )
+    experts_help = "experts per block (default: 8, or what can be split)"
+    parser.add_argument("--experts", type=options.whole_number(1), help=experts_help)
+    parser.add_argument("--top", type=options.whole_number(1), default=2, help="experts that each token visits")
+    balance_help = "weight of the load-balancing loss"
+    parser.add_argument("--balance", type=options.positive_number, default=0.01, help=balance_help)
     args = parser.parse_args()
     processes = (args.nproc, "the number of processes")
     gpt.check_model_options(parser, args, batch=processes)
@@ -221,6 +226,9 @@ def parse_args():
     if args.top > args.experts:
         parser.error(f"argument --top: {args.top} is more than the {args.experts} experts")
     return args
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):

@@ -26,7 +26,7 @@ gloo it sends up to 4·(N-1)/N · 4·P bytes, because gloo's reduce-scatter is a
     torchrun --standalone --nproc-per-node 2 min_FSDP.py             # processes started by torchrun
 
 It prints `parameters held: 239,360 of 478,720 (0.500)`, and every --log-every steps a line like
-`step 50 | loss 3.1585 | held-out 2.9212 | 2,624 tokens/s | 548 MB`. Each checkpoint is a folder `step-N` in
+`step 50/400 | loss 3.1585 | held-out 2.9212 | 2,624 tokens/s | 548 MB`. Each checkpoint is a folder `step-N` in
 --checkpoint-dir. With --keep 3 older ones are deleted. All machines must share --checkpoint-dir. Load only checkpoints
 that you trust, because parts of them are pickles.
 """
@@ -43,6 +43,8 @@ import checkpoint_sharded
 import distributed as dist
 import gpt
 import options
+
+# ---- the shards ---------------------------------------------------------------------------------------------------
 
 
 def shard(model, args):
@@ -82,14 +84,16 @@ def make_sharded_model(args):
     return model
 
 
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
 def local_loss(model, x, y):
-    """The loss on (x, y), this process's share of the batch."""
+    """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
     return gpt.loss_fn(model(x), y)
 
 
 def train(model, optimizer, text, held_out, args):
-    """The loss of every step since the newest checkpoint, over all processes."""
-    device = dist.get_device()
+    """Returns the loss of every step since the newest checkpoint over all processes, (steps,)."""
     first_step = 0
     if args.checkpoint_dir:
         settings = gpt.settings_of(args)
@@ -97,12 +101,12 @@ def train(model, optimizer, text, held_out, args):
     share = (dist.get_rank(), dist.get_world_size())
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, first_step, share)
     for step in range(first_step, args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, device, share)
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
         optimizer.zero_grad()
         loss = local_loss(model, x, y)
         loss.backward()
         if args.clip:
-            # The gradients are DTensors, so this is the norm over all shards.
+            # The gradients are DTensors, so this is the norm over all processes.
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         progress(loss)
@@ -113,11 +117,14 @@ def train(model, optimizer, text, held_out, args):
     return progress.losses[first_step:]
 
 
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
-    parser.add_argument("--bf16", action="store_true", help="gather and compute in bfloat16")
-    parser.add_argument("--checkpoint-dir", help="save checkpoints in this folder, and resume from the newest")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, keep parameters in float32")
+    parser.add_argument("--checkpoint-dir", help="save in this folder, and resume from its newest checkpoint")
     parser.add_argument("--save-every", type=options.whole_number(1), default=100, help="steps between checkpoints")
     parser.add_argument("--keep", type=options.whole_number(1), help="checkpoints to keep (default: all)")
     args = parser.parse_args()
@@ -129,19 +136,20 @@ def parse_args():
     return args
 
 
+# ---- start --------------------------------------------------------------------------------------------------------
+
+
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    device = dist.get_device()
     text, held_out = gpt.load_text()
+    dist.print_primary(f"Training on {world_size} x {dist.get_device().type}")
     torch.manual_seed(args.seed)
     model = make_sharded_model(args)
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
+    gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
     # Built after sharding, because it steps the shards.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    n_params = sum(param.numel() for param in model.parameters())
-    dist.print_primary(f"Training on {world_size} x {device.type}")
-    gpt.report_held(model.parameters(), n_params)
     train(model, optimizer, text, held_out, args)
 
 

@@ -1,4 +1,4 @@
-"""Several dimensions at once: replicate a model, shard it and split its layers, on one DeviceMesh.
+"""Several dimensions at once, on one DeviceMesh: hybrid sharding (HSDP), and FSDP with tensor parallelism.
 
 Every process has a place in a mesh of R x S x T processes. With 2 x 2 x 2 these are the ranks:
 
@@ -23,7 +23,7 @@ communicate most often and have consecutive ranks, so they are on the fastest li
 Cost per process, for P float32 parameters: 16·P/(S·T) bytes (parameters 4, gradients 4, Adam 8; T splits neither norms
 nor the biases of RowwiseParallel layers), and up to 20·L/T more while a block of L parameters computes. Each step sends
 3·(S-1)/S · 4·P/T bytes along shard, 2·(R-1)/R · 4·P/(S·T) along replicate, and 8·(T-1)/T · A per block along tensor,
-where A = 4 · global batch size / (R·S) · length · width. With --checkpoint-activations a block keeps only its input for
+where A = 4 · global batch size / (R·S) · length · width. With --recompute a block keeps only its input for
 backward, A/T bytes. It computes a third more, and sends 11 instead of 8 along tensor.
 
 No process ever holds the whole model: it is built without memory, on the device "meta", split, and then filled.
@@ -52,10 +52,12 @@ import distributed as dist
 import gpt
 import options
 
+# ---- one mesh for all dimensions ----------------------------------------------------------------------------------
+
 
 def parallelize(model, args):
     """Split `model` in place. Build the optimizer afterwards."""
-    if args.checkpoint_activations:
+    if args.recompute:
         for block in model.blocks:  # each keeps only its input for backward, and recomputes everything else there
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
     if dist.get_world_size() == 1:
@@ -102,13 +104,24 @@ def split_layers(model, mesh):
     parallelize_module(model, mesh, plan)
 
 
+def silence_false_alarms():
+    """Two warnings that torch 2.15 gives when FSDP and tensor parallelism meet. Neither applies here."""
+    # The logits are a view. To edit them in place would be wrong, and nothing here does.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+    # The norm of all gradients is one number, summed in one all-reduce per mesh dimension, where one could do.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
 def local_loss(model, x, y):
-    """The loss on this process's share of the batch."""
+    """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
     return gpt.loss_fn(model(x), y)
 
 
 def train(model, optimizer, text, held_out, args):
-    """Returns the losses over all processes of all steps since the newest checkpoint."""
+    """Returns the loss of every step since the newest checkpoint over all processes, (steps,)."""
     first_step = 0
     if args.checkpoint_dir:
         settings = gpt.settings_of(args)
@@ -121,7 +134,8 @@ def train(model, optimizer, text, held_out, args):
         optimizer.zero_grad()
         loss = local_loss(model, x, y)
         loss.backward()
-        if args.clip:  # the gradients are DTensors, so this is the norm over all processes
+        if args.clip:
+            # The gradients are DTensors, so this is the norm over all processes.
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         progress(loss)
@@ -132,30 +146,24 @@ def train(model, optimizer, text, held_out, args):
     return progress.losses[first_step:]
 
 
-def silence_false_alarms():
-    """Two warnings that torch 2.15 gives when FSDP and tensor parallelism meet. Neither applies here."""
-    # The logits are a view. To edit them in place would be wrong, and nothing here does.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
-    # The norm of all gradients is one number, summed in one all-reduce per mesh dimension, where one could do.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+# ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
-    parser.add_argument("--bf16", action="store_true", help="gather and compute in bfloat16")
-    count = options.whole_number(1)
-    parser.add_argument("--replicate", type=count, default=1, help="replicas of the model")
-    parser.add_argument(
-        "--shard", type=count, help="processes that shard each replica (default: all remaining processes)"
-    )
-    parser.add_argument("--tensor", type=count, default=1, help="processes that split the work of each layer")
-    parser.add_argument("--checkpoint-activations", action="store_true", help="recompute blocks to save memory")
-    parser.add_argument("--checkpoint-dir", help="save checkpoints in this folder, and resume from the newest")
-    parser.add_argument("--save-every", type=count, default=100, help="steps between checkpoints")
-    parser.add_argument("--keep", type=count, help="checkpoints to keep (default: all)")
+    shard_help = "processes that shard each replica (default: all remaining processes)"
+    tensor_help = "processes that split the work of each layer"
+    recompute_help = "recompute activations in backward, to save memory"
+    parser.add_argument("--replicate", type=options.whole_number(1), default=1, help="replicas of the model")
+    parser.add_argument("--shard", type=options.whole_number(1), help=shard_help)
+    parser.add_argument("--tensor", type=options.whole_number(1), default=1, help=tensor_help)
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, keep parameters in float32")
+    parser.add_argument("--recompute", action="store_true", help=recompute_help)
+    parser.add_argument("--checkpoint-dir", help="save in this folder, and resume from its newest checkpoint")
+    parser.add_argument("--save-every", type=options.whole_number(1), default=100, help="steps between checkpoints")
+    parser.add_argument("--keep", type=options.whole_number(1), help="checkpoints to keep (default: all)")
     args = parser.parse_args()
-
     if args.bf16 and args.nproc == 1:
         parser.error("argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)")
     if args.shard is None:
@@ -171,17 +179,19 @@ def parse_args():
     return args
 
 
+# ---- start --------------------------------------------------------------------------------------------------------
+
+
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    device = dist.get_device()
     text, held_out = gpt.load_text()
     mesh = f"replicate {args.replicate} x shard {args.shard} x tensor {args.tensor}"
-    dist.print_primary(f"Training on {world_size} x {device.type}: {mesh}")
+    dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {mesh}")
     model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
     n_params = sum(param.numel() for param in model.parameters())
     parallelize(model, args)
-    model.to_empty(device=device)  # memory for this process's shards
+    model.to_empty(device=dist.get_device())  # memory for this process's part
     gpt.fill(model.named_parameters(), args)
     gpt.report_held(model.parameters(), n_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)

@@ -275,17 +275,18 @@ class Network:
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
+def local_loss(model, x, y):
+    """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
+    return gpt.loss_fn(model(x), y)
+
+
 def train(zero, optimizer, text, held_out, args):
     """Returns the loss of every step over all processes, (steps,)."""
-
-    def local_loss(x, y):
-        return gpt.loss_fn(zero(x), y)  # shares are equal, so the mean over processes is the loss of the batch
-
     share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(local_loss, text, held_out, args, share=share)
+    progress = gpt.Progress(functools.partial(local_loss, zero), text, held_out, args, share=share)
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
-        loss = local_loss(x, y)
+        loss = local_loss(zero, x, y)
         loss.backward()
         zero.finish_backward()
         if args.clip:
@@ -306,10 +307,13 @@ def report_communication(zero, x, y):
     """Print what a rank sends in a step, and how long it waits for the network. On the CPU the rest is hidden."""
     zero.network.sent = zero.network.waited = 0
     start = time.perf_counter()
-    gpt.loss_fn(zero(x), y).backward()
+    local_loss(zero, x, y).backward()
     zero.finish_backward()
     times = f"{1000 * zero.network.waited:.0f} of {1000 * (time.perf_counter() - start):.0f} ms"
     dist.print_primary(f"sent per step: {zero.network.sent:,} bytes | waited for the network and other ranks: {times}")
+
+
+# ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
@@ -320,16 +324,19 @@ def parse_args():
     return args
 
 
+# ---- start --------------------------------------------------------------------------------------------------------
+
+
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     text, held_out = gpt.load_text()
-    torch.manual_seed(args.seed)  # equal weights on all ranks
+    torch.manual_seed(args.seed)  # the same weights on all ranks
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     zero = ZeRO3(model)
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
-    optimizer = torch.optim.AdamW(zero.pieces(), lr=args.lr, fused=True)
     gpt.report_held(zero.pieces(), sum(param.numel() for param in model.parameters()))
+    optimizer = torch.optim.AdamW(zero.pieces(), lr=args.lr, fused=True)
     train(zero, optimizer, text, held_out, args)
     x, y = gpt.batch(text, 0, args.global_batch_size // world_size, args.length, args.seed, dist.get_device())
     report_communication(zero, x, y)

@@ -2,7 +2,7 @@
 
 torchrun restarts all processes when one is lost. Here the others repeat the step without it, and a new process joins
 them later. The processes that train together are a quorum. They split the same global batch, however many they are, so
-a step computes the same in every quorum, up to rounding. Begin to read at `Trainer.train_in`.
+a step computes the same in every quorum, up to rounding.
 
 Every step ends with a vote. A member votes when it has the sum of all gradients. Then either all members take the
 optimizer step, or none of them does:
@@ -50,7 +50,7 @@ bytes are broadcast to all.
     python min_FaultTolerant.py --nproc 4        # then kill -9 one of the processes whose ids it prints
     torchrun --standalone --nproc-per-node gpu min_FaultTolerant.py
 
-It prints the loss of the last step, `step 50 | loss 2.9038 | 4 members`, and after a kill
+It prints the loss of the last step, `step 50/400 | loss 2.9038 | 4 members`, and after a kill
 `quorum 1: 3 members, 0 of them new | step 58 took 0.15 s`.
 """
 
@@ -77,6 +77,9 @@ import spawn
 POLL = 0.001  # seconds between two looks into the store
 GLOO_PATIENCE = 5  # gloo waits for a connection five times as long as its timeout says
 MOST_FRUITLESS = 10  # quorums in a row without a committed step, before the job ends
+
+
+# ---- training in a quorum -----------------------------------------------------------------------------------------
 
 
 class Trainer:
@@ -160,7 +163,8 @@ class Trainer:
             log(f"{line} | step {self.step} took {now - self.last_commit:.2f} s")
         self.last_commit = now
         if quorum.rank == 0 and (self.step % self.args.log_every == 0 or self.step == self.args.steps):
-            log(f"step {self.step} | loss {self.gradients[-1].item():.4f} | {len(quorum.members)} members")
+            loss = self.gradients[-1].item()
+            log(f"step {self.step}/{self.args.steps} | loss {loss:.4f} | {len(quorum.members)} members")
 
 
 def make_gradients(model):
@@ -335,54 +339,7 @@ def train(store, name, args):
         trainer.train_in(quorum)
 
 
-# ---- supervisor ---------------------------------------------------------------------------------------------------
-
-
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
-    seconds = options.whole_number(1)
-    parser.add_argument("--timeout", type=seconds, default=30, help="seconds until a process that hangs is left behind")
-    restarts = options.whole_number(0)
-    parser.add_argument("--max-restarts", type=restarts, default=100, help="how often each process may be replaced")
-    args = parser.parse_args()
-    gpt.check_model_options(parser, args)
-    return args
-
-
-def main_worker(local_rank, world_size, args):
-    """Keep one process training until the job is finished. This process is its supervisor, and does not train."""
-    if int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) != world_size:
-        raise dist.DistributedError("this script is for one machine: start it with one launcher there")
-    if not dist.is_launched():  # one process alone, for which no launcher has started a store
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", spawn.loopback())
-        server = spawn.start_store()  # lives as long as this variable
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(server.port))
-    store = connect()
-    store.append("lost", "")  # makes the key: `get` would wait for one that does not exist
-    # A quorum of nobody, which is closed, comes before the first one.
-    store.set("-1 steps", "0 closed")
-    nobody = {"number": -1, "first_step": -1, "holders": [], "newcomers": [], "n_fruitless": 0}
-    store.compare_set("quorum", "", json.dumps(nobody))
-    context = multiprocessing.get_context("fork")  # a copy of this process starts at once: it has imported torch
-    for _ in range(args.max_restarts + 1):
-        process = context.Process(target=run_trainer, args=(args,))
-        process.start()
-        name = str(process.pid)
-        log(f"process {name} trains")
-        while process.is_alive():
-            process.join(1)
-            if name in store.get("lost").decode().split():  # it hangs, and the others have left it behind
-                process.kill()
-        if process.exitcode == 0:
-            return
-        if process.exitcode > 0 and store.check(["error"]):
-            raise dist.DistributedError(store.get("error").decode())
-        if process.exitcode > 0:
-            raise dist.DistributedError(f"process {name} raised an exception: see its traceback above")
-        report_lost(store, name)
-        log(f"process {name} was killed by {signal.Signals(-process.exitcode).name}")
-    raise dist.DistributedError(f"process {name} is not replaced: --max-restarts is {args.max_restarts}")
+# ---- a process that trains, and its supervisor --------------------------------------------------------------------
 
 
 def connect():
@@ -424,6 +381,59 @@ def end_with_supervisor():
 
 def log(line):
     print(f"{line}\n", end="", flush=True)  # one write, so that lines of several processes do not mix
+
+
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser)
+    timeout_help = "seconds until a process that hangs is left behind"
+    restarts_help = "how often each process may be replaced"
+    parser.add_argument("--timeout", type=options.whole_number(1), default=30, help=timeout_help)
+    parser.add_argument("--max-restarts", type=options.whole_number(0), default=100, help=restarts_help)
+    args = parser.parse_args()
+    gpt.check_model_options(parser, args)
+    return args
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
+
+
+def main_worker(local_rank, world_size, args):
+    """Keep one process training until the job is finished. This process is its supervisor, and does not train."""
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) != world_size:
+        raise dist.DistributedError("this script is for one machine: start it with one launcher there")
+    if not dist.is_launched():  # one process alone, for which no launcher has started a store
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", spawn.loopback())
+        server = spawn.start_store()  # lives as long as this variable
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(server.port))
+    store = connect()
+    store.append("lost", "")  # makes the key: `get` would wait for one that does not exist
+    # A quorum of nobody, which is closed, comes before the first one.
+    store.set("-1 steps", "0 closed")
+    nobody = {"number": -1, "first_step": -1, "holders": [], "newcomers": [], "n_fruitless": 0}
+    store.compare_set("quorum", "", json.dumps(nobody))
+    context = multiprocessing.get_context("fork")  # a copy of this process starts at once: it has imported torch
+    for _ in range(args.max_restarts + 1):
+        process = context.Process(target=run_trainer, args=(args,))
+        process.start()
+        name = str(process.pid)
+        log(f"process {name} trains")
+        while process.is_alive():
+            process.join(1)
+            if name in store.get("lost").decode().split():  # it hangs, and the others have left it behind
+                process.kill()
+        if process.exitcode == 0:
+            return
+        if process.exitcode > 0 and store.check(["error"]):
+            raise dist.DistributedError(store.get("error").decode())
+        if process.exitcode > 0:
+            raise dist.DistributedError(f"process {name} raised an exception: see its traceback above")
+        report_lost(store, name)
+        log(f"process {name} was killed by {signal.Signals(-process.exitcode).name}")
+    raise dist.DistributedError(f"process {name} is not replaced: --max-restarts is {args.max_restarts}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ answers to each prompt. A program rewards each answer with 1 or 0. An answer is 
 The answers of a group are on one rank, so advantages need no communication. Generation uses the model without its DDP
 wrapper, so it needs none either, and ranks may finish at different times. The update makes them wait for each other.
 The random numbers depend on the seed, the step and the prompt's index alone, so the number of processes changes the
-answers only by rounding. Begin to read at `train`.
+answers only by rounding.
 
 Let A be the advantage of an answer, p the probability that the model gives to one of its bytes, and r = p / (p when the
 byte was drawn). The loss of a step is one fraction over the bytes of all answers of all ranks:
@@ -44,11 +44,11 @@ step sends 2·(N-1)/N · 4·P bytes, as DDP does. While R answers are drawn that
 keys and values take 8·layers·width·R·T bytes.
 
     python min_GRPO.py --nproc 2                                     # two processes; without --nproc, all GPUs
-    python min_GRPO.py --nproc 2 --inner-steps 2 --save model.pt     # answers used twice; saved for min_Generate.py
+    python min_GRPO.py --nproc 2 --inner-steps 2 --output model.pt   # answers used twice; saved for min_Generate.py
     torchrun --standalone --nproc-per-node 2 min_GRPO.py
 
-It prints after the first step, every tenth and the last, a line like
-`step 100 | reward 0.920 | held-out 0.996 | no signal 0.63 | mismatch 7e-08 | clipped 0.000 | 6,902 answers/s`. The
+It prints after the first step, every --log-every steps and the last, a line like
+`step 100/100 | reward 0.920 | held-out 0.996 | no signal 0.63 | mismatch 7e-08 | clipped 0.000 | 6,902 answers/s`. The
 reward is the mean over the answers since the last line. Held-out is the share of 256 further prompts that the model
 solves if it always takes the most probable byte. By chance, 2 of these 256 also occur in training. "No signal" is the
 share of groups whose answers are all equally good, which teach nothing. Mismatch is the mean of |r - 1| over all bytes
@@ -77,7 +77,6 @@ STOP = ord("\n")  # ends each answer
 FLAWED = 0.8  # the share of the teacher's answers in which two neighbours are exchanged: a mistake, unless equal
 IMITATION_LR = 0.002
 HELD_OUT = 256  # prompts
-LOG_EVERY = 10  # steps
 
 
 # ---- reinforcement learning ---------------------------------------------------------------------------------------
@@ -97,7 +96,7 @@ def train(model, args):
         no_signal = (advantages.view(-1, args.samples) == 0).all(dim=1)
         checked = torch.stack([rewards.sum(), no_signal.sum()])  # both are on the CPU, and counts on the device
         recent.append(torch.cat([counts, gpt.to_device(checked, counts.device)]))
-        if step == 0 or (step + 1) % LOG_EVERY == 0 or step + 1 == args.steps:
+        if step == 0 or (step + 1) % args.log_every == 0 or step + 1 == args.steps:
             print_line(step, recent, start, model, args)
             recent = []
             start = time.perf_counter()
@@ -127,9 +126,9 @@ def advantages_of(rewards, samples):
     return advantages.masked_fill(all_equal, 0).flatten()  # the mean of equal rewards may be rounded
 
 
-def policy_loss(ratio, advantages, args):
+def policy_loss(ratio, advantages, low, high):
     """The loss of each byte. It has no gradient where A > 0 and r > 1 + high, or A < 0 and r < 1 - low."""
-    clipped = ratio.clamp(1 - args.low, 1 + args.high)
+    clipped = ratio.clamp(1 - low, 1 + high)
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
@@ -156,7 +155,7 @@ def update(model, optimizer, reference, tokens, answered, old, advantages, args)
     for inner_step in range(args.inner_steps):
         new = log_probabilities_of(model, tokens, answered, args.temperature)
         ratio = (new - old).exp()
-        losses = policy_loss(ratio, advantages, args)
+        losses = policy_loss(ratio, advantages, args.low, args.high)
         if args.kl:
             losses = losses + args.kl * divergence(new, reference_log, ratio)
         loss = (losses * in_loss).sum() / n_bytes
@@ -216,7 +215,7 @@ def imitate(model, args):
         # More prompts than in a step of reinforcement learning, since each has one answer only.
         prompts = make_prompts(f"imitate {step}", 2 * args.prompts, args.seed)
         answers = teacher_answers(prompts, f"{args.seed} teacher {step}")
-        tokens, answered = make_rows(own(prompts), own(answers))
+        tokens, answered = pad_answers(own(prompts), own(answers))
         n_bytes = dist.all_reduce(answered.sum())
         loss = -log_probabilities_of(model, tokens, answered, 1.0).sum() / n_bytes
         optimizer.zero_grad()
@@ -237,7 +236,7 @@ def teacher_answers(prompts, name):
     return answers
 
 
-def make_rows(prompts, answers):
+def pad_answers(prompts, answers):
     """Tokens (rows, length), padded on the right, and where the answers are."""
     texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     tokens = nn.utils.rnn.pad_sequence([torch.tensor(list(text)) for text in texts], batch_first=True)
@@ -251,9 +250,9 @@ def make_rows(prompts, answers):
 # ---- progress -----------------------------------------------------------------------------------------------------
 
 
-def evaluate(model, args):
+def evaluate(model, seed):
     """The share of held-out prompts that greedy decoding solves."""
-    prompts = own(make_prompts("held-out", HELD_OUT, args.seed))
+    prompts = own(make_prompts("held-out", HELD_OUT, seed))
     unused = torch.zeros(len(prompts), LONGEST, dtype=torch.double, device=dist.get_device())
     tokens, answered, _ = gpt_generate.generate(dist.unwrapped(model), prompts, unused, STOP, temperature=0)
     answers = gpt_generate.generated_bytes(tokens, answered)
@@ -268,40 +267,46 @@ def print_line(step, recent, start, model, args):
     n_groups = len(recent) * args.prompts
     n_answers = n_groups * args.samples
     speed = n_answers / (time.perf_counter() - start)
-    held_out = evaluate(model, args)
+    held_out = evaluate(model, args.seed)
     dist.print_primary(
-        f"step {step + 1} | reward {rewarded / n_answers:.3f} | held-out {held_out:.3f} | "
+        f"step {step + 1}/{args.steps} | reward {rewarded / n_answers:.3f} | held-out {held_out:.3f} | "
         f"no signal {no_signal / n_groups:.2f} | mismatch {mismatch / n_bytes:.0e} | clipped {clipped / n_bytes:.3f} | "
         f"{speed:,.0f} answers/s",
         flush=True,
     )
 
 
-# ---- the job ------------------------------------------------------------------------------------------------------
+# ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
     parser = options.ArgumentParser(__doc__)
-    count = options.whole_number(1)
+    output_help = "write the trained model to this file, for min_Generate.py"
+    prompts_help = "prompts per step, over all processes"
+    inner_help = "optimizer steps on the answers of one step"
     parser.add_argument("--imitation-steps", type=options.whole_number(0), default=300, help="steps of imitation")
-    parser.add_argument("--steps", type=count, default=100, help="steps of reinforcement learning")
-    parser.add_argument("--prompts", type=count, default=32, help="prompts per step, over all processes")
+    parser.add_argument("--steps", type=options.whole_number(1), default=100, help="steps to train")
+    parser.add_argument("--log-every", type=options.whole_number(1), default=10, help="steps between lines of progress")
+    parser.add_argument("--prompts", type=options.whole_number(1), default=32, help=prompts_help)
     parser.add_argument("--samples", type=options.whole_number(2), default=8, help="answers to each prompt, a group")
     parser.add_argument("--temperature", type=options.number(0.01), default=1.0, help="temperature of drawn answers")
-    parser.add_argument("--inner-steps", type=count, default=1, help="optimizer steps on the answers of one step")
+    parser.add_argument("--inner-steps", type=options.whole_number(1), default=1, help=inner_help)
     parser.add_argument("--low", type=options.number(0), default=0.2, help="clip the ratio at 1 minus this")
     parser.add_argument("--high", type=options.number(0), default=0.28, help="clip the ratio at 1 plus this")
     parser.add_argument("--kl", type=options.number(0), default=0.0, help="weight of the KL divergence")
     parser.add_argument("--lr", type=options.positive_number, default=0.0003, help="learning rate")
-    parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed of all that is drawn")
-    parser.add_argument("--save", help="write the trained model to this file, for min_Generate.py", metavar="FILE")
+    parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
+    parser.add_argument("--output", help=output_help)
     parser.add_nproc()
     args = parser.parse_args()
     if args.prompts < args.nproc:
         parser.error(f"argument --prompts: {args.prompts} is less than {args.nproc}, the number of processes")
-    if args.save is not None:
-        checkpoint.check_writable("--save", args.save)
+    if args.output is not None:
+        checkpoint.check_writable("--output", args.output)
     return args
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):
@@ -311,12 +316,12 @@ def main_worker(local_rank, world_size, args):
     model = dist.prepare_ddp_model(gpt.GPT(**SIZES).to(dist.get_device()))
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     imitate(model, args)
-    held_out = evaluate(model, args)
+    held_out = evaluate(model, args.seed)
     dist.print_primary(f"after {args.imitation_steps} steps of imitation | held-out {held_out:.3f}", flush=True)
     train(model, args)
-    if args.save and dist.is_primary():
+    if args.output and dist.is_primary():
         weights = {name: value.cpu() for name, value in dist.unwrapped(model).state_dict().items()}
-        with checkpoint.atomic(args.save) as file:
+        with checkpoint.atomic(args.output) as file:
             torch.save({"sizes": SIZES, "model": weights}, file)
 
 

@@ -11,7 +11,7 @@ the model does not fit on one device, several processes compute each answer toge
 
 The KV cache holds the keys and values of all earlier positions, so a new byte costs the forward of one position instead
 of all. Prompts of unequal lengths share a batch: each row has positions of its own. A row that has ended is removed
-from the batch. This loop is `generate` in gpt_generate.py. Begin to read here at `answer_missing`.
+from the batch. This loop is `generate` in gpt_generate.py.
 
 With tensor parallelism (--tensor T) the T processes of a group split the weights of each block. Each caches the keys
 and values of its own heads only. Two all-reduces per block sum the partial outputs, so the group takes every step
@@ -41,8 +41,8 @@ each all-reduce is of 4·D·R bytes for each byte of the longest prompt.
     python min_Generate.py --nproc 2 --tensor 2 --model model.pt --prompts prompts.jsonl --output b.jsonl
     torchrun --standalone --nproc-per-node 2 min_Generate.py --model model.pt --prompts prompts.jsonl --output c.jsonl
 
-`python min_GRPO.py --save model.pt` makes a model that sorts digits, within a minute. A line of prompts.jsonl is a JSON
-object with a "prompt", like {"prompt": "31524="}. OUTPUT, by default answers.jsonl, has the same objects with an
+`python min_GRPO.py --output model.pt` makes a model that sorts digits, within a minute. A line of prompts.jsonl is a
+JSON object with a "prompt", like {"prompt": "31524="}. OUTPUT, by default answers.jsonl, has the same objects with an
 "answer", which replaces an older one. Bytes that are not UTF-8 become U+FFFD in it. All machines must share the folders
 of these files. The last line that is printed is like `500 answers | 3,778 new bytes | 14,428 bytes/s`.
 """
@@ -115,16 +115,16 @@ def answer_missing(model, prompts, new_bytes, answers, group, folder, args):
 # ---- split the model ----------------------------------------------------------------------------------------------
 
 
-def split_layers(model, args):
+def split_layers(model, n_parts):
     """Keep this process's part of each block: Y = f(X A) B = Σ_i f(X A_i) B_i, as in min_TP.py. Returns the group.
 
     The sums are made by hand, because DTensor takes several times as long for a step of one byte.
     """
-    group, _ = torch_dist.new_subgroups(args.tensor)  # of consecutive ranks
-    part = dist.get_rank() % args.tensor
+    group, _ = torch_dist.new_subgroups(n_parts)  # of consecutive ranks
+    part = dist.get_rank() % n_parts
 
     def own_part(param, dim):
-        return nn.Parameter(param.chunk(args.tensor, dim)[part].clone())
+        return nn.Parameter(param.chunk(n_parts, dim)[part].clone())
 
     def sum_over_group(linear, inputs, output):
         torch_dist.all_reduce(output, group=group)
@@ -170,7 +170,7 @@ def read_parts(folder, n_prompts):
     return answers
 
 
-def merge(records, folder, args):
+def merge(records, folder, output):
     """Write all answers in the order of the prompts, and delete the parts."""
     answers = read_parts(folder, len(records))
     n_missing = len(records) - len(answers)
@@ -179,9 +179,9 @@ def merge(records, folder, args):
     lines = [json.dumps({**record, "answer": answers[number]}) + "\n" for number, record in enumerate(records)]
     text = "".join(lines).encode()
     # It exists, and has this text, if the job was killed before it deleted a part.
-    if os.path.exists(args.output) and Path(args.output).read_bytes() != text:
-        raise dist.DistributedError(f"{args.output} {EXISTS}")
-    with checkpoint.atomic(args.output) as file:
+    if os.path.exists(output) and Path(output).read_bytes() != text:
+        raise dist.DistributedError(f"{output} {EXISTS}")
+    with checkpoint.atomic(output) as file:
         file.write(text)
     shutil.rmtree(folder)
 
@@ -203,7 +203,7 @@ def load_model(args):
         n_heads = saved["sizes"]["heads"]
     except Exception as error:  # whatever a file leads to that is no model
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        line = f"{args.model} is not a file that min_GRPO.py --save has written, or it is damaged ({reason})"
+        line = f"{args.model} is not a file that min_GRPO.py --output has written, or it is damaged ({reason})"
         raise dist.DistributedError(line) from None
     if n_heads % args.tensor:
         raise dist.DistributedError(f"--tensor {args.tensor} does not divide the model's {n_heads} heads")
@@ -229,9 +229,6 @@ def read_prompts(path):
     return records
 
 
-# ---- the job ------------------------------------------------------------------------------------------------------
-
-
 def prepare(n_positions, args):
     """Returns the objects of --prompts, the number of new bytes, the folder of parts, and the answers in it.
 
@@ -255,20 +252,23 @@ def prepare(n_positions, args):
     return records, new_bytes, folder, answers
 
 
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
 def parse_args():
     parser = options.ArgumentParser(__doc__)
-    count = options.whole_number(1)
-    parser.add_argument("--model", required=True, metavar="FILE", help="a model that min_GRPO.py --save has written")
+    tensor_help = "processes that split the work of each layer"
+    batch_help = "prompts that one model answers at once"
+    new_bytes_help = "most bytes of an answer (default: what the model has positions for)"
+    parser.add_argument("--model", required=True, metavar="FILE", help="a model that min_GRPO.py --output has written")
     parser.add_argument("--prompts", required=True, metavar="FILE", help='lines like {"prompt": "31524="}')
     parser.add_argument("--output", metavar="FILE", default="answers.jsonl", help="write the answers to this file")
-    parser.add_argument("--tensor", type=count, default=1, metavar="T", help="processes that split one model")
-    parser.add_argument("--batch-size", type=count, default=32, help="prompts that one model answers at once")
-    parser.add_argument(
-        "--new-bytes", type=count, help="most bytes of an answer (default: what the model has positions for)"
-    )
+    parser.add_argument("--tensor", type=options.whole_number(1), default=1, help=tensor_help)
+    parser.add_argument("--batch-size", type=options.whole_number(1), default=32, help=batch_help)
+    parser.add_argument("--new-bytes", type=options.whole_number(1), help=new_bytes_help)
     parser.add_argument("--stop", default="\n", help="byte that ends an answer; '' for none (default: end of the line)")
     parser.add_argument("--temperature", type=options.number(0), default=1.0, help="0 takes the most probable byte")
-    parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed of the answers")
+    parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
     parser.add_nproc()
     args = parser.parse_args()
     for option, path in (("--model", args.model), ("--prompts", args.prompts)):
@@ -280,6 +280,9 @@ def parse_args():
         parser.error(f"argument --nproc: {args.nproc} is not a multiple of {args.tensor}, --tensor")
     checkpoint.check_writable("--output", args.output)
     return args
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):
@@ -295,7 +298,7 @@ def main_worker(local_rank, world_size, args):
     n_params = sum(param.numel() for param in model.parameters())
     group = None
     if args.tensor > 1:
-        group = split_layers(model, args)
+        group = split_layers(model, args.tensor)
     model.to(dist.get_device())  # after it is split, so no GPU holds the whole model
     gpt.report_held(model.parameters(), n_params)
 
@@ -305,7 +308,7 @@ def main_worker(local_rank, world_size, args):
     n_new = dist.all_reduce(torch.tensor(n_new)).item()  # after it all ranks have written all of their answers
     seconds = time.perf_counter() - start
     if dist.is_primary():
-        merge(records, folder, args)
+        merge(records, folder, args.output)
     dist.print_primary(f"{len(records):,} answers | {n_new:,} new bytes | {n_new / seconds:,.0f} bytes/s")
 
 

@@ -39,6 +39,8 @@ It prints `batches of each process: [400, 300]`. Its tokens/s counts every batch
 too high once a process has run out of data.
 """
 
+import functools
+
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -48,22 +50,24 @@ import distributed as dist
 import gpt
 import options
 
+# ---- two ways to train on -----------------------------------------------------------------------------------------
 
-def train_with_join(model, optimizer, batches, sums, args):
+
+def train_with_join(model, optimizer, batches, sums, clip):
     """Row i of `sums` receives the sum of step i's losses over this process's bytes, and the number of these bytes."""
     with Join([model], divide_by_initial_world_size=False):  # no collective but DDP's may be called inside
         for step, (x, y) in enumerate(batches):
             optimizer.zero_grad()
             loss = gpt.loss_fn(model(x), y)
             loss.backward()
-            if args.clip:
-                nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             sums[step, 0] = loss.detach() * y.numel()
             sums[step, 1] = y.numel()
 
 
-def train_with_weights(model, optimizer, batches, sums, args):
+def train_with_weights(model, optimizer, batches, sums, clip):
     """The same, but every process takes every step (a row of `sums`), with an empty batch if it has no other."""
     empty = torch.empty(0, 1, dtype=torch.long, device=sums.device)
     for step in range(len(sums)):
@@ -76,9 +80,12 @@ def train_with_weights(model, optimizer, batches, sums, args):
         sums[step, 1] = y.numel()
         mean = loss / dist.reduce(sums[step, 1], op="sum")
         (mean * dist.get_world_size()).backward()  # DDP divides by the number of processes
-        if args.clip:
-            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
+
+
+# ---- training -----------------------------------------------------------------------------------------------------
 
 
 def number_of_batches(args):
@@ -88,8 +95,13 @@ def number_of_batches(args):
     return args.steps - missing
 
 
+def local_loss(model, x, y):
+    """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
+    return gpt.loss_fn(model(x), y)
+
+
 def train(model, optimizer, text, held_out, args):
-    """Returns the loss of every step over all samples, (steps,).
+    """Returns the loss of every step over all processes, (steps,).
 
     Printing a line needs collectives, which Join does not allow inside. So training is cut into rounds of --log-every
     steps. A process that has run out of batches has none in all later rounds.
@@ -97,12 +109,8 @@ def train(model, optimizer, text, held_out, args):
     n_batches = number_of_batches(args)
     all_n_batches = dist.gather_objects(n_batches)
     dist.print_primary(f"batches of each process: {all_n_batches}")
-
-    def local_loss(x, y):
-        return gpt.loss_fn(dist.unwrapped(model)(x), y)
-
     share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(local_loss, text, held_out, args, share=share)
+    progress = gpt.Progress(functools.partial(local_loss, dist.unwrapped(model)), text, held_out, args, share=share)
     for start in range(0, args.steps, args.log_every):
         stop = min(start + args.log_every, args.steps)
         batches = []
@@ -111,13 +119,16 @@ def train(model, optimizer, text, held_out, args):
             batches.append(batch)
         sums = torch.zeros(stop - start, 2, device=dist.get_device())
         if args.method == "join" and dist.get_world_size() > 1:  # a single process has no DDP model to join
-            train_with_join(model, optimizer, batches, sums, args)
+            train_with_join(model, optimizer, batches, sums, args.clip)
         else:
-            train_with_weights(model, optimizer, batches, sums, args)
+            train_with_weights(model, optimizer, batches, sums, args.clip)
         losses, sizes = dist.all_reduce(sums).unbind(1)
         for loss in losses / sizes:
             progress(loss)
     return progress.losses
+
+
+# ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
@@ -134,6 +145,9 @@ def parse_args():
         parser.error(f"argument --least: {args.least} is not a whole number from 0 to {args.steps}, the --steps")
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
     return args
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):

@@ -61,6 +61,9 @@ INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
+# ---- stages and their schedule ------------------------------------------------------------------------------------
+
+
 class Stage(nn.Module):
     """Blocks `first` to `last` - 1 of a GPT. The first stage has its embeddings too, the last one its head."""
 
@@ -162,6 +165,16 @@ def remove_layers_without_memory(model):
                 setattr(parent, name, None)
 
 
+def make_pipeline(model, args):
+    shape = (args.data_parallel, dist.get_world_size() // args.data_parallel)
+    mesh = torch_dist.init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("replica", "stage"))
+    share = (mesh.get_local_rank("replica"), args.data_parallel)
+    return Pipeline(model, args, mesh, share)
+
+
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
 def train(pipeline, optimizer, text, held_out, args):
     """Returns the loss of every step over all processes, (steps,)."""
     progress = gpt.Progress(pipeline.evaluate, text, held_out, args, share=pipeline.share)
@@ -189,11 +202,7 @@ def clip_gradients(pipeline, max_norm):
     nn.utils.clip_grads_with_norm_(params, max_norm, squares.sqrt())
 
 
-def make_pipeline(model, args):
-    shape = (args.data_parallel, dist.get_world_size() // args.data_parallel)
-    mesh = torch_dist.init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("replica", "stage"))
-    share = (mesh.get_local_rank("replica"), args.data_parallel)
-    return Pipeline(model, args, mesh, share)
+# ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
@@ -203,10 +212,10 @@ def parse_args():
         schedules = ONE_STAGE + INTERLEAVED  # with gloo, 2.11 fails if two stages in a row share a process
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
-    count = options.whole_number(1)
     parser.add_argument("--schedule", choices=schedules, default="1F1B", help="order of forwards and backwards")
-    parser.add_argument("--micro-batches", type=count, help="parts of a pipeline's batch (default: 8, or what fits)")
-    parser.add_argument("--data-parallel", type=count, default=1, help="number of pipelines")
+    micro_help = "parts of a pipeline's batch (default: 8, or what fits)"
+    parser.add_argument("--micro-batches", type=options.whole_number(1), help=micro_help)
+    parser.add_argument("--data-parallel", type=options.whole_number(1), default=1, help="number of pipelines")
     parser.set_defaults(steps=600, layers=None)  # 4 blocks, or one per stage
     args = parser.parse_args()
     check_options(parser, args)
@@ -240,6 +249,9 @@ def check_stages(parser, args, n_ranks):
     )
     if args.micro_batches < n_stages and args.schedule in ("1F1B", "DualPipeV"):
         parser.error(f"argument --micro-batches: {args.micro_batches} is less than {stages}")
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):

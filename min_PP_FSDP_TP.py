@@ -1,5 +1,6 @@
 """Three dimensions: a pipeline of stages, each sharded by FSDP and split by tensor parallelism, on one DeviceMesh.
 
+The pipeline is imported from min_PP.py, and the split of the layers from min_FSDP_TP.py. This script combines them.
 Every process has a place in a mesh of K x S x T processes. With 2 x 2 x 2 these are the ranks:
 
                     4 ------- 5
@@ -62,6 +63,8 @@ import options
 from min_FSDP_TP import silence_false_alarms, split_layers
 from min_PP import Pipeline, check_stages, clip_gradients
 
+# ---- a stage, split and sharded -----------------------------------------------------------------------------------
+
 
 def parallelize(stage, mesh, args):
     """Split the layers of a `stage` along "tensor", and shard what this process then holds along "shard"."""
@@ -88,8 +91,11 @@ def make_pipeline(model, args):
     return Pipeline(model, args, mesh, share, functools.partial(parallelize, mesh=mesh, args=args))
 
 
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
 def train(pipeline, optimizer, text, held_out, args):
-    """Returns the losses over all processes of all steps since the newest checkpoint."""
+    """Returns the loss of every step since the newest checkpoint over all processes, (steps,)."""
     model = pipeline.model
     first_step = 0
     if args.checkpoint_dir:
@@ -112,26 +118,27 @@ def train(pipeline, optimizer, text, held_out, args):
     return progress.losses[first_step:]
 
 
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
-    parser.add_argument("--bf16", action="store_true", help="gather, compute and send activations in bfloat16")
-    count = options.whole_number(1)
-    parser.add_argument("--stages", type=count, help="processes of a pipeline (default: 2 if possible)")
-    parser.add_argument(
-        "--shard", type=count, help="processes that shard a stage and the batch (default: all remaining processes)"
-    )
-    parser.add_argument("--tensor", type=count, help="processes that split each layer (default: 2 if possible)")
-    parser.add_argument(
-        "--schedule",
-        choices=("1F1B", "Interleaved1F1B"),
-        default="1F1B",
-        help="order of forwards and backwards; Interleaved1F1B has two stages per process and a smaller bubble",
-    )
-    parser.add_argument("--micro-batches", type=count, help="parts of a pipeline's batch (default: 8, or what fits)")
-    parser.add_argument("--checkpoint-dir", help="save checkpoints in this folder, and resume from the newest")
-    parser.add_argument("--save-every", type=count, default=100, help="steps between checkpoints")
-    parser.add_argument("--keep", type=count, help="checkpoints to keep (default: all)")
+    schedule_help = "order of forwards and backwards; Interleaved1F1B has two stages per process and a smaller bubble"
+    micro_help = "parts of a pipeline's batch (default: 8, or what fits)"
+    stages_help = "processes of a pipeline (default: 2 if possible)"
+    shard_help = "processes that shard a stage and the batch (default: all remaining processes)"
+    tensor_help = "processes that split the work of each layer (default: 2 if possible)"
+    schedules = ("1F1B", "Interleaved1F1B")
+    parser.add_argument("--schedule", choices=schedules, default="1F1B", help=schedule_help)
+    parser.add_argument("--micro-batches", type=options.whole_number(1), help=micro_help)
+    parser.add_argument("--stages", type=options.whole_number(1), help=stages_help)
+    parser.add_argument("--shard", type=options.whole_number(1), help=shard_help)
+    parser.add_argument("--tensor", type=options.whole_number(1), help=tensor_help)
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, keep parameters in float32")
+    parser.add_argument("--checkpoint-dir", help="save in this folder, and resume from its newest checkpoint")
+    parser.add_argument("--save-every", type=options.whole_number(1), default=100, help="steps between checkpoints")
+    parser.add_argument("--keep", type=options.whole_number(1), help="checkpoints to keep (default: all)")
     parser.set_defaults(steps=600, layers=None)  # 4 blocks, or one per stage
     args = parser.parse_args()
     check_options(parser, args)
@@ -159,6 +166,9 @@ def check_options(parser, args):
     gpt.check_model_options(parser, args, batch=shares, heads=parts, length=parts)
     if args.checkpoint_dir is not None:
         checkpoint_sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):

@@ -34,7 +34,7 @@ micro-batch. For long rows on GPUs use torch's flex_attention: it stores no mask
     torchrun --standalone --nproc-per-node 2 min_Packing.py --pad        # one document per row, to compare
 
 It prints the rows and the share of wasted positions of both ways, and every --log-every steps a line like
-`step 50 | loss 2.9913 | held-out 2.8087 | 5,709 tokens/s | wasted 1.9 %`. Padding is not counted in tokens/s.
+`step 50/400 | loss 2.9913 | held-out 2.8087 | 5,709 tokens/s | wasted 1.9 %`. Padding is not counted in tokens/s.
 """
 
 import ast
@@ -44,6 +44,7 @@ import random
 import time
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import distributed as dist
@@ -53,6 +54,9 @@ import options
 IGNORED = -100  # a target that is not in the loss
 PADDING = -1  # the owner of a position that no document uses
 TOKENS, POSITIONS, OWNERS, TARGETS = range(4)  # the second dimension of a tensor of rows
+
+
+# ---- one loss for all ranks and micro-batches ---------------------------------------------------------------------
 
 
 def backward(model, micro_batches):
@@ -98,55 +102,7 @@ def mask_of(owners):
     return same.tril()[:, None]
 
 
-# ---- training -----------------------------------------------------------------------------------------------------
-
-
-def train(model, optimizer, rows, held_out, args):
-    """Returns the loss of every step, over all processes."""
-    device = dist.get_device()
-    shares = torch.zeros(args.steps, device=device)  # this rank's part of each loss; on the device, to avoid a sync
-    n_tokens = torch.zeros((), device=device)
-    first_unprinted = 0
-    start = time.perf_counter()
-    for step in range(args.steps):
-        own = own_rows(rows, step, args)
-        optimizer.zero_grad()
-        shares[step] = backward(model, own.chunk(args.accumulate))
-        if args.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-        optimizer.step()
-        n_tokens += (own[:, OWNERS] != PADDING).sum()
-        if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
-            recent = shares[first_unprinted : step + 1]
-            loss = dist.reduce(recent, op="sum").mean().item()  # waits for the device, so the clock is read after it
-            speed = dist.all_reduce(n_tokens).item() / (time.perf_counter() - start)
-            held_out_loss = evaluate(model, held_out)
-            dist.print_primary(
-                f"step {step + 1} | loss {loss:.4f} | held-out {held_out_loss:.4f} | "
-                f"{speed:,.0f} tokens/s | wasted {100 * wasted(rows):.1f} %",
-                flush=True,
-            )
-            n_tokens.zero_()
-            first_unprinted = step + 1
-            start = time.perf_counter()
-    return dist.all_reduce(shares)
-
-
-@torch.no_grad()
-def evaluate(model, rows):
-    """The mean loss of all targets of `rows`. Processes may have different numbers of rows: the plain model is used."""
-    model = dist.unwrapped(model)
-    sums = torch.zeros(2, device=dist.get_device())
-    own = rows[dist.get_rank() :: dist.get_world_size()]
-    for first in range(0, len(own), 8):  # not at all on a process without rows
-        part = own[first : first + 8].to(dist.get_device())
-        sums[0] += sum_of_losses(model, part)
-        sums[1] += (part[:, TARGETS] != IGNORED).sum()
-    loss, n_targets = dist.all_reduce(sums).tolist()
-    return loss / n_targets
-
-
-# ---- documents and rows ---------------------------------------------------------------------------------------------
+# ---- documents and rows -------------------------------------------------------------------------------------------
 
 
 def load_documents():
@@ -197,7 +153,7 @@ def pack(documents, length):
     return lists[:-1]
 
 
-def make_rows(lists, length):
+def fill_rows(lists, length):
     """(rows, 4, length), int64: tokens, positions, owners and targets."""
     rows = torch.zeros(len(lists), 4, length, dtype=torch.long)
     rows[:, OWNERS] = PADDING
@@ -235,16 +191,67 @@ def prepare_rows(documents, args):
         line = f"--length {args.length}: only {len(fitting)} documents fit, choose a larger one"
         raise dist.DistributedError(line)
     n_held_out = len(fitting) // 20
-    packed = make_rows(pack(fitting[:-n_held_out], args.length), args.length)
-    padded = make_rows([[document] for document in fitting[:-n_held_out]], args.length)
+    packed = fill_rows(pack(fitting[:-n_held_out], args.length), args.length)
+    padded = fill_rows([[document] for document in fitting[:-n_held_out]], args.length)
     dist.print_primary(
         f"{len(fitting):,} of {len(documents):,} documents fit; packed: {len(packed):,} rows, "
         f"{100 * wasted(packed):.1f} % wasted; padded: {len(padded):,} rows, {100 * wasted(padded):.1f} % wasted"
     )
-    held_out = make_rows(pack(fitting[-n_held_out:], args.length), args.length)
+    held_out = fill_rows(pack(fitting[-n_held_out:], args.length), args.length)
     if args.pad:
         return padded, held_out
     return packed, held_out
+
+
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
+def train(model, optimizer, rows, held_out, args):
+    """Returns the loss of every step over all processes, (steps,)."""
+    device = dist.get_device()
+    shares = torch.zeros(args.steps, device=device)  # this rank's part of each loss; on the device, to avoid a sync
+    n_tokens = torch.zeros((), device=device)
+    first_unprinted = 0
+    start = time.perf_counter()
+    for step in range(args.steps):
+        own = own_rows(rows, step, args)
+        optimizer.zero_grad()
+        shares[step] = backward(model, own.chunk(args.accumulate))
+        if args.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+        n_tokens += (own[:, OWNERS] != PADDING).sum()
+        if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
+            recent = shares[first_unprinted : step + 1]
+            loss = dist.reduce(recent, op="sum").mean().item()  # waits for the device, so the clock is read after it
+            speed = dist.all_reduce(n_tokens).item() / (time.perf_counter() - start)
+            held_out_loss = evaluate(model, held_out)
+            dist.print_primary(
+                f"step {step + 1}/{args.steps} | loss {loss:.4f} | held-out {held_out_loss:.4f} | "
+                f"{speed:,.0f} tokens/s | wasted {100 * wasted(rows):.1f} %",
+                flush=True,
+            )
+            n_tokens.zero_()
+            first_unprinted = step + 1
+            start = time.perf_counter()
+    return dist.all_reduce(shares)
+
+
+@torch.no_grad()
+def evaluate(model, rows):
+    """The mean loss of all targets of `rows`. Processes may have different numbers of rows: the plain model is used."""
+    model = dist.unwrapped(model)
+    sums = torch.zeros(2, device=dist.get_device())
+    own = rows[dist.get_rank() :: dist.get_world_size()]
+    for first in range(0, len(own), 8):  # not at all on a process without rows
+        part = own[first : first + 8].to(dist.get_device())
+        sums[0] += sum_of_losses(model, part)
+        sums[1] += (part[:, TARGETS] != IGNORED).sum()
+    loss, n_targets = dist.all_reduce(sums).tolist()
+    return loss / n_targets
+
+
+# ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
@@ -256,6 +263,9 @@ def parse_args():
     shares = args.nproc * args.accumulate
     gpt.check_model_options(parser, args, batch=(shares, "the number of processes times --accumulate"))
     return args
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):

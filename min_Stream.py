@@ -31,11 +31,10 @@ shuffles better, but scatters reads over more of the disk.
     CUDA_VISIBLE_DEVICES=0,1 python min_Stream.py --snapshot-path run.pt    # saves; rerun it with any --nproc to resume
     torchrun --standalone --nproc-per-node 2 min_Stream.py --data-dir shards --num-workers 2    # your own .jsonl files
 
-It prints every --log-every steps a line like `step 400 | epoch 2.71 | loss 2.2111 | 154 documents/s`. Without
+It prints every --log-every steps a line like `step 400/400 | loss 2.2111 | epoch 2.71 | 154 documents/s`. Without
 --data-dir the shards are the source files of Python's standard library, and a document is an outermost class or
 function in them, with what follows it. Under torchrun it also saves when any process receives SIGTERM. The default of
---global-batch-size is a multiple of the number of processes, so name it if you resume with another one. Begin to read
-at `Stream.__getitem__`.
+--global-batch-size is a multiple of the number of processes, so name it if you resume with another one.
 """
 
 import array
@@ -47,6 +46,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
@@ -82,7 +82,7 @@ class Stream(Dataset):
             shard, document = self.locate(own_position)
             path, places = self.shards[shard]
             texts.append(read_document(path, places[document], places[document + 1]))
-        return make_rows(texts, self.args.length)
+        return pad_texts(texts, self.args.length)
 
     def locate(self, position):
         """Returns the number of the shard, and the number in it of the document at the global `position`."""
@@ -119,80 +119,10 @@ def make_loader(stream, position, args):
     )
 
 
-# ---- training -----------------------------------------------------------------------------------------------------
-
-
-def train(model, optimizer, stream, position, args):
-    """Train from a global position to the end.
-
-    Returns each step's loss over all processes, 0 for earlier steps: for a plot, or to compare two runs.
-    """
-    device = dist.get_device()
-    settings = settings_of(stream, args)
-    step = position // args.global_batch_size  # the number of steps that are done
-    first_unprinted = step
-    losses = torch.zeros(args.steps, device=device)  # this process's shares, on the device to avoid a sync every step
-    start = time.perf_counter()
-    if args.snapshot_path:
-        preemption = checkpoint.Preemption()
-    # The loader's processes do not get a SIGTERM: the batches until the stop are needed.
-    for tokens, targets in checkpoint.shielded(make_loader(stream, position, args)):
-        tokens = tokens.to(device, non_blocking=True)
-        targets = targets.to(device, non_blocking=True)
-        # Ranks hold unequal numbers of targets, so divide by the number of all of them. See min_Packing.py.
-        n_targets = dist.all_reduce((targets != IGNORED).sum()).clamp(min=1)
-        optimizer.zero_grad()
-        loss = sum_of_losses(model, tokens, targets) / n_targets
-        (loss * dist.get_world_size()).backward()  # DDP divides by the world size
-        if args.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-        optimizer.step()
-        losses[step] = loss.detach()
-        step += 1
-        position += args.global_batch_size
-        if step % args.log_every == 0 or step == args.steps:
-            loss = dist.reduce(losses[first_unprinted:step], op="sum").mean().item()
-            speed = (step - first_unprinted) * args.global_batch_size / (time.perf_counter() - start)
-            epoch = position / stream.n_documents
-            line = f"step {step} | epoch {epoch:.2f} | loss {loss:.4f} | {speed:,.0f} documents/s"
-            dist.print_primary(line, flush=True)
-            first_unprinted = step
-            start = time.perf_counter()
-        if args.snapshot_path:
-            preempted = preemption.agreed()  # has any process received SIGTERM?
-            if preempted or step % args.save_every == 0 or step == args.steps:
-                # The position is saved as `step`: with another batch size, the same step would be another position.
-                checkpoint.save(args.snapshot_path, model, optimizer, step=position, settings=settings)
-            if preempted and step < args.steps:
-                preemption.leave()
-    return dist.all_reduce(losses)
-
-
-def sum_of_losses(model, tokens, targets):
-    logits = model(tokens)
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-
-
-def settings_of(stream, args):
-    """What a resumed run must share, though no shape depends on it. The last four decide the order of the documents."""
-    digest = hashlib.sha256()
-    for path, places in stream.shards:
-        digest.update(path.name.encode() + places.tobytes())
-    return {
-        "--heads": args.heads,
-        "--lr": args.lr,
-        "--clip": args.clip,
-        "--seed": args.seed,
-        "--buffer": args.buffer,
-        "documents": stream.n_documents,
-        "digest of the shards": digest.hexdigest()[:12],
-    }
-
-
 # ---- documents ----------------------------------------------------------------------------------------------------
 
 
-def make_rows(texts, length):
+def pad_texts(texts, length):
     """Tokens and targets (batch, length) of the first bytes of each text. Padding follows a text that is shorter."""
     rows = torch.full((len(texts), length + 1), IGNORED)
     for row, text in zip(rows, texts, strict=True):
@@ -257,23 +187,96 @@ def find_documents(path):
     return places
 
 
-# ---- options and start --------------------------------------------------------------------------------------------
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
+def train(model, optimizer, stream, position, args):
+    """Train from a global position to the end.
+
+    Returns the loss of every step over all processes, (steps,), which is 0 for earlier steps.
+    """
+    device = dist.get_device()
+    settings = settings_of(stream, args)
+    step = position // args.global_batch_size  # the number of steps that are done
+    first_unprinted = step
+    losses = torch.zeros(args.steps, device=device)  # this process's shares, on the device to avoid a sync every step
+    start = time.perf_counter()
+    if args.snapshot_path:
+        preemption = checkpoint.Preemption()
+    # The loader's processes do not get a SIGTERM: the batches until the stop are needed.
+    for tokens, targets in checkpoint.shielded(make_loader(stream, position, args)):
+        tokens = tokens.to(device, non_blocking=True)
+        targets = targets.to(device, non_blocking=True)
+        # Ranks hold unequal numbers of targets, so divide by the number of all of them. See min_Packing.py.
+        n_targets = dist.all_reduce((targets != IGNORED).sum()).clamp(min=1)
+        optimizer.zero_grad()
+        loss = sum_of_losses(model, tokens, targets) / n_targets
+        (loss * dist.get_world_size()).backward()  # DDP divides by the world size
+        if args.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+        losses[step] = loss.detach()
+        step += 1
+        position += args.global_batch_size
+        if step % args.log_every == 0 or step == args.steps:
+            loss = dist.reduce(losses[first_unprinted:step], op="sum").mean().item()
+            speed = (step - first_unprinted) * args.global_batch_size / (time.perf_counter() - start)
+            epoch = position / stream.n_documents
+            line = f"step {step}/{args.steps} | loss {loss:.4f} | epoch {epoch:.2f} | {speed:,.0f} documents/s"
+            dist.print_primary(line, flush=True)
+            first_unprinted = step
+            start = time.perf_counter()
+        if args.snapshot_path:
+            preempted = preemption.agreed()  # has any process received SIGTERM?
+            if preempted or step % args.save_every == 0 or step == args.steps:
+                # The position is saved as `step`: with another batch size, the same step would be another position.
+                checkpoint.save(args.snapshot_path, model, optimizer, step=position, settings=settings)
+            if preempted and step < args.steps:
+                preemption.leave()
+    return dist.all_reduce(losses)
+
+
+def sum_of_losses(model, tokens, targets):
+    logits = model(tokens)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def settings_of(stream, args):
+    """What a resumed run must share, though no shape depends on it. The last four decide the order of the documents."""
+    digest = hashlib.sha256()
+    for path, places in stream.shards:
+        digest.update(path.name.encode() + places.tobytes())
+    return {
+        "--heads": args.heads,
+        "--lr": args.lr,
+        "--clip": args.clip,
+        "--seed": args.seed,
+        "--buffer": args.buffer,
+        "documents": stream.n_documents,
+        "digest of the shards": digest.hexdigest()[:12],
+    }
+
+
+# ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
-    count = options.whole_number(1)
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
+    buffer_help = "documents that are shuffled among themselves"
     parser.add_argument("--data-dir", type=Path, help="folder of .jsonl shards (default: Python's standard library)")
-    parser.add_argument("--buffer", type=count, default=512, help="documents that are shuffled among themselves")
+    parser.add_argument("--buffer", type=options.whole_number(1), default=512, help=buffer_help)
     parser.add_argument("--num-workers", type=options.whole_number(0), default=1, help="loader processes per rank")
-    parser.add_argument("--snapshot-path", help="save to this file, and resume from it (default: do not save)")
-    parser.add_argument("--save-every", type=count, default=50, help="steps between two snapshots")
+    parser.add_argument("--snapshot-path", help="save to this file, and resume from it")
+    parser.add_argument("--save-every", type=options.whole_number(1), default=50, help="steps between snapshots")
     args = parser.parse_args()
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
     if args.snapshot_path is not None:
         checkpoint.check_writable("--snapshot-path", args.snapshot_path)
     return args
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):

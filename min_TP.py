@@ -32,8 +32,10 @@ can stay split: see `loss_parallel` in torch.distributed.tensor.parallel.
     torchrun --standalone --nproc-per-node 2 min_TP.py
 
 It prints `parameters held: 240,256 of 478,720 (0.502)`, and then lines of loss, speed and memory:
-`step 400 | loss 2.2577 | held-out 2.2450 | …`.
+`step 400/400 | loss 2.2577 | held-out 2.2450 | …`.
 """
+
+import functools
 
 import torch
 from torch import nn
@@ -49,6 +51,8 @@ from torch.distributed.tensor.parallel import (
 import distributed as dist
 import gpt
 import options
+
+# ---- split layers -------------------------------------------------------------------------------------------------
 
 
 def split_layers(model):
@@ -75,18 +79,21 @@ def split_layers(model):
     parallelize_module(model, mesh, plan)
 
 
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
+def local_loss(model, x, y):
+    """The loss of the batch. Every process takes the whole batch."""
+    return gpt.loss_fn(model(x), y)
+
+
 def train(model, optimizer, text, held_out, args):
-    """Returns the loss of every step, (steps,)."""
-
-    def loss_of(x, y):
-        return gpt.loss_fn(model(x), y)
-
-    progress = gpt.Progress(loss_of, text, held_out, args)
+    """Returns the loss of every step over all processes, (steps,)."""
+    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
     for step in range(args.steps):
-        # Every process takes the whole batch.
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
         optimizer.zero_grad()
-        loss = loss_of(x, y)
+        loss = local_loss(model, x, y)
         loss.backward()
         if args.clip:
             # The gradients are DTensors, so this is the norm over all processes. With foreach=True, torch 2.11 would
@@ -97,13 +104,19 @@ def train(model, optimizer, text, held_out, args):
     return progress.losses
 
 
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
     args = parser.parse_args()
-    split = (args.nproc, "the number of processes")
-    gpt.check_model_options(parser, args, heads=split, length=split)
+    processes = (args.nproc, "the number of processes")
+    gpt.check_model_options(parser, args, heads=processes, length=processes)
     return args
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):

@@ -33,6 +33,7 @@ different options, make one ZeRO for each group of them. Each of these clips its
 The last line of two processes is `optimizer state held: 1,914,880 of 3,829,760 bytes (0.500)`.
 """
 
+import functools
 import math
 
 import torch
@@ -46,6 +47,9 @@ import options
 # Before torch 2.13 they have other names.
 all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)
+
+
+# ---- an optimizer whose state is sharded --------------------------------------------------------------------------
 
 
 class ZeRO:
@@ -110,18 +114,19 @@ def flatten(params, world_size):
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
+def local_loss(model, x, y):
+    """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
+    return gpt.loss_fn(model(x), y)
+
+
 def train(model, optimizer, text, held_out, args):
     """Returns the loss of every step over all processes, (steps,)."""
-
-    def local_loss(x, y):
-        return gpt.loss_fn(model(x), y)  # shares are equal, so the mean over processes is the loss of the batch
-
     share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(local_loss, text, held_out, args, share=share)
+    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, share=share)
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
         optimizer.zero_grad()
-        loss = local_loss(x, y)
+        loss = local_loss(model, x, y)
         loss.backward()
         optimizer.step()
         progress(loss)
@@ -137,12 +142,18 @@ def report_state(optim, n_params):
     dist.print_primary(f"optimizer state held: {held:,} of {total:,} bytes ({held / total:.3f})")
 
 
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
     args = parser.parse_args()
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
     return args
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):

@@ -85,7 +85,7 @@ def kill_one(pids):
 def lose_one(nproc):
     """Seconds from a kill to the next step of the others, and to the first step of the new process."""
     job = Job("min_FaultTolerant.py", "--nproc", nproc, *SMALL)
-    job.wait_for("step 20 ")
+    job.wait_for("step 20/")
     matches = [re.match(r"process (\d+) trains", line) for _, line in job.lines]
     pids = [int(match[1]) for match in matches if match]
     killed = kill_one(pids)

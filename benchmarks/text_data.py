@@ -35,7 +35,7 @@ class InMemory(Dataset):
         self.length = length
 
     def __getitem__(self, numbers):
-        return min_Stream.make_rows([self.texts[number] for number in numbers], self.length)
+        return min_Stream.pad_texts([self.texts[number] for number in numbers], self.length)
 
 
 def documents_per_second(loader):

@@ -164,7 +164,7 @@ def test_a_parameter_without_weights_is_an_error():
 # ---- no process holds the whole model -----------------------------------------------------------------------------
 
 LARGE = {"layers": 4, "width": 1024, "length": 16}  # 204 MB; the largest layer has 17 MB
-SPLIT = {"checkpoint_dir": None, "checkpoint_activations": False, "micro_batches": 2, "schedule": "1F1B"}
+SPLIT = {"checkpoint_dir": None, "recompute": False, "micro_batches": 2, "schedule": "1F1B"}
 PARTS = [
     ("min_TP", {}),
     ("min_FSDP_TP", {"replicate": 1, "shard": 2, "tensor": 1}),

@@ -34,7 +34,7 @@ JOB = ROOT / "tests" / "gpu_job.py"
 STEPS = ("--steps", 20, "--log-every", 10)
 TRANSFORMERS = [  # their losses are compared with those on CPUs
     ("min_FSDP_TP.py", *STEPS),
-    ("min_FSDP_TP.py", *STEPS, "--tensor", GPUS, "--checkpoint-activations"),
+    ("min_FSDP_TP.py", *STEPS, "--tensor", GPUS, "--recompute"),
     ("min_PP_FSDP_TP.py", *STEPS),
     ("min_DDP_scratch.py", *STEPS, "--clip", 1),
     ("min_CP.py", *STEPS),
@@ -133,7 +133,7 @@ def test_answers_are_those_of_cpus(tmp_path):
     (tmp_path / "prompts.jsonl").write_text(
         "".join(f'{{"prompt": "{number}="}}\n' for number in range(10_000, 90_000, 97))
     )
-    assert run(ROOT / "min_GRPO.py", "--save", "model.pt", cwd=tmp_path)[0] == 0
+    assert run(ROOT / "min_GRPO.py", "--output", "model.pt", cwd=tmp_path)[0] == 0
     given = ("--model", "model.pt", "--prompts", "prompts.jsonl", "--temperature", 0, "--output")
     lines = []
     for name, options, env in (
@@ -204,7 +204,7 @@ def test_a_failed_rank_ends_the_job_soon_and_is_named(how):
 def test_sigterm_ends_a_job(tmp_path):
     log = tmp_path / "log"
     process = start(ROOT / "min_TP.py", "--steps", 10**6, log=log)
-    wait_for(lambda: "step 50" in log.read_text(), process, timeout=120)
+    wait_for(lambda: "step 50/" in log.read_text(), process, timeout=120)
     process.terminate()
     status, _, _ = finish(process, timeout=60)
     assert status in (-signal.SIGTERM, 128 + signal.SIGTERM), log.read_text()

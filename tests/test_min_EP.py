@@ -117,7 +117,7 @@ def test_prints_the_tokens_of_each_expert(job_of):
     total, held = shared + 2 * 4 * expert, shared + 2 * 2 * expert
     assert first == f"parameters held: {held:,} of {total:,} ({held / total:.3f})"
     tokens = "    tokens per expert:"
-    assert [re.split(r" [|\[]", line)[0] for line in lines] == ["step 2", tokens, "step 3", tokens]
+    assert [re.split(r" [|\[]", line)[0] for line in lines] == ["step 2/3", tokens, "step 3/3", tokens]
     for line in lines[1::2]:
         blocks = [[int(count) for count in counts.split(", ")] for counts in re.findall(r"\[([\d, ]+)]", line)]
         assert [len(counts) for counts in blocks] == [4, 4]

@@ -22,7 +22,7 @@ def train(mesh, optimizer, changes):
     """Losses, and whole parameters by name, of the script's main_worker on replicate x shard x tensor processes."""
     replicate, shard, tensor = mesh
     layout = {"replicate": replicate, "shard": shard, "tensor": tensor, "nproc": replicate * shard * tensor}
-    options = {"checkpoint_activations": False, "checkpoint_dir": None, "save_every": 100, "log_every": 100}
+    options = {"recompute": False, "checkpoint_dir": None, "save_every": 100, "log_every": 100}
     args = transformer.arguments(**{**layout, **options, **SMALL, **changes})
     result = transformer.run_main_worker(min_FSDP_TP, args, optimizer)
     if layout["nproc"] > 1:
@@ -61,13 +61,13 @@ def test_two_dimensions_give_what_one_process_gives(tmp_path):
         (HSDP, "SGD", {**TWO_BLOCKS, "clip": CLIP}),
         (FSDP_TP, "AdamW", {**TWO_BLOCKS, "clip": CLIP}),
         (FSDP_TP, "SGD", TWO_BLOCKS),
-        (FSDP_TP, "SGD", {**TWO_BLOCKS, "clip": CLIP, "checkpoint_activations": True}),
+        (FSDP_TP, "SGD", {**TWO_BLOCKS, "clip": CLIP, "recompute": True}),
     ]
     check_all(tmp_path, 4, cases)
 
 
 def test_it_saves_every_so_many_steps_and_at_the_end(tmp_path):
-    layout = {"replicate": 1, "shard": 1, "tensor": 1, "checkpoint_activations": False}
+    layout = {"replicate": 1, "shard": 1, "tensor": 1, "recompute": False}
     args = transformer.arguments(**layout, steps=5, save_every=2, checkpoint_dir=str(tmp_path))
     assert transformer.saves_of(min_FSDP_TP, args) == [2, 4, 5]
 
@@ -75,7 +75,7 @@ def test_it_saves_every_so_many_steps_and_at_the_end(tmp_path):
 def test_a_block_that_is_computed_again_keeps_only_its_input():
     kept = {}
     for again in (False, True):
-        args = transformer.arguments(checkpoint_activations=again)
+        args = transformer.arguments(recompute=again)
         model = transformer.make_model(args)
         min_FSDP_TP.parallelize(model, args)
         x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length)
@@ -92,7 +92,7 @@ def test_a_block_that_is_computed_again_keeps_only_its_input():
 @pytest.mark.guard
 @pytest.mark.slow
 def test_three_dimensions_and_uneven_ones_give_what_one_process_gives(tmp_path):
-    everything = {**TWO_BLOCKS, "clip": CLIP, "checkpoint_activations": True}
+    everything = {**TWO_BLOCKS, "clip": CLIP, "recompute": True}
     check_all(tmp_path, 8, [((2, 2, 2), name, everything) for name in ("AdamW", "SGD")])
     # 32 features are no multiple of 3, and 256 bytes none of 3 or 6.
     check_all(tmp_path, 6, [((1, 3, 2), "SGD", {**TWO_BLOCKS, "clip": CLIP, "global_batch_size": 6})])
@@ -124,10 +124,10 @@ def test_the_script_holds_a_quarter_and_goes_on_on_another_mesh(job_of, tmp_path
     assert mesh == "Training on 4 x cpu: replicate 1 x shard 2 x tensor 2"
     held, total = re.fullmatch(r"parameters held: ([\d,]+) of ([\d,]+) \(0.25\d\)", held).groups()
     assert int(held.replace(",", "")) <= 0.26 * int(total.replace(",", ""))
-    assert step.startswith("step 2 | loss 5.")
+    assert step.startswith("step 2/2 | loss 5.")
     stdout = job_of("min_FSDP_TP.py", "--nproc", 2, "--replicate", 2, "--steps", 4, *options)
     mesh, held, resuming, step = stdout.splitlines()
     assert mesh == "Training on 2 x cpu: replicate 2 x shard 1 x tensor 1"
     assert held.endswith("(1.000)")
     assert resuming == f"Resuming from {tmp_path}/runs/step-2"
-    assert step.startswith("step 4 | loss ")
+    assert step.startswith("step 4/4 | loss ")

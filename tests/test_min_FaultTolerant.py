@@ -307,7 +307,7 @@ def check(plan, optimizer, folder, capfd, **changes):
     expected = reference(optimizer, layers=1, **changes)
     tolerance = 1e-9 if optimizer == "AdamW" else 1e-12  # AdamW enlarges the rounding of gradients near 0
     assert assert_as_one_process(folder, expected, tolerance) == N
-    for step, loss in re.findall(r"^step (\d+) \| loss (\d\.\d{4}) \| \d members$", out, re.M):
+    for step, loss in re.findall(r"^step (\d+)/\d+ \| loss (\d\.\d{4}) \| \d members$", out, re.M):
         assert loss == f"{expected[0][int(step) - 1]:.4f}"
     return out, err
 
@@ -315,7 +315,7 @@ def check(plan, optimizer, folder, capfd, **changes):
 def test_killed_in_a_few_places_they_end_as_one_process(tmp_path, capfd):
     timeout = 10  # seconds: far more than a step takes on a busy machine
     out, err = check(FEW, "SGD", tmp_path, capfd, clip=0.5, timeout=timeout)
-    assert re.findall(r"^step (\d+) \| loss \d\.\d{4} \| \d members$", out, re.M) == ["10", "13"]
+    assert re.findall(r"^step (\d+)/\d+ \| loss \d\.\d{4} \| \d members$", out, re.M) == ["10", "13"]
     # gloo may miss a closed connection once, and waits for the timeout. It has done so in 2 of about 60 such jobs.
     assert sorted(seconds_of_first_steps(out))[-2] < timeout / 2, "they notice a kill at once"
     # gloo itself says so if a process is lost while all connect.
@@ -501,7 +501,7 @@ def test_who_leaves_a_quorum_closes_its_connections(tmp_path):
     log = tmp_path / "log"
     environment = {"OMP_NUM_THREADS": "1"}
     job = start("min_FaultTolerant.py", "--nproc", 4, *SMALL, "--steps", 300, log=log, env=environment)
-    wait_for(lambda: "step 100 " in log.read_text(), job)
+    wait_for(lambda: "step 100/" in log.read_text(), job)
     os.kill(trainers(log)[1], KILL)
     assert finish(job)[0] == 0, log.read_text()
     assert max(seconds_of_first_steps(log.read_text())) < 15, "half of --timeout"
@@ -513,10 +513,10 @@ def test_torchrun_does_not_notice(tmp_path):
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, ROOT / "min_FaultTolerant.py")
     job = start(*command, *SMALL, "--steps", 3000, log=log, env={"OMP_NUM_THREADS": "1"})
     for number in (1, 3):
-        wait_for(lambda number=number: f"step {number}00 " in log.read_text(), job)
+        wait_for(lambda number=number: f"step {number}00/" in log.read_text(), job)
         os.kill(trainers(log)[-1], KILL)
         wait_for(lambda number=number: f"\nquorum {number + 1}: 2 members, 1 of them new" in log.read_text(), job)
     assert finish(job)[0] == 0, log.read_text()
     lines = log.read_text().splitlines()
     others = [line for line in lines if not re.match(r"process \d+ (trains|was killed)|quorum \d|step \d", line)]
-    assert not others and lines[-1].startswith("step 3000 ")
+    assert not others and lines[-1].startswith("step 3000/3000 ")

@@ -22,7 +22,7 @@ import gpt_generate
 import min_GRPO
 
 TRAINING = {"imitation_steps": 12, "steps": 3, "prompts": 7, "samples": 3, "temperature": 0.8, "inner_steps": 1}
-TRAINING |= {"low": 0.05, "high": 0.08, "kl": 0.0, "lr": 0.0025, "seed": 3, "save": None}
+TRAINING |= {"low": 0.05, "high": 0.08, "kl": 0.0, "lr": 0.0025, "seed": 3, "log_every": 2, "output": None}
 DIGITS, LONGEST = 5, 7
 IMITATION_LR = 0.01
 HELD_OUT = 13  # no number of processes here divides it, or the number of prompts
@@ -33,8 +33,8 @@ CASES = [  # the optimizer, is there a signal in few groups only, and options
     ("SGD", True, {"inner_steps": 2}),
 ]
 LINE = re.compile(
-    r"step (\d+) \| reward (\d\.\d{3}) \| held-out (\d\.\d{3}) \| no signal (\d\.\d\d) \| mismatch (\de[+-]\d\d) \| "
-    r"clipped (\d\.\d{3}) \| ([\d,]+) answers/s"
+    r"step (\d+)/\d+ \| reward (\d\.\d{3}) \| held-out (\d\.\d{3}) \| no signal (\d\.\d\d) \| "
+    r"mismatch (\de[+-]\d\d) \| clipped (\d\.\d{3}) \| ([\d,]+) answers/s"
 )
 
 
@@ -46,7 +46,7 @@ def small(module=min_GRPO):
     """A patch of the script's constants."""
     constants = {"DIGITS": DIGITS, "LONGEST": LONGEST, "FLAWED": 0.5, "IMITATION_LR": IMITATION_LR}
     sizes = {"layers": 2, "width": 16, "heads": 4, "length": DIGITS + 1 + LONGEST}
-    return mock.patch.multiple(module, **constants, SIZES=sizes, HELD_OUT=HELD_OUT, LOG_EVERY=2)
+    return mock.patch.multiple(module, **constants, SIZES=sizes, HELD_OUT=HELD_OUT)
 
 
 def partial_reward(sparse, prompt, answer):
@@ -332,7 +332,7 @@ def test_it_learns_what_the_teacher_did_not_show(seed, job_of):
 def test_what_it_prints_and_saves(job_of, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "perf_counter", slow_clock().perf_counter)
     path = tmp_path / "new" / "model.pt"
-    options = ("--imitation-steps", 3, "--prompts", 4, "--samples", 2, "--steps", 12, "--save", path)
+    options = ("--imitation-steps", 3, "--prompts", 4, "--samples", 2, "--steps", 12, "--output", path)
     first, *lines = job_of("min_GRPO.py", "--nproc", 1, *options).splitlines()
     assert re.fullmatch(r"after 3 steps of imitation \| held-out \d\.\d{3}", first)
     numbers = [LINE.fullmatch(line).groups() for line in lines]
@@ -348,8 +348,8 @@ def test_a_model_that_cannot_be_saved_is_refused_before_training(path, main_of, 
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     Path("file").write_text("in the way")
-    message, stderr = main_of("min_GRPO.py", "--save", path)
-    assert re.fullmatch(r"--save: ('(folder/?)?' is not the name of a file|cannot write to /\S+: \w[\w ]+)", message)
+    message, stderr = main_of("min_GRPO.py", "--output", path)
+    assert re.fullmatch(r"--output: ('(folder/?)?' is not the name of a file|cannot write to /\S+: \w[\w ]+)", message)
     assert stderr == "" and Path("file").read_text() == "in the way"
 
 

@@ -529,7 +529,7 @@ def test_wrong_models_are_one_line(args_of):
     assert exit_message(launch, args_of("--nproc", 4, "--tensor", 4)) == (
         "--tensor 4 does not divide the model's 6 heads"
     )
-    message = "other.pt is not a file that min_GRPO.py --save has written, or it is damaged"
+    message = "other.pt is not a file that min_GRPO.py --output has written, or it is damaged"
     weights = make_model().state_dict()
     without_heads = {name: value for name, value in SIZES.items() if name != "heads"}
     wrong_sizes = [without_heads, {**SIZES, "width": 12}, {**SIZES, "heads": 5}, {**SIZES, "heads": 0}, [1], 3, None]

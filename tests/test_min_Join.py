@@ -54,7 +54,7 @@ def train_uneven(optimizer, args):
     model = dist.prepare_ddp_model(transformer.make_model(args))
     optimizer = transformer.make_optimizer(optimizer, model.parameters(), args.lr)
     sums = torch.zeros(3, 2)
-    min_Join.train_with_weights(model, optimizer, uneven_batches(dist.get_rank()), sums, args)
+    min_Join.train_with_weights(model, optimizer, uneven_batches(dist.get_rank()), sums, args.clip)
     sums = dist.all_reduce(sums)
     return sums[:, 0] / sums[:, 1], transformer.full_parameters(model), ""
 

@@ -92,7 +92,7 @@ def test_equals_one_process(nprocs, tmp_path):
         expected = transformer.held_out_loss(parameters, transformer.arguments(**changes))
         assert abs(held_out - expected) <= 1e-9
         last = stdout.splitlines()[-1]
-        assert last.startswith(f"step {len(losses)} | ") and f" | held-out {expected:.4f} | " in last
+        assert last.startswith(f"step {len(losses)}/{len(losses)} | ") and f" | held-out {expected:.4f} | " in last
 
 
 # ---- what a process holds -----------------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ def resume(script, mesh, changes):
     """Losses and whole parameters, as the script resumes and trains."""
     args = arguments(mesh, **changes)
     if script == "min_FSDP_TP":
-        args.replicate, args.checkpoint_activations = 1, False
+        args.replicate, args.recompute = 1, False
         result = transformer.run_main_worker(min_FSDP_TP, args, "AdamW")
         return result.losses, transformer.full_parameters(result.model)
     result = transformer.run_main_worker(min_PP_FSDP_TP, args, "AdamW")
@@ -295,10 +295,10 @@ def test_the_script_holds_an_eighth_and_resumes_on_another_mesh(job_of, tmp_path
     assert mesh == "Training on 8 x cpu: stages 2 x shard 2 x tensor 2, 1F1B"
     held, total = re.fullmatch(r"parameters held: ([\d,]+) of ([\d,]+) \(0\.1[234]\d\)", held).groups()
     assert int(held.replace(",", "")) <= int(total.replace(",", "")) / 7
-    assert re.match(r"step 2 \| loss [45]\.", step)
+    assert re.match(r"step 2/2 \| loss [45]\.", step)
     stdout = job_of("min_PP_FSDP_TP.py", "--nproc", 2, "--schedule", "Interleaved1F1B", "--steps", 4, *options)
     mesh, held, resuming, step = stdout.splitlines()
     assert mesh == "Training on 2 x cpu: stages 2 x shard 1 x tensor 1, Interleaved1F1B"
     assert re.fullmatch(r"parameters held: .* \(0\.[56]\d\d\)", held)
     assert resuming == f"Resuming from {tmp_path}/runs/step-2"
-    assert step.startswith("step 4 | loss ")
+    assert step.startswith("step 4/4 | loss ")

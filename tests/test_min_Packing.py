@@ -161,7 +161,7 @@ def test_rows_hold_each_document_once():
     documents = small_documents()
     lists = min_Packing.pack(documents, LENGTH)
     assert sorted(document for row in lists for document in row) == sorted(documents)
-    rows = min_Packing.make_rows(lists, LENGTH)
+    rows = min_Packing.fill_rows(lists, LENGTH)
     tokens, positions, owners, targets = rows.unbind(1)
     for row, packed in enumerate(lists):
         for number, (prompt, answer) in enumerate(packed):
@@ -172,7 +172,7 @@ def test_rows_hold_each_document_once():
             assert targets[row][mine].tolist() == [-100] * (len(prompt) - 1) + list(answer)
         unused = owners[row] == min_Packing.PADDING
         assert (targets[row][unused] == -100).all()
-    alone = min_Packing.make_rows([[document] for document in documents], LENGTH)
+    alone = min_Packing.fill_rows([[document] for document in documents], LENGTH)
     assert min_Packing.wasted(rows) < 0.1 < 0.5 < min_Packing.wasted(alone)
 
 
@@ -224,7 +224,7 @@ def test_shares_must_divide_the_batch(main_of):
 def probe(mask_of=min_Packing.mask_of):
     """For each position of a row of 3 documents: has its logit changed, since a byte of the second one did?"""
     documents = sorted(small_documents(), key=min_Packing.n_positions)[40:43]
-    rows = min_Packing.make_rows([documents], LENGTH)
+    rows = min_Packing.fill_rows([documents], LENGTH)
     tokens, positions, owners, _ = rows.unbind(1)
     second = owners == 1
     with float64(), torch.no_grad(), mock.patch.object(min_Packing, "mask_of", mask_of):
@@ -256,5 +256,5 @@ def test_prints_what_is_wasted(job_of):
     options = ("--nproc", 2, "--width", 32, "--steps", 5, "--log-every", 2, "--accumulate", 2, "--global-batch-size", 4)
     first, *lines = job_of("min_Packing.py", *options, "--pad").splitlines()
     assert " documents fit; packed: " in first
-    assert [line.split(" | ")[0] for line in lines] == ["step 2", "step 4", "step 5"]
+    assert [line.split(" | ")[0] for line in lines] == ["step 2/5", "step 4/5", "step 5/5"]
     assert float(lines[-1].split()[-2]) > 30

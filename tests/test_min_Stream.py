@@ -319,7 +319,7 @@ def test_a_document_is_read_as_it_stands(tmp_path):
     assert path_there == path and len(places) == 4
     texts = [min_Stream.read_document(path, start, end) for start, end in itertools.pairwise(places)]
     assert texts == ["é?".encode(), b"", b"last"]
-    tokens, targets = min_Stream.make_rows([*texts, b"abcdef"], 3)
+    tokens, targets = min_Stream.pad_texts([*texts, b"abcdef"], 3)
     assert tokens.tolist() == [[0xC3, 0xA9, ord("?")], [0, 0, 0], [*b"las"], [*b"abc"]]
     assert targets.tolist() == [[0xA9, ord("?"), -100], [-100, -100, -100], [*b"ast"], [*b"bcd"]]
 
@@ -514,7 +514,7 @@ def test_resumes_where_it_was(job_of, tmp_path, monkeypatch):
     options = ["--width", 32, "--log-every", 2, "--snapshot-path", "run.pt", "--save-every", 2]
     first = job_of("min_Stream.py", *options, "--steps", 4, "--nproc", 2).splitlines()
     assert re.fullmatch(r"\d+ shards of [\d,]+ documents", first[0])
-    assert re.fullmatch(r"step 2 \| epoch 0\.\d\d \| loss \d\.\d{4} \| [\d,]+ documents/s", first[1])
+    assert re.fullmatch(r"step 2/\d \| loss \d\.\d{4} \| epoch 0\.\d\d \| [\d,]+ documents/s", first[1])
     second = job_of("min_Stream.py", *options, "--steps", 6, "--num-workers", 0).splitlines()
     assert second[1] == "Resuming at document 64"
-    assert second[2].startswith("step 6 | ")
+    assert second[2].startswith("step 6/6 | ")

@@ -43,6 +43,7 @@ MAY_BE_0 = {
     "bucket-mb",
     "seed",
     "least",
+    "clip",
     "num-workers",
     "max-restarts",
     "momentum",
@@ -51,7 +52,6 @@ MAY_BE_0 = {
 }
 MAY_BE_0 |= {"imitation-steps", "flawed", "low", "high", "kl"}  # of min_GRPO
 WITHOUT_DEFAULT = {
-    "clip",
     "checkpoint-dir",
     "export",
     "tensorboard",
@@ -60,10 +60,11 @@ WITHOUT_DEFAULT = {
     "layers",
 }  # left out, nothing is done
 WITHOUT_DEFAULT |= {"model", "prompts"}  # of min_Generate, which needs them
+WITHOUT_DEFAULT |= {"output"}  # of min_GRPO
 PATHS = {"snapshot-path", "data-dir", "checkpoint-dir", "output-dir", "export", "tensorboard", "save"}
 PATHS |= {"model", "data", "eval-data", "chat-template", "prompt"}
 TEXTS = {("min_Generate", name) for name in ("model", "prompts", "output", "stop")}
-ZEROS = {("mnist_DDP", "clip"), ("min_Generate", "temperature")}
+ZEROS = {("min_Generate", "temperature")}
 
 # As typed into a shell, and the line that answers.
 REFUSED = {
@@ -335,7 +336,7 @@ FOLDERS = [
     ("mnist_DDP", "--snapshot-path", "snapshot.pt"),
     ("mnist_DDP", "--tensorboard", ""),
     ("min_FSDP_TP", "--checkpoint-dir", ""),
-    ("min_GRPO", "--save", "model.pt"),
+    ("min_GRPO", "--output", "model.pt"),
 ]
 
 
@@ -360,7 +361,7 @@ SAVING = {
     "min_Muon.py": "--snapshot-path",
     "min_Stream.py": "--snapshot-path",
     "mnist_DDP.py": "--snapshot-path",
-    "min_GRPO.py": "--save",
+    "min_GRPO.py": "--output",
 }
 
 

@@ -25,7 +25,7 @@ WHOLE_BATCH = ("min_CP", "min_CP_ring", "min_TP")  # each process takes the whol
 BIGRAM = 2.46  # the held-out loss of guesses by the byte before, in nats
 HELD = re.compile(r"parameters held: ([\d,]+) of ([\d,]+) \((\d\.\d{3})\)")
 LINE = re.compile(
-    r"step (?P<step>\d+) \| loss (?P<loss>\d+\.\d{4}) \| held-out (?P<held_out>\d+\.\d{4}) \| "
+    r"step (?P<step>\d+)/\d+ \| loss (?P<loss>\d+\.\d{4}) \| held-out (?P<held_out>\d+\.\d{4}) \| "
     r"(?P<speed>[\d,]+) tokens/s \| (?P<memory>\d+) MB"
 )
 
@@ -34,7 +34,7 @@ def arguments(nprocs=1, **changes):
     """As a script's parse_args would give them: 4 layers and heads of little width, so that 4 ranks can share them."""
     values = {
         **{"layers": 4, "width": 32, "heads": 4, "length": 32, "global_batch_size": 8, "steps": 6, "log_every": 6},
-        **{"lr": 0.01, "clip": None, "seed": 3, "nproc": nprocs, "bf16": False, "keep": None},
+        **{"lr": 0.01, "clip": 0.0, "seed": 3, "nproc": nprocs, "bf16": False, "keep": None},
     }
     return argparse.Namespace(**{**values, **changes})
 

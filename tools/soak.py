@@ -330,7 +330,7 @@ def table_trial(rng, folder, kills):
     with open(folder.parent / "log", "w+") as log:
         options = {"cwd": ROOT, "stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
         process = subprocess.Popen([sys.executable, *map(str, command), "--log-every", "1"], **options)
-        while process.poll() is None and "step 1 " not in log_of(log):
+        while process.poll() is None and "step " not in log_of(log):
             time.sleep(0.05)
         time.sleep(rng.uniform(0, 2))
         workers = []
