@@ -77,7 +77,7 @@ def load_data(name, data_dir, train, seed=0):
     "synthetic" has 20,000 training and 10,000 test digits, drawn from `seed`: the same ones in every process and in
     every run. "mnist" has 60,000 and 10,000, read from `data_dir`/MNIST/raw, where torchvision keeps them. If files are
     missing there, one process per machine downloads them, so download first if machines share the folder. Every rank
-    must call this function. Raises DistributedError on every rank if the files cannot be downloaded or read.
+    must call this function. Raises DistributedError on every rank if a file cannot be downloaded, or is damaged.
     """
     if name == "synthetic":
         if train:
@@ -87,18 +87,41 @@ def load_data(name, data_dir, train, seed=0):
 
     error = None
     if dist.get_local_rank() == 0:
+        folder = os.path.join(os.path.abspath(data_dir), "MNIST", "raw")
+        error = _problem_of(folder, "train" if train else "t10k")
         try:
-            MNIST(data_dir, train, download=True)
-        except Exception as failure:  # whatever torchvision raises, also on a damaged file
-            reason = str(failure).strip().rpartition("\n")[2] or type(failure).__name__
-            folder = os.path.join(os.path.abspath(data_dir), "MNIST", "raw")
-            error = (
-                f"cannot download MNIST to {folder}, or read it there ({reason}): "
-                "delete damaged files, or use --data synthetic, which needs no files"
-            )
+            if error is None:
+                MNIST(data_dir, train, download=True)
+        except Exception as failure:  # whatever torchvision raises
+            error = f"cannot download MNIST to {folder} ({_reason(failure)}): --data synthetic needs no files"
     dist.raise_on_all(error)  # here the other ranks wait for the download
     data = MNIST(data_dir, train)
     return Digits(data.data[:, None], data.targets)
+
+
+def _problem_of(folder, half):
+    """Which file of a half of MNIST is damaged, and how. None if both are whole, or if one is not there."""
+    from torchvision.datasets.mnist import read_image_file, read_label_file
+
+    try:
+        path = os.path.join(folder, f"{half}-images-idx3-ubyte")
+        images = read_image_file(path)
+        path = os.path.join(folder, f"{half}-labels-idx1-ubyte")
+        labels = read_label_file(path)
+        if len(labels) != len(images):
+            raise ValueError(f"{len(labels)} labels for {len(images)} images")
+        if labels.max() > 9:
+            raise ValueError(f"label {labels.max()} is not a digit from 0 to 9")
+    except FileNotFoundError:
+        return None
+    except Exception as failure:  # whatever torchvision raises
+        return f"cannot read {path} ({_reason(failure)}): delete it if it is damaged, or use --data synthetic"
+    return None
+
+
+def _reason(failure):
+    """The last line of an error's message."""
+    return str(failure).strip().rpartition("\n")[2] or type(failure).__name__
 
 
 def _draw_digits(n, seed):

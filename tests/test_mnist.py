@@ -142,15 +142,23 @@ def test_download_by_one_process_and_wrong_files(mirror, tmp_path):
     for file in raw.glob("*.gz"):
         file.unlink()
 
-    damages = [(2, "t10k-labels-idx1-ubyte", zeros("t10k-labels")[:5000]), (1, "train-images-idx3-ubyte", b"")]
-    for nprocs, name, damaged in damages:
+    labels = zeros("t10k-labels")
+    damages = [
+        (2, "t10k-labels-idx1-ubyte", labels[:5000], ""),
+        (1, "train-images-idx3-ubyte", b"", ""),
+        (1, "t10k-images-idx3-ubyte", labels, ""),
+        (2, "train-labels-idx1-ubyte", labels, "10000 labels for 60000 images"),
+        (2, "t10k-labels-idx1-ubyte", labels[:-1] + bytes([10]), "label 10 is not a digit from 0 to 9"),
+    ]
+    for nprocs, name, damaged, reason in damages:
         (raw / name).write_bytes(damaged)
         message = exit_message(load, nprocs, NOWHERE, resources, tmp_path / "data")
-        assert message.startswith(f"cannot download MNIST to {raw}, or read it there (")
-        assert message.endswith("): delete damaged files, or use --data synthetic, which needs no files")
+        assert message.startswith(f"cannot read {raw / name} ({reason}"), "which of the four files"
+        assert message.endswith("): delete it if it is damaged, or use --data synthetic")
         assert (raw / name).read_bytes() == damaged, "the user's file is left alone"
-        (raw / name).unlink()
-        load(1, url, resources, tmp_path / "data")  # without it: downloaded again
+        (raw / name).write_bytes(zeros(name))
+    (raw / name).unlink()
+    load(1, url, resources, tmp_path / "data")  # without it: downloaded again
 
     shutil.copytree(gz_folder, tmp_path / "compressed" / "MNIST" / "raw")
     load(1, NOWHERE, resources, tmp_path / "compressed")
