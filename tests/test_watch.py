@@ -101,9 +101,35 @@ def one_step(rank, log):
     dist.barrier()
 
 
+def idle_steps(rank, log):
+    """Steps that compute nothing, in a group of their own: whoever looks sees time.sleep."""
+    group = torch_dist.new_group([0, 1])
+    for _ in range(12):
+        time.sleep(0.25 * SECONDS)
+        torch_dist.barrier(group)
+
+
+def end_after_standing_still(rank, log):
+    """Rank 1 has stood still for longer than SECONDS, and ends before rank 0 stands still."""
+    if rank == 1:
+        time.sleep(1.2 * SECONDS)
+        os._exit(0)
+    end = time.monotonic() + 2 * SECONDS
+    while time.monotonic() < end:
+        torch.rand(100, 100) @ torch.rand(100, 100)
+    threading.Event().wait()
+
+
+def watching_threads():
+    return [thread for thread in threading.enumerate() if thread.name.endswith("(_watch)")]
+
+
 def leave(rank, log):
-    """The thread ends with the process group."""
-    (thread,) = [thread for thread in threading.enumerate() if thread.name.endswith("(_watch)")]
+    """A second start replaces the first thread. The thread ends with the process group."""
+    (first,) = watching_threads()
+    watch.start()
+    first.join(timeout=60)
+    (thread,) = watching_threads()
     assert thread.daemon
     dist.cleanup()
     thread.join(timeout=60)
@@ -116,7 +142,7 @@ def main_worker(local_rank, world_size, case, log, ends, lines):
         threading.Thread(target=end_when_told, args=(log, lines), daemon=True).start()
     dist.init_process_group()
     store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    store.set(f"watch place {local_rank}", "in the processes before a restart")
+    store.set(f"watch place {local_rank}", "1 in the processes before a restart")
     watch.start()
     case(local_rank, log)
 
@@ -177,15 +203,6 @@ def test_a_rank_that_computes_for_long_is_named_and_the_job_continues(job):
     assert job(long_computations) == [first, second, first]
 
 
-def test_every_rank_is_named_also_one_that_has_not_yet_begun_to_watch(capsys):
-    store = torch_dist.HashStore()
-    store.set("watch place 1", "in a line")
-    store.set("watch place 2", "")
-    watch._tell(store, 4)
-    line = "rank 0 computing, or ended | rank 1 in a line | rank 2 computing, or ended | rank 3 computing, or ended"
-    assert capsys.readouterr().err == f"no progress for 30 s: {line}\n"
-
-
 def stop_one_after_the_others(rank, log):
     if rank == 2:
         compute_until_told(log, 1)
@@ -197,12 +214,17 @@ def test_one_rank_tells_for_all_and_again_when_another_one_stops_later(job):
     assert [line.count("computing, or ended") for line in lines] == [1, 0]
 
 
-@pytest.mark.parametrize("case", [slow_steps, one_instruction])
+def test_a_rank_that_has_ended_has_no_place(job):
+    waits = place(end_after_standing_still, "threading.Event().wait()")
+    assert job(end_after_standing_still, ends=False) == [f"rank 0 {waits} | rank 1 computing, or ended"]
+
+
+@pytest.mark.parametrize("case", [slow_steps, one_instruction, idle_steps])
 def test_a_loop_that_is_always_seen_at_the_same_place_is_not_called_still(case, job):
     assert job(case) == []
 
 
-def test_the_thread_ends_with_the_process_group(job):
+def test_one_thread_watches_and_ends_with_the_process_group(job):
     assert job(leave) == []
 
 
@@ -225,12 +247,105 @@ def test_a_look_takes_far_less_than_a_thousandth_of_the_time():
             look_from(depth - 1)
             return
         for _ in range(100):
-            watch._place_of(threading.get_ident())
+            watch._place_of(threading.current_thread())
             watch._work_done(time.CLOCK_PROCESS_CPUTIME_ID)
 
     begin = time.thread_time()
     look_from(depth=50)
     assert (time.thread_time() - begin) / 100 < watch.LOOK_SECONDS / 5000
+
+
+# ---- ranks that share a store, one look after the other -----------------------------------------------------------
+
+
+@pytest.fixture
+def stand(monkeypatch):
+    """Makes the Standstill of one of three ranks, for which no time needs to pass."""
+    monkeypatch.setattr(watch, "STILL_SECONDS", 0)
+    monkeypatch.setattr(watch, "ASK_SECONDS", 0)
+    monkeypatch.setattr(watch, "_describe", lambda place: place)
+    store = torch_dist.HashStore()
+
+    def call(rank):
+        return watch.Standstill(store, rank, 3)
+
+    return call
+
+
+def look(*places):
+    """Each of these ranks looks once, at its place."""
+    for standstill, place in places:
+        standstill.look(place)
+
+
+def lines(capsys):
+    return [line.removeprefix("no progress for 0 s: ") for line in capsys.readouterr().err.splitlines()]
+
+
+NOWHERE = "computing, or ended"
+
+
+def test_one_rank_tells_once_where_all_stand(stand, capsys):
+    ranks = [(stand(0), "a"), (stand(1), "b")]
+    for _ in range(10):
+        look(*ranks)
+    assert lines(capsys) == [f"rank 0 in a | rank 1 in b | rank 2 {NOWHERE}"]
+
+
+def test_two_ranks_that_ask_at_the_same_time_are_told_once(stand, capsys):
+    first, second = stand(0), stand(1)
+    first.look("a")
+    second.store.add("watch questions", 1)  # it had read the number before `first` asked
+    for _ in range(10):
+        look((first, "a"), (second, "b"))
+    assert lines(capsys) == [f"rank 0 in a | rank 1 in b | rank 2 {NOWHERE}"]
+
+
+def test_another_rank_tells_if_the_one_that_asked_moves_or_ends(stand, capsys):
+    asks = stand(0)
+    waits = stand(1)
+    asks.look("a")
+    for _ in range(10):
+        waits.look("b")
+    assert lines(capsys) == [f"rank 0 in a | rank 1 in b | rank 2 {NOWHERE}"]
+
+
+def test_an_answer_to_an_older_question_is_not_told(stand, capsys):
+    """Rank 0 was told, and then moved on, left the group or ended."""
+    before = [(stand(0), "a"), (stand(1), "b")]
+    for _ in range(10):
+        look(*before)
+    later = stand(2)
+    for _ in range(10):
+        look(before[1], (later, "c"))
+    assert lines(capsys)[1:] == [f"rank 0 {NOWHERE} | rank 1 in b | rank 2 in c"]
+
+
+def test_a_rank_that_answers_too_late_asks_again(stand, capsys):
+    quick, slow = stand(0), stand(1)
+    for _ in range(3):
+        quick.look("a")
+    for _ in range(10):
+        look((quick, "a"), (slow, "b"))
+    assert lines(capsys) == [
+        f"rank 0 in a | rank 1 {NOWHERE} | rank 2 {NOWHERE}",
+        f"rank 0 in a | rank 1 in b | rank 2 {NOWHERE}",
+    ]
+
+
+# ---- places -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [None, "torch._inductor.runtime.compile_tasks.c2fki7"])
+def test_generated_code_is_no_place(module):
+    """The frames of what torch.compile generates, from a file of its cache or from none."""
+    generated = {"__name__": module}
+    exec(
+        compile("def call(function, *args): return function(*args)", "/tmp/torchinductor_me/c2fki7.py", "exec"),
+        generated,
+    )
+    place = generated["call"](watch._place_of, threading.current_thread())
+    assert "generated[" in watch._describe(place[1:])  # place[0] is in watch.py
 
 
 ALONE = """
