@@ -84,11 +84,13 @@ def read(lines, tokenizer, length):
             for text, spans in texts_of(place, line, tokenizer):
                 texts.append((len(found), text, spans))
             found.append([])
-        # The chat template has written all special tokens.
+        # The chat template has written all special tokens, and `pieces` adds those of a text.
         encoded = tokenizer([text for _, text, _ in texts], add_special_tokens=False, return_offsets_mapping=True)
-        for (number, _, spans), tokens, offsets in zip(texts, encoded.input_ids, encoded.offset_mapping, strict=True):
+        for (number, text, spans), tokens, offsets in zip(
+            texts, encoded.input_ids, encoded.offset_mapping, strict=True
+        ):
             if spans is None:
-                found[number] += pieces(tokens, tokenizer, length)
+                found[number] += pieces(text, tokens, tokenizer, length)
             elif len(tokens) <= length + 1:
                 found[number].append(tokens_and_targets(tokens, offsets, spans))
             else:
@@ -110,17 +112,35 @@ def tokens_and_targets(tokens, offsets, spans):
     return tokens[:-1], targets[1:]
 
 
-def pieces(tokens, tokenizer, length):
-    """Documents of a text: one, or several if it is long. Each token is the target of the one before it."""
-    end = tokenizer.eos_token_id
-    start = [token for token in tokenizer("").input_ids if token != end]  # some tokenizers begin a text with a token
-    ends = [] if end is None else [end]
-    tokens = np.concatenate([start, tokens, ends]).astype(np.int32)
+def pieces(text, tokens, tokenizer, length):
+    """Documents of a text: one, or several if it is long. Each token is the target of the one before it.
+
+    It begins and ends as `tokenizer(text)` does, and ends with the EOS token. A text may have these tokens already.
+    """
+    start, end = tokens_around(tokenizer)
+    if text.lstrip().startswith(tokenizer.decode(start)):
+        start = []
+    if text.rstrip().endswith(tokenizer.decode(end)):
+        end = []
+    tokens = np.concatenate([start, tokens, end]).astype(np.int32)
     found = []
     for first in range(0, len(tokens) - 1, length):
         piece = tokens[first : first + length + 1]
         found.append((piece[:-1], piece[1:]))
     return found
+
+
+@functools.lru_cache(maxsize=1)
+def tokens_around(tokenizer):
+    """The tokens with which a text begins, and those with which it ends."""
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    is_added = encoded.special_tokens_mask
+    first = [*is_added, 0].index(0)  # of the text
+    start = encoded.input_ids[:first]
+    end = encoded.input_ids[first + is_added.count(0) :]
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in end:
+        end = [*end, tokenizer.eos_token_id]
+    return start, end
 
 
 def text_around_loss(document, tokenizer, n_tokens=20):
@@ -152,7 +172,7 @@ def texts_of(place, line, tokenizer):
     Raises DistributedError, which names the place, if the line cannot be read, or if a part of it would be ignored.
     """
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=object_of)
         if not isinstance(record, dict):
             raise ValueError("it is no JSON object")
         if "messages" in record:
@@ -175,6 +195,16 @@ def texts_of(place, line, tokenizer):
             cause = f"{type(failure).__name__}: {cause}"
         message = f'{place} is no {{"messages": [...]}} or {{"text": "..."}} that this model can read ({cause})'
         raise dist.DistributedError(message) from None
+
+
+def object_of(pairs):
+    """A JSON object as a dict. JSON allows a key twice, and Python would take the last one."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = max(keys, key=keys.count)
+        raise ValueError(f"an object of it has the key {twice} twice")
+    return found
 
 
 def refuse_ignored(record, used):
@@ -209,7 +239,7 @@ def conversation(record, tokenizer):
 def parsed(value):
     """Some files have JSON inside of JSON."""
     if isinstance(value, str) and value:
-        return json.loads(value)
+        return json.loads(value, object_pairs_hook=object_of)
     return value
 
 
@@ -301,6 +331,8 @@ def turns(messages, trained, render, special):
         text = render(messages[: number + 1], add_generation_prompt=False)
         prompt = render(messages[:number], add_generation_prompt=True)
         before = render(messages[:number], add_generation_prompt=False)
+        closing = end_of_conversation(before, prompt, text, special)
+        before = before.removesuffix(closing)
         start = n_common(text, prompt)  # not the whole prompt, if that also opens a thought
         if start < len(before):
             line = "the chat template shows the messages before an answer in another way once the answer follows"
@@ -309,10 +341,24 @@ def turns(messages, trained, render, special):
         if not text.rstrip().endswith(special):
             text += end_of_answer(messages[number], render, special)
         spans = []
-        if found and text.startswith(found[-1][0]):
+        if found and text.startswith(open_text):
             _, spans = found.pop()  # this text contains the one before
+            spans[-1] = spans[-1][0], len(open_text)
         found.append((text, [*spans, (start, len(text))]))
+        open_text = text
+        if text.removesuffix(closing).rstrip().endswith(special):  # the turn has an end of its own
+            open_text = text.removesuffix(closing)
     return found
+
+
+def end_of_conversation(before, prompt, text, special):
+    """What the chat template writes after the last turn, unless it asks for an answer: in some of them the EOS token."""
+    if not prompt.startswith(before):
+        for token in special:
+            closing = before[before.rfind(token) :]
+            if closing.strip() == token and text.endswith(closing):
+                return closing
+    return ""
 
 
 def refuse_cut(message, shown):
@@ -379,7 +425,8 @@ def pack(documents, length):
 def make_rows(lists, length):
     """(rows, 3, length), int32: tokens, positions, targets. Each list of documents is a row.
 
-    The positions of each document start at 0. Padding is one more document, without targets.
+    The positions of each document start at 0. Each token of padding is a document of its own, without targets: some
+    models take other rotary factors if any position is large.
     """
     rows = torch.empty(len(lists), 3, length, dtype=torch.int32)
     rows[:, TOKENS] = PADDING
@@ -392,7 +439,7 @@ def make_rows(lists, length):
             row[POSITIONS, start:end] = np.arange(len(tokens))
             row[TARGETS, start:end] = targets
             start = end
-        row[POSITIONS, start:] = np.arange(length - start)
+        row[POSITIONS, start:] = 0
     return rows
 
 

@@ -121,16 +121,42 @@ def test_a_text_is_cut_and_each_of_its_tokens_is_a_target_once(tokenizer):
         assert max(len(tokens) for tokens, _ in found) == min(length, 10)
 
 
-def test_the_first_token_of_a_tokenizer_that_has_one():
+SPECIAL = [("<|end|>", 256), ("<|user|>", 257), ("<|assistant|>", 258)]
+AROUND = {  # how a tokenizer begins and ends a text: a document of "ab", with the EOS token <|end|>
+    "$A": "ab<|end|>",
+    "<|user|> $A": "<|user|>ab<|end|>",
+    "<|user|> <|assistant|> $A": "<|user|><|assistant|>ab<|end|>",
+    "<|end|> $A": "<|end|>ab<|end|>",  # of OPT and XGLM
+    "$A <|end|>": "ab<|end|>",
+    "<|user|> $A <|end|>": "<|user|>ab<|end|>",
+    "$A <|end|> <|user|>": "ab<|end|><|user|>",  # of mBART
+    "<|user|> $A <|assistant|>": "<|user|>ab<|assistant|><|end|>",  # of BERT, if it has an EOS token
+}
+
+
+@pytest.mark.parametrize("template", AROUND)
+def test_a_text_begins_and_ends_as_the_tokenizer_has_it_and_with_one_end(template):
     tokenizer = language.byte_tokenizer()
-    tokenizer.add_special_tokens({"bos_token": "<|user|>"})
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|user|> $A", pair=None, special_tokens=[("<|user|>", 257)]
+        single=template, pair=None, special_tokens=SPECIAL
     )
-    ((document,),) = read(tokenizer, {"text": "ab"})
-    assert tokenizer.decode(document[0]) == "<|user|>ab"
+    expected = AROUND[template]
+    for text in ("ab", expected):  # the second one was rendered by hand
+        ((document,),) = read(tokenizer, {"text": text})
+        tokens = [*document[0], document[1][-1]]
+        assert tokenizer.decode(tokens) == expected, text
+        assert tokens[1:] == document[1].tolist()
+    (((tokens, targets),),) = read(tokenizer, {"text": f"{expected}\n"})
+    assert tokenizer.decode([*tokens, targets[-1]]) == f"{expected}\n"
     ((document,),) = read(tokenizer, CHAT)
-    assert tokenizer.decode(document[0]).count("<|user|>") == 2, "the template writes them"
+    assert tokenizer.decode(document[0]).count("<|user|>") == 2, "the chat template writes them"
+
+
+def test_without_an_eos_token_a_text_ends_as_the_tokenizer_has_it():
+    tokenizer = language.byte_tokenizer()
+    tokenizer.eos_token = None
+    ((document,),) = read(tokenizer, {"text": "abc"})
+    assert [tokenizer.decode(part) for part in document] == ["ab", "bc"]
 
 
 def test_too_long_conversations_are_left_out_and_counted(tokenizer, capsys):
@@ -163,6 +189,7 @@ def test_documents_share_rows_and_none_is_lost(tokenizer):
     assert rows.shape == (len(lists), 3, length) and rows.dtype == torch.int32
     for row, inside in zip(rows, lists, strict=True):
         starts = [place for place, position in enumerate(row[llm_documents.POSITIONS].tolist()) if position == 0]
+        starts = starts[: len(inside) + 1]  # each position of padding is 0
         ends = [*starts[1:], length]
         pieces = [row[:, start:end] for start, end in zip(starts, ends, strict=True)]
         for piece, (tokens, targets) in zip(pieces, inside, strict=False):
@@ -170,6 +197,7 @@ def test_documents_share_rows_and_none_is_lost(tokenizer):
         padding = pieces[len(inside) :]
         assert len(padding) <= 1
         for piece in padding:
+            assert (piece[llm_documents.POSITIONS] == 0).all(), "some models take other factors beyond a position"
             assert (piece[llm_documents.TOKENS] == llm_documents.PADDING).all()
             assert (piece[llm_documents.TARGETS] == llm_documents.IGNORED).all()
 
@@ -181,6 +209,9 @@ BAD = [
     ("{}", "it has neither, but nothing"),
     ('{"prompt": "x", "completion": "y"}', "it has neither, but prompt, completion: docs/recipes.md"),
     ('{"text": 3}', "its text is no string"),
+    ('{"text": "a", "text": "b"}', "an object of it has the key text twice"),
+    ('{"messages": [{"role": "user", "role": "assistant", "content": "x"}]}', "an object of it has the key role twice"),
+    ('{"messages": [], "tools": "[{\\"a\\": 1, \\"a\\": 2}]"}', "an object of it has the key a twice"),
     ('{"messages": "x"}', "AttributeError"),
     ('{"messages": []}', "the assistant says nothing in it"),
     ('{"messages": [{"role": "user", "content": "x"}]}', "the assistant says nothing in it"),
@@ -449,6 +480,31 @@ def test_the_words_in_the_loss_and_the_token_that_ends_them(kind):
     tokenizer = with_template(template)
     (found,) = read(tokenizer, CHAT)
     assert [said(tokenizer, document) for document in found] == expected
+
+
+PHI3 = """{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"""
+
+
+@pytest.mark.parametrize("eos_token", ["</s>", "<|endoftext|>", "<|this is the end of the whole text|>"])
+@pytest.mark.parametrize("template", [PHI3, PHI3.replace("|>\n", "|>"), PHI3.replace("eos_token }}", "eos_token }}\n")])
+def test_a_template_that_ends_with_eos_unless_it_asks_for_an_answer(template, eos_token):
+    """As that of Phi-3. The answers and their ends are in the loss, and the EOS token once, after the last one."""
+    tokenizer = with_template(template)
+    tokenizer.add_special_tokens({"eos_token": eos_token})
+    ((document,),) = read(tokenizer, CHAT, length=500)
+    answers = [words.replace("\n", "") for words in said(tokenizer, document)]
+    assert answers == ["Hello!<|end|>", f"4.<|end|>{eos_token}"]
+    assert tokenizer.decode(document[0]).count("<|user|>") == 2
+
+
+def test_such_a_template_without_an_end_of_a_turn_gives_a_text_for_each_turn():
+    """Else the model would not learn to end the first answer."""
+    tokenizer = with_template(PHI3.replace("<|end|>", ""))
+    tokenizer.add_special_tokens({"eos_token": "<|this is the end of the whole text|>"})
+    (found,) = read(tokenizer, CHAT, length=500)
+    last = [said(tokenizer, document)[-1] for document in found]
+    assert last == [f"{answer}\n<|this is the end of the whole text|>" for answer in ("Hello!\n", "4.")]
 
 
 # Templates that mark what is generated, of the kinds that other trainers have. The marks cover the end of a turn.
