@@ -62,6 +62,7 @@ import random
 import time
 
 import torch
+import torch.distributed as torch_dist
 from torch import nn
 
 import checkpoint
@@ -90,7 +91,7 @@ def train(model, args):
     recent = []  # this process's sums of each step since the last line
     start = time.perf_counter()
     for step in range(args.steps):
-        tokens, answered, old, rewards = draw_answers(dist.unwrapped(model), step, args)
+        tokens, answered, old, rewards = draw_answers(dist.unwrapped(model), step, own(range(args.prompts)), args)
         advantages = advantages_of(rewards, args.samples)
         counts = update(model, optimizer, reference, tokens, answered, old, advantages, args)
         no_signal = (advantages.view(-1, args.samples) == 0).all(dim=1)
@@ -102,15 +103,17 @@ def train(model, args):
             start = time.perf_counter()
 
 
-def draw_answers(model, step, args):
-    """Draw answers to this process's prompts. Returns what `gpt_generate.generate` returns, and rewards on the CPU."""
-    prompts = own(make_prompts(f"step {step}", args.prompts, args.seed))
-    drawn = []
-    for number in own(range(args.prompts)):
-        drawn.append(gpt_generate.uniform(f"{args.seed} {step} {number}", args.samples, LONGEST))
+def draw_answers(model, step, numbers, args, choose=gpt_generate.choose):
+    """Draw answers to the prompts of the step that have these numbers.
+
+    Returns what `gpt_generate.generate` returns, and rewards on the CPU.
+    """
+    of_step = make_prompts(f"step {step}", args.prompts, args.seed)
+    prompts = [of_step[number] for number in numbers]
+    drawn = [gpt_generate.uniform(f"{args.seed} {step} {number}", args.samples, LONGEST) for number in numbers]
     drawn = gpt.to_device(torch.cat(drawn), dist.get_device())
     tokens, answered, log_probabilities = gpt_generate.generate(
-        model, prompts, drawn, STOP, args.temperature, args.samples
+        model, prompts, drawn, STOP, args.temperature, args.samples, choose
     )
     rewards = []
     for row, answer in enumerate(gpt_generate.generated_bytes(tokens, answered)):
@@ -138,36 +141,37 @@ def divergence(new, reference, ratio):
     return ratio * (difference.exp() - 1 - difference)
 
 
-def update(model, optimizer, reference, tokens, answered, old, advantages, args):
-    """Take --inner-steps optimizer steps on the answers that all ranks have drawn.
+def update(model, optimizer, reference, tokens, answered, old, advantages, args, group=None):
+    """Take --inner-steps optimizer steps on the answers of all ranks of `group`, by default of all ranks.
 
     `tokens`, `answered` and `old`, (answers, length), are those that gpt_generate.generate returns. `advantages`,
-    (answers,), are on the CPU. Returns sums over this process's bytes, (3,): |ratio - 1| at the first inner step, the
-    bytes that are clipped at the last one, and the bytes.
+    (answers,), are on the CPU. Returns sums over this process's bytes, (4,): |ratio - 1| and the ratio at the first
+    inner step, the bytes that are clipped at the last one, and the bytes.
     """
-    n_bytes = dist.all_reduce(answered.sum())  # over all ranks, so that each byte weighs the same
+    n_bytes = sum_over(group, answered.sum())  # so that each byte weighs the same
     advantages = gpt.to_device(advantages, tokens.device)[:, None]
     in_loss = answered[:, 1:]  # byte t + 1 is predicted from the bytes up to t
     old = old[:, 1:]
-    if args.kl:
+    if reference is not None:
         with torch.no_grad():
             reference_log = log_probabilities_of(reference, tokens, answered, args.temperature)
     for inner_step in range(args.inner_steps):
         new = log_probabilities_of(model, tokens, answered, args.temperature)
         ratio = (new - old).exp()
         losses = policy_loss(ratio, advantages, args.low, args.high)
-        if args.kl:
+        if reference is not None:
             losses = losses + args.kl * divergence(new, reference_log, ratio)
         loss = (losses * in_loss).sum() / n_bytes
         optimizer.zero_grad()
-        (loss * dist.get_world_size()).backward()  # DDP divides by the world size, so multiply by it
+        (loss * size_of(group)).backward()  # DDP divides by the number of ranks, so multiply by it
         optimizer.step()
         if inner_step == 0:
             mismatch = ((ratio.detach() - 1).abs() * in_loss).sum()
+            ratio_sum = (ratio.detach() * in_loss).sum()
     too_high = (ratio > 1 + args.high) & (advantages > 0)
     too_low = (ratio < 1 - args.low) & (advantages < 0)
     clipped = ((too_high | too_low) & in_loss).sum()
-    return torch.stack([mismatch.double(), clipped.double(), in_loss.sum().double()])
+    return torch.stack([mismatch, ratio_sum, clipped, in_loss.sum()]).double()
 
 
 def log_probabilities_of(model, tokens, answered, temperature):
@@ -200,26 +204,41 @@ def make_prompts(name, number, seed):
     return prompts
 
 
-def own(values):
-    """This process's share of what all processes know."""
-    return values[dist.get_rank() :: dist.get_world_size()]
+# ---- the ranks that train -----------------------------------------------------------------------------------------
+
+
+def own(values, group=None):
+    """This rank's share of what all ranks of `group` know. By default the group is all ranks."""
+    rank = dist.get_rank() if group is None else group.rank()
+    return values[rank :: size_of(group)]
+
+
+def size_of(group):
+    return dist.get_world_size() if group is None else group.size()
+
+
+def sum_over(group, tensor):
+    """Change `tensor` into its sum over the ranks of `group`. Returns it."""
+    if size_of(group) > 1:
+        torch_dist.all_reduce(tensor, group=group)
+    return tensor
 
 
 # ---- imitation ----------------------------------------------------------------------------------------------------
 
 
-def imitate(model, args):
+def imitate(model, args, group=None):
     """Train on the answers of the teacher."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=IMITATION_LR, fused=True)
     for step in range(args.imitation_steps):
         # More prompts than in a step of reinforcement learning, since each has one answer only.
         prompts = make_prompts(f"imitate {step}", 2 * args.prompts, args.seed)
         answers = teacher_answers(prompts, f"{args.seed} teacher {step}")
-        tokens, answered = pad_answers(own(prompts), own(answers))
-        n_bytes = dist.all_reduce(answered.sum())
+        tokens, answered = pad_answers(own(prompts, group), own(answers, group))
+        n_bytes = sum_over(group, answered.sum())
         loss = -log_probabilities_of(model, tokens, answered, 1.0).sum() / n_bytes
         optimizer.zero_grad()
-        (loss * dist.get_world_size()).backward()
+        (loss * size_of(group)).backward()
         optimizer.step()
 
 
@@ -252,18 +271,22 @@ def pad_answers(prompts, answers):
 
 def evaluate(model, seed):
     """The share of held-out prompts that greedy decoding solves."""
-    prompts = own(make_prompts("held-out", HELD_OUT, seed))
-    unused = torch.zeros(len(prompts), LONGEST, dtype=torch.double, device=dist.get_device())
-    tokens, answered, _ = gpt_generate.generate(dist.unwrapped(model), prompts, unused, STOP, temperature=0)
-    answers = gpt_generate.generated_bytes(tokens, answered)
-    solved = sum(reward(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True))
+    solved = count_solved(dist.unwrapped(model), own(make_prompts("held-out", HELD_OUT, seed)))
     return dist.all_reduce(torch.tensor(solved, device=dist.get_device())).item() / HELD_OUT
+
+
+def count_solved(model, prompts, choose=gpt_generate.choose):
+    """How many prompts the model solves if it always takes the most probable byte."""
+    unused = torch.zeros(len(prompts), LONGEST, dtype=torch.double, device=dist.get_device())
+    tokens, answered, _ = gpt_generate.generate(model, prompts, unused, STOP, temperature=0, choose=choose)
+    answers = gpt_generate.generated_bytes(tokens, answered)
+    return sum(reward(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True))
 
 
 def print_line(step, recent, start, model, args):
     """Print what the steps since `start` gave. `recent` has this process's sums of each of them. See `train`."""
-    # The first three are the counts of `update`.
-    mismatch, clipped, n_bytes, rewarded, no_signal = dist.all_reduce(torch.stack(recent).sum(dim=0)).tolist()
+    # The first four are the sums of `update`.
+    mismatch, _, clipped, n_bytes, rewarded, no_signal = dist.all_reduce(torch.stack(recent).sum(dim=0)).tolist()
     n_groups = len(recent) * args.prompts
     n_answers = n_groups * args.samples
     speed = n_answers / (time.perf_counter() - start)
@@ -279,9 +302,8 @@ def print_line(step, recent, start, model, args):
 # ---- options ------------------------------------------------------------------------------------------------------
 
 
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    output_help = "write the trained model to this file, for min_Generate.py"
+def add_options(parser):
+    """Add the options that min_GRPO_async.py has too."""
     prompts_help = "prompts per step, over all processes"
     inner_help = "optimizer steps on the answers of one step"
     parser.add_argument("--imitation-steps", type=options.whole_number(0), default=300, help="steps of imitation")
@@ -293,11 +315,16 @@ def parse_args():
     parser.add_argument("--inner-steps", type=options.whole_number(1), default=1, help=inner_help)
     parser.add_argument("--low", type=options.number(0), default=0.2, help="clip the ratio at 1 minus this")
     parser.add_argument("--high", type=options.number(0), default=0.28, help="clip the ratio at 1 plus this")
-    parser.add_argument("--kl", type=options.number(0), default=0.0, help="weight of the KL divergence")
     parser.add_argument("--lr", type=options.positive_number, default=0.0003, help="learning rate")
     parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
-    parser.add_argument("--output", help=output_help)
     parser.add_nproc()
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    add_options(parser)
+    parser.add_argument("--kl", type=options.number(0), default=0.0, help="weight of the KL divergence")
+    parser.add_argument("--output", help="write the trained model to this file, for min_Generate.py")
     args = parser.parse_args()
     if args.prompts < args.nproc:
         parser.error(f"argument --prompts: {args.prompts} is less than {args.nproc}, the number of processes")

@@ -1,0 +1,338 @@
+"""Train and generate at the same time, on other processes (asynchronous GRPO): weights move between two meshes.
+
+min_GRPO.py draws answers and learns from them in turn, on the same processes. Here the first ranks train, with the
+model sharded by FSDP, and the last ranks generate, with the model split by tensor parallelism. So each tensor is cut in
+two ways. After a step, the new weights must get from the one to the other:
+
+    one matrix of 6 x 4, held by 3 trainers (FSDP cuts rows)    and by 2 generators (TP cuts columns)
+
+        rank 0   a a a a                                            a a | a a
+                 a a a a                                            a a | a a
+        rank 1   b b b b                 the move                   b b | b b
+                 b b b b        -------------------------->         b b | b b
+        rank 2   c c c c                                            c c | c c
+                 c c c c                                            c c | c c
+                                                               rank 3     rank 4
+
+Each rank knows its box in every tensor: where its part begins, and how large it is. The ranks tell each other their
+boxes once. Trainer s then sends to generator r the intersection of their boxes, here two rows of two columns, and the
+generator receives it straight into its place. No rank gathers a tensor, and none receives a byte that it does not keep.
+
+With --staleness 1 the answers for a step are drawn with the weights of the step before, so both halves work at once:
+
+    trainers     step 0 with answers 0  |  step 1 with answers 1  |  step 2 with answers 2  |
+                                      weights 1                 weights 2
+    generators   draw answers 1         |  draw answers 2         |  draw answers 3         |
+                 by weights 0              by weights 1              by weights 2
+
+The loss is that of min_GRPO.py. Its ratio r = p / (p when the byte was drawn) has the generators' probability below,
+so it corrects for the age of the weights, and clipping limits it. With --staleness 0 the halves wait for each other,
+and the result is min_GRPO.py's.
+
+Choose it if generation takes about as long as training, and one layout does not suit both. If they may take turns on
+the same processes, min_GRPO.py is simpler. For models of many billions of parameters, whose answers an inference engine
+draws, use TRL or verl.
+
+Cost for P float32 parameters on N trainers and G generators: a trainer holds 16·P/N bytes (parameters 4, gradients 4,
+AdamW 8), and sends as min_FSDP.py does. A generator holds 4·P/G bytes, norms and embeddings whole, and the keys and
+values of its heads. A move sends the bytes that the generators hold, 4·P in all, and for a tensor that each generator
+has whole, G times its bytes. Staleness needs no further memory: a trainer's step waits until its weights are sent.
+
+    python min_GRPO_async.py --nproc 2                        # one trainer, one generator
+    python min_GRPO_async.py --nproc 4 --generators 2         # two trainers, and two generators with half the heads each
+    python min_GRPO_async.py --nproc 3 --staleness 0          # take turns
+    torchrun --standalone --nproc-per-node 3 min_GRPO_async.py
+
+It prints after the first step, every --log-every steps and the last, a line like
+`step 100/100 | reward 0.920 | ratio 1.000 | clipped 0.004 | age 1 | 6,902 answers/s`: the mean reward of the answers,
+the mean of r, the share of bytes whose ratio is clipped at the last inner step, and how many steps old the weights were
+that drew the newest answers. Before and after, it prints the share of held-out prompts that the model solves.
+"""
+
+import argparse
+import functools
+import math
+import time
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+
+import distributed as dist
+import gpt
+import gpt_generate
+import min_GRPO
+import options
+
+# ---- the move: from the boxes of one mesh to those of another -------------------------------------------------------
+
+
+def box_of(param):
+    """This rank's part of a tensor: where it begins in each dimension, and its sizes."""
+    offsets = [0] * param.ndim
+    sizes = list(param.shape)
+    if isinstance(param, DTensor):
+        places = zip(param.placements, param.device_mesh.shape, param.device_mesh.get_coordinate(), strict=True)
+        for placement, n_parts, part in places:
+            if placement.is_shard():
+                dim = placement.dim
+                most = math.ceil(sizes[dim] / n_parts)  # as torch.chunk: the last parts may be smaller, or empty
+                begin = min(part * most, sizes[dim])
+                offsets[dim] += begin
+                sizes[dim] = min(most, sizes[dim] - begin)
+    return offsets, sizes
+
+
+def intersection(first, second):
+    """The box that is in both boxes, or None."""
+    offsets = []
+    sizes = []
+    for begin, size, other_begin, other_size in zip(*first, *second, strict=True):
+        common = max(begin, other_begin)
+        end = min(begin + size, other_begin + other_size)
+        if end <= common:
+            return None
+        offsets.append(common)
+        sizes.append(end - common)
+    return offsets, sizes
+
+
+class Move:
+    """Sends the `params` of the `senders`, ranks, into those of the `receivers`. Every rank makes one, and calls it.
+
+    `params` are this rank's, by name. A call returns at once, and `wait` returns when all has arrived. A sender must
+    not change its parameters in between. `parts` lists what is sent, alike on all ranks: name, sender, receiver, box.
+    """
+
+    def __init__(self, params, senders, receivers):
+        self.tensors = {}
+        self.boxes = {}
+        for name, param in params:
+            param = param.detach()
+            self.tensors[name] = param.to_local() if isinstance(param, DTensor) else param
+            self.boxes[name] = box_of(param)
+        boxes = dist.gather_objects(self.boxes)
+        self.works = []  # in progress
+        self.parts = []
+        for name in self.boxes:
+            for sender in senders:
+                for receiver in receivers:
+                    box = intersection(boxes[sender][name], boxes[receiver][name])
+                    if box:
+                        self.parts.append((name, sender, receiver, box))
+
+    def __call__(self):
+        rank = dist.get_rank()
+        transfers = []
+        for name, sender, receiver, box in self.parts:
+            if rank == sender:
+                # A copy, if the receiver cuts other dimensions. The receiver's place always is in one piece, because
+                # FSDP cuts rows only.
+                sent = self.place(name, box).contiguous()
+                transfers.append(torch_dist.P2POp(torch_dist.isend, sent, receiver))
+            elif rank == receiver:
+                transfers.append(torch_dist.P2POp(torch_dist.irecv, self.place(name, box), sender))
+        self.transfers = transfers  # they hold the copies, until all is sent
+        self.works = torch_dist.batch_isend_irecv(transfers) if transfers else []
+
+    def place(self, name, box):
+        """The part of this rank's memory that holds the box."""
+        tensor = self.tensors[name]
+        for dim, (own_begin, begin, size) in enumerate(zip(self.boxes[name][0], *box, strict=True)):
+            tensor = tensor.narrow(dim, begin - own_begin, size)
+        return tensor
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+        self.works = []  # gloo would wait again, for ever
+
+
+# ---- training, on the first ranks -----------------------------------------------------------------------------------
+
+
+def train(model, optimizer, move, group, args):
+    """Learn from the answers that the generators send. `group` has the ranks that train."""
+    recent = []  # this process's sums of each step since the last line
+    start = time.perf_counter()
+    for step in range(args.steps):
+        if is_moved(step, args):
+            move()  # the weights before this step
+        tokens, answered, old, rewards = receive_answers(group, args)
+        move.wait()  # the update changes the weights
+        advantages = min_GRPO.advantages_of(rewards, args.samples)
+        sums = min_GRPO.update(model, optimizer, None, tokens, answered, old, advantages, args, group)
+        recent.append(torch.cat([sums, gpt.to_device(rewards.sum()[None], sums.device)]))
+        if step == 0 or (step + 1) % args.log_every == 0 or step + 1 == args.steps:
+            print_line(step, recent, start, group, args)
+            recent = []
+            start = time.perf_counter()
+
+
+def is_moved(step, args):
+    """Do the weights before `step` move? At step 0 the generators have them. No answers follow the last ones."""
+    return step > 0 and step + args.staleness < args.steps
+
+
+# ---- generation, on the last ranks ----------------------------------------------------------------------------------
+
+
+def generate(model, move, choose, n_trainers, args):
+    """Draw and check the answers of each step, with weights that are --staleness steps old, and send them."""
+    for step in range(args.steps):
+        if is_moved(step - args.staleness, args):
+            move()
+            move.wait()
+        answers = min_GRPO.draw_answers(model, step, range(args.prompts), args, choose)
+        if dist.get_rank() == n_trainers:  # the first generator; the others have drawn the same
+            send_answers(answers, n_trainers, args)
+
+
+def choose_alike(group, logits, drawn, temperature):
+    """As gpt_generate.choose. The first rank of `group` chooses: the others could choose otherwise by rounding."""
+    chosen, log_probabilities = gpt_generate.choose(logits, drawn, temperature)
+    torch_dist.broadcast(chosen, group=group, group_src=0)
+    return chosen, log_probabilities
+
+
+# ---- answers: one message on the CPU for each trainer and step ------------------------------------------------------
+
+
+def send_answers(answers, n_trainers, args):
+    """Send each trainer the answers to its prompts, as `min_GRPO.own` shares them."""
+    tokens, answered, log_probabilities, rewards = answers
+    padding = (0, min_GRPO.SIZES["length"] - tokens.shape[1])
+    columns = [F.pad(part.double(), padding).cpu() for part in (tokens, answered, log_probabilities)]
+    rows = torch.cat([*columns, rewards[:, None].double()], dim=1)
+    of_prompts = rows.view(args.prompts, args.samples, -1)
+    for trainer in range(n_trainers):
+        torch_dist.send(of_prompts[trainer::n_trainers].contiguous(), trainer)
+
+
+def receive_answers(group, args):
+    """What `min_GRPO.draw_answers` returns, for this trainer's prompts. Waits until the generators have drawn them."""
+    n_answers = len(min_GRPO.own(range(args.prompts), group)) * args.samples
+    rows = torch.empty(n_answers, 3 * min_GRPO.SIZES["length"] + 1, dtype=torch.double)
+    torch_dist.recv(rows, group.size())  # from the first generator
+    device = dist.get_device()
+    tokens, answered, log_probabilities = rows[:, :-1].chunk(3, dim=1)
+    tokens = gpt.to_device(tokens.long(), device)
+    answered = gpt.to_device(answered.bool(), device)
+    log_probabilities = gpt.to_device(log_probabilities.to(torch.get_default_dtype()), device)
+    return tokens, answered, log_probabilities, rows[:, -1].to(torch.get_default_dtype())
+
+
+# ---- the model on two meshes ----------------------------------------------------------------------------------------
+
+
+def shard(model, mesh):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def split_layers(model, mesh):
+    """Whole heads and columns for each generator, as in min_TP.py, but every rank has the whole sequence."""
+    plan = {
+        "blocks.*.attention.qkv": ColwiseParallel(),
+        "blocks.*.attention.out": RowwiseParallel(),
+        "blocks.*.mlp.up": ColwiseParallel(),
+        "blocks.*.mlp.down": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, plan)
+
+
+# ---- progress -------------------------------------------------------------------------------------------------------
+
+
+def evaluate(model, move, choose, n_trainers, args):
+    """Move the weights, and let the generators solve the held-out prompts: the share they solve, on all ranks."""
+    move()
+    move.wait()
+    solved = 0
+    if dist.get_rank() >= n_trainers:
+        prompts = min_GRPO.make_prompts("held-out", min_GRPO.HELD_OUT, args.seed)
+        solved = min_GRPO.count_solved(model, prompts, choose)
+    return dist.broadcast_object(solved, src=n_trainers) / min_GRPO.HELD_OUT
+
+
+def print_line(step, recent, start, group, args):
+    """Print what the steps since `start` gave. `recent` has this process's sums of each of them. See `train`."""
+    sums = min_GRPO.sum_over(group, torch.stack(recent).sum(dim=0)).tolist()
+    _, ratio, clipped, n_bytes, rewarded = sums
+    n_answers = len(recent) * args.prompts * args.samples
+    speed = n_answers / (time.perf_counter() - start)
+    dist.print_primary(
+        f"step {step + 1}/{args.steps} | reward {rewarded / n_answers:.3f} | ratio {ratio / n_bytes:.4f} | "
+        f"clipped {clipped / n_bytes:.3f} | age {min(step, args.staleness)} | {speed:,.0f} answers/s",
+        flush=True,
+    )
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    min_GRPO.add_options(parser)
+    parser.add_argument("--generators", type=options.whole_number(1), default=1, help="processes that generate")
+    parser.add_argument("--staleness", type=int, choices=(0, 1), default=1, help="how many steps old the weights are")
+    args = parser.parse_args()
+    n_trainers = args.nproc - args.generators
+    if n_trainers < 1:
+        parser.error(f"argument --nproc: {args.nproc} is less than {args.generators + 1}: one trainer and --generators")
+    if args.prompts < n_trainers:
+        parser.error(f"argument --prompts: {args.prompts} is less than {n_trainers}, the number of trainers")
+    heads = min_GRPO.SIZES["heads"]
+    if heads % args.generators:
+        parser.error(f"argument --generators: {args.generators} does not divide the {heads} heads of the model")
+    return args
+
+
+# ---- start ----------------------------------------------------------------------------------------------------------
+
+
+def main_worker(local_rank, world_size, args):
+    dist.init_process_group()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+    device = dist.get_device()
+    ranks = list(range(world_size))
+    n_trainers = world_size - args.generators
+    # Every rank makes both meshes, since each of them makes a process group.
+    trainers = DeviceMesh(device.type, ranks[:n_trainers])
+    generators = DeviceMesh(device.type, ranks[n_trainers:])
+    trains = dist.get_rank() < n_trainers
+    with torch.device("meta"):
+        model = gpt.GPT(**min_GRPO.SIZES)  # shapes without memory: no rank ever holds the whole model
+    if trains:
+        shard(model, trainers)
+    elif args.generators > 1:
+        split_layers(model, generators)
+    model.to_empty(device=device)  # memory for this rank's part
+    move = Move(model.named_parameters(), ranks[:n_trainers], ranks[n_trainers:])
+    choose = None
+    if trains:
+        gpt.fill(model.named_parameters(), argparse.Namespace(**min_GRPO.SIZES, seed=args.seed))
+        torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each rank draws its own
+        min_GRPO.imitate(model, args, trainers.get_group())
+    else:
+        choose = functools.partial(choose_alike, generators.get_group())
+    held_out = evaluate(model, move, choose, n_trainers, args)
+    dist.print_primary(f"after {args.imitation_steps} steps of imitation | held-out {held_out:.3f}", flush=True)
+    if trains:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+        train(model, optimizer, move, trainers.get_group(), args)
+    else:
+        generate(model, move, choose, n_trainers, args)
+    held_out = evaluate(model, move, choose, n_trainers, args)
+    dist.print_primary(f"after {args.steps} steps of reinforcement learning | held-out {held_out:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    cli_args = parse_args()
+    dist.launch(main_worker, cli_args, nprocs=cli_args.nproc)
