@@ -39,7 +39,7 @@ values of its heads. A move sends the bytes that the generators hold, 4·P in al
 has whole, G times its bytes. Staleness needs no further memory: a trainer's step waits until its weights are sent.
 
     python min_GRPO_async.py --nproc 2                        # one trainer, one generator
-    python min_GRPO_async.py --nproc 4 --generators 2         # two trainers, and two generators with half the heads each
+    python min_GRPO_async.py --nproc 4 --generators 2         # two trainers, and two generators with half of the heads
     python min_GRPO_async.py --nproc 3 --staleness 0          # take turns
     torchrun --standalone --nproc-per-node 3 min_GRPO_async.py
 

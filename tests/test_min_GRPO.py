@@ -190,7 +190,7 @@ def train(case, module=min_GRPO):
         advantages = args[6]
         result["rows"].append(int((advantages != 0).sum()))
         result["mismatch"].append(sums[0].item())
-        result["clipped"].append(sums[1].item())
+        result["clipped"].append(sums[2].item())
         return sums
 
     def train(model, args):
@@ -267,17 +267,18 @@ def test_the_bytes_whose_gradient_is_cut_off_are_counted(kl, monkeypatch):
     tokens, answered, old = torch.zeros(3, 4, dtype=torch.long), torch.ones(3, 4, dtype=torch.bool), torch.zeros(3, 4)
     optimizer = torch.optim.SGD([new], lr=0.1)
     advantages = torch.tensor([1.0, -1.0, 0.0])
-    sums = min_GRPO.update("model", optimizer, "reference", tokens, answered, old, advantages, args)
-    assert sums.tolist() == pytest.approx([3.0, 2, 9]), "of all bytes, whatever --kl is"
+    reference = "reference" if kl else None
+    sums = min_GRPO.update("model", optimizer, reference, tokens, answered, old, advantages, args)
+    assert sums.tolist() == pytest.approx([3.0, 9.0, 2, 9]), "of all bytes, whatever --kl is"
 
 
 # ---- wrong versions -------------------------------------------------------------------------------------------------
 
 WRONG = [  # a module, its text, what stands in its place, and the case that notices
-    ("min_GRPO", "n_bytes = dist.all_reduce(answered.sum())  # over", "n_bytes = answered.sum()  # over", 0),
-    ("min_GRPO", "(loss * dist.get_world_size()).backward()  # DDP", "loss.backward()  # DDP", 0),
+    ("min_GRPO", "n_bytes = sum_over(group, answered.sum())  # so", "n_bytes = answered.sum()  # so", 0),
+    ("min_GRPO", "(loss * size_of(group)).backward()  # DDP", "loss.backward()  # DDP", 0),
     ("min_GRPO", "new = log_probabilities_of(model, tokens, answered, args.temperature)", None, 0),
-    ("min_GRPO", "for number in own(range(args.prompts)):", "for number in range(len(prompts)):", 0),
+    ("min_GRPO", "for number in numbers]\n    drawn = gpt", "for number in range(len(numbers))]\n    drawn = gpt", 0),
     ("min_GRPO", "groups.mean(dim=1, keepdim=True)", "groups.mean()", 0),
     ("min_GRPO", "in_loss = answered[:, 1:]", "in_loss = answered[:, 1:] & (tokens[:, 1:] != STOP)", 0),
     ("gpt_generate", "positions = lengths[rows] + number", "positions = torch.full_like(rows, longest + number)", 0),
