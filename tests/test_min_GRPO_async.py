@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import datetime
 import functools
 import io
 import re
@@ -24,7 +25,9 @@ import distributed as dist
 import min_GRPO
 import min_GRPO_async
 
-MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 4)]  # trainers and generators
+GUARD = (pytest.mark.slow, pytest.mark.guard)
+MESHES = [(2, 1), (3, 2)]  # trainers and generators
+MESHES += [pytest.param(mesh, marks=GUARD) for mesh in [(1, 1), (1, 2), (2, 2), (2, 4)]]
 LINE = re.compile(
     r"step (\d+)/\d+ \| reward (\d\.\d{3}) \| ratio (\d\.\d{4}) \| clipped (\d\.\d{3}) \| age (\d) \| [\d,]+ answers/s"
 )
@@ -104,6 +107,52 @@ def test_the_intersection_of_two_boxes():
     assert min_GRPO_async.intersection(([], []), ([], [])) == ([], []), "a single number"
 
 
+def gather_and_send(by_boxes, folder):
+    """Two trainers and a generator, which takes its weights when rank 1 tells it to. Saves what stops each rank."""
+    dist.init_process_group(timeout=datetime.timedelta(seconds=4))
+    rank = dist.get_rank()
+    trainers = DeviceMesh("cpu", [0, 1])
+    DeviceMesh("cpu", [2])  # every rank makes both
+    model = make_network()
+    if rank < 2:
+        fully_shard(model, mesh=trainers)
+    move = min_GRPO_async.Move(model.named_parameters(), [0, 1], [2])
+    go = torch.zeros(1)
+    error = ""
+    try:
+        if rank == 2:
+            torch_dist.recv(go, 1, tag=1)
+        if by_boxes:
+            move()
+        else:
+            for param in model.parameters():
+                whole = param.full_tensor() if rank < 2 else param.detach()
+                if rank == 0:
+                    torch_dist.send(whole.contiguous(), 2)
+                elif rank == 2:
+                    torch_dist.recv(whole, 0)
+        if rank == 1:
+            torch_dist.send(go, 2, tag=1)
+        move.wait()
+    except RuntimeError as failure:
+        error = str(failure)
+    torch.save(error, f"{folder}/{rank}.pt")
+
+
+def _gather_and_send(local_rank, world_size, by_boxes, folder):
+    gather_and_send(by_boxes, folder)
+
+
+@pytest.mark.parametrize("by_boxes", [True, False])
+def test_rank_0_must_not_send_between_two_gathers(by_boxes, tmp_path):
+    """Rank 0 waits for the generator, the generator for rank 1, and rank 1 for rank 0, in the next gather."""
+    with contextlib.nullcontext() if by_boxes else contextlib.suppress(Exception):
+        dist.launch(_gather_and_send, by_boxes, str(tmp_path), nprocs=3)
+    errors = [torch.load(path) for path in sorted(tmp_path.glob("*.pt"))]
+    assert len(errors) == 3 if by_boxes else len(errors) > 0
+    assert all(("timed out" in error.lower() or "closed" in error.lower()) != by_boxes for error in errors), errors
+
+
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
@@ -143,6 +192,8 @@ def check_equal(results, expected, n_trainers):
             assert (value - expected[name]).abs().max() <= 1e-9, name
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 2)])
 def test_without_staleness_it_equals_one_answer_at_a_time(mesh, tmp_path):
     n_trainers, n_generators = mesh
@@ -182,7 +233,7 @@ def delayed_reference(case):
     return transformer.full_parameters(model), rewards
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (3, 1)])
+@pytest.mark.parametrize("mesh", [(2, 1), pytest.param((3, 2), marks=GUARD)])
 def test_with_staleness_it_equals_one_process_with_the_same_delay(mesh, tmp_path):
     n_trainers, n_generators = mesh
     cases = [0, 2]  # SGD, and AdamW with two inner steps
@@ -233,7 +284,7 @@ def slow(local_rank, world_size, staleness, slow_half, folder):
 
 
 @pytest.mark.parametrize("slow_half", ["trainers", "generators"])
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=GUARD), 1])
 def test_the_slow_half_makes_the_other_wait_and_all_answers_are_learned(staleness, slow_half, tmp_path):
     dist.launch(slow, staleness, slow_half, str(tmp_path), nprocs=3)
     assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(3)] == [5, 5, 0]
@@ -251,6 +302,7 @@ def die(local_rank, world_size, dying):
         min_GRPO_async.main_worker(local_rank, world_size, args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dying", [1, 2])
 def test_a_rank_that_fails_ends_the_job(dying, capfd):
     with pytest.raises(Exception, match=f"rank {dying} fails"):

@@ -76,7 +76,7 @@ def smaller(command):
     command = command.partition("  #")[0]
     script = next((name for name in SCRIPTS if f" {name}" in command), None)
     source = SCRIPTS.get(script, "")
-    if script == "min_GRPO.py":
+    if script in ("min_GRPO.py", "min_GRPO_async.py"):
         command += " --steps 4 --imitation-steps 4"
     elif "\nimport gpt\n" in source and script != "min_Generate.py":
         command += " --steps 4 --log-every 1 --width 64 --length 64" + " --least 1" * (script == "min_Join.py")
