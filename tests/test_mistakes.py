@@ -2,12 +2,17 @@
 
 import ast
 import contextlib
+import copy
 import dataclasses
+import datetime
+import subprocess
+import sys
 
 import pytest
 import torch
 from conftest import ROOT, CollectiveCounter, float64
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -291,6 +296,137 @@ def wrap_in_passing(keep):
     return (gradients(model) - gradients_of_one_process()).abs().max().item()
 
 
+def share(*tensors):
+    """This rank's share of X and Y, or of others."""
+    return [tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in tensors]
+
+
+def skip_a_batch(agree):
+    """How far the weights are from those of one process that leaves out each batch with a NaN. Each rank has one."""
+    batches = [X, X.clone(), X.clone(), X + 1]
+    batches[1][-1] = torch.nan  # on rank 1
+    batches[2][0] = torch.nan
+
+    def train(model, ddp_model, is_finite, part_of):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for x in batches:
+            x, y = part_of(x, Y)
+            loss = F.cross_entropy(ddp_model(x), y)
+            if is_finite(loss.detach()):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+    def on_all_ranks(loss):
+        return dist.reduce(loss.isfinite().int(), op="min").item() == 1
+
+    alone, model = make_model(), make_model()
+    expected = train(alone, alone, torch.isfinite, lambda *tensors: tensors)
+    found = train(model, dist.prepare_ddp_model(model), on_all_ranks if agree else torch.isfinite, share)
+    return (found - expected).abs().max().item()
+
+
+def two_losses(one_backward):
+    """How far the gradients of two losses of one forward are from right."""
+
+    def backward(model, x, y):
+        logits = model(x)
+        losses = F.cross_entropy(logits, y), logits.square().mean()
+        if one_backward:
+            sum(losses).backward()
+        else:
+            losses[0].backward(retain_graph=True)
+            losses[1].backward()
+
+    alone, model = make_model(), make_model()
+    backward(alone, X, Y)
+    ddp_model = dist.prepare_ddp_model(model)
+    backward(ddp_model, *share(X, Y))
+    return (gradients(model) - gradients(alone)).abs().max().item()
+
+
+def search_along_a_line(averaged):
+    """How far the weights are from right after two steps of L-BFGS, which looks at the loss to choose its steps."""
+
+    def train(model, ddp_model, x, y, loss_for_search):
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+
+        def closure():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(ddp_model(x), y)
+            loss.backward()
+            return loss_for_search(loss.detach())
+
+        for _ in range(2):
+            optimizer.step(closure)
+        return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+    alone, model = make_model(), make_model()
+    expected = train(alone, alone, X, Y, lambda loss: loss)
+    loss_for_search = dist.reduce if averaged else lambda loss: loss
+    found = train(model, dist.prepare_ddp_model(model), *share(X, Y), loss_for_search)
+    return (found - expected).abs().max().item()
+
+
+def look_up_with_a_largest_norm(in_forward):
+    """How far the rows of an embedding differ between the ranks, after each has looked up its own."""
+    torch.manual_seed(1)
+    embedding = nn.Embedding(12, 4, max_norm=0.5 if in_forward else None)
+    ddp_model = dist.prepare_ddp_model(embedding)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    ddp_model(*share(torch.arange(12))).sum().backward()
+    optimizer.step()
+    if not in_forward:
+        with torch.no_grad():
+            embedding.weight.copy_(embedding.weight.renorm(2, 0, 0.5))  # all rows, on all ranks
+    assert in_forward or embedding.weight.norm(dim=1).max() < 0.5001
+    first, second = dist.gather(embedding.weight.detach())
+    return (first - second).abs().max().item()
+
+
+def add_up(times_world_size):
+    """How far the gradients of a sum over the batch, as CTC losses often are, are from right."""
+    alone, model = make_model(), make_model()
+    F.cross_entropy(alone(X), Y, reduction="sum").backward()
+    x, y = share(X, Y)
+    ddp_model = dist.prepare_ddp_model(model)
+    loss = F.cross_entropy(ddp_model(x), y, reduction="sum")
+    (loss * (dist.get_world_size() if times_world_size else 1)).backward()
+    return (gradients(model) - gradients(alone)).abs().max().item()
+
+
+class OwnBlock(nn.Module):
+    """Takes and returns what `wrap` makes of a tensor."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.wrap = wrap
+
+    def forward(self, hidden):
+        return self.wrap(self.linear(hidden.logits))
+
+
+def pass_objects_between_shards(wrap):
+    """How far the gradients are from right if FSDP's units pass such objects on, or the error."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(1)
+    model = nn.Sequential(OwnBlock(wrap), OwnBlock(wrap))
+    alone = copy.deepcopy(model)
+    for module in (*model, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    x, y = share(X, Y)
+    F.cross_entropy(alone(wrap(X)).logits, Y).backward()
+    try:
+        F.cross_entropy(model(wrap(x)).logits, y).backward()
+    except RuntimeError as error:
+        return str(error)
+    found = torch.cat([param.grad.full_tensor().flatten() for param in model.parameters()])
+    return (found - gradients(alone)).abs().max().item()
+
+
 def worker(local_rank, world_size, folder):
     dist.init_process_group()
     with float64():
@@ -321,6 +457,16 @@ def worker(local_rank, world_size, folder):
             "wrapped in passing": wrap_in_passing(keep=False),
             "wrapper kept": wrap_in_passing(keep=True),
             "another class": hide_the_output(Hidden, lambda output: output.logits),
+            "skipped by one rank": skip_a_batch(agree=False),
+            "skipped by all ranks": skip_a_batch(agree=True),
+            "two backwards": two_losses(one_backward=False),
+            "one backward": two_losses(one_backward=True),
+            "norms in forward": look_up_with_a_largest_norm(in_forward=True),
+            "norms after the step": look_up_with_a_largest_norm(in_forward=False),
+            "sum": add_up(times_world_size=False),
+            "sum times the world size": add_up(times_world_size=True),
+            "a dataclass between shards": pass_objects_between_shards(Output),
+            "an own class between shards": pass_objects_between_shards(Hidden),
         }
     torch.save(results, f"{folder}/{local_rank}.pt")
 
@@ -450,3 +596,88 @@ def test_sends_and_receives_are_batched():
             batched += name == "batch_isend_irecv"
     assert batched > 0
     assert [name for name, _ in calls("torch_dist.isend(x, 1).wait()")] == ["wait", "isend"]
+
+
+def test_all_ranks_skip_a_batch_or_none(results):
+    """Both ranks take as many steps here, so nobody waits: the gradients of two batches are averaged."""
+    for result in results:
+        assert result["skipped by one rank"] > 1e-3
+        assert result["skipped by all ranks"] < 1e-12
+
+
+def test_a_second_backward_of_one_forward_is_not_averaged(results):
+    for result in results:
+        assert result["two backwards"] > 1e-3
+        assert result["one backward"] < 1e-12
+
+
+def search_job(local_rank, world_size, averaged):
+    dist.init_process_group(timeout=datetime.timedelta(seconds=5))
+    with float64():
+        assert search_along_a_line(averaged) < 1e-9
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_a_line_search_needs_the_loss_of_all_ranks(averaged):
+    """With losses of their own the ranks end at other weights, or one of them waits for the other."""
+    with contextlib.nullcontext() if averaged else pytest.raises(Exception, match="rank"):
+        dist.launch(search_job, averaged, nprocs=2)
+
+
+def test_an_embedding_with_a_largest_norm_changes_the_rows_of_its_own_rank(results):
+    for result in results:
+        assert result["norms in forward"] > 1e-3
+        assert result["norms after the step"] == 0
+
+
+def test_ddp_divides_a_sum_over_the_batch_by_the_number_of_ranks(results):
+    for result in results:
+        assert result["sum"] > 1e-3
+        assert result["sum times the world size"] < 1e-12
+
+
+def test_fsdp_finds_tensors_in_known_objects_only(results):
+    for result in results:
+        assert result["a dataclass between shards"] < 1e-12
+        assert "storage" in result["an own class between shards"]
+
+
+def test_a_set_has_another_order_in_each_process():
+    orders = set()
+    for seed in "123":  # Python draws one for each process, unless it is set
+        command = [sys.executable, "-c", "print({'cat', 'dog', 'bird', 'fish'})"]
+        orders.add(subprocess.check_output(command, env={"PYTHONHASHSEED": seed}, timeout=60))
+    assert len(orders) > 1
+
+
+def reduce_unequal_lengths(local_rank, world_size):
+    dist.init_process_group(timeout=datetime.timedelta(seconds=5))
+    counts = torch.bincount(torch.arange(10 - local_rank))
+    assert [len(each) for each in dist.gather(counts)] == [10, 9]
+    assert dist.reduce(torch.bincount(torch.arange(10 - local_rank), minlength=10), "sum").tolist() == [2] * 9 + [1]
+    dist.reduce(counts, "sum")
+
+
+def test_tensors_of_unequal_lengths_cannot_be_reduced():
+    with pytest.raises(Exception, match="rank"):
+        dist.launch(reduce_unequal_lengths, nprocs=2)
+
+
+def reduce_in_join(local_rank, world_size, inside):
+    dist.init_process_group(timeout=datetime.timedelta(seconds=5))
+    model = dist.prepare_ddp_model(make_model())
+    losses = []
+    with Join([model]):
+        for _ in range(3 + 2 * local_rank):
+            loss = F.cross_entropy(model(X.float()), Y)
+            loss.backward()
+            losses.append(dist.reduce(loss.detach()) if inside else loss.detach())
+    sums = dist.all_reduce(torch.stack([torch.stack(losses).sum(), torch.tensor(float(len(losses)))]))
+    assert sums[1] == 8
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_collectives_of_ones_own_do_not_belong_into_join(inside):
+    """A rank whose data have ended takes part in DDP's collectives only."""
+    with pytest.raises(Exception, match="rank") if inside else contextlib.nullcontext():
+        dist.launch(reduce_in_join, inside, nprocs=2)

@@ -550,7 +550,7 @@ def global_sums():
 @recipe
 def batch_norm():
     """The statistics of the global batch, forward and backward, with shares of 7 and 5 samples."""
-    (block,) = blocks_of("How do I use BatchNorm?")
+    block, _ = blocks_of("How do I use BatchNorm?")
     (sums,) = blocks_of("A loss over the global batch")
     (quoted,) = re.findall(r"such a model raises `(.*?)`", " ".join(PAGE.read_text().split()))
     classes = execute(sums.partition("\n\n\n")[0] + "\n\n\n" + block)
@@ -604,6 +604,77 @@ def check_resumed_average(block, make, batches, expected):
         execute(block, **names, train_epoch=train_epoch, epochs=epochs)
         assert trained == [epochs - 1]
     check_equal(dict(ema.module.state_dict()), expected)
+
+
+@recipe
+def statistics_of_an_average():
+    *_, block = blocks_of("How do I use BatchNorm?")
+    train_set = list(torch.randn(64, 3))
+    average = nn.Sequential(nn.BatchNorm1d(3))
+    expected = copy.deepcopy(average)
+    execute(block, train_set=train_set, swa_model=average)
+    expected.train()
+    expected[0].momentum = None
+    expected(torch.stack(train_set))
+    check_equal(dict(average.state_dict()), dict(expected.state_dict()))
+
+
+@recipe
+def buffers_of_forward():
+    (block,) = blocks_of("My forward updates buffers: a codebook, centres, a queue")
+    codebook = execute(block).Codebook(8, 4)
+
+    class Autoencoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = nn.Linear(4, 4)
+            self.codebook = copy.deepcopy(codebook)
+
+        def forward(self, x):
+            quantized, loss = self.codebook(self.encoder(x))
+            return F.mse_loss(quantized, x) + loss
+
+    model = Autoencoder()
+    alone = copy.deepcopy(model)
+    wrong = copy.deepcopy(model)
+    ddp_model, wrong_ddp_model = dist.prepare_ddp_model(model), dist.prepare_ddp_model(wrong)
+    batches = [torch.randn(12, 4) for _ in range(5)]
+
+    def train(model, ddp_model, part_of):
+        optimizer = sgd(model)
+        for x in batches:
+            optimizer.zero_grad()
+            ddp_model(part_of(x)).backward()
+            optimizer.step()
+        return dict(model.state_dict())
+
+    with mock.patch.object(dist, "all_reduce", lambda tensor: tensor):
+        expected = train(alone, alone, lambda x: x)
+        found = train(wrong, wrong_ddp_model, lambda x: own(x)[0])
+    assert (found["codebook.counts"] - expected["codebook.counts"]).abs().max() > 0.1
+    check_equal(train(model, ddp_model, lambda x: own(x)[0]), expected)
+
+
+@recipe
+def environments():
+    (block,) = blocks_of("My data are played in environments (PPO). What must differ between processes?")
+    names = execute(block, make_env=lambda seed: seed, seed=5)
+    assert names.env == torch.initial_seed() == 5 + dist.get_rank()
+    own_advantages = torch.randn(6 + dist.get_rank()) + dist.get_rank()
+    everything = torch.cat(dist.gather(own_advantages))
+    expected = (everything - everything.mean()) / (everything.std() + 1e-8)
+    check_equal({"": torch.cat(dist.gather(names.normalized(own_advantages)))}, {"": expected})
+
+
+@recipe
+def noise_of_the_global_batch():
+    (block,) = blocks_of("My model gets noise or random times (diffusion)")
+    names = {"seed": 3, "step": 4, "global_batch_size": 6}
+    found = execute(block, x=torch.zeros(3, 2, 5), **names)
+    whole = execute(block, x=torch.zeros(6, 2, 5), **names, rank=0, world_size=1)
+    assert found.noise.shape == (3, 2, 5) and found.times.shape == (3,)
+    assert torch.equal(found.noise, whole.noise[dist.get_rank() :: 2])
+    assert torch.equal(found.times, whole.times[dist.get_rank() :: 2])
 
 
 @recipe
