@@ -14,6 +14,8 @@ from torch.nn import functional as F
 import distributed as dist
 import gpt
 
+# ---- the cache ----------------------------------------------------------------------------------------------------
+
 
 class KVCache:
     """Keys and values of all earlier positions. Inside `with`, the model's attention extends and reads them.
@@ -62,6 +64,9 @@ class KVCache:
         """Keep only these rows, in this order. A row may occur several times."""
         for layer, stored in self.stored.items():
             self.stored[layer] = stored[:, rows]
+
+
+# ---- generation ---------------------------------------------------------------------------------------------------
 
 
 def choose(logits, drawn, temperature=1.0):

@@ -40,7 +40,7 @@ Ulysses sends (N-1)/N · 32·L·B·T·D/N.
     python min_CP_ring.py --nproc 2             # two processes
     python min_CP_ring.py --nproc 4 --heads 1   # more processes than heads
 
-It prints the loss, tokens per second and memory every 50 steps, finally `step 400 | loss 2.2035 | held-out 2.2545 | …`.
+It prints lines of loss, speed and memory: `step 400/400 | loss 2.2035 | held-out 2.2545 | …`.
 """
 
 import functools

@@ -30,8 +30,7 @@ computes the gradients of earlier layers:
 Each hop must wait for the hop before. On the CPU a thread does this waiting. On a GPU the hops are enqueued on a second
 stream, and the host does not wait. PyTorch's DDP does the same in C++ (arXiv:2006.15704): its reducer starts one
 asynchronous all-reduce per bucket. NCCL runs it on a stream of its own, and gloo in threads of its own. The default
-size of DDP's buckets is 25 MB. Here it is 0.5 MB, because all gradients of this small model take 1.9 MB. Begin to read
-at `ring_all_reduce`, and continue with `RingDDP.on_gradient`.
+size of DDP's buckets is 25 MB. Here it is 0.5 MB, because all gradients of this small model take 1.9 MB.
 
 Read this script to learn what DDP does. To train, choose min_DDP.py: DDP needs no wait() in the loop, and it also keeps
 buffers equal, such as BatchNorm's. Here every parameter needs a gradient in each step, and all have one type.

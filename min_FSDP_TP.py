@@ -154,12 +154,11 @@ def parse_args():
     gpt.add_model_options(parser)
     shard_help = "processes that shard each replica (default: all remaining processes)"
     tensor_help = "processes that split the work of each layer"
-    recompute_help = "recompute activations in backward, to save memory"
     parser.add_argument("--replicate", type=options.whole_number(1), default=1, help="replicas of the model")
     parser.add_argument("--shard", type=options.whole_number(1), help=shard_help)
     parser.add_argument("--tensor", type=options.whole_number(1), default=1, help=tensor_help)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, keep parameters in float32")
-    parser.add_argument("--recompute", action="store_true", help=recompute_help)
+    parser.add_argument("--recompute", action="store_true", help="recompute activations in backward, to save memory")
     parser.add_argument("--checkpoint-dir", help="save in this folder, and resume from its newest checkpoint")
     parser.add_argument("--save-every", type=options.whole_number(1), default=100, help="steps between checkpoints")
     parser.add_argument("--keep", type=options.whole_number(1), help="checkpoints to keep (default: all)")
