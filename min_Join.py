@@ -50,7 +50,7 @@ import distributed as dist
 import gpt
 import options
 
-# ---- two ways to train on -----------------------------------------------------------------------------------------
+# ---- two ways out -------------------------------------------------------------------------------------------------
 
 
 def train_with_join(model, optimizer, batches, sums, clip):

@@ -56,12 +56,11 @@ WITHOUT_DEFAULT = {
     "export",
     "tensorboard",
     "snapshot-path",
-    "save",
+    "output",
     "layers",
 }  # left out, nothing is done
 WITHOUT_DEFAULT |= {"model", "prompts"}  # of min_Generate, which needs them
-WITHOUT_DEFAULT |= {"output"}  # of min_GRPO
-PATHS = {"snapshot-path", "data-dir", "checkpoint-dir", "output-dir", "export", "tensorboard", "save"}
+PATHS = {"snapshot-path", "data-dir", "checkpoint-dir", "output-dir", "export", "tensorboard", "output"}
 PATHS |= {"model", "data", "eval-data", "chat-template", "prompt"}
 TEXTS = {("min_Generate", name) for name in ("model", "prompts", "output", "stop")}
 ZEROS = {("min_Generate", "temperature")}
