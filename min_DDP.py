@@ -23,7 +23,7 @@ state. Each step sends 2·(N-1)/N · 4·P bytes (a ring all-reduce).
     python min_DDP.py --nproc 2                            # two processes, on two GPUs or on the CPU
     torchrun --standalone --nproc-per-node 2 min_DDP.py    # torchrun starts the processes
 
-After each epoch it prints the accuracy and the loss of the epoch's steps, once for all processes:
+It prints its settings, and after each epoch the accuracy and the loss of the epoch's steps, once for all processes:
 `Finish epoch 2 - acc: 0.9648 (247/256) - loss: 0.4350`. If the number of processes does not divide the samples, a few
 samples are trained on twice, so that all processes have equally many. The accuracy at the end counts each sample once.
 """
@@ -36,9 +36,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import distributed as dist
 
+# ---- what every process does --------------------------------------------------------------------------------------
+
 
 def main_worker(local_rank, world_size, args):
-    """Runs in every process."""
     dist.init_process_group()
     device = dist.get_device()
 
@@ -54,6 +55,8 @@ def main_worker(local_rank, world_size, args):
     ddp_model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
 
+    settings = [f"{name} {value}" for name, value in vars(args).items()]
+    dist.print_primary(f"Settings: {', '.join(settings)}")
     dist.print_primary(f"Training on {world_size} x {device.type}, global batch {world_size * args.batch_size}")
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)  # a new order in each epoch, the same on every rank
@@ -65,6 +68,9 @@ def main_worker(local_rank, world_size, args):
     correct = evaluate(model, dataset, args.batch_size, device)
     n = len(dataset)
     dist.print_primary(f"Finished: accuracy {correct / n:.4f} ({correct}/{n})")
+
+
+# ---- training -----------------------------------------------------------------------------------------------------
 
 
 def train_epoch(ddp_model, loader, optimizer, device):
@@ -102,22 +108,7 @@ def evaluate(model, dataset, batch_size, device):
     return dist.all_reduce(correct, op="sum").item()
 
 
-def positive_int(text):
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def parse_args():
-    # Without a usage, an error is one line.
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS)
-    parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the data (default: %(default)s)")
-    parser.add_argument(
-        "--batch-size", "--batch_size", type=positive_int, default=16, help="samples per process (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
-    parser.add_argument("--nproc", type=positive_int, help="processes to start (default: one per visible GPU, or 1)")
-    return parser.parse_args()
+# ---- data and model -----------------------------------------------------------------------------------------------
 
 
 class DummyDataset(Dataset):
@@ -143,6 +134,30 @@ class DummyModel(nn.Module):
 
     def forward(self, x):
         return self.layers(x)
+
+
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
+def positive_int(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def parse_args():
+    # Without a usage, an error is one line.
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS)
+    parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the data (default: %(default)s)")
+    parser.add_argument(
+        "--batch-size", "--batch_size", type=positive_int, default=16, help="samples per process (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
+    parser.add_argument("--nproc", type=positive_int, help="processes to start (default: one per visible GPU, or 1)")
+    return parser.parse_args()
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 if __name__ == "__main__":

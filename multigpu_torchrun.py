@@ -33,26 +33,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import checkpoint
 import distributed as dist
+import watch
 
-
-def positive_int(text):
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def parse_args():
-    # Without a usage, an error is one line.
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS)
-    parser.add_argument("total_epochs", type=positive_int, help="epochs to train")
-    parser.add_argument("save_every", type=positive_int, help="epochs between snapshots")
-    parser.add_argument(
-        "--batch-size", "--batch_size", type=positive_int, default=32, help="samples per step (default: %(default)s)"
-    )
-    parser.add_argument("--snapshot-path", default="snapshot.pt", help="file to save and resume (default: %(default)s)")
-    args = parser.parse_args()
-    checkpoint.check_writable("--snapshot-path", args.snapshot_path)
-    return args
+# ---- training -----------------------------------------------------------------------------------------------------
 
 
 class Trainer:
@@ -64,7 +47,6 @@ class Trainer:
         self.name = f"GPU{device.index}" if device.type == "cuda" else "CPU"
         self.save_every = save_every
         self.snapshot_path = snapshot_path
-        self.load_snapshot()
 
     def run_epoch(self, epoch):
         self.loader.sampler.set_epoch(epoch)  # a new order in each epoch, the same after a restart
@@ -87,17 +69,20 @@ class Trainer:
         return F.mse_loss(self.model(x), y)
 
     def load_snapshot(self):
-        self.first_epoch, step = checkpoint.load(self.snapshot_path, self.model, self.optimizer)
+        """Returns the next epoch to run."""
+        epoch, step = checkpoint.load(self.snapshot_path, self.model, self.optimizer)
         if step > 0:
             raise dist.DistributedError(
-                f"{self.snapshot_path} was saved inside Epoch {self.first_epoch}: resume it with multinode_torchrun.py"
+                f"{self.snapshot_path} was saved inside Epoch {epoch}: resume it with multinode_torchrun.py"
             )
-        if self.first_epoch > 0:
-            dist.print_primary(f"Resuming from {self.snapshot_path} at Epoch {self.first_epoch}")
+        if epoch > 0:
+            dist.print_primary(f"Resuming from {self.snapshot_path} at Epoch {epoch}")
+        return epoch
 
     def train(self, total_epochs):
+        first_epoch = self.load_snapshot()
         checkpoint.rebuild_buckets(self.model, self.first_loss)  # else a resumed run differs in the last bit
-        for epoch in range(self.first_epoch, total_epochs):
+        for epoch in range(first_epoch, total_epochs):
             self.run_epoch(epoch)
             if (epoch + 1) % self.save_every == 0 or epoch + 1 == total_epochs:
                 self.save_snapshot(epoch)
@@ -109,6 +94,9 @@ class Trainer:
     def save_snapshot(self, epoch):
         checkpoint.save(self.snapshot_path, self.model, self.optimizer, epoch=epoch + 1)  # the next epoch to run
         dist.print_primary(f"Epoch {epoch} | Snapshot saved at {self.snapshot_path}")
+
+
+# ---- data ---------------------------------------------------------------------------------------------------------
 
 
 class ToyDataset(Dataset):
@@ -128,8 +116,36 @@ class ToyDataset(Dataset):
         return self.x[indices], self.y[indices]
 
 
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
+def positive_int(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def parse_args():
+    # Without a usage, an error is one line.
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS)
+    parser.add_argument("total_epochs", type=positive_int, help="passes over the data")
+    parser.add_argument("save_every", type=positive_int, help="epochs between snapshots")
+    parser.add_argument(
+        "--batch-size", "--batch_size", type=positive_int, default=32, help="samples per process (default: %(default)s)"
+    )
+    path_help = "save to this file, and resume from it (default: %(default)s)"
+    parser.add_argument("--snapshot-path", "--snapshot_path", default="snapshot.pt", help=path_help)
+    args = parser.parse_args()
+    checkpoint.check_writable("--snapshot-path", args.snapshot_path)
+    return args
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
+
+
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
+    watch.start()  # if the job stands still, one line says where each rank stands
     device = dist.get_device()
     torch.manual_seed(0)
     dataset = ToyDataset()

@@ -52,40 +52,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import checkpoint
 import distributed as dist
+import watch
 
-
-def log(message):
-    line = f"[rank {dist.get_rank()}/{dist.get_world_size()} on {socket.gethostname()}] {message}\n"
-    print(line, end="", flush=True)  # one write, so that lines of ranks that share a terminal do not mix
-
-
-def positive_int(text):
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def parse_args():
-    # Without a usage, an error is one line.
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS)
-    parser.add_argument("total_epochs", type=positive_int, help="epochs to train")
-    parser.add_argument("save_every", type=positive_int, help="epochs between snapshots")
-    parser.add_argument(
-        "--global-batch-size", type=positive_int, default=64, help="samples per step (default: %(default)s)"
-    )
-    parser.add_argument("--snapshot-path", default="snapshot.pt", help="file to save and resume (default: %(default)s)")
-    parser.add_argument("--num-workers", type=int, default=0, help="data loaders per rank (default: %(default)s)")
-    parser.add_argument(
-        "--timeout", type=positive_int, default=300, help="seconds until a hung step fails (default: %(default)s)"
-    )
-    args = parser.parse_args()
-    size = args.global_batch_size
-    if size < dist.get_world_size():
-        parser.error(f"argument --global-batch-size: {size} is less than {dist.get_world_size()}, the number of ranks")
-    if args.num_workers < 0:
-        parser.error(f"argument --num-workers: {args.num_workers} is less than 0")
-    checkpoint.check_writable("--snapshot-path", args.snapshot_path)
-    return args
+# ---- training -----------------------------------------------------------------------------------------------------
 
 
 class Trainer:
@@ -104,7 +73,6 @@ class Trainer:
         self.num_workers = args.num_workers
         self.save_every = args.save_every
         self.snapshot_path = args.snapshot_path
-        self.load_snapshot()
 
     def loader(self, epoch, first_step):
         """Loads this rank's share of each global batch of the epoch, from `first_step` on."""
@@ -119,23 +87,22 @@ class Trainer:
             pin_memory=self.device.type == "cuda",
         )
 
-    def batches(self):
-        """This rank's share of each batch from self.step on. The seed before each one is for augmentation and dropout.
+    def batches(self, epoch, first_step):
+        """This rank's share of each batch. The seed before each one is for augmentation and dropout.
 
         So these differ between steps and ranks, and a resumed run repeats them. But loader processes draw from a seed
         of their own: if you use them, let augmentation depend on the index of the sample.
         """
-        batches = checkpoint.shielded(self.loader(self.epoch, self.step))
-        while self.step < self.steps:
-            step = self.epoch * self.steps + self.step
+        batches = checkpoint.shielded(self.loader(epoch, first_step))
+        for step in range(epoch * self.steps + first_step, (epoch + 1) * self.steps):
             torch.manual_seed(step * dist.get_world_size() + dist.get_rank())
             yield next(batches)
 
-    def run_epoch(self):
-        """Trains from self.step to the end of the epoch, or until a SIGTERM. Returns whether one came."""
-        first_step = self.step
+    def run_epoch(self, epoch, first_step):
+        """Trains to the end of the epoch, or until a SIGTERM. Returns the next step, and whether a SIGTERM came."""
+        step = first_step
         total_loss = torch.zeros((), device=self.device)  # stays on the GPU, so no step waits for it
-        for x, y in self.batches():
+        for x, y in self.batches(epoch, first_step):
             self.optimizer.zero_grad()
             loss = self.compute_loss(x, y)
             # DDP averages over ranks. The weight makes that the average over samples, as shares may differ by a sample.
@@ -143,16 +110,16 @@ class Trainer:
             (weight * loss).backward()
             self.optimizer.step()
             total_loss += loss.detach() * len(x)
-            self.step += 1
+            step += 1
             preempted = self.preemption.agreed()
             if preempted:
                 break
-        steps = self.step - first_step
+        steps = step - first_step
         loss = dist.all_reduce(total_loss).item() / (steps * self.global_batch_size)
-        line = f"Epoch {self.epoch} | Batchsize: {self.global_batch_size} | Steps: {steps} | Loss: {loss:.4f}"
+        line = f"Epoch {epoch} | Batchsize: {self.global_batch_size} | Steps: {steps} | Loss: {loss:.4f}"
         if dist.is_primary():
             log(f"{self.name} | {line}")
-        return preempted
+        return step, preempted
 
     def compute_loss(self, x, y):
         x = x.to(self.device, non_blocking=True)
@@ -160,39 +127,49 @@ class Trainer:
         return F.mse_loss(self.model(x), y)
 
     def load_snapshot(self):
-        """Sets self.epoch and self.step, the next to run."""
-        self.epoch, samples = checkpoint.load(self.snapshot_path, self.model, self.optimizer)
-        self.step = samples // self.global_batch_size
-        if samples % self.global_batch_size != 0 or self.step >= self.steps:
+        """Returns the next epoch and step to run."""
+        epoch, samples = checkpoint.load(self.snapshot_path, self.model, self.optimizer)
+        step = samples // self.global_batch_size
+        if samples % self.global_batch_size != 0 or step >= self.steps:
             raise dist.DistributedError(
                 f"{self.snapshot_path} is {samples} samples into an epoch: "
                 f"use the --global-batch-size that it was saved with, or one that divides {samples} "
                 f"and is at most {len(self.dataset) - samples}"
             )
-        log(f"{self.name} | Starting at Epoch {self.epoch}, Step {self.step}")
+        log(f"{self.name} | Starting at Epoch {epoch}, Step {step}")
+        return epoch, step
 
     def train(self, total_epochs):
         """Returns True if all epochs are done, and False after a SIGTERM. Every step is then in the snapshot."""
+        epoch, step = self.load_snapshot()
         checkpoint.rebuild_buckets(self.model, self.first_loss)  # else a resumed run differs in the last bit
         preempted = False
-        while self.epoch < total_epochs and not preempted:
-            preempted = self.run_epoch()
-            if self.step == self.steps:
-                self.epoch += 1
-                self.step = 0
-            if preempted or self.epoch % self.save_every == 0 or self.epoch == total_epochs:
-                self.save_snapshot()
-        return self.epoch >= total_epochs
+        while epoch < total_epochs and not preempted:
+            step, preempted = self.run_epoch(epoch, step)
+            if step == self.steps:
+                epoch += 1
+                step = 0
+            if preempted or epoch % self.save_every == 0 or epoch == total_epochs:
+                self.save_snapshot(epoch, step)
+        return epoch >= total_epochs
 
     def first_loss(self):
         x, y = next(checkpoint.shielded(self.loader(epoch=0, first_step=0)))
         return self.compute_loss(x, y)
 
-    def save_snapshot(self):
-        samples = self.step * self.global_batch_size  # samples, as the next run may have another batch size
-        checkpoint.save(self.snapshot_path, self.model, self.optimizer, epoch=self.epoch, step=samples)
+    def save_snapshot(self, epoch, step):
+        samples = step * self.global_batch_size  # samples, as the next run may have another batch size
+        checkpoint.save(self.snapshot_path, self.model, self.optimizer, epoch=epoch, step=samples)
         if dist.is_primary():
-            log(f"Snapshot saved at {self.snapshot_path}: next is Epoch {self.epoch}, Step {self.step}")
+            log(f"Snapshot saved at {self.snapshot_path}: next is Epoch {epoch}, Step {step}")
+
+
+def log(message):
+    line = f"[rank {dist.get_rank()}/{dist.get_world_size()} on {socket.gethostname()}] {message}\n"
+    print(line, end="", flush=True)  # one write, so that lines of ranks that share a terminal do not mix
+
+
+# ---- data ---------------------------------------------------------------------------------------------------------
 
 
 class ToyDataset(Dataset):
@@ -212,10 +189,47 @@ class ToyDataset(Dataset):
         return self.x[indices], self.y[indices]
 
 
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
+def positive_int(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def parse_args():
+    # Without a usage, an error is one line.
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS)
+    parser.add_argument("total_epochs", type=positive_int, help="passes over the data")
+    parser.add_argument("save_every", type=positive_int, help="epochs between snapshots")
+    batch_help = "samples per step, over all processes (default: %(default)s)"
+    parser.add_argument("--global-batch-size", "--global_batch_size", type=positive_int, default=64, help=batch_help)
+    path_help = "save to this file, and resume from it (default: %(default)s)"
+    parser.add_argument("--snapshot-path", "--snapshot_path", default="snapshot.pt", help=path_help)
+    workers_help = "data loaders per process (default: %(default)s)"
+    parser.add_argument("--num-workers", "--num_workers", type=int, default=0, help=workers_help)
+    parser.add_argument(
+        "--timeout", type=positive_int, default=300, help="seconds until a hung step fails (default: %(default)s)"
+    )
+    args = parser.parse_args()
+    size = args.global_batch_size
+    if size < dist.get_world_size():
+        parser.error(f"argument --global-batch-size: {size} is less than {dist.get_world_size()}, the number of ranks")
+    if args.num_workers < 0:
+        parser.error(f"argument --num-workers: {args.num_workers} is less than 0")
+    checkpoint.check_writable("--snapshot-path", args.snapshot_path)
+    return args
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
+
+
 @record  # puts a traceback into torchrun's report
 def main_worker(local_rank, world_size, args):
     timeout = timedelta(seconds=args.timeout)
     dist.init_process_group(timeout=timeout)
+    watch.start()  # if the job stands still, one line says where each rank stands
     device = dist.get_device()
     preemption = checkpoint.Preemption()
     torch.manual_seed(0)

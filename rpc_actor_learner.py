@@ -35,9 +35,9 @@ own data. At the end of an episode an observer sends 24 bytes per step.
 All randomness comes from the seed, the observer, its episode and the step, so a run can be repeated exactly. When an
 observer is killed, the others continue without it. When the learner is killed, all end.
 
-It prints `update 20 | 80 episodes | mean return 61.4 | 872 actions/s`. The mean return is over the last 100 episodes.
-An episode ends when the pole falls, and after 200 steps, so 200 is the best return. Training ends when the mean return
-is 195, and after `--updates`.
+It prints `update 20/500 | 80 episodes | mean return 61.4 | 872 actions/s`. The mean return is over the last 100
+episodes. An episode ends when the pole falls, and after 200 steps, so 200 is the best return. Training ends when the
+mean return is 195, and after `--updates`.
 """
 
 import math
@@ -131,7 +131,7 @@ def play(observer, episode, seed):
     return torch.tensor(states), torch.tensor(actions)
 
 
-# ---- the learner --------------------------------------------------------------------------------------------------
+# ---- training -----------------------------------------------------------------------------------------------------
 
 
 class Learner:
@@ -173,8 +173,8 @@ def update_if_all_have_finished():
     learner.done = reached or learner.updates == learner.args.updates
     if learner.updates % learner.args.log_every == 0 or learner.done:
         speed = sum(learner.returns) / (time.perf_counter() - learner.begin)
-        line = f"update {learner.updates} | {len(learner.returns)} episodes | mean return {learner.mean_return():.1f}"
-        print(f"{line} | {speed:,.0f} actions/s", flush=True)
+        progress = f"update {learner.updates}/{learner.args.updates} | {len(learner.returns)} episodes"
+        print(f"{progress} | mean return {learner.mean_return():.1f} | {speed:,.0f} actions/s", flush=True)
     updated = learner.updated
     learner.episodes = {}
     learner.updated = torch.futures.Future()
@@ -253,17 +253,19 @@ def has_fallen(state):
     return abs(state[0]) > 2.4 or abs(state[2]) > math.radians(12)
 
 
-# ---- options and start --------------------------------------------------------------------------------------------
+# ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
     parser = options.ArgumentParser(__doc__)
-    count = options.whole_number(1)
-    parser.add_argument("--observers", type=count, default=4, help="number of observers; ignored under torchrun")
-    parser.add_argument("--hidden", type=count, default=64, help="width of the policy's hidden layer")
-    parser.add_argument("--updates", type=count, default=500, help="updates at most")
-    parser.add_argument("--lr", type=options.positive_number, default=0.01, help="learning rate of Adam")
-    parser.add_argument("--log-every", type=count, default=10, help="print every N updates", metavar="N")
+    observers_help = "number of observers; ignored under torchrun"
+    hidden_help = "width of the policy's hidden layer"
+    log_help = "updates between lines of progress"
+    parser.add_argument("--observers", type=options.whole_number(1), default=4, help=observers_help)
+    parser.add_argument("--hidden", type=options.whole_number(1), default=64, help=hidden_help)
+    parser.add_argument("--updates", type=options.whole_number(1), default=500, help="updates at most")
+    parser.add_argument("--lr", type=options.positive_number, default=0.01, help="learning rate")
+    parser.add_argument("--log-every", type=options.whole_number(1), default=10, help=log_help, metavar="N")
     parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
     rpc_remote.add_timeout(parser)
     args = parser.parse_args()
@@ -274,14 +276,16 @@ def parse_args():
     return args
 
 
+# ---- start --------------------------------------------------------------------------------------------------------
+
+
 def main_worker(local_rank, world_size, args):
     global learner
     rank = dist.get_rank()
     observers = range(1, world_size)  # their ranks
     if rank == 0:
-        learner = Learner(
-            observers, rpc_remote.get_device(), args
-        )  # before it joins, because then the first call may come
+        device = rpc_remote.get_device()
+        learner = Learner(observers, device, args)  # before it joins, because then the first call may come
         rpc_remote.join("learner", args.timeout)
         learn(observers)
     else:

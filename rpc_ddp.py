@@ -33,10 +33,13 @@ bytes between a trainer and the servers: ids twice, rows, and gradients. It does
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 rpc_ddp.py --servers 2
 
 The task is to guess the next byte of Python's standard library from the 1 to 4 bytes before it. Each group of bytes is
-hashed to the number of a row. It prints `step 200 | loss 1.4459 | 158,770 tokens/s | 1,760 rows of 1,048,576`: the loss
-on the training batches in nats per byte, and the rows that one trainer used in the last step. 200 steps read a tenth of
-the text, so nearly all of each batch is new to the model. When a process is lost, the job ends with one line that names
-it. On GPUs, where trainers communicate by NCCL, the other trainers may print NCCL's own lines besides.
+hashed to the number of a row. It prints the loss in nats per byte, on the training batches since the line before and on
+eight batches of held-out text, and the rows that one trainer used in the last step:
+
+    step 200/200 | loss 1.4459 | held-out HELDOUT | 158,770 tokens/s | 1,760 rows of 1,048,576
+
+When a process is lost, the job ends with one line that names it. On GPUs, where trainers communicate by NCCL, the other
+trainers may print NCCL's own lines besides.
 """
 
 import math
@@ -149,34 +152,50 @@ def push_everywhere(trainer, ids, gradients, args):
         rpc_remote.wait(f"server{server}", answer)
 
 
-# ---- a trainer ----------------------------------------------------------------------------------------------------
+# ---- training -----------------------------------------------------------------------------------------------------
 
 
-def train(text, trainer, trainers_group, args):
+def train(text, held_out, trainer, trainers_group, args):
     """Train as number `trainer` of the trainers, whose process group is `trainers_group`."""
     device = rpc_remote.get_device()
     torch.manual_seed(args.seed)
     model = Dense(args.width).to(device)
     optimizer = OPTIMIZERS[args.optimizer](model.parameters(), lr=args.lr)
-    model = dist.prepare_ddp_model(model, process_group=trainers_group)
+    ddp_model = dist.prepare_ddp_model(model, process_group=trainers_group)
+    share = (trainer, args.trainers)
     total = torch.zeros((), device=device)
     start = time.perf_counter()
     n_steps = 0
     for step in range(1, args.steps + 1):
-        x, y = gpt.batch(text, step - 1, args.global_batch_size, args.length, args.seed, share=(trainer, args.trainers))
-        loss, n_rows = train_step(model, optimizer, x, y, trainer, device, args)
+        x, y = gpt.batch(text, step - 1, args.global_batch_size, args.length, args.seed, share=share)
+        loss, n_rows = train_step(ddp_model, optimizer, x, y, trainer, device, args)
         total += loss
         n_steps += 1
         if step % args.log_every == 0 or step == args.steps:
             torch_dist.all_reduce(total, group=trainers_group)
             average = total.item() / (n_steps * args.trainers)
             speed = n_steps * args.global_batch_size * args.length / (time.perf_counter() - start)
+            held_out_loss = evaluate(model, held_out, share, device, args)
+            torch_dist.all_reduce(held_out_loss, group=trainers_group)
             if trainer == 0:
+                losses = f"loss {average:.4f} | held-out {held_out_loss.item() / args.trainers:.4f}"
                 rows = f"{n_rows:,} rows of {args.rows:,}"
-                print(f"step {step} | loss {average:.4f} | {speed:,.0f} tokens/s | {rows}", flush=True)
+                print(f"step {step}/{args.steps} | {losses} | {speed:,.0f} tokens/s | {rows}", flush=True)
             total.zero_()
             start = time.perf_counter()
             n_steps = 0
+
+
+@torch.no_grad()
+def evaluate(model, held_out, share, device, args):
+    """The mean loss on this trainer's share of eight batches of held-out text, the same ones in each call."""
+    losses = []
+    for i in range(8):
+        x, y = gpt.batch(held_out, i, args.global_batch_size, args.length, args.seed, share=share)
+        ids = row_ids(x, args.rows)
+        rows = look_up_everywhere(ids.flatten(), args).unflatten(0, ids.shape)
+        losses.append(gpt.loss_fn(model(rows.to(device)), y.to(device)))
+    return torch.stack(losses).mean()
 
 
 # ---- model --------------------------------------------------------------------------------------------------------
@@ -204,25 +223,26 @@ def row_ids(x, n_rows):
     return torch.stack(ids, dim=-1)
 
 
-# ---- options and start --------------------------------------------------------------------------------------------
+# ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
     parser = options.ArgumentParser(__doc__)
-    count = options.whole_number(1)
     gpus = torch.cuda.device_count()
     trainers_help = "number of trainers, at most one per GPU; ignored under torchrun"
-    batch_help = "sequences per step, over all trainers (default: 16, or the next multiple of --trainers)"
-    parser.add_argument("--trainers", type=count, default=min(2, gpus or 2), help=trainers_help)
-    parser.add_argument("--servers", type=count, default=1, help="processes that share the rows of the table")
-    parser.add_argument("--rows", type=count, default=2**20, help="rows of the table")
-    parser.add_argument("--width", type=count, default=16, help="numbers per row")
+    log_help = "steps between lines of progress"
+    servers_help = "processes that share the rows of the table"
+    batch_help = "sequences per step, over all processes (default: 16, or the next multiple of --trainers)"
+    parser.add_argument("--trainers", type=options.whole_number(1), default=min(2, gpus or 2), help=trainers_help)
+    parser.add_argument("--servers", type=options.whole_number(1), default=1, help=servers_help)
+    parser.add_argument("--rows", type=options.whole_number(1), default=2**20, help="rows of the table")
+    parser.add_argument("--width", type=options.whole_number(1), default=16, help="numbers per row")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adagrad", help="for the table and the dense layers")
     parser.add_argument("--lr", type=options.positive_number, default=0.1, help="learning rate")
-    parser.add_argument("--global-batch-size", type=count, help=batch_help)
+    parser.add_argument("--global-batch-size", type=options.whole_number(1), help=batch_help)
     parser.add_argument("--length", type=options.whole_number(1, 2**16), default=128, help="bytes per sequence")
-    parser.add_argument("--steps", type=count, default=200, help="steps to train")
-    parser.add_argument("--log-every", type=count, default=50, help="print every N steps", metavar="N")
+    parser.add_argument("--steps", type=options.whole_number(1), default=200, help="steps to train")
+    parser.add_argument("--log-every", type=options.whole_number(1), default=50, help=log_help, metavar="N")
     parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
     rpc_remote.add_timeout(parser)
     args = parser.parse_args()
@@ -245,6 +265,9 @@ def name_of(rank, args):
     return f"server{rank}" if rank < args.servers else f"trainer{rank - args.servers}"
 
 
+# ---- start --------------------------------------------------------------------------------------------------------
+
+
 def main_worker(local_rank, world_size, args):
     global table_server
     rank = dist.get_rank()
@@ -254,13 +277,13 @@ def main_worker(local_rank, world_size, args):
     rpc_remote.join(name_of(rank, args), args.timeout)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     trainers_group = torch_dist.new_group(range(args.servers, world_size), backend=backend)  # a collective of all ranks
-    text, _ = gpt.load_text()  # a collective of all ranks, too
+    text, held_out = gpt.load_text()  # a collective of all ranks, too
     if rank == 0:
         for other in range(1, world_size):
             rpc_remote.watch(name_of(other, args))
     if rank >= args.servers:
         try:
-            train(text, rank - args.servers, trainers_group, args)
+            train(text, held_out, rank - args.servers, trainers_group, args)
         except RuntimeError as error:
             if "gloo/transport" not in str(error):  # NCCL's errors stay as they are
                 raise

@@ -26,13 +26,13 @@ step sends the activations at the cut and their gradients, here 2 · 4 · 9216 b
 whatever P. Each micro-batch costs two round trips, so do not make them too small.
 
     python rpc_model_parallel.py                                       # both workers on this machine, loopback only
-    python rpc_model_parallel.py --micro-batches 8 --batch-size 256
+    python rpc_model_parallel.py --micro-batches 8 --global-batch-size 256
     torchrun --standalone --nproc-per-node 2 rpc_model_parallel.py
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 rpc_model_parallel.py
 
 Each worker uses a GPU of its own if there are two. For two machines see rpc_remote.py: RPC has no authentication.
 
-It prints a line per epoch, `Epoch 1 - loss: 0.8134 - acc: 0.9743 (9743/10000) - 518.8 samples/s`, with the average
+It prints a line per epoch, `epoch 1/2 | loss 0.8134 | accuracy 0.9743 (9743/10000) | 519 samples/s`, with the average
 training loss, the accuracy on all test samples and the speed of training.
 """
 
@@ -127,7 +127,7 @@ def linear_layers(seed):
     return Half(nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10))
 
 
-# ---- train and evaluate, on worker0 -------------------------------------------------------------------------------
+# ---- training -----------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -141,13 +141,14 @@ def evaluate(model, loader):
 
 
 def make_optimizer(params, lr):
+    """A worker's own optimizer."""
     return torch.optim.SGD(params, lr=lr, momentum=0.9)
 
 
 def drive(train_set, test_set, args):
     """Train and evaluate from worker0."""
     generator = torch.Generator().manual_seed(args.seed)
-    loader = DataLoader(train_set, args.batch_size, shuffle=True, generator=generator, collate_fn=tuple)
+    loader = DataLoader(train_set, args.global_batch_size, shuffle=True, generator=generator, collate_fn=tuple)
     test_loader = DataLoader(test_set, 1000, collate_fn=tuple)
     model = SplitModel(args.seed, args.micro_batches)
     # With the class torch.optim.SGD, torch uses a TorchScript version, and each worker warns that it is deprecated.
@@ -162,29 +163,34 @@ def drive(train_set, test_set, args):
         hits = evaluate(model, test_loader)
         n = len(test_set)
         accuracy = f"{hits / n:.4f} ({hits}/{n})"
-        print(f"Epoch {epoch} - loss: {loss:.4f} - acc: {accuracy} - {speed:.1f} samples/s", flush=True)
+        line = f"epoch {epoch}/{args.epochs} | loss {loss:.4f} | accuracy {accuracy} | {speed:,.0f} samples/s"
+        print(line, flush=True)
 
 
-# ---- options and start --------------------------------------------------------------------------------------------
+# ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
     parser = options.ArgumentParser(__doc__)
-    count = options.whole_number(1)
-    parser.add_argument("--epochs", type=count, default=2, help="passes over the data")
-    parser.add_argument("--batch-size", type=count, default=64, help="samples per step")
-    parser.add_argument("--micro-batches", type=count, default=4, help="parts of a batch, computed at the same time")
-    parser.add_argument("--lr", type=options.positive_number, default=0.05, help="learning rate; the momentum is 0.9")
+    batch_help = "samples per step, over all processes"
+    micro_batches_help = "parts of a batch, computed at the same time"
+    parser.add_argument("--epochs", type=options.whole_number(1), default=2, help="passes over the data")
+    parser.add_argument("--global-batch-size", type=options.whole_number(1), default=64, help=batch_help)
+    parser.add_argument("--micro-batches", type=options.whole_number(1), default=4, help=micro_batches_help)
+    parser.add_argument("--lr", type=options.positive_number, default=0.05, help="learning rate")
     parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
     rpc_remote.add_timeout(parser)
     mnist.add_data_options(parser)
     args = parser.parse_args()
-    if args.micro_batches > args.batch_size:
-        bounds = f"the range 1 to {args.batch_size}, the --batch-size"
+    if args.micro_batches > args.global_batch_size:
+        bounds = f"the range 1 to {args.global_batch_size}, the --global-batch-size"
         parser.error(f"argument --micro-batches: {args.micro_batches} is not in {bounds}")
     if dist.is_launched() and dist.get_world_size() != 2:
         parser.error(f"WORLD_SIZE: {dist.get_world_size()} is not 2, the number of workers")
     return args
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):

@@ -39,10 +39,13 @@ torchrun ends a job that has lost a process. When the server is killed, all trai
 dying does not count as lost: with sync the job ends after `--timeout` seconds, with hogwild the server waits for it for
 ever.
 
-It prints a line per epoch, `Epoch 1 - loss: 0.0562 - acc: 0.9832 (9832/10000) - 24.8 updates/s - staleness: 0.98`: loss
-and accuracy on all test samples, and, on average since the start, updates per second and how many updates the server
-made between sending parameters to a trainer and receiving the gradient. Only parameters are sent, because the models of
-mnist.py have no buffers.
+It prints a line per epoch, here the first of two:
+
+    epoch 1/2 | held-out 0.0562 | accuracy 0.9832 (9832/10000) | 24.8 updates/s | staleness 0.98
+
+Loss and accuracy are those on all test samples. The last two numbers are averages since the start: updates per second,
+and how many updates the server made between sending parameters to a trainer and receiving the gradient. Only parameters
+are sent, because the models of mnist.py have no buffers.
 """
 
 import queue
@@ -99,7 +102,7 @@ def finish_epoch(rank):
         server.copy_if_all_have_finished()
 
 
-# ---- a trainer ----------------------------------------------------------------------------------------------------
+# ---- training -----------------------------------------------------------------------------------------------------
 
 
 def train(model, dataset, device, ranks, args):
@@ -198,8 +201,8 @@ def serve(model, dataset, device, ranks, args):
         loss, hits = evaluate(model, dataset, device)
         n = len(dataset)
         print(
-            f"Epoch {epoch} - loss: {loss:.4f} - acc: {hits / n:.4f} ({hits}/{n}) - "
-            f"{updates / (end - server.begin):.1f} updates/s - staleness: {staleness / updates:.2f}",
+            f"epoch {epoch}/{args.epochs} | held-out {loss:.4f} | accuracy {hits / n:.4f} ({hits}/{n}) | "
+            f"{updates / (end - server.begin):.1f} updates/s | staleness {staleness / updates:.2f}",
             flush=True,
         )
     rpc_remote.end(tolerate_lost=True)
@@ -221,19 +224,19 @@ def evaluate(model, dataset, device):
     return loss_sum.item() / len(dataset), hits.item()
 
 
-# ---- options and start --------------------------------------------------------------------------------------------
+# ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
     parser = options.ArgumentParser(__doc__)
-    count = options.whole_number(1)
+    trainers_help = "number of trainers; ignored under torchrun"
     mode_help = "update with each gradient at once, or with the average over all trainers"
-    parser.add_argument("--trainers", type=count, default=2, help="number of trainers; ignored under torchrun")
+    parser.add_argument("--trainers", type=options.whole_number(1), default=2, help=trainers_help)
     parser.add_argument("--mode", choices=("hogwild", "sync"), default="hogwild", help=mode_help)
     parser.add_argument("--model", choices=mnist.MODELS, default="simple", help="network to train")
-    parser.add_argument("--epochs", type=count, default=2, help="passes over the data")
-    parser.add_argument("--batch-size", type=count, default=32, help="samples per trainer and step")
-    parser.add_argument("--lr", type=options.positive_number, default=0.01, help="learning rate; the momentum is 0.9")
+    parser.add_argument("--epochs", type=options.whole_number(1), default=2, help="passes over the data")
+    parser.add_argument("--batch-size", type=options.whole_number(1), default=32, help="samples per process")
+    parser.add_argument("--lr", type=options.positive_number, default=0.01, help="learning rate")
     parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
     rpc_remote.add_timeout(parser)
     mnist.add_data_options(parser)
@@ -243,6 +246,9 @@ def parse_args():
     if args.trainers < 1:
         parser.error("WORLD_SIZE: 1 process is too few for a server and a trainer")
     return args
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):

@@ -22,22 +22,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-
-def positive_int(text):
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def parse_args():
-    # Without a usage, an error is one line.
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS)
-    parser.add_argument("total_epochs", type=positive_int, help="epochs to train")
-    parser.add_argument("save_every", type=positive_int, help="epochs between checkpoints")
-    parser.add_argument(
-        "--batch-size", "--batch_size", type=positive_int, default=32, help="samples per step (default: %(default)s)"
-    )
-    return parser.parse_args()
+# ---- training -----------------------------------------------------------------------------------------------------
 
 
 class Trainer:
@@ -82,6 +67,26 @@ class Trainer:
         print(f"Epoch {epoch} | Checkpoint saved at checkpoint.pt")
 
 
+def save_atomically(checkpoint, path):
+    """A kill or a power cut at any moment leaves the old file or the new one."""
+    temporary = f"{path}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        if isinstance(error, RuntimeError):
+            error = error.__context__ or error  # torch.save raises it after the OSError of a full disk
+        sys.exit(f"cannot save {os.path.abspath(path)}: {error}")
+
+
+# ---- data ---------------------------------------------------------------------------------------------------------
+
+
 class ToyDataset(Dataset):
     """2048 samples of 20 features. The target is a fixed linear function of the features plus a little noise."""
 
@@ -99,21 +104,27 @@ class ToyDataset(Dataset):
         return self.x[indices], self.y[indices]
 
 
-def save_atomically(checkpoint, path):
-    """A kill or a power cut at any moment leaves the old file or the new one."""
-    temporary = f"{path}.tmp"
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:
-        if os.path.exists(temporary):
-            os.remove(temporary)
-        if isinstance(error, RuntimeError):
-            error = error.__context__ or error  # torch.save raises it after the OSError of a full disk
-        sys.exit(f"cannot save {os.path.abspath(path)}: {error}")
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
+def positive_int(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def parse_args():
+    # Without a usage, an error is one line.
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS)
+    parser.add_argument("total_epochs", type=positive_int, help="passes over the data")
+    parser.add_argument("save_every", type=positive_int, help="epochs between checkpoints")
+    parser.add_argument(
+        "--batch-size", "--batch_size", type=positive_int, default=32, help="samples per process (default: %(default)s)"
+    )
+    return parser.parse_args()
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main(args):

@@ -99,22 +99,23 @@ def test_it_trains_and_prints_as_one_process_does(nprocs, optimizer_name, tmp_pa
         expected, lines = train_alone(getattr(torch.optim, optimizer_name), arguments(nprocs), nprocs, data_size)
     for rank in range(nprocs):
         assert_equal_states(torch.load(tmp_path / f"{rank}.pt", weights_only=True), expected)
-    assert capfd.readouterr().out.splitlines()[1:] == lines, "only the primary rank prints"
+    assert capfd.readouterr().out.splitlines()[2:] == lines, "only the primary rank prints"
 
 
 def test_it_starts_two_processes_and_learns(job_of):
-    assert_learns(job_of("min_DDP.py", "--nproc", 2), batch=32)
+    assert_learns(job_of("min_DDP.py", "--nproc", 2), batch=32, nproc=2)
 
 
 @pytest.mark.slow
 def test_under_torchrun_it_learns_too():
     status, stdout, stderr = torchrun(2, ROOT / "min_DDP.py", "--batch_size", 8)
     assert status == 0, stderr
-    assert_learns(stdout, batch=16)
+    assert_learns(stdout, batch=16, nproc=None)
 
 
-def assert_learns(stdout, batch):
-    first, *lines, last = stdout.splitlines()
+def assert_learns(stdout, batch, nproc):
+    settings, first, *lines, last = stdout.splitlines()
+    assert settings == f"Settings: epochs 5, batch_size {batch // 2}, seed 0, nproc {nproc}"
     assert first == f"Training on 2 x cpu, global batch {batch}"
     matches = [EPOCH.fullmatch(line) for line in lines]
     assert len(matches) == 5

@@ -191,7 +191,8 @@ processes
 processes
     """,
     "rpc_model_parallel.py": """
-        --batch-size 4 --micro-batches 5 | argument --micro-batches: 5 is not in the range 1 to 4, the --batch-size
+        --global-batch-size 4 --micro-batches 5 | argument --micro-batches: 5 is not in the range 1 to 4, the \
+--global-batch-size
     """,
 }
 

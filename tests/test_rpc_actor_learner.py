@@ -23,7 +23,7 @@ import rpc_remote
 
 SCRIPT = ROOT / "rpc_actor_learner.py"
 SEED, HIDDEN, LR, UPDATES = 3, 16, 0.02, 10
-LINE = re.compile(r"update (\d+) \| (\d+) episodes \| mean return ([\d.]+) \| [\d,]+ actions/s")
+LINE = re.compile(r"update (\d+)/\d+ \| (\d+) episodes \| mean return ([\d.]+) \| [\d,]+ actions/s")
 
 
 def arguments(updates=UPDATES, timeout=60):

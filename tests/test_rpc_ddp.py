@@ -23,7 +23,9 @@ SCRIPT = ROOT / "rpc_ddp.py"
 ROWS, WIDTH, HIDDEN, LENGTH, BATCH, STEPS, SEED = 509, 64, 24, 16, 6, 6, 3
 RATES = {"sgd": 0.7, "adagrad": 0.05}
 TEXT = torch.randint(97, 110, (4000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-LINE = re.compile(r"step (\d+) \| loss ([\d.]+) \| [\d,]+ tokens/s \| ([\d,]+) rows of 1,048,576")
+LINE = re.compile(
+    r"step (\d+)/\d+ \| loss ([\d.]+) \| held-out ([\d.]+) \| [\d,]+ tokens/s \| ([\d,]+) rows of 1,048,576"
+)
 BIGRAM = 2.46  # the loss of guesses by the byte before, in nats
 
 
@@ -107,6 +109,7 @@ def train_and_record(local_rank, world_size, folder, args):
         torch.save(rpc_ddp.table_server.table, f"{folder}/{rpc_ddp.name_of(local_rank, args)}.pt")
     else:
         parameters = [param.detach() for param in models[0].parameters()]
+        costs = [cost for cost in costs if len(cost) == 3]  # without evaluation, which pushes nothing
         bytes_of_steps = [((look_up + push).tolist(), n_rows) for look_up, push, n_rows in costs]
         state = {"losses": torch.stack(losses), "parameters": parameters, "costs": bytes_of_steps}
         torch.save(state, f"{folder}/{rpc_ddp.name_of(local_rank, args)}.pt")
@@ -141,16 +144,23 @@ def train_alone(optimizer):
     nn.init.zeros_(table.weight)
     kind = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[optimizer]
     stepper = kind([*model.parameters(), table.weight], lr=RATES[optimizer])
-    losses = []
-    for step in range(STEPS):
-        x, y = gpt.batch(few_words()[0], step, BATCH, LENGTH, SEED)
+
+    def loss_of(text, number):
+        x, y = gpt.batch(text, number, BATCH, LENGTH, SEED)
         rows = torch.tensor([rows_of(sequence) for sequence in x.tolist()])
-        loss = F.cross_entropy(model(table(rows).flatten(2)).flatten(0, 1), y.flatten())
+        return F.cross_entropy(model(table(rows).flatten(2)).flatten(0, 1), y.flatten())
+
+    text, held_out = few_words()
+    losses, held_out_losses = [], []
+    for step in range(STEPS):
+        loss = loss_of(text, step)
         stepper.zero_grad()
         loss.backward()
         stepper.step()
         losses.append(loss.detach())
-    return torch.stack(losses), [param.detach() for param in model.parameters()], table.weight.detach()
+        held_out_losses.append(torch.stack([loss_of(held_out, number).detach() for number in range(8)]).mean())
+    parameters = [param.detach() for param in model.parameters()]
+    return torch.stack(losses), held_out_losses, parameters, table.weight.detach()
 
 
 @pytest.mark.parametrize(
@@ -158,15 +168,16 @@ def train_alone(optimizer):
     [(1, 2, "sgd"), (1, 1, "adagrad"), (2, 1, "sgd"), (2, 2, "adagrad"), (3, 2, "sgd"), (3, 1, "adagrad")],
 )
 def test_it_equals_one_process_and_sends_the_rows_of_the_batch(trainers, servers, optimizer, tmp_path, capfd):
-    losses, parameters, expected_table = train_alone(optimizer)
+    losses, held_out, parameters, expected_table = train_alone(optimizer)
     assert losses[-1] < losses[0] - 0.1, "the reference must learn, or equality means little"
     args = arguments(trainers, servers, optimizer)
     dist.launch(train_and_record, str(tmp_path), args, nprocs=servers + trainers)
     stdout, stderr = capfd.readouterr()
     lines = [line.split(" | ") for line in stdout.splitlines()]
-    assert without_a_late_answer(stderr) == "" and [line[0] for line in lines] == ["step 4", "step 6"]
+    assert without_a_late_answer(stderr) == "" and [line[0] for line in lines] == ["step 4/6", "step 6/6"]
     assert [line[1] for line in lines] == [f"loss {losses[:4].mean():.4f}", f"loss {losses[4:].mean():.4f}"]
-    assert [line[2] for line in lines] == [f"{steps * BATCH * LENGTH / 2:.0f} tokens/s" for steps in (4, 2)]
+    assert [line[2] for line in lines] == [f"held-out {held_out[3]:.4f}", f"held-out {held_out[5]:.4f}"]
+    assert [line[3] for line in lines] == [f"{steps * BATCH * LENGTH / 2:.0f} tokens/s" for steps in (4, 2)]
 
     table = torch.empty(ROWS, WIDTH, dtype=torch.float64)
     for server in range(servers):

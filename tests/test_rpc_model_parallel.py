@@ -17,12 +17,12 @@ import distributed as dist
 import mnist
 import rpc_model_parallel
 
-LINE = re.compile(r"Epoch (\d+) - loss: (\d\.\d{4}) - acc: (\d\.\d{4}) \((\d+)/10000\) - [\d.]+ samples/s")
+LINE = re.compile(r"epoch (\d+)/\d+ \| loss (\d\.\d{4}) \| accuracy (\d\.\d{4}) \((\d+)/10000\) \| [\d,]+ samples/s")
 BATCH, EPOCHS, SEED, LR, SIZES = 8, 2, 3, 0.05, (48, 51)  # 2 epochs of 48 / 8 = 6 steps
 
 
 def arguments(**kwargs):
-    defaults = {"epochs": EPOCHS, "batch_size": BATCH, "micro_batches": 3, "lr": LR, "seed": SEED, "timeout": 60}
+    defaults = {"epochs": EPOCHS, "global_batch_size": BATCH, "micro_batches": 3, "lr": LR, "seed": SEED, "timeout": 60}
     return argparse.Namespace(data="synthetic", data_dir="data", **{**defaults, **kwargs})
 
 
@@ -56,7 +56,7 @@ def test_it_equals_the_unsplit_model(tmp_path, capfd):
     dist.launch(train_split, str(tmp_path), nprocs=2)
     stdout, stderr = capfd.readouterr()
     assert without_a_late_answer(stderr) == "", "a healthy job ends without a word of torch's"
-    assert stdout.count(f" - {SIZES[0] / 2:.1f} samples/s\n") == EPOCHS
+    assert stdout.count(f" | {SIZES[0] / 2:.0f} samples/s\n") == EPOCHS
     initial, last, losses = torch.load(tmp_path / "params.pt", weights_only=True)
 
     def unsplit():
@@ -96,7 +96,9 @@ def overlap(local_rank, world_size, folder):
 
     rpc_model_parallel.Half.forward = watched
     with few_digits(48, 48):
-        rpc_model_parallel.main_worker(local_rank, world_size, arguments(epochs=1, batch_size=24, micro_batches=4))
+        rpc_model_parallel.main_worker(
+            local_rank, world_size, arguments(epochs=1, global_batch_size=24, micro_batches=4)
+        )
     torch.save((calls, waited), f"{folder}/{local_rank}.pt")
 
 

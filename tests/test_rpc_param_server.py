@@ -32,8 +32,8 @@ SCRIPT = ROOT / "rpc_param_server.py"
 EXITED = "torch.multiprocessing.spawn.ProcessExitedException"
 MNIST_ROOT = os.environ.get("MNIST_ROOT")
 LINE = re.compile(
-    r"Epoch (\d+) - loss: (\d+\.\d{4}) - acc: (\d\.\d{4}) \((\d+)/(\d+)\) - "
-    r"[\d.]+ updates/s - staleness: (\d+\.\d{2})"
+    r"epoch (\d+)/\d+ \| held-out (\d+\.\d{4}) \| accuracy (\d\.\d{4}) \((\d+)/(\d+)\) \| "
+    r"[\d.]+ updates/s \| staleness (\d+\.\d{2})"
 )
 BATCH, EPOCHS, SEED, LR, SIZES = 8, 2, 3, 0.02, (192, 101)  # 2 trainers: 2 epochs of 192 / 16 = 12 steps
 

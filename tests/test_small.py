@@ -168,7 +168,7 @@ def test_importing_the_helper_changes_nothing():
 def test_what_a_script_needs_beside_it():
     assert carried("min_DDP") == ["distributed", "spawn"]
     for name in ("multigpu_torchrun", "multinode_torchrun"):
-        assert carried(name) == ["checkpoint", "distributed"]
+        assert carried(name) == ["checkpoint", "distributed", "watch"]
     assert carried("min_FSDP") == ["checkpoint_sharded", "distributed", "gpt", "options", "spawn"]
     assert carried("single_gpu") == carried("plan") == carried("watch") == []
 

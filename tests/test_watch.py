@@ -1,6 +1,7 @@
 """watch.py: one line names where each rank stands, only if the job stands still."""
 
 import contextlib
+import importlib
 import inspect
 import os
 import re
@@ -10,6 +11,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -102,11 +105,12 @@ def one_step(rank, log):
 
 
 def idle_steps(rank, log):
-    """Steps that compute nothing, in a group of their own: whoever looks sees time.sleep."""
+    """Steps that take no time of a thread, in a group of their own: whoever looks sees time.sleep."""
     group = torch_dist.new_group([0, 1])
-    for _ in range(12):
-        time.sleep(0.25 * SECONDS)
-        torch_dist.barrier(group)
+    with mock.patch("time.clock_gettime", return_value=0):
+        for _ in range(12):
+            time.sleep(0.25 * SECONDS)
+            torch_dist.barrier(group)
 
 
 def end_after_standing_still(rank, log):
@@ -346,6 +350,34 @@ def test_generated_code_is_no_place(module):
     )
     place = generated["call"](watch._place_of, threading.current_thread())
     assert "generated[" in watch._describe(place[1:])  # place[0] is in watch.py
+
+
+# ---- scripts ------------------------------------------------------------------------------------------------------
+
+
+def hang_in_training(local_rank, world_size, script, args, log):
+    sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115 - open until the process ends
+    script = importlib.import_module(script)
+    if local_rank == 0:
+        threading.Thread(target=end_when_told, args=(log, 1), daemon=True).start()
+    if local_rank == 1:
+        script.Trainer.train = lambda trainer, total_epochs: threading.Event().wait()
+    script.main_worker(local_rank, world_size, args)
+
+
+@pytest.mark.parametrize("script", ["multigpu_torchrun", "multinode_torchrun"])
+def test_a_trainer_that_hangs_says_where(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("WATCH_SECONDS", str(SECONDS))
+    log = tmp_path / "job.log"
+    log.touch()
+    args = SimpleNamespace(total_epochs=1, save_every=1, snapshot_path=str(tmp_path / "snapshot.pt"))
+    args.batch_size = args.global_batch_size = 64
+    args.num_workers = 0
+    args.timeout = 60
+    with pytest.raises(ProcessExitedException, match="rank 0 was killed by SIGKILL"):
+        dist.launch(hang_in_training, script, args, log, nprocs=2)
+    (line,) = told(log)
+    assert re.fullmatch(rf"rank 0 in {script}\.py:\d+ .* \| rank 1 in test_watch\.py:\d+ .*wait\(\)", line)
 
 
 ALONE = """
