@@ -243,4 +243,5 @@ def main_worker(local_rank, world_size, args):
 
 
 if __name__ == "__main__":
-    dist.launch(main_worker, parse_args(), nprocs=1)
+    cli_args = parse_args()
+    dist.launch(main_worker, cli_args, nprocs=1)

@@ -103,12 +103,12 @@ def finish_episode(observer, states, actions):
 # ---- an observer --------------------------------------------------------------------------------------------------
 
 
-def observe(observer, args):
+def observe(observer, seed):
     """Play episodes until the learner is done."""
     episode = 0
     play_another = True
     while play_another:
-        states, actions = play(observer, episode, args.seed)
+        states, actions = play(observer, episode, seed)
         play_another = rpc_remote.call("learner", finish_episode, observer, states, actions)
         episode += 1
     rpc_remote.leave("learner")
@@ -290,7 +290,7 @@ def main_worker(local_rank, world_size, args):
         learn(observers)
     else:
         rpc_remote.join(f"observer{rank}", args.timeout)
-        observe(rank, args)
+        observe(rank, args.seed)
 
 
 if __name__ == "__main__":

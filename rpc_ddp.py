@@ -70,12 +70,12 @@ OPTIMIZERS = {"adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}  # both ca
 def train_step(model, optimizer, x, y, trainer, device, args):
     """Train on this trainer's share (n, length) of a batch. Returns the loss and how many rows it used."""
     ids, places = row_ids(x, args.rows).unique(return_inverse=True)  # each row once, and where it is used
-    rows = look_up_everywhere(ids, args).to(device).requires_grad_()
+    rows = look_up_everywhere(ids, args.servers, args.width).to(device).requires_grad_()
     loss = gpt.loss_fn(model(rows[places.to(device)]), y.to(device))
     optimizer.zero_grad()
     loss.backward()  # DDP averages the gradients of the dense layers; rows.grad is this trainer's own
     optimizer.step()
-    push_everywhere(trainer, ids, rows.grad.cpu(), args)
+    push_everywhere(trainer, ids, rows.grad.cpu(), args.servers)
     return loss.detach(), len(ids)
 
 
@@ -130,24 +130,24 @@ class TableServer:
 # ---- the rows, divided over the servers ---------------------------------------------------------------------------
 
 
-def look_up_everywhere(ids, args):
+def look_up_everywhere(ids, servers, width):
     """The rows `ids` (u,) of the table, (u, width). Row i is row i // S of server i % S, for S servers."""
     answers = []
-    for server in range(args.servers):
-        own = ids[ids % args.servers == server]
-        answers.append(rpc.rpc_async(f"server{server}", look_up, (own // args.servers,)))
-    rows = torch.empty(len(ids), args.width)
+    for server in range(servers):
+        own = ids[ids % servers == server]
+        answers.append(rpc.rpc_async(f"server{server}", look_up, (own // servers,)))
+    rows = torch.empty(len(ids), width)
     for server, answer in enumerate(answers):
-        rows[ids % args.servers == server] = rpc_remote.wait(f"server{server}", answer)
+        rows[ids % servers == server] = rpc_remote.wait(f"server{server}", answer)
     return rows
 
 
-def push_everywhere(trainer, ids, gradients, args):
+def push_everywhere(trainer, ids, gradients, servers):
     """Send the gradients (u, width) of the rows `ids` to their servers, and wait until all have updated the table."""
     answers = []
-    for server in range(args.servers):
-        own = ids % args.servers == server
-        answers.append(rpc.rpc_async(f"server{server}", push, (trainer, ids[own] // args.servers, gradients[own])))
+    for server in range(servers):
+        own = ids % servers == server
+        answers.append(rpc.rpc_async(f"server{server}", push, (trainer, ids[own] // servers, gradients[own])))
     for server, answer in enumerate(answers):
         rpc_remote.wait(f"server{server}", answer)
 
@@ -193,7 +193,7 @@ def evaluate(model, held_out, share, device, args):
     for i in range(8):
         x, y = gpt.batch(held_out, i, args.global_batch_size, args.length, args.seed, share=share)
         ids = row_ids(x, args.rows)
-        rows = look_up_everywhere(ids.flatten(), args).unflatten(0, ids.shape)
+        rows = look_up_everywhere(ids.flatten(), args.servers, args.width).unflatten(0, ids.shape)
         losses.append(gpt.loss_fn(model(rows.to(device)), y.to(device)))
     return torch.stack(losses).mean()
 
@@ -260,9 +260,9 @@ def parse_args():
     return args
 
 
-def name_of(rank, args):
+def name_of(rank, servers):
     """Servers have the first ranks."""
-    return f"server{rank}" if rank < args.servers else f"trainer{rank - args.servers}"
+    return f"server{rank}" if rank < servers else f"trainer{rank - servers}"
 
 
 # ---- start --------------------------------------------------------------------------------------------------------
@@ -274,13 +274,13 @@ def main_worker(local_rank, world_size, args):
     if rank < args.servers:
         n_rows = len(range(rank, args.rows, args.servers))  # rows rank, rank + S, rank + 2·S, ...
         table_server = TableServer(n_rows, args)  # before it joins, because then the first call may come
-    rpc_remote.join(name_of(rank, args), args.timeout)
+    rpc_remote.join(name_of(rank, args.servers), args.timeout)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     trainers_group = torch_dist.new_group(range(args.servers, world_size), backend=backend)  # a collective of all ranks
     text, held_out = gpt.load_text()  # a collective of all ranks, too
     if rank == 0:
         for other in range(1, world_size):
-            rpc_remote.watch(name_of(other, args))
+            rpc_remote.watch(name_of(other, args.servers))
     if rank >= args.servers:
         try:
             train(text, held_out, rank - args.servers, trainers_group, args)
@@ -288,7 +288,7 @@ def main_worker(local_rank, world_size, args):
             if "gloo/transport" not in str(error):  # NCCL's errors stay as they are
                 raise
             reason = str(error).partition("\n")[0]
-            raise rpc_remote.failure(f"{name_of(rank, args)}: another trainer is lost: {reason}") from None
+            raise rpc_remote.failure(f"{name_of(rank, args.servers)}: another trainer is lost: {reason}") from None
     if rank == 0:
         rpc_remote.end()
     else:
@@ -300,4 +300,4 @@ if __name__ == "__main__":
     try:
         dist.launch(main_worker, cli_args, nprocs=cli_args.servers + cli_args.trainers)
     except ProcessExitedException as error:
-        sys.exit(f"{name_of(error.error_index, cli_args)} is lost: {error}")
+        sys.exit(f"{name_of(error.error_index, cli_args.servers)} is lost: {error}")

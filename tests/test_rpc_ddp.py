@@ -106,13 +106,13 @@ def train_and_record(local_rank, world_size, folder, args):
     dist.prepare_ddp_model = recording_prepare
     rpc_ddp.main_worker(local_rank, world_size, args)
     if rpc_ddp.table_server is not None:
-        torch.save(rpc_ddp.table_server.table, f"{folder}/{rpc_ddp.name_of(local_rank, args)}.pt")
+        torch.save(rpc_ddp.table_server.table, f"{folder}/{rpc_ddp.name_of(local_rank, args.servers)}.pt")
     else:
         parameters = [param.detach() for param in models[0].parameters()]
         costs = [cost for cost in costs if len(cost) == 3]  # without evaluation, which pushes nothing
         bytes_of_steps = [((look_up + push).tolist(), n_rows) for look_up, push, n_rows in costs]
         state = {"losses": torch.stack(losses), "parameters": parameters, "costs": bytes_of_steps}
-        torch.save(state, f"{folder}/{rpc_ddp.name_of(local_rank, args)}.pt")
+        torch.save(state, f"{folder}/{rpc_ddp.name_of(local_rank, args.servers)}.pt")
 
 
 def rows_of(sequence):
