@@ -39,6 +39,7 @@ def check_folder(option, folder):
 def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=None, frozen=True):
     """Write `folder`/step-N, where N is `step`, the next step to run, at least 1. Every rank must call it.
 
+    `optimizer` is an optimizer, or a list of optimizers that train different parameters.
     `settings` is a dict of options that a resumed run must share. Without `frozen`, parameters that are not trained are
     left out: load it in the same way, into a model that has them. Once the checkpoint is complete, all but the newest
     `keep` are deleted; None keeps all of them. The buffers become rank 0's on all ranks, as in DDP. Raises
@@ -83,7 +84,8 @@ def load(folder, model, optimizer, scheduler=None, settings=None, frozen=True):
     _run(dcp.load, path, state, planner=planner)  # into the tensors of the model and the optimizer
     _refuse_unknown(path, saved, planner.state_dict)
     set_model_state_dict(dist.unwrapped(model), state["model"], options=StateDictOptions(strict=False))
-    for group, options in zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
+    groups = [group for each in _as_list(optimizer) for group in each.param_groups]
+    for group, options in zip(groups, state["optimizer"]["param_groups"], strict=True):
         group.update(options)
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"][0])
@@ -150,13 +152,18 @@ def _compare_settings(path, settings):
 def _make_optimizer_state(model, optimizer, saved):
     """Make the state to load into. A parameter that had no gradient before the save has none."""
     model = dist.unwrapped(model)
-    optimizer.zero_grad()  # if there are gradients, torch makes no state
+    model.zero_grad()  # if there are gradients, torch makes no state
     get_state_dict(model, optimizer)  # torch makes a state for each parameter
     prefixes = {name.rpartition(".")[0] for name in saved}
     for name, param in model.named_parameters():
         name = name.replace("_orig_mod.", "")  # a prefix of torch.compile
         if f"optimizer.state.{name}" not in prefixes:
-            optimizer.state.pop(param, None)
+            for each in _as_list(optimizer):
+                each.state.pop(param, None)
+
+
+def _as_list(optimizer):
+    return optimizer if isinstance(optimizer, list | tuple) else [optimizer]
 
 
 def _refuse_unknown(path, saved, loaded):

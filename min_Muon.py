@@ -1,4 +1,4 @@
-"""Shard an optimizer that needs whole matrices: Muon, with each matrix on one process.
+"""Muon on FSDP's shards: an optimizer that needs whole matrices, where no process holds a whole matrix.
 
 Muon makes a step of equal size in all directions of a weight matrix W (rows x columns), which has the gradient G and
 the momentum M:
@@ -7,130 +7,140 @@ the momentum M:
     U S Vᵀ = (1-μ) G + μ M                          as singular values S and directions U and V (Nesterov's momentum)
     W ← (1 - η λ) W - η √max(1, rows/columns) U Vᵀ  with the learning rate η and the weight decay λ
 
-`orthogonalize` computes about U Vᵀ by matrix products alone (Newton-Schulz). Each of its elements depends on the whole
-matrix, so it cannot be computed from a shard, nor from the gradient of a part of the batch. Therefore each matrix has
-an owner. Only this process receives the matrix's averaged gradient, holds its momentum and steps it. All matrices are
-views of one flat vector, which is cut into N parts of equal length. Part r holds the matrices of process r. With N = 2
-and two blocks, this is a step of process 1:
+`orthogonalize` computes about U Vᵀ by matrix products alone (Newton-Schulz). Each element of U Vᵀ depends on the whole
+matrix. But fully_shard has split W, G and M by rows: each process holds 1/N of the rows of every matrix. All else in a
+step treats each element by itself, and works on shards. So N matrices at a time visit an owner, which orthogonalizes
+one of them whole. With N = 2, A and B are stepped together, and | separates rows of process 0 from rows of process 1:
 
-    gradients    | up0  up1  qkv0  out0 | down0  down1  qkv1  out1 |    computed on this process's share of the batch
-                                                     |     1. reduce-scatter: part 1, averaged over all processes
-                                        | down0  down1  qkv1  out1 |
-                                                     |     2. Muon steps the matrices of part 1, each of them whole
-                                        | down0  down1  qkv1  out1 |
-                                                     |     3. all-gather: every process receives the new matrices
-    matrices     | up0  up1  qkv0  out0 | down0  down1  qkv1  out1 |    the same on every process again
+                                    process 0                   process 1
+    momentum, on shards             A = a0 |      B = b0 |      A =    | a1   B =    | b1
+    all-to-all: matrix i to rank i  a0 | a1                     b0 | b1
+    orthogonalize a whole matrix    U Vᵀ of A                   U Vᵀ of B
+    all-to-all back                 rows 0 of both              rows 1 of both
+    W, on shards                    A and B: rows 0             A and B: rows 1
 
-The rest of the parameters are embeddings, norms, biases and the head. AdamW steps them on every process, as with DDP.
+To orthogonalize each shard by itself needs no all-to-all, and is a mistake that raises no error: with two processes the
+first update of this model is off by 51 % of its norm, with four by 103 %.
 
-Choose it over AdamW (min_DDP.py, min_ZeRO.py) to reach a lower loss in the same number of steps. To compare, run
-`python min_ZeRO.py`: it trains the same model on the same batches with AdamW. Muon needs a learning rate of its own,
-and a scheduler of its own. min_ZeRO.py shards optimizers that treat every element by itself. There a part may end in
-the middle of a matrix, so all parts are equally long.
+The rest of the parameters are embeddings, norms, biases and the head. AdamW steps their shards, as in min_FSDP.py.
 
-Cost per process, for P float32 parameters, R of them outside of the matrices, on N processes. The longest part has L
-parameters, and all parts are padded to its length:
-    memory    8·(N·L + R) bytes of parameters and gradients, up to 4·L of momentum, and 8·R of Adam's state. With equal
-              parts L = (P-R)/N, so this is 8·P + 4·(P-R)/N + 8·R. DDP with AdamW needs 16·P. More processes than
-              matrices make N·L much larger than P-R.
-    sent      8·(N-1)·L bytes in each step for the matrices and 8·(N-1)/N · R for the rest. With equal parts the sum is
-              what DDP sends. It is sent after backward.
+Choose it over AdamW (min_FSDP.py) to reach a lower loss in the same number of steps. Muon needs a learning rate of its
+own, and a scheduler of its own. If the model fits into one device, you may use DDP instead: then every process has the
+whole gradients, rank i orthogonalizes matrix i without the first all-to-all, and an all-gather of the updates takes the
+place of the second.
+
+Cost per process, for P float32 parameters, M of them in the matrices, on N processes:
+    memory    (12·M + 16·(P-M))/N bytes between two steps: parameters 4, gradients 4, momentum 4 or Adam's state 8. In
+              forward and backward as much more as min_FSDP.py. In Muon's step about 30·E more, with any number of
+              processes, where the largest matrix has E elements.
+    sent      8·(N-1)/N² · M bytes in each step by Muon. min_FSDP.py sends 1.5·N times as much, and this script too.
     compute   Newton-Schulz adds at most 5·m/B to the work of forward and backward, for matrices whose smaller side is
-              m and global batches of B tokens. The processes share it.
+              m and global batches of B tokens. The processes share it. N matrices take as long as the largest of them.
 
-    python min_Muon.py --nproc 2                            # two GPUs, or two processes on the CPU
-    python min_Muon.py --nproc 2 --snapshot-path run.pt     # saves; run it again with any --nproc to resume
-    torchrun --standalone --nproc-per-node 2 min_Muon.py    # two processes, started by torchrun
+    python min_Muon.py --nproc 2                                 # two GPUs, or two processes on the CPU
+    python min_Muon.py --nproc 2 --checkpoint-dir runs/muon      # save; run again to resume, with any --nproc
+    torchrun --standalone --nproc-per-node 2 min_Muon.py         # two processes, started by torchrun
 
-The last line of two processes is `momentum held: 786,432 of 1,572,864 bytes (0.500)`.
+It prints `parameters held: 239,360 of 478,720 (0.500)`, and then lines of loss, speed and memory. Each checkpoint is a
+folder `step-N` in --checkpoint-dir. Load only checkpoints that you trust, because parts of them are pickles.
 """
+
+import math
 
 import torch
 import torch.distributed as torch_dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
-import checkpoint
+import checkpoint_sharded
 import distributed as dist
 import gpt
 import options
 
-# Before torch 2.13 they have other names.
-all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)
-reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)
-
-
-def take_step(muon, adamw, clip=None):
-    """Step all parameters, after backward. `clip`, if given, is the largest norm of all gradients together."""
-    muon.reduce_scatter_gradients()  # 1. each process receives the gradients of its own matrices
-    gpt.reduce_gradients(params_of(adamw), "avg")  # every process receives the gradients of the rest
-    if clip:
-        clip_gradients(muon, adamw, clip)
-    muon.step()  # 2. each process steps its own matrices
-    adamw.step()  # every process steps the rest
-    muon.all_gather_matrices()  # 3.
+# ---- Muon: shards to whole matrices and back ------------------------------------------------------------------------
 
 
 class Muon(torch.optim.Optimizer):
     """Muon for `matrices`: parameters of two dimensions, or groups of them, as torch.optim takes them.
 
-    Each process steps the matrices that it owns and holds only their momentum, except while a snapshot is saved or
-    loaded. All processes must hold equal matrices.
+    With several processes, fully_shard must have split their rows over all processes. All processes must call `step`.
     """
 
     def __init__(self, matrices, lr, momentum=0.95, weight_decay=0.01):
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        rank = dist.get_rank()
-        world_size = dist.get_world_size()
-        trained = [matrix for matrix in params_of(self) if matrix.requires_grad]  # weight decay would change the others
-        self.parts = deal(trained, world_size)
-        self.flat, self.grad = flatten(self.parts)  # all matrices and all gradients
-        self.own = self.flat.chunk(world_size)[rank]  # views of this process's part
-        self.own_grad = self.grad.chunk(world_size)[rank]
-        self.own_matrices = set(self.parts[rank])
-        for matrix in self.own_matrices:
-            self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
-
-    def reduce_scatter_gradients(self):
-        if dist.get_world_size() > 1:
-            reduce_scatter_single(self.own_grad, self.grad)  # the sum over all processes
-            self.own_grad /= dist.get_world_size()
-
-    @torch.no_grad()
-    def step(self):
         for group in self.param_groups:
             for matrix in group["params"]:
-                if matrix in self.own_matrices:
-                    self.step_matrix(matrix, group)
+                if dist.get_world_size() > 1 and getattr(matrix, "placements", None) != (Shard(0),):
+                    raise ValueError("Muon needs matrices whose rows fully_shard has split over all processes")
 
-    def step_matrix(self, matrix, group):
-        buffer = self.state[matrix]["momentum_buffer"]
-        buffer.lerp_(matrix.grad, 1 - group["momentum"])  # μ M + (1-μ) G
-        update = orthogonalize(matrix.grad.lerp(buffer, group["momentum"]))
-        rows, columns = matrix.shape
-        update *= max(1, rows / columns) ** 0.5
-        matrix.mul_(1 - group["lr"] * group["weight_decay"])
-        matrix.sub_(update, alpha=group["lr"])
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is None, "a closure is not supported"  # checkpoint_sharded passes None
+        n = dist.get_world_size()
+        for group in self.param_groups:
+            matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
+            matrices.sort(key=torch.numel, reverse=True)  # so that N neighbours take about the same time
+            for start in range(0, len(matrices), n):
+                self.step_together(matrices[start : start + n], group)
 
-    def all_gather_matrices(self):
-        if dist.get_world_size() > 1:
-            all_gather_single(self.flat, self.own)
+    def step_together(self, matrices, group):
+        """Step up to N matrices. Rank i orthogonalizes matrix i."""
+        directions = [self.direction(matrix, group["momentum"]) for matrix in matrices]
+        updates = orthogonalize_sharded(directions, [matrix.shape for matrix in matrices])
+        for matrix, update in zip(matrices, updates, strict=True):
+            rows, columns = matrix.shape
+            shard = local(matrix)
+            shard.mul_(1 - group["lr"] * group["weight_decay"])
+            shard.sub_(update, alpha=group["lr"] * max(1, rows / columns) ** 0.5)
 
-    def zero_grad(self):
-        self.grad.zero_()  # model.zero_grad() would set the gradients to None: they must stay views of `grad`
+    def direction(self, matrix, momentum):
+        """Add the gradient to M. Returns this process's shard of (1-μ) G + μ M."""
+        state = self.state[matrix]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(matrix)  # sharded as the matrix is, in checkpoints too
+        buffer = local(state["momentum_buffer"])
+        grad = local(matrix.grad)
+        buffer.lerp_(grad, 1 - momentum)  # μ M + (1-μ) G
+        return grad.lerp(buffer, momentum)
 
-    def gather_state(self):
-        """Give every process the momentum of all matrices, for a snapshot. What it receives is kept on the CPU."""
-        for owner, matrices in enumerate(self.parts):
-            for matrix in matrices:
-                if owner != dist.get_rank():
-                    self.state[matrix]["momentum_buffer"] = torch.empty_like(matrix, device="cpu")
-                dist.sync_params([self.state[matrix]["momentum_buffer"]], src=owner)
 
-    def drop_state(self):
-        """Free the momentum of the matrices that other processes own, after a snapshot is saved or loaded."""
-        for matrix in list(self.state):
-            if matrix not in self.own_matrices:
-                del self.state[matrix]
+def local(tensor):
+    """This process's shard of a DTensor. In a single process nothing is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def orthogonalize_sharded(shards, shapes):
+    """`shards` are this process's rows of up to N matrices of these `shapes`. Returns its rows of their U Vᵀ."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    n_sent = [shard.numel() for shard in shards]  # shard i to rank i
+    n_sent += [0] * (n - len(shards))
+    n_received = [0] * n
+    if rank < len(shapes):
+        rows, columns = shapes[rank]
+        n_received = [size * columns for size in shard_sizes(rows)]
+    received = all_to_all(torch.cat([shard.flatten() for shard in shards]), n_sent, n_received)
+    if rank < len(shapes):
+        # Shards arrive in the order of ranks, which is the order of rows.
+        received = orthogonalize(received.view(rows, columns)).flatten()
+    updates = all_to_all(received, n_received, n_sent).split(n_sent[: len(shards)])
+    return [update.view_as(shard) for update, shard in zip(updates, shards, strict=True)]
+
+
+def shard_sizes(rows):
+    """How many rows each process holds: all the same number, but the last ones fewer, or none."""
+    most = math.ceil(rows / dist.get_world_size())
+    return [min(most, max(0, rows - rank * most)) for rank in range(dist.get_world_size())]
+
+
+def all_to_all(flat, n_sent, n_received):
+    """Send the first n_sent[0] elements to rank 0, the next n_sent[1] to rank 1, … Rank r sends n_received[r]."""
+    if dist.get_world_size() == 1:
+        return flat
+    result = flat.new_empty(sum(n_received))
+    torch_dist.all_to_all_single(result, flat, n_received, n_sent)
+    return result
 
 
 def orthogonalize(matrix):
@@ -152,137 +162,95 @@ def orthogonalize(matrix):
     return x
 
 
-# ---- who owns what ------------------------------------------------------------------------------------------------
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+def make_sharded_model(args):
+    """A GPT sharded as in min_FSDP.py: each block is gathered when it computes. No process ever holds it whole."""
+    model = gpt.make_meta_model(args)
+    if dist.get_world_size() > 1:
+        mesh = init_device_mesh(dist.get_device().type, (dist.get_world_size(),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    model.to_empty(device=dist.get_device())  # memory for this process's shards
+    gpt.fill(model.named_parameters(), args)
+    return model
+
+
+def make_optimizers(model, lr, muon_lr):
+    """Muon for the blocks' matrices, and AdamW for the rest, with embeddings and the head among them."""
+    matrices, rest = split_params(model)
+    return Muon(matrices, lr=muon_lr), torch.optim.AdamW(rest, lr=lr, fused=True)
 
 
 def split_params(model):
-    """Two lists of parameters to train: the blocks' matrices, and the rest, with embeddings and the head among them."""
+    """Two lists of parameters to train: the blocks' matrices, and the rest."""
     matrices = [param for param in model.blocks.parameters() if param.ndim == 2 and param.requires_grad]
     chosen = set(matrices)
     rest = [param for param in model.parameters() if param not in chosen and param.requires_grad]
     return matrices, rest
 
 
-def deal(matrices, world_size):
-    """A list of whole matrices for each process: the largest first, each to the process that has the fewest elements.
-
-    So the longest part has at most 1/N of all elements and one matrix.
-    """
-    parts = [[] for _ in range(world_size)]
-    sizes = [0] * world_size
-    for matrix in sorted(matrices, key=lambda matrix: matrix.numel(), reverse=True):
-        rank = sizes.index(min(sizes))
-        parts[rank].append(matrix)
-        sizes[rank] += matrix.numel()
-    return parts
-
-
-def flatten(parts):
-    """Move the matrices into one vector and their gradients into another. Returns both, with the matrices as views.
-
-    The matrices of process r lie in part r. Zeros pad each part to the length of the longest.
-    """
-    if len({matrix.dtype for part in parts for matrix in part}) > 1:
-        raise ValueError("the matrices have several types, and one vector has one: use an optimizer for each type")
-    part_size = max(sum(matrix.numel() for matrix in part) for part in parts)
-    flat = parts[0][0].detach().new_zeros(len(parts) * part_size)
-    grad = torch.zeros_like(flat)
-    for rank, part in enumerate(parts):
-        start = rank * part_size
-        for matrix in part:
-            stop = start + matrix.numel()
-            flat[start:stop] = matrix.detach().flatten()
-            matrix.data = flat[start:stop].view_as(matrix)
-            matrix.grad = grad[start:stop].view_as(matrix)
-            start = stop
-    return flat, grad
-
-
-# ---- gradients ----------------------------------------------------------------------------------------------------
-
-
-def params_of(optimizer):
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def clip_gradients(muon, adamw, max_norm):
-    """As nn.utils.clip_grad_norm_, by the norm over the matrices of all processes and the rest, which counts once."""
-    rest = params_of(adamw)
-    rest_norm = nn.utils.get_total_norm([param.grad for param in rest])
-    norm = (dist.all_reduce(muon.own_grad.square().sum()) + rest_norm**2).sqrt()
-    nn.utils.clip_grads_with_norm_(rest, max_norm, norm)
-    muon.own_grad *= (max_norm / (norm + 1e-6)).clamp(max=1)
-
-
-# ---- training -----------------------------------------------------------------------------------------------------
-
-
 def train(model, optimizers, text, held_out, args):
-    """Returns the loss of every step of this run over all processes."""
+    """Returns the losses over all processes of all steps since the newest checkpoint."""
 
     def local_loss(x, y):
         return gpt.loss_fn(model(x), y)  # shares are equal, so the mean over processes is the loss of the batch
 
     muon, adamw = optimizers
     first_step = 0
-    if args.snapshot_path:
-        # The snapshot has the momentum of all matrices, so any number of processes can resume from it.
+    if args.checkpoint_dir:
         settings = {**gpt.settings_of(args), "--lr": args.lr, "--muon-lr": args.muon_lr}
-        _, first_step = checkpoint.load(args.snapshot_path, model, adamw, muon=muon, settings=settings)
-        muon.drop_state()
-    if first_step:
-        dist.print_primary(f"Resuming at step {first_step}")
+        first_step = checkpoint_sharded.load(args.checkpoint_dir, model, optimizers, settings=settings)
     share = (dist.get_rank(), dist.get_world_size())
     progress = gpt.Progress(local_loss, text, held_out, args, first_step, share)
     for step in range(first_step, args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
-        muon.zero_grad()
-        adamw.zero_grad()
+        model.zero_grad()
         loss = local_loss(x, y)
         loss.backward()
-        take_step(muon, adamw, args.clip)
+        if args.clip:
+            # The gradients are DTensors, so this is the norm over all shards.
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        muon.step()
+        adamw.step()
         progress(loss)
-        if args.snapshot_path and (progress.step % args.log_every == 0 or progress.step == args.steps):
-            muon.gather_state()
-            checkpoint.save(args.snapshot_path, model, adamw, muon=muon, settings=settings, step=progress.step)
-            muon.drop_state()
+        if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
+            checkpoint_sharded.save(
+                args.checkpoint_dir, model, optimizers, progress.step, settings=settings, keep=args.keep
+            )
     return progress.losses[first_step:]
 
 
-def report_state(muon):
-    """Print the bytes of momentum on the process with the most, and the bytes of all matrices."""
-    held = sum(state["momentum_buffer"].nbytes for state in muon.state.values())
-    held = dist.all_reduce(torch.tensor(held, device=dist.get_device()), "max").item()
-    total = sum(matrix.nbytes for matrix in params_of(muon))
-    dist.print_primary(f"momentum held: {held:,} of {total:,} bytes ({held / total:.3f})")
+# ---- options --------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
     parser.add_argument("--muon-lr", type=options.positive_number, default=0.02, help="learning rate of the matrices")
-    path_help = "save to this file with each line of progress, and resume from it (default: do not save)"
-    parser.add_argument("--snapshot-path", help=path_help)
+    parser.add_argument("--checkpoint-dir", help="save in this folder, and resume from its newest checkpoint")
+    parser.add_argument("--save-every", type=options.whole_number(1), default=100, help="steps between checkpoints")
+    parser.add_argument("--keep", type=options.whole_number(1), help="checkpoints to keep (default: all)")
     args = parser.parse_args()
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
-    if args.snapshot_path is not None:
-        checkpoint.check_writable("--snapshot-path", args.snapshot_path)
+    if args.checkpoint_dir is not None:
+        checkpoint_sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
     return args
+
+
+# ---- start ----------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     text, held_out = gpt.load_text()
-    torch.manual_seed(args.seed)
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
-    dist.sync_params(model.parameters())  # start from rank 0's weights, as DDP does
+    model = make_sharded_model(args)
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
-    matrices, rest = split_params(model)
-    muon = Muon(matrices, lr=args.muon_lr)
-    adamw = torch.optim.AdamW(rest, lr=args.lr, fused=True)
-    train(model, (muon, adamw), text, held_out, args)
-    report_state(muon)
+    gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
+    train(model, make_optimizers(model, args.lr, args.muon_lr), text, held_out, args)
 
 
 if __name__ == "__main__":

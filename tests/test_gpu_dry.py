@@ -57,7 +57,7 @@ CASES = [
     ("min_GRPO", 2, "--steps", N_STEPS, "--prompts", 4, "--imitation-steps", 3, "--output", "model.pt"),
     ("min_GRPO", 2, "--steps", N_STEPS, "--prompts", 4, "--imitation-steps", 3, "--inner-steps", 2, "--kl", 0.1),
     ("min_Generate", 4, "--tensor", 2, "--model", "model.pt", "--prompts", "prompts.jsonl"),
-    ("min_Muon", 2, *STEPS, "--snapshot-path", "snapshot.pt"),
+    ("min_Muon", 2, *STEPS),
     ("min_PP", 2, *STEPS, "--layers", 2),
     ("min_PP", 2, *STEPS, "--layers", 4, "--schedule", "ZBVZeroBubble"),
     ("min_PP", 4, *STEPS, "--layers", 4, "--schedule", "Interleaved1F1B", "--data-parallel", 2),
@@ -229,7 +229,6 @@ EMBEDDINGS = 256 * WIDTH + LENGTH * WIDTH
 P = LAYERS * BLOCK + EMBEDDINGS + 2 * WIDTH + 256 * WIDTH
 WHOLE = LAYERS * 6 * WIDTH + 2 * WIDTH  # what tensor parallelism does not split: norms, and biases of `out` and `down`
 MATRICES = LAYERS * 12 * WIDTH**2
-PADDED = 64 * 4 * WIDTH**2  # 64 parts as long as the largest matrix
 # min_EP.py with 32 positions: a rank has one expert in each block, as large as an MLP, and a router for 64.
 WITH_EXPERT = P - (LENGTH - 32) * WIDTH + LAYERS * 64 * WIDTH
 
@@ -244,7 +243,7 @@ WITH_EXPERT = P - (LENGTH - 32) * WIDTH + LAYERS * 64 * WIDTH
         ("min_DiLoCo", 64, ("--sync-every", 1), 24 * P),
         ("min_EP", 64, ("--experts", 64, "--length", 32), 16 * WITH_EXPERT),
         ("min_FSDP", 64, (), 16 * P / 64),
-        ("min_Muon", 64, (), 8 * PADDED + 4 * PADDED / 64 + 16 * (P - MATRICES)),
+        ("min_Muon", 64, (), (12 * MATRICES + 16 * (P - MATRICES)) / 64),
         ("min_PP", 64, ("--schedule", "GPipe", "--micro-batches", 1), 16 * BLOCK),
         ("min_TP", 64, (), 16 * (WHOLE + (P - WHOLE) / 64)),
         ("min_ZeRO", 1024, (), 8 * P + 8 * P / 1024),

@@ -358,7 +358,7 @@ SAVING = {
     "min_PP_FSDP_TP.py": "--checkpoint-dir",
     "min_FSDP.py": "--checkpoint-dir",
     "mnist_FSDP.py": "--checkpoint-dir",
-    "min_Muon.py": "--snapshot-path",
+    "min_Muon.py": "--checkpoint-dir",
     "min_Stream.py": "--snapshot-path",
     "mnist_DDP.py": "--snapshot-path",
     "min_GRPO.py": "--output",

@@ -77,6 +77,7 @@ def prepare(script, model, args):
         pipeline = script.make_pipeline(gpt.make_meta_model(args), args)
         return pipeline, make_optimizer("SGD", pipeline.model.parameters(), LR)
     if script is min_Muon:
+        model = min_Muon.make_sharded_model(args)
         matrices, rest = min_Muon.split_params(model)
         return model, (min_Muon.Muon(matrices, lr=LR), make_optimizer("SGD", rest, LR))
     if script is min_FSDP:
@@ -133,13 +134,12 @@ def count_worker(local_rank, world_size):
     blocks = sum(param.numel() for param in make_model(arguments(layers=2, width=WIDTH)).blocks.parameters())
     whole = {"checkpoint_dir": None}
     # Blocks are gathered twice and the rest once, and all is reduced, which takes twice as much on gloo.
-    report(min_FSDP, (N - 1) / N * 4 * (4 * blocks + 3 * (n_params - blocks)), **whole)
+    fsdp = (N - 1) / N * 4 * (4 * blocks + 3 * (n_params - blocks))
+    report(min_FSDP, fsdp, **whole)
     report(min_ZeRO, on_gloo * ddp)
     report(min_DDP_scratch, ddp, bucket_mb=0.05, compress="none", accumulate=2)
-    matrices, rest = min_Muon.split_params(model)
-    parts = [sum(matrix.numel() for matrix in part) for part in min_Muon.deal(matrices, N)]
-    n_rest = sum(param.numel() for param in rest)
-    report(min_Muon, on_gloo * 8 * (N - 1) * max(parts) + 8 * (N - 1) / N * n_rest, snapshot_path=None)
+    matrices, _ = min_Muon.split_params(model)
+    report(min_Muon, fsdp + 8 * (N - 1) / N**2 * sum(matrix.numel() for matrix in matrices), **whole)
     mesh = {"micro_batches": 4, "schedule": "1F1B", "checkpoint_dir": None}
     report(min_PP_FSDP_TP, 4 * BATCH * LENGTH * WIDTH, **mesh, stages=2, shard=1, tensor=1)
     report(min_PP_FSDP_TP, on_gloo * ddp, **mesh, stages=1, shard=2, tensor=1)
