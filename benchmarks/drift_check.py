@@ -3,7 +3,8 @@
     python -m benchmarks.drift_check                         # all GPUs, or two CPU processes
     python -m benchmarks.drift_check --rounds 10
 
-The epoch is the script's own, with its default options: 60,000 digits, in two processes. Evaluation is not counted.
+The epoch is the script's own, with its default options: 20,000 synthetic digits, in two processes.
+Evaluation is not counted.
 """
 
 import argparse

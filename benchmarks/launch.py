@@ -2,7 +2,6 @@
 
     python -m benchmarks.launch                                  # 1, 2, 4, 8 and 16 processes, 3 rounds
     python -m benchmarks.launch --rounds 1 --sizes 2 8
-    python -m benchmarks.launch --job all-reduce                 # without an optimizer, which imports more
 
 Each is a whole command, from its start to its end, whose floor is `python -c "import torch"`. The job is the same for
 all: initialise, take one step of training with DDP, and leave. For `launch` and spawn the time of the call in that
@@ -27,12 +26,6 @@ from benchmarks import common
 PROMISES = {8: 3, 16: 5}  # so many times faster than each peer, as whole commands
 
 
-def all_reduce(local_rank, world_size, nprocs):
-    dist.init_process_group()
-    assert dist.all_reduce(torch.tensor(1, device=dist.get_device())).item() == nprocs
-    dist.cleanup()
-
-
 def first_step(local_rank, world_size, nprocs):
     dist.init_process_group()
     assert dist.get_world_size() == nprocs
@@ -43,32 +36,29 @@ def first_step(local_rank, world_size, nprocs):
     dist.cleanup()
 
 
-JOBS = {"all-reduce": all_reduce, "first step": first_step}
-
-
 # Two processes import torch side by side: this one, and the server that `launch` finds running.
 SERVER_FIRST = """
 from multiprocessing import forkserver
 forkserver.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.nn.functional"])
 forkserver.ensure_running()
 from benchmarks import launch
-launch.dist.launch(launch.JOBS["{1}"], {0}, nprocs={0})
+launch.dist.launch(launch.first_step, {0}, nprocs={0})
 """
 
 
-def spawned(local_rank, nprocs, port, job):
+def spawned(local_rank, nprocs, port):
     rank = str(local_rank)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(nprocs))
-    dist.launch(JOBS[job], nprocs)  # one of the processes of the job, as under torchrun
+    dist.launch(first_step, nprocs)  # one of the processes of the job, as under torchrun
 
 
-def start(launcher, nprocs, job):
+def start(launcher, nprocs):
     """What the command does. torchrun and `accelerate launch` have started this process as one of theirs."""
     if launcher == "spawn":
         port = str(random.randrange(20_000, 30_000))  # as scripts do: chosen, and hoped to be free
-        torch.multiprocessing.spawn(spawned, (nprocs, port, job), nprocs=nprocs)
+        torch.multiprocessing.spawn(spawned, (nprocs, port), nprocs=nprocs)
     else:
-        dist.launch(JOBS[job], nprocs, nprocs=nprocs)
+        dist.launch(first_step, nprocs, nprocs=nprocs)
 
 
 def prefix(launcher, nprocs):
@@ -82,11 +72,11 @@ def prefix(launcher, nprocs):
     return []
 
 
-def command(launcher, nprocs, job):
+def command(launcher, nprocs):
     """Run it as a whole command; returns {what: seconds}."""
-    arguments = ["-m", *prefix(launcher, nprocs), "benchmarks.launch", "--one", launcher, str(nprocs), job]
+    arguments = ["-m", *prefix(launcher, nprocs), "benchmarks.launch", "--one", launcher, str(nprocs)]
     if launcher == "server first":
-        arguments = ["-c", SERVER_FIRST.format(nprocs, job)]
+        arguments = ["-c", SERVER_FIRST.format(nprocs)]
     if launcher == "import torch":
         arguments = ["-c", "import torch"]
     # Into files: a pipe ends only when the fork server has ended, and no shell waits for that.
@@ -107,14 +97,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=options.whole_number(1), default=3, help="of each measurement")
     parser.add_argument("--sizes", type=options.whole_number(1), nargs="+", default=[1, 2, 4, 8, 16], help="processes")
-    parser.add_argument("--job", choices=tuple(JOBS), default="first step")
     parser.add_argument("--no-peers", action="store_true", help="leave out what requirements-bench.txt installs")
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         for _ in range(2 if args.one[0] == "launch" else 1):
             begin = time.perf_counter()
-            start(args.one[0], int(args.one[1]), args.one[2])
+            start(args.one[0], int(args.one[1]))
             print(time.perf_counter() - begin)
         return
     peers = ["spawn", "torchrun"]
@@ -127,7 +116,7 @@ def main():
     for _ in range(args.rounds):  # in turn: only times of the same rounds may be compared
         for nprocs in (n for n in args.sizes if not gpus or n <= gpus):
             for launcher in ("import torch", "launch", "server first", *peers):
-                for what, seconds in command(launcher, nprocs, args.job).items():
+                for what, seconds in command(launcher, nprocs).items():
                     times.setdefault(what, {}).setdefault(nprocs, []).append(seconds)
     results = {what: {n: common.summary(values) for n, values in row.items()} for what, row in times.items()}
     for what, row in results.items():
@@ -138,8 +127,7 @@ def main():
         for peer, n in pairs
     }
     common.show(ratios)
-    name = "launch" if args.job == "first step" else "launch_all_reduce"
-    common.write(name, {"unit": "s", "job": args.job, "results": results, "ratios": ratios})
+    common.write("launch", {"unit": "s", "results": results, "ratios": ratios})
 
 
 if __name__ == "__main__":

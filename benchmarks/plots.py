@@ -22,7 +22,6 @@ from benchmarks import common
 GREY, OURS, OTHERS = "#848d97", "#e8590c", ("#4a90d9", "#2f9e6e", "#b07cd8", "#c9971c", "#5c8a97", "#d46a8c")
 TITLES = {
     "launch": "Starting N processes up to the first step, whole command",
-    "launch_all_reduce": "Starting N processes up to the first all-reduce, whole command",
     "throughput": "Training throughput",
     "overhead": "A step of a tiny model, with distributed.py and without",
     "data_path": "Reading and preparing digits",
@@ -137,7 +136,7 @@ def line_panels(name, record):
             for what in ("held", "peak")
         }
         results["16 P/N"] = points(shares)
-    if name.startswith("launch"):
+    if name == "launch":
         results = {what: row for what, row in results.items() if ": " not in what}  # whole commands
     return [("", lines, (results, record["unit"]))]
 
@@ -194,7 +193,6 @@ def token_panels(name, record):
 PANELS = {  # how many beside each other, and whether all have one y axis
     "fsdp_memory": (line_panels, 1, False),
     "launch": (line_panels, 1, False),
-    "launch_all_reduce": (line_panels, 1, False),
     "scaling": (line_panels, 1, False),
     "transformer": (transformer_panels, 2, False),
     "sharing_state": (state_panels, 3, True),

@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from conftest import ROOT, finish, run, start
+from conftest import finish, run, start
 
 from benchmarks import common, launch, scaling, throughput
 
@@ -19,41 +19,15 @@ def test_plots_show_what_is_stored(tmp_path):
         assert status == 0, stderr
         pictures.append({path.stem: path.read_text() for path in (tmp_path / seed).glob("*.svg")})
     assert pictures[0] == pictures[1]
-    not_drawn = {
-        "actor_learner",
-        "all_reduce",
-        "check_cluster",
-        "drift_check",
-        "generation",
-        "llm_trl",
-        "lost_process",
-        "mnist_accuracy",
-        "mutants",
-        "scale",
-        "soak",
-        "step",
-        "text_data",
-    }
-    names = {path.stem for path in common.RESULTS.glob("*.json")} - not_drawn
-    assert set(pictures[0]) == names
+    names = set(pictures[0])
+    assert names >= {"launch", "throughput", "overhead", "scaling", "snapshot_stall_1130MB"}
     for name in names:
         record, text = json.loads((common.RESULTS / f"{name}.json").read_text()), pictures[0][name]
         rows = record["results"].values() if name == "throughput" else [record["results"]]
-        labels = [label for row in rows for label in row if not (": " in label and name.startswith("launch"))]
+        labels = [label for row in rows for label in row if not (": " in label and name == "launch")]
         cases = {label: label.partition(": ")[2] or label for label in labels}  # "width 128" may be a point of "DDP"
         assert labels and not [label for label in labels if label not in text and cases[label] not in text], name
         assert record["date"] in text and record["versions"]["torch"] in text
-
-
-def test_everything_is_stored_with_where_it_was_measured():
-    stored = {path.stem for path in common.RESULTS.glob("*.json")}
-    modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-    modules -= {"common", "plots", "published", "snapshot_stall", "sharing"}
-    assert stored >= modules | {"snapshot_stall_1130MB", "sharing_state", "sharing_talk", "sharing_tokens"}
-    records = {name: json.loads((common.RESULTS / f"{name}.json").read_text()) for name in stored}
-    for name, record in records.items():
-        assert {"date", "machine", "versions"} <= set(record), name
-        assert {"unit", "results"} <= set(record) or "log" in record, name
 
 
 def test_ratio_is_taken_within_rounds():
