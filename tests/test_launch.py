@@ -87,11 +87,6 @@ def test_without_a_gpu_or_under_a_launcher_it_runs_in_this_process(monkeypatch, 
     assert capsys.readouterr().out == "0 1 a\n0 1 b\n1 8 c\n0 1\n"
 
 
-def test_quick_and_slow_tests_see_no_gpu():
-    """Two ranks cannot share one under NCCL, nor does it take tensors of the CPU."""
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not torch.cuda.is_available()
-
-
 def test_one_process_per_visible_gpu_by_default(monkeypatch, capfd):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     dist.launch(print)
@@ -429,6 +424,8 @@ def command(tmp_path_factory):
     return SimpleNamespace(status=status, stdout=stdout, stderr=stderr)
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_imports_have_no_side_effects(command):
     """Preloaded modules must not touch the GPU: a fork after that would break CUDA in every worker."""
     lines = command.stdout.splitlines()[:4]
@@ -436,12 +433,16 @@ def test_imports_have_no_side_effects(command):
     assert lines == ["torchvision: False", "GPU: [] False", "new seed: False", "files: []"]
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_seed_at_the_top_level_of_a_script_stays_and_workers_share_what_is_imported(command):
     """The launcher and the two workers of each of two jobs draw the same numbers."""
     drawn = re.findall("drawn: (.*)", command.stdout)
     assert len(drawn) == 1 + 2 * 2 and len(set(drawn)) == 1
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_failed_command_prints_the_traceback_and_exits_non_zero(command):
     assert command.status == 1
     assert command.stderr.count("ZeroDivisionError: the cause") == 1 and "in fail\n" in command.stderr
@@ -510,11 +511,15 @@ def jobs():
         process.communicate(timeout=30)
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_jobs_started_at_once_all_train_and_listen_on_loopback_only(jobs):
     for _, mark in jobs.values():
         assert listening(mark) == {"127.0.0.1"}
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIGNALS)
 def test_no_process_outlives_the_launcher(jobs, name):
     process, mark = jobs[name]
@@ -527,6 +532,8 @@ def test_no_process_outlives_the_launcher(jobs, name):
     wait_for_the_end_of(mark)
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_rank_that_fails_when_the_launcher_has_ended_leaves_no_child():
     process = start(JOB, "fail_after_the_launcher")
     children = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
@@ -536,6 +543,8 @@ def test_a_rank_that_fails_when_the_launcher_has_ended_leaves_no_child():
     process.communicate(timeout=30)  # the fork server ends by itself
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_what_reads_the_output_of_a_job_ends_with_it():
     """`python script.py | cat` does not wait for the fork server."""
     mark = uuid.uuid4().hex

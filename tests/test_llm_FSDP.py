@@ -281,7 +281,14 @@ def job(folder, world_size):
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("name, world_size", [(name, world_size) for world_size in ON for name in ON[world_size]])
+@pytest.mark.parametrize(
+    "name, world_size",
+    [
+        pytest.param(name, world_size, marks=[pytest.mark.slow] if world_size == 3 else [])
+        for world_size in ON
+        for name in ON[world_size]
+    ],
+)
 def test_equals_one_process(folder, name, world_size):
     """A plain loop over the documents, one at a time. In float64, but transformers' norms compute in float32."""
     result = job(folder, world_size)[name]
@@ -1018,6 +1025,8 @@ EAGER = {
 }
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EAGER)
 def test_a_model_without_sdpa_is_trained_and_written(name, folder, group, tmp_path, capsys):
     config = EAGER[name]()

@@ -591,6 +591,8 @@ def more_worker(local_rank, world_size, folder):
         assert sys.modules["wandb"].run is None, "the run is finished before the process ends"
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_batch_norm_the_seed_and_tracking(tmp_path, monkeypatch, capfd):
     for name, value in wandb_offline(tmp_path).items():
         monkeypatch.setenv(name, value)

@@ -382,6 +382,8 @@ def shell(command, folder, timeout=200):
     return done.stdout
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_script_of_ones_own_in_a_package(tmp_path):
     package = make_package(tmp_path, ["distributed.py", "spawn.py", "watch.py"])
     apply_diff(tmp_path)

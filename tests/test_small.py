@@ -56,6 +56,7 @@ def tree(name):
     return ast.parse(source(name))
 
 
+@functools.cache
 def code_lines(name):
     """The lines that are neither blank, nor a comment, nor in a docstring."""
     lines = set()
@@ -69,6 +70,7 @@ def code_lines(name):
     return len(lines)
 
 
+@functools.cache
 def imports(name):
     """The project's files that `name` imports itself; those of a function are needed too."""
     modules = set()
@@ -80,6 +82,7 @@ def imports(name):
     return {module for module in modules if module in ALL_HELPERS or module in SCRIPTS}
 
 
+@functools.cache
 def carried(name):
     """The files that must lie beside `name`. A job of torchrun starts no process, so it does without spawn.py."""
     found, new = set(), imports(name)

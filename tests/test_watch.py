@@ -393,6 +393,8 @@ dist.barrier()
 """
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_the_file_alone_under_torchrun(tmp_path):
     shutil.copy(ROOT / "watch.py", tmp_path)
     (tmp_path / "train.py").write_text(ALONE)
