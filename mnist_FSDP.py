@@ -1,7 +1,8 @@
 """An experiment with FSDP: train one model sharded, replicated or in one process, and compare memory and speed.
 
 Read min_FSDP.py first for the idea. Here the model knows nothing of FSDP: dist.prepare_fsdp_model makes a unit of each
-layer. The rest is a complete experiment with data, evaluation, checkpoints and an export.
+layer that has at least --min-num-params parameters, and one of the rest. A unit is gathered before it computes, and
+freed afterwards. The rest of the script is a complete experiment with data, evaluation, checkpoints and a result.
 
     --strategy local    one process holds everything and computes everything (with several GPUs add --nproc 1)
     --strategy ddp      each process holds everything and computes its share of each batch
@@ -11,22 +12,23 @@ Choose fsdp if the model does not fit into one device together with its gradient
 ddp: it sends a third less.
 
 Cost for P float32 parameters on N processes, trained by Adam: with fsdp a process holds 16·P/N bytes between two steps
-(parameters 4, gradients 4, Adam 8). While a layer of L parameters computes, it holds about 12·L bytes more: the layer,
-its gradients, and a buffer that is sent (min_FSDP.py adds 8·L for the next layer, which is small here). With ddp a
+(parameters 4, gradients 4, Adam 8). While a unit of L parameters computes, it holds about 12·L bytes more: the unit,
+its gradients, and a buffer that is sent (min_FSDP.py adds 8·L for the next unit, which is small here). With ddp a
 process holds 16·P bytes. A step sends up to 3·(N-1)/N · 4·P bytes with fsdp and 2·(N-1)/N · 4·P bytes with ddp. The
 last line shows what each process really holds. The peak of --model deep is far above its share, because one layer has
 88 % of its parameters.
 
     python mnist_FSDP.py --nproc 2 --model deep                               # two GPUs, or two processes on the CPU
     python mnist_FSDP.py --nproc 2 --model deep --strategy ddp                # the same training, replicated
-    python mnist_FSDP.py --nproc 2 --mixed-precision                          # compute in bfloat16
-    python mnist_FSDP.py --nproc 2 --checkpoint-dir runs/mnist --export a.pt  # save every epoch; rerun to resume
+    python mnist_FSDP.py --nproc 2 --bf16                                     # compute in bfloat16
+    python mnist_FSDP.py --nproc 2 --checkpoint-dir runs/mnist --output a.pt  # save every epoch; rerun to resume
     python mnist_FSDP.py --nproc 1 --checkpoint-dir runs/mnist --epochs 4     # resume in one process
     torchrun --standalone --nproc-per-node 2 mnist_FSDP.py --data mnist       # the real MNIST
 
-It prints one line per epoch, over all test samples, with the peak memory of the largest process:
+In a terminal, a bar shows the loss of the epoch so far. Elsewhere `step 50/314 | loss 1.0912` does, every --log-every
+steps. After each epoch comes one line, over all test samples, with the peak memory of the largest process:
 
-    epoch: 0 | train loss: 0.6352 | test loss: 0.1403 | test acc: 9617/10000 (0.9617) | memory: 771 MB | 4120 samples/s
+    epoch 1/2 | loss 0.6352 | held-out 0.1403 | accuracy 0.9617 (9617/10000) | 771 MB | 4,120 samples/s
 
 All machines must share --checkpoint-dir. Load only checkpoints that you trust, because parts of them are pickles.
 """
@@ -36,138 +38,55 @@ import resource
 import time
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 import checkpoint
 import checkpoint_sharded
 import distributed as dist
 import mnist
 import options
-
-
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    count = options.whole_number(1)
-    strategies = ("fsdp", "ddp", "local")
-    parser.add_argument("--strategy", choices=strategies, default="fsdp", help="shard, replicate, or use one process")
-    parser.add_argument("--model", choices=mnist.MODELS, default="simple", help="50 k, 1.2 M or 94 M parameters")
-    parser.add_argument("--epochs", type=count, default=2, help="passes over the data")
-    parser.add_argument("--batch-size", type=count, default=64, help="samples per step and process")
-    parser.add_argument("--test-batch-size", type=count, default=1000, help="samples per step of the test, per process")
-    parser.add_argument("--lr", type=options.positive_number, default=0.001, help="learning rate of Adam")
-    parser.add_argument("--mixed-precision", action="store_true", help="compute in bfloat16")
-    mnist.add_data_options(parser)
-    parser.add_argument("--checkpoint-dir", help="save here after every epoch, and resume from the newest checkpoint")
-    parser.add_argument("--export", metavar="FILE", help="write the whole state_dict here, for plain PyTorch")
-    parser.add_argument("--seed", type=options.whole_number(0, 2**32 - 1), default=0, help="random seed")
-    parser.add_nproc()
-    args = parser.parse_args()
-    if args.strategy == "local" and args.nproc > 1:
-        parser.error(f"argument --strategy: local trains in 1 process, not in {args.nproc}")
-    if args.checkpoint_dir is not None:
-        checkpoint_sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
-    if args.export is not None:
-        checkpoint.check_writable("--export", args.export)
-    return args
-
+import watch
 
 # ---- local, DDP or FSDP -------------------------------------------------------------------------------------------
 
 
-def wrap(model, strategy, device, mixed_precision):
+def wrap(model, strategy, device, bf16, min_num_params=20_000):
     """The model, ready to train on `device`. Build the optimizer afterwards: FSDP replaces the parameters."""
     if strategy == "local":
         return model.to(device)
     if strategy == "ddp":
         return dist.prepare_ddp_model(model.to(device), gradient_as_bucket_view=True)  # needs no copy of the gradients
     policy = MixedPrecisionPolicy()
-    if mixed_precision:
+    if bf16:
         # Parameters are gathered in bfloat16. The shards, which the optimizer updates, stay float32.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return dist.prepare_fsdp_model(model, blocks=(nn.Conv2d, nn.Linear), mp_policy=policy)  # each layer is a unit
+    return dist.prepare_fsdp_model(model, min_num_params=min_num_params, mp_policy=policy)
 
 
-# ---- training and evaluation --------------------------------------------------------------------------------------
+def print_units(model, min_num_params):
+    """Print into how many units FSDP has cut the model."""
+    n_units = sum(isinstance(module, FSDPModule) for module in model.modules())
+    line = f"Sharded in {n_units} units: layers of at least {min_num_params:,} parameters, and the rest"
+    if n_units == 0:
+        line = "Nothing is sharded: there is one process"
+    dist.print_primary(line)
 
 
-def forward(model, images, labels, device, mixed_precision):
-    """Outputs (n, 10), labels (n,) and losses (n,), on `device`."""
-    images = images.to(device, non_blocking=True)
-    labels = labels.to(device, non_blocking=True)
-    with torch.autocast(device.type, torch.bfloat16, enabled=mixed_precision):  # the losses stay float32
-        outputs = model(mnist.normalize(images))
-        # It takes log-probabilities too: the log-softmax in it does not change them.
-        losses = F.cross_entropy(outputs, labels, reduction="none")
-    return outputs, labels, losses
+# ---- what each process holds --------------------------------------------------------------------------------------
 
 
-def train_epoch(model, loader, optimizer, device, mixed_precision):
-    """Mean loss, and samples per second, over all processes."""
-    model.train()
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # kept on the GPU to avoid a sync every step
-    n = 0
-    start = time.perf_counter()
-    for images, labels in loader:
-        optimizer.zero_grad()  # before forward, where the old gradients would take memory
-        _, _, losses = forward(model, images, labels, device, mixed_precision)
-        loss = losses.mean()
-        loss.backward()
-        optimizer.step()
-        loss_sum += loss.detach() * len(labels)
-        n += len(labels)
-    loss_sum, n = dist.all_reduce(torch.stack([loss_sum, loss_sum.new_tensor(n)])).tolist()
-    return loss_sum / n, n / (time.perf_counter() - start)
-
-
-@torch.no_grad()
-def evaluate(model, loader, device, mixed_precision):
-    """Mean loss, number of correct predictions and number of samples, over all processes.
-
-    `loader` has a sampler from `dist.data_sampler`; a single process needs none. The sampler of `make_loaders` pads:
-    all ranks get equally many batches, which a sharded model needs. The repeated samples are not counted.
-    """
-    model.eval()
-    dist.sync_params(model.buffers())  # BatchNorm's differ between ranks; rank 0's are saved
-    n = len(loader.dataset)
-    share = len(range(dist.get_rank(), n, dist.get_world_size()))  # samples of this rank
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    hits = torch.zeros((), dtype=torch.float64, device=device)
-    seen = 0
-    for images, labels in loader:
-        outputs, labels, losses = forward(model, images, labels, device, mixed_precision)
-        new = min(len(labels), share - seen)  # the rest of the batch is repeated
-        loss_sum += losses[:new].sum(dtype=torch.float64)
-        hits += (outputs.argmax(dim=1) == labels)[:new].sum()
-        seen += new
-    loss_sum, hits = dist.all_reduce(torch.stack([loss_sum, hits])).tolist()
-    return loss_sum / n, int(hits), n
-
-
-def make_loaders(args, device):
-    """Two DataLoaders that give this rank its share of the training data and of the test data, in whole batches.
-
-    `args` has data, data_dir, seed, batch_size and test_batch_size. Call `loader.sampler.set_epoch(epoch)` before each
-    epoch.
-    """
-    train_set = mnist.load_data(args.data, args.data_dir, train=True, seed=args.seed)
-    test_set = mnist.load_data(args.data, args.data_dir, train=False, seed=args.seed)
-    # One process uses a sampler too: the order, and so the result, is then the same for any number of processes.
-    sampler = dist.data_sampler(train_set, True, shuffle=True, seed=args.seed)
-    test_sampler = dist.data_sampler(test_set, True, shuffle=False)
-    pin_memory = device.type == "cuda"
-    loader = DataLoader(train_set, args.batch_size, sampler=sampler, collate_fn=mnist.collate, pin_memory=pin_memory)
-    test_loader = DataLoader(
-        test_set, args.test_batch_size, sampler=test_sampler, collate_fn=mnist.collate, pin_memory=pin_memory
+def print_held(optimizer, n_params, device):
+    params, gradients, state = largest(held_by_this_rank(optimizer), device)
+    total = params + gradients + state
+    dist.print_primary(
+        f"Held per process, in bytes: parameters {params:,} | gradients {gradients:,} | optimizer state {state:,} | "
+        f"in all {total:,}, {total / n_params:.2f} per parameter"
     )
-    return loader, test_loader
-
-
-# ---- memory -------------------------------------------------------------------------------------------------------
 
 
 def peak_memory(device):
@@ -196,16 +115,105 @@ def largest(numbers, device):
     return dist.all_reduce(torch.tensor(numbers, device=device), op="max").tolist()
 
 
-# ---- output -------------------------------------------------------------------------------------------------------
+# ---- training -----------------------------------------------------------------------------------------------------
 
 
-def print_held(optimizer, n_params, device):
-    params, gradients, state = largest(held_by_this_rank(optimizer), device)
-    total = params + gradients + state
-    dist.print_primary(
-        f"Held per process, in bytes: parameters {params:,} | gradients {gradients:,} | optimizer state {state:,} | "
-        f"in all {total:,}, {total / n_params:.2f} per parameter"
+def forward(model, images, labels, device, bf16):
+    """Outputs (n, 10), labels (n,) and losses (n,), on `device`."""
+    images = images.to(device, non_blocking=True)
+    labels = labels.to(device, non_blocking=True)
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):  # the losses stay float32
+        outputs = model(mnist.normalize(images))
+        # It takes log-probabilities too: the log-softmax in it does not change them.
+        losses = F.cross_entropy(outputs, labels, reduction="none")
+    return outputs, labels, losses
+
+
+def progress_bar(loader, title):
+    """The batches of `loader`, and on rank 0 a bar, if stderr is a terminal."""
+    return tqdm(loader, title, leave=False, disable=None if dist.is_primary() else True)
+
+
+def train_epoch(model, loader, optimizer, device, bf16, epoch=0, epochs=1, log_every=50):
+    """Mean loss, and samples per second, over all processes. Every so many steps it shows the loss so far."""
+    model.train()
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # kept on the GPU to avoid a sync every step
+    n = 0
+    start = time.perf_counter()
+    bar = progress_bar(loader, f"epoch {epoch + 1}/{epochs}")
+    for step, (images, labels) in enumerate(bar, epoch * len(loader) + 1):
+        optimizer.zero_grad()  # before forward, where the old gradients would take memory
+        _, _, losses = forward(model, images, labels, device, bf16)
+        loss = losses.mean()
+        loss.backward()
+        optimizer.step()
+        loss_sum += loss.detach() * len(labels)
+        n += len(labels)
+        if step % log_every == 0:
+            loss, _ = mean_over_ranks(loss_sum, n)
+            if bar.disable:
+                dist.print_primary(f"step {step}/{epochs * len(loader)} | loss {loss:.4f}", flush=True)
+            else:
+                bar.set_postfix_str(f"loss {loss:.4f}")
+    loss, n = mean_over_ranks(loss_sum, n)
+    return loss, n / (time.perf_counter() - start)
+
+
+def mean_over_ranks(loss_sum, n):
+    """The mean loss over the samples of all processes, and their number."""
+    loss_sum, n = dist.all_reduce(torch.stack([loss_sum, loss_sum.new_tensor(n)])).tolist()
+    return loss_sum / n, n
+
+
+@torch.no_grad()
+def evaluate(model, loader, device, bf16, log_every=50):
+    """Mean loss, number of correct predictions and number of samples, over all processes.
+
+    `loader` has a sampler from `dist.data_sampler`; a single process needs none. The sampler of `make_loaders` pads:
+    all ranks get equally many batches, which a sharded model needs. The repeated samples are not counted.
+    """
+    model.eval()
+    dist.sync_params(model.buffers())  # BatchNorm's differ between ranks; rank 0's are saved
+    n = len(loader.dataset)
+    share = len(range(dist.get_rank(), n, dist.get_world_size()))  # samples of this rank
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    hits = torch.zeros((), dtype=torch.float64, device=device)
+    seen = 0
+    bar = progress_bar(loader, "test")
+    for step, (images, labels) in enumerate(bar):
+        outputs, labels, losses = forward(model, images, labels, device, bf16)
+        new = min(len(labels), share - seen)  # the rest of the batch is repeated
+        loss_sum += losses[:new].sum(dtype=torch.float64)
+        hits += (outputs.argmax(dim=1) == labels)[:new].sum()
+        seen += new
+        if step % log_every == 0 and not bar.disable:
+            bar.set_postfix_str(f"loss {loss_sum.item() / seen:.4f}")  # of rank 0's samples
+    loss_sum, hits = dist.all_reduce(torch.stack([loss_sum, hits])).tolist()
+    return loss_sum / n, int(hits), n
+
+
+def make_loaders(args, device):
+    """Two DataLoaders that give this rank its share of the training data and of the test data, in whole batches.
+
+    `args` has data, data_dir, seed, batch_size and test_batch_size. Call `loader.sampler.set_epoch(epoch)` before each
+    epoch.
+    """
+    train_set = mnist.load_data(args.data, args.data_dir, train=True, seed=args.seed)
+    test_set = mnist.load_data(args.data, args.data_dir, train=False, seed=args.seed)
+    # One process uses a sampler too: the order, and so the result, is then the same for any number of processes.
+    sampler = dist.data_sampler(train_set, True, shuffle=True, seed=args.seed)
+    test_sampler = dist.data_sampler(test_set, True, shuffle=False)
+    pin_memory = device.type == "cuda"
+    loader = DataLoader(train_set, args.batch_size, sampler=sampler, collate_fn=mnist.collate, pin_memory=pin_memory)
+    test_loader = DataLoader(
+        test_set, args.test_batch_size, sampler=test_sampler, collate_fn=mnist.collate, pin_memory=pin_memory
     )
+    return loader, test_loader
+
+
+def seed_of(*parts):
+    """A random seed that depends on all parts: a use of the numbers, and whole numbers."""
+    return random.Random(str(parts)).getrandbits(63)
 
 
 def export(path, model):
@@ -214,14 +222,49 @@ def export(path, model):
     if dist.is_primary():
         with checkpoint.atomic(path) as file:
             torch.save(state, file)
-        print(f"Exported to {path}")
+        print(f"Wrote {path}")
 
 
-# ---- put together -------------------------------------------------------------------------------------------------
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    strategies = ("fsdp", "ddp", "local")
+    parser.add_argument("--strategy", choices=strategies, default="fsdp", help="shard, replicate, or use one process")
+    help_text = "with fsdp, layers with at least so many parameters are units"
+    parser.add_argument("--min-num-params", type=options.whole_number(1), default=20_000, help=help_text)
+    parser.add_argument("--model", choices=mnist.MODELS, default="simple", help="50 k, 1.2 M or 94 M parameters")
+    parser.add_argument("--epochs", type=options.whole_number(1), default=2, help="passes over the data")
+    parser.add_argument("--batch-size", type=options.whole_number(1), default=64, help="samples per process")
+    help_text = "samples per process and step of the test"
+    parser.add_argument("--test-batch-size", type=options.whole_number(1), default=1000, help=help_text)
+    parser.add_argument("--lr", type=options.positive_number, default=0.001, help="learning rate")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, keep parameters in float32")
+    mnist.add_data_options(parser)
+    help_text = "save in this folder, and resume from its newest checkpoint"
+    parser.add_argument("--checkpoint-dir", help=help_text)
+    parser.add_argument("--output", help="write the trained model to this file")
+    help_text = "steps between lines of progress"
+    parser.add_argument("--log-every", type=options.whole_number(1), default=50, help=help_text)
+    parser.add_argument("--seed", type=options.whole_number(0, 2**32 - 1), default=0, help="random seed")
+    parser.add_nproc()
+    args = parser.parse_args()
+    if args.strategy == "local" and args.nproc > 1:
+        parser.error(f"argument --strategy: local trains in 1 process, not in {args.nproc}")
+    if args.checkpoint_dir is not None:
+        checkpoint_sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
+    if args.output is not None:
+        checkpoint.check_writable("--output", args.output)
+    return args
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
+    watch.start()  # if the job stands still, one line says where each rank stands
     device = dist.get_device()
     dist.print_primary(f"Training on {world_size} x {device.type}: {args.strategy}")
     loader, test_loader = make_loaders(args, device)
@@ -229,7 +272,9 @@ def main_worker(local_rank, world_size, args):
     model = mnist.MODELS[args.model]()
     n_params = sum(param.numel() for param in model.parameters())
     dist.print_primary(f"Model {args.model}: {n_params:,} parameters")
-    model = wrap(model, args.strategy, device, args.mixed_precision)
+    model = wrap(model, args.strategy, device, args.bf16, args.min_num_params)
+    if args.strategy == "fsdp":
+        print_units(model, args.min_num_params)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
 
     first_epoch = 0
@@ -238,20 +283,21 @@ def main_worker(local_rank, world_size, args):
     for epoch in range(first_epoch, args.epochs):
         loader.sampler.set_epoch(epoch)
         # All randomness of an epoch depends on seed, epoch and rank, so a resumed run draws the same numbers.
-        torch.manual_seed(random.Random(f"{args.seed} {epoch} {dist.get_rank()}").getrandbits(63))
-        train_loss, speed = train_epoch(model, loader, optimizer, device, args.mixed_precision)
-        test_loss, hits, n = evaluate(model, test_loader, device, args.mixed_precision)
+        torch.manual_seed(seed_of("dropout", args.seed, epoch, dist.get_rank()))
+        loss, speed = train_epoch(model, loader, optimizer, device, args.bf16, epoch, args.epochs, args.log_every)
+        test_loss, hits, n = evaluate(model, test_loader, device, args.bf16, args.log_every)
         (memory,) = largest([peak_memory(device)], device)
         dist.print_primary(
-            f"epoch: {epoch} | train loss: {train_loss:.4f} | test loss: {test_loss:.4f} | test acc: {hits}/{n} "
-            f"({hits / n:.4f}) | memory: {memory / 1e6:.0f} MB | {speed:.0f} samples/s"
+            f"epoch {epoch + 1}/{args.epochs} | loss {loss:.4f} | held-out {test_loss:.4f} | "
+            f"accuracy {hits / n:.4f} ({hits}/{n}) | {memory / 1e6:.0f} MB | {speed:,.0f} samples/s",
+            flush=True,
         )
         if args.checkpoint_dir:
             checkpoint_sharded.save(args.checkpoint_dir, model, optimizer, epoch + 1)
 
     print_held(optimizer, n_params, device)
-    if args.export:
-        export(args.export, model)
+    if args.output:
+        export(args.output, model)
 
 
 if __name__ == "__main__":

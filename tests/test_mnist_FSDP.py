@@ -2,13 +2,18 @@
 
 import argparse
 import contextlib
+import fcntl
 import io
 import json
 import os
+import pty
 import re
 import resource
 import shutil
+import struct
+import termios
 import warnings
+from concurrent import futures
 from pathlib import Path
 from unittest import mock
 
@@ -43,8 +48,8 @@ GLOBAL_BATCH, EPOCHS, SIZES, LR = 24, 2, (240, 250), 0.002  # 250 is no multiple
 STEPS = SIZES[0] // GLOBAL_BATCH  # of an epoch
 DEEP = 94_104_234
 EPOCH_LINE = (
-    r"epoch: (\d+) \| train loss: ([\d.]+) \| test loss: ([\d.]+) \| test acc: (\d+)/(\d+) \(([\d.]+)\) "
-    r"\| memory: (\d+) MB \| (\d+) samples/s"
+    r"epoch (\d+)/\d+ \| loss ([\d.]+) \| held-out ([\d.]+) \| accuracy ([\d.]+) \((\d+)/(\d+)\) "
+    r"\| (\d+) MB \| ([\d,]+) samples/s"
 )
 
 
@@ -53,21 +58,21 @@ def slow(value):
 
 
 def train(local_rank, world_size, folder, name="run", optimizer="adam", model=Net, kind=lambda whole: whole, **changes):
-    """The script's own main_worker, in a worker; leaves NAME.pt, the export, and what each rank has printed and drawn.
+    """The script's own main_worker, in a worker; leaves NAME.pt, the result, and what each rank has printed and drawn.
 
     `changes` are of parse_args. Every rank's peak of memory is another, and every epoch of training takes 10 seconds.
     """
     Net.drawn.clear()
     values = {
         **{"strategy": "fsdp", "model": "simple", "epochs": EPOCHS, "batch_size": GLOBAL_BATCH // world_size},
-        **{"test_batch_size": 21, "lr": LR, "mixed_precision": False, "data": "synthetic"},
-        **{"data_dir": "data", "checkpoint_dir": None, "export": f"{folder}/{name}.pt", "seed": 3},
+        **{"test_batch_size": 21, "lr": LR, "bf16": False, "data": "synthetic", "min_num_params": 1000},
+        **{"data_dir": "data", "checkpoint_dir": None, "output": f"{folder}/{name}.pt", "seed": 3, "log_every": 7},
     }
     args = argparse.Namespace(**{**values, **changes})
     clock = slow_clock(step=10)
 
     with (
-        few_digits(*SIZES, kind=kind, dtype=torch.float32 if args.mixed_precision else torch.float64),
+        few_digits(*SIZES, kind=kind, dtype=torch.float32 if args.bf16 else torch.float64),
         mock.patch.dict(mnist.MODELS, simple=model),
         mock.patch("mnist_FSDP.time", clock),
         mock.patch("mnist_FSDP.peak_memory", lambda device: (7 + local_rank) * 1_000_000),
@@ -94,9 +99,9 @@ def assert_equal_lines(lines, expected, nprocs, first_epoch=0):
     _, losses, tests = expected
     steps = len(losses) // len(tests)
     for i, line in enumerate(lines, first_epoch):
-        epoch, train_loss, test_loss, hits, n, accuracy, memory, speed = line
+        epoch, train_loss, test_loss, accuracy, hits, n, memory, speed = line
         of_epoch = losses[i * steps : (i + 1) * steps]
-        assert int(epoch) == i
+        assert int(epoch) == i + 1
         mean = sum(loss * count for loss, count in of_epoch) / sum(count for _, count in of_epoch)
         assert float(train_loss) == pytest.approx(mean, abs=6e-5)
         assert float(test_loss) == pytest.approx(tests[i][0], abs=6e-5)
@@ -126,6 +131,25 @@ def references():
         name: train_alone(make, [RATES[name]] * 2, SIZES, GLOBAL_BATCH, model=MODELS[name])
         for name, make in OPTIMIZERS.items()
     }
+
+
+# Net has a layer of 18,840 parameters, and 250 others.
+UNITS = {
+    "fsdp": "Sharded in 2 units: layers of at least 1,000 parameters, and the rest\n",
+    "fsdp alone": "Nothing is sharded: there is one process\n",
+    "ddp": "",
+    "local alone": "",
+}
+
+
+def expected_steps(reference):
+    """The lines that are printed where no bar is: here every 7 of 20 steps, the mean loss of the epoch so far."""
+    losses = [loss for loss, _ in reference[1]]
+    lines = []
+    for step in (7, 14):
+        of_epoch = losses[(step - 1) // STEPS * STEPS : step]
+        lines.append(f"{step}/20 | loss {sum(of_epoch) / len(of_epoch):.4f}")
+    return lines
 
 
 def cases_worker(local_rank, world_size, folder):
@@ -161,6 +185,8 @@ def test_equals_one_process(nprocs, references, tmp_path, request):
         steps = [number for numbers in drawn for number in numbers]
         assert len(steps) == nprocs * EPOCHS * STEPS
         assert len(set(steps)) == len(steps), "dropout differs between ranks and between steps"
+        assert re.findall(r"^step (.*)$", output, re.M) == expected_steps(references[name])
+        assert UNITS[strategy if nprocs > 1 else f"{strategy} alone"] in output
         n_params = sum(tensor.numel() for tensor in state.values())
         n_trained = sum(tensor.numel() for name, tensor in state.items() if not name.startswith("pooler"))
         share = 8 / nprocs if strategy == "fsdp" else 8  # bytes of a float64
@@ -199,7 +225,7 @@ def test_batch_norm(tmp_path):
         net = Normed()
         net.load_state_dict(state)
         loss, hits, n = result_of(net, mnist.load_data(train=False, seed=3))
-    assert (int(lines[-1][3]), int(lines[-1][4])) == (hits, n)
+    assert (int(lines[-1][4]), int(lines[-1][5])) == (hits, n)
     assert float(lines[-1][2]) == pytest.approx(loss, abs=6e-5)
     dcp_to_torch_save(tmp_path / "step-2", tmp_path / "saved.pt")
     assert_equal_states(torch.load(tmp_path / "saved.pt", weights_only=True)["model"], state, 0)
@@ -364,7 +390,7 @@ def test_deep_net_needs_less_memory_than_ddp(tmp_path):
 def test_mixed_precision_is_for_training_and_evaluation(tmp_path):
     seen, forward = [], mnist_FSDP.forward
     with mock.patch("mnist_FSDP.forward", lambda *args: seen.append(args[4]) or forward(*args)):
-        train(0, 1, tmp_path, epochs=1, mixed_precision=True)
+        train(0, 1, tmp_path, epochs=1, bf16=True)
     assert seen == [True] * (STEPS + 12)
 
 
@@ -523,18 +549,72 @@ def test_full_disk(uninterrupted, tmp_path):
     assert (tmp_path / "old.pt").read_text() == "old"
 
 
+# ---- progress -----------------------------------------------------------------------------------------------------
+
+
+def bar_worker(local_rank, world_size, terminal, folder):
+    """Train with stderr in a terminal, as a job does that a user starts in one."""
+    before = os.dup(2)
+    os.dup2(os.open(terminal, os.O_WRONLY | os.O_NOCTTY), 2)
+    train(local_rank, world_size, folder, epochs=1, log_every=1)
+    os.dup2(before, 2)
+
+
+def test_a_bar_in_a_terminal(tmp_path):
+    """On rank 0, over the batches of training and of the test, with the loss. Then no lines are printed."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
+    with futures.ThreadPoolExecutor() as pool:
+        shown = pool.submit(read_terminal, master)
+        dist.launch(bar_worker, os.ttyname(slave), str(tmp_path), nprocs=2)
+        os.close(slave)
+    bars = shown.result().split("\r")
+    training = [bar for bar in bars if bar.startswith("epoch 1/1: ")]
+    test = [bar for bar in bars if bar.startswith("test: ")]
+    assert len(training) > STEPS / 2 and re.search(r"0/10 \[00:00", training[0]), "of one rank"
+    assert any(re.search(r"\d/10 \[.*, loss \d\.\d{4}\]", bar) for bar in training)
+    assert any(re.search(r"\d/6 \[.*, loss \d\.\d{4}\]", bar) for bar in test)
+    assert bars[-1].strip() == "", "the bar is gone, so that the line of the epoch follows those before"
+    _, lines, output, _ = trained(tmp_path)
+    assert len(lines) == 1 and "step " not in output
+
+
+def read_terminal(master):
+    """All that is written until the other end is closed everywhere."""
+    text = b""
+    with contextlib.suppress(OSError):
+        while new := os.read(master, 65536):
+            text += new
+    return text.decode()
+
+
+def test_no_step_waits_for_the_loss(tmp_path, monkeypatch):
+    """The device is asked for it every --log-every steps."""
+    waits = []
+    for name in ("item", "tolist"):
+        function = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, f=function: waits.append(None) or f(self))
+    counts = []
+    for log_every in (1, 5, 100):
+        waits.clear()
+        train(0, 1, tmp_path, epochs=1, log_every=log_every)
+        counts.append(len(waits))
+    assert counts[0] - counts[2] == STEPS and counts[1] - counts[2] == STEPS // 5
+
+
 # ---- the command --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_under_torchrun(tmp_path):
-    options = ("--epochs", 1, "--batch-size", 128, "--test-batch-size", 300, "--mixed-precision")
-    status, stdout, stderr = torchrun(2, "mnist_FSDP.py", *options, "--export", tmp_path / "model.pt", timeout=400)
-    assert status == 0, stderr
+    options = ("--epochs", 1, "--batch-size", 128, "--test-batch-size", 300, "--bf16")
+    status, stdout, stderr = torchrun(2, "mnist_FSDP.py", *options, "--output", tmp_path / "model.pt", timeout=400)
+    assert (status, stderr) == (0, ""), "no bar, since stderr is no terminal"
+    assert re.findall(r"^step (\d+)/78 \| loss \d\.\d{4}$", stdout, re.M) == ["50"]
     assert "Training on 2 x cpu: fsdp" in stdout
     assert "Model simple: 50,186 parameters" in stdout
-    ((epoch, train_loss, test_loss, hits, n, accuracy, *_),) = re.findall(EPOCH_LINE, stdout)
-    assert int(epoch) == 0 and float(test_loss) < float(train_loss) < 2.3
+    ((epoch, train_loss, test_loss, accuracy, hits, n, *_),) = re.findall(EPOCH_LINE, stdout)
+    assert int(epoch) == 1 and float(test_loss) < float(train_loss) < 2.3
     assert f"{int(hits) / 10_000:.4f}" == accuracy and int(n) == 10_000 and int(hits) > 5000
     held = "parameters 100,372 | gradients 100,372 | optimizer state 200,768 | in all 401,512, 8.00 per parameter"
     assert f"Held per process, in bytes: {held}" in stdout
@@ -544,6 +624,42 @@ def test_under_torchrun(tmp_path):
 
 
 REAL = ("--nproc", 2, "--model", "shallow", "--epochs", 1, "--data", "mnist", "--data-dir", MNIST_ROOT)
+
+
+@needs_mnist
+@pytest.mark.slow
+@pytest.mark.guard
+def test_shallow_net_on_real_mnist_in_two_units_equals_local(tmp_path):
+    dist.launch(real_worker, "fsdp", str(tmp_path), nprocs=2)
+    dist.launch(real_worker, "local", str(tmp_path), nprocs=1)
+    output, alone = ((tmp_path / f"{strategy}.txt").read_text() for strategy in ("fsdp", "local"))
+    assert "Sharded in 2 units: layers of at least 20,000 parameters" in output
+    assert re.findall(r"(loss.*\)) ", output) == re.findall(r"(loss.*\)) ", alone)
+    sharded, whole = (torch.load(tmp_path / f"{strategy}.pt", weights_only=True) for strategy in ("fsdp", "local"))
+    assert_equal_states(sharded, whole)
+
+
+def real_worker(local_rank, world_size, strategy, folder):
+    """1,200 real digits in float64, without dropout, whose masks differ between numbers of processes."""
+    words = ["--strategy", strategy, "--model", "shallow", "--epochs", "1", "--batch-size", str(64 // world_size)]
+    words += ["--data", "mnist", "--data-dir", MNIST_ROOT, "--output", f"{folder}/{strategy}.pt"]
+    load_data = mnist.load_data
+
+    def some(*args, **kwargs):
+        whole = load_data(*args, **kwargs)
+        return mnist.Digits(whole.images[:1200], whole.labels[:1200])
+
+    torch.set_default_dtype(torch.float64)
+    with (
+        mock.patch("mnist.load_data", some),
+        mock.patch("torch.nn.functional.dropout", lambda x, *_: x),
+        mock.patch("sys.argv", ["mnist_FSDP.py", *words]),
+        contextlib.redirect_stdout(io.StringIO()) as stdout,
+    ):
+        mnist_FSDP.main_worker(local_rank, world_size, mnist_FSDP.parse_args())
+    torch.set_default_dtype(torch.float32)
+    if local_rank == 0:
+        Path(f"{folder}/{strategy}.txt").write_text(stdout.getvalue())
 
 
 @pytest.mark.slow
@@ -556,5 +672,5 @@ def test_it_learns(options, epochs, hits):
     status, stdout, stderr = run("mnist_FSDP.py", *options, timeout=900)
     assert status == 0, stderr
     lines = re.findall(EPOCH_LINE, stdout)
-    assert [int(epoch) for epoch, *_ in lines] == list(range(epochs))
-    assert int(lines[-1][3]) >= hits, stdout
+    assert [int(epoch) for epoch, *_ in lines] == list(range(1, 1 + epochs))
+    assert int(lines[-1][4]) >= hits, stdout
