@@ -15,17 +15,20 @@ torchrun's elastic agent on each of them, and the gradients cross the network.
     pyflyte run --remote --image IMAGE flyte_workflow.py pytorch_training_wf              # on a cluster
     pyflyte run --remote --image IMAGE flyte_workflow.py pytorch_mnist_elastic_task       # on NODES of its machines
 
-It prints what mnist_DDP.py prints, and then the outputs: the accuracy after each epoch, and the path of the weights.
+It prints what mnist_DDP.py prints, and then the outputs: the accuracy after each epoch, and the path of mnist_cnn.pt.
 A local execution writes the weights to a temporary folder. When that folder is gone, `pyflyte local-cache clear` makes
 Flyte train again.
 """
 
 import hashlib
+import json
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from dataclasses_json import Undefined, dataclass_json
 from flytekit import Resources, current_context, task, workflow
 from flytekit.types.file import FlyteFile
 from flytekitplugins.kfpytorch import Elastic
@@ -48,7 +51,6 @@ def version_of(folder):
 
 VERSION = version_of(Path(__file__).parent)
 
-DEFAULTS = {}  # options of mnist_DDP.py that differ from its own defaults
 REQUESTS = {
     "requests": Resources(cpu="4", mem="8Gi", gpu=str(GPUS)),
     "limits": Resources(mem="16Gi", gpu=str(GPUS)),
@@ -59,34 +61,59 @@ REQUESTS = {
 }
 
 
+@dataclass_json(undefined=Undefined.RAISE)  # or a misspelt name would be ignored
+@dataclass
+class Hyperparameters:
+    """The options of mnist_DDP.py, with its defaults."""
+
+    data: str = "synthetic"
+    data_dir: str = "data"
+    global_batch_size: int = 128
+    accumulate: int = 1
+    test_batch_size: int = 1000
+    num_workers: int = 0
+    epochs: int = 5
+    lr: float = 0.05
+    clip: float = 0.0
+    bf16: bool = False
+    compile: bool = False
+    seed: int = 0
+    log_every: int = 100
+    save_every: int = 500
+    wandb: bool = False
+    tensorboard: str | None = None
+
+
+DEFAULTS = Hyperparameters()
+
+
 class TrainingOutputs(NamedTuple):
     epoch_accuracies: list[float]  # on the test set, after each epoch
-    model_state: FlyteFile  # load it with torch.load(..., weights_only=True)["model"] and load_state_dict
+    model_state: FlyteFile  # model.load_state_dict(torch.load(model_state))
 
 
 def train(hp):
-    """Train in one process per GPU, or in GPUS processes if there is no GPU. `hp` has options of mnist_DDP.py."""
-    folder = current_context().working_directory
-    words = []
+    """Train in one process per GPU, or in GPUS processes if there is no GPU."""
+    folder = Path(current_context().working_directory)
+    words = ["--output", str(folder / "mnist_cnn.pt")]
     if not dist.is_launched():  # the elastic agent has not started processes
         words += ["--nproc", str(torch.cuda.device_count() or GPUS)]
-    for name, value in hp.items():
+    for name, value in asdict(hp).items():
         option = "--" + name.replace("_", "-")
         if value is True:
             words.append(option)
-        else:
+        elif value is not False and value is not None:
             words.append(f"{option}={value}")
-    args = mnist_DDP.parse_args([*words, "--output-dir", str(folder)])
+    args = mnist_DDP.parse_args(words)
     dist.launch(mnist_DDP.main_worker, args, nprocs=args.nproc)
     if not dist.is_primary():  # under the elastic agent every process comes here, and rank 0 returns the outputs
         return None
-    path = Path(folder, "mnist_cnn.pt")
-    accuracies = torch.load(path, weights_only=True)["accuracies"]
-    return TrainingOutputs(accuracies, FlyteFile(str(path)))
+    accuracies = json.loads((folder / "mnist_cnn_accuracies.json").read_text())
+    return TrainingOutputs(accuracies, FlyteFile(args.output))
 
 
 @task(**REQUESTS)
-def pytorch_mnist_task(hp: dict) -> TrainingOutputs:
+def pytorch_mnist_task(hp: Hyperparameters = DEFAULTS) -> TrainingOutputs:
     return train(hp)
 
 
@@ -95,20 +122,18 @@ ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @task(task_config=Elastic(nnodes=NODES, nproc_per_node=GPUS, max_restarts=2), environment=ENVIRONMENT, **REQUESTS)
-def pytorch_mnist_elastic_task(hp: dict) -> TrainingOutputs:
+def pytorch_mnist_elastic_task(hp: Hyperparameters = DEFAULTS) -> TrainingOutputs:
     return train(hp)
 
 
 @workflow
-def pytorch_training_wf(hp: dict = DEFAULTS) -> TrainingOutputs:
+def pytorch_training_wf(hp: Hyperparameters = DEFAULTS) -> TrainingOutputs:
     return pytorch_mnist_task(hp=hp)
 
 
 if __name__ == "__main__":
     parser = mnist_DDP.make_parser(__doc__)
-    defaults = vars(parser.parse_args([]))
-    changed = {name: value for name, value in vars(parser.parse_args()).items() if value != defaults[name]}
-    outputs = pytorch_training_wf(hp=changed)
+    outputs = pytorch_training_wf(hp=Hyperparameters(**vars(parser.parse_args())))
     path = outputs.model_state.path
     if not Path(path).exists():  # the cached result of a local execution is in a temporary folder
         sys.exit(f"{path}, which an earlier run saved, is gone: run `pyflyte local-cache clear`, then start again")

@@ -3,16 +3,16 @@
 It classifies images. All processes train and evaluate, gradients are accumulated, the run resumes from its last
 snapshot, and it is tracked. The number of processes changes the speed and not the result, except for rounding, dropout,
 BatchNorm and random augmentation. Each step takes one global batch of B samples of a shuffled order. Each process takes
-its share, and splits it into K micro-batches, where K is --grad-accumulation:
+its share, and splits it into K micro-batches, where K is --accumulate:
 
-    2 processes, --grad-accumulation 2
+    2 processes, --accumulate 2
 
     rank 0   forward backward   forward backward --+-- all-reduce --- clip --- optimizer --- next step
     rank 1   forward backward   forward backward --+
              (no_sync)          on every rank the gradient is  g = 1/B * sum of the gradients of all B samples
 
-Begin at `Trainer.train_step`. Four places say CHANGE HERE: the data, the model, the loss, the optimizer. For another
-task also change `evaluate`, which counts correct predictions. Keep the rest.
+Four places say CHANGE HERE: the data, the model, the loss, the optimizer. For another task also change `evaluate`,
+which counts correct predictions, and `test`, which shows images to the trackers. Keep the rest.
 
 Choose min_DDP.py to learn DDP, flyte_workflow.py to run this experiment as the task of an orchestrator, and
 multinode_torchrun.py for machines that come and go.
@@ -24,18 +24,21 @@ A snapshot is 8·P bytes.
     python mnist_DDP.py                                           # all visible GPUs; on the CPU add --nproc 2
     python mnist_DDP.py --snapshot-path snapshot.pt               # save snapshots; the same command again resumes
     python mnist_DDP.py --data mnist                              # the real MNIST, 99 % after five epochs
-    python mnist_DDP.py --grad-accumulation 4 --amp --compile     # four micro-batches per step, bfloat16, compiled
+    python mnist_DDP.py --accumulate 4 --bf16 --compile           # four micro-batches per step, bfloat16, compiled
     WANDB_MODE=offline python mnist_DDP.py --wandb                # Weights & Biases, without an account
-    python mnist_DDP.py --tensorboard runs --output-dir results   # TensorBoard: tensorboard --logdir runs
+    python mnist_DDP.py --tensorboard runs --output runs/cnn.pt   # TensorBoard: tensorboard --logdir runs
     torchrun --standalone --nproc-per-node 2 mnist_DDP.py         # processes started by torchrun
 
-It prints `Train Epoch: 1 [12800/20000 (64%)]	loss=0.6582`, the mean loss of all samples since the line before, and
-after each epoch `test_loss=0.0588 accuracy=0.9864 (9864/10000)`. At the end it writes mnist_cnn.pt, a dict: "model" is
-the state_dict of the plain model, "accuracies" a list with the accuracy after each epoch.
+It prints `step 100/780 | loss 0.6582`, the mean loss of all samples since the line before, and after each epoch
+`epoch 1/5 | held-out 0.0588 | accuracy 0.9864 (9864/10000)`. At the end it writes mnist_cnn.pt, the state_dict of the
+plain model, and mnist_cnn_accuracies.json, a list with the accuracy after each epoch:
+
+    model.load_state_dict(torch.load("mnist_cnn.pt"))
 """
 
 import contextlib
 import importlib.util
+import json
 import math
 import os
 import random
@@ -52,199 +55,69 @@ import options
 import tracking
 import watch
 
-# ---- training -----------------------------------------------------------------------------------------------------
+# ---- one step: several micro-batches, one all-reduce --------------------------------------------------------------
 
 
-class Trainer:
-    """Steps are counted over all epochs, from 0."""
+def train_step(model, optimizer, batches, step, device, args):
+    """Train on one global batch. Returns the sum of the losses of this rank's share, on the device."""
+    world_size = dist.get_world_size()
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    model.train()
+    optimizer.zero_grad()
+    for k in range(args.accumulate):
+        inputs, labels = next(batches)
+        torch.manual_seed(seed_of("dropout", args.seed, step, k, dist.get_rank()))  # differs between ranks
+        is_last = k == args.accumulate - 1
+        sync = contextlib.nullcontext()
+        if not is_last and world_size > 1:
+            sync = model.no_sync()  # only the last micro-batch needs the all-reduce
+        with sync:  # around forward too, or every backward sends
+            _, _, losses = forward(model, inputs, labels, device, args.bf16)
+            # DDP divides the sum over all ranks by their number. So this makes the mean over the global batch.
+            loss = losses.sum() * world_size / args.global_batch_size
+            loss.backward()
+        loss_sum += losses.detach().sum()
+    if args.clip > 0:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+    optimizer.step()
+    return loss_sum
 
-    def __init__(self, args, device):
-        self.args = args
-        self.device = device
-        self.train_set, self.test_set = load_datasets(args)
-        self.steps_per_epoch = len(self.train_set) // args.global_batch_size
-        if self.steps_per_epoch == 0:
-            line = f"--global-batch-size {args.global_batch_size} is more than all training samples"
-            raise dist.DistributedError(f"{line}, {len(self.train_set)}")
-        self.steps = args.epochs * self.steps_per_epoch
-        # A resumed run must share these. It may have more --epochs. Then its first step still has the old learning
-        # rate, and the later ones follow the new cosine.
-        names = ("global_batch_size", "lr", "clip", "amp", "seed")
-        self.settings = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
-        self.settings["training samples"] = len(self.train_set)
-        torch.manual_seed(args.seed)
-        self.net = make_model().to(device)
-        self.model = dist.prepare_ddp_model(self.net, gradient_as_bucket_view=True)  # needs no copy of the gradients
-        if args.compile:
-            self.model.compile()  # after DDP: torch then splits the graph where DDP's buckets end
-        self.optimizer, self.scheduler = make_optimizer(self.net, args.lr, self.steps)
-        self.accuracies = []  # on the test set, after each epoch
-        self.preemption = checkpoint.Preemption() if args.snapshot_path else None
 
-    def train_step(self, batches, step):
-        """Train on one global batch. Returns the sum of the losses of this rank's share."""
-        world_size = dist.get_world_size()
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.model.train()
-        self.optimizer.zero_grad()
-        for k in range(self.args.grad_accumulation):
-            inputs, labels = next(batches)
-            torch.manual_seed(seed_of("dropout", self.args.seed, step, k, dist.get_rank()))  # differs between ranks
-            is_last = k == self.args.grad_accumulation - 1
-            sync = contextlib.nullcontext()
-            if not is_last and world_size > 1:
-                sync = self.model.no_sync()  # only the last micro-batch needs the all-reduce
-            with sync:  # around forward too, or every backward sends
-                _, _, losses = forward(self.model, inputs, labels, self.device, self.args.amp)
-                # DDP divides the sum over all ranks by their number. So this makes the mean over the global batch.
-                loss = losses.sum() * world_size / self.args.global_batch_size
-                loss.backward()
-            loss_sum += losses.detach().sum()
-        if self.args.clip > 0:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
-        self.optimizer.step()
-        return loss_sum
+# ---- batches that a resumed run repeats exactly -------------------------------------------------------------------
 
-    def train(self):
-        first_step = self.resume()
-        batches = self.batches(first_step)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)  # on the device, to avoid a sync every step
-        last_line = first_step
-        for step in range(first_step, self.steps):
-            loss_sum += self.train_step(batches, step)
-            done = step % self.steps_per_epoch + 1  # steps of this epoch
-            ends_epoch = done == self.steps_per_epoch
-            preempted = self.preemption is not None and self.preemption.agreed()  # has any process received SIGTERM?
-            saves = self.preemption is not None and (preempted or ends_epoch or done % self.args.save_every == 0)
-            # Print before each snapshot too: then a resumed run averages over the same steps.
-            if saves or ends_epoch or done % self.args.log_interval == 0:
-                self.print_loss(step, loss_sum, step + 1 - last_line)
-                loss_sum.zero_()
-                last_line = step + 1
-            if ends_epoch:
-                dist.check_in_sync(self.net)  # stops if the weights of two processes differ
-                self.test(step)
-            self.scheduler.step()
-            if saves:
-                self.save_snapshot(step + 1)
-            if preempted and step + 1 < self.steps:
-                self.tracker.close()
-                dist.barrier()  # rank 0 may upload for minutes
-                self.preemption.leave()
 
-    def print_loss(self, step, loss_sum, n_steps):
-        """Print the mean loss of the last `n_steps` steps. `loss_sum` is this rank's."""
-        epoch, position = divmod(step, self.steps_per_epoch)
-        loss = dist.all_reduce(loss_sum).item() / (n_steps * self.args.global_batch_size)
-        n = len(self.train_set)
-        seen = (position + 1) * self.args.global_batch_size
-        line = f"Train Epoch: {epoch + 1} [{seen}/{n} ({seen / n:.0%})]\tloss={loss:.4f}"
-        dist.print_primary(line, flush=True)
-        lr = self.scheduler.get_last_lr()[0]
-        self.tracker.log(self.samples(step + 1), loss=loss, lr=lr, epoch=epoch + 1)
+def load_batches(train_set, first_step, steps, device, args):
+    """An iterator over the micro-batches of this rank, from `first_step` on, of `steps` steps in all."""
+    loader = DataLoader(
+        SeededBatches(train_set),
+        batch_size=None,  # each item is a whole micro-batch
+        sampler=micro_batches(len(train_set), first_step, steps, args),
+        num_workers=args.num_workers,
+        pin_memory=device.type == "cuda",
+    )
+    return checkpoint.shielded(loader)  # its processes do not get a SIGTERM
 
-    def test(self, step):
-        """Evaluate after `step`, the last one of an epoch."""
-        test_loss, hits, n = self.evaluate()
-        accuracy = hits / n
-        self.accuracies.append(accuracy)
-        dist.print_primary(f"test_loss={test_loss:.4f} accuracy={accuracy:.4f} ({hits}/{n})", flush=True)
-        self.tracker.log(self.samples(step + 1), test_loss=test_loss, accuracy=accuracy, epoch=len(self.accuracies))
 
-    @torch.no_grad()
-    def evaluate(self):
-        """Mean loss, correct predictions and samples. Over all processes each sample counts once."""
-        self.net.eval()
-        dist.sync_params(self.net.buffers())  # BatchNorm's differ between ranks; rank 0's are saved
-        loader = DataLoader(
-            self.test_set,
-            self.args.test_batch_size,
-            sampler=dist.data_sampler(self.test_set, True, shuffle=False, pad=False),
-            collate_fn=mnist.collate,
-            num_workers=self.args.num_workers,
-            pin_memory=self.device.type == "cuda",
-        )
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        hits = torch.zeros((), dtype=torch.float64, device=self.device)
-        for inputs, labels in checkpoint.shielded(loader):
-            outputs, labels, losses = forward(self.net, inputs, labels, self.device, self.args.amp)
-            loss_sum += losses.sum(dtype=torch.float64)
-            hits += (outputs.argmax(dim=1) == labels).sum()
-        loss_sum, hits = dist.all_reduce(torch.stack([loss_sum, hits])).tolist()
-        n = len(self.test_set)
-        return loss_sum / n, int(hits), n
+def micro_batches(n, first_step, steps, args):
+    """The seed and the indices of each micro-batch of this rank. `n` is the number of training samples.
 
-    def samples(self, steps):
-        """The number of samples trained in `steps` steps: the x-axis of everything that is tracked."""
-        return steps * self.args.global_batch_size
-
-    # ---- snapshots ----
-
-    def resume(self):
-        """Load the snapshot, if there is one, and begin to track. Returns the step to run next."""
-        # DDP arranges its buckets in the first backward. Do that before the first step, as each resumed run does: the
-        # buckets decide in which order gradients are summed, and so their last bits.
-        checkpoint.rebuild_buckets(self.model, self.loss_of_a_micro_batch)
-        epoch = step = 0
-        run_id = None
-        path = self.args.snapshot_path
-        if path:
-            # The values come back in the order in which they are named here.
-            epoch, step, self.accuracies, run_id = checkpoint.load(
-                path, self.model, self.optimizer, self.scheduler, self.settings, accuracies=[], run_id=None
-            )
-        if (epoch, step) != (0, 0):
-            dist.print_primary(f"Resuming from {path} at epoch {epoch + 1}, step {step}", flush=True)
-        first_step = epoch * self.steps_per_epoch + step
-        self.tracker = tracking.Tracker("mnist_DDP", self.args, self.samples(first_step), run_id)
-        return first_step
-
-    def save_snapshot(self, next_step):
-        epoch, step = divmod(next_step, self.steps_per_epoch)
-        parts = (self.model, self.optimizer, self.scheduler)
-        values = {"settings": self.settings, "accuracies": self.accuracies, "run_id": self.tracker.run_id}
-        checkpoint.save(self.args.snapshot_path, *parts, epoch=epoch, step=step, **values)
-
-    def loss_of_a_micro_batch(self):
-        # A real batch: with --compile, another size would cost another compilation.
-        inputs, labels = next(self.batches(first_step=0))
-        _, _, losses = forward(self.model, inputs, labels, self.device, self.args.amp)
-        return losses.sum()
-
-    # ---- batches that a resumed run repeats exactly ----
-
-    def batches(self, first_step):
-        """The micro-batches of this rank, from `first_step` on."""
-        loader = DataLoader(
-            SeededBatches(self.train_set),
-            batch_size=None,  # each item is a whole micro-batch
-            sampler=self.micro_batches(first_step),
-            num_workers=self.args.num_workers,
-            pin_memory=self.device.type == "cuda",
-        )
-        return checkpoint.shielded(loader)  # its processes do not get a SIGTERM
-
-    def micro_batches(self, first_step):
-        """The seed and the indices of each micro-batch of this rank, from `first_step` on.
-
-        The order of the samples depends on --seed and epoch alone, so any number of ranks trains on the same global
-        batches, also after a resume. The samples that do not fill a last global batch are left out. They differ from
-        epoch to epoch.
-        """
-        args = self.args
-        rank = dist.get_rank()
-        for step in range(first_step, self.steps):
-            epoch, position = divmod(step, self.steps_per_epoch)
-            if step == first_step or position == 0:
-                generator = torch.Generator().manual_seed(args.seed + epoch)
-                order = torch.randperm(len(self.train_set), generator=generator).tolist()
-            start = position * args.global_batch_size
-            global_batch = order[start : start + args.global_batch_size]
-            share = global_batch[rank :: dist.get_world_size()]
-            for k in range(args.grad_accumulation):
-                seed = seed_of("augmentation", args.seed, step, k, rank)
-                micro_batch = share[k :: args.grad_accumulation]
-                yield seed, micro_batch
+    The order of the samples depends on --seed and epoch alone, so any number of ranks trains on the same global
+    batches, also after a resume. The samples that do not fill a last global batch are left out. They differ from
+    epoch to epoch.
+    """
+    rank = dist.get_rank()
+    for step in range(first_step, steps):
+        epoch, position = divmod(step, n // args.global_batch_size)
+        if step == first_step or position == 0:
+            generator = torch.Generator().manual_seed(args.seed + epoch)
+            order = torch.randperm(n, generator=generator).tolist()
+        start = position * args.global_batch_size
+        global_batch = order[start : start + args.global_batch_size]
+        share = global_batch[rank :: dist.get_world_size()]
+        for k in range(args.accumulate):
+            seed = seed_of("augmentation", args.seed, step, k, rank)
+            micro_batch = share[k :: args.accumulate]
+            yield seed, micro_batch
 
 
 class SeededBatches(Dataset):
@@ -270,6 +143,132 @@ def seed_of(*parts):
     return random.Random(str(parts)).getrandbits(63)
 
 
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
+def train(model, optimizer, scheduler, train_set, test_set, args):
+    """Train from the snapshot on, if there is one, and write the result. Steps count over all epochs."""
+    device = dist.get_device()
+    net = dist.unwrapped(model)
+    steps_per_epoch = len(train_set) // args.global_batch_size
+    steps = args.epochs * steps_per_epoch
+    settings = settings_of(args, len(train_set))
+    first_step, accuracies, run_id = resume(model, optimizer, scheduler, settings, steps_per_epoch, args)
+    tracker = tracking.Tracker("mnist_DDP", args, first_step * args.global_batch_size, run_id)
+    watched = "gradients" if args.compile else "all"  # torch.compile would compile W&B's hook of the parameters too
+    tracker.watch(net, args.log_every, watched)
+    preemption = checkpoint.Preemption() if args.snapshot_path else None
+    batches = load_batches(train_set, first_step, steps, device, args)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # on the device, to avoid a sync every step
+    last_line = first_step
+    for step in range(first_step, steps):
+        loss_sum += train_step(model, optimizer, batches, step, device, args)
+        done = step + 1
+        samples = done * args.global_batch_size  # the x-axis of everything that is tracked
+        ends_epoch = done % steps_per_epoch == 0
+        preempted = preemption is not None and preemption.agreed()  # has any process received SIGTERM?
+        saves = preemption is not None and (preempted or ends_epoch or done % args.save_every == 0)
+        # Print before each snapshot too: then a resumed run averages over the same steps.
+        if saves or ends_epoch or done % args.log_every == 0:
+            loss = dist.all_reduce(loss_sum).item() / ((done - last_line) * args.global_batch_size)
+            dist.print_primary(f"step {done}/{steps} | loss {loss:.4f}", flush=True)
+            tracker.log(samples, loss=loss, lr=scheduler.get_last_lr()[0])
+            loss_sum.zero_()
+            last_line = done
+        if ends_epoch:
+            dist.check_in_sync(net)  # stops if the weights of two processes differ
+            accuracies.append(test(net, test_set, done // steps_per_epoch, samples, tracker, args))
+        scheduler.step()
+        if saves:
+            values = {"accuracies": accuracies, "run_id": tracker.run_id, "epochs": args.epochs}
+            checkpoint.save(args.snapshot_path, model, optimizer, scheduler, step=done, settings=settings, **values)
+        if preempted and done < steps:
+            tracker.close()
+            dist.barrier()  # rank 0 may upload for minutes
+            preemption.leave()
+    if dist.is_primary():
+        write_result(args.output, net, accuracies)
+    tracker.close()
+
+
+@torch.no_grad()
+def test(net, test_set, epoch, samples, tracker, args):
+    """Evaluate after `epoch` epochs, and print and track the results. Returns the accuracy."""
+    device = dist.get_device()
+    loss, hits, n = evaluate(net, test_set, device, args)
+    accuracy = hits / n
+    line = f"epoch {epoch}/{args.epochs} | held-out {loss:.4f} | accuracy {accuracy:.4f} ({hits}/{n})"
+    dist.print_primary(line, flush=True)
+    tracker.log(samples, test_loss=loss, accuracy=accuracy, epoch=epoch)
+    if args.wandb or args.tensorboard:  # show what the model makes of the first images
+        inputs, labels = next(iter(DataLoader(test_set, 32, collate_fn=mnist.collate)))
+        outputs, labels, _ = forward(net, inputs, labels, device, args.bf16)
+        tracker.log_images(samples, inputs, outputs.float().softmax(dim=1), labels)
+    return accuracy
+
+
+@torch.no_grad()
+def evaluate(net, test_set, device, args):
+    """Mean loss, correct predictions and samples. Over all processes each sample counts once."""
+    net.eval()
+    dist.sync_params(net.buffers())  # BatchNorm's differ between ranks; rank 0's are saved
+    loader = DataLoader(
+        test_set,
+        args.test_batch_size,
+        sampler=dist.data_sampler(test_set, True, shuffle=False, pad=False),
+        collate_fn=mnist.collate,
+        num_workers=args.num_workers,
+        pin_memory=device.type == "cuda",
+    )
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    hits = torch.zeros((), dtype=torch.float64, device=device)
+    for inputs, labels in checkpoint.shielded(loader):
+        outputs, labels, losses = forward(net, inputs, labels, device, args.bf16)
+        loss_sum += losses.sum(dtype=torch.float64)
+        hits += (outputs.argmax(dim=1) == labels).sum()
+    loss_sum, hits = dist.all_reduce(torch.stack([loss_sum, hits])).tolist()
+    n = len(test_set)
+    return loss_sum / n, int(hits), n
+
+
+def write_result(path, net, accuracies):
+    """Write the weights of the plain model to `path`, and the accuracies beside it."""
+    weights = {name: tensor.cpu() for name, tensor in net.state_dict().items()}  # load them without a GPU
+    with checkpoint.atomic(path) as file:
+        torch.save(weights, file)
+    with checkpoint.atomic(os.path.splitext(path)[0] + "_accuracies.json") as file:
+        file.write(json.dumps(accuracies).encode())
+
+
+# ---- snapshots ----------------------------------------------------------------------------------------------------
+
+
+def settings_of(args, n):
+    """What a resumed run must share, on `n` training samples."""
+    names = ("global_batch_size", "lr", "clip", "bf16", "seed")
+    settings = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    settings["training samples"] = n
+    return settings
+
+
+def resume(model, optimizer, scheduler, settings, steps_per_epoch, args):
+    """Load the snapshot, if there is one. Returns the step to run next, the accuracies so far, and the run of W&B."""
+    path = args.snapshot_path
+    if path is None:
+        return 0, [], None
+    # The values come back in the order in which they are named here.
+    _, step, accuracies, run_id, epochs = checkpoint.load(
+        path, model, optimizer, scheduler, settings, accuracies=[], run_id=None, epochs=args.epochs
+    )
+    # A run that is complete may get more epochs. Its first step then still has the old learning rate, which is 0.
+    if args.epochs != epochs and step < epochs * steps_per_epoch:
+        line = f"--epochs {args.epochs}: {path} is at step {step} of {epochs} epochs, and its learning rate would jump"
+        raise dist.DistributedError(f"{line}: finish them first, with --epochs {epochs}")
+    if step > 0:
+        dist.print_primary(f"Resuming from {path} at step {step}", flush=True)
+    return step, accuracies, run_id
+
+
 # ---- data, model, loss and optimizer ------------------------------------------------------------------------------
 
 
@@ -292,11 +291,11 @@ def make_model():
 
 
 # CHANGE HERE, 3 of 4: the loss. One number per sample, not their mean, since ranks may have unequal shares.
-def forward(model, inputs, labels, device, amp):
+def forward(model, inputs, labels, device, bf16):
     """Outputs, labels and losses of a batch, on `device`. If `inputs` is a dict, move each of its tensors."""
     inputs = inputs.to(device, non_blocking=True)
     labels = labels.to(device, non_blocking=True)
-    with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         outputs = model(mnist.normalize(inputs))  # bytes become floats; leave it out if yours are floats already
         losses = F.cross_entropy(outputs, labels, reduction="none")
     return outputs, labels, losses
@@ -320,24 +319,23 @@ def make_optimizer(model, lr, steps):
 def make_parser(doc):
     """The options of an experiment, wherever it runs."""
     parser = options.ArgumentParser(doc)
-    count = options.whole_number(1)
     mnist.add_data_options(parser)
-    parser.add_argument("--global-batch-size", type=count, default=128, help="samples per step, over all processes")
-    parser.add_argument("--grad-accumulation", type=count, default=1, help="micro-batches per step and process")
-    parser.add_argument("--test-batch-size", type=count, default=1000, help="samples per process and evaluation batch")
+    help_text = "samples per step, over all processes"
+    parser.add_argument("--global-batch-size", type=options.whole_number(1), default=128, help=help_text)
+    parser.add_argument("--accumulate", type=options.whole_number(1), default=1, help="micro-batches per step")
+    help_text = "samples per process and step of the test"
+    parser.add_argument("--test-batch-size", type=options.whole_number(1), default=1000, help=help_text)
     parser.add_argument("--num-workers", type=options.whole_number(0), default=0, help="loading processes per process")
-    parser.add_argument("--epochs", type=count, default=5, help="passes over the training data")
-    parser.add_argument("--lr", type=options.positive_number, default=0.05, help="learning rate of the first step")
-    parser.add_argument("--clip", type=options.number(0), default=0.0, help="largest gradient norm; 0 does not clip")
-    parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where it is safe")
+    parser.add_argument("--epochs", type=options.whole_number(1), default=5, help="passes over the data")
+    parser.add_argument("--lr", type=options.positive_number, default=0.05, help="learning rate")
+    help_text = "largest norm of the gradient; 0 does not clip"
+    parser.add_argument("--clip", type=options.number(0), default=0.0, help=help_text)
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, keep parameters in float32")
     parser.add_argument("--compile", action="store_true", help="compile the model with torch.compile")
     parser.add_argument("--seed", type=options.whole_number(0, 2**32 - 1), default=0, help="random seed")
-    parser.add_argument(
-        "--log-interval", type=count, default=100, help="print every N steps of an epoch, and at its end"
-    )
-    parser.add_argument(
-        "--save-every", type=count, default=500, help="save a snapshot every N steps of an epoch, and at its end"
-    )
+    help_text = "steps between lines of progress"
+    parser.add_argument("--log-every", type=options.whole_number(1), default=100, help=help_text)
+    parser.add_argument("--save-every", type=options.whole_number(1), default=500, help="steps between snapshots")
     parser.add_argument("--wandb", action="store_true", help="track with Weights & Biases")
     parser.add_argument("--tensorboard", help="track with TensorBoard, in this folder")
     return parser
@@ -345,20 +343,20 @@ def make_parser(doc):
 
 def parse_args(words=None):
     parser = make_parser(__doc__)
-    parser.add_argument("--snapshot-path", help="file to save snapshots to, and to resume from (default: none)")
-    parser.add_argument("--output-dir", default=".", help="folder for mnist_cnn.pt")
+    parser.add_argument("--snapshot-path", help="save to this file, and resume from it")
+    parser.add_argument("--output", default="mnist_cnn.pt", help="write the trained model to this file")
     parser.add_nproc()
     args = parser.parse_args(words)
-    micro_batches = args.nproc * args.grad_accumulation
+    micro_batches = args.nproc * args.accumulate
     if args.global_batch_size < micro_batches:
-        how = f"the micro-batches of {args.nproc} x --grad-accumulation {args.grad_accumulation}"
+        how = f"the micro-batches of {args.nproc} x --accumulate {args.accumulate}"
         parser.error(f"argument --global-batch-size: {args.global_batch_size} is less than {micro_batches}, {how}")
     if args.wandb:
         check_installed("wandb")
     if args.tensorboard is not None:
         check_installed("tensorboard")
         checkpoint.check_writable("--tensorboard", os.path.join(args.tensorboard, "events"))
-    checkpoint.check_writable("--output-dir", os.path.join(args.output_dir, "mnist_cnn.pt"))
+    checkpoint.check_writable("--output", args.output)
     if args.snapshot_path is not None:
         checkpoint.check_writable("--snapshot-path", args.snapshot_path)
     return args
@@ -374,18 +372,32 @@ def check_installed(package):
 
 
 def main_worker(local_rank, world_size, args):
-    """Train and evaluate, then write the weights and the accuracies."""
     dist.init_process_group()
     watch.start()  # if the job stands still, one line says where each rank stands
     device = dist.get_device()
     dist.print_primary(f"Training on {world_size} x {device.type}, global batch {args.global_batch_size}", flush=True)
-    trainer = Trainer(args, device)
-    trainer.train()
-    if dist.is_primary():
-        weights = {name: tensor.cpu() for name, tensor in trainer.net.state_dict().items()}  # load it without a GPU
-        with checkpoint.atomic(os.path.join(args.output_dir, "mnist_cnn.pt")) as file:
-            torch.save({"model": weights, "accuracies": trainer.accuracies}, file)
-    trainer.tracker.close()
+    train_set, test_set = load_datasets(args)
+    steps = args.epochs * (len(train_set) // args.global_batch_size)
+    if steps == 0:
+        line = f"--global-batch-size {args.global_batch_size} is more than all training samples"
+        raise dist.DistributedError(f"{line}, {len(train_set)}")
+    torch.manual_seed(args.seed)
+    net = make_model().to(device)
+    model = dist.prepare_ddp_model(net, gradient_as_bucket_view=True)  # needs no copy of the gradients
+    if args.compile:
+        model.compile()  # after DDP: torch then splits the graph where DDP's buckets end
+    optimizer, scheduler = make_optimizer(net, args.lr, steps)
+
+    def loss_of_a_micro_batch():
+        # A real batch: with --compile, another size would cost another compilation.
+        inputs, labels = next(load_batches(train_set, 0, steps, device, args))
+        _, _, losses = forward(model, inputs, labels, device, args.bf16)
+        return losses.sum()
+
+    # DDP arranges its buckets in the first backward. Do that before the first step, as each resumed run does: the
+    # buckets decide in which order gradients are summed, and so their last bits.
+    checkpoint.rebuild_buckets(model, loss_of_a_micro_batch)
+    train(model, optimizer, scheduler, train_set, test_set, args)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The experiment as a task: local executions, what it returns, what it asks of a cluster, and when it is run again."""
 
+import dataclasses
 import importlib
 import os
 import re
@@ -39,7 +40,7 @@ def check_outputs(stdout):
     accuracy = float(re.search(r"epoch_accuracies[:=] ?\[(.*?)\]", stdout).group(1))
     path = re.search(r"(/\S+mnist_cnn\.pt)", stdout).group(1)
     net = mnist.SimpleCNN()
-    net.load_state_dict(torch.load(path, weights_only=True)["model"])
+    net.load_state_dict(torch.load(path, weights_only=True))
     _, hits, n = result_of(net, mnist.load_data("synthetic", "", train=False))
     assert hits / n == accuracy > 0.95
     return accuracy, path
@@ -49,12 +50,12 @@ def check_outputs(stdout):
 def test_a_local_execution_and_its_cache(home):
     status, stdout, stderr = run(SCRIPT, "--epochs", 1, env=home)
     assert status == 0, stderr
-    assert stdout.startswith("Training on 2 x cpu, global batch 128\nTrain Epoch: 1 [12800/20000 (64%)]\tloss=")
+    assert stdout.startswith("Training on 2 x cpu, global batch 128\nstep 100/156 | loss ")
     accuracy, path = check_outputs(stdout)
 
     status, stdout, stderr = run(SCRIPT, "--epochs", 1, env=home)
     assert (status, check_outputs(stdout)) == (0, (accuracy, path)), stderr
-    assert "Train" not in stdout
+    assert "loss" not in stdout
 
     os.remove(path)
     status, stdout, stderr = run(SCRIPT, "--epochs", 1, env=home)
@@ -80,7 +81,7 @@ def test_pyflyte_run(home, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ('{"steps": 1}', "unrecognized arguments: --steps=1"),
+        ('{"steps": 1}', "undefined initialization arguments {'steps': *1}"),
         ('{"epochs": 0}', "epochs: '0' is not a whole number of at least 1"),
     ],
 )
@@ -96,7 +97,7 @@ def elastic(nodes, processes):
     task = flyte_workflow.pytorch_mnist_elastic_task
     task.min_nodes = task.max_nodes = nodes
     task.task_config.nproc_per_node = processes
-    outputs = task(hp={"epochs": 1})
+    outputs = task(hp=flyte_workflow.Hyperparameters(epochs=1))
     print(f"epoch_accuracies: {outputs.epoch_accuracies}\nmodel_state: {outputs.model_state.path}")
 
 
@@ -128,6 +129,18 @@ def test_the_elastic_task_on_two(flyte_workflow, tmp_path):
     assert "IgnoreOutputs" in stderr
     assert any("Training on 2 x cpu" in stdout for _, stdout, _ in results)
     check_outputs(stdout)
+
+
+@pytest.mark.parametrize("name", ["pytorch_mnist_task", "pytorch_mnist_elastic_task", "pytorch_training_wf"])
+def test_hyperparameters_have_types_and_defaults(name, flyte_workflow):
+    """In the interface, which Flyte shows in a form, and those of the script."""
+    interface = getattr(flyte_workflow, name).python_interface
+    kind, default = interface.inputs_with_defaults["hp"]
+    assert kind is flyte_workflow.Hyperparameters and default == kind()
+    options = vars(mnist_DDP.make_parser("").parse_args([]))
+    assert dataclasses.asdict(default) == options
+    for field in dataclasses.fields(kind):
+        assert isinstance(options[field.name], field.type), field.name
 
 
 @pytest.mark.parametrize("name", ["pytorch_mnist_task", "pytorch_mnist_elastic_task"])
@@ -164,13 +177,14 @@ def test_another_code_is_another_version(flyte_workflow, tmp_path):
 def test_a_task_trains_in_a_process_per_gpu_of_its_container(flyte_workflow, monkeypatch, tmp_path):
     monkeypatch.setattr(flyte_workflow, "current_context", lambda: SimpleNamespace(working_directory=tmp_path))
     monkeypatch.setattr("distributed.launch", launch := mock.Mock())
-    torch.save({"accuracies": [0.5]}, tmp_path / "mnist_cnn.pt")
+    (tmp_path / "mnist_cnn_accuracies.json").write_text("[0.5]")
     for gpus, nprocs in ((0, flyte_workflow.GPUS), (3, 3)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        outputs = flyte_workflow.train({"epochs": 7, "amp": True})
+        outputs = flyte_workflow.train(flyte_workflow.Hyperparameters(epochs=7, bf16=True))
         (worker, args), kwargs = launch.call_args
         assert worker == mnist_DDP.main_worker and kwargs == {"nprocs": nprocs}
-        expected = {"epochs": 7, "amp": True, "compile": False, "lr": 0.05, "output_dir": str(tmp_path)}
+        expected = {"epochs": 7, "bf16": True, "compile": False, "lr": 0.05, "tensorboard": None}
+        expected["output"] = str(tmp_path / "mnist_cnn.pt")
         assert vars(args).items() >= expected.items()
         assert (outputs.epoch_accuracies, outputs.model_state.path) == ([0.5], str(tmp_path / "mnist_cnn.pt"))
 

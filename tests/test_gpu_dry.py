@@ -65,9 +65,9 @@ CASES = [
     ("min_CP_ring", 2, *STEPS),
     ("min_Stream", 2, *STEPS, "--num-workers", 0, "--snapshot-path", "snapshot.pt"),
     ("min_TP", 2, *STEPS),
-    ("mnist_DDP", 2, *IMAGES, "--global-batch-size", 64, "--grad-accumulation", 2, "--amp", "--clip", 1),
+    ("mnist_DDP", 2, *IMAGES, "--global-batch-size", 64, "--accumulate", 2, "--bf16", "--clip", 1),
     ("mnist_FSDP", 2, *IMAGES, "--batch-size", 32),
-    ("mnist_FSDP", 2, *IMAGES, "--batch-size", 32, "--mixed-precision", "--model", "shallow"),
+    ("mnist_FSDP", 2, *IMAGES, "--batch-size", 32, "--bf16", "--model", "shallow"),
     ("multigpu_torchrun", 2, 2, 1, *BATCHES),
 ]
 QUICK = CASES[:4]

@@ -16,6 +16,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import MNIST_ROOT, ROOT, exit_message, needs_mnist, run, torchrun
@@ -30,6 +31,7 @@ from images import (
     normal,
     result_of,
 )
+from PIL import Image
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.run import get_args_parser
 from torch.multiprocessing import ProcessExitedException
@@ -43,8 +45,8 @@ import spawn
 
 SCRIPT = "mnist_DDP.py"
 DEFAULTS = vars(mnist_DDP.make_parser("").parse_args([]))
-TRAIN_LINE = re.compile(r"Train Epoch: (\d+) \[(\d+)/(\d+) \((\d+)%\)\]\tloss=(\d+\.\d{4})")
-TEST_LINE = re.compile(r"test_loss=(\d+\.\d{4}) accuracy=(\d\.\d{4}) \((\d+)/(\d+)\)")
+TRAIN_LINE = re.compile(r"step (\d+)/(\d+) \| loss (\d+\.\d{4})")
+TEST_LINE = re.compile(r"epoch (\d+)/(\d+) \| held-out (\d+\.\d{4}) \| accuracy (\d\.\d{4}) \((\d+)/(\d+)\)")
 
 
 def settings(**changes):
@@ -53,7 +55,7 @@ def settings(**changes):
 
 
 def train_worker(
-    local_rank, world_size, hp, output_dir, sizes=(320, 101), model=mnist.SimpleCNN, snapshot_path=None, **data
+    local_rank, world_size, hp, folder, sizes=(320, 101), model=mnist.SimpleCNN, snapshot_path=None, **data
 ):
     """Train on a few samples, by the script's own main_worker."""
     data.setdefault("dtype", torch.float32)
@@ -68,18 +70,18 @@ def train_worker(
         mock.patch("mnist.SimpleCNN", model),
         mock.patch("mnist_DDP.make_optimizer", make_from_plain_model),
     ):
-        places = {"output_dir": str(output_dir), "snapshot_path": snapshot_path}
+        places = {"output": f"{folder}/mnist_cnn.pt", "snapshot_path": snapshot_path}
         mnist_DDP.main_worker(local_rank, world_size, argparse.Namespace(**vars(hp), **places))
     if world_size > 1 and not (hp.wandb or hp.tensorboard):
         assert not {"wandb", "tensorboard", "flytekit"} & sys.modules.keys(), "extras are for who asks for them"
 
 
 def weights_of(folder):
-    return torch.load(Path(folder) / "mnist_cnn.pt", weights_only=True)["model"]
+    return torch.load(Path(folder) / "mnist_cnn.pt", weights_only=True)
 
 
 def accuracies_of(folder):
-    return torch.load(Path(folder) / "mnist_cnn.pt", weights_only=True)["accuracies"]
+    return json.loads((Path(folder) / "mnist_cnn_accuracies.json").read_text())
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -87,18 +89,18 @@ def accuracies_of(folder):
 
 def check_output(stdout, epochs, size=20_000, global_batch=128):
     """One process prints; returns the accuracies."""
-    lines, trained_on = stdout.splitlines(), size // global_batch * global_batch
+    lines, per_epoch = stdout.splitlines(), size // global_batch
+    steps = epochs * per_epoch
     assert lines[0] == f"Training on 2 x cpu, global batch {global_batch}"
     trained = [match.groups() for match in map(TRAIN_LINE.fullmatch, lines) if match]
     tested = [match.groups() for match in map(TEST_LINE.fullmatch, lines) if match]
     assert len(lines) == 1 + len(trained) + len(tested), stdout
-    seen = [*range(100 * global_batch, trained_on, 100 * global_batch), trained_on]
-    assert [(int(epoch), int(n)) for epoch, n, *_ in trained] == [(e + 1, n) for e in range(epochs) for n in seen]
-    assert all(int(of) == size and percent == f"{100 * int(n) / size:.0f}" for _, n, of, percent, _ in trained)
-    assert all(n == "10000" and accuracy == f"{int(hits) / 10_000:.4f}" for _, accuracy, hits, n in tested)
-    assert len(tested) == epochs
+    expected = {*range(100, steps, 100), *range(per_epoch, steps + 1, per_epoch)}
+    assert [(int(step), int(of)) for step, of, _ in trained] == [(step, steps) for step in sorted(expected)]
+    assert [(int(epoch), int(of)) for epoch, of, *_ in tested] == [(e + 1, epochs) for e in range(epochs)]
+    assert all(n == "10000" and accuracy == f"{int(hits) / 10_000:.4f}" for *_, accuracy, hits, n in tested)
     assert float(trained[0][-1]) > 2 * float(trained[-1][-1])
-    return [int(hits) / 10_000 for _, _, hits, _ in tested]
+    return [int(hits) / 10_000 for *_, hits, _ in tested]
 
 
 @pytest.mark.slow
@@ -106,7 +108,7 @@ def test_the_command_tracked(tmp_path, tmp_path_factory):
     options = ("--nproc", 2, "--epochs", 1, "--wandb", "--tensorboard", tmp_path / "runs")
     temporary = tmp_path_factory.mktemp("t")  # a short path, for a socket in it
     environment = {**wandb_offline(tmp_path), "TMPDIR": str(temporary)}
-    command = (SCRIPT, *options, "--output-dir", tmp_path / "results")
+    command = (SCRIPT, *options, "--output", tmp_path / "results" / "mnist_cnn.pt")
     status, stdout, stderr = run(*command, env=environment, timeout=200)
     assert status == 0, stderr
     accuracies = check_output(stdout, 1)
@@ -122,8 +124,8 @@ def test_the_command_tracked(tmp_path, tmp_path_factory):
 
 
 def check_wandb(folder, seen, losses, accuracies):
-    """The history and the configuration."""
-    rows, config, metrics = read_wandb(folder)
+    """The history, the configuration, the histograms and the images."""
+    rows, config, metrics, files = read_wandb(folder)
     assert metrics == {"*": "samples"}, "the x-axis"
     assert config["epochs"] == len(accuracies) and config["lr"] == 0.05
     logged = [row for row in rows if "loss" in row]
@@ -132,6 +134,35 @@ def check_wandb(folder, seen, losses, accuracies):
     tested = [row for row in rows if "accuracy" in row]
     assert [row["accuracy"] for row in tested] == accuracies and tested[-1]["samples"] == seen[-1]
     assert all(row["test_loss"] > 0 for row in tested)
+    for name, param in mnist.SimpleCNN().named_parameters():
+        for kind in ("gradients", "parameters"):
+            assert sum(logged[0][f"{kind}/{name}.values"]) == param.numel(), "a histogram of it"
+    shown = [row for row in rows if "test_images._type" in row]
+    assert [row["samples"] for row in shown] == [row["samples"] for row in tested], "after each epoch"
+    check_table(folder, files)
+
+
+def check_table(folder, files):
+    """The table of the last epoch has the first test images, the truth, and what the trained model makes of them."""
+    table = json.loads(Path(files["test_images.table.json"]).read_text())
+    assert table["columns"] == ["image", "guess", "truth", *(f"score_{digit}" for digit in range(10))]
+    if (folder / "results").exists():  # of the whole command
+        weights, test_set = weights_of(folder / "results"), mnist.load_data("synthetic", "", train=False)
+    else:
+        weights, test_set = weights_of(folder / "tracked"), digits(101)
+    net = mnist.SimpleCNN()
+    net.load_state_dict(weights)
+    with torch.no_grad():
+        expected = net(normal(test_set.images[:32])).softmax(dim=1)
+    images, guesses, truths, *scores = zip(*table["data"], strict=True)
+    torch.testing.assert_close(torch.tensor(scores).T, expected, rtol=1e-3, atol=1e-4)
+    assert list(guesses) == expected.argmax(dim=1).tolist()
+    assert list(truths) == test_set.labels[:32].tolist()
+    assert all((image["width"], image["height"]) == (28, 28) for image in images)
+    pixels = torch.from_numpy(np.array(Image.open(files[images[0]["path"]]).convert("L")))
+    low, high = test_set.images[0].min(), test_set.images[0].max()
+    stretched = (test_set.images[0, 0] - low) / (high - low) * 255
+    assert (pixels - stretched).abs().max() <= 2, "W&B stretches the contrast"
 
 
 def check_tensorboard(folder, seen, accuracies):
@@ -142,6 +173,8 @@ def check_tensorboard(folder, seen, accuracies):
     assert set(events.Tags()["scalars"]) == {"loss", "lr", "epoch", "test_loss", "accuracy"}
     assert [event.step for event in events.Scalars("loss")] == seen
     assert [event.value for event in events.Scalars("accuracy")] == pytest.approx(accuracies)
+    assert events.Images("test_images")[-1].step == seen[-1]
+    assert "test_images/text_summary" in events.Tags()["tensors"], "the guesses"
 
 
 def wandb_offline(folder):
@@ -151,12 +184,15 @@ def wandb_offline(folder):
 
 
 def read_wandb(folder):
-    """History, config and metrics of the only run. Its file is a LevelDB log: records in blocks of 32 KiB."""
+    """History, config, metrics and where the tables' files are, of the only run.
+
+    A run's file is a LevelDB log: records in blocks of 32 KiB.
+    """
     from wandb.proto import wandb_internal_pb2
 
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     data, position, record = path.read_bytes(), 7, b""
-    rows, config, metrics = [], {}, {}
+    rows, config, metrics, files = [], {}, {}, {}
     while position < len(data):
         left = 32768 - position % 32768
         if left < 7:  # the rest of a block that has no room for a header
@@ -174,12 +210,14 @@ def read_wandb(folder):
             config.update({item.key: json.loads(item.value_json) for item in message.run.config.update})
             if message.metric.glob_name:
                 metrics[message.metric.glob_name] = message.metric.step_metric
-    return rows, config, metrics
+            files.update({entry.path: entry.local_path for entry in message.artifact.manifest.contents})
+    return rows, config, metrics, files
 
 
 @pytest.mark.slow
 def test_the_same_under_torchrun(tmp_path):
-    options = ("--global-batch-size", 256, "--grad-accumulation", 2, "--epochs", 2, "--output-dir", tmp_path, "--amp")
+    options = ("--global-batch-size", 256, "--accumulate", 2, "--epochs", 2, "--bf16")
+    options += ("--output", tmp_path / "mnist_cnn.pt")
     status, stdout, stderr = torchrun(2, SCRIPT, *options, timeout=500)
     assert (status, stderr) == (0, "")
     assert accuracies_of(tmp_path) == check_output(stdout, 2, global_batch=256)
@@ -216,8 +254,8 @@ def check_record(path):
 
 
 def test_the_options_are_what_the_experiment_gets(tmp_path):
-    places = ["--output-dir", str(tmp_path), "--snapshot-path", str(tmp_path / "snapshot.pt")]
-    given = {"data": "mnist", "data_dir": "there", "amp": True, "compile": True, "wandb": True}
+    places = ["--output", str(tmp_path / "model.pt"), "--snapshot-path", str(tmp_path / "snapshot.pt")]
+    given = {"data": "mnist", "data_dir": "there", "bf16": True, "compile": True, "wandb": True}
     given.update(tensorboard=str(tmp_path), lr=0.5, clip=2.5)
     for name in DEFAULTS:
         given.setdefault(name, 7)
@@ -226,12 +264,12 @@ def test_the_options_are_what_the_experiment_gets(tmp_path):
         option = "--" + name.replace("_", "-")
         words += [option] if value is True else [option, str(value)]
     args = vars(mnist_DDP.parse_args([*words, *places]))
-    where = {"nproc": 1, "output_dir": str(tmp_path), "snapshot_path": str(tmp_path / "snapshot.pt")}
+    where = {"nproc": 1, "output": str(tmp_path / "model.pt"), "snapshot_path": str(tmp_path / "snapshot.pt")}
     assert args == {**given, **where}
     assert vars(mnist_DDP.parse_args(places)) == {**DEFAULTS, **where}
 
 
-@pytest.mark.parametrize("name", [*DEFAULTS, "output_dir", "snapshot_path"])
+@pytest.mark.parametrize("name", [*DEFAULTS, "output", "snapshot_path"])
 def test_torchrun_leaves_the_options_to_the_script(name):
     for option in (f"--{name}", f"--{name.replace('_', '-')}"):
         args = get_args_parser().parse_args(["--standalone", SCRIPT, option, "7"])
@@ -251,7 +289,7 @@ def test_a_missing_package_is_one_line(package, found, main_of, monkeypatch, tmp
 @pytest.mark.slow
 def test_without_an_account_it_is_one_line(tmp_path):
     environment = {**wandb_offline(tmp_path), "WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(tmp_path)}
-    status, _, stderr = run(SCRIPT, "--wandb", "--output-dir", tmp_path, env=environment)
+    status, _, stderr = run(SCRIPT, "--wandb", "--output", tmp_path / "mnist_cnn.pt", env=environment)
     assert status == 1 and "Traceback" not in stderr
     assert stderr.splitlines()[-1].startswith("--wandb: ") and "WANDB_MODE=offline" in stderr.splitlines()[-1], stderr
 
@@ -259,14 +297,14 @@ def test_without_an_account_it_is_one_line(tmp_path):
 # ---- training -------------------------------------------------------------------------------------------------------
 
 SIZES = (300, 101)
-TRICKS = {"grad_accumulation": 3, "clip": 4.0}
+TRICKS = {"accumulate": 3, "clip": 4.0}
 CASES = {"plain": ("sgd", {}), "sgd": ("sgd", TRICKS), "adamw": ("layerwise", TRICKS), "rare": ("sgd", TRICKS)}
 
 
 def hyperparameters(name, **changes):
     """13 steps of 22 samples per epoch: 14 samples are left out, and 4 ranks have unequal shares."""
     values = {"global_batch_size": 22, "lr": 0.003 if name == "layerwise" else 0.02, "epochs": 3, "seed": 3}
-    return settings(**{**values, "test_batch_size": 11, "log_interval": 1, **changes})
+    return settings(**{**values, "test_batch_size": 11, "log_every": 1, **changes})
 
 
 def train_alone(name, hp, model=Net):
@@ -326,7 +364,7 @@ def cases_worker(local_rank, world_size, folder):
 
         os.makedirs(f"{folder}/{case}", exist_ok=True)
         rare = case == "rare"
-        hp = hyperparameters(name, **{**changes, "log_interval": 100 if rare else 1})
+        hp = hyperparameters(name, **{**changes, "log_every": 100 if rare else 1})
         with (
             mock.patch("distributed.prepare_ddp_model", prepare_and_count),
             mock.patch("torch.optim.SGD", OPTIMIZERS[name]) if name != "sgd" else contextlib.nullcontext(),
@@ -336,7 +374,7 @@ def cases_worker(local_rank, world_size, folder):
         ):
             data = {"dtype": torch.float64, **({"kind": Plain} if rare else {})}
             train_worker(local_rank, world_size, hp, f"{folder}/{case}", SIZES, Net, **data)
-        smallest = hp.global_batch_size // (world_size * hp.grad_accumulation)
+        smallest = hp.global_batch_size // (world_size * hp.accumulate)
         assert min(Net.sizes) >= smallest, "the first backward too, or a model would be compiled once more for it"
         torch.save((sent, waits, stdout.getvalue(), torch.stack(Net.drawn)), f"{folder}/{case}/{local_rank}.pt")
 
@@ -358,19 +396,21 @@ def test_equals_one_process(nprocs, tmp_path):
             assert sent == [19_090] * (1 + len(losses)), "one bucket of all gradients, once per step, and once before"
         before = int(nprocs > 1)  # forward passes to arrange DDP's buckets
         drawn = torch.cat([numbers[before:] for *_, numbers in ranks]).tolist()
-        assert len(drawn) == nprocs * hp.grad_accumulation * len(losses)
+        assert len(drawn) == nprocs * hp.accumulate * len(losses)
         assert len(set(drawn)) == len(drawn), "dropout differs between ranks, steps and micro-batches"
 
-        trained = [(int(seen), float(loss)) for _, seen, _, _, loss in TRAIN_LINE.findall(stdout)]
+        trained = [(int(step), float(loss)) for step, _, loss in TRAIN_LINE.findall(stdout)]
         if case == "rare":
             means = [sum(losses[i : i + 13]) / 13 for i in range(0, 39, 13)]
-            assert trained == [(286, pytest.approx(mean, abs=6e-5)) for mean in means]
+            assert trained == [
+                (step, pytest.approx(mean, abs=6e-5)) for step, mean in zip((13, 26, 39), means, strict=True)
+            ]
             assert len(waits) <= 60, "some per epoch, none per step"
         else:
             assert [loss for _, loss in trained] == pytest.approx(losses, abs=6e-5)
-            assert [seen for seen, _ in trained] == [22 * (i + 1) for i in range(13)] * 3
+            assert [step for step, _ in trained] == [*range(1, 40)]
             assert len(waits) <= len(losses) + 60, "a wait per line, here per step"
-        tested = [(float(loss), int(hits), int(n)) for loss, _, hits, n in TEST_LINE.findall(stdout)]
+        tested = [(float(loss), int(hits), int(n)) for _, _, loss, _, hits, n in TEST_LINE.findall(stdout)]
         assert [counts for _, *counts in tested] == [counts for _, *counts in tests], "each sample once"
         assert [loss for loss, *_ in tested] == pytest.approx([loss for loss, *_ in tests], abs=6e-5)
 
@@ -447,7 +487,7 @@ def train_killed(nprocs, moments, hp, *args):
 def test_killed_ten_times_and_resumed_by_other_numbers_of_processes(tmp_path, capfd):
     """The same curve, accuracies and weights as one process has that nobody kills."""
     draw = random.Random(1)
-    changes = {**TRICKS, "grad_accumulation": 2, "save_every": 1}
+    changes = {**TRICKS, "accumulate": 2, "save_every": 1}
     hp = hyperparameters("sgd", **changes)
     moments = [draw.randint(3, 20) for _ in range(10)]
     nprocs = [1, 2, 3, 2, 1, 3, 3, 1, 2, 3, 2]
@@ -457,12 +497,12 @@ def test_killed_ten_times_and_resumed_by_other_numbers_of_processes(tmp_path, ca
     assert accuracies_of(tmp_path) == [hits / n for _, hits, n in tests]
 
     stdout = capfd.readouterr().out
-    resumed = re.findall(r"Resuming from \S+ at epoch (\d+), step (\d+)\n", stdout)
+    resumed = re.findall(r"Resuming from \S+ at step (\d+)\n", stdout)
     assert len(resumed) >= 9 and len(set(resumed)) > 5, "each run came further"
-    curve = {(int(epoch), int(seen)): set() for epoch, seen, *_ in TRAIN_LINE.findall(stdout)}
-    for epoch, seen, _, _, loss in TRAIN_LINE.findall(stdout):
-        curve[int(epoch), int(seen)].add(float(loss))
-    assert sorted(curve) == [(epoch, 22 * (i + 1)) for epoch in (1, 2, 3) for i in range(13)]
+    curve = {int(step): set() for step, *_ in TRAIN_LINE.findall(stdout)}
+    for step, _, loss in TRAIN_LINE.findall(stdout):
+        curve[int(step)].add(float(loss))
+    assert sorted(curve) == [*range(1, 40)]
     assert [min(curve[where]) for where in sorted(curve)] == pytest.approx(losses, abs=6e-5)
     assert [max(curve[where]) for where in sorted(curve)] == pytest.approx(losses, abs=6e-5)
 
@@ -474,7 +514,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(nprocs, tmp_path, capfd):
     """With batch norm, dropout, augmentation in workers, and printed lines between the snapshots."""
     draw = random.Random(nprocs)
     for folder, moments, num_workers in (("killed", [draw.randint(8, 30) for _ in range(4)], 1), ("whole", [], 0)):
-        changes = {**TRICKS, "grad_accumulation": 2, "global_batch_size": 24, "log_interval": 3, "save_every": 2}
+        changes = {**TRICKS, "accumulate": 2, "global_batch_size": 24, "log_every": 3, "save_every": 2}
         hp = hyperparameters("sgd", **{**changes, "num_workers": num_workers})
         (tmp_path / folder).mkdir()
         args = (hp, str(tmp_path / folder), Normed, torch.float32, noisy_training)
@@ -499,7 +539,7 @@ def test_a_snapshot_of_another_global_batch_is_refused(tmp_path, capfd):
     assert message == f"{path} was saved with --global-batch-size 22, not 20: use the same, or another path"
     message = exit_message(train_worker, 0, 1, hyperparameters("sgd", epochs=2), tmp_path, (330, 101), Net, path)
     assert message == f"{path} was saved with training samples 300, not 330: use the same, or another path"
-    for name, value in {"lr": 0.5, "clip": 0.5, "amp": True, "seed": 7}.items():
+    for name, value in {"lr": 0.5, "clip": 0.5, "bf16": True, "seed": 7}.items():
         other = hyperparameters("sgd", epochs=2, **{name: value})
         message = exit_message(train_worker, 0, 1, other, tmp_path, SIZES, Net, path)
         assert message.startswith(f"{path} was saved with --{name} ") and message.endswith(
@@ -508,41 +548,40 @@ def test_a_snapshot_of_another_global_batch_is_refused(tmp_path, capfd):
     capfd.readouterr()
     train_worker(0, 1, hyperparameters("sgd", epochs=1), tmp_path, SIZES, Net, path)
     lines = capfd.readouterr().out.splitlines()
-    assert lines[1:] == [f"Resuming from {path} at epoch 2, step 0"], "all is done: nothing is trained"
+    assert lines[1:] == [f"Resuming from {path} at step 13"], "all is done: nothing is trained"
 
 
 def test_a_global_batch_that_does_not_fit_is_one_line(tmp_path, main_of, monkeypatch):
-    message = "4 is less than 6, the micro-batches of 2 x --grad-accumulation 3"
-    options = ("--nproc", "2", "--grad-accumulation", "3", "--global-batch-size", "4")
+    message = "4 is less than 6, the micro-batches of 2 x --accumulate 3"
+    options = ("--nproc", "2", "--accumulate", "3", "--global-batch-size", "4")
     assert main_of(SCRIPT, *options) == (2, f"{SCRIPT}: error: argument --global-batch-size: {message}\n")
     message = exit_message(train_worker, 0, 1, settings(global_batch_size=321), tmp_path)
     assert message == "--global-batch-size 321 is more than all training samples, 320"
 
 
 @pytest.mark.parametrize(
-    ("save_every", "expected"), [(5, [(0, 5), (0, 10), (1, 0), (1, 5), (1, 10), (2, 0)]), (13, [(1, 0), (2, 0)])]
+    ("save_every", "expected"), [(5, [5, 10, 13, 15, 20, 25, 26]), (13, [13, 26]), (100, [13, 26])]
 )
 def test_it_saves_after_every_so_many_steps_and_after_each_epoch(save_every, expected, tmp_path, monkeypatch, capsys):
     saved, save = [], checkpoint.save
 
-    def record(path, *args, epoch, step, **parts):
-        saved.append((epoch, step))
-        save(path, *args, epoch=epoch, step=step, **parts)
+    def record(path, *args, step, **parts):
+        saved.append(step)
+        save(path, *args, step=step, **parts)
 
     monkeypatch.setattr(checkpoint, "save", record)
-    hp = hyperparameters("sgd", save_every=save_every, log_interval=100, epochs=2)
+    hp = hyperparameters("sgd", save_every=save_every, log_every=100, epochs=2)
     train_worker(0, 1, hp, tmp_path, SIZES, Net, tmp_path / "snapshot.pt")
     assert saved == expected
-    seen = [int(n) for _, n, *_ in TRAIN_LINE.findall(capsys.readouterr().out)]
-    steps = [step or 13 for _, step in expected]
-    assert seen == [22 * step for step in steps], "a line before each snapshot, or a resumed run prints another mean"
+    steps = [int(step) for step, *_ in TRAIN_LINE.findall(capsys.readouterr().out)]
+    assert steps == expected, "a line before each snapshot, or a resumed run prints another mean"
 
 
 class Left(Exception):
     """Instead of the end of the process."""
 
 
-@pytest.mark.parametrize(("at", "expected"), [(2, (2, 0)), (3, None)])
+@pytest.mark.parametrize(("at", "expected"), [(2, 2), (3, None)])
 def test_after_sigterm_in_the_last_step_of_an_epoch_it_leaves_unless_all_is_done(at, expected, tmp_path):
     """Each of the three epochs has one step, after which the epoch is evaluated and saved."""
     preempted = mock.patch.object(checkpoint.Preemption, "agreed", mock.Mock(side_effect=[at == 1, at == 2, at == 3]))
@@ -550,9 +589,26 @@ def test_after_sigterm_in_the_last_step_of_an_epoch_it_leaves_unless_all_is_done
     left = mock.patch.object(checkpoint.Preemption, "leave", mock.Mock(side_effect=Left))
     with preempted, left, pytest.raises(Left) if expected else contextlib.nullcontext():
         train_worker(0, 1, hyperparameters("sgd", global_batch_size=SIZES[0]), tmp_path, SIZES, Net, path)
-    saved = torch.load(path, weights_only=True)
-    assert (saved["epoch"], saved["step"]) == (expected or (3, 0))
+    assert torch.load(path, weights_only=True)["step"] == (expected or 3)
     assert (tmp_path / "mnist_cnn.pt").exists() == (expected is None)
+
+
+def test_more_epochs_are_refused_while_steps_are_left(tmp_path, capsys):
+    """The learning rate falls over all epochs, so it would jump up."""
+    path = tmp_path / "snapshot.pt"
+    agreed = mock.patch.object(checkpoint.Preemption, "agreed", mock.Mock(side_effect=[False, True]))
+    with agreed, mock.patch.object(checkpoint.Preemption, "leave", mock.Mock(side_effect=Left)), pytest.raises(Left):
+        train_worker(0, 1, hyperparameters("sgd", epochs=2), tmp_path, SIZES, Net, path)
+    for epochs in (1, 4):
+        hp = hyperparameters("sgd", epochs=epochs)
+        message = exit_message(train_worker, 0, 1, hp, tmp_path, SIZES, Net, path)
+        assert message.startswith(f"--epochs {epochs}: {path} is at step 2 of 2 epochs"), message
+        assert message.endswith("with --epochs 2")
+    capsys.readouterr()
+    for epochs, steps in ((2, range(3, 27)), (3, range(27, 40))):  # then it is complete, and may go on
+        train_worker(0, 1, hyperparameters("sgd", epochs=epochs), tmp_path, SIZES, Net, path)
+        assert [int(step) for step, *_ in TRAIN_LINE.findall(capsys.readouterr().out)] == [*steps]
+        assert len(accuracies_of(tmp_path)) == epochs
 
 
 def test_sigterm_to_the_processes_that_load_does_not_end_an_evaluation(tmp_path, monkeypatch):
@@ -577,7 +633,7 @@ def test_sigterm_to_the_processes_that_load_does_not_end_an_evaluation(tmp_path,
 
 def more_worker(local_rank, world_size, folder):
     """Batch norm, and what the seed and the tracking decide."""
-    tracking = {"log_interval": 1, "wandb": True, "tensorboard": f"{folder}/runs"}
+    tracking = {"log_every": 1, "wandb": True, "tensorboard": f"{folder}/runs"}
     runs = {
         "normed": (settings(epochs=2, global_batch_size=16, test_batch_size=5, lr=0.01), {"model": Normed}),
         "first": (settings(epochs=2), {}),
@@ -602,7 +658,7 @@ def test_batch_norm_the_seed_and_tracking(tmp_path, monkeypatch, capfd):
     net.load_state_dict(weights_of(tmp_path / "normed"))
     accuracies = accuracies_of(tmp_path / "normed")
     assert len(accuracies) == 2 and accuracies[-1] == result_of(net, digits(101))[1] / 101 > 0.3
-    assert [path.name for path in (tmp_path / "normed").iterdir()] == ["mnist_cnn.pt"]
+    assert {path.name for path in (tmp_path / "normed").iterdir()} == {"mnist_cnn.pt", "mnist_cnn_accuracies.json"}
 
     first, tracked, other = ((tmp_path / name / "mnist_cnn.pt").read_bytes() for name in ("first", "tracked", "other"))
     assert first == tracked != other, "also with a data set that has no whole batches"
@@ -612,10 +668,10 @@ def test_batch_norm_the_seed_and_tracking(tmp_path, monkeypatch, capfd):
     check_tensorboard(tmp_path / "runs", [128, 256, 384, 512], accuracies)
 
 
-def test_amp_reaches_where_it_counts(tmp_path):
+def test_bf16_reaches_where_it_counts(tmp_path):
     seen, forward = [], mnist_DDP.forward
     with mock.patch("mnist_DDP.forward", lambda *args: seen.append(forward(*args)) or seen[-1]):
-        train_worker(0, 1, settings(epochs=1, amp=True), tmp_path)
+        train_worker(0, 1, settings(epochs=1, bf16=True), tmp_path)
         train_worker(0, 1, settings(epochs=1), tmp_path)
     assert [outputs.dtype for outputs, *_ in seen] == [torch.bfloat16] * 3 + [torch.float32] * 3
     assert {losses.dtype for *_, losses in seen} == {torch.float32}
@@ -627,7 +683,7 @@ def test_amp_reaches_where_it_counts(tmp_path):
 def test_tensorboard_alone(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    hp = settings(epochs=1, log_interval=1, tensorboard=str(tmp_path / "runs"))
+    hp = settings(epochs=1, log_every=1, tensorboard=str(tmp_path / "runs"))
     train_worker(0, 1, hp, tmp_path)
     check_tensorboard(tmp_path / "runs", [128, 256], accuracies_of(tmp_path))
     rates = [event.value for event in EventAccumulator(str(tmp_path / "runs")).Reload().Scalars("lr")]
@@ -643,7 +699,7 @@ def test_a_run_that_is_resumed_with_other_options_is_refused(name, value, tmp_pa
 
 
 def resumed_worker(local_rank, world_size, epochs, folder):
-    hp = settings(epochs=epochs, log_interval=1, wandb=True, tensorboard=f"{folder}/runs")
+    hp = settings(epochs=epochs, log_every=1, wandb=True, tensorboard=f"{folder}/runs")
     train_worker(local_rank, world_size, hp, folder, snapshot_path=f"{folder}/snapshot.pt")
 
 

@@ -53,14 +53,13 @@ MAY_BE_0 = {
 MAY_BE_0 |= {"imitation-steps", "flawed", "low", "high", "kl"}  # of min_GRPO
 WITHOUT_DEFAULT = {
     "checkpoint-dir",
-    "export",
+    "output",
     "tensorboard",
     "snapshot-path",
-    "output",
     "layers",
 }  # left out, nothing is done
 WITHOUT_DEFAULT |= {"model", "prompts"}  # of min_Generate, which needs them
-PATHS = {"snapshot-path", "data-dir", "checkpoint-dir", "output-dir", "export", "tensorboard", "output"}
+PATHS = {"snapshot-path", "data-dir", "checkpoint-dir", "output-dir", "tensorboard", "output"}
 PATHS |= {"model", "data", "eval-data", "chat-template", "prompt"}
 TEXTS = {("min_Generate", name) for name in ("model", "prompts", "output", "stop")}
 ZEROS = {("min_Generate", "temperature")}
@@ -111,8 +110,8 @@ processes
     "mnist_DDP.py": """
         --clip -1 | argument --clip: '-1' is not a number of at least 0
         --data cifar | argument --data: invalid choice: 'cifar' (choose from 'synthetic', 'mnist')
-        --nproc 64 --grad-accumulation 4 | argument --global-batch-size: 128 is less than 256, the micro-batches of \
-64 x --grad-accumulation 4
+        --nproc 64 --accumulate 4 | argument --global-batch-size: 128 is less than 256, the micro-batches of \
+64 x --accumulate 4
     """,
     "flyte_workflow.py": """
         --epochs 0 | argument --epochs: '0' is not a whole number of at least 1
@@ -331,8 +330,8 @@ FOLDERS = [
     ("multinode_torchrun", "--snapshot-path", "snapshot.pt"),
     ("min_FSDP", "--checkpoint-dir", ""),
     ("mnist_FSDP", "--checkpoint-dir", ""),
-    ("mnist_FSDP", "--export", "model.pt"),
-    ("mnist_DDP", "--output-dir", ""),
+    ("mnist_FSDP", "--output", "model.pt"),
+    ("mnist_DDP", "--output", "model.pt"),
     ("mnist_DDP", "--snapshot-path", "snapshot.pt"),
     ("mnist_DDP", "--tensorboard", ""),
     ("min_FSDP_TP", "--checkpoint-dir", ""),
