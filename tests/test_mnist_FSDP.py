@@ -640,14 +640,14 @@ def test_shallow_net_on_real_mnist_in_two_units_equals_local(tmp_path):
 
 
 def real_worker(local_rank, world_size, strategy, folder):
-    """1,200 real digits in float64, without dropout, whose masks differ between numbers of processes."""
+    """600 real digits in float64, without dropout, whose masks differ between numbers of processes."""
     words = ["--strategy", strategy, "--model", "shallow", "--epochs", "1", "--batch-size", str(64 // world_size)]
     words += ["--data", "mnist", "--data-dir", MNIST_ROOT, "--output", f"{folder}/{strategy}.pt"]
     load_data = mnist.load_data
 
     def some(*args, **kwargs):
         whole = load_data(*args, **kwargs)
-        return mnist.Digits(whole.images[:1200], whole.labels[:1200])
+        return mnist.Digits(whole.images[:600], whole.labels[:600])
 
     torch.set_default_dtype(torch.float64)
     with (
