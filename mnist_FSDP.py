@@ -71,7 +71,7 @@ def wrap(model, strategy, device, bf16, min_num_params=20_000):
 def print_units(model, min_num_params):
     """Print into how many units FSDP has cut the model."""
     n_units = sum(isinstance(module, FSDPModule) for module in model.modules())
-    line = f"Sharded in {n_units} units: layers of at least {min_num_params:,} parameters, and the rest"
+    line = f"Sharded units: {n_units}, layers of at least {min_num_params:,} parameters, and the rest"
     if n_units == 0:
         line = "Nothing is sharded: there is one process"
     dist.print_primary(line)

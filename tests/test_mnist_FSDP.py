@@ -135,7 +135,7 @@ def references():
 
 # Net has a layer of 18,840 parameters, and 250 others.
 UNITS = {
-    "fsdp": "Sharded in 2 units: layers of at least 1,000 parameters, and the rest\n",
+    "fsdp": "Sharded units: 2, layers of at least 1,000 parameters, and the rest\n",
     "fsdp alone": "Nothing is sharded: there is one process\n",
     "ddp": "",
     "local alone": "",
@@ -633,7 +633,7 @@ def test_shallow_net_on_real_mnist_in_two_units_equals_local(tmp_path):
     dist.launch(real_worker, "fsdp", str(tmp_path), nprocs=2)
     dist.launch(real_worker, "local", str(tmp_path), nprocs=1)
     output, alone = ((tmp_path / f"{strategy}.txt").read_text() for strategy in ("fsdp", "local"))
-    assert "Sharded in 2 units: layers of at least 20,000 parameters" in output
+    assert "Sharded units: 2, layers of at least 20,000 parameters" in output
     assert re.findall(r"(loss.*\)) ", output) == re.findall(r"(loss.*\)) ", alone)
     sharded, whole = (torch.load(tmp_path / f"{strategy}.pt", weights_only=True) for strategy in ("fsdp", "local"))
     assert_equal_states(sharded, whole)
