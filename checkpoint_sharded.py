@@ -14,7 +14,6 @@ noticed. Parts of a checkpoint are pickles, so load only folders that you trust.
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
-import os
 import shutil
 import tempfile
 import warnings
@@ -30,38 +29,39 @@ import distributed as dist
 def check_folder(option, folder):
     """Make `folder`, before any training. Raises SystemExit, naming `option`, if nothing can be written there."""
     try:
-        os.makedirs(folder, exist_ok=True)
+        Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise SystemExit(f"{option}: cannot write to {os.path.abspath(folder)}: {error.strerror}") from None
+        raise SystemExit(f"{option}: cannot write to {Path(folder).absolute()}: {error.strerror}") from None
 
 
 def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=None, frozen=True):
     """Write `folder`/step-N, where N is `step`, the next step to run, at least 1. Every rank must call it.
 
-    `optimizer` is an optimizer, or a list of optimizers that train different parameters.
-    `settings` is a dict of options that a resumed run must share. Without `frozen`, parameters that are not trained are
-    left out: load it in the same way, into a model that has them. Once the checkpoint is complete, all but the newest
-    `keep` are deleted; None keeps all of them. The buffers become rank 0's on all ranks, as in DDP. Raises
-    DistributedError on every rank if weights that should be equal differ between ranks, if a rank cannot write, or if
-    machines do not share the folder.
+    `optimizer` is an optimizer, or a list of optimizers that train different parameters. `settings` is a dict of options
+    that a resumed run must share. Without `frozen`, parameters that are not trained are left out: load it in the same
+    way, into a model that has them. Once the checkpoint is complete, only it and the newest of the others are kept,
+    `keep` in all; None keeps all of them. The buffers become rank 0's on all ranks, as in DDP. Raises DistributedError
+    on every rank if weights that should be equal differ between ranks, if a rank cannot write, or if machines do not
+    share the folder. What a failed save has written is deleted.
     """
-    if step < 1:
-        raise ValueError(f"step must be at least 1, the next one to run, got {step}")
+    if step < 1 or (keep is not None and keep < 1):
+        raise ValueError(f"step, the next one to run, and keep must be at least 1, got {step} and {keep}")
     dist.check_in_sync(model)
-    _sync_buffers(model)
-    path = _path(folder, step)
+    names = [name for name, _ in model.named_buffers()]
+    if all(names == others for others in dist.gather_objects(names)):  # the stages of a pipeline have different ones
+        dist.sync_params(model.buffers())
+    path = Path(folder).absolute() / f"step-{step}"
     if dist.is_primary():
         _delete(path)
     dist.barrier()
-    _run(dcp.save, path, _state(model, optimizer, scheduler, settings, frozen))
-    error = None
-    if not (path / ".metadata").exists():
-        error = f"rank {dist.get_rank()} does not see {path}, as rank 0 does: all machines must share the folder"
-    dist.raise_on_all(error)
+    _run(dcp.save, path, _state(model, optimizer, scheduler, settings, frozen), storage_writer=_Writer(path))
+    error = f"rank {dist.get_rank()} does not see {path}, as rank 0 does: all machines must share the folder"
+    dist.raise_on_all(None if (path / ".metadata").exists() else error)
     if keep is not None and dist.is_primary():
-        for old in _steps(folder)[:-keep]:
-            _delete(_path(folder, old))
+        others = [other for other in _steps(folder) if other != step]  # may be higher ones, of an earlier run
+        for other in [*others, step][:-keep]:
+            _delete(path.with_name(f"step-{other}"))
 
 
 def load(folder, model, optimizer, scheduler=None, settings=None, frozen=True):
@@ -75,11 +75,11 @@ def load(folder, model, optimizer, scheduler=None, settings=None, frozen=True):
     newest = max(dist.gather_objects(max(_steps(folder), default=0)))
     if newest == 0:
         return 0
-    path = _path(folder, newest)
+    path = Path(folder).absolute() / f"step-{newest}"
     saved = _saved_names(path)
-    _compare_settings(path, settings or {})
     _make_optimizer_state(model, optimizer, saved)
     state = _state(model, optimizer, scheduler, settings, frozen)
+    _compare_settings(path, state["settings"][0])
     planner = dcp.DefaultLoadPlanner()
     _run(dcp.load, path, state, planner=planner)  # into the tensors of the model and the optimizer
     _refuse_unknown(path, saved, planner.state_dict)
@@ -103,10 +103,23 @@ def _state(model, optimizer, scheduler, settings, frozen):
                 weights.pop(name.replace("_orig_mod.", ""))  # a prefix of torch.compile
     for group in optimizer_state["param_groups"]:
         del group["params"]  # their names, which are different ones on the ranks of a pipeline
+    # AdamW would take the state and the options of Adam without an error, and lose its weight decay.
+    classes = [type(each).__name__ for each in _as_list(optimizer)]
+    settings = {"optimizer class": " and ".join(classes), **(settings or {})}
     state = {"model": weights, "optimizer": optimizer_state, "settings": (settings,)}
     if scheduler is not None:
         state["scheduler"] = (scheduler.state_dict(),)
     return state
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Says that a disk is full, which torch.save says only in the context of another error."""
+
+    def write_data(self, plan, planner):
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as failure:
+            raise (failure.__context__ or failure) from None
 
 
 def _run(function, path, state, **kwargs):
@@ -116,25 +129,22 @@ def _run(function, path, state, **kwargs):
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process, where it is right
             function(state, checkpoint_id=path, **kwargs)
     except CheckpointException as failure:
+        if function is dcp.save and dist.is_primary():
+            _delete(path)  # all ranks have ended their part
         cause, _ = failure.failures[min(failure.failures)]
         cause = " ".join(f"{type(cause).__name__}: {cause}".split())[:300]
         raise dist.DistributedError(f"cannot {function.__name__} {path}: {cause}") from None
 
 
-def _sync_buffers(model):
-    """Copy rank 0's buffers to all ranks, unless these hold stages of a pipeline, which have different ones."""
-    names = [name for name, _ in model.named_buffers()]
-    if all(names == others for others in dist.gather_objects(names)):
-        dist.sync_params(model.buffers())
-
-
 def _saved_names(path):
     """The names of all that was saved, such as "model.norm.weight" and "optimizer.state.norm.weight.exp_avg"."""
-    names, error = set(), None
     try:
-        names = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+        names, error = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata), None
     except Exception as failure:  # whatever unpickling raises on bytes that are no index
-        error = f"cannot load {path}: its .metadata is damaged, or not on a shared disk ({type(failure).__name__})"
+        names, error = (
+            set(),
+            f"cannot load {path}: its .metadata is damaged, or not on a shared disk ({type(failure).__name__})",
+        )
     dist.raise_on_all(error)
     return names
 
@@ -142,7 +152,8 @@ def _saved_names(path):
 def _compare_settings(path, settings):
     state = {"settings": ()}
     _run(dcp.load, path, state)
-    saved = state["settings"][0] or {}
+    # An older checkpoint has no class.
+    saved = {"optimizer class": settings["optimizer class"], **(state["settings"][0] or {})}
     for name in saved | settings:
         if saved.get(name) != settings.get(name):
             line = f"{path} was saved with {name} {saved.get(name)}, not {settings.get(name)}"
@@ -150,14 +161,17 @@ def _compare_settings(path, settings):
 
 
 def _make_optimizer_state(model, optimizer, saved):
-    """Make the state to load into. A parameter that had no gradient before the save has none."""
+    """Make the optimizer's state, because dcp loads into tensors that exist: for the parameters whose state was saved.
+
+    A parameter that had no gradient before the save has no state in the checkpoint.
+    """
     model = dist.unwrapped(model)
-    model.zero_grad()  # if there are gradients, torch makes no state
-    get_state_dict(model, optimizer)  # torch makes a state for each parameter
-    prefixes = {name.rpartition(".")[0] for name in saved}
+    model.zero_grad()  # get_state_dict makes no state if there are gradients
+    get_state_dict(model, optimizer)  # makes a state for each parameter
+    with_state = {name.rpartition(".")[0] for name in saved}
     for name, param in model.named_parameters():
-        name = name.replace("_orig_mod.", "")  # a prefix of torch.compile
-        if f"optimizer.state.{name}" not in prefixes:
+        # Without the prefix of torch.compile.
+        if f"optimizer.state.{name.replace('_orig_mod.', '')}" not in with_state:
             for each in _as_list(optimizer):
                 each.state.pop(param, None)
 
@@ -167,7 +181,10 @@ def _as_list(optimizer):
 
 
 def _refuse_unknown(path, saved, loaded):
-    """dcp silently leaves out what a bigger model has saved. `loaded` has this rank's names."""
+    """Raise DistributedError if no rank has loaded a name that is in the checkpoint: dcp would leave it out silently.
+
+    `loaded` has this rank's names. The stages of a pipeline load different ones.
+    """
     unknown = saved.difference(*dist.gather_objects(set(loaded)))
     if unknown:
         line = f"{path} has {min(unknown)}, which is not in this model, optimizer or scheduler"
@@ -177,17 +194,12 @@ def _refuse_unknown(path, saved, loaded):
 # ---- folders ------------------------------------------------------------------------------------------------------
 
 
-def _path(folder, step):
-    return Path(folder).absolute() / f"step-{step}"
-
-
 def _steps(folder):
     """The steps of all complete checkpoints, the newest last."""
-    complete = Path(folder).glob("step-*/.metadata")
-    return sorted(int(path.parent.name.removeprefix("step-")) for path in complete)
+    complete = [path.parent.name.removeprefix("step-") for path in Path(folder).glob("step-*/.metadata")]
+    return sorted(int(name) for name in complete if name.isdecimal())  # a copy may be called step-4.bak
 
 
 def _delete(path):
-    if (path / ".metadata").exists():
-        (path / ".metadata").unlink()  # first, because it marks a complete checkpoint
+    (path / ".metadata").unlink(missing_ok=True)  # first, because it marks a complete checkpoint
     shutil.rmtree(path, ignore_errors=True)
