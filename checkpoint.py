@@ -12,7 +12,7 @@ is executed. For a model that fully_shard has sharded, see checkpoint_sharded.py
 """
 
 import contextlib
-import io
+import errno
 import multiprocessing
 import os
 import signal
@@ -47,14 +47,17 @@ def atomic(path):
             os.fsync(file.fileno())
         os.replace(temporary, target)
         folder = os.open(os.path.dirname(target), os.O_RDONLY)
-        os.fsync(folder)  # writes the rename to the disk
+        try:
+            os.fsync(folder)  # writes the rename to the disk
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems have no fsync for folders
+                raise
         os.close(folder)
     except BaseException as failure:
         with contextlib.suppress(OSError):
             os.remove(temporary)
-        cause = failure
-        if type(failure) is RuntimeError:
-            cause = failure.__context__  # torch.save raises it while it handles the OSError of a full disk
+        # torch.save raises a RuntimeError while it handles the OSError of a full disk.
+        cause = failure.__context__ if type(failure) is RuntimeError else failure
         if isinstance(cause, OSError):
             raise dist.DistributedError(f"cannot save {target}: {cause.strerror}") from None
         raise
@@ -94,7 +97,7 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0, settings=None,
     optimizer trains a parameter that is not saved, if the model is sharded, or if a node cannot write.
     """
     parts = _parts(model, optimizer, scheduler, more)
-    snapshot = {"epoch": epoch, "step": step, "settings": settings or {}}
+    snapshot = {"epoch": epoch, "step": step, "settings": (settings or {}) | _classes(parts)}
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             dist.sync_params(part.buffers())
@@ -139,7 +142,7 @@ def load(path, model, optimizer, scheduler=None, settings=None, **more):
     returns (0, 0) and the given values. Every rank calls it, with the names in `more` as in `save`. A tensor that
     requires a gradient is filled, and returned. The optimizer gets the options of the snapshot, such as the learning
     rate. Raises DistributedError on every rank if a file is damaged, was saved from another model, other parts or other
-    settings, or could not be written later.
+    settings, or its folder is not writable. All settings are compared, those of the snapshot and the given ones.
     """
     parts = _parts(model, optimizer, scheduler, more)
     snapshot, error = None, None
@@ -151,11 +154,7 @@ def load(path, model, optimizer, scheduler=None, settings=None, **more):
     newest = max(positions)
     if not newest:
         return 0, 0, *[part for part in parts.values() if not _has_state(part)]
-    if dist.get_world_size() > 1:
-        file = io.BytesIO()
-        torch.save(snapshot, file)  # pickle lacks some types
-        content = dist.broadcast_object(file.getvalue(), src=positions.index(newest))
-        snapshot = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    snapshot = dist.broadcast_object(snapshot, src=positions.index(newest))
     _restore(parts, settings or {}, snapshot, os.path.abspath(path))
     return *newest, *[snapshot[name] for name, part in parts.items() if not _has_state(part)]
 
@@ -180,9 +179,11 @@ def _restore(parts, settings, snapshot, path):
     if saved != parts.keys():
         line = f"{path} holds the state of {', '.join(sorted(saved))}, not of {', '.join(sorted(parts))}"
         raise dist.DistributedError(f"{line}: save and load the same parts")
-    for name, value in settings.items():
-        if snapshot["settings"].get(name) != value:
-            line = f"{path} was saved with {name} {snapshot['settings'].get(name)}, not {value}"
+    now = settings | _classes(parts)
+    before = _classes(parts) | snapshot["settings"]  # older snapshots have no classes
+    for name in before | now:
+        if before.get(name) != now.get(name):
+            line = f"{path} was saved with {name} {before.get(name)}, not {now.get(name)}"
             raise dist.DistributedError(f"{line}: use the same, or another path")
     try:
         for name, part in parts.items():
@@ -211,6 +212,12 @@ def _parts(model, optimizer, scheduler, more):
         line = "an optimizer trains a parameter that would not be saved"
         raise dist.DistributedError(f"{line}: pass its module too, to save and load, as in save(…, head=head)")
     return {name: dist.unwrapped(part) for name, part in parts.items()}
+
+
+def _classes(parts):
+    """The classes of optimizers and schedulers: one may take another's state without an error, and train wrongly."""
+    others = {name: part for name, part in parts.items() if not isinstance(part, nn.Module)}
+    return {f"{name} class": type(part).__name__ for name, part in others.items() if _has_state(part)}
 
 
 def _has_state(part):
@@ -251,7 +258,8 @@ class Preemption:
 
     A scheduler sends SIGTERM some time before it takes a machine away, and torchrun sends it when a node joins. No rank
     may stop alone, because the others would wait for it in the next step. Each call starts an all-reduce of a flag on
-    the CPU, and reads the result of the call before. So no rank waits, and all stop after the step that follows.
+    the CPU, and reads the result of the call before, one step late. So a rank waits here only for ranks that have not
+    ended the step before, and all stop after the step that follows the signal.
     Make one on every rank, in the main thread, once the process group is made.
     """
 

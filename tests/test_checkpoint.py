@@ -393,14 +393,15 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path):
     model, optimizer, _ = objects()
     checkpoint.save(path, model, optimizer, epoch=1)
     before = path.read_bytes()
-    refused = {"numpy": np.float64(0.1), "pathlib": Path("x"), "collections.defaultdict": defaultdict(int)}
-    for name, value in refused.items():
+    for name, value in {"numpy": np.float64(0.1), "collections.defaultdict": defaultdict(int)}.items():
         message = exit_message(checkpoint.save, path, model, optimizer, epoch=2, note=value)
         assert message.startswith(f"cannot save {path}: weights_only=True cannot load ") and name in message
         assert path.read_bytes() == before
+    message = exit_message(checkpoint.save, path, model, optimizer, epoch=2, note=[1, {"where": Path("x")}])
+    assert message.startswith("note.1.where has a <class 'pathlib.PosixPath'>: ")
     model = Extra(1, 1)
     message = exit_message(checkpoint.save, path, model, torch.optim.SGD(model.parameters()), epoch=2)
-    assert message.startswith(f"cannot save {path}: weights_only=True cannot load ")
+    assert message.startswith("model._extra_state has a <class 'pathlib.PosixPath'>: ")
     assert os.listdir(tmp_path) == ["snapshot.pt"]
 
 
@@ -461,6 +462,57 @@ def test_the_disk_has_the_file_and_its_name_before_the_save_ends(tmp_path, monke
     with checkpoint.atomic(tmp_path / "file") as file:
         file.write(b"new")
     assert events[-3:] == ["file of 3 bytes", "rename", "folder"]
+
+
+@pytest.mark.parametrize(("code", "refused"), [("EINVAL", False), ("ENOTSUP", False), ("EIO", True)])
+def test_a_file_system_without_fsync_for_folders_can_be_saved_to(code, refused, tmp_path, monkeypatch):
+    """The file is complete by then. Other errors are the disk's."""
+    fsync = os.fsync
+
+    def fails_for_folders(fd):
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            number = getattr(errno, code)
+            raise OSError(number, os.strerror(number))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fails_for_folders)
+    path = tmp_path / "snapshot.pt"
+    if refused:
+        assert os.strerror(errno.EIO) in exit_message(checkpoint.save, path, *objects(1), epoch=1)
+    else:
+        checkpoint.save(path, *objects(1), epoch=1)
+        assert checkpoint.load(path, *objects()) == (1, 0)
+
+
+def test_another_optimizer_scheduler_or_settings_are_one_line(tmp_path):
+    """Adam's state is taken by AdamW without an error, weight decay and all, and by SGD with one at its first step."""
+    path = tmp_path / "snapshot.pt"
+    model, optimizer, scheduler = objects()
+    checkpoint.save(path, model, optimizer, scheduler, settings={"--seed": 3, "--clip": None})
+    for other in (torch.optim.SGD, torch.optim.AdamW):
+        line = exit_message(checkpoint.load, path, model, other(model.parameters(), lr=0.1), scheduler)
+        assert f"{path} was saved with optimizer class Adam, not {other.__name__}" in line
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+    settings = {"--seed": 3}
+    assert "scheduler class StepLR, not Cosine" in exit_message(
+        checkpoint.load, path, model, optimizer, cosine, settings
+    )
+    for given, name in (({}, "--seed 3, not None"), ({"--seed": 3, "--amp": 1}, "--amp None, not 1")):
+        line = exit_message(checkpoint.load, path, model, optimizer, scheduler, given)
+        assert f"was saved with {name}" in line
+    assert checkpoint.load(path, model, optimizer, scheduler, settings) == (0, 0), "an option of value None is no other"
+    snapshot = torch.load(path, weights_only=True)
+    del snapshot["settings"]["optimizer class"], snapshot["settings"]["scheduler class"]
+    torch.save(snapshot, path)
+    assert checkpoint.load(path, model, optimizer, scheduler, settings) == (0, 0), "as older snapshots have none"
+
+
+def test_a_model_without_parameters_is_saved(tmp_path):
+    model = nn.ReLU()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    parts = {"temperature": optimizer.param_groups[0]["params"][0]}
+    checkpoint.save(tmp_path / "snapshot.pt", model, optimizer, **parts)
+    assert checkpoint.load(tmp_path / "snapshot.pt", model, optimizer, **parts)[:2] == (0, 0)
 
 
 def test_a_symbolic_link_is_followed(tmp_path):
