@@ -38,9 +38,11 @@ torchrun the same file uses the processes that torchrun started. In a single pro
 communication. Some names and arguments are those of https://github.com/joh-fischer/distributed-pytorch.
 """
 
-import collections
+import functools
 import gc
+import io
 import itertools
+import json
 import os
 import sys
 import traceback
@@ -49,8 +51,8 @@ import zlib
 import torch
 import torch.distributed as torch_dist
 
-# DDP imports this module when it is first used. Its functions have the default argument `group=group.WORLD`. If there
-# is a process group by then, they keep it alive until the interpreter ends, and gloo's threads may abort.
+# DDP would import this later. Import it now: at import its functions take `group.WORLD` as a default, and would keep a
+# real group alive until the interpreter ends. Then gloo's threads may abort.
 import torch.distributed.nn.functional
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear  # the output of nn.MultiheadAttention
@@ -79,6 +81,8 @@ def get_rank():
 
 def get_local_rank():
     """This process's number on its machine. It decides which GPU is used."""
+    if is_launched() and os.environ["WORLD_SIZE"] != "1" and "LOCAL_RANK" not in os.environ:
+        raise DistributedError("RANK is set, but LOCAL_RANK is not: set it to the number of the process on its machine")
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -114,36 +118,38 @@ def get_device():
 # ---- process group ------------------------------------------------------------------------------------------------
 
 
-def init_process_group(rank=None, world_size=None, backend=None, timeout=None):
+def init_process_group(rank=None, world_size=None, backend=None, timeout=None, even_alone=False):
     """Bind this process to its device and join the job's process group: nccl for GPUs, gloo for CPUs.
 
     Under a launcher, `rank` and `world_size` are ignored. A collective fails after `timeout`, a datetime.timedelta, by
     default torch's 30 minutes. Pass more if one rank prepares data for longer while the others wait. It does nothing if
-    a group exists, and makes none in a single process without a launcher.
+    a group exists. In a single process without a launcher it makes none, except with `even_alone`: a pipeline and some
+    functions of torch need one.
     """
+    assert not isinstance(rank, str), f"pass the backend by name: init_process_group(backend={rank!r})"
     if is_dist_avail_and_initialized():
         return
-    if is_launched():
-        rank, world_size = get_rank(), get_world_size()
-    elif rank is not None:  # the caller has started its processes itself, on one machine
+    if world_size not in (None, 1) and not is_launched():  # the caller has started its processes, on one machine
         os.environ.setdefault("LOCAL_RANK", str(rank))
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # a DataLoader's processes look there too
     device = get_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if world_size is None or (world_size == 1 and "MASTER_ADDR" not in os.environ):
+    is_alone = not is_launched() or (get_world_size() == 1 and "MASTER_ADDR" not in os.environ)
+    if is_alone and not even_alone:
         return
     # With GPUs, tensors on the CPU go through gloo, and so do the objects of gather_objects and broadcast_object.
     backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    job = {"store": _fresh_store(rank, world_size), "rank": rank, "world_size": world_size, "timeout": timeout}
+    store = torch_dist.HashStore() if is_alone else _fresh_store()
+    job = {"store": store, "rank": get_rank(), "world_size": get_world_size(), "timeout": timeout}
     torch_dist.init_process_group(backend, **job, device_id=device if "nccl" in backend else None)
     torch_dist.barrier()  # until all ranks are connected: if a rank exits before that, the others fail
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # for a DataLoader's processes, which have no group
 
 
 _group_numbers = itertools.count()  # the same on all ranks
 
 
-def _fresh_store(rank, world_size):
+def _fresh_store():
     """The job's store, without the addresses of earlier groups, whose processes may have ended.
 
     torchrun keeps its store when it restarts the processes. On one machine the number of the restart hides the old
@@ -154,7 +160,7 @@ def _fresh_store(rank, world_size):
     may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if keeps_store and may_restart and os.environ["GROUP_WORLD_SIZE"] != "1":
         raise DistributedError("a restart would hang: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each machine")
-    store, _, _ = next(torch_dist.rendezvous("env://", rank, world_size))
+    store, _, _ = next(torch_dist.rendezvous("env://", get_rank(), get_world_size()))
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if keeps_store else "0"
     return torch_dist.PrefixStore(f"restart {restart} group {next(_group_numbers)}", store)
 
@@ -175,7 +181,9 @@ def cleanup():
         torch_dist.destroy_process_group()
 
 
-_ended_groups = None  # a list while `launch` runs `worker_fn`: see `_run_worker`
+# While `launch` runs `worker_fn`, this is a list of the groups that `cleanup` has destroyed. The DDP models of
+# `worker_fn` must not be the last that hold them: see the end of `_run_worker`.
+_ended_groups = None
 
 
 def barrier():
@@ -215,8 +223,7 @@ def prepare_ddp_model(model, device_ids=None, **kwargs):
     """
     if get_world_size() == 1:
         return model
-    if get_device().type == "cpu":
-        device_ids = None
+    device_ids = device_ids if get_device().type == "cuda" else None
     return DistributedDataParallel(model, device_ids=device_ids, **kwargs)
 
 
@@ -241,79 +248,60 @@ def prepare_fsdp_model(model, blocks=(), min_num_params=None, **kwargs):
 
     sync_params([tensor for tensor in (*model.parameters(), *model.buffers()) if not hasattr(tensor, "to_local")])
     n_tensors = len(list(model.parameters()))
-    units = [] if min_num_params else _units_by_class(model, blocks)
-    if not units and not blocks:
-        units = _units_by_size(model, min_num_params or 20_000)
-    for module in dict.fromkeys([*units, model]):  # the model may be among the units
+    for module in dict.fromkeys([*_units(model, blocks, min_num_params), model]):  # it may be among its units
         fully_shard(module, **kwargs)
     if len(list(model.parameters())) != n_tensors:
         raise DistributedError("two blocks share a parameter: name in `blocks` a class that contains both of them")
     return model
 
 
-def _units_by_class(model, blocks):
-    """The modules of the classes `blocks`, by default the entries of each ModuleList and Sequential."""
+def _units(model, blocks, min_num_params):
+    """The modules to gather one at a time, inner ones first: see `prepare_fsdp_model`. A ModuleList has no forward."""
+    possible = [module for module in reversed(list(model.modules())) if type(module).forward is not nn.Module.forward]
+    possible = [module for module in possible if not isinstance(module, NonDynamicallyQuantizableLinear)]
+    chosen = {entry for each in model.modules() if isinstance(each, nn.ModuleList | nn.Sequential) for entry in each}
     if blocks:
-        return [module for module in _possible_units(model) if isinstance(module, tuple(blocks))]
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
-    entries = {entry for each in lists for entry in each}
-    return [module for module in _possible_units(model) if module in entries]
-
-
-def _units_by_size(model, min_num_params):
-    """The modules with at least `min_num_params` parameters outside the units in them. Tied weights are in none."""
+        chosen = {module for module in possible if isinstance(module, tuple(blocks))}
+    units = [module for module in possible if module in chosen and list(module.parameters())]
+    if blocks or (units and not min_num_params):
+        return units
     units, in_units = [], set()
-    n_uses = collections.Counter(param for _, param in model.named_parameters(remove_duplicate=False))
-    for module in _possible_units(model):
+    for module in possible:
         rest = [param for param in module.parameters() if param not in in_units]
-        is_tied = any(n_uses[param] > 1 for param in rest)
-        if not is_tied and sum(param.numel() for param in rest) >= min_num_params:
+        if sum(param.numel() for param in rest) >= (min_num_params or 20_000):
             units.append(module)
             in_units.update(rest)
     return units
-
-
-def _possible_units(model):
-    """The modules whose weights are read in their own forward, inner ones first. A ModuleList has no forward."""
-    modules = [module for module in model.modules() if type(module).forward is not nn.Module.forward]
-    modules = [module for module in modules if not isinstance(module, NonDynamicallyQuantizableLinear)]
-    return [module for module in reversed(modules) if list(module.parameters())]
 
 
 def sync_params(params, src=0):
     """Copy each tensor of `params` from rank `src` to all ranks. The tensors may be on any device, and may be views."""
     if get_world_size() > 1:
         for param in params:
+            if param.is_meta or hasattr(param, "to_local"):
+                raise DistributedError('rank 0 cannot send a shard, nor a tensor on "meta", which has no values')
             sent = param.detach().to(get_device()).contiguous()
             torch_dist.broadcast(_as_bytes(sent), src=src)
             param.detach().copy_(sent)
 
 
-def check_in_sync(model, optimizer=None, **values):
+def check_in_sync(model, optimizer=None, /, **values):
     """Raise DistributedError on every rank if a parameter that all ranks should hold alike differs between ranks.
 
     Call it on every rank, for example after each epoch, and once for each model. With `optimizer` the parameters that
     it trains outside `model` are compared too. Further `values` are tensors, numbers, strings, and lists and dicts of
-    numbers and strings, under names that no parameter has. Of each tensor a checksum is compared, its type and shape,
-    and whether it is trained. Shards and buffers are not compared. A stage of a pipeline may have other parameters than
-    `model` has on other ranks.
+    these, under names that no parameter has. Other types raise DistributedError too. Of each tensor a checksum is
+    compared, its type and shape, and whether it is trained. Shards and buffers are not compared. Ranks that hold
+    different pipeline stages may pass different models.
     """
     params = dict(unwrapped(model).named_parameters())
     if optimizer is not None:
         known = set(params.values())
         trained = [param for group in optimizer.param_groups for param in group["params"]]
-        for number, param in enumerate(trained):
-            if param not in known:
-                values[f"parameter {number} of the optimizer"] = param
+        values |= {f"parameter {i} of the optimizer": param for i, param in enumerate(trained) if param not in known}
     values["the list of names"] = sorted(values)
-    compared = []
-    for name, value in [*params.items(), *values.items()]:
-        assert not hasattr(value, "state_dict"), f"{name} is no value: call check_in_sync for it alone"
-        if hasattr(value, "to_local"):  # a shard
-            continue
-        if torch.is_tensor(value):
-            value = (_checksum(value), value.dtype, value.shape, value.requires_grad)
-        compared.append((name, repr(value)))
+    named = [(name, value) for name, value in [*params.items(), *values.items()] if not hasattr(value, "to_local")]
+    compared = [(name, json.dumps(value, default=functools.partial(_summary, name))) for name, value in named]
     first = {}  # by name, the first rank that has it, and its value there
     for rank, of_rank in enumerate(gather_objects(compared)):
         for name, value in of_rank:
@@ -323,12 +311,15 @@ def check_in_sync(model, optimizer=None, **values):
                 raise DistributedError(f'{line}: see "Ranks drift apart" in docs/mistakes.md')
 
 
-def _checksum(tensor):
-    """The CRC-32 of a tensor's memory. Two different tensors have the same one by chance, once in 4 billion."""
+def _summary(name, tensor):
+    """What json writes for a tensor. Two tensors have one CRC-32 by chance, once in 4 billion."""
+    if not torch.is_tensor(tensor):
+        raise DistributedError(f"{name} has a {type(tensor)}: it is not comparable, see check_in_sync")
     import numpy as np  # here, because torch can be installed without it
 
-    data = _as_bytes(tensor.detach().cpu().contiguous())
-    return zlib.crc32(np.from_dlpack(data))  # after `data.numpy()` FSDP could not free this memory
+    # `.numpy()` would forbid to resize the tensor's memory for good, and FSDP frees memory by resizing it to 0.
+    data = np.from_dlpack(_as_bytes(tensor.detach().cpu().contiguous()))
+    return zlib.crc32(data), str(tensor.dtype), tensor.shape, tensor.requires_grad
 
 
 def _as_bytes(tensor):
@@ -348,7 +339,10 @@ def unwrapped(model):
 
 
 def reduce(tensor, op="avg"):
-    """A new tensor on every rank, by default the average of `tensor` over all ranks. See `all_reduce`."""
+    """A new tensor on every rank, by default the average of `tensor` over all ranks. See `all_reduce`.
+
+    The function of this name in https://github.com/joh-fischer/distributed-pytorch sums, to rank 0 alone.
+    """
     return all_reduce(tensor.clone(), op)
 
 
@@ -356,9 +350,9 @@ def all_reduce(tensor, op="sum"):
     """Change `tensor` into its "sum", "avg", "min" or "max" over all ranks, on every rank; returns `tensor`.
 
     For metrics: no gradient flows through it. All ranks must pass the same shape and the same type: that is not
-    checked, and a sum of integers and floats is meaningless. 16-bit floats are summed in float32. Raises ValueError for
-    what would be silently wrong: a tensor that needs a gradient, the average of integers, the sum of booleans and of
-    small integers.
+    checked, and a sum of integers and floats is meaningless. 16-bit floats are summed in float32. Raises ValueError in
+    cases that would give a wrong number: a tensor that needs a gradient, the average of integers, the sum of booleans
+    and of small integers.
     """
     _refuse_gradient(tensor)
     if op not in ("sum", "avg", "min", "max"):
@@ -369,8 +363,9 @@ def all_reduce(tensor, op="sum"):
         raise ValueError(f"the sum of {tensor.dtype} may overflow: use tensor.long()")
     if get_world_size() == 1:
         return tensor
-    dtype = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
-    result = tensor.detach().to(dtype).contiguous()
+    # gloo has no int16.
+    sent_as = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.int16: torch.int32}
+    result = tensor.detach().to(sent_as.get(tensor.dtype, tensor.dtype)).contiguous()
     torch_dist.all_reduce(result, getattr(torch_dist.ReduceOp, op.upper()))
     tensor.detach().copy_(result)
     return tensor
@@ -384,9 +379,8 @@ def gather(tensor):
     """
     if not isinstance(tensor, nn.Parameter):
         _refuse_gradient(tensor)
-    own = tensor.detach().cpu().contiguous()
-    sent = (_as_bytes(own).clone(), own.dtype, own.shape)  # a view would be sent with all that it views
-    return [data.view(dtype).view(shape).to(tensor.device) for data, dtype, shape in gather_objects(sent)]
+    own = tensor.detach().clone()  # a view would be sent with all that it views
+    return [part.to(tensor.device) for part in gather_objects(own)]
 
 
 def _refuse_gradient(tensor):
@@ -396,20 +390,30 @@ def _refuse_gradient(tensor):
 
 
 def gather_objects(value):
-    """Every rank's `value`, any that can be pickled, as a list in rank order, on every rank."""
+    """Every rank's `value`, any that can be pickled, as a list in rank order, on every rank.
+
+    If there are several processes, tensors in it come on the CPU. Their GPU is the sender's.
+    """
     if get_world_size() == 1:
         return [value]
-    values = [None] * get_world_size()
-    torch_dist.all_gather_object(values, value)
-    return values
+    parts = [None] * get_world_size()
+    torch_dist.all_gather_object(parts, _packed(value))
+    return [torch.load(io.BytesIO(part), map_location="cpu", weights_only=False) for part in parts]
 
 
 def broadcast_object(value, src=0):
-    """Rank `src`'s `value`, any that can be pickled, on every rank."""
-    values = [value]
-    if get_world_size() > 1:
-        torch_dist.broadcast_object_list(values, src=src)
-    return values[0]
+    """Rank `src`'s `value`, any that can be pickled, on every rank. For tensors in it see `gather_objects`."""
+    if get_world_size() == 1:
+        return value
+    parts = [_packed(value) if get_rank() == src else None]
+    torch_dist.broadcast_object_list(parts, src=src)
+    return torch.load(io.BytesIO(parts[0]), map_location="cpu", weights_only=False)
+
+
+def _packed(value):
+    file = io.BytesIO()
+    torch.save(value, file)  # pickle lacks some types of tensors, and gives no choice of the device
+    return file.getvalue()
 
 
 def raise_on_all(error):
@@ -433,6 +437,12 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
     `worker_fn` runs in this one. Each started process imports the script, so `worker_fn` stands at the top level of a
     file. The first failure ends all processes, and is raised here: see spawn.run_processes. With `tolerate_killed` the
     others continue when a started process other than rank 0 is killed.
+
+    Returns what `worker_fn` returns: in started processes on rank 0, any value that can be pickled, with its tensors on
+    the CPU; otherwise in this process. Started processes have copies of `args`: what they append to a list is lost.
+    They do not run Python's own end. So close your files in `worker_fn`, and wait there for the processes that you
+    start: a file that is open in a global loses its last lines, and such processes are ended. Ctrl-C ends started
+    processes at once, without `except` and `finally`. Under torchrun an error ends a process in the same way.
     """
     if is_launched() and nprocs not in (None, 1, get_world_size()):
         line = f"{nprocs} processes are asked for, but RANK and WORLD_SIZE={get_world_size()} are set"
@@ -441,14 +451,14 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
         if int(os.environ.get(name, 1)) > 1 and not is_launched():
             line = f"{name} is {os.environ[name]}, but RANK and WORLD_SIZE are not set, so every task would train alone"
             raise SystemExit(f"{line}: start one torchrun per node instead, as launchers/slurm.sbatch does")
-    if nprocs is None:
-        nprocs = max(1, torch.cuda.device_count())
+    nprocs = nprocs or max(1, torch.cuda.device_count())
     if is_launched() or nprocs == 1:
-        _run_worker(worker_fn, *args)
-    else:
-        import spawn  # a script that torchrun starts can be copied without it
+        return _run_worker(worker_fn, *args)
+    import spawn  # a script that torchrun starts can be copied without it
 
-        spawn.run_processes(_run_worker, (worker_fn, *args), nprocs, tolerate_killed)
+    if worker_fn.__module__ == "__main__" and not os.path.isfile(getattr(sys.modules["__main__"], "__file__", "")):
+        raise SystemExit("launch needs a script: new processes import worker_fn from a file, see docs/recipes.md")
+    return spawn.run_processes(_run_worker, (worker_fn, *args), nprocs, tolerate_killed)
 
 
 def _run_worker(worker_fn, *args):
@@ -456,7 +466,7 @@ def _run_worker(worker_fn, *args):
     global _ended_groups
     _ended_groups = []
     try:
-        worker_fn(get_local_rank(), get_world_size(), *args)
+        result = worker_fn(get_local_rank(), get_world_size(), *args)
     except Exception as error:
         is_expected = isinstance(error, DistributedError)
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -467,8 +477,9 @@ def _run_worker(worker_fn, *args):
             raise SystemExit(str(error)) from None
         raise
     cleanup()
-    # Free DDP and then its group: a thread of gloo that runs when Python ends would abort the process.
-    # https://github.com/pytorch/pytorch/issues/190489, torch 2.11 to 2.15
-    # If DDP freed the group, as the last one that holds it, that could wait forever for gloo's threads in torch 2.11.
+    # Free the DDP models first, and then their groups. A group that is not freed has a thread of gloo: it would abort
+    # the process when Python ends. https://github.com/pytorch/pytorch/issues/190489, torch 2.11 to 2.15
+    # A DDP model that is the last to hold a group could wait forever for that thread while it is freed, in torch 2.11.
     gc.collect()
     _ended_groups = None
+    return result

@@ -58,7 +58,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as torch_dist
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -511,7 +510,8 @@ def set_defaults(args):
 
 
 def main_worker(local_rank, world_size, args):
-    init_process_group()
+    # While rank 0 downloads and writes, the others wait. fully_shard needs a group of one process for mixed precision.
+    dist.init_process_group(timeout=datetime.timedelta(hours=4), even_alone=True)
     watch.start()  # if the job stands still, one line says where each rank stands
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     transformers.utils.logging.set_verbosity_error()
@@ -527,14 +527,6 @@ def main_worker(local_rank, world_size, args):
     train(model, rows, held_out, args)
     llm_hub.save(model, whole, dtype, args.output_dir)
     dist.print_primary(f"Written to {args.output_dir}")
-
-
-def init_process_group():
-    """A group of one process too: fully_shard needs it for mixed precision."""
-    dist.init_process_group(timeout=datetime.timedelta(hours=4))  # while rank 0 downloads and writes, the others wait
-    if not dist.is_dist_avail_and_initialized():
-        backend = "cpu:gloo,cuda:nccl" if dist.get_device().type == "cuda" else "gloo"
-        torch_dist.init_process_group(backend, store=torch_dist.HashStore(), rank=0, world_size=1)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,6 @@ folder `step-N` in --checkpoint-dir. With --keep 3 older ones are deleted. Load 
 import functools
 
 import torch
-import torch.distributed as torch_dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
 
@@ -172,10 +171,8 @@ def check_options(parser, args):
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
+    dist.init_process_group(even_alone=True)  # PipelineStage needs a process group, in one process too
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    if not dist.is_dist_avail_and_initialized():  # PipelineStage needs a process group, in one process too
-        torch_dist.init_process_group(store=torch_dist.HashStore(), rank=0, world_size=1)
     silence_false_alarms()
     text, held_out = gpt.load_text()
     mesh = f"stages {args.stages} x shard {args.shard} x tensor {args.tensor}"

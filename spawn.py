@@ -1,8 +1,8 @@
 """Start the processes of a job on this machine, and end them together. `distributed.launch` calls `run_processes`.
 
 They are forked from a server that has imported torch once: with torch.multiprocessing.spawn each of them would import
-it anew. Each ends when the launcher ends, however that ends, and so do its own children. The first failure ends all.
-The rendezvous store listens on loopback, on a port that no other job can take. It needs Linux.
+it anew. All end when the launcher ends, however that ends, and so do their children. The first failure ends all. The
+rendezvous store listens on loopback, on a port that no other job can take. It needs Linux.
 """
 
 import contextlib
@@ -25,38 +25,53 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 # them does not initialize CUDA: a process that is forked after that could not use a GPU.
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.nn.functional"]
 
+_one_job = threading.Lock()  # multiprocessing has one fork server, and it ends with the job
+
 
 def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
-    """Run `worker_fn(*args)` in `nprocs` new processes and wait until all are done.
+    """Run `worker_fn(*args)` in `nprocs` new processes and wait until all are done. Returns what it returns on rank 0.
 
     Each has its own copy of `args`, and in its environment what torchrun would set. The first failure is raised here:
     torch.multiprocessing.ProcessRaisedException with the worker's traceback, SystemExit with the message of
     `sys.exit(message)`, or ProcessExitedException with the rank and how it ended. With `tolerate_killed` the others
     continue when a worker other than rank 0 is killed by a signal. The fork server of this process ends with the job.
     """
+    result = os.path.join(multiprocessing.util.get_temp_dir(), "result")  # a file: the store takes at most 8 MB
+    if len(os.fsencode(result)) > 96:  # multiprocessing's sockets have 11 bytes more, and the limit is 107
+        raise SystemExit(f"TMPDIR is too long, a socket in it would be {result}: choose a shorter one")
+    if not _one_job.acquire(blocking=False):
+        raise RuntimeError("another thread runs a job: a process runs one job at a time")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     store = start_store()
-    work = pickle.dumps((worker_fn, args))  # a copy for each: multiprocessing would share the tensors in it
-    shared = (work, _environment(nprocs, store.port), torch.initial_seed(), _numpy_state())
-    processes = [context.Process(target=_worker, args=(rank, *shared)) for rank in range(nprocs)]
+    pids, report_pid = context.Pipe(duplex=False)
+    guard = context.Process(target=_guard, args=(pids,))
+    started = []
     try:
-        for process in processes:
+        work = pickle.dumps((worker_fn, args))  # a copy for each: multiprocessing would share the tensors in it
+        shared = (work, result, report_pid, _environment(nprocs, store.port), torch.initial_seed(), _numpy_state())
+        workers = [context.Process(target=_worker, args=(rank, *shared)) for rank in range(nprocs)]
+        for process in (guard, *workers):
             process.start()
-        _wait(processes, store, tolerate_killed)
+            started.append(process)
+        _wait(workers, store, tolerate_killed)
+        return torch.load(result, map_location="cpu", weights_only=False) if os.path.exists(result) else None
     finally:
-        for process in processes:
-            _end(process)
-        if store.check(["fork server"]):
-            _end_fork_server(int(store.get("fork server")))
+        for process in started[1:]:
+            process.kill()
+        report_pid.close()  # then the guard ends their children and the fork server
+        for process in started:
+            process.join()
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(result)
+        _one_job.release()
 
 
 def start_store():
     """A rendezvous store in this process, on a port of loopback that no other job can take: it listens already."""
     listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    fd = listener.detach()
-    return torch_dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    address, fd = listener.getsockname(), listener.detach()
+    return torch_dist.TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
 def loopback():
@@ -68,23 +83,22 @@ def _environment(nprocs, port):
     defaults = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), loopback())
     defaults["THP_MEM_ALLOC_ENABLE"] = "1"  # huge pages: FSDP allocates new memory for each gather
     defaults["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // nprocs))
-    # With the agent's store rank 0 joins the launcher's, as it joins that of torchrun.
+    # With this flag rank 0 connects to the launcher's store instead of opening one, as it does under torchrun.
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     job |= {"WORLD_SIZE": str(nprocs), "LOCAL_WORLD_SIZE": str(nprocs)}
     return {**defaults, **os.environ, **job}
 
 
 def _numpy_state():
-    if "numpy.random" in sys.modules:
-        return sys.modules["numpy.random"].get_state()[1].tolist()
-    return None
+    return sys.modules["numpy.random"].get_state()[1].tolist() if "numpy.random" in sys.modules else None
 
 
 def _wait(processes, store, tolerate_killed):
     """Wait until all processes have ended, or one has failed. Raises the failure that came first.
 
-    A worker reports before its sockets close, and its peers fail after that. So the first report is the cause. A rank
-    that has died without a report is the cause of all reports.
+    A worker reports before its sockets close, and its peers fail after that. So the first report is the cause, unless a
+    rank has died without a report: then that is the cause. Its peers may notice its death before this process does, so
+    this process looks again after 0.2 s. That is long enough in practice, but no guarantee.
     """
     while True:
         running = [process.sentinel for process in processes if process.exitcode is None]
@@ -93,51 +107,50 @@ def _wait(processes, store, tolerate_killed):
         if not running:
             return
         connection.wait(running)
-    time.sleep(0.2)  # the end of a peer may be noticed before the end that caused it
-    for rank in _failed(processes, tolerate_killed):
-        if not store.check([f"rank {rank} has reported"]):
-            code = processes[rank].exitcode
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-            raise ProcessExitedException(f"rank {rank} {how}", rank, processes[rank].pid, code)
-    raise pickle.loads(store.get("first report"))
+    time.sleep(0.2)
+    failed = _failed(processes, tolerate_killed)
+    if not failed:
+        raise pickle.loads(store.get("first report"))
+    code = processes[failed[0]].exitcode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+    raise ProcessExitedException(f"rank {failed[0]} {how}", failed[0], processes[failed[0]].pid, code)
 
 
 def _failed(processes, tolerate_killed):
-    """The ranks that have failed. The exit code of a running process is None, and of a killed process is negative."""
+    """The ranks that have died without a report. The exit code of a killed process is negative."""
     failed = [rank for rank, process in enumerate(processes) if process.exitcode]
     return [rank for rank in failed if not (tolerate_killed and rank > 0 and processes[rank].exitcode < 0)]
 
 
-def _end(process):
-    if process.pid is not None:  # it was started
+# ---- in the started processes --------------------------------------------------------------------------------------
+
+
+def _guard(pids):
+    """Wait until the launcher has ended or wants to, and end all that it has left. `pids` gives the workers' pids.
+
+    This is a process: a thread of a worker could not run while the worker is in code that holds Python's lock (GIL).
+    """
+    os.setsid()  # Ctrl-C is for the launcher
+    workers = []
+    with contextlib.suppress(EOFError):  # the launcher has closed its end, and each worker too
+        while True:
+            workers.append(pids.recv())
+    for pid in workers:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its children too
-        process.kill()  # it may not yet lead a group
-        process.join()
+            os.killpg(pid, signal.SIGKILL)  # the worker's children too
+    os.kill(os.getppid(), signal.SIGKILL)  # the fork server would live for seconds longer, and hold stdout open
 
 
-def _end_fork_server(pid):
-    """The fork server would live for seconds longer than the job, and hold stdout open."""
-    with contextlib.suppress(ProcessLookupError, ChildProcessError):  # a worker is not its parent
-        os.kill(pid, signal.SIGKILL)
-        # Do not reap it: multiprocessing does, before it starts another one for the next job.
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-
-
-# ---- in the started process ---------------------------------------------------------------------------------------
-
-
-def _worker(rank, work, environment, torch_seed, numpy_state):
-    server = os.getppid()
+def _worker(rank, work, result, report_pid, environment, torch_seed, numpy_state):
     os.setsid()  # its children end with it
-    threading.Thread(target=_end_with_launcher, args=(server,), daemon=True).start()
+    report_pid.send(os.getpid())
+    report_pid.close()
     store = torch_dist.TCPStore("127.0.0.1", int(environment["MASTER_PORT"]), is_master=False)
-    store.set("fork server", str(server))
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    # A seed that the script has set at its top level is the launcher's too, and stays. Others are copies of the fork
-    # server's, equal on all ranks, so each rank draws a new one. (A seed of numpy does not stay if the launcher has
-    # drawn numbers since: then set it in `worker_fn`.)
+    # A top-level `torch.manual_seed` is kept; otherwise each rank draws its own seed. Without that seed all ranks would
+    # have the fork server's, and not the launcher's. (`np.random.seed` is kept unless the launcher has drawn numbers
+    # since. In that case call it in `worker_fn`.)
     if torch.initial_seed() != torch_seed:
         torch.seed()
     if _numpy_state() not in (None, numpy_state):
@@ -148,12 +161,12 @@ def _worker(rank, work, environment, torch_seed, numpy_state):
     try:
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
         worker_fn, args = pickle.loads(work)
-        worker_fn(*args)
+        value = worker_fn(*args)
+        if rank == 0 and value is not None:
+            torch.save(value, result)
     except SystemExit as error:
-        if isinstance(error.code, str):
-            failure = SystemExit(error.code)
-        elif error.code:
-            failure = SystemExit(f"rank {rank} exited with status {error.code}")
+        message = error.code if isinstance(error.code, str) else f"rank {rank} exited with status {error.code}"
+        failure = SystemExit(message) if error.code else None
     except BaseException:
         trace = traceback.format_exc()[-1_000_000:]  # the store takes at most 8 MB
         failure = ProcessRaisedException(f"rank {rank} raised:\n\n{trace}", rank, os.getpid())
@@ -161,12 +174,4 @@ def _worker(rank, work, environment, torch_seed, numpy_state):
         sys.stdout.flush()
         with contextlib.suppress(RuntimeError):  # the launcher has ended
             store.compare_set("first report", "", pickle.dumps(failure))  # does nothing if there is one
-            store.set(f"rank {rank} has reported", "")
-        os.killpg(0, signal.SIGKILL)  # its children too, which the launcher would end only if it still lives
-
-
-def _end_with_launcher(server):
-    """Wait until the launcher has ended, for whatever reason, and end all that it has left."""
-    multiprocessing.parent_process().join()
-    _end_fork_server(server)
-    os.killpg(0, signal.SIGKILL)
+        os._exit(0)  # at once; a rank that ends with another status has not reported

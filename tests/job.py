@@ -1,6 +1,7 @@
 """Small jobs, started as a user starts a script: python job.py NAME, or torchrun ... job.py NAME."""
 
 import multiprocessing
+import re
 import subprocess
 import sys
 import time
@@ -34,16 +35,21 @@ def fail(local_rank, world_size):
     dist.all_reduce(torch.ones(1))
 
 
+def hold_the_lock(local_rank, world_size):
+    """A regular expression that takes years, in which no thread of Python runs, on all ranks at once."""
+    dist.init_process_group()
+    process = subprocess.Popen(["sleep", "600"])
+    pids = dist.gather_objects(process.pid)
+    dist.print_primary("holding", *pids, flush=True)
+    re.match("(a+)+$", "a" * 60 + "b")
+
+
 def fail_after_the_launcher(local_rank, world_size):
-    """Fail because the launcher has ended, sooner than the thread that ends this process then."""
+    """Fail because the launcher has ended."""
     process = subprocess.Popen(["sleep", "600"])
     print(process.pid, flush=True)
     multiprocessing.parent_process().join()
     raise ValueError("its peers have ended")
-
-
-if sys.argv[1:] == ["fail_after_the_launcher"]:
-    spawn._end_with_launcher = lambda server: None
 
 
 def gloo_threads():

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 
+import numpy as np
 import pytest
 import torch
 from conftest import exit_message
@@ -223,8 +224,18 @@ def check_what_is_compared(local_rank, world_size):
     for value in (local_rank, torch.tensor(local_rank)):
         with pytest.raises(dist.DistributedError, match="bias of rank"):
             dist.check_in_sync(nn.Linear(2, 2), bias=value)
-    with pytest.raises(AssertionError, match="critic is no value: call check_in_sync for it alone"):
-        dist.check_in_sync(nn.ReLU(), critic=frozen)
+    # What has no complete and equal text on all ranks is refused; tensors in lists are compared.
+    refused = [frozen, {"a", "b"}, np.arange(9), [object()], {"x": np.int64(1)}, torch.float32]
+    for value in refused:
+        with pytest.raises(dist.DistributedError, match=r"^critic has a <class '.*'>: "):
+            dist.check_in_sync(nn.ReLU(), critic=value)
+    long = torch.zeros(5000)
+    dist.check_in_sync(nn.ReLU(), history=[long, {"b": long}])
+    if local_rank == 1:
+        long[2500] = 1  # where a printed tensor has dots
+    with pytest.raises(dist.DistributedError, match="history of rank 1 differs from rank 0's"):
+        dist.check_in_sync(nn.ReLU(), history=[torch.ones(2), {"b": long}])
+    dist.check_in_sync(nn.ReLU(), model=1, optimizer="Adam")
     # The same numbers in another order, or with another sign, and another type of the same memory.
     for ours, theirs in (
         (torch.arange(300.0).view(100, 3), torch.arange(300.0).view(100, 3)[[1, 0, *range(2, 100)]]),
@@ -238,7 +249,7 @@ def check_what_is_compared(local_rank, world_size):
     params.insert(2 + local_rank, temperature)
     with pytest.raises(dist.DistributedError, match="the list of names of rank 1 differs from rank 0's"):
         dist.check_in_sync(model, torch.optim.SGD(params))
-    dist.check_in_sync(nn.ReLU(), names={"b", "a"}, nothing=None, table={"a": [1, 2.5]})
+    dist.check_in_sync(nn.ReLU(), names=("b", "a"), nothing=None, table={"a": [1, 2.5]})
     dist.check_in_sync(nn.ReLU(), loss=float("nan"))
 
 

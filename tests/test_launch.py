@@ -101,6 +101,92 @@ def test_a_number_of_processes_that_contradicts_the_launcher_is_refused(monkeypa
         dist.launch(print, nprocs=2)
 
 
+def test_what_stands_in_no_file_is_refused(monkeypatch):
+    """As in a notebook, `python -c` and `python -`. In one process it works."""
+
+    def main(local_rank, world_size):
+        pass
+
+    monkeypatch.setattr(main, "__module__", "__main__")
+    for file in (None, "<stdin>"):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules["__main__"], "__file__", file)
+            if file is None:
+                patch.delattr(sys.modules["__main__"], "__file__")
+            with pytest.raises(SystemExit, match=r"^launch needs a script: [^\n]*$"):
+                dist.launch(main, nprocs=2)
+            dist.launch(main, nprocs=1)
+
+
+def test_a_folder_for_sockets_with_too_long_a_name_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(multiprocessing.util, "get_temp_dir", lambda: "/tmp/" + 85 * "x")
+    with pytest.raises(SystemExit, match=r"^TMPDIR [^\n]*$"):
+        dist.launch(print, nprocs=2)
+
+
+# ---- what comes back ------------------------------------------------------------------------------------------------
+
+
+def compute(local_rank, world_size, given):
+    given.append(local_rank)  # a copy
+    dist.init_process_group()
+    big = torch.full((3_000_000,), local_rank + 7.0)  # 12 MB
+    return {"loss": 0.5 + local_rank, "weights": big, "half": torch.ones(2, dtype=torch.bfloat16), "given": given}
+
+
+def leave_without_a_value(local_rank, world_size):
+    dist.init_process_group()
+    sys.exit(0)
+
+
+def return_a_function(local_rank, world_size):
+    dist.init_process_group()
+    return lambda: None
+
+
+@pytest.mark.parametrize("nprocs", [1, 3])
+def test_launch_returns_what_rank_0s_function_returns(nprocs):
+    given = ["a"]
+    value = dist.launch(compute, given, nprocs=nprocs)
+    assert value["loss"] == 0.5 and value["weights"].shape == (3_000_000,) and (value["weights"] == 7).all()
+    assert value["half"].dtype == torch.bfloat16 and value["given"] == ["a", 0]
+    assert given == (["a", 0] if nprocs == 1 else ["a"])
+
+
+def test_without_a_value_none_is_returned_and_what_cannot_be_sent_is_an_error():
+    assert dist.launch(compute, [], nprocs=2)["loss"] == 0.5
+    assert dist.launch(leave_without_a_value, nprocs=2) is None, "not the value of the job before"
+    with pytest.raises(ProcessRaisedException, match=r"(?s)rank 0 raised:.*return_a_function\.<locals>\.<lambda>"):
+        dist.launch(return_a_function, nprocs=2)
+    assert not os.path.exists(os.path.join(multiprocessing.util.get_temp_dir(), "result"))
+
+
+def wait_for_file(local_rank, world_size, path):
+    dist.init_process_group()
+    Path(f"{path}.{local_rank}").touch()
+    while not path.exists():
+        time.sleep(0.01)
+    return "finished"
+
+
+def test_a_second_job_in_another_thread_is_refused_and_the_first_goes_on(tmp_path):
+    values = []
+    path = tmp_path / "go on"
+    thread = threading.Thread(target=lambda: values.append(dist.launch(wait_for_file, path, nprocs=2)))
+    thread.start()
+    try:
+        while not Path(f"{path}.1").exists():
+            assert thread.is_alive()
+            time.sleep(0.01)
+        with pytest.raises(RuntimeError, match=r"^another thread runs a job: "):
+            dist.launch(print, nprocs=2)
+    finally:
+        path.touch()
+        thread.join(timeout=60)
+    assert values == ["finished"]
+    dist.launch(print, nprocs=2)  # now there is none
+
+
 # ---- failures -------------------------------------------------------------------------------------------------------
 
 
@@ -530,6 +616,17 @@ def test_no_process_outlives_the_launcher(jobs, name):
     if name == "SIGTERM":
         assert (status, stderr) == (-signal.SIGTERM, "")
     wait_for_the_end_of(mark)
+
+
+@pytest.mark.guard
+@pytest.mark.slow
+def test_workers_that_hold_pythons_lock_end_with_the_launcher():
+    mark = uuid.uuid4().hex
+    process = start(JOB, "hold_the_lock", env={"JOB_MARK": mark})
+    assert process.stdout.readline().startswith("holding "), process.stderr.read()
+    process.kill()
+    wait_for_the_end_of(mark)
+    process.communicate(timeout=30)
 
 
 @pytest.mark.guard

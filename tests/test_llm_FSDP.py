@@ -233,7 +233,7 @@ def recording(function, results):
 
 def work(local_rank, world_size, folder):
     folder = Path(folder)
-    llm_FSDP.init_process_group()
+    dist.init_process_group(even_alone=True)
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -459,7 +459,7 @@ def anonymous_bytes():
 
 
 def measure_memory(local_rank, world_size, folder):
-    llm_FSDP.init_process_group()
+    dist.init_process_group(even_alone=True)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
@@ -575,7 +575,7 @@ def step(model, own_rows, optimizer, trained, args):
 
 def work_mixed(local_rank, world_size, folder):
     folder = Path(folder)
-    llm_FSDP.init_process_group()
+    dist.init_process_group(even_alone=True)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     results = {"full": mix(folder, "mixed"), "lora": mix(folder, "mixed lora", lora=4, lora_alpha=8.0)}
@@ -637,7 +637,7 @@ def logits_of_bfloat16(model):
 @pytest.fixture(scope="module")
 def group():
     """Of this process alone."""
-    llm_FSDP.init_process_group()
+    dist.init_process_group(even_alone=True)
     transformers.utils.logging.set_verbosity_error()
     yield
     dist.cleanup()

@@ -64,6 +64,8 @@ def check_reduce(rank, n):
         with pytest.raises(ValueError, match=f"the sum of {dtype} may overflow"):
             dist.all_reduce(torch.tensor(100).to(dtype))
     assert dist.all_reduce(torch.tensor(100, dtype=torch.uint8), "min") == 100
+    largest = dist.reduce(torch.tensor([rank, -rank], dtype=torch.int16), "max")
+    assert largest.dtype == torch.int16 and largest.tolist() == [n - 1, 0]
 
 
 def check_gather(rank, n):
@@ -90,6 +92,12 @@ def check_gather(rank, n):
         ((r, 2, r), torch.int64 if r else torch.float64) for r in range(n)
     ]
     assert dist.broadcast_object({"rank": rank}, src=n - 1) == {"rank": n - 1}
+    # What comes from a GPU does not go to the GPU of the sender: here there is none, and torch would raise an error.
+    with mock.patch("torch.serialization.location_tag", lambda storage: f"cuda:{rank}"):
+        values = dist.gather_objects({"scores": [torch.tensor([rank, 5])]})
+        first = dist.broadcast_object((torch.tensor(rank + 3.0), "text"))
+    assert [value["scores"][0].tolist() for value in values] == [[r, 5] for r in range(n)]
+    assert (first[0].item(), first[1]) == (3.0, "text")
 
 
 def check_sampler(rank, n):
@@ -115,6 +123,11 @@ def check_identity(rank, n):
     params = [torch.full((3,), float(rank)), torch.nn.Parameter(torch.full((2, 2), float(rank)))]
     dist.sync_params(params)
     assert all((param == 0).all() for param in params)
+    if n > 1:
+        shard = torch_dist.tensor.zeros(4, device_mesh=torch_dist.init_device_mesh("cpu", (n,)))
+        for tensor in (shard, torch.ones(2, device="meta")):
+            with pytest.raises(dist.DistributedError, match='a shard, nor a tensor on "meta"'):
+                dist.sync_params([tensor])
     assert (dist.get_rank(), dist.get_world_size(), dist.is_primary()) == (rank, n, rank == 0)
     assert dist.get_local_rank() == rank
     assert dist.is_dist_avail_and_initialized() == (n > 1)
@@ -156,6 +169,36 @@ def check_everything(local_rank, world_size):
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
 def test_helpers(nprocs):
     dist.launch(check_everything, nprocs=nprocs)
+
+
+def test_torchs_own_spelling_of_the_backend_is_an_error(monkeypatch):
+    """Taken for the rank, it would make no group, and each process would train alone."""
+    with pytest.raises(AssertionError, match=r"init_process_group\(backend='gloo'\)"):
+        dist.init_process_group("gloo")
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(AssertionError, match=r"init_process_group\(backend='nccl'\)"):
+        dist.init_process_group("nccl")
+
+
+def test_a_group_of_one_process_if_it_is_asked_for(monkeypatch):
+    dist.init_process_group()
+    assert not dist.is_dist_avail_and_initialized()
+    dist.init_process_group(even_alone=True)
+    assert torch_dist.get_world_size() == 1 and torch_dist.get_backend() == "gloo"
+    torch_dist.barrier()
+    dist.cleanup()
+    assert not dist.is_launched(), "a later `launch` still starts its processes"
+
+
+def test_ranks_without_local_ranks_are_refused(monkeypatch):
+    """All processes of a machine would take its first GPU, and write the same files."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert dist.get_local_rank() == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match=r"^RANK is set, but LOCAL_RANK is not: [^\n]*$"):
+        dist.launch(print)
 
 
 def test_the_ranks_that_a_caller_gives_reach_its_loader_processes(monkeypatch):

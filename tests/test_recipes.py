@@ -2144,6 +2144,38 @@ def test_two_cells_of_a_notebook(tmp_path):
     assert sorted(re.findall(r"rank \d of 2", stdout)) == ["rank 0 of 2", "rank 1 of 2"]
 
 
+class Trial:
+    """Instead of Optuna's: what the recipe uses of it."""
+
+    def __init__(self, lr):
+        self.lr = lr
+
+    def suggest_float(self, name, low, high, log):
+        assert (name, log) == ("lr", True) and low <= self.lr <= high
+        return self.lr
+
+
+class Study:
+    def optimize(self, objective, n_trials):
+        assert n_trials == 20
+        losses = {lr: objective(Trial(lr)) for lr in (0.002, 0.1)}
+        self.best_params = {"lr": min(losses, key=losses.get)}
+
+
+def test_a_search_for_hyperparameters(tmp_path, monkeypatch, capfd):
+    """Each trial is a job of two processes, and its loss comes back."""
+    (block,) = blocks_of("How do I search for hyperparameters (Optuna)?")
+    (tmp_path / "search.py").write_text(block.replace('if __name__ == "__main__":', "def search():"))
+    (tmp_path / "optuna.py").write_text("create_study = None")
+    monkeypatch.syspath_prepend(tmp_path)
+    import optuna
+    import search
+
+    monkeypatch.setattr(optuna, "create_study", Study)
+    search.search()
+    assert capfd.readouterr().out == "{'lr': 0.1}\n"
+
+
 SCRIPT_TO_DEBUG = """import torch.distributed as torch_dist
 
 import distributed as dist

@@ -192,16 +192,17 @@ def test_models_that_no_one_here_wrote(tmp_path):
 # ---- two models and two optimizers ----------------------------------------------------------------------------------
 
 
-class TiedByHand(nn.Module):
-    """Without a list. The embedding's weights are the head's, and are read outside of both."""
+class WithoutList(nn.Module):
+    """Its table has no forward, and is read outside."""
 
-    def __init__(self):
+    def __init__(self, tied):
         super().__init__()
         self.embedding = nn.Embedding(500, 64)
         self.body = nn.Linear(64, 320)
         self.back = nn.Linear(320, 64)
         self.head = nn.Linear(64, 500, bias=False)
-        self.head.weight = self.embedding.weight
+        if tied:
+            self.head.weight = self.embedding.weight
         self.tables = nn.ParameterDict({"bias": nn.Parameter(torch.zeros(30_000))})
 
     def forward(self, tokens):
@@ -245,7 +246,7 @@ def cases_of_units():
         (encoder(), {"min_num_params": 1_000}, parts),  # not out_proj, whose weights attention reads itself
         (encoder(), {"min_num_params": 20_000}, ["layers.0", "layers.1"]),
         (small, {"min_num_params": 20_000}, [*decoders, "model.embed_tokens", "lm_head", "model"]),
-        (TiedByHand(), {}, ["body", "back"]),
+        (WithoutList(tied=False), {}, ["embedding", "body", "back", "head"]),
     ]
 
 
@@ -256,7 +257,7 @@ def outputs_of(model):
         inputs = torch.rand(2, 1, 28, 28, generator=generator)
     elif isinstance(model, nn.TransformerEncoder):
         inputs = torch.rand(2, 5, 64, generator=generator)
-    elif isinstance(model, TiedByHand):
+    elif isinstance(model, WithoutList):
         inputs = torch.randint(500, (2, 5), generator=generator)
     else:
         return torch.zeros(0)
@@ -280,8 +281,11 @@ def unit_worker(local_rank, world_size):
         torch.testing.assert_close(outputs_of(model), expected)
     tied = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9, bias=False))
     tied[1].weight = tied[0].weight
-    with pytest.raises(dist.DistributedError, match="two blocks share a parameter: name in `blocks` a class"):
-        dist.prepare_fsdp_model(tied)
+    for model in (tied, WithoutList(tied=True)):
+        with pytest.raises(dist.DistributedError, match="two blocks share a parameter: name in `blocks` a class"):
+            dist.prepare_fsdp_model(model)
+    with pytest.raises(dist.DistributedError, match='a shard, nor a tensor on "meta"'):
+        dist.prepare_fsdp_model(nn.Sequential(nn.Linear(2, 2, device="meta")))
     with pytest.raises(AssertionError, match="not both"):
         dist.prepare_fsdp_model(nn.Linear(2, 2), blocks=(nn.Linear,), min_num_params=1)
 
