@@ -162,7 +162,7 @@ def test_it_waits_for_those_in_an_episode_only(learner, capsys):
     assert alone.done()
     assert rpc_actor_learner.finish_episode(1, states, actions).wait() is False, "all updates are made"
     lost = "observer 3 is lost\nobserver 2 is lost\n"
-    assert capsys.readouterr().out.startswith(f"{lost}update 2 | 3 episodes | mean return 4.0 | 6 actions/s\n")
+    assert capsys.readouterr().out.startswith(f"{lost}update 2/2 | 3 episodes | mean return 4.0 | 6 actions/s\n")
 
 
 def test_a_call_of_an_observer_that_has_died_meanwhile_changes_nothing(learner):
