@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import json
 import os
 import re
 import shutil
@@ -262,72 +261,6 @@ def test_the_rungs_of_the_ladder_are_close(old, new, most, tmp_path):
         (tmp_path / name).write_text(SCRIPTS[name].split('"""', 2)[2])
     changes = subprocess.run(["diff", old, new], cwd=tmp_path, capture_output=True, text=True).stdout
     assert 0 < len(re.findall("^[<>]", changes, re.M)) <= most
-
-
-def test_results_are_those_that_are_stored():
-    stored = {path.stem: json.loads(path.read_text()) for path in (ROOT / "benchmarks/results").glob("*.json")}
-
-    def ratios(name, *keys):
-        return [f"{stored[name]['ratios'][key]['median']:.2f}" for key in keys]
-
-    def seconds(processes, *cases):
-        return [f"{stored['launch']['results'][case][processes]['median']:.1f} s" for case in cases]
-
-    def speeds(model, *cases):
-        return ratios("throughput", *(f"{model}: ours / {case}" for case in cases))
-
-    def tokens(size, *cases):
-        one, two = (stored["transformer"]["results"][f"{size}: {case}"]["tokens/s"]["median"] for case in cases)
-        return f"{one / two:.2f}"
-
-    steps = [row["median"] for row in stored["scaling"]["ratios"].values()]
-    in_memory = ("Accelerate in memory", "Fabric in memory")
-    expected = {
-        "Seconds to start 8": seconds("8", "launch", "torchrun", "accelerate", "spawn"),
-        "Seconds to start 16": seconds("16", "launch", "torchrun", "accelerate", "spawn", "import torch"),
-        "Samples per second, 784-128-10 / DDP": speeds("tiny", "hand-written", "hand-written, fused", *in_memory),
-        "Samples per second, SimpleCNN / DDP": speeds("small", "hand-written", "hand-written, fused", *in_memory),
-        "Samples per second, 784-128-10 / the usual": speeds("tiny", "tutorial", "Accelerate", "Fabric"),
-        "Samples per second, SimpleCNN / the usual": speeds("small", "tutorial", "Accelerate", "Fabric"),
-        "Time of a step with": ratios("overhead", "with distributed.py / plain torch"),
-        "`dist.check_in_sync` / an epoch": [
-            f"{stored['drift_check']['ratios']['check / epoch of mnist_DDP.py']['median']:.4f}"
-        ],
-        "Speed of reading": [f"{stored['data_path']['ratio']:.0f}"],
-        "Time of a snapshot": [f"{stored[f'snapshot_stall_{size}MB']['ratio']:.2f}" for size in (1130, 300)],
-        "Speed of HogWild": ratios(
-            "param_server", *(f"hogwild / {case}" for case in ("usual", "usual, same", "usual, same, 2 threads", "DDP"))
-        ),
-        "DeepNet's peak": ratios("fsdp_memory", *(f"N = {n}: peak of fsdp / of ddp" for n in (2, 4))),
-        "Tokens per second, TP": [tokens(f"width {width}", "TP", "DDP") for width in (128, 1024)],
-        "Tokens per second, CP": [tokens(f"length {length}", "CP", "one process") for length in (512, 8192)],
-        "Time of a step, width 512": ratios(
-            "sharing_state", *(f"width 512: step of {case} / of DDP" for case in ("ZeRO", "ZeRO --library", "FSDP"))
-        ),
-        "Held-out loss": [
-            f"{stored['sharing_talk']['results'][case]['held-out']:.2f}"
-            for case in ("DDP, rate 0.001", *(f"H {h}: DiLoCo, rate 0.001" for h in (1, 5, 20, 50)))
-        ],
-        "Step time": [f"{min(steps):.2f}", f"{max(steps):.2f}"],
-    }
-    page = PAGES[ROOT / "docs" / "results.md"]
-    rows = [row.split("|")[1:-1] for row in re.findall(r"^\|.*\d.*", section(page, "Summary"), re.M)]
-    rows = {what.strip(): re.findall(r"\d[\d.]*(?: s\b)?", measured) for what, measured in rows}
-    assert len(rows) == len(expected)
-    for start, numbers in expected.items():
-        assert [actual for what, actual in rows.items() if what.startswith(start)] == [numbers], start
-    for strategy in ("fsdp", "ddp"):
-        memory = stored["fsdp_memory"]["results"][strategy]["2"]
-        row = f"| `--strategy {strategy}` | {memory['held']:.0f} MB | {memory['peak']:.0f} MB |\n"
-        assert row in page
-    steps = stored["step"]["results"].values()
-    for case in {case for row in steps for case in row}:
-        medians = [row[case]["median"] if case in row else None for row in steps]
-        cells = ["" if ms is None else f" {ms:.2f}" if ms < 10 else f" {ms:.0f}" for ms in medians]
-        assert f"| {case} |{' |'.join(cells)} |\n" in page
-    assert ", ".join(f"{accuracy:.4f}" for accuracy in stored["mnist_accuracy"]["accuracies"]) in page.replace(
-        "\n", " "
-    )
 
 
 def section(page, heading):

@@ -2114,15 +2114,6 @@ def test_accumulation(nprocs, tmp_path):
         assert max(differences) > 1e-4 if sends else max(differences) < 1e-12, differences
 
 
-def test_every_block_is_run():
-    """This file names the heading of each block of Python."""
-    source = Path(__file__).read_text()
-    sections = re.split(r"^#+ ", PAGE.read_text(), flags=re.M)
-    headings = [section.partition("\n")[0] for section in sections if "\n```python\n" in section]
-    assert len(headings) > 20
-    assert not [heading for heading in headings if f'"{heading}"' not in source]
-
-
 # ---- as a user would type it ----------------------------------------------------------------------------------------
 
 
