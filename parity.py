@@ -1,0 +1,695 @@
+"""Does a script train on N processes as on one? Run it on both, compare, and name the first thing that differs.
+
+    python parity.py train.py                                # on 1 and on 2 processes, on GPUs or on the CPU
+    python parity.py --nproc 2 3 --steps 10 train.py --epochs 1
+    python parity.py train.py --batch-size 64/N              # 64, and 32 on two processes: the global batch must stay
+    python parity.py train.py --snapshot-path run-N.pt       # a lone N becomes the number of processes
+
+    train.py: equal on 1 and 2 processes for 5 steps, up to 5.8e-15 (allowed: 1e-10)
+    train.py: on 2 processes step 2 begins with other weights than on one process: weight differs by 0.031. In step 1
+    the global batch has 128 samples, and 64 on one process: divide the batch size by the number of processes
+
+It works for every script that torchrun can start, also one that uses nothing of this project. It needs only torch, and
+it does not change the script: hooks look at the outermost module that is trained, at clipping and at the optimizer.
+Numbers are float64 where the script leaves torch's default type alone, and dropout is off, so what should be equal is
+equal up to about 1e-12.
+
+The weights at the start of each step decide. Only if they differ, the step before is asked for the reason: see `why`.
+Gradients that are N or 1/N times those of one process are told in any case, because clipping and Adam hide them.
+docs/parity.md says what it cannot see. The exit status is 0 if the runs are equal, 1 if they are not, and 2 if they
+could not be compared.
+"""
+
+import argparse
+import contextlib
+import functools
+import inspect
+import json
+import os
+import pickle
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-3}  # the largest relative difference, by type; else 0.05
+BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # SyncBatchNorm is none of these
+DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+
+
+# ---- in each process: hooks that record every step ------------------------------------------------------------------
+
+
+class Recorder:
+    """Writes what each step begins with and uses into a file. After the last step the process stands still.
+
+    A step ends when a module that is trained is called after the optimizer has stepped.
+    """
+
+    def __init__(self, folder, steps, eval_norm):
+        rank = os.environ["RANK"]
+        self.file = open(Path(folder, f"records {rank}"), "wb")  # noqa: SIM115 - open until the process ends
+        self.done = Path(folder, f"done {rank}")
+        self.steps = steps
+        self.eval_norm = eval_norm
+        self.roots = []  # the outermost modules that are trained, in the order of their first calls
+        self.optimizers = []  # in the order of their first steps
+        self.depth = 0  # of calls of modules, and of backward, which calls modules to recompute activations
+        self.optimizing = 0  # optimizers that are stepping, one inside the other
+        self.begin_step(0)
+
+    def begin_step(self, number):
+        self.stepped = False
+        self.now = {"number": number, "weights": {}, "inputs": {}, "gradients": {}, "clipped": {}, "settings": []}
+
+    def write(self):
+        pickle.dump(self.now, self.file)
+        self.file.flush()
+
+    def install(self):
+        nn.Module.__call__ = self.watched(nn.Module.__call__, self.before_module)
+        torch.autograd.backward = self.watched(torch.autograd.backward, lambda args, kwargs: (args, kwargs))
+        for name in CLIPPING:
+            setattr(nn.utils, name, self.watched(getattr(nn.utils, name), self.before_clipping))
+        register_optimizer_step_pre_hook(self.before_optimizer)
+        register_optimizer_step_post_hook(self.after_optimizer)
+
+    def watched(self, function, before):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            args, kwargs = before(args, kwargs)
+            self.depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.depth -= 1
+
+        return call
+
+    def before_module(self, args, kwargs):
+        module = args[0]
+        if isinstance(module, nn.RNNBase):
+            module.dropout = 0.0
+        if self.eval_norm and isinstance(module, BATCH_NORM):
+            module.training = False
+        if self.depth or not torch.is_grad_enabled() or not any(param.requires_grad for param in module.parameters()):
+            return args, kwargs
+        if self.stepped:
+            self.begin_step(self.now["number"] + 1)
+        root = unwrapped(module)
+        if root not in self.roots:
+            self.roots.append(root)
+        self.record("weights")
+        if self.now["number"] == self.steps:  # these weights are what the last step has made
+            self.stand_still()
+        self.now["norms"] = [name for name, each in root.named_modules() if isinstance(each, BATCH_NORM)]
+        self.record_inputs(root, args[1:], kwargs)
+        if next(root.parameters()).dtype == torch.float64:
+            args, kwargs = pytree.tree_map(as_double, (args, kwargs))
+        return args, kwargs
+
+    def before_clipping(self, args, kwargs):
+        self.record("gradients")
+        return args, kwargs
+
+    def before_optimizer(self, optimizer, args, kwargs):
+        self.optimizing += 1
+        if self.optimizing > 1:
+            return
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+        self.record("weights")
+        if not any(callable(each) for each in (*args[1:], *kwargs.values())):
+            self.record("gradients")
+            self.record("clipped")
+        for group in optimizer.param_groups:
+            self.now["settings"].append({key: repr(value) for key, value in group.items() if key != "params"})
+
+    def after_optimizer(self, optimizer, args, kwargs):
+        self.optimizing -= 1
+        if self.optimizing == 0:
+            self.record("gradients")  # those of a closure
+            self.stepped = True
+            self.write()
+
+    def stand_still(self):
+        """Until this process is killed, since other ranks may still need it."""
+        self.write()
+        sys.stdout.flush()
+        self.done.touch()
+        threading.Event().wait()
+
+    def record(self, key):
+        """Record the tensors that are not yet recorded in this step. Without memory are those that a script frees."""
+        for name, param in self.named_params().items():
+            tensor = param if key == "weights" else param.grad
+            if tensor is not None and name not in self.now[key] and has_memory(tensor):
+                self.now[key][name] = sketch(tensor)
+
+    def named_params(self):
+        named = {}
+        for root in self.roots:
+            named |= {self.prefix(root) + name: param for name, param in root.named_parameters()}
+        known = set(named.values())
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        others = [param for group in groups for param in group["params"] if param not in known]
+        return named | {f"parameter {number} of the optimizer": param for number, param in enumerate(others)}
+
+    def prefix(self, root):
+        number = self.roots.index(root)
+        return f"model {number + 1}." if number else ""
+
+    def record_inputs(self, root, args, kwargs):
+        names = [
+            each.name for each in inspect.signature(root.forward).parameters.values() if each.default is each.empty
+        ]
+        names += [f"argument {number}" for number in range(len(names), len(args))]
+        inputs = dict(zip(names, args, strict=False)) | kwargs
+        for path, value in pytree.tree_flatten_with_path(inputs)[0]:
+            name = self.prefix(root) + re.sub(r"\W+", ".", pytree.keystr(path)).strip(".")
+            rows, width = rows_of(value)
+            before, _ = self.now["inputs"].get(name, (rows[:0], width))
+            self.now["inputs"][name] = (torch.cat([before, rows]), width)
+
+
+def unwrapped(module):
+    """The module inside the wrappers of torch.compile and DDP."""
+    for name in ("_orig_mod", "module", "_orig_mod"):
+        inner = getattr(module, name, None)
+        if isinstance(inner, nn.Module):
+            module = inner
+    return module
+
+
+def as_double(value):
+    return value.double() if torch.is_tensor(value) and value.dtype == torch.float32 else value
+
+
+def has_memory(tensor):
+    return hasattr(tensor, "full_tensor") or tensor.untyped_storage().nbytes() >= tensor.nbytes
+
+
+@functools.lru_cache(maxsize=64)
+def random_weights(n):
+    """The first n numbers of one sequence, each between 0.5 and 1, of either sign."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.rand(n, generator=generator, dtype=torch.float64, device="cpu") - 0.5
+    return numbers + 0.5 * numbers.sign()
+
+
+def sketch(tensor):
+    """Shape, type, and 64 weighted sums of a tensor: two tensors are about as far apart as their sums.
+
+    All ranks that hold a part of a DTensor must call it.
+    """
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    flat = tensor.cpu().double().flatten()
+    flat = nn.functional.pad(flat * random_weights(len(flat)), (0, -len(flat) % 64))
+    return tuple(tensor.shape), tensor.dtype, flat.view(-1, 64).sum(dim=0)
+
+
+def rows_of(value):
+    """A weighted sum of each row of an argument, which zeros at its end do not change, and the length of a row.
+
+    A number is one row. None has no rows, nor has what is not understood.
+    """
+    if isinstance(value, bool | int | float):
+        value = torch.tensor([value])
+    if not torch.is_tensor(value) or value.layout != torch.strided or hasattr(value, "full_tensor"):
+        return torch.zeros(0, dtype=torch.float64), 0
+    value = value.detach().cpu().double()
+    rows = value.reshape(len(value), -1) if value.dim() else value.view(1, 1)
+    return rows @ random_weights(rows.shape[1]), rows.shape[1]
+
+
+def switch_off_dropout():
+    functional = nn.functional
+    for name in DROPOUT:
+        setattr(functional, name, lambda input, *args, **kwargs: input)
+    attention = functional.scaled_dot_product_attention
+
+    def without_dropout(query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
+        return attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+    functional.scaled_dot_product_attention = without_dropout
+
+
+def watch_from_the_start():
+    """Let watch.py, if it is beside this file, begin when the script makes its process group."""
+    if not Path(__file__).with_name("watch.py").exists():
+        return
+    import watch
+
+    init_process_group = torch.distributed.init_process_group
+
+    @functools.wraps(init_process_group)
+    def init_and_watch(*args, **kwargs):
+        init_process_group(*args, **kwargs)
+        watch.start()
+
+    torch.distributed.init_process_group = init_and_watch
+
+
+def run_and_record(float32, **settings):
+    """Run the script that sys.argv names, in this process."""
+    if not float32:
+        torch.set_default_dtype(torch.float64)
+    switch_off_dropout()
+    watch_from_the_start()
+    Recorder(**settings).install()
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+# ---- compare the records --------------------------------------------------------------------------------------------
+
+
+def compare(one, ranks):
+    """Compare the steps of one process with those of each rank. All are changed by `keep_comparable`.
+
+    Returns a line about the first difference, or None; the number of equal steps; and the largest difference.
+    """
+    steps = list(zip(one, *ranks, strict=False))  # (record of one process, record of rank 0, record of rank 1, …)
+    line = nothing_is_trained(one[: len(steps)])
+    if line:
+        return line, 0, 0.0
+    largest = 0.0
+    for number, (expected, *got) in enumerate(steps):
+        weights = united([record["weights"] for record in got])
+        line = other_weights(expected, got)
+        if line and number == 0:
+            return f"the first step begins with other weights{line}: {SEEDS}", 0, largest
+        if line:
+            before, *got_before = steps[number - 1]
+            reason = why(before, got_before)
+            return f"step {number + 1} begins with other weights{line}. In step {number} {reason}", number - 1, largest
+        largest = max([largest, *distances(expected["weights"], weights).values()])
+    for number, (expected, *got) in enumerate(steps):
+        line = factor(expected, got)
+        if line and not other_settings(expected, got):  # another learning rate may make up for the factor
+            return f"the weights agree, but in step {number + 1} {line}. Clipping or the optimizer hides it", 0, largest
+    counts = [steps_of(records) for records in ranks]
+    if any(count != steps_of(one) for count in counts):
+        return f"the ranks take {listed(counts)} steps, and one process takes {steps_of(one)}", len(steps) - 1, largest
+    return None, len(steps) - 1, largest
+
+
+SEEDS = "is the same seed set before the model is built, and are weights loaded before it is wrapped, or on all ranks?"
+
+
+def other_weights(expected, got):
+    rank, names = other_rank([record["weights"] for record in got])
+    if names:
+        return f" on rank {rank} than on other ranks ({names[0]})"
+    far = distances(expected["weights"], united([record["weights"] for record in got]))
+    names = differing(expected["weights"], united([record["weights"] for record in got]))
+    return f" than on one process ({names[0]} differs by {far[names[0]]:.1e})" if names else None
+
+
+def steps_of(records):
+    return sum(len(record["settings"]) > 0 for record in records)
+
+
+def listed(values):
+    return " and ".join(", ".join(map(str, values)).rsplit(", ", 1))
+
+
+def nothing_is_trained(one):
+    if not any(sums.any() for _, _, sums in one[0]["gradients"].values()):
+        return "all gradients are 0, on one process too: nothing is trained"
+    first, last = one[0]["weights"], one[-1]["weights"]
+    if len(one) > 1 and not any(distances(first, last).values()):
+        return f"no weight has changed, on one process too: {STALE}"
+    return None
+
+
+STALE = "was the optimizer built before the model was sharded?"
+
+
+def keep_comparable(one, ranks):
+    """Remove all tensors that have another shape or name on several processes. Returns their names.
+
+    Such tensors are parts that the script has cut. If it has cut some that only the optimizer knows, whose names are
+    numbers, then no such name means the same in all processes.
+    """
+    shapes = {}
+    for records in [one, *ranks]:
+        for record in records:
+            for name, (shape, _, _) in record["weights"].items():
+                shapes.setdefault(name, set()).add(shape)
+    known = united([record["weights"] for record in one])
+    found = united([record["weights"] for records in ranks for record in records])
+    removed = [name for name in shapes if len(shapes[name]) > 1 or name not in known or name not in found]
+    if any(name.startswith("parameter ") for name in removed):
+        removed += [name for name in shapes if name.startswith("parameter ") and name not in removed]
+    for record in [record for records in [one, *ranks] for record in records]:
+        for key in ("weights", "gradients", "clipped"):
+            record[key] = {name: tensor for name, tensor in record[key].items() if name not in removed}
+    return removed
+
+
+def united(dicts):
+    """Each name of any rank, with the tensor of the first rank that has it."""
+    return {name: tensor for tensors in reversed(dicts) for name, tensor in tensors.items()}
+
+
+def distances(expected, got):
+    """By name, how far apart two tensors are: relative to the first, or to a thousandth of all if that is larger."""
+    floor = 1e-3 * sum(sums.square().sum().item() for _, _, sums in expected.values()) ** 0.5 + 1e-300
+    found = {}
+    for name in expected.keys() & got.keys():
+        sums, other_sums = expected[name][2], got[name][2]
+        found[name] = ((other_sums - sums).norm() / (sums.norm() + floor)).item()
+    return {name: found[name] for name in expected if name in found}
+
+
+def differing(expected, got):
+    """The names of the tensors that are farther apart than their type allows."""
+    far = distances(expected, got)
+    return [name for name, distance in far.items() if not distance <= ALLOWED.get(expected[name][1], 0.05)]
+
+
+def other_rank(dicts):
+    """The first rank with other tensors than the ranks before it, and their names."""
+    for rank in range(1, len(dicts)):
+        names = differing(united(dicts[:rank]), dicts[rank])
+        if names:
+            return rank, names
+    return None, []
+
+
+# ---- name the cause: `expected` is a record of one process, `got` are those of all ranks ----------------------------
+
+
+def why(expected, got):
+    """What differs first in a step whose result differs."""
+    wrong = wrong_gradients(expected, got)
+    if wrong:
+        return (
+            other_inputs(expected, got)
+            or other_gradients_on_ranks(got)
+            or factor(expected, got)
+            or batch_norm(expected)
+            or f"the samples are the same, and the gradient of {wrong[0]} is not: {OTHER_GRADIENT}"
+        )
+    return (
+        other_clipping(expected, got)
+        or other_settings(expected, got)
+        or foreign_parameters(expected, got)
+        or other_gradients_on_ranks(got)
+        or "samples, gradients and settings are the same: is the optimizer's state, and what follows its step?"
+    )
+
+
+OTHER_GRADIENT = "are the labels, are random numbers drawn in the model, is it a mean over shares of unequal weight?"
+
+
+def wrong_gradients(expected, got, key="gradients"):
+    """The names of the gradients that no rank has as one process has them. Some scripts average only some on a rank."""
+    right = set()
+    for record in got:
+        right |= record[key].keys() - set(differing(expected[key], record[key]))
+    return [name for name in united([record[key] for record in got]) if name in expected[key] and name not in right]
+
+
+def other_inputs(expected, got):
+    """Is the global batch another one? Arguments are compared in order, and their rows in any order."""
+    equal = []
+    for name, (rows, width) in expected["inputs"].items():
+        parts, widths = zip(*[record["inputs"].get(name, (rows[:0], width)) for record in got], strict=True)
+        together = torch.cat(parts)
+        if is_same(together, rows) or all(is_same(part, rows) for part in parts):
+            equal.append(name)
+            continue
+        if not len(rows) or not all(map(len, parts)):
+            return f"the argument {name} is None, or missing, on one process or on some ranks only"
+        if set(widths) != {width} and len(together) * widths[0] == len(rows) * width:
+            return None  # these are pieces of a sequence, which cannot be compared
+        if len(together) != len(rows):
+            advice = "divided by the number of processes, once"
+            return f"the global batch has {len(together)} samples, and {len(rows)} on one process. It must be {advice}"
+        if all(is_same(part, parts[0]) for part in parts):
+            return f"all ranks have the same samples ({name}): is there a sampler that gives each rank its share?"
+        if equal:
+            return f"the argument {equal[0]} is the same, but {name} is not: {DRAW}"
+        return f"the global batch has other samples ({name}): are the data and their order the same on all ranks?"
+    return None
+
+
+DRAW = "if it is drawn at random, draw it for the global batch, and give each rank its share"
+
+
+def is_same(rows, others):
+    if len(rows) != len(others):
+        return False
+    return torch.allclose(rows.sort()[0], others.sort()[0], rtol=1e-6, atol=1e-6 * others.abs().max().item())
+
+
+def other_gradients_on_ranks(got):
+    rank, names = other_rank([record["gradients"] for record in got])
+    if not names:
+        return None
+    line = f"rank {rank} has another gradient of {names[0]} than other ranks"
+    if len(names) < len(got[rank]["gradients"]):
+        return f"{line}: is it outside of the wrapped model, or was it unfrozen after wrapping?"
+    if not other_rank([record["clipped"] for record in got])[1]:
+        return f"{line} when they are clipped: average them first"
+    return f"{line}. Nothing averages them: is the plain model trained instead of the wrapped one?"
+
+
+def factor(expected, got):
+    """Are gradients N or 1/N times those of one process?"""
+    wrong = wrong_gradients(expected, got)
+    for number, words, advice in ((len(got), f"{len(got)}", SUM), (1 / len(got), f"1/{len(got)}", DIVIDED)):
+        times = {name: (*expected["gradients"][name][:2], number * expected["gradients"][name][2]) for name in wrong}
+        if wrong and not any(differing(times, record["gradients"]) for record in got):
+            return f"the gradient of {wrong[0]} is {words} times that of one process: {advice}"
+    return None
+
+
+SUM = "it is summed over the ranks, and not averaged"
+DIVIDED = "it is averaged, but the loss is a sum over the samples, or has been divided by the number of processes"
+
+
+def batch_norm(expected):
+    if not expected["norms"]:
+        return None
+    line = f"the samples are the same, but BatchNorm ({expected['norms'][0]}) uses the mean of each rank's alone"
+    return f"{line}. To judge the rest of the script: --eval-norm"
+
+
+def other_clipping(expected, got):
+    wrong = wrong_gradients(expected, got, "clipped")
+    if not wrong:
+        return None
+    return f"the gradient of {wrong[0]} is the same before clipping, but not after: clip once in a step, at its end"
+
+
+def other_settings(expected, got):
+    """Another learning rate, for example."""
+    for rank, record in enumerate(got):
+        if len(record["settings"]) != len(expected["settings"]):
+            return f"rank {rank} has another number of optimizers or of groups of parameters than one process"
+        for settings, expected_settings in zip(record["settings"], expected["settings"], strict=True):
+            for key, value in expected_settings.items():
+                if settings.get(key) != value:
+                    return f"the optimizer's {key} is {settings.get(key)} on rank {rank}, and {value} on one process"
+    return None
+
+
+def foreign_parameters(expected, got):
+    if len(got[0]["weights"]) <= len(expected["weights"]):
+        return None
+    return f"the optimizer of rank 0 holds parameters that the model does not have: {STALE}"
+
+
+# ---- start the processes --------------------------------------------------------------------------------------------
+
+
+def run(args, nproc):
+    """Returns each rank's records, what rank 0 has printed, and in one line what went wrong, or None."""
+    command = [sys.executable, __file__, args.script, *[for_processes(arg, nproc) for arg in args.args]]
+    with tempfile.TemporaryDirectory(prefix="parity-") as folder:
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        settings = {"folder": folder, "steps": args.steps, "float32": args.float32, "eval_norm": args.eval_norm}
+        environment = {
+            **{"OMP_NUM_THREADS": "1", "WATCH_SECONDS": "20", **os.environ},
+            **{"TORCH_COMPILE_DISABLE": "1", "TMPDIR": folder, "PARITY": json.dumps(settings)},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(nproc)},
+            **{"LOCAL_WORLD_SIZE": str(nproc), "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"},
+            **{"TORCHELASTIC_RUN_ID": "parity", "TORCHELASTIC_USE_AGENT_STORE": "True"},  # as torchrun does
+        }
+        processes = []
+        try:
+            for rank in range(nproc):
+                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(start(command, dict(environment), Path(folder, f"printed {rank}")))
+            failure = wait(processes, Path(folder), args.timeout)
+        finally:
+            for process in processes:
+                end(process)
+        ranks = [read_records(Path(folder, f"records {rank}")) for rank in range(nproc)]
+        printed = Path(folder, "printed 0").read_text(errors="replace")
+    taken = [steps_of(records) for records in ranks]
+    if failure:
+        failure += f". Steps of each rank: {listed(taken)}"
+    elif not all(taken):
+        failure = "takes no step of an optimizer of torch.optim on some rank"
+    return ranks, printed, failure
+
+
+def for_processes(arg, nproc):
+    for found in re.findall(r"\b(\d+)/N\b", arg):
+        if int(found) % nproc:
+            sys.exit(f"{arg}: {found} is not a multiple of {nproc}, the number of processes")
+        arg = arg.replace(f"{found}/N", str(int(found) // nproc))
+    return re.sub(r"\bN\b", str(nproc), arg)
+
+
+def start(command, environment, log):
+    """Start one rank, in a process group with all that it will start. All that it prints goes to the file `log`."""
+    with open(log, "w") as file:
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
+
+
+def end(process):
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def wait(processes, folder, timeout):
+    """Wait until each rank has ended, or stands still after its last step. Returns what went wrong, or None."""
+    begin = time.monotonic()
+    logs = [folder / f"printed {rank}" for rank in range(len(processes))]
+    while time.monotonic() < begin + timeout:
+        statuses = [process.poll() for process in processes]
+        if any(statuses):
+            return describe_failure(statuses, logs)
+        done = [(folder / f"done {rank}").exists() for rank in range(len(processes))]
+        if all(is_done or status == 0 for is_done, status in zip(done, statuses, strict=True)):
+            return None
+        if any(done):
+            timeout = min(timeout, 2 * (time.monotonic() - begin) + 10)  # for the others: they may never come
+        still = re.search("no progress for .*", "".join(log.read_text(errors="replace") for log in logs))
+        if still and "computing, or ended" not in still[0]:
+            return f"stands still: {still[0]}"
+        time.sleep(0.05)
+    return f"stands still: it has not ended after {timeout:.0f} s"
+
+
+def describe_failure(statuses, logs):
+    """Print the end of the log of the rank that has failed first, which is silent for longest. Returns its error."""
+    rank = min((rank for rank, status in enumerate(statuses) if status), key=lambda rank: logs[rank].stat().st_mtime)
+    lines = logs[rank].read_text(errors="replace").splitlines()
+    print(*lines[-20:], sep="\n", file=sys.stderr)
+    errors = [line for line in lines if re.match(r"[\w.]+: ", line)] or lines or [f"exit status {statuses[rank]}"]
+    return f"fails on rank {rank}: {errors[-1]}"
+
+
+def read_records(path):
+    """Of each step the last record. A process may have been killed while it wrote."""
+    records = {}
+    with open(path, "rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
+        while True:
+            record = pickle.load(file)
+            records[record["number"]] = record
+    return list(records.values())
+
+
+# ---- report ---------------------------------------------------------------------------------------------------------
+
+UNITS = (
+    r"\d[\d.,]*\s?(?:s|ms|sec|min|h|[kKMG]i?B|bytes|\S+/s)\b|\d+:[\d:.,]+"  # times, speeds and memory are no finding
+)
+DECIMAL = r"-?\d+\.\d+(?:e[-+]?\d+)?"
+
+
+def other_prints(printed, printed_by_ranks):
+    """Pairs of lines with the same words, but other numbers with a decimal point."""
+    lines = {}
+    for line in printed.splitlines():
+        lines.setdefault(re.sub(DECIMAL, "", re.sub(UNITS, "", line)), []).append(line)
+    for other in printed_by_ranks.splitlines():
+        without_units = re.sub(UNITS, "", other)
+        same_words = lines.get(re.sub(DECIMAL, "", without_units))
+        if same_words:
+            line = same_words.pop(0)
+            numbers = zip(re.findall(DECIMAL, re.sub(UNITS, "", line)), re.findall(DECIMAL, without_units), strict=True)
+            if any(abs(float(a) - float(b)) > 2e-3 * (abs(float(a)) + abs(float(b))) for a, b in numbers):
+                yield line, other
+
+
+def report(args, nproc, one, printed):
+    """Compare `nproc` processes with one. Prints the result, and returns the exit status."""
+    name = f"{Path(args.script).name}:"
+    ranks, printed_by_ranks, failure = run(args, nproc)
+    for line, other in list(other_prints(printed, printed_by_ranks))[:3]:
+        print(f"printed by 1 process: {line}\nprinted by {nproc} processes: {other}")
+    left_out = keep_comparable(one, ranks)
+    if left_out:
+        print(f"not compared: {left_out[0]} and {len(left_out) - 1} more, which the script cuts or names in other ways")
+    line, n_steps, largest = compare(one, ranks) if all(ranks) else (None, 0, 0.0)
+    if line:
+        print(f"{name} on {nproc} processes {line}")
+    if failure or not (line or n_steps):
+        print(f"{name} on {nproc} processes it {failure or 'takes one step only: its result cannot be seen'}")
+        return 2
+    if line:
+        return 1
+    bound = max(ALLOWED.get(dtype, 0.05) for _, dtype, _ in one[0]["weights"].values())
+    print(f"{name} equal on 1 and {nproc} processes for {n_steps} steps, up to {largest:.1e} (allowed: {bound:g})")
+    return 0
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage="%(prog)s [options] SCRIPT.py ...")
+    parser.add_argument("--nproc", type=int, nargs="+", default=[2], help="numbers of processes to compare with one")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps to compare")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds that a run may take")
+    parser.add_argument("--float32", action="store_true", help="leave torch's default type as it is")
+    parser.add_argument("--eval-norm", action="store_true", help="let BatchNorm use its running statistics")
+    script = next((number for number, arg in enumerate(argv) if arg.endswith(".py")), len(argv))
+    args = parser.parse_args(argv[:script])
+    args.script, *args.args = argv[script:] or [""]
+    if not Path(args.script).is_file():
+        parser.error(f"there is no script {args.script!r}: name a file that ends in .py")
+    if min(args.nproc) < 2:
+        parser.error(f"argument --nproc: {min(args.nproc)} must be at least 2, to be compared with one process")
+    if args.steps < 1:
+        parser.error(f"argument --steps: {args.steps} must be at least 1")
+    return args
+
+
+def main(argv):
+    args = parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: all that was started is ended
+    (one,), printed, failure = run(args, 1)
+    if failure:
+        hint = "" if args.float32 else ". If it runs without parity.py, try --float32"
+        print(f"{Path(args.script).name}: on one process it {failure}{hint}")
+        return 2
+    return max([report(args, nproc, one, printed) for nproc in args.nproc])
+
+
+if __name__ == "__main__":
+    if "PARITY" in os.environ:
+        run_and_record(**json.loads(os.environ.pop("PARITY")))
+    else:
+        sys.exit(main(sys.argv[1:]))
