@@ -1,16 +1,16 @@
 """Does a script train on N processes as on one? Run it on both, compare, and name the first thing that differs.
 
     python parity.py train.py                                # on 1 and on 2 processes, on GPUs or on the CPU
-    python parity.py --nproc 2 3 --steps 10 train.py --epochs 1
+    python parity.py --nproc 2 4 --steps 10 train.py --epochs 1
     python parity.py train.py --batch-size 64/N              # 64, and 32 on two processes: the global batch must stay
     python parity.py train.py --snapshot-path run-N.pt       # a lone N becomes the number of processes
 
-    train.py: equal on 1 and 2 processes for 5 steps, up to 5.8e-15 (allowed: 1e-10)
-    train.py: on 2 processes step 2 begins with other weights than on one process: weight differs by 0.031. In step 1
-    the global batch has 128 samples, and 64 on one process: divide the batch size by the number of processes
+    train.py: equal on 1 and 2 processes for 5 steps, up to 7.6e-16 (allowed: 1e-10)
+    train.py: on 2 processes step 2 begins with other weights than on one process (weight differs by 7.7e-02). In step 1
+    the global batch has 128 samples, and 64 on one process. It must be divided by the number of processes, once
 
-It works for every script that torchrun can start, also one that uses nothing of this project. It needs only torch, and
-it does not change the script: hooks look at the outermost module that is trained, at clipping and at the optimizer.
+It works for every script that torchrun can start, also for one that uses nothing of this project. It needs only torch,
+and it does not change the script: hooks look at the outermost module that is trained, at clipping and at the optimizer.
 Numbers are float64 where the script leaves torch's default type alone, and dropout is off, so what should be equal is
 equal up to about 1e-12.
 
@@ -42,19 +42,20 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-3}  # the largest relative difference, by type; else 0.05
+ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-3}  # the largest relative difference, by type
+ALLOWED_IN_OTHERS = 0.05
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # SyncBatchNorm is none of these
 DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 
 
-# ---- in each process: hooks that record every step ------------------------------------------------------------------
+# ---- in each process: hooks that record every step -----------------------------------------------------------------
 
 
 class Recorder:
     """Writes what each step begins with and uses into a file. After the last step the process stands still.
 
-    A step ends when a module that is trained is called after the optimizer has stepped.
+    A step ends when a module that is trained is called after an optimizer has stepped.
     """
 
     def __init__(self, folder, steps, eval_norm):
@@ -98,12 +99,13 @@ class Recorder:
         return call
 
     def before_module(self, args, kwargs):
-        module = args[0]
+        module, *inputs = args
         if isinstance(module, nn.RNNBase):
             module.dropout = 0.0
         if self.eval_norm and isinstance(module, BATCH_NORM):
             module.training = False
-        if self.depth or not torch.is_grad_enabled() or not any(param.requires_grad for param in module.parameters()):
+        is_trained = torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters())
+        if self.depth > 0 or not is_trained:
             return args, kwargs
         if self.stepped:
             self.begin_step(self.now["number"] + 1)
@@ -114,10 +116,18 @@ class Recorder:
         if self.now["number"] == self.steps:  # these weights are what the last step has made
             self.stand_still()
         self.now["norms"] = [name for name, each in root.named_modules() if isinstance(each, BATCH_NORM)]
-        self.record_inputs(root, args[1:], kwargs)
+        self.record_inputs(root, inputs, kwargs)
         if next(root.parameters()).dtype == torch.float64:
             args, kwargs = pytree.tree_map(as_double, (args, kwargs))
         return args, kwargs
+
+    def record_inputs(self, root, args, kwargs):
+        inputs = inspect.signature(root.forward).bind(*args, **kwargs).arguments
+        for path, value in pytree.tree_flatten_with_path(dict(inputs))[0]:
+            name = re.sub(r"\W+", ".", pytree.keystr(path)).strip(".")  # as batch.labels for ['batch']['labels']
+            rows, width = rows_of(value)
+            before, _ = self.now["inputs"].get(name, (rows[:0], width))
+            self.now["inputs"][name] = (torch.cat([before, rows]), width)
 
     def before_clipping(self, args, kwargs):
         self.record("gradients")
@@ -130,7 +140,8 @@ class Recorder:
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         self.record("weights")
-        if not any(callable(each) for each in (*args[1:], *kwargs.values())):
+        has_closure = any(callable(each) for each in (*args[1:], *kwargs.values()))
+        if not has_closure:
             self.record("gradients")
             self.record("clipped")
         for group in optimizer.param_groups:
@@ -151,7 +162,7 @@ class Recorder:
         threading.Event().wait()
 
     def record(self, key):
-        """Record the tensors that are not yet recorded in this step. Without memory are those that a script frees."""
+        """Record the tensors that are not yet recorded in this step. Those without memory are freed by the script."""
         for name, param in self.named_params().items():
             tensor = param if key == "weights" else param.grad
             if tensor is not None and name not in self.now[key] and has_memory(tensor):
@@ -159,28 +170,15 @@ class Recorder:
 
     def named_params(self):
         named = {}
-        for root in self.roots:
-            named |= {self.prefix(root) + name: param for name, param in root.named_parameters()}
+        for number, root in enumerate(self.roots):
+            prefix = f"model {number + 1}." if number else ""
+            named |= {prefix + name: param for name, param in root.named_parameters()}
         known = set(named.values())
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         others = [param for group in groups for param in group["params"] if param not in known]
-        return named | {f"parameter {number} of the optimizer": param for number, param in enumerate(others)}
-
-    def prefix(self, root):
-        number = self.roots.index(root)
-        return f"model {number + 1}." if number else ""
-
-    def record_inputs(self, root, args, kwargs):
-        names = [
-            each.name for each in inspect.signature(root.forward).parameters.values() if each.default is each.empty
-        ]
-        names += [f"argument {number}" for number in range(len(names), len(args))]
-        inputs = dict(zip(names, args, strict=False)) | kwargs
-        for path, value in pytree.tree_flatten_with_path(inputs)[0]:
-            name = self.prefix(root) + re.sub(r"\W+", ".", pytree.keystr(path)).strip(".")
-            rows, width = rows_of(value)
-            before, _ = self.now["inputs"].get(name, (rows[:0], width))
-            self.now["inputs"][name] = (torch.cat([before, rows]), width)
+        for number, param in enumerate(others, 1):
+            named[f"parameter {number} of {len(others)} outside of the model"] = param
+        return named
 
 
 def unwrapped(module):
@@ -224,14 +222,12 @@ def sketch(tensor):
 def rows_of(value):
     """A weighted sum of each row of an argument, which zeros at its end do not change, and the length of a row.
 
-    A number is one row. None has no rows, nor has what is not understood.
+    None has no rows, nor has what is no tensor.
     """
-    if isinstance(value, bool | int | float):
-        value = torch.tensor([value])
     if not torch.is_tensor(value) or value.layout != torch.strided or hasattr(value, "full_tensor"):
         return torch.zeros(0, dtype=torch.float64), 0
-    value = value.detach().cpu().double()
-    rows = value.reshape(len(value), -1) if value.dim() else value.view(1, 1)
+    rows = value.detach().cpu().double()
+    rows = rows.reshape(len(rows), -1) if rows.dim() else rows.view(1, 1)
     return rows @ random_weights(rows.shape[1]), rows.shape[1]
 
 
@@ -255,7 +251,6 @@ def watch_from_the_start():
 
     init_process_group = torch.distributed.init_process_group
 
-    @functools.wraps(init_process_group)
     def init_and_watch(*args, **kwargs):
         init_process_group(*args, **kwargs)
         watch.start()
@@ -275,21 +270,19 @@ def run_and_record(float32, **settings):
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-# ---- compare the records --------------------------------------------------------------------------------------------
+# ---- compare the records -------------------------------------------------------------------------------------------
 
 
 def compare(one, ranks):
-    """Compare the steps of one process with those of each rank. All are changed by `keep_comparable`.
+    """Compare the steps of one process with those of each rank.
 
     Returns a line about the first difference, or None; the number of equal steps; and the largest difference.
     """
     steps = list(zip(one, *ranks, strict=False))  # (record of one process, record of rank 0, record of rank 1, …)
-    line = nothing_is_trained(one[: len(steps)])
-    if line:
-        return line, 0, 0.0
     largest = 0.0
+    if is_nothing_trained(one[: len(steps)]):
+        return f"nothing is trained, on one process too: all gradients are 0, or {STALE}", 0, largest
     for number, (expected, *got) in enumerate(steps):
-        weights = united([record["weights"] for record in got])
         line = other_weights(expected, got)
         if line and number == 0:
             return f"the first step begins with other weights{line}: {SEEDS}", 0, largest
@@ -297,27 +290,19 @@ def compare(one, ranks):
             before, *got_before = steps[number - 1]
             reason = why(before, got_before)
             return f"step {number + 1} begins with other weights{line}. In step {number} {reason}", number - 1, largest
-        largest = max([largest, *distances(expected["weights"], weights).values()])
+        largest = max([largest, *distances(expected["weights"], united(got, "weights")).values()])
     for number, (expected, *got) in enumerate(steps):
         line = factor(expected, got)
         if line and not other_settings(expected, got):  # another learning rate may make up for the factor
             return f"the weights agree, but in step {number + 1} {line}. Clipping or the optimizer hides it", 0, largest
     counts = [steps_of(records) for records in ranks]
-    if any(count != steps_of(one) for count in counts):
+    if set(counts) != {steps_of(one)}:
         return f"the ranks take {listed(counts)} steps, and one process takes {steps_of(one)}", len(steps) - 1, largest
     return None, len(steps) - 1, largest
 
 
 SEEDS = "is the same seed set before the model is built, and are weights loaded before it is wrapped, or on all ranks?"
-
-
-def other_weights(expected, got):
-    rank, names = other_rank([record["weights"] for record in got])
-    if names:
-        return f" on rank {rank} than on other ranks ({names[0]})"
-    far = distances(expected["weights"], united([record["weights"] for record in got]))
-    names = differing(expected["weights"], united([record["weights"] for record in got]))
-    return f" than on one process ({names[0]} differs by {far[names[0]]:.1e})" if names else None
+STALE = "the optimizer was built before the model was sharded, and holds parameters that nobody uses"
 
 
 def steps_of(records):
@@ -328,71 +313,64 @@ def listed(values):
     return " and ".join(", ".join(map(str, values)).rsplit(", ", 1))
 
 
-def nothing_is_trained(one):
-    if not any(sums.any() for _, _, sums in one[0]["gradients"].values()):
-        return "all gradients are 0, on one process too: nothing is trained"
-    first, last = one[0]["weights"], one[-1]["weights"]
-    if len(one) > 1 and not any(distances(first, last).values()):
-        return f"no weight has changed, on one process too: {STALE}"
+def is_nothing_trained(one):
+    has_gradients = any(sums.any() for _, _, sums in one[0]["gradients"].values())
+    has_changed = any(distances(one[0]["weights"], one[-1]["weights"]).values())
+    return not has_gradients or (len(one) > 1 and not has_changed)
+
+
+def other_weights(expected, got):
+    rank, names = other_rank(expected, got, "weights")
+    if names:
+        return f" on rank {rank} than on other ranks ({names[0]})"
+    weights = united(got, "weights")
+    for name in differing(expected["weights"], weights):
+        return f" than on one process ({name} differs by {distances(expected['weights'], weights)[name]:.1e})"
     return None
 
 
-STALE = "was the optimizer built before the model was sharded?"
+def other_rank(expected, got, key):
+    """The first rank with other tensors than the ranks before it, and their names.
 
-
-def keep_comparable(one, ranks):
-    """Remove all tensors that have another shape or name on several processes. Returns their names.
-
-    Such tensors are parts that the script has cut. If it has cut some that only the optimizer knows, whose names are
-    numbers, then no such name means the same in all processes.
+    A tensor of another shape or name than on one process is a part that the script has cut, so ranks hold other parts.
     """
-    shapes = {}
-    for records in [one, *ranks]:
-        for record in records:
-            for name, (shape, _, _) in record["weights"].items():
-                shapes.setdefault(name, set()).add(shape)
-    known = united([record["weights"] for record in one])
-    found = united([record["weights"] for records in ranks for record in records])
-    removed = [name for name in shapes if len(shapes[name]) > 1 or name not in known or name not in found]
-    if any(name.startswith("parameter ") for name in removed):
-        removed += [name for name in shapes if name.startswith("parameter ") and name not in removed]
-    for record in [record for records in [one, *ranks] for record in records]:
-        for key in ("weights", "gradients", "clipped"):
-            record[key] = {name: tensor for name, tensor in record[key].items() if name not in removed}
-    return removed
-
-
-def united(dicts):
-    """Each name of any rank, with the tensor of the first rank that has it."""
-    return {name: tensor for tensors in reversed(dicts) for name, tensor in tensors.items()}
-
-
-def distances(expected, got):
-    """By name, how far apart two tensors are: relative to the first, or to a thousandth of all if that is larger."""
-    floor = 1e-3 * sum(sums.square().sum().item() for _, _, sums in expected.values()) ** 0.5 + 1e-300
-    found = {}
-    for name in expected.keys() & got.keys():
-        sums, other_sums = expected[name][2], got[name][2]
-        found[name] = ((other_sums - sums).norm() / (sums.norm() + floor)).item()
-    return {name: found[name] for name in expected if name in found}
-
-
-def differing(expected, got):
-    """The names of the tensors that are farther apart than their type allows."""
-    far = distances(expected, got)
-    return [name for name, distance in far.items() if not distance <= ALLOWED.get(expected[name][1], 0.05)]
-
-
-def other_rank(dicts):
-    """The first rank with other tensors than the ranks before it, and their names."""
-    for rank in range(1, len(dicts)):
-        names = differing(united(dicts[:rank]), dicts[rank])
+    for rank in range(1, len(got)):
+        names = differing(united(got[:rank], key), got[rank][key])
+        names = [name for name in names if name in distances(expected[key], got[rank][key])]
         if names:
             return rank, names
     return None, []
 
 
-# ---- name the cause: `expected` is a record of one process, `got` are those of all ranks ----------------------------
+def united(got, key):
+    """Each tensor of any rank: that of the first rank that has it."""
+    return {name: tensor for record in reversed(got) for name, tensor in record[key].items()}
+
+
+def distances(expected, got):
+    """By name, how far apart two tensors are: relative to the first, or to a thousandth of all if that is larger.
+
+    Tensors of unlike shapes cannot be compared.
+    """
+    floor = 1e-3 * sum(sums.square().sum().item() for _, _, sums in expected.values()) ** 0.5 + 1e-300
+    found = {}
+    for name, (shape, _, sums) in expected.items():
+        if name in got and got[name][0] == shape:
+            found[name] = ((got[name][2] - sums).norm() / (sums.norm() + floor)).item()
+    return found
+
+
+def differing(expected, got):
+    """The names of the tensors that are farther apart than their type allows."""
+    far = distances(expected, got)
+    return [name for name, far_apart in far.items() if not far_apart <= allowed(expected[name])]
+
+
+def allowed(tensor):
+    return ALLOWED.get(tensor[1], ALLOWED_IN_OTHERS)
+
+
+# ---- name the cause: `expected` is a record of one process, `got` are those of all ranks ---------------------------
 
 
 def why(expected, got):
@@ -401,7 +379,7 @@ def why(expected, got):
     if wrong:
         return (
             other_inputs(expected, got)
-            or other_gradients_on_ranks(got)
+            or other_gradients_on_ranks(expected, got)
             or factor(expected, got)
             or batch_norm(expected)
             or f"the samples are the same, and the gradient of {wrong[0]} is not: {OTHER_GRADIENT}"
@@ -409,8 +387,8 @@ def why(expected, got):
     return (
         other_clipping(expected, got)
         or other_settings(expected, got)
-        or foreign_parameters(expected, got)
-        or other_gradients_on_ranks(got)
+        or stale_parameters(expected, got)
+        or other_gradients_on_ranks(expected, got)
         or "samples, gradients and settings are the same: is the optimizer's state, and what follows its step?"
     )
 
@@ -421,9 +399,12 @@ OTHER_GRADIENT = "are the labels, are random numbers drawn in the model, is it a
 def wrong_gradients(expected, got, key="gradients"):
     """The names of the gradients that no rank has as one process has them. Some scripts average only some on a rank."""
     right = set()
+    wrong = {}
     for record in got:
-        right |= record[key].keys() - set(differing(expected[key], record[key]))
-    return [name for name in united([record[key] for record in got]) if name in expected[key] and name not in right]
+        names = differing(expected[key], record[key])
+        wrong |= dict.fromkeys(names)
+        right |= distances(expected[key], record[key]).keys() - set(names)
+    return [name for name in wrong if name not in right]
 
 
 def other_inputs(expected, got):
@@ -440,33 +421,31 @@ def other_inputs(expected, got):
         if set(widths) != {width} and len(together) * widths[0] == len(rows) * width:
             return None  # these are pieces of a sequence, which cannot be compared
         if len(together) != len(rows):
-            advice = "divided by the number of processes, once"
-            return f"the global batch has {len(together)} samples, and {len(rows)} on one process. It must be {advice}"
+            advice = "It must be divided by the number of processes, once"
+            return f"the global batch has {len(together)} samples, and {len(rows)} on one process. {advice}"
         if all(is_same(part, parts[0]) for part in parts):
             return f"all ranks have the same samples ({name}): is there a sampler that gives each rank its share?"
         if equal:
-            return f"the argument {equal[0]} is the same, but {name} is not: {DRAW}"
+            advice = "if it is drawn at random, draw it for the global batch, and give each rank its share"
+            return f"the argument {equal[0]} is the same, but {name} is not: {advice}"
         return f"the global batch has other samples ({name}): are the data and their order the same on all ranks?"
     return None
 
 
-DRAW = "if it is drawn at random, draw it for the global batch, and give each rank its share"
-
-
 def is_same(rows, others):
-    if len(rows) != len(others):
-        return False
+    if len(rows) != len(others) or not len(rows):
+        return len(rows) == len(others)
     return torch.allclose(rows.sort()[0], others.sort()[0], rtol=1e-6, atol=1e-6 * others.abs().max().item())
 
 
-def other_gradients_on_ranks(got):
-    rank, names = other_rank([record["gradients"] for record in got])
+def other_gradients_on_ranks(expected, got):
+    rank, names = other_rank(expected, got, "gradients")
     if not names:
         return None
     line = f"rank {rank} has another gradient of {names[0]} than other ranks"
     if len(names) < len(got[rank]["gradients"]):
         return f"{line}: is it outside of the wrapped model, or was it unfrozen after wrapping?"
-    if not other_rank([record["clipped"] for record in got])[1]:
+    if not other_rank(expected, got, "clipped")[1]:
         return f"{line} when they are clipped: average them first"
     return f"{line}. Nothing averages them: is the plain model trained instead of the wrapped one?"
 
@@ -493,17 +472,16 @@ def batch_norm(expected):
 
 
 def other_clipping(expected, got):
-    wrong = wrong_gradients(expected, got, "clipped")
-    if not wrong:
-        return None
-    return f"the gradient of {wrong[0]} is the same before clipping, but not after: clip once in a step, at its end"
+    for name in wrong_gradients(expected, got, "clipped"):
+        return f"the gradient of {name} is the same before clipping, but not after: clip once in a step, at its end"
+    return None
 
 
 def other_settings(expected, got):
     """Another learning rate, for example."""
     for rank, record in enumerate(got):
         if len(record["settings"]) != len(expected["settings"]):
-            return f"rank {rank} has another number of optimizers or of groups of parameters than one process"
+            return f"rank {rank} has another number of optimizers, or of groups of parameters, than one process"
         for settings, expected_settings in zip(record["settings"], expected["settings"], strict=True):
             for key, value in expected_settings.items():
                 if settings.get(key) != value:
@@ -511,13 +489,13 @@ def other_settings(expected, got):
     return None
 
 
-def foreign_parameters(expected, got):
+def stale_parameters(expected, got):
     if len(got[0]["weights"]) <= len(expected["weights"]):
         return None
-    return f"the optimizer of rank 0 holds parameters that the model does not have: {STALE}"
+    return f"rank 0 has parameters outside of the model: {STALE}"
 
 
-# ---- start the processes --------------------------------------------------------------------------------------------
+# ---- start the processes -------------------------------------------------------------------------------------------
 
 
 def run(args, nproc):
@@ -526,18 +504,18 @@ def run(args, nproc):
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         settings = {"folder": folder, "steps": args.steps, "float32": args.float32, "eval_norm": args.eval_norm}
-        environment = {
-            **{"OMP_NUM_THREADS": "1", "WATCH_SECONDS": "20", **os.environ},
-            **{"TORCH_COMPILE_DISABLE": "1", "TMPDIR": folder, "PARITY": json.dumps(settings)},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(nproc)},
-            **{"LOCAL_WORLD_SIZE": str(nproc), "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"},
-            **{"TORCHELASTIC_RUN_ID": "parity", "TORCHELASTIC_USE_AGENT_STORE": "True"},  # as torchrun does
-        }
+        job = f"""
+            MASTER_ADDR=127.0.0.1 MASTER_PORT={store.port} WORLD_SIZE={nproc} LOCAL_WORLD_SIZE={nproc} GROUP_RANK=0
+            GROUP_WORLD_SIZE=1 TORCHELASTIC_RUN_ID=parity TORCHELASTIC_USE_AGENT_STORE=True TORCH_COMPILE_DISABLE=1
+        """
+        environment = {"OMP_NUM_THREADS": "1", "WATCH_SECONDS": "20"} | os.environ
+        environment |= dict(setting.split("=") for setting in job.split())  # as torchrun does
+        environment |= {"PARITY": json.dumps(settings), "TMPDIR": folder}  # the script's temporary files end with ours
         processes = []
         try:
             for rank in range(nproc):
                 environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                processes.append(start(command, dict(environment), Path(folder, f"printed {rank}")))
+                processes.append(start(command, environment.copy(), Path(folder, f"printed {rank}")))
             failure = wait(processes, Path(folder), args.timeout)
         finally:
             for process in processes:
@@ -555,17 +533,17 @@ def run(args, nproc):
 def for_processes(arg, nproc):
     for found in re.findall(r"\b(\d+)/N\b", arg):
         if int(found) % nproc:
-            sys.exit(f"{arg}: {found} is not a multiple of {nproc}, the number of processes")
+            print(f"{arg}: {found} is not a multiple of {nproc}, the number of processes", file=sys.stderr)
+            sys.exit(2)
         arg = arg.replace(f"{found}/N", str(int(found) // nproc))
     return re.sub(r"\bN\b", str(nproc), arg)
 
 
 def start(command, environment, log):
-    """Start one rank, in a process group with all that it will start. All that it prints goes to the file `log`."""
+    """Start one rank, in a group with all processes that it will start. What it prints goes to the file `log`."""
+    files = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     with open(log, "w") as file:
-        return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
-        )
+        return subprocess.Popen(command, env=environment, stdout=file, start_new_session=True, **files)
 
 
 def end(process):
@@ -606,54 +584,50 @@ def describe_failure(statuses, logs):
 def read_records(path):
     """Of each step the last record. A process may have been killed while it wrote."""
     records = {}
-    with open(path, "rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
+    with contextlib.suppress(FileNotFoundError, EOFError, pickle.UnpicklingError), open(path, "rb") as file:
         while True:
             record = pickle.load(file)
             records[record["number"]] = record
     return list(records.values())
 
 
-# ---- report ---------------------------------------------------------------------------------------------------------
+# ---- report --------------------------------------------------------------------------------------------------------
 
-UNITS = (
-    r"\d[\d.,]*\s?(?:s|ms|sec|min|h|[kKMG]i?B|bytes|\S+/s)\b|\d+:[\d:.,]+"  # times, speeds and memory are no finding
-)
+UNITS = r"\d[\d.,]*\s?(?:s|ms|sec|min|h|[kKMG]i?B|bytes|\S+/s)\b|\d+:[\d:.,]+"  # times, speeds, memory
 DECIMAL = r"-?\d+\.\d+(?:e[-+]?\d+)?"
 
 
 def other_prints(printed, printed_by_ranks):
     """Pairs of lines with the same words, but other numbers with a decimal point."""
-    lines = {}
-    for line in printed.splitlines():
-        lines.setdefault(re.sub(DECIMAL, "", re.sub(UNITS, "", line)), []).append(line)
-    for other in printed_by_ranks.splitlines():
-        without_units = re.sub(UNITS, "", other)
-        same_words = lines.get(re.sub(DECIMAL, "", without_units))
-        if same_words:
-            line = same_words.pop(0)
-            numbers = zip(re.findall(DECIMAL, re.sub(UNITS, "", line)), re.findall(DECIMAL, without_units), strict=True)
-            if any(abs(float(a) - float(b)) > 2e-3 * (abs(float(a)) + abs(float(b))) for a, b in numbers):
-                yield line, other
+    pairs = []
+    for line, other in zip(printed.splitlines(), printed_by_ranks.splitlines(), strict=False):
+        text, other_text = re.sub(UNITS, "", line), re.sub(UNITS, "", other)
+        numbers = zip(re.findall(DECIMAL, text), re.findall(DECIMAL, other_text), strict=False)
+        is_other = any(abs(float(a) - float(b)) > 2e-3 * (abs(float(a)) + abs(float(b))) for a, b in numbers)
+        if is_other and re.sub(DECIMAL, "", text) == re.sub(DECIMAL, "", other_text):
+            pairs.append((line, other))
+    return pairs
 
 
 def report(args, nproc, one, printed):
     """Compare `nproc` processes with one. Prints the result, and returns the exit status."""
     name = f"{Path(args.script).name}:"
     ranks, printed_by_ranks, failure = run(args, nproc)
-    for line, other in list(other_prints(printed, printed_by_ranks))[:3]:
+    for line, other in other_prints(printed, printed_by_ranks)[:3]:
         print(f"printed by 1 process: {line}\nprinted by {nproc} processes: {other}")
-    left_out = keep_comparable(one, ranks)
-    if left_out:
-        print(f"not compared: {left_out[0]} and {len(left_out) - 1} more, which the script cuts or names in other ways")
     line, n_steps, largest = compare(one, ranks) if all(ranks) else (None, 0, 0.0)
     if line:
         print(f"{name} on {nproc} processes {line}")
     if failure or not (line or n_steps):
         print(f"{name} on {nproc} processes it {failure or 'takes one step only: its result cannot be seen'}")
         return 2
+    weights = one[0]["weights"]
+    left_out = [each for each in weights if each not in distances(weights, united([r[0] for r in ranks], "weights"))]
+    if left_out:
+        print(f"{name} not compared: {left_out[0]} and {len(left_out) - 1} more, which the script cuts or names anew")
     if line:
         return 1
-    bound = max(ALLOWED.get(dtype, 0.05) for _, dtype, _ in one[0]["weights"].values())
+    bound = max(allowed(tensor) for tensor in weights.values())
     print(f"{name} equal on 1 and {nproc} processes for {n_steps} steps, up to {largest:.1e} (allowed: {bound:g})")
     return 0
 
@@ -679,7 +653,6 @@ def parse_args(argv):
 
 def main(argv):
     args = parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: all that was started is ended
     (one,), printed, failure = run(args, 1)
     if failure:
         hint = "" if args.float32 else ". If it runs without parity.py, try --float32"
@@ -692,4 +665,5 @@ if __name__ == "__main__":
     if "PARITY" in os.environ:
         run_and_record(**json.loads(os.environ.pop("PARITY")))
     else:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: all that was started is ended
         sys.exit(main(sys.argv[1:]))

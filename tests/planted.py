@@ -1,0 +1,410 @@
+"""A training script with one planted mistake, or an unusual but right one: planted.py NAME torch|helper.
+
+The comments say what is wrong. `torch` uses torch's own DDP and gloo, and `helper` uses distributed.py. On one process
+every case is a plain loop. tests/test_parity.py lists what parity.py must say of each.
+"""
+
+import contextlib
+import copy
+import os
+import sys
+
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+CASE, FLAVOUR = sys.argv[1:3]
+STEPS = 6
+BATCH = 16
+if FLAVOUR == "helper":
+    import distributed as dist
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 12)
+        self.dropout = nn.Dropout(0.2)
+        self.norm = nn.BatchNorm1d(12) if CASE == "batch_norm" else nn.LayerNorm(12)
+        self.last = nn.Linear(12, 3)
+
+    def forward(self, x, noise=None, mask=None):
+        hidden = self.norm(torch.tanh(self.first(x)))
+        if noise is not None:
+            hidden = hidden + noise
+        if mask is not None:
+            hidden = hidden * mask
+        return self.last(self.dropout(hidden))
+
+
+class Special(nn.Module):
+    """Models of right scripts: an RNN with dropout, recomputed layers, tied weights, a dict as input."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(8, 3)
+        if CASE == "rnn":
+            self.rnn = nn.LSTM(8, 8, num_layers=2, dropout=0.5, batch_first=True)
+            return
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        if CASE == "tied":
+            self.second.weight = self.first.weight
+
+    def forward(self, inputs):
+        x = inputs["x"] if CASE == "dict" else inputs
+        if CASE == "recompute":
+            x = checkpoint(self.first, x, use_reentrant=False)
+            return self.last(checkpoint(self.second, x, use_reentrant=False))
+        if CASE == "rnn":
+            x, _ = self.rnn(x.unsqueeze(1).expand(-1, 3, -1))
+            return self.last(x[:, -1])
+        return self.last(self.second(torch.tanh(self.first(x))))
+
+
+# ---- start, wrap and average: with torch, or with the helper -------------------------------------------------------
+
+
+def start():
+    if FLAVOUR == "helper":
+        dist.init_process_group()
+    else:
+        torch_dist.init_process_group("gloo")
+    return torch_dist.get_rank(), torch_dist.get_world_size()
+
+
+def wrap(model, **options):
+    return (
+        dist.prepare_ddp_model(model, **options) if FLAVOUR == "helper" else DistributedDataParallel(model, **options)
+    )
+
+
+def shard(model):
+    if FLAVOUR == "helper":
+        return dist.prepare_fsdp_model(model)
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch_dist.get_world_size(),))
+    return fully_shard(model, mesh=mesh) if CASE != "optimizer_first" or mesh.size() > 1 else model
+
+
+def sampler_of(dataset):
+    if FLAVOUR == "helper":
+        return dist.data_sampler(dataset, distributed=True, shuffle=True)
+    return DistributedSampler(dataset, shuffle=True)
+
+
+def sum_over_ranks(tensor):
+    return dist.all_reduce(tensor) if FLAVOUR == "helper" else torch_dist.all_reduce(tensor)
+
+
+def average_by_hand(params, divide=True):
+    for param in params:
+        sum_over_ranks(param.grad)
+        if divide:
+            param.grad /= torch_dist.get_world_size()
+
+
+# ---- the loop that most cases share --------------------------------------------------------------------------------
+
+
+def batches(rank, world_size):
+    """Inputs and labels of each step, (share of the batch, 8) and (share of the batch,)."""
+    generator = torch.Generator().manual_seed(rank if CASE == "data_of_each_rank" else 0)
+    points = torch.randn(96, 8, generator=generator)
+    labels = points[:, :3].argmax(dim=1)
+    dataset = TensorDataset(points, labels)
+    batch_size = BATCH // world_size
+    if CASE == "kept_batch_size":
+        batch_size = BATCH
+    if CASE == "batch_divided_twice":
+        batch_size //= world_size
+    torch.manual_seed(5)
+    if CASE == "no_sampler":
+        loader = DataLoader(dataset, batch_size, shuffle=True)
+    else:
+        loader = DataLoader(dataset, batch_size, sampler=sampler_of(dataset))
+    n_steps = STEPS // world_size if CASE == "fewer_steps" else STEPS
+    for _, (x, y) in zip(range(n_steps), loader, strict=False):
+        yield x, y.roll(rank) if CASE == "labels_of_other_rows" else y
+
+
+def inputs_of(step, x, rank, world_size):
+    """Further arguments of the model: noise that is drawn by each rank, or for the batch; a mask on one rank."""
+    if CASE == "noise_of_each_rank":
+        torch.manual_seed(100 * step + rank)
+        return {"noise": torch.randn(len(x), 12)}
+    if CASE == "noise_for_the_batch":
+        torch.manual_seed(100 * step)
+        return {"noise": torch.randn(BATCH, 12).chunk(world_size)[rank]}
+    if CASE == "mask_on_one_rank":
+        return {"mask": torch.full((len(x), 12), 0.5) if rank == 0 else None}
+    if CASE == "keywords":
+        return {"mask": torch.full((len(x), 12), 0.5)}
+    return {}
+
+
+def loss_of(logits, y, rank, world_size):
+    if CASE == "loss_is_a_sum":
+        return F.cross_entropy(logits, y, reduction="sum")
+    if CASE == "loss_divided_by_n":
+        return F.cross_entropy(logits, y) / world_size
+    if CASE == "mean_over_unequal_counts":
+        return F.cross_entropy(logits, y.masked_fill(y == 1, -100))
+    if CASE == "sum_over_the_count":  # right: fairseq does so
+        count = torch.tensor(len(y))
+        sum_over_ranks(count)
+        return F.cross_entropy(logits, y, reduction="sum") / count * world_size
+    return F.cross_entropy(logits, y)
+
+
+def make_model(rank, world_size):
+    torch.manual_seed(world_size if CASE == "seed_of_the_model" else 1)
+    model = Special() if CASE in ("tied", "dict", "recompute", "rnn") else Net()
+    if CASE in ("unfrozen_later", "frozen"):
+        model.first.requires_grad_(False)
+    return model
+
+
+def make_optimizer(model, params, world_size):
+    if CASE == "learning_rate_times_n":
+        return torch.optim.AdamW(params, lr=0.01 * world_size)
+    if CASE == "weight_decay_times_n":
+        return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1 * world_size)
+    if CASE == "zero_redundancy":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01)
+    if CASE == "closure":
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    if CASE == "lbfgs":
+        return torch.optim.LBFGS(params, lr=0.1, max_iter=4)
+    if CASE in ("loss_is_a_sum", "rmsprop"):
+        return torch.optim.RMSprop(params, lr=0.01)
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+def train(rank, world_size):
+    model = make_model(rank, world_size)
+    optimizer = None
+    if CASE == "optimizer_first":  # it keeps parameters that nobody uses
+        optimizer = make_optimizer(model, list(model.parameters()), world_size)
+    if CASE in ("optimizer_first", "sharded", "clipped_shards"):
+        wrapped = shard(model)
+    elif CASE in ("summed", "clipped_before_average", "one_forgotten", "by_hand", "average_of_the_owner"):
+        wrapped = model
+    elif CASE == "wrapper_not_kept":
+        wrapped = lambda *args, **kwargs: wrap(model)(*args, **kwargs)  # noqa: E731
+    else:
+        wrapped = wrap(model)
+    if CASE == "unfrozen_later":
+        model.first.requires_grad_(True)
+    if CASE == "drawn_after_wrapping":
+        torch.manual_seed(rank)
+        nn.init.normal_(model.last.weight)
+    if CASE == "loaded_on_one_rank" and rank == world_size - 1:
+        model.load_state_dict({name: 2 * tensor for name, tensor in model.state_dict().items()})
+    if CASE == "compiled":
+        wrapped = torch.compile(wrapped)
+    average = copy.deepcopy(model) if CASE == "ema" else None
+    temperature = nn.Parameter(torch.ones(()))
+    params = [*model.parameters()] + ([temperature] if CASE == "parameter_outside" else [])
+    if optimizer is None:
+        optimizer = make_optimizer(model, params, world_size)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if CASE == "scheduled_n_times" else None
+    for step, (x, y) in enumerate(batches(rank, world_size)):
+
+        def forward_and_backward(x=x, y=y, step=step):
+            optimizer.zero_grad()
+            inputs = {"x": x} if CASE == "dict" else x
+            called = model if CASE == "plain_model" else wrapped
+            logits = called(inputs, **inputs_of(step, x, rank, world_size))
+            if CASE == "parameter_outside":
+                logits = logits * temperature
+            loss = loss_of(logits, y, rank, world_size)
+            loss.backward()
+            if CASE == "penalty_by_the_plain_model":
+                model(x).square().mean().backward()
+            return loss
+
+        if CASE in ("closure", "lbfgs"):
+            optimizer.step(forward_and_backward)
+            continue
+        if CASE in ("accumulated", "no_sync_on_the_last", "clipped_each_time"):
+            accumulate(model, wrapped, optimizer, x, y)
+        else:
+            forward_and_backward()
+        average_and_clip(model, rank, world_size)
+        optimizer.step()
+        if CASE == "average_of_the_owner":
+            for number, param in enumerate(model.parameters()):
+                torch_dist.broadcast(param.data, number % world_size)
+        if scheduler:
+            for _ in range(world_size):  # as where it counts the samples of all ranks
+                scheduler.step()
+        if average:
+            with torch.no_grad():
+                for param, trained in zip(average.parameters(), model.parameters(), strict=True):
+                    param.lerp_(trained, 0.1)
+        print(f"step {step} | loss {step + 0.5 * (world_size if CASE == 'printed_sum' else 1):.4f} | {step}.5 ms")
+
+
+def accumulate(model, wrapped, optimizer, x, y):
+    """Two micro-batches. Only the last all-reduces."""
+    optimizer.zero_grad()
+    for number, (micro_x, micro_y) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
+        skips = (number == 0 and CASE != "clipped_each_time") or CASE == "no_sync_on_the_last"
+        with wrapped.no_sync() if skips and hasattr(wrapped, "no_sync") else contextlib.nullcontext():
+            (F.cross_entropy(wrapped(micro_x), micro_y) / 2).backward()
+        if CASE == "clipped_each_time":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def average_and_clip(model, rank, world_size):
+    params = list(model.parameters())
+    if CASE == "clipped_before_average":
+        nn.utils.clip_grad_norm_(params, 0.05)
+        average_by_hand(params)
+    elif CASE == "summed":
+        average_by_hand(params, divide=False)
+    elif CASE == "one_forgotten":
+        average_by_hand(params[:-1])
+    elif CASE == "by_hand":
+        average_by_hand(params)
+    elif CASE == "average_of_the_owner":  # ZeRO: the others keep their own gradient, and get the weights later
+        for number, param in enumerate(params):
+            torch_dist.reduce(param.grad, number % world_size)
+            param.grad /= world_size
+    elif CASE in ("clipped", "loss_is_a_sum"):
+        nn.utils.clip_grad_norm_(params, 0.05)
+
+
+# ---- loops of their own --------------------------------------------------------------------------------------------
+
+
+def two_models(rank, world_size):
+    """An encoder and a decoder, each wrapped, and one optimizer for each."""
+    torch.manual_seed(1)
+    encoder, decoder = wrap(nn.Linear(8, 6)), wrap(nn.Linear(6, 3))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (encoder, decoder)]
+    for x, y in batches(rank, world_size):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        F.cross_entropy(decoder(encoder(x)), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def gan(rank, world_size):
+    torch.manual_seed(1)
+    generator, critic = wrap(nn.Linear(4, 8)), wrap(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)))
+    of_generator, of_critic = (torch.optim.Adam(model.parameters(), lr=0.01) for model in (generator, critic))
+    for x, _ in batches(rank, world_size):
+        z = torch.randn(BATCH, 4).chunk(world_size)[rank]
+        of_critic.zero_grad()
+        (F.softplus(critic(generator(z).detach())).mean() + F.softplus(-critic(x)).mean()).backward()
+        of_critic.step()
+        of_generator.zero_grad()
+        F.softplus(-critic(generator(z))).mean().backward()
+        of_generator.step()
+
+
+def padded(rank, world_size):
+    """Each rank pads its texts to its own longest one."""
+    torch.manual_seed(1)
+    model = wrap(nn.EmbeddingBag(9, 4, padding_idx=0))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        lengths = torch.randint(1, 9, (BATCH,))
+        texts = [torch.randint(1, 9, (length,)) for length in lengths.tolist()]
+        own = texts[rank::world_size]
+        optimizer.zero_grad()
+        model(nn.utils.rnn.pad_sequence(own, batch_first=True)).square().mean().backward()
+        optimizer.step()
+
+
+def stand_still(rank, world_size):
+    for step, (x, y) in enumerate(batches(rank, world_size)):
+        if step == 0:
+            model = wrap(Net())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if step == 2 and world_size > 1 and rank == 0:
+            torch_dist.barrier()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def crash(rank, world_size):
+    model = wrap(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, (x, y) in enumerate(batches(rank, world_size)):
+        if step == 3 and rank == 1:
+            raise ZeroDivisionError("planted")
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def crash_on_one(rank, world_size):
+    raise ZeroDivisionError("planted")
+
+
+def not_in_float64(rank, world_size):
+    F.binary_cross_entropy(wrap(nn.Linear(2, 1))(torch.ones(2, 2)).sigmoid(), torch.ones(2, 1).float()).backward()
+
+
+def no_optimizer(rank, world_size):
+    model = wrap(nn.Linear(2, 1))
+    for _ in range(STEPS):
+        model(torch.ones(2, 2)).sum().backward()
+
+
+def no_gradient(rank, world_size):
+    model = wrap(nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    for x, _ in batches(rank, world_size):
+        F.cross_entropy(model(x), torch.zeros(len(x), dtype=torch.long)).backward()
+        optimizer.step()
+
+
+def children(rank, world_size):
+    """Processes and files that a script leaves behind if it is ended while it trains."""
+    import subprocess
+    import tempfile
+
+    tempfile.mkdtemp()
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", os.environ["MARK"]])
+    train(rank, world_size)
+    if "FOREVER" in os.environ:
+        torch_dist.barrier()
+        import threading
+
+        threading.Event().wait()
+
+
+LOOPS = {
+    function.__name__: function
+    for function in (two_models, gan, padded, stand_still, crash, crash_on_one, not_in_float64, no_optimizer)
+}
+LOOPS |= {"no_gradient": no_gradient, "children": children, "ended": children}
+
+
+def main(local_rank=None, world_size=None):
+    rank, world_size = start()
+    LOOPS.get(CASE, train)(rank, world_size)
+    if FLAVOUR == "torch":
+        torch_dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if FLAVOUR == "helper":
+        dist.launch(main)
+    else:
+        main()
