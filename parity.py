@@ -624,7 +624,7 @@ def report(args, nproc, one, printed):
     weights = one[0]["weights"]
     left_out = [each for each in weights if each not in distances(weights, united([r[0] for r in ranks], "weights"))]
     if left_out:
-        print(f"{name} not compared: {left_out[0]} and {len(left_out) - 1} more, which the script cuts or names anew")
+        print(f"{name} not compared: {len(left_out)} tensors that the script cuts or names anew, as {left_out[0]}")
     if line:
         return 1
     bound = max(allowed(tensor) for tensor in weights.values())

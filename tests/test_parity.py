@@ -367,3 +367,29 @@ def test_the_rank_that_was_silent_first_has_failed_first(tmp_path):
         os.utime(logs[rank], (0, 10 - rank))
     assert parity.describe_failure([1, 1], logs) == "fails on rank 1: ZeroDivisionError: planted"
     assert parity.describe_failure([1, 0], logs).endswith("Connection closed by peer")
+
+
+# ---- the scripts of this project ------------------------------------------------------------------------------------
+
+COMMANDS = re.findall(r"^\| `python parity\.py (.*?)` \| \d", (ROOT / "docs" / "parity.md").read_text(), re.M)
+ROWS = re.findall(r"`(\w+)(?:_\*)?\.py", (ROOT / "docs" / "parity.md").read_text().partition("## The scripts of")[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_scripts_of_this_project_are_equal(command, judge, tmp_path, monkeypatch):
+    words = command.split()
+    script = next(word for word in words if word.endswith(".py"))
+    source = (ROOT / script).read_text()
+    words[words.index(script)] = str(ROOT / script)
+    if "\nimport gpt\n" in source and "add_model_options" in source:
+        words += ["--width", "64", "--length", "64", "--steps", "6", "--log-every", "3"]
+    monkeypatch.chdir(tmp_path)
+    status, printed = judge(*words)
+    assert status == 0, printed
+
+
+def test_the_table_has_every_script():
+    scripts = {path.stem for path in ROOT.glob("*.py") if "\nif __name__ == " in path.read_text()}
+    named = {script for script in scripts if any(script.startswith(row) for row in ROWS)}
+    assert scripts - named <= {"parity", "plan", "flyte_workflow"}
