@@ -666,4 +666,7 @@ if __name__ == "__main__":
         run_and_record(**json.loads(os.environ.pop("PARITY")))
     else:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: all that was started is ended
-        sys.exit(main(sys.argv[1:]))
+        try:
+            sys.exit(main(sys.argv[1:]))
+        except KeyboardInterrupt:
+            sys.exit(128 + signal.SIGINT)
