@@ -76,8 +76,11 @@ import watch
 # ---- the model and its shards -------------------------------------------------------------------------------------
 
 
-def make_model(whole, config, dtype_of_files, args):
-    """This rank's shards of the model, with the values of rank 0's `whole` model. The other ranks pass None."""
+def make_model(whole, config, types, args):
+    """This rank's shards of the model, with the values of rank 0's `whole` model. The other ranks pass None.
+
+    `types` has the type of each weight and buffer of `whole`.
+    """
     device = dist.get_device()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     dtype = torch.get_default_dtype()  # float32; leave it so, because trained weights and losses need its digits
@@ -87,11 +90,10 @@ def make_model(whole, config, dtype_of_files, args):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):  # shapes without memory
         # CHANGE HERE, 1 of 4: the model. Freeze parameters here, on every rank, before they are sharded.
+        model = llm_hub.build_model(config, dtype)
         if args.lora:
-            model = llm_hub.build_model(config, dtype_of_files)  # frozen, so it keeps this type
             model = llm_hub.add_lora(model, args.lora, args.lora_alpha)
-        else:
-            model = llm_hub.build_model(config, dtype)
+    llm_hub.hold_as_loaded(model, types)  # what is frozen
     for layer in reversed(llm_hub.layers_of(model)):  # if one contains others, these come first
         if args.recompute:
             recompute_in_backward(layer)
@@ -117,7 +119,10 @@ def recompute_in_backward(layer):
 def train(model, rows, held_out, args):
     """Take all steps that the newest checkpoint has not done."""
     steps = math.ceil(args.epochs * len(rows) / args.global_batch_size)
+    n_epochs = steps * args.global_batch_size / len(rows)
+    dist.print_primary(f"{steps:,} steps of {args.global_batch_size} rows are {n_epochs:.2f} epochs", flush=True)
     optimizer, scheduler = make_optimizer(model, steps, args)
+    scheduler.steps = steps  # is part of its state_dict
     trained = [param for param in model.parameters() if param.requires_grad]
     order = llm_documents.order_of(len(rows), steps * args.global_batch_size, args.seed)
     first_step = 0
@@ -126,6 +131,7 @@ def train(model, rows, held_out, args):
         parts = {"scheduler": scheduler, "settings": settings_of(model, rows, args), "frozen": False}
         preemption = checkpoint.Preemption()
         first_step = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer, **parts)
+        refuse_jump(first_step, steps, scheduler)
     if first_step >= steps:
         dist.print_primary(f"no steps are left: the checkpoint has {first_step} steps, and --epochs gives {steps}")
     evaluate(model, held_out, f"step {first_step}/{steps}", args)
@@ -208,6 +214,18 @@ def make_optimizer(model, steps, args):
         return 0.55 + 0.45 * math.cos(math.pi * progress)
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def refuse_jump(first_step, steps, scheduler):
+    """Raise DistributedError if the rate of the loaded `scheduler`, a curve over all steps, would jump within a run."""
+    saved_steps, scheduler.steps = scheduler.steps, steps
+    if saved_steps != steps and first_step < min(steps, saved_steps):
+        line = f"argument --epochs: it gives {steps} steps, and the checkpoint of step {first_step} is of {saved_steps}"
+        raise dist.DistributedError(f"{line}: the learning rate would jump: finish these {saved_steps} steps first")
+    if saved_steps == first_step < steps:
+        dist.print_primary(
+            f"All {saved_steps} steps were done: the learning rate rises again, as on a curve of {steps} steps"
+        )
 
 
 def reduce_only_after(model, is_last):
@@ -295,7 +313,7 @@ def peak_memory():
 
 
 def prepare(args):
-    """The whole model on rank 0, None on the others. On all: its configuration and type, and the rows.
+    """The whole model on rank 0, None on the others. On all: its configuration and types, and the rows.
 
     Only rank 0 reads files. Raises DistributedError on every rank if something cannot be read.
     """
@@ -303,9 +321,9 @@ def prepare(args):
     found = llm_hub.on_rank_0(read_all, args)
     if found:
         whole, rows, held_out = found
-        shared = whole.config, whole.dtype, args.length
-    config, dtype, args.length = dist.broadcast_object(shared)
-    return whole, config, dtype, llm_documents.broadcast_rows(rows), llm_documents.broadcast_rows(held_out)
+        shared = whole.config, llm_hub.types_of(whole), args.length
+    config, types, args.length = dist.broadcast_object(shared)
+    return whole, config, types, llm_documents.broadcast_rows(rows), llm_documents.broadcast_rows(held_out)
 
 
 def read_all(args):
@@ -516,16 +534,15 @@ def main_worker(local_rank, world_size, args):
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    whole, config, dtype, rows, held_out = prepare(args)
-    model = make_model(whole, config, dtype, args)
+    whole, config, types, rows, held_out = prepare(args)
+    model = make_model(whole, config, types, args)
     if dist.is_primary():
         whole.to("meta")  # its values are in the shards now
     line = f"Training {model.num_parameters(only_trainable=True):,} of {model.num_parameters():,} parameters"
     dist.print_primary(f"{line} on {world_size} x {dist.get_device().type}", flush=True)
-    if not args.pad:
-        llm_hub.check_packing(model, args.length)
+    llm_hub.check_rows(model, args.length, args.pad)
     train(model, rows, held_out, args)
-    llm_hub.save(model, whole, dtype, args.output_dir)
+    llm_hub.save(model, whole, types, args.output_dir)
     dist.print_primary(f"Written to {args.output_dir}")
 
 

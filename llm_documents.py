@@ -322,6 +322,7 @@ def turns(messages, trained, render, special):
     thoughts. Then each turn becomes a text of its own.
     """
     found = []
+    open_text = ""  # the text before, without what ends a conversation
     n_checked = 0
     for number in trained:
         if number == 0:
@@ -352,7 +353,7 @@ def turns(messages, trained, render, special):
 
 
 def end_of_conversation(before, prompt, text, special):
-    """What the chat template writes after the last turn, unless it asks for an answer: in some of them the EOS token."""
+    """What the chat template writes after the last turn, unless it asks for an answer: in some the EOS token."""
     if not prompt.startswith(before):
         for token in special:
             closing = before[before.rfind(token) :]

@@ -1,8 +1,10 @@
 """Hugging Face's format, read into the shards of FSDP and written from them; and LoRA, by PEFT.
 
+    types = dist.broadcast_object(types_of_rank_0)  # llm_hub.types_of(whole)
     with torch.device("meta"):
         model = llm_hub.build_model(config, torch.float32)  # shapes without memory
         model = llm_hub.add_lora(model, rank=16, alpha=32)  # leave it out to train all parameters
+    llm_hub.hold_as_loaded(model, types)
     for layer in reversed(llm_hub.layers_of(model)):  # inner ones first
         fully_shard(layer)
     fully_shard(model)
@@ -10,7 +12,7 @@
                                                # with add_lora above, `whole` needs add_lora too
     llm_hub.begin("folder", tokenizer, whole)      # on rank 0
     ...
-    llm_hub.save(model, whole, dtype, "folder")    # transformers.AutoModelForCausalLM.from_pretrained("folder")
+    llm_hub.save(model, whole, types, "folder")    # transformers.AutoModelForCausalLM.from_pretrained("folder")
                                                # adapters: peft.AutoPeftModelForCausalLM.from_pretrained("folder")
 
 Only rank 0 reads and writes files. It needs one whole model in the CPU's memory to write it. To read one it needs less,
@@ -34,6 +36,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 import distributed as dist
+import llm_documents
 
 # ---- errors of one line --------------------------------------------------------------------------------------------
 
@@ -123,6 +126,18 @@ def load_model(name, config):
     return model
 
 
+def types_of(whole):
+    """The type of each weight and buffer by name, as it was loaded. Some models hold routers in float32."""
+    return {name: tensor.dtype for name, tensor in [*whole.state_dict().items(), *whole.named_buffers()]}
+
+
+def hold_as_loaded(model, types):
+    """Give what is not trained the type in which it was loaded. `model` is on "meta"."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not tensor.requires_grad:
+            tensor.data = tensor.data.to(types[name])
+
+
 def fill(model, whole):
     """Give the sharded `model`, made on "meta", the values of rank 0's `whole` model. The others pass None.
 
@@ -145,36 +160,76 @@ def fill(model, whole):
 
 
 @torch.no_grad()
-def check_packing(model, length):
-    """Raise DistributedError if a document's logits depend on the document before it in the row.
+def check_rows(model, length, pad):
+    """Raise DistributedError if a document would have other logits in a row than alone, or if it sees later tokens.
 
-    Models that know nothing of restarting positions, such as recurrent ones, would mix documents without an error.
+    Models that ignore restarting positions, such as recurrent ones, would mix documents. Models like BERT would see
+    their targets. Neither would be an error.
     """
-    length = min(24, length // 2)  # of each of two documents
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(model.config.get_text_config().vocab_size, (1, 2 * length), generator=generator)
-    positions = torch.arange(length).repeat(2)[None]
-    other = tokens.clone()
-    other[:, :length] = tokens[:, :length].flip(1)  # another first document
-
-    def logits_of(tokens, positions):
-        tokens, positions = tokens.to(dist.get_device()), positions.to(dist.get_device())
-        return model(tokens, position_ids=positions, use_cache=False).logits[0, -length:].float()
-
+    name = type(model).__name__.removeprefix("FSDP")
+    config = model.config.get_text_config()
+    n = min(24, length // 2)
+    padded, other_end, beside_long, beside_short = rows_to_compare(config.vocab_size, length, n)
     model.eval()
-    packed = logits_of(tokens, positions)
-    behind_other = logits_of(other, positions)
-    alone = logits_of(tokens[:, length:], positions[:, length:])
+    alone = entering_head(model, name, padded[:, :n], is_plain=True)
+    size = (alone - alone.mean(dim=0)).double().norm()
+    nothing, rounding = 1e-5, 0.01  # experts may round otherwise, and kernels of other shapes: TF32 gives 0.001
+    if alone.dtype.itemsize == 2:
+        nothing, rounding = 0.002, 0.1
+
+    def differ(first, second, tolerance):
+        return not (first - second).double().norm() <= tolerance * size  # also if it is no number
+
+    in_padding = entering_head(model, name, padded)
+    if differ(in_padding[:-1], entering_head(model, name, other_end)[:-1], nothing):
+        raise dist.DistributedError(f"{name} is not causal: a token sees those after it, and so its target")
+    if differ(in_padding, alone, rounding):
+        raise dist.DistributedError(f"{name} has other logits in a row of --length {length} than for a document alone")
+    if not pad:
+        packed = entering_head(model, name, beside_long)
+        if differ(packed, alone, rounding) or differ(packed, entering_head(model, name, beside_short), nothing):
+            line = f"{name} with --attention {model.config._attn_implementation} does not keep packed documents apart"
+            advice = "use --pad"
+            original = (getattr(config, "rope_parameters", None) or {}).get("original_max_position_embeddings", length)
+            if original < length:
+                advice = f"{advice}, or --length {original}, its original_max_position_embeddings"
+            raise dist.DistributedError(f"{line} in rows of --length {length}: {advice}")
     model.train()
     model.reshard()  # the root stays gathered after forward, and would hide weights that are loaded now
-    size = (alone - alone.mean(dim=0)).norm()
-    leak = (packed - behind_other).norm() / size  # nothing, but experts may round otherwise
-    shift = (packed - alone).norm() / size  # rounding in bfloat16 gives 0.01
-    if not (leak < 0.002 and shift < 0.1):
-        name = type(model).__name__.removeprefix("FSDP")
-        attention = model.config._attn_implementation
-        line = f"{name} with --attention {attention} does not keep packed documents apart: use --pad"
-        raise dist.DistributedError(line)
+
+
+def rows_to_compare(vocab_size, length, n):
+    """Four rows that have a document of `n` tokens: before padding, twice, and behind one and behind many documents.
+
+    In the second row its last token is another one.
+    """
+    tokens = torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    document = tokens[:n].numpy()
+    padded = llm_documents.make_rows([[(document, document)]], length)[0]  # each token is a target: its place is kept
+    other_end = padded.clone()
+    other_end[llm_documents.TOKENS, n - 1] = (tokens[n - 1] + 1) % vocab_size
+    beside_long = padded.roll(-n, dims=1)
+    beside_long[llm_documents.TOKENS, :-n] = tokens[n:]
+    beside_long[llm_documents.POSITIONS, 1:-n] = torch.arange(n + 1, length)  # as the end of the longest document
+    beside_short = beside_long.clone()
+    beside_short[llm_documents.TOKENS, :-n] = tokens[n:].flip(0)
+    beside_short[llm_documents.POSITIONS, :-n] = torch.arange(length - n) % n
+    return padded, other_end, beside_long, beside_short
+
+
+def entering_head(model, name, row, is_plain=False):
+    """What enters the output layer for the targets of a row. That layer's weights may still be 0."""
+    row = llm_documents.on_device(row)
+    options = {}
+    if not is_plain:
+        options = {"position_ids": row.positions, "logits_to_keep": row.places}
+    entered = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0]))
+    with hook, one_line(name):
+        model(row.tokens, use_cache=False, **options)
+        if [hidden.shape[1] for hidden in entered] != [len(row.places)]:
+            raise ValueError("its output layer does not get the places that logits_to_keep names")
+    return entered[0][0]
 
 
 # ---- LoRA ---------------------------------------------------------------------------------------------------------
@@ -206,6 +261,10 @@ def add_lora(model, rank, alpha):
 # ---- write --------------------------------------------------------------------------------------------------------
 
 CONFIGS = {"config.json": "a whole model", "adapter_config.json": "adapters"}  # nothing loads a folder without them
+# What tells a tokenizer or a model what it is, by the names that transformers and PEFT read.
+OLD = ["generation_config.json", "model*.safetensors*", "pytorch_model*", "adapter_model*", "*chat_template*"]
+OLD += ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "tekken.json"]
+OLD += ["*processor_config.json"]
 
 
 def begin(folder, tokenizer, whole):
@@ -225,11 +284,11 @@ def begin(folder, tokenizer, whole):
             raise dist.DistributedError(f"{folder} holds {kind} already: choose another folder")
 
 
-def save(model, whole, dtype, folder):
+def save(model, whole, types, folder):
     """Complete what `begin` has begun, so that `from_pretrained` of transformers, or of PEFT, loads it.
 
-    `whole` is rank 0's model, which may have moved to "meta". Rank 0 collects the weights in the CPU's memory: the
-    model in the type `dtype`, or the adapters alone. Raises DistributedError on every rank if it cannot write.
+    `whole` is rank 0's model, which may have moved to "meta". Rank 0 collects the weights in the CPU's memory, each in
+    the type in which it was loaded, or the adapters alone. Raises DistributedError on every rank if it cannot write.
     """
     is_lora = isinstance(model, peft.PeftModel)
     weights = {}
@@ -238,8 +297,7 @@ def save(model, whole, dtype, folder):
             continue  # from_pretrained ties it again
         if is_lora and ".lora_" not in name:
             continue  # frozen
-        if tensor.is_floating_point() and not is_lora:  # a buffer may hold whole numbers
-            tensor = tensor.to(dtype)
+        tensor = tensor.to(types[name])
         if hasattr(tensor, "full_tensor"):
             tensor = tensor.full_tensor()
         if dist.is_primary():
@@ -256,17 +314,22 @@ def complete(folder, whole, weights):
     """Write `weights` into the folder that `begin` has made, and move all of its files to `folder`.
 
     The configuration is removed first and moved last. Nothing loads the folder without it, so a kill at any moment
-    leaves a complete result or none. The weights and the chat template of an older result are removed.
+    leaves a complete result or none. All of an older result is removed.
     """
     temporary = Path(folder, ".incomplete")
     with one_line(f"cannot write {folder}"):
         write(whole, temporary, weights)
-        for old in (*CONFIGS, "model*.safetensors*", "adapter_model*.safetensors*", "chat_template*"):
+        for old in (*CONFIGS, *OLD):
             for path in Path(folder).glob(old):
-                path.unlink()  # the tokenizer may have no chat template now
+                remove(path)
         for path in sorted(temporary.iterdir(), key=lambda path: path.name in CONFIGS):
-            target = Path(folder, path.name)
-            if target.is_dir():
-                shutil.rmtree(target)
-            os.replace(path, target)
+            remove(Path(folder, path.name))
+            os.replace(path, Path(folder, path.name))
         temporary.rmdir()
+
+
+def remove(path):
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -23,6 +23,7 @@ import safetensors.torch
 import torch
 import transformers
 from conftest import exit_message, float64, run, start, wait_for
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -167,14 +168,18 @@ def rate(step, args):
 # ---- the script's own training --------------------------------------------------------------------------------------
 
 
+def full(tensor):
+    if hasattr(tensor, "full_tensor"):  # the root stays gathered after a forward
+        return tensor.full_tensor()
+    return tensor
+
+
 def whole_parameters(model, part=""):
     """The parameters with `part` in their names, each whole on every rank."""
     found = {}
     for name, param in model.named_parameters():
         if part in name:
-            value = param.detach()
-            if hasattr(value, "full_tensor"):  # the root stays gathered after a forward
-                value = value.full_tensor()
+            value = full(param.detach())
             found[plain_name(name)] = value.clone()
     return found
 
@@ -205,9 +210,9 @@ def train(folder, name, output=None, **changes):
         stack.enter_context(mock.patch("checkpoint.Preemption.leave", mock.Mock(side_effect=Stopped)))
         if optimizer == "SGD":
             stack.enter_context(mock.patch("torch.optim.AdamW", make_sgd))
-        whole, config, dtype, rows, held_out = llm_FSDP.prepare(args)
-        model = llm_FSDP.make_model(whole, config, dtype, args)
-        llm_hub.check_packing(model, args.length)
+        whole, config, types, rows, held_out = llm_FSDP.prepare(args)
+        model = llm_FSDP.make_model(whole, config, types, args)
+        llm_hub.check_rows(model, args.length, pad=False)
         lora_A = whole_parameters(model, "lora_A")
         args.epochs = STEPS * args.global_batch_size / len(rows)
         with mock.patch.object(llm_FSDP, "backward", recording(llm_FSDP.backward, shares)):
@@ -219,7 +224,7 @@ def train(folder, name, output=None, **changes):
         result = {"lora_A": lora_A, "losses": losses, "finished": finished, "logits": logits_of(model)}
         result["parameters"] = whole_parameters(model)
         if output:
-            llm_hub.save(model, whole, dtype, args.output_dir)
+            llm_hub.save(model, whole, types, args.output_dir)
     return result
 
 
@@ -466,14 +471,14 @@ def measure_memory(local_rank, world_size, folder):
     args = arguments(Path(folder), "large", f"large {world_size}")
     peaks = []
     with contextlib.redirect_stdout(io.StringIO()):
-        whole, config, dtype, _, _ = llm_FSDP.prepare(args)
+        whole, config, types, _, _ = llm_FSDP.prepare(args)
         with Peak() as peak:
-            model = llm_FSDP.make_model(whole, config, dtype, args)
+            model = llm_FSDP.make_model(whole, config, types, args)
             if local_rank == 0:
                 whole.to("meta")
         peaks.append(peak.peak)
         with Peak() as peak:
-            llm_hub.save(model, whole, dtype, args.output_dir)
+            llm_hub.save(model, whole, types, args.output_dir)
         peaks.append(peak.peak)
     everyone = dist.gather_objects(peaks)
     if local_rank == 0:
@@ -547,8 +552,8 @@ def mix(folder, output, **changes):
     """A model in bfloat16 is loaded, trained by mixed precision for a step, and written."""
     args = arguments(folder, "bfloat16", output, precision="mixed", **changes)
     with contextlib.redirect_stdout(io.StringIO()):
-        whole, config, dtype, rows, _ = llm_FSDP.prepare(args)
-        model = llm_FSDP.make_model(whole, config, dtype, args)
+        whole, config, types, rows, _ = llm_FSDP.prepare(args)
+        model = llm_FSDP.make_model(whole, config, types, args)
         n_params = {True: 0, False: 0}
         for param in model.parameters():
             n_params[param.requires_grad] += param.numel()
@@ -558,11 +563,11 @@ def mix(folder, output, **changes):
         step(model, first_rows, optimizer, trained, args)
         with Watch() as watch:
             step(model, own_rows, optimizer, trained, args)
-        types = {str(param.dtype) for param in trained}
-        result = {"params": n_params, "held": held_bytes(model, optimizer), "types": types}
+        held_types = {str(param.dtype) for param in trained}
+        result = {"params": n_params, "held": held_bytes(model, optimizer), "types": held_types}
         result |= {"gathered": watch.gathered, "reduced": watch.reduced, "host reads": watch.host_reads}
         result["logits"] = logits_of(model)
-        llm_hub.save(model, whole, dtype, args.output_dir)
+        llm_hub.save(model, whole, types, args.output_dir)
     return result
 
 
@@ -770,10 +775,10 @@ def test_without_network_a_name_that_is_not_cached_is_one_line(folder, tmp_path)
 def begin_training(folder, name="llama", another=0, **changes):
     """What main_worker does before `train`. With `another` the model has another weight."""
     args = arguments(folder, name, **{"epochs": 1, **changes})
-    whole, config, dtype, rows, held_out = llm_FSDP.prepare(args)
+    whole, config, types, rows, held_out = llm_FSDP.prepare(args)
     with torch.no_grad():
         whole.get_input_embeddings().weight[0, 0] += another
-    return llm_FSDP.make_model(whole, config, dtype, args), rows, held_out, args
+    return llm_FSDP.make_model(whole, config, types, args), rows, held_out, args
 
 
 def test_a_sigterm_during_the_last_step_does_not_keep_the_result_from_being_written(folder, group, tmp_path):
@@ -838,6 +843,34 @@ def test_a_result_is_written_from_a_checkpoint_that_has_all_steps_or_more(folder
     assert len(losses) == 2 and losses[0] == losses[1], "while it trained, and when it is written"
 
 
+def test_other_epochs_are_refused_while_steps_are_left_and_allowed_after_the_last_one(folder, group, tmp_path, capsys):
+    checkpoints = str(tmp_path / "checkpoints")
+    n = len(begin_training(folder)[1])
+
+    def run_epochs(n_steps, stop=False):
+        epochs = (n_steps - 0.5) * BATCH / n
+        training = begin_training(folder, checkpoint_dir=checkpoints, epochs=epochs, save_every=2)
+        leave = mock.Mock(side_effect=Stopped)
+        with (
+            mock.patch("checkpoint.Preemption.agreed", lambda preemption: stop),
+            mock.patch("checkpoint.Preemption.leave", leave),
+            contextlib.suppress(Stopped),
+        ):
+            llm_FSDP.train(*training)
+        return capsys.readouterr().out
+
+    assert f"5 steps of {BATCH} rows are {5 * BATCH / n:.2f} epochs\n" in run_epochs(5, stop=True)
+    for other in (3, 4, 8):
+        message = exit_message(run_epochs, other)
+        line = f"argument --epochs: it gives {other} steps, and the checkpoint of step 1 is of 5: "
+        assert message.startswith(line) and "learning rate would jump" in message
+    run_epochs(1)  # no steps are left: it only writes the result
+    assert "rises" not in run_epochs(5)
+    line = "the 5 steps of this run were done: the learning rate rises again, to a curve of 8 steps"
+    assert line in run_epochs(8, stop=True)
+    assert "is of 8" in exit_message(run_epochs, 9), "the run of 8 is the one to finish now"
+
+
 @pytest.mark.parametrize(("lr", "save_every", "name"), [(1e30, 2, "loss"), (1e-5, 1, "gradient norm")])
 def test_a_run_that_diverges_saves_nothing(lr, save_every, name, folder, group, tmp_path):
     """However rarely it prints. A norm can be no number while the loss before the step still is one."""
@@ -896,7 +929,7 @@ def test_the_printed_loss_and_speed_are_those_of_the_steps_alone(folder, group, 
     training = begin_training(folder, checkpoint_dir=str(tmp_path), log_every=2, save_every=4, eval_every=3, lr=0.01)
     monkeypatch.setattr(llm_FSDP, "backward", backward)
     monkeypatch.setattr(llm_FSDP, "evaluate", slow(llm_FSDP.evaluate, 100))
-    monkeypatch.setattr("checkpoint_sharded.save", slow(llm_FSDP.sharded.save, 1000))
+    monkeypatch.setattr("checkpoint_sharded.save", slow(llm_FSDP.checkpoint_sharded.save, 1000))
     llm_FSDP.train(*training)
     line = r"step (\d+)/\d+ \| loss (\S+) .* \| ([\d,]+) targets/s \| ([\d,]+) tok"
     found = re.findall(line, capsys.readouterr().out)
@@ -913,42 +946,164 @@ def test_the_printed_loss_and_speed_are_those_of_the_steps_alone(folder, group, 
 def save_whole(model, tokenizer, folder):
     """As the script writes a result."""
     llm_hub.begin(folder, tokenizer, model)
-    llm_hub.save(model, model, model.dtype, folder)
+    llm_hub.save(model, model, llm_hub.types_of(model), folder)
 
 
-def test_the_chat_template_of_an_older_result_goes(folder, group, tmp_path):
+def test_all_of_an_older_result_goes_and_nothing_else(folder, group, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
     tokenizer = language.byte_tokenizer()
+    tokenizer.chat_template = {"default": llm_documents.CHAT_TEMPLATE, "tool_use": "{{ tools }}"}
     save_whole(model, tokenizer, tmp_path)
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path).chat_template
+    assert (tmp_path / "additional_chat_templates").is_dir()
+    for name in ("vocab.txt", "spiece.model", "added_tokens.json", "pytorch_model.bin", "preprocessor_config.json"):
+        (tmp_path / name).write_text("of another model")
+    mine = {"held-out.txt", "notes.md", "step-3", "metrics.json"}
+    for name in mine:
+        (tmp_path / name).mkdir()
     tokenizer.chat_template = None
     save_whole(model, tokenizer, tmp_path)
     assert not transformers.AutoTokenizer.from_pretrained(tmp_path).chat_template
+    new = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert set(os.listdir(tmp_path)) == mine | new
+
+
+# ---- what is kept in float32 ----------------------------------------------------------------------------------------
+
+MOE = {**language.SMALL, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
+MOE |= {"topk_group": 1, "first_k_dense_replace": 1}
+MLA = {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+ROUTERS = {
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(**MOE, head_dim=8),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**{**MOE, **MLA}, qk_nope_head_dim=8),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("lora", [None, 2])
+def test_routers_in_float32_are_held_and_written_as_they_were_loaded(name, lora, folder, group, tmp_path):
+    torch.manual_seed(0)
+    base = transformers.AutoModelForCausalLM.from_config(ROUTERS[name](), dtype=torch.bfloat16)
+    with torch.no_grad():
+        for key, tensor in [*base.named_parameters(), *base.named_buffers()]:
+            if "gate.weight" in key or "e_score" in key:
+                tensor.copy_(11 + 0.01 * torch.randn(tensor.shape))
+    base.save_pretrained(tmp_path / "llama")
+    language.byte_tokenizer().save_pretrained(tmp_path / "llama")
+    shutil.copy(folder / "data.jsonl", tmp_path)
+    args = arguments(tmp_path, "llama", lora=lora, lora_alpha=4.0, output_dir=str(tmp_path / "out"))
+    whole, config, types, _, _ = llm_FSDP.prepare(args)
+    model = llm_FSDP.make_model(whole, config, types, args)
+    expected = base.state_dict()
+    assert {str(value.dtype) for value in expected.values()} == {"torch.bfloat16", "torch.float32"}
+    held = {plain_name(key): value for key, value in model.state_dict().items() if ".lora_" not in key}
+    assert held.keys() == expected.keys()
+    for key, value in expected.items():
+        is_trained = not lora and "e_score" not in key
+        assert held[key].dtype == (torch.float32 if is_trained else value.dtype), key
+        assert torch.equal(full(held[key]), value.to(held[key].dtype)), key
+    llm_hub.save(model, whole, types, args.output_dir)
+    if not lora:
+        written = {}
+        for file in Path(args.output_dir).glob("*.safetensors"):
+            written |= safetensors.torch.load_file(file)
+        before = safetensors.torch.load_file(tmp_path / "llama" / "model.safetensors")
+        assert written.keys() == before.keys()
+        for key, value in written.items():
+            assert value.dtype == before[key].dtype and torch.equal(value, before[key]), key
 
 
 @pytest.mark.parametrize(("recompute", "runs"), [(False, 1), (True, 2)])
 def test_with_recompute_a_layer_runs_again_in_backward(recompute, runs, folder, group):
     args, calls = arguments(folder, "llama", recompute=recompute), []
-    whole, config, dtype, _, _ = llm_FSDP.prepare(args)
-    model = llm_FSDP.make_model(whole, config, dtype, args)
+    whole, config, types, _, _ = llm_FSDP.prepare(args)
+    model = llm_FSDP.make_model(whole, config, types, args)
     llm_hub.layers_of(model)[0].mlp.register_forward_pre_hook(lambda *_: calls.append(None))
     model(torch.arange(8)[None]).logits.sum().backward()
     assert len(calls) == runs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packing_is_refused_for_a_model_that_mixes_documents_a_little(dtype, group):
-    """The convolutions of an untrained Lfm2 move the next document's logits by less than a hundredth."""
-    small = {**language.SMALL, "hidden_size": 128, "intermediate_size": 256}
-    config = transformers.Lfm2Config(**small, layer_types=["conv", "full_attention"])
+def check(config, dtype, length=64, pad=False, **options):
+    """What check_rows says of an untrained model, or None."""
+    config._attn_implementation = options.get("attention", "sdpa")
     torch.manual_seed(0)
     model = llm_hub.build_model(config, dtype)
     model.reshard = lambda: None
-    assert "does not keep packed documents apart: use --pad" in exit_message(llm_hub.check_packing, model, 64)
-    for name in language.FIVE:
-        model = llm_hub.build_model(language.CONFIGS[name](), dtype)
-        model.reshard = lambda: None
-        llm_hub.check_packing(model, 64)
+    if options.get("zero_head"):
+        nn.init.zeros_(model.get_output_embeddings().weight)
+    try:
+        llm_hub.check_rows(model, length, pad)
+    except dist.DistributedError as error:
+        return str(error)
+    assert model.training
+    return None
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+LFM2 = {**language.SMALL, "hidden_size": 128, "intermediate_size": 256, "tie_word_embeddings": False}
+BERT = {"vocab_size": 259, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 8.0, 32.0]}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_model_that_keeps_documents_apart(dtype):
+    with float64_everywhere() if dtype == torch.float64 else contextlib.nullcontext():
+        for name in language.FIVE:
+            assert check(language.CONFIGS[name](), dtype) is None
+            assert check(language.CONFIGS[name](), dtype, pad=True) is None
+        assert check(transformers.LlamaConfig(**LFM2), dtype, zero_head=True) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zero_head", [False, True])
+def test_packing_is_refused_for_a_model_that_mixes_documents_a_little(dtype, zero_head):
+    """The convolutions of an untrained Lfm2 move the next document's logits by less than a hundredth."""
+    config = transformers.Lfm2Config(**LFM2, layer_types=["conv", "full_attention"])
+    assert "does not keep packed documents apart in rows of --length 64: use --pad" in check(
+        config, dtype, zero_head=zero_head
+    )
+    assert check(config, dtype, pad=True) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_models_that_look_ahead_are_refused_also_with_padding(dtype):
+    """Untrained BERT looks ahead a little."""
+    for kind, attention in (("Bert", "sdpa"), ("RoFormer", "eager")):
+        for pad in (False, True):
+            config = getattr(transformers, f"{kind}Config")(**BERT)
+            message = check(config, dtype, pad=pad, attention=attention)
+            assert message.endswith("is not causal: a token sees those after it, and so its target"), kind
+        config = getattr(transformers, f"{kind}Config")(**BERT, is_decoder=True)
+        assert check(config, dtype, pad=True, attention=attention) is None
+        assert "use --pad" in check(config, dtype, attention=attention)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_factors_that_depend_on_the_longest_document_of_a_row(dtype):
+    """As of Phi-3: packed rows may not be longer, also not by a little; with padding they may."""
+    for length, is_right in ((30, True), (32, True), (35, False), (200, False)):
+        config = transformers.Phi3Config(
+            **language.SMALL, pad_token_id=0, original_max_position_embeddings=32, rope_parameters=dict(LONGROPE)
+        )
+        message = check(config, dtype, length)
+        assert (message is None) == is_right, length
+        if not is_right:
+            assert message.endswith("use --pad, or --length 32, its original_max_position_embeddings")
+        assert check(config, dtype, length, pad=True) is None
+
+
+def test_models_that_cannot_be_trained_so_are_one_line():
+    """RoBERTa's positions begin at 2. Whisper and ProphetNet take no logits_to_keep."""
+    small = {"vocab_size": 259, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    taken = "its output layer does not get the places that logits_to_keep names"
+    configs = [
+        (transformers.RobertaConfig(**BERT, is_decoder=True), "has other logits in a row of --length 64 than"),
+        (transformers.WhisperConfig(**small, d_model=32, decoder_layers=1), taken),
+        (transformers.ProphetNetConfig(**small, hidden_size=32, num_decoder_layers=1), taken),
+    ]
+    for config, cause in configs:
+        for pad in (False, True):
+            assert cause in check(config, torch.float32, pad=pad, attention="eager")
 
 
 def test_a_result_of_the_other_kind_is_not_mixed_with_this_one(folder, group, tmp_path):
@@ -1069,11 +1224,11 @@ def test_weights_that_the_configuration_ties_and_the_files_do_not(folder, group,
     path = copy_of(folder, tmp_path)
     change_json(path / "config.json", tie_word_embeddings=True)
     args = arguments(tmp_path, "llama", output_dir=str(tmp_path / "out"))
-    whole, config, dtype, _, _ = llm_FSDP.prepare(args)
-    model = llm_FSDP.make_model(whole, config, dtype, args)
+    whole, config, types, _, _ = llm_FSDP.prepare(args)
+    model = llm_FSDP.make_model(whole, config, types, args)
     expected = logits_of(transformers.AutoModelForCausalLM.from_pretrained(folder / "llama"))
     assert torch.equal(logits_of(model), expected)
-    llm_hub.save(model, whole, dtype, args.output_dir)
+    llm_hub.save(model, whole, types, args.output_dir)
     assert torch.equal(logits_of(transformers.AutoModelForCausalLM.from_pretrained(args.output_dir)), expected)
 
 
@@ -1104,25 +1259,24 @@ def test_few_steps_warm_up_over_a_tenth_of_them():
 def test_documents_that_would_see_each_other_are_refused(folder, group):
     """A model that ignores positions, as recurrent ones do."""
     args = arguments(folder, "gpt2")
-    whole, config, dtype, _, _ = llm_FSDP.prepare(args)
-    model = llm_FSDP.make_model(whole, config, dtype, args)
-    llm_hub.check_packing(model, args.length)
+    whole, config, types, _, _ = llm_FSDP.prepare(args)
+    model = llm_FSDP.make_model(whole, config, types, args)
+    llm_hub.check_rows(model, args.length, pad=False)
     forward = model.forward
-    with mock.patch.object(model, "forward", lambda tokens, position_ids, **rest: forward(tokens, **rest)):
-        message = exit_message(llm_hub.check_packing, model, args.length)
-    assert message == "GPT2LMHeadModel with --attention sdpa does not keep packed documents apart: use --pad"
+    with mock.patch.object(model, "forward", lambda tokens, position_ids=None, **rest: forward(tokens, **rest)):
+        message = exit_message(llm_hub.check_rows, model, args.length, False)
+    line = "GPT2LMHeadModel with --attention sdpa does not keep packed documents apart in rows of --length 64"
+    assert message == f"{line}: use --pad"
 
 
-def test_the_script_makes_this_check_unless_rows_are_padded(folder, group, monkeypatch):
-    def refuse(reason):
-        return mock.Mock(side_effect=dist.DistributedError(reason))
-
+def test_the_script_makes_this_check_of_the_rows_that_it_trains_on(folder, group, monkeypatch):
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
-    monkeypatch.setattr(llm_hub, "check_packing", refuse("it mixes documents"))
-    monkeypatch.setattr(llm_FSDP, "train", refuse("it trains"))
-    for pad, line in ((False, "it mixes documents"), (True, "it trains")):
+    check_rows = mock.Mock(side_effect=dist.DistributedError("it mixes documents"))
+    monkeypatch.setattr(llm_hub, "check_rows", check_rows)
+    for pad in (False, True):
         args = arguments(folder, "llama", pad=pad, epochs=1)
-        assert exit_message(llm_FSDP.main_worker, 0, 1, args) == line
+        assert exit_message(llm_FSDP.main_worker, 0, 1, args) == "it mixes documents"
+        assert check_rows.call_args.args[1:] == (LENGTH, pad)
 
 
 # ---- packed rows, and what is sent to the device --------------------------------------------------------------------
@@ -1169,7 +1323,7 @@ def test_the_last_rows_of_a_batch_may_be_without_targets():
     with mock.patch("distributed.get_world_size", lambda: 2), mock.patch("distributed.get_rank", lambda: 1):
         ours, empty = llm_documents.share_of(torch.stack([row, row]), [0, 1, 0])
     assert ours.places.tolist() == [0, 1]
-    assert empty.tokens.tolist() == [[0, 0, 0]] and empty.positions.tolist() == [[0, 1, 2]]
+    assert empty.tokens.tolist() == [[0, 0, 0]] and empty.positions.tolist() == [[0, 0, 0]]
     assert len(empty.places) == len(empty.targets) == empty.n_tokens == 0
 
 
