@@ -1,20 +1,20 @@
-"""Pass keys and values around a ring: the minimum working example of ring attention, a form of context parallelism.
+"""Pass keys and values around a ring: ring attention, a form of context parallelism, for rows of packed documents.
 
-Every process has the whole model and its share, T/N bytes, of every sequence of the batch. Only attention needs the
-other shares. Each process keeps its queries. Keys and values travel from rank to rank, and are sent on while attention
-to them is computed. On rank r of N = 4:
+Every process has the whole model and its share, T/N positions, of every row of the batch. Only attention needs the
+other shares. Each process keeps its queries. In step s it computes attention to the keys of the rank s places before
+it. Meanwhile the keys and values of the next step travel. On rank r of N = 4:
 
     step          0                 1                  2                  3
     compute       own keys          keys of r-1        keys of r-2        keys of r-3
-    meanwhile     own -> r+1        r-1's -> r+1       r-2's -> r+1
+    meanwhile     own -> r+1        own -> r+2         own -> r+3
 
 Attention to one block of keys gives a result and, per query, the log-sum-exp (lse) of its scores. Two blocks a and b
 merge into attention to both:
 
     lse = log(exp(lse_a) + exp(lse_b))        out = out_a + sigmoid(lse_b - lse_a) · (out_b - out_a)
 
-Under the causal mask later queries see more keys. So a sequence is cut into 2·N pieces, and rank r has pieces r and
-2·N-1-r (a zigzag). Then all ranks have the same work in every step. With N = 2:
+Under the causal mask later queries see more keys. So a row is cut into 2·N pieces, and rank r has pieces r and 2·N-1-r
+(a zigzag). Then all ranks have the same work in every step, if one document fills the row. With N = 2:
 
                          keys of rank 0    keys of rank 1
                            0       3         1       2
@@ -24,25 +24,41 @@ Under the causal mask later queries see more keys. So a sequence is cut into 2·
     queries          1     x       .         c       .
     of rank 1        2     x       .         x       c
 
-The backward pass needs only the final out and lse, so a process saves nothing of other shares. It sends keys and values
-around again, followed by their gradients.
+A row packs documents of any lengths, and no document sees another. Here rows are cut from one long text, and a document
+ends with a blank line. Rows of min_Packing.py work too: `make_plan` needs their OWNERS. A document that lies in two
+pieces fills all that is between them. So two pieces share at most one document. All its queries in the later piece see
+all its keys in the earlier one, so attention needs no mask. Here documents A to E fill a row of 16 positions:
 
-Choose this script over min_CP.py if there are more processes than heads, or if sending takes long: the computation
-that hides it grows with T² and the bytes with T. With enough heads and fast links choose Ulysses in min_CP.py, which
-sends fewer bytes.
+    piece            0       | 1       | 2       | 3                 keys seen on the other rank
+    row              A A A B | B B B C | C C D D | D D D E
+    share of rank 0  A A A B |         |         | D D D E           D sees D
+    share of rank 1          | B B B C | C C D D |                   B sees B
 
-Cost per process, for P float32 parameters, L layers of width D, B sequences of T bytes, N processes: 16·P bytes, as
-with DDP, and 1/N of the activations. Each step sends DDP's 2·(N-1)/N · 4·P bytes. In each layer keys and values make
-N-1 hops in forward and in backward, and their gradients N hops. So attention sends (3·N-2) · 8·L·B·T·D/N bytes, where
-Ulysses sends (N-1)/N · 32·L·B·T·D/N.
+If two ranks share no document, nothing is sent between them. Every rank knows where the documents of all shares lie, so
+sender and receiver agree without a message.
+
+The backward pass needs only the final out and lse, so a process saves nothing of other shares. It receives the same
+keys and values again, and returns their gradients to the owner.
+
+Choose this script over min_CP.py if there are more processes than heads, if rows pack documents, or if sending takes
+long: the computation that hides it grows with T² and the bytes with T. With enough heads and fast links choose Ulysses
+in min_CP.py, which sends fewer bytes of one long document. The ring of the paper (arXiv:2310.01889) hands all keys on
+from neighbour to neighbour. It needs no other links, but it cannot skip what only a later rank needs.
+
+Cost per process, for P float32 parameters, L layers of width D, B rows of T bytes, N processes: 16·P bytes, as with
+DDP, and 1/N of the activations. Each step sends DDP's 2·(N-1)/N · 4·P bytes. Attention sends up to
+3·(N-1) · 8·L·B·T·D/N bytes: keys and values in forward and in backward, and their gradients, to all other ranks that
+share a document. Ulysses sends (N-1)/N · 32·L·B·T·D/N. A document no longer than a piece is on at most two ranks.
 
     python min_CP_ring.py --length 8192         # one process per visible GPU, or one on the CPU
     python min_CP_ring.py --nproc 2             # two processes
     python min_CP_ring.py --nproc 4 --heads 1   # more processes than heads
+    python min_CP_ring.py --nproc 2 --whole     # one document per row, to compare
 
-It prints lines of loss, speed and memory: `step 400/400 | loss 2.2035 | held-out 2.2545 | …`.
+It prints the loss, tokens per second and memory every 50 steps, finally `step 400 | loss 2.2068 | held-out 2.1964 | …`.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -56,26 +72,31 @@ import distributed as dist
 import gpt
 import options
 
+PADDING = -1  # the owner of a position that no document uses, as in min_Packing.py
+
+# ---- the ring -------------------------------------------------------------------------------------------------------
+
 
 class RingAttention(torch.autograd.Function):
-    """Causal attention of this rank's queries to the keys and values of all ranks.
+    """Causal attention of this rank's queries to the keys and values of all ranks, within each document.
 
-    q, k and v cover this rank's share: (batch, heads, positions, head width). The result has the same shape. `group`
-    is a group of all ranks. For 16-bit types, sum `out`, `lse` and the gradients in float32.
+    q, k and v cover this rank's share: (rows, heads, positions, head width). The result has the same shape. `plan`
+    comes from `make_plan`, and `group` is a group of all ranks. For 16-bit types, sum `out`, `lse` and the gradients in
+    float32.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, group):
+    def forward(ctx, q, k, v, plan, group):
+        ctx.plan = plan
         ctx.group = group
-        for step, (block_k, block_v) in enumerate(around_the_ring(torch.stack([k, v]), group)):
-            queries, keys = unmasked(step, q.shape[2])
-            block_out, block_lse = attend_to_block(
-                q[:, :, queries], block_k[:, :, keys], block_v[:, :, keys], causal=step == 0
-            )
-            if step == 0:  # its own keys, which all queries see
-                out, lse = block_out, block_lse
-            else:
-                merge(out[:, :, queries], lse[:, :, queries], block_out, block_lse)
+        out = torch.zeros_like(q)
+        lse = torch.full_like(q[..., 0], -math.inf)
+        for step, (step_k, step_v) in enumerate(around_the_ring(torch.stack([k, v]), plan, group)):
+            for rows, queries, keys in plan[step].blocks:
+                block_out, block_lse = attend_to_block(
+                    q[rows, :, queries], step_k[rows, :, keys], step_v[rows, :, keys], causal=step == 0
+                )
+                merge(out[rows, :, queries], lse[rows, :, queries], block_out, block_lse)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -83,76 +104,147 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
-        kv = torch.stack([k, v])
         grad_q = torch.zeros_like(q)
-        grad_kv = torch.zeros_like(kv)
-        grad_hop = None  # the first step has no transfer to wait for: no rank has added anything yet
-        for step, (block_k, block_v) in enumerate(around_the_ring(kv, ctx.group)):
-            queries, keys = unmasked(step, q.shape[2])
-            block_grad_q, block_grad_k, block_grad_v = gradients_of_block(
-                grad[:, :, queries],
-                q[:, :, queries],
-                block_k[:, :, keys],
-                block_v[:, :, keys],
-                out[:, :, queries],
-                lse[:, :, queries],
-                causal=step == 0,
-            )
-            grad_q[:, :, queries] += block_grad_q
-            if grad_hop:
-                grad_kv = finish_hop(grad_hop)  # what earlier ranks have added for the same keys and values
-            grad_kv[:, :, :, keys] += torch.stack([block_grad_k, block_grad_v])
-            grad_hop = start_hop(grad_kv, ctx.group)  # travels while the next block is computed
-        grad_k, grad_v = finish_hop(grad_hop)  # after N hops each gradient is with its owner
-        return grad_q, grad_k, grad_v, None
+        hop = None
+        for step, step_kv in enumerate(around_the_ring(torch.stack([k, v]), ctx.plan, ctx.group)):
+            step_grad = torch.zeros_like(step_kv)
+            for rows, queries, keys in ctx.plan[step].blocks:
+                block_grad_q, *block_grad_kv = gradients_of_block(
+                    grad[rows, :, queries],
+                    q[rows, :, queries],
+                    *step_kv[:, rows, :, keys],
+                    out[rows, :, queries],
+                    lse[rows, :, queries],
+                    causal=step == 0,
+                )
+                grad_q[rows, :, queries] += block_grad_q
+                step_grad[:, rows, :, keys] += torch.stack(block_grad_kv)
+            if step == 0:
+                grad_kv = step_grad  # of this rank's own keys and values
+                continue
+            if hop:
+                grad_kv += finish_hop(hop)  # it has travelled while this step was computed
+            hop = start_hop(step_grad, -step, ctx.plan[step].receives, ctx.plan[step].sends, ctx.group)  # to the owner
+        if hop:
+            grad_kv += finish_hop(hop)
+        grad_k, grad_v = grad_kv
+        return grad_q, grad_k, grad_v, None, None
 
 
-def around_the_ring(kv, group):
-    """Yields keys and values of the ranks r, r-1, r-2, … The next ones travel while the caller computes."""
-    for _ in range(dist.get_world_size() - 1):
-        hop = start_hop(kv, group)
-        yield kv
-        kv = finish_hop(hop)
-    yield kv
+def around_the_ring(kv, plan, group):
+    """Yields own keys and values, then those of ranks r-1, r-2, … The next ones travel while the caller computes."""
+    step_kv = kv
+    for step in range(1, len(plan)):
+        hop = start_hop(kv, step, plan[step].sends, plan[step].receives, group)
+        yield step_kv
+        step_kv = finish_hop(hop)
+    yield step_kv
 
 
-def start_hop(tensor, group):
-    """Start to send `tensor` to the next rank and to receive the previous rank's. `finish_hop` waits for both."""
+def start_hop(tensor, distance, sends, receives, group):
+    """Start to send `tensor` to the rank `distance` places on, and to receive from the rank as many places before.
+
+    What a rank `sends` the other one `receives`: if nobody needs it, both leave it out. `finish_hop` waits for both.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    received = torch.empty_like(tensor)
-    send = torch_dist.P2POp(torch_dist.isend, tensor, (rank + 1) % world_size, group)
-    receive = torch_dist.P2POp(torch_dist.irecv, received, (rank - 1) % world_size, group)
-    return received, torch_dist.batch_isend_irecv([send, receive])
+    received = torch.zeros_like(tensor)
+    operations = []
+    if sends:
+        operations.append(torch_dist.P2POp(torch_dist.isend, tensor, (rank + distance) % world_size, group))
+    if receives:
+        operations.append(torch_dist.P2POp(torch_dist.irecv, received, (rank - distance) % world_size, group))
+    transfers = torch_dist.batch_isend_irecv(operations) if operations else []
+    return received, transfers
 
 
 def finish_hop(hop):
-    """Wait for the transfers of `start_hop`; returns what the previous rank has sent."""
+    """Wait for the transfers of `start_hop`; returns what was received, or zeros."""
     received, transfers = hop
     for transfer in transfers:
         transfer.wait()
     return received
 
 
-def unmasked(step, length):
-    """Which of this rank's queries see which keys of rank r - step. Both ranks have `length` positions, two pieces."""
-    everything = slice(None)
-    first_piece = slice(0, length // 2)
-    second_piece = slice(length // 2, None)
-    if step == 0:  # its own keys: position i sees the positions up to i
-        return everything, everything
-    if step <= dist.get_rank():  # an earlier rank: its pieces lie before and after both of this rank's
-        return everything, first_piece
-    return second_piece, everything  # a later rank: its pieces lie between this rank's
-
-
 def merge(out, lse, block_out, block_lse):
     """Add attention to this block's keys to out and lse, in place. No exponential can overflow."""
-    weight = torch.sigmoid(block_lse - lse)
+    weight = torch.sigmoid(block_lse - lse)  # 1 for the first block, because lse is -inf
     out += weight[..., None] * (block_out - out)
     lse.copy_(torch.logaddexp(lse, block_lse))
 
 
-# ---- attention to one block of keys -------------------------------------------------------------------------------
+# ---- who sees what --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Step:
+    """What this rank does in one step of the ring."""
+
+    blocks: list  # triples of slices (rows, queries, keys): these queries see these keys
+    sends: bool  # does the rank `step` places on need this rank's keys?
+    receives: bool  # does this rank need the keys of the rank `step` places before?
+
+
+def make_plan(owners):
+    """The steps of this rank. `owners`, (rows, length), on the CPU, numbers the document of each position."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    documents = find_documents(owners)
+    piece = owners.shape[1] // (2 * world_size)
+    plan = []
+    for step in range(world_size):
+        blocks = visible(documents, piece, rank, (rank - step) % world_size)
+        blocks_of_receiver = visible(documents, piece, (rank + step) % world_size, rank)
+        plan.append(Step(blocks, sends=bool(blocks_of_receiver), receives=bool(blocks)))
+    return plan
+
+
+def find_documents(owners):
+    """Pairs: a slice of rows that are packed alike, and the (start, end) of each of their documents.
+
+    If all rows are alike, as with one document in each, attention computes them together.
+    """
+    spans = [find_spans(row) for row in owners]
+    if all(others == spans[0] for others in spans):
+        return [(slice(None), spans[0])]
+    return [(slice(row, row + 1), of_row) for row, of_row in enumerate(spans)]
+
+
+def find_spans(owners):
+    """The (start, end) of each document of a row."""
+    numbers, lengths = owners.unique_consecutive(return_counts=True)
+    ends = lengths.cumsum(0)
+    spans = torch.stack([numbers, ends - lengths, ends], dim=1).tolist()
+    return [(start, end) for number, start, end in spans if number != PADDING]
+
+
+def visible(documents, piece, reader, owner):
+    """Which queries of rank `reader` see which keys of rank `owner`: triples of slices (rows, queries, keys).
+
+    All these queries see all these keys, except that a mask is needed if reader and owner are the same rank. A share is
+    two pieces of `piece` positions.
+    """
+    blocks = []
+    for rows, spans in documents:
+        for start, end in spans:
+            first_query, last_query = place(start, piece, reader), place(end, piece, reader)
+            first_key, last_key = place(start, piece, owner), place(end, piece, owner)
+            if owner < reader:
+                last_key = min(last_key, piece)  # the owner's second piece comes after both of the reader's
+            if owner > reader:
+                first_query = max(first_query, piece)  # the reader's first piece comes before both of the owner's
+            if first_query < last_query and first_key < last_key:
+                blocks.append((rows, slice(first_query, last_query), slice(first_key, last_key)))
+    return blocks
+
+
+def place(position, piece, rank):
+    """How many positions of a rank's share come before `position` of the row."""
+    first, second = rank * piece, (2 * dist.get_world_size() - 1 - rank) * piece  # where its two pieces start
+    in_first = min(max(position - first, 0), piece)
+    in_second = min(max(position - second, 0), piece)
+    return in_first + in_second
+
+
+# ---- attention to one block of keys ---------------------------------------------------------------------------------
 # F.scaled_dot_product_attention does not give the lse, so its kernels are called here. Not yet tried on a GPU.
 
 
@@ -194,43 +286,77 @@ def gradients_of_block(grad, q, k, v, out, lse, causal):
     return grads
 
 
-# ---- training -----------------------------------------------------------------------------------------------------
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+class RingGPT(gpt.GPT):
+    """A GPT on this rank's share of each row. `positions` count from the start of each document."""
+
+    group = None  # of all ranks
+
+    def forward(self, tokens, positions, plan):
+        def attend(q, k, v):
+            return RingAttention.apply(q, k, v, plan, self.group)
+
+        for block in self.blocks:
+            block.attention.attend = attend
+        return super().forward(tokens, positions)
 
 
 def parallelize(model):
-    """Let attention reach all shares, and let DDP average the gradients. In one process the model stays as it is."""
+    """Give attention a group of its own, and let DDP average the gradients."""
     if dist.get_world_size() > 1:
         # In the job's own group each hop would wait in line behind the gradients that DDP reduces meanwhile.
-        group = torch_dist.new_group()
-
-        def attend(q, k, v):
-            return RingAttention.apply(q, k, v, group)
-
-        for block in model.blocks:
-            block.attention.attend = attend
+        model.group = torch_dist.new_group()
+        # All ranks must take part in the first call of a group of NCCL, and not all take part in each hop.
+        torch_dist.all_reduce(torch.zeros(1, device=dist.get_device()), group=model.group)
     return dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
 
 
-def local_positions(length, device):
-    """The positions of this rank's share in a sequence of `length`: two of 2·N pieces, dealt in a zigzag."""
-    pieces = torch.arange(length, device=device).chunk(2 * dist.get_world_size())
+def local_positions(length):
+    """The positions of this rank's share in a row of `length`: two of 2·N pieces, dealt in a zigzag."""
+    pieces = torch.arange(length).chunk(2 * dist.get_world_size())
     first = dist.get_rank()
     return torch.cat([pieces[first], pieces[-1 - first]])
 
 
-def local_loss(model, x, y):
-    """The loss of this process's share. Shares are equally long, so the mean over processes is the batch's loss."""
-    positions = local_positions(x.shape[1], x.device)
-    return gpt.loss_fn(model(x[:, positions], positions), y[:, positions])
+def local_loss(model, x, y, whole=False):
+    """The loss of this process's share. Shares are equally long, so the mean over processes is the batch's loss.
+
+    If shares have unequal numbers of targets, compute the fraction of min_Packing.py instead.
+    """
+    x, y = x.cpu(), y.cpu()  # in training they are there: the host must know the documents without a wait
+    owners = number_documents(x, whole)
+    rows = torch.stack([x, y, count_in_documents(owners)])  # (3, rows, length)
+    share = gpt.to_device(rows[:, :, local_positions(x.shape[1])], dist.get_device())
+    tokens, targets, positions = share
+    return gpt.loss_fn(model(tokens, positions, make_plan(owners)), targets)
+
+
+def number_documents(x, whole=False):
+    """The number of each byte's document, (rows, length). A blank line ends a document, unless rows are `whole`."""
+    begins = torch.zeros_like(x)
+    if not whole:
+        newline = x == ord("\n")
+        begins[:, 2:] = newline[:, :-2] & newline[:, 1:-1]
+    return begins.cumsum(dim=1)
+
+
+def count_in_documents(owners):
+    """The position of each byte in its document, from 0 on."""
+    places = torch.arange(owners.shape[1]).expand_as(owners)
+    begins = owners.diff(dim=1, prepend=owners[:, :1]) != 0
+    starts = (places * begins).cummax(dim=1).values
+    return places - starts
 
 
 def train(model, optimizer, text, held_out, args):
     """Returns the loss of every step over the whole batch, (steps,)."""
-    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
+    progress = gpt.Progress(functools.partial(local_loss, model, whole=args.whole), text, held_out, args)
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed)
         optimizer.zero_grad()
-        loss = local_loss(model, x, y)
+        loss = local_loss(model, x, y, args.whole)
         loss.backward()
         if args.clip:  # DDP has averaged the gradients, so every rank finds the same norm
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
@@ -239,12 +365,19 @@ def train(model, optimizer, text, held_out, args):
     return progress.losses
 
 
+# ---- options --------------------------------------------------------------------------------------------------------
+
+
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
+    parser.add_argument("--whole", action="store_true", help="let each row be one document, instead of paragraphs")
     args = parser.parse_args()
     gpt.check_model_options(parser, args, length=(2 * args.nproc, "twice the number of processes"))
     return args
+
+
+# ---- start ----------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):
@@ -252,7 +385,7 @@ def main_worker(local_rank, world_size, args):
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     text, held_out = gpt.load_text()
     torch.manual_seed(args.seed)
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
+    model = RingGPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
     model = parallelize(model)
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own

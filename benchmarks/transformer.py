@@ -54,13 +54,14 @@ def make_args(nproc, steps, **changes):
     shape = {"layers": LAYERS, "width": 128, "heads": 4, "length": LENGTH, "global_batch_size": BATCH}
     split = {"replicate": 1, "shard": nproc, "tensor": 1, "checkpoint_dir": None, "recompute": False}
     split |= {"attention": "ulysses", "schedule": "1F1B", "micro_batches": 8, "data_parallel": 1, "log_every": steps}
+    split |= {"whole": True}  # of min_CP_ring.py
     training = {"steps": steps, "lr": 0.001, "clip": None, "seed": 0, "nproc": nproc, "bf16": False}
     return argparse.Namespace(**{**shape, **split, **training, **changes})
 
 
-def whole(args):
+def whole(args, model=gpt.GPT):
     torch.manual_seed(args.seed)
-    return gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
+    return model(args.layers, args.width, args.heads, args.length).to(dist.get_device())
 
 
 def split(how, args):
@@ -81,7 +82,7 @@ CASES = {
     "PP": (lambda args: min_PP.make_pipeline(gpt.make_meta_model(args), args), min_PP.train),
     "CP": (lambda args: min_CP.parallelize(whole(args), args.attention), min_CP.train),
     "all-gather": (lambda args: min_CP.parallelize(whole(args), "all-gather"), min_CP.train),
-    "ring": (lambda args: min_CP_ring.parallelize(whole(args)), min_CP_ring.train),
+    "ring": (lambda args: min_CP_ring.parallelize(whole(args, min_CP_ring.RingGPT)), min_CP_ring.train),
 }
 
 # What attention waits in: DDP, which averages the gradients in all these cases, uses none of them.
@@ -125,7 +126,7 @@ def sent_by_attention(case, args):
     formulas = {
         "CP": (n - 1) / n * 32 * features / n,
         "all-gather": (n - 1) / n * 16 * features,
-        "ring": (3 * n - 2) * 8 * features / n,
+        "ring": 3 * (n - 1) * 8 * features / n,
     }
     return formulas.get(case, 0)
 
@@ -148,7 +149,7 @@ def worker(local_rank, world_size, case, args, threads, report):
         "one process": functools.partial(min_FSDP_TP.local_loss, model),
         "CP": functools.partial(min_CP.local_loss, model),
         "all-gather": functools.partial(min_CP.local_loss, model),
-        "ring": functools.partial(min_CP_ring.local_loss, model),
+        "ring": functools.partial(min_CP_ring.local_loss, model, whole=True),
     }
     saved = saved_bytes(loss_of[case], text, args) if case in loss_of else 0
     device = dist.get_device()

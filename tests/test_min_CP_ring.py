@@ -1,6 +1,8 @@
-"""min_CP_ring.py: equal to one process, equal work, nothing of other shares saved, and bytes sent as it says."""
+"""min_CP_ring.py: equal to each document alone in one process, nothing of other shares saved, hops left out."""
 
+import functools
 import math
+import random
 import runpy
 import sys
 from unittest import mock
@@ -14,8 +16,8 @@ from torch.nn import functional as F
 import distributed as dist
 import gpt
 import min_CP_ring
+import min_Packing
 
-CASES = [("train", "AdamW", None), ("train", "SGD", 1.5), ("probe_attention",), ("probe_costs",)]
 SMALL = {"layers": 2, "log_every": 100}
 SHAPES = {  # of 2·N pieces; with 2 and 4 processes, fewer heads than processes, and with 3, heads that do not divide
     1: {"length": 32, "heads": 4},
@@ -23,50 +25,125 @@ SHAPES = {  # of 2·N pieces; with 2 and 4 processes, fewer heads than processes
     3: {"length": 36, "heads": 4},
     4: {"length": 32, "heads": 2},
 }
+CASES = [  # paragraphs are short, and rows `whole` are one document
+    ("train", "AdamW", {"whole": False}),
+    ("train", "SGD", {"whole": False, "clip": 1.5}),
+    ("train", "SGD", {"whole": True}),
+    ("probe_attention",),
+    ("probe_costs",),
+]
 
 
 def run_case(name, *args):
     return globals()[name](*args)
 
 
-# ---- equal to one process -------------------------------------------------------------------------------------------
+# ---- equal to one process, in which each document is alone ----------------------------------------------------------
 
 
-def train(optimizer, clip):
+def train(optimizer, changes):
     """Losses and parameters of the script's main_worker."""
-    args = transformer.arguments(clip=clip, **SMALL, **SHAPES[dist.get_world_size()])
+    args = transformer.arguments(**SMALL, **SHAPES[dist.get_world_size()], **changes)
     result = transformer.run_main_worker(min_CP_ring, args, optimizer)
     return result.losses, transformer.full_parameters(result.model)
+
+
+def paragraphs(row):
+    """(start, end) of the documents of a row of bytes."""
+    spans, start = [], 0
+    for end in range(2, len(row) + 1):
+        if end == len(row) or row[end - 2 : end].tolist() == [10, 10]:
+            spans.append((start, end))
+            start = end
+    return spans
+
+
+def loss_of_documents(model, x, y):
+    """Each document goes through the model by itself."""
+    total = 0
+    for row, targets in zip(x, y, strict=True):
+        for start, end in paragraphs(row):
+            logits = model(row[None, start:end])
+            total += F.cross_entropy(logits[0], targets[start:end], reduction="sum")
+    return total / x.numel()
+
+
+@functools.cache
+def reference(nprocs, optimizer, whole, clip=None):
+    if whole:
+        return transformer.reference(optimizer, clip=clip, **SMALL, **SHAPES[nprocs])
+    args = transformer.arguments(clip=clip, **SMALL, **SHAPES[nprocs])
+    with transformer.float64():
+        model = transformer.make_model(args)
+    return transformer.train_alone(model, optimizer, args, loss_of_documents)
 
 
 # ---- attention by itself --------------------------------------------------------------------------------------------
 
 
-def attention_errors(dtype, scale=1.0):
+def owners_of(rows):
+    """(rows, length): the document of each position. A row is given by the lengths of its documents."""
+    return torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
+
+
+def every_border(length):
+    """Rows of up to three documents: one from `start` to `end`, for all starts and ends, and what is beside it."""
+    rows = []
+    for start in range(length):
+        for end in range(start + 1, length + 1):
+            rows.append([part for part in (start, end - start, length - end) if part])
+    return owners_of(rows)
+
+
+def packed_rows(length):
+    """The rows of min_Packing.py, with padding: documents of 1 to `length` positions."""
+    draw = random.Random(0)
+    documents = [(b"p", bytes(draw.randint(1, length))) for _ in range(20)]
+    rows = min_Packing.make_rows(min_Packing.pack(documents, length), length)
+    owners = rows[:, min_Packing.OWNERS]
+    used = owners != min_CP_ring.PADDING
+    assert not used.all()
+    assert torch.equal(rows[:, min_Packing.POSITIONS][used], min_CP_ring.count_in_documents(owners)[used])
+    return owners
+
+
+def attention_alone(q, k, v, owners):
+    """Each document by itself. Padding has a result of 0."""
+    result = torch.zeros_like(q)
+    for row in range(len(owners)):
+        for number in owners[row].unique().tolist():
+            mine = owners[row] == number
+            if number != min_CP_ring.PADDING:
+                alone = F.scaled_dot_product_attention(
+                    q[row, :, mine], k[row, :, mine], v[row, :, mine], is_causal=True
+                )
+                result[row, :, mine] = alone
+    return result
+
+
+def attention_errors(owners, dtype=torch.float64, scale=1.0):
     """The largest errors of the result and of the gradients of q, k and v, beside attention on one process in float64.
 
     Two lists: the ring's errors, and the errors of plain attention in `dtype`. `scale` multiplies q.
     """
     generator = torch.Generator().manual_seed(0)
-    shape = (2, 3, 24 * dist.get_world_size(), 16)
-    q, k, v, grad = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4)]
+    rows, length = owners.shape
+    q, k, v, grad = [torch.randn(rows, 2, length, 8, generator=generator, dtype=torch.float64) for _ in range(4)]
     q, k, v, grad = [tensor.to(dtype) for tensor in (scale * q, k, v, grad)]
+    mine = min_CP_ring.local_positions(length)
+    plan = min_CP_ring.make_plan(owners)
+    alone = functools.partial(attention_alone, owners=owners)
 
-    def plain(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    def ring(q, k, v):
+        return min_CP_ring.RingAttention.apply(q, k, v, plan, None)
 
-    mine = min_CP_ring.local_positions(shape[2], "cpu")
-    exact = with_gradients(plain, q.double(), k.double(), v.double(), grad.double())
-    plainly = with_gradients(plain, q, k, v, grad)
-    ring = with_gradients(ring_attention, *(tensor[:, :, mine] for tensor in (q, k, v, grad)))
-    assert all(tensor.dtype == dtype for tensor in ring)
-    ring_errors = [(ours - one[:, :, mine]).abs().max().item() for ours, one in zip(ring, exact, strict=True)]
+    exact = with_gradients(alone, q.double(), k.double(), v.double(), grad.double())
+    plainly = with_gradients(alone, q, k, v, grad)
+    results = with_gradients(ring, *(tensor[:, :, mine] for tensor in (q, k, v, grad)))
+    assert all(tensor.dtype == dtype for tensor in results)
+    ring_errors = [(ours - one[:, :, mine]).abs().max().item() for ours, one in zip(results, exact, strict=True)]
     plain_errors = [(ours - one).abs().max().item() for ours, one in zip(plainly, exact, strict=True)]
     return ring_errors, plain_errors
-
-
-def ring_attention(q, k, v):
-    return min_CP_ring.RingAttention.apply(q, k, v, None)
 
 
 def with_gradients(attend, q, k, v, grad):
@@ -77,44 +154,58 @@ def with_gradients(attend, q, k, v, grad):
 
 
 def probe_attention():
-    if dist.get_world_size() == 1:
-        return None
+    n = dist.get_world_size()
+    whole = owners_of(2 * [[24 * n]])
     return {
-        "exact": attention_errors(torch.float64),
-        "large logits": attention_errors(torch.float64, scale=1000.0),
-        "large logits, float32": attention_errors(torch.float32, scale=1000.0),
+        "every border": attention_errors(every_border(6 * n)),
+        "documents of one position": attention_errors(owners_of([4 * n * [1], [1, 4 * n - 1], [4 * n - 1, 1]])),
+        "rows of min_Packing.py": attention_errors(packed_rows(8 * n)),
+        "rows that are alike": attention_errors(owners_of(2 * [[3, 6 * n - 3]] + 3 * [[6 * n]])),
+        "one document": attention_errors(whole),
+        "large logits": attention_errors(whole, scale=1000.0),
+        "large logits, float32": attention_errors(whole, torch.float32, scale=1000.0),
     }
 
 
 def check_attention(probes):
-    assert max(probes["exact"][0]) <= 1e-12
-    assert max(probes["large logits"][0]) <= 1e-9
-    for ours, others in zip(*probes["large logits, float32"], strict=True):
-        assert ours <= 1.5 * others, probes
+    large = probes.pop("large logits"), probes.pop("large logits, float32")
+    for name, (errors, _) in probes.items():
+        assert max(errors) <= 1e-12, name
+    assert max(large[0][0]) <= 1e-9
+    for ours, others in zip(*large[1], strict=True):
+        assert ours <= 1.5 * others, large
 
 
 # ---- costs ----------------------------------------------------------------------------------------------------------
 
 
+def make_model(args):
+    model = min_CP_ring.RingGPT(args.layers, args.width, args.heads, args.length)
+    model.load_state_dict(transformer.make_model(args).state_dict())
+    return model
+
+
 def saved_bytes(length):
     """What a loss on one sequence saves in this process for its backward, parameters aside."""
     args = transformer.arguments(layers=2, width=64, length=length)
-    model = min_CP_ring.parallelize(transformer.make_model(args).float())
+    model = min_CP_ring.parallelize(make_model(args).float())
     return transformer.saved_bytes(min_CP_ring, model, args)
 
 
 class Recorder:
-    """In the place of min_CP_ring's functions: what they do, in order, the pairs attended to, and the bytes sent."""
+    """In the place of min_CP_ring's functions: what they do, in order, the pairs attended to, and what is sent."""
 
     def __init__(self):
         self.events = []
         self.pairs = {"forward": 0, "backward": 0}
+        self.hops = 0
         self.sent = 0
 
     def count(self, direction, q, k, causal):
-        n_queries, n_keys = q.shape[2], k.shape[2]
+        rows, _, n_queries, _ = q.shape
+        n_keys = k.shape[2]
         assert not causal or n_queries == n_keys
-        self.pairs[direction] += n_queries * (n_queries + 1) // 2 if causal else n_queries * n_keys
+        self.pairs[direction] += rows * (n_queries * (n_queries + 1) // 2 if causal else n_queries * n_keys)
         self.events.append(direction)
 
     def attend_to_block(self, q, k, v, causal):
@@ -125,11 +216,12 @@ class Recorder:
         self.count("backward", q, k, causal)
         return gradients_of_block(grad, q, k, v, out, lse, causal)
 
-    def start_hop(self, tensor, group):
+    def start_hop(self, tensor, distance, sends, receives, group):
         self.events.append("start")
-        self.sent += tensor.nbytes
+        self.hops += sends
+        self.sent += sends * tensor.nbytes
         assert group not in (None, torch.distributed.group.WORLD), "DDP's gradients would be in the way"
-        return start_hop(tensor, group)
+        return start_hop(tensor, distance, sends, receives, group)
 
     def finish_hop(self, hop):
         self.events.append("finish")
@@ -140,44 +232,79 @@ REPLACED = ("attend_to_block", "gradients_of_block", "start_hop", "finish_hop")
 attend_to_block, gradients_of_block, start_hop, finish_hop = (getattr(min_CP_ring, name) for name in REPLACED)
 
 
-def record_step(args):
+def record_step(owners):
+    """One layer, with documents as `owners` has them."""
+    rows, length = owners.shape
+    args = transformer.arguments(layers=1, length=length, heads=1)
     recorder = Recorder()
-    with mock.patch.multiple(min_CP_ring, **{name: getattr(recorder, name) for name in REPLACED}):
-        model = min_CP_ring.parallelize(transformer.make_model(args))
-        x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length)
+    replaced = {name: getattr(recorder, name) for name in REPLACED}
+    with mock.patch.multiple(min_CP_ring, **replaced, number_documents=lambda x, whole: owners):
+        model = min_CP_ring.parallelize(make_model(args))
+        x, y = gpt.batch(transformer.small_text()[0], 0, rows, length)
         min_CP_ring.local_loss(model, x, y).backward()
-    return recorder
+    return {name: getattr(recorder, name) for name in ("events", "pairs", "hops", "sent")}
+
+
+def rows_to_count(n):
+    """By name, two rows of documents, in units of which a piece has four."""
+    length = 8 * n
+    return {
+        "one document": owners_of(2 * [[length]]),
+        "a piece each": owners_of(2 * [2 * n * [4]]),
+        "over each border": owners_of(2 * [[2, *((2 * n - 1) * [4]), 2]]),
+        "the first border": owners_of([[3, 4, length - 8, 1], 2 * n * [4]]) if n > 1 else owners_of(2 * [[8]]),
+    }
 
 
 def probe_costs():
     n = dist.get_world_size()
-    saved = saved_bytes(1024 * n)
-    if n == 1:
-        return {"saved": saved}
-    recorder = record_step(transformer.arguments(layers=1, **SHAPES[n]))
-    return {"saved": saved, "pairs": recorder.pairs, "events": recorder.events, "sent": recorder.sent}
+    recorded = {name: record_step(owners) for name, owners in rows_to_count(n).items()}
+    return {"saved": saved_bytes(1024 * n), **recorded}
 
 
 def check_costs(ranks, plain_saved_bytes):
     n = len(ranks)
-    args = transformer.arguments(layers=1, **SHAPES[n])
+    share_bytes = 2 * 8 * 2 * 8 * 32  # keys and values in float64, of 2 rows of 8 positions of width 32
     for costs in ranks:
         assert costs["saved"] <= 1.02 * plain_saved_bytes, "as much as one process saves of 1/N of the sequence"
-        share_bytes = 2 * 8 * args.global_batch_size * args.length * args.width / n  # keys and values in float64
-        assert costs["sent"] == (3 * n - 2) * share_bytes
-        assert costs["events"] == expected_events(n)
-    for direction in ("forward", "backward"):
-        pairs = [costs["pairs"][direction] for costs in ranks]
-        assert max(pairs) <= 1.05 * min(pairs)
-        assert sum(pairs) == args.length * (args.length + 1) // 2, "all pairs under the causal mask, and no others"
+        assert costs["one document"]["sent"] == 3 * (n - 1) * share_bytes
+        assert costs["one document"]["events"] == expected_events(n)
+    for name, owners in rows_to_count(n).items():
+        hops = sum(costs[name]["hops"] for costs in ranks)
+        assert hops == 3 * hops_needed(owners, n), name  # keys in forward and in backward, and their gradients
+        assert sum(costs[name]["sent"] for costs in ranks) == hops * share_bytes
+        lengths = torch.cat([row.unique(return_counts=True)[1] for row in owners])
+        for direction in ("forward", "backward"):
+            pairs = [costs[name]["pairs"][direction] for costs in ranks]
+            assert sum(pairs) == (lengths * (lengths + 1) // 2).sum(), "all pairs in documents, and no others"
+            assert name != "one document" or max(pairs) <= 1.2 * min(pairs)
+    all_hops = [sum(costs[name]["hops"] for costs in ranks) for name in rows_to_count(n)]
+    expected = [3 * n * (n - 1), 0, 3 * (2 * n - 2), 3 * 3]  # two neighbours; of "the first border" see below
+    assert all_hops[:3] == expected[:3]
+
+
+def hops_needed(owners, n):
+    """How many pairs of two ranks have a query of one that sees a key of the other."""
+    length = owners.shape[1]
+    same = owners[:, :, None] == owners[:, None, :]
+    seen = same.tril().any(0)  # (query, key)
+    pieces = torch.arange(length).div(length // (2 * n), rounding_mode="floor")
+    ranks = torch.minimum(pieces, 2 * n - 1 - pieces)
+    pairs = {(ranks[query].item(), ranks[key].item()) for query, key in seen.nonzero().tolist()}
+    return sum(reader != owner for reader, owner in pairs)
 
 
 def expected_events(n):
     """Every hop starts before the computation that hides it, and is awaited behind it."""
+    if n == 1:
+        return ["forward", "backward"]
     events = ["start", "forward", "finish"] * (n - 1) + ["forward"]
-    events += ["start", "backward", "start", "finish"]  # keys and values; then also their gradients
-    events += ["start", "backward", "finish", "start", "finish"] * (n - 2)
-    return [*events, "backward", "finish", "start", "finish"]
+    events += ["start", "backward", "finish"]  # keys and values; then also gradients of the keys of other ranks
+    for step in range(1, n):
+        keys_travel = step < n - 1
+        events += keys_travel * ["start"] + ["backward"]
+        events += (step > 1) * ["finish"] + ["start"] + keys_travel * ["finish"]
+    return [*events, "finish"]
 
 
 # ---- tests ----------------------------------------------------------------------------------------------------------
@@ -185,22 +312,30 @@ def expected_events(n):
 
 @pytest.fixture(scope="module")
 def plain_saved_bytes():
-    return saved_bytes(1024)
+    args = transformer.arguments(layers=2, width=64, length=1024)
+    plain = mock.Mock(local_loss=transformer.plain_loss)
+    return transformer.saved_bytes(plain, transformer.make_model(args).float(), args)
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    "nprocs", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+    "nprocs", [1, 2, *(pytest.param(nprocs, marks=[pytest.mark.slow, pytest.mark.guard]) for nprocs in (3, 4))]
 )
 def test_equal_to_one_process_in_results_and_work(nprocs, tmp_path, plain_saved_bytes):
     ranks = transformer.train_on(nprocs, run_case, CASES, tmp_path)
-    for (_, optimizer, clip), (losses, parameters) in zip(CASES[:2], ranks[-1], strict=False):
-        expected = transformer.reference(optimizer, clip=clip, **SMALL, **SHAPES[nprocs])
-        transformer.assert_equal(losses, parameters, expected)
-    if nprocs > 1:
-        for results in ranks:
-            check_attention(results[2])
-        check_costs([results[3] for results in ranks], plain_saved_bytes)
+    for (_, optimizer, changes), (losses, parameters) in zip(CASES[:3], ranks[-1], strict=False):
+        transformer.assert_equal(losses, parameters, reference(nprocs, optimizer, **changes))
+    for results in ranks:
+        check_attention(results[3])
+    check_costs([results[4] for results in ranks], plain_saved_bytes)
+
+
+def test_a_blank_line_ends_a_document():
+    row = torch.tensor(list(b"a\n\nbc\n\n\n\nd\n"))
+    assert min_CP_ring.number_documents(row[None]).tolist() == [[0, 0, 0, 1, 1, 1, 1, 2, 3, 4, 4]]
+    assert paragraphs(row) == [(0, 3), (3, 7), (7, 8), (8, 9), (9, 11)]
+    owners = torch.tensor([[0, 0, 0, 1, 1, 2, -1, -1]])
+    assert min_CP_ring.count_in_documents(owners).tolist() == [[0, 1, 2, 0, 1, 0, 0, 1]]
 
 
 def by_formula(q, k, causal):

@@ -89,7 +89,9 @@ def prepare(script, model, args):
     elif script is min_DDP_scratch:
         model = min_DDP_scratch.parallelize(model, args)
     elif script is min_CP_ring:
-        model = min_CP_ring.parallelize(model)
+        ring = min_CP_ring.RingGPT(args.layers, args.width, args.heads, args.length)
+        ring.load_state_dict(model.state_dict())
+        model = min_CP_ring.parallelize(ring)
     elif script is min_EP:
         min_EP.add_experts(model, args)
     return model, make_optimizer("SGD", model.parameters(), LR)
@@ -130,7 +132,7 @@ def count_worker(local_rank, world_size):
     ddp, on_gloo = 2 * (N - 1) / N * 4 * n_params, 1.5  # whose reduce-scatter is an all-reduce
     for attention, times in (("ulysses", 2 / N), ("all-gather", 1)):
         report(min_CP, ddp + times * 4 * LAYERS * BATCH * features, attention=attention)
-    report(min_CP_ring, ddp + (3 * N - 2) / N * 8 * LAYERS * BATCH * LENGTH * WIDTH)
+    report(min_CP_ring, ddp + 3 * (N - 1) / N * 8 * LAYERS * BATCH * LENGTH * WIDTH, whole=True)
     blocks = sum(param.numel() for param in make_model(arguments(layers=2, width=WIDTH)).blocks.parameters())
     whole = {"checkpoint_dir": None}
     # Blocks are gathered twice and the rest once, and all is reduced, which takes twice as much on gloo.
