@@ -18,8 +18,9 @@ all the rest, and trains on its share of the batch. The path of 4 tokens a b c d
     weighted sum             a becomes p_0 E_0(a) + p_2 E_2(a)   d becomes p_0 E_0(d) + p_3 E_3(d)
 
 Choose it when most parameters are experts and one device cannot hold them. FSDP (min_FSDP.py) splits them too, but
-sends parameters instead of tokens. Here no token is dropped, so N processes compute what one process computes. All
-processes wait for the busiest expert, so a load-balancing loss evens out their use (Switch, arXiv:2101.03961).
+sends parameters instead of tokens. min_EP_FSDP.py does both. Here no token is dropped, so N processes compute what one
+process computes. All processes wait for the busiest expert, so a load-balancing loss evens out their use (Switch,
+arXiv:2101.03961).
 
 The host waits for the device once per block: it needs the number of tokens to allocate memory for them. torchtitan's
 standard dispatch and DeepEP's training mode wait too. GShard and Switch avoid the wait: they give each expert a fixed
@@ -54,20 +55,24 @@ import options
 
 
 class MixtureOfExperts(nn.Module):
-    """Stands in the place of an MLP. Rank r holds `n_held` experts, from number r · n_held on.
+    """Stands in the place of an MLP. `ranks`, by default all, split the experts: the one in place p holds `n_held`.
 
+    They are numbers p · n_held and following, and `group` is the group of these ranks.
     forward also sets `tokens`, how many tokens of all ranks each expert had, and `balance`, the load-balancing loss.
     """
 
-    def __init__(self, width, n_experts, top):
+    def __init__(self, width, n_experts, top, ranks=None, group=None):
         super().__init__()
+        self.ranks = ranks or list(range(dist.get_world_size()))
+        self.place = self.ranks.index(dist.get_rank())
+        self.group = group
         self.n_experts = n_experts
         self.top = top
         self.router = nn.Linear(width, n_experts, bias=False)
         experts = [gpt.MLP(width) for _ in range(n_experts)]  # all of them, so that all ranks draw the same numbers
-        self.n_held = n_experts // dist.get_world_size()
-        first = dist.get_rank() * self.n_held
-        self.experts = nn.ModuleDict({str(i): experts[i] for i in range(first, first + self.n_held)})
+        self.n_held = n_experts // len(self.ranks)
+        first = self.place * self.n_held
+        self.experts = Experts({str(i): experts[i] for i in range(first, first + self.n_held)})
 
     def forward(self, x):
         # Route.
@@ -86,36 +91,40 @@ class MixtureOfExperts(nn.Module):
         rows = tokens[order // self.top]
 
         # All-to-all, experts, all-to-all back. The host waits for the counts, to allocate memory.
-        by_rank = counts.cpu().view(len(counts), -1, self.n_held)  # (from rank, to rank, to its expert)
-        sent = by_rank[dist.get_rank()]  # (to rank, to its expert)
-        received = by_rank[:, dist.get_rank()]  # (from rank, to this rank's expert)
+        by_rank = counts.cpu()[self.ranks].view(len(self.ranks), -1, self.n_held)  # (from rank, to rank, to its expert)
+        sent = by_rank[self.place]  # (to rank, to its expert)
+        received = by_rank[:, self.place]  # (from rank, to this rank's expert)
         n_sent = sent.sum(dim=1).tolist()
         n_received = received.sum(dim=1).tolist()
-        visitors = all_to_all(rows, n_sent, n_received)
-        results = self.apply_experts(visitors, received)
-        results = all_to_all(results, n_received, n_sent)
+        visitors = all_to_all(rows, n_sent, n_received, self.group)
+        results = self.experts(visitors, received)
+        results = all_to_all(results, n_received, n_sent, self.group)
 
         # Weighted sum: y = Σ_k p_k E_k(x).
         inverse = order.argsort()  # undoes the sorting: row order[i] went to place i
         results = results[inverse].view(*chosen.shape, -1)  # (tokens, top, width)
         return (weights[..., None] * results).sum(dim=1).view_as(x)
 
-    def apply_experts(self, visitors, received):
+
+class Experts(nn.ModuleDict):
+    """The experts of a block that this rank holds."""
+
+    def forward(self, visitors, received):
         """Each expert's results, in the order of `visitors`, which are sorted by rank and then by expert."""
-        experts = torch.arange(self.n_held).repeat(len(received))  # the held experts, once per rank
+        experts = torch.arange(len(self)).repeat(len(received))  # the held experts, once per rank
         expert_of_row = experts.repeat_interleave(received.flatten())
         order = gpt.to_device(expert_of_row.argsort(stable=True), visitors.device)  # without a wait
         inverse = order.argsort()
         parts = visitors[order].split(received.sum(dim=0).tolist())
         # An expert without tokens runs too: without a gradient of zeros, AdamW would skip its weight decay.
-        results = [expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)]
+        results = [expert(part) for expert, part in zip(self.values(), parts, strict=True)]
         return torch.cat(results)[inverse]
 
 
-def add_experts(model, args):
+def add_experts(model, args, ranks=None, group=None):
     """Replace each MLP by a mixture of experts. All ranks must have the same random state."""
     for block in model.blocks:
-        block.mlp = MixtureOfExperts(args.width, args.experts, args.top)
+        block.mlp = MixtureOfExperts(args.width, args.experts, args.top, ranks, group)
 
 
 # ---- gradients ----------------------------------------------------------------------------------------------------
@@ -157,27 +166,28 @@ def count_visits(chosen, n_experts):
     return dist.all_reduce(counts)
 
 
-def all_to_all(rows, n_sent, n_received):
+def all_to_all(rows, n_sent, n_received, group):
     """Send the first n_sent[0] rows to rank 0, the next n_sent[1] to rank 1, …; n_received[r] arrive from rank r."""
-    if dist.get_world_size() == 1:
+    if len(n_sent) == 1:
         return rows
-    return AllToAll.apply(rows, n_sent, n_received)
+    return AllToAll.apply(rows, n_sent, n_received, group)
 
 
 class AllToAll(torch.autograd.Function):
     """The backward is the reverse all-to-all: it returns the gradient of each row to the row's sender."""
 
     @staticmethod
-    def forward(ctx, rows, n_sent, n_received):
+    def forward(ctx, rows, n_sent, n_received, group):
         ctx.n_sent = n_sent
         ctx.n_received = n_received
+        ctx.group = group
         result = rows.new_empty(sum(n_received), *rows.shape[1:])
-        torch_dist.all_to_all_single(result, rows, n_received, n_sent)
+        torch_dist.all_to_all_single(result, rows, n_received, n_sent, group)
         return result
 
     @staticmethod
     def backward(ctx, grad):
-        return AllToAll.apply(grad.contiguous(), ctx.n_received, ctx.n_sent), None, None
+        return AllToAll.apply(grad.contiguous(), ctx.n_received, ctx.n_sent, ctx.group), None, None, None
 
 
 # ---- training -----------------------------------------------------------------------------------------------------

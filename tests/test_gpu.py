@@ -41,6 +41,7 @@ TRANSFORMERS = [  # their losses are compared with those on CPUs
     ("min_CP.py", *STEPS, "--attention", "all-gather"),
     ("min_DiLoCo.py", *STEPS, "--sync-every", 5),
     ("min_EP.py", *STEPS),
+    ("min_EP_FSDP.py", *STEPS, "--clip", 1),
     ("min_FSDP.py", *STEPS, "--clip", 1),
     ("min_Join.py", *STEPS),
     ("min_Join.py", *STEPS, "--method", "weights"),
@@ -149,8 +150,8 @@ def test_answers_are_those_of_cpus(tmp_path):
         assert differ < 0.01 * len(lines[0])
 
 
-# min_EP.py waits for the number of tokens of each expert.
-WITHOUT_WAITS = [case for case in TRANSFORMERS if case[0] != "min_EP.py"]
+# These wait for the number of tokens of each expert.
+WITHOUT_WAITS = [case for case in TRANSFORMERS if case[0] not in ("min_EP.py", "min_EP_FSDP.py")]
 WITHOUT_WAITS += [("min_DDP.py", "--epochs", 1, "--batch-size", 2)]
 WITHOUT_WAITS += [("mnist_DDP.py", "--epochs", 1), ("mnist_FSDP.py", "--epochs", 1), ("multigpu_torchrun.py", 1, 1)]
 

@@ -51,13 +51,14 @@ CASES = [
     ("min_CP", 2, *STEPS, "--attention", "all-gather"),
     ("min_DiLoCo", 2, *STEPS, "--sync-every", 2),
     ("min_EP", 2, *STEPS, *EXPERTS),
+    ("min_EP_FSDP", 4, *STEPS, "--length", 4, "--global-batch-size", 4),  # the same
     ("min_FaultTolerant", 3, *STEPS[2:], "--steps", N_STEPS + 1),
     ("min_FSDP", 2, *STEPS),
     ("min_FSDP", 2, *STEPS, "--bf16"),
     ("min_GRPO", 2, "--steps", N_STEPS, "--prompts", 4, "--imitation-steps", 3, "--output", "model.pt"),
     ("min_GRPO", 2, "--steps", N_STEPS, "--prompts", 4, "--imitation-steps", 3, "--inner-steps", 2, "--kl", 0.1),
     ("min_Generate", 4, "--tensor", 2, "--model", "model.pt", "--prompts", "prompts.jsonl"),
-    ("min_Muon", 2, *STEPS),
+    ("min_Muon", 2, *STEPS, "--layers", 2),  # so that both ranks own matrices of one size
     ("min_PP", 2, *STEPS, "--layers", 2),
     ("min_PP", 2, *STEPS, "--layers", 4, "--schedule", "ZBVZeroBubble"),
     ("min_PP", 4, *STEPS, "--layers", 4, "--schedule", "Interleaved1F1B", "--data-parallel", 2),
@@ -75,6 +76,11 @@ QUICK = CASES[:4]
 # have batches left, so Join ends at once.
 FROM_DEVICE = {"min_DDP": 128, "min_Join": 0}
 
+WAITS_FOR_EXPERTS = {
+    # At the log interval, but once for each expert.
+    'dist.print_primary("    tokens per expert:", *[counts.tolist() for counts in tokens])',
+    "by_rank = counts.cpu()[self.ranks].view(len(self.ranks), -1, self.n_held)  # (from rank, to rank, to its expert)",
+}
 # Lines that may wait for the device in each step, or oftener than once for another reason.
 WAITS = {
     "min_DDP": {  # once per epoch, but for four numbers
@@ -87,11 +93,8 @@ WAITS = {
     "min_Join": {  # once for each --log-every steps
         "with Join([model], divide_by_initial_world_size=False):  # no collective but DDP's may be called inside",
     },
-    "min_EP": {
-        # At the log interval, but once for each expert.
-        'dist.print_primary("    tokens per expert:", *[counts.tolist() for counts in tokens])',
-        "by_rank = counts.cpu().view(len(counts), -1, self.n_held)  # (from rank, to rank, to its expert)",
-    },
+    "min_EP": WAITS_FOR_EXPERTS,
+    "min_EP_FSDP": WAITS_FOR_EXPERTS,
 }
 TRAINING = {"train", "train_epoch", "train_step", "train_with_join", "train_with_weights", "run_epoch"}
 NOT_A_STEP = {"print_line", "evaluate", "rebuild_buckets"}  # at the log interval, or once
@@ -230,6 +233,7 @@ P = LAYERS * BLOCK + EMBEDDINGS + 2 * WIDTH + 256 * WIDTH
 WHOLE = LAYERS * 6 * WIDTH + 2 * WIDTH  # what tensor parallelism does not split: norms, and biases of `out` and `down`
 MATRICES = LAYERS * 12 * WIDTH**2
 # min_EP.py with 32 positions: a rank has one expert in each block, as large as an MLP, and a router for 64.
+ALL_EXPERTS = P - (LENGTH - 32) * WIDTH + LAYERS * 64 * WIDTH + LAYERS * 63 * (8 * WIDTH**2 + 5 * WIDTH)
 WITH_EXPERT = P - (LENGTH - 32) * WIDTH + LAYERS * 64 * WIDTH
 
 
@@ -242,6 +246,7 @@ WITH_EXPERT = P - (LENGTH - 32) * WIDTH + LAYERS * 64 * WIDTH
         ("min_CP", 64, ("--attention", "all-gather"), 16 * P),
         ("min_DiLoCo", 64, ("--sync-every", 1), 24 * P),
         ("min_EP", 64, ("--experts", 64, "--length", 32), 16 * WITH_EXPERT),
+        ("min_EP_FSDP", 64, ("--expert-parallel", 8, "--experts", 64, "--length", 32), 16 * ALL_EXPERTS / 64),
         ("min_FSDP", 64, (), 16 * P / 64),
         ("min_Muon", 64, (), (12 * MATRICES + 16 * (P - MATRICES)) / 64),
         ("min_PP", 64, ("--schedule", "GPipe", "--micro-batches", 1), 16 * BLOCK),

@@ -21,6 +21,7 @@ TRANSFORMERS = [
     "min_CP",
     "min_DiLoCo",
     "min_EP",
+    "min_EP_FSDP",
     "min_FSDP",
     "min_Join",
     "min_Muon",
@@ -148,6 +149,11 @@ processes
         --nproc 2 --top 9 | argument --top: 9 is more than the 8 experts
         --nproc 3 --global-batch-size 16 | argument --global-batch-size: 16 is not a multiple of 3, the number of \
 processes
+    """,
+    "min_EP_FSDP.py": """
+        --nproc 4 --expert-parallel 3 | argument --expert-parallel: 3 does not divide 4, the number of processes
+        --nproc 4 --expert-parallel 4 --experts 6 | argument --experts: 6 is not a multiple of 4, --expert-parallel
+        --nproc 2 --top 9 | argument --top: 9 is more than the 8 experts
     """,
     "min_GRPO.py": """
         --nproc 3 --prompts 2 | argument --prompts: 2 is less than 3, the number of processes

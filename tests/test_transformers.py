@@ -18,6 +18,7 @@ import min_CP_ring
 import min_DDP_scratch
 import min_DiLoCo
 import min_EP
+import min_EP_FSDP
 import min_FSDP
 import min_Muon
 import min_PP
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.slow
     "script",
     [
         *("min_FSDP_TP", "min_PP_FSDP_TP", "min_DDP_scratch", "min_CP", "min_DiLoCo", "min_EP", "min_FSDP"),
-        *("min_Join", "min_Muon", "min_PP", "min_CP_ring", "min_TP", "min_ZeRO"),
+        *("min_EP_FSDP", "min_Join", "min_Muon", "min_PP", "min_CP_ring", "min_TP", "min_ZeRO"),
     ],
 )
 def test_it_learns_more_than_pairs_of_bytes_within_minutes(script):
@@ -94,6 +95,10 @@ def prepare(script, model, args):
         model = min_CP_ring.parallelize(ring)
     elif script is min_EP:
         min_EP.add_experts(model, args)
+    elif script is min_EP_FSDP:
+        min_EP_FSDP.parallelize(model, args)
+        shared, experts = min_EP.split_params(model)
+        return model, make_optimizer("SGD", [{"params": shared}, {"params": experts}], LR)
     return model, make_optimizer("SGD", model.parameters(), LR)
 
 
@@ -152,7 +157,14 @@ def count_worker(local_rank, world_size):
     model = make_model(args)
     min_EP.add_experts(model, args)
     shared = 2 * (N - 1) / N * sum(param.nbytes for param in min_EP.split_params(model)[0])
-    report(min_EP, shared + 4 * LAYERS * 2 * BATCH * features / N, **experts)
+    tokens = 4 * LAYERS * 2 * BATCH * features / N
+    report(min_EP, shared + tokens, **experts)
+    mlps = sum(param.numel() for name, param in model.blocks.named_parameters() if ".experts." in name)
+    in_blocks = sum(param.numel() for param in model.blocks.parameters()) - mlps
+    n_shared = sum(param.numel() for param in min_EP.split_params(model)[0])
+    fsdp = (N - 1) / N * 4 * (4 * in_blocks + 3 * (n_shared - in_blocks))
+    report(min_EP_FSDP, fsdp + tokens, expert_parallel=N, **experts)
+    report(min_EP_FSDP, fsdp + (N - 1) / N * 4 * 4 * N * mlps, expert_parallel=1, **experts)
 
 
 def count():
@@ -172,7 +184,7 @@ def test_bytes_sent_are_those_of_the_docstrings():
     status, stdout, stderr = finish(job, timeout=360)
     assert status == 0, stderr
     lines = [json.loads(line) for line in stdout.splitlines()]
-    assert len(lines) == len(PIPELINES) + 13
+    assert len(lines) == len(PIPELINES) + 15
     for name, sent, expected in lines:
         print(f"{name}: {sent:,.0f} bytes, {sent / expected:.4f} of the formula")
         assert sent == pytest.approx(expected, rel=0.03)

@@ -50,6 +50,7 @@ TRANSFORMERS = (
     "min_CP",
     "min_DiLoCo",
     "min_EP",
+    "min_EP_FSDP",
     "min_FSDP",
     "min_Muon",
     "min_PP",

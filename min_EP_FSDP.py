@@ -1,0 +1,181 @@
+"""Split the experts and shard everything: expert parallelism (EP) x FSDP, for a mixture of experts.
+
+It uses the layers of min_EP.py: each token visits the --top experts that its router has chosen, wherever they are. In
+min_EP.py each process holds all other parameters whole, and there are no more processes than experts. Here the
+processes have places in a mesh of dp x ep. The experts of a block are split over ep, and fully_shard shards each of
+them over dp. It shards all other parameters over both. With 2 x 2 processes and 4 experts:
+
+             ep 0                                 ep 1
+    dp 0     rank 0   half of experts 0 and 1     rank 1   half of experts 2 and 3      each rank also holds
+    dp 1     rank 2   half of experts 0 and 1     rank 3   half of experts 2 and 3      1/4 of all else
+
+    along ep     0-1  2-3       tokens travel to their experts and back (all-to-all, as in min_EP.py)
+    along dp     0-2  1-3       experts are gathered before they compute, their gradients are reduced (fully_shard)
+    over all     0-1-2-3        the same for all else; the visits of all tokens are counted, for the load-balancing loss
+
+Every rank has its share of the batch, and the loss is the mean over all N = dp · ep ranks. So all gradients are sums
+over N ranks, divided by N. The sums of the two kinds of parameters are made in two ways:
+
+    all else     fully_shard sums over N ranks, and divides by N
+    experts      an expert sees the tokens of ep ranks, so backward sums over these. fully_shard sums over dp ranks, and
+                 divides by dp. So ep remains to divide by
+
+No element of a gradient is on two ranks. So one sum of squares over all ranks gives the norm that clipping needs.
+nn.utils.clip_grad_norm_ raises an error, because the gradients are DTensors of two meshes.
+
+Choose it when experts are most of the parameters, and all else with Adam's state does not fit beside 1/N of them. Let
+ep be the processes of one machine: tokens travel in each block, forward and backward. min_FSDP.py sends no tokens, but
+gathers all experts of a block on every process.
+
+Cost per process, for S shared float32 parameters and X of experts, L layers of width D, B sequences of T bytes:
+    memory    16·(S + X)/N bytes between two steps (parameters 4, gradients 4, Adam 8). While a block computes that has
+              s shared parameters and x of experts, up to 20·(s + x/ep) more.
+    sent      3·(N-1)/N · 4·S bytes in each step for the shared parameters, 3·(dp-1)/dp · 4·X/ep for the experts, and
+              (ep-1)/ep · 16·L·top·D·B·T/N for the tokens if all experts are used evenly. gloo's reduce-scatter sends
+              twice as much as it should.
+
+    python min_EP_FSDP.py --nproc 2                              # two processes; without --nproc, all GPUs
+    python min_EP_FSDP.py --nproc 4 --expert-parallel 2          # 2 x 2 processes
+    torchrun --standalone --nproc-per-node 4 min_EP_FSDP.py --expert-parallel 4 --experts 16
+
+It prints `parameters held: 1,162,368 of 2,324,736 (0.500)`, and then what min_EP.py prints.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import distributed as dist
+import gpt
+import min_EP
+import options
+
+# ---- the mesh -------------------------------------------------------------------------------------------------------
+
+
+def parallelize(model, args):
+    """Split the experts and shard everything. All ranks must have the same random state. Build the optimizer after it.
+
+    In a single process the model only gets its experts.
+    """
+    if dist.get_world_size() == 1:
+        min_EP.add_experts(model, args)
+        return
+    device, n = dist.get_device().type, dist.get_world_size()
+    # The neighbours along the last dimension have consecutive ranks: tokens need the fastest links.
+    mesh = init_device_mesh(device, (n // args.expert_parallel, args.expert_parallel), mesh_dim_names=("dp", "ep"))
+    everyone = init_device_mesh(device, (n,))
+    neighbours = mesh["ep"].mesh.tolist()  # the ranks with which this one splits the experts
+    min_EP.add_experts(model, args, neighbours, mesh["ep"].get_group())
+    for block in model.blocks:
+        fully_shard(block.mlp.experts, mesh=mesh["dp"])
+        fully_shard(block, mesh=everyone)  # all but the experts
+    fully_shard(model, mesh=everyone)  # the rest: embeddings, last norm and head
+
+
+def backward(model, loss, expert_parallel):
+    """The gradients of the mean of all ranks' losses."""
+    loss.backward()
+    _, experts = min_EP.split_params(model)
+    for param in experts:
+        # set_gradient_divide_factor would let fully_shard do it, but gloo has no such reduction.
+        param.grad /= expert_parallel
+
+
+def clip_gradients(model, max_norm):
+    """As nn.utils.clip_grad_norm_. Each element of a gradient is on one rank, so the norm is one sum over all ranks."""
+    shards = [local(param.grad) for param in model.parameters()]
+    norm = dist.all_reduce(nn.utils.get_total_norm(shards) ** 2).sqrt()
+    for shard in shards:
+        shard *= (max_norm / (norm + 1e-6)).clamp(max=1)
+
+
+def local(tensor):
+    """This process's shard of a DTensor. In a single process nothing is sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+def train(model, optimizer, text, held_out, args):
+    """Returns the loss of every step over the whole batch, (steps,), without the load-balancing loss."""
+
+    def local_loss(x, y):
+        return gpt.loss_fn(model(x), y)  # shares are equal, so the mean over ranks is the batch's loss
+
+    share = (dist.get_rank(), dist.get_world_size())
+    progress = gpt.Progress(local_loss, text, held_out, args, share=share)
+    for step in range(args.steps):
+        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
+        optimizer.zero_grad()
+        loss = local_loss(x, y)
+        balance = sum(block.mlp.balance for block in model.blocks)
+        backward(model, loss + args.balance * balance, args.expert_parallel)
+        if args.clip:
+            clip_gradients(model, args.clip)
+        optimizer.step()
+        tokens = [block.mlp.tokens for block in model.blocks]  # now: `progress` may run the model on held-out text
+        progress(loss)
+        if progress.step % args.log_every == 0 or progress.step == args.steps:
+            dist.print_primary("    tokens per expert:", *[counts.tolist() for counts in tokens])
+    return progress.losses
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+
+def parse_args():
+    parser = options.ArgumentParser(__doc__)
+    gpt.add_model_options(parser)
+    parser.add_argument(
+        "--expert-parallel",
+        type=options.whole_number(1),
+        help="processes that split the experts (default: 2, or 1 if the number of processes is odd)",
+    )
+    parser.add_argument(
+        "--experts", type=options.whole_number(1), help="experts per block (default: 8, or what can be split)"
+    )
+    parser.add_argument("--top", type=options.whole_number(1), default=2, help="experts that each token visits")
+    parser.add_argument(
+        "--balance", type=options.positive_number, default=0.01, help="weight of the load-balancing loss"
+    )
+    args = parser.parse_args()
+    if args.expert_parallel is None:
+        args.expert_parallel = 1 if args.nproc % 2 else 2
+    if args.nproc % args.expert_parallel:
+        parser.error(
+            f"argument --expert-parallel: {args.expert_parallel} does not divide {args.nproc}, the number of processes"
+        )
+    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
+    gpt.require_multiple(parser, args, "experts", args.expert_parallel, "--expert-parallel", default=8)
+    if args.top > args.experts:
+        parser.error(f"argument --top: {args.top} is more than the {args.experts} experts")
+    return args
+
+
+# ---- start ----------------------------------------------------------------------------------------------------------
+
+
+def main_worker(local_rank, world_size, args):
+    dist.init_process_group()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+    text, held_out = gpt.load_text()
+    torch.manual_seed(args.seed)  # the same weights on all ranks, before each keeps its part
+    model = gpt.GPT(args.layers, args.width, args.heads, args.length)
+    parallelize(model, args)
+    model.to(dist.get_device())
+    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
+    shared, experts = min_EP.split_params(model)
+    n_params = sum(param.numel() for param in shared)
+    n_params += args.expert_parallel * sum(param.numel() for param in experts)  # a DTensor counts all of dp
+    gpt.report_held(model.parameters(), n_params)
+    # Two groups: AdamW steps all parameters of a group in one call, and they must be of one mesh.
+    optimizer = torch.optim.AdamW([{"params": shared}, {"params": experts}], lr=args.lr, fused=True)
+    train(model, optimizer, text, held_out, args)
+
+
+if __name__ == "__main__":
+    cli_args = parse_args()
+    dist.launch(main_worker, cli_args, nprocs=cli_args.nproc)
