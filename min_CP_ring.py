@@ -55,7 +55,8 @@ share a document. Ulysses sends (N-1)/N · 32·L·B·T·D/N. A document no longe
     python min_CP_ring.py --nproc 4 --heads 1   # more processes than heads
     python min_CP_ring.py --nproc 2 --whole     # one document per row, to compare
 
-It prints the loss, tokens per second and memory every 50 steps, finally `step 400 | loss 2.2068 | held-out 2.1964 | …`.
+It prints the loss, tokens per second and memory every 50 steps, finally
+`step 400/400 | loss 2.2068 | held-out 2.1964 | …`.
 """
 
 import dataclasses
@@ -74,7 +75,7 @@ import options
 
 PADDING = -1  # the owner of a position that no document uses, as in min_Packing.py
 
-# ---- the ring -------------------------------------------------------------------------------------------------------
+# ---- the ring -----------------------------------------------------------------------------------------------------
 
 
 class RingAttention(torch.autograd.Function):
@@ -172,7 +173,7 @@ def merge(out, lse, block_out, block_lse):
     lse.copy_(torch.logaddexp(lse, block_lse))
 
 
-# ---- who sees what --------------------------------------------------------------------------------------------------
+# ---- who sees what ------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -244,7 +245,7 @@ def place(position, piece, rank):
     return in_first + in_second
 
 
-# ---- attention to one block of keys ---------------------------------------------------------------------------------
+# ---- attention to one block of keys -------------------------------------------------------------------------------
 # F.scaled_dot_product_attention does not give the lse, so its kernels are called here. Not yet tried on a GPU.
 
 
@@ -286,7 +287,7 @@ def gradients_of_block(grad, q, k, v, out, lse, causal):
     return grads
 
 
-# ---- training -------------------------------------------------------------------------------------------------------
+# ---- training -----------------------------------------------------------------------------------------------------
 
 
 class RingGPT(gpt.GPT):
@@ -351,7 +352,7 @@ def count_in_documents(owners):
 
 
 def train(model, optimizer, text, held_out, args):
-    """Returns the loss of every step over the whole batch, (steps,)."""
+    """Returns the loss of every step over all processes, (steps,)."""
     progress = gpt.Progress(functools.partial(local_loss, model, whole=args.whole), text, held_out, args)
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed)
@@ -365,7 +366,7 @@ def train(model, optimizer, text, held_out, args):
     return progress.losses
 
 
-# ---- options --------------------------------------------------------------------------------------------------------
+# ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
@@ -377,7 +378,7 @@ def parse_args():
     return args
 
 
-# ---- start ----------------------------------------------------------------------------------------------------------
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):

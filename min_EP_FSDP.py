@@ -41,6 +41,8 @@ Cost per process, for S shared float32 parameters and X of experts, L layers of 
 It prints `parameters held: 1,162,368 of 2,324,736 (0.500)`, and then what min_EP.py prints.
 """
 
+import functools
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,7 +53,7 @@ import gpt
 import min_EP
 import options
 
-# ---- the mesh -------------------------------------------------------------------------------------------------------
+# ---- the mesh -----------------------------------------------------------------------------------------------------
 
 
 def parallelize(model, args):
@@ -96,21 +98,22 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-# ---- training -------------------------------------------------------------------------------------------------------
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
+def local_loss(model, x, y):
+    """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
+    return gpt.loss_fn(model(x), y)
 
 
 def train(model, optimizer, text, held_out, args):
-    """Returns the loss of every step over the whole batch, (steps,), without the load-balancing loss."""
-
-    def local_loss(x, y):
-        return gpt.loss_fn(model(x), y)  # shares are equal, so the mean over ranks is the batch's loss
-
+    """Returns the loss of every step over all processes, (steps,), without the load-balancing loss."""
     share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(local_loss, text, held_out, args, share=share)
+    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, share=share)
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
         optimizer.zero_grad()
-        loss = local_loss(x, y)
+        loss = local_loss(model, x, y)
         balance = sum(block.mlp.balance for block in model.blocks)
         backward(model, loss + args.balance * balance, args.expert_parallel)
         if args.clip:
@@ -123,24 +126,19 @@ def train(model, optimizer, text, held_out, args):
     return progress.losses
 
 
-# ---- options --------------------------------------------------------------------------------------------------------
+# ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
-    parser.add_argument(
-        "--expert-parallel",
-        type=options.whole_number(1),
-        help="processes that split the experts (default: 2, or 1 if the number of processes is odd)",
-    )
-    parser.add_argument(
-        "--experts", type=options.whole_number(1), help="experts per block (default: 8, or what can be split)"
-    )
+    parallel_help = "processes that split the experts (default: 2, or 1 if the number of processes is odd)"
+    parser.add_argument("--expert-parallel", type=options.whole_number(1), help=parallel_help)
+    experts_help = "experts per block (default: 8, or what can be split)"
+    parser.add_argument("--experts", type=options.whole_number(1), help=experts_help)
     parser.add_argument("--top", type=options.whole_number(1), default=2, help="experts that each token visits")
-    parser.add_argument(
-        "--balance", type=options.positive_number, default=0.01, help="weight of the load-balancing loss"
-    )
+    balance_help = "weight of the load-balancing loss"
+    parser.add_argument("--balance", type=options.positive_number, default=0.01, help=balance_help)
     args = parser.parse_args()
     if args.expert_parallel is None:
         args.expert_parallel = 1 if args.nproc % 2 else 2
@@ -155,7 +153,7 @@ def parse_args():
     return args
 
 
-# ---- start ----------------------------------------------------------------------------------------------------------
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):

@@ -45,6 +45,7 @@ It prints `parameters held: 239,360 of 478,720 (0.500)`, and then lines of loss,
 folder `step-N` in --checkpoint-dir. Load only checkpoints that you trust, because parts of them are pickles.
 """
 
+import functools
 import math
 
 import torch
@@ -59,7 +60,7 @@ import distributed as dist
 import gpt
 import options
 
-# ---- Muon: shards to whole matrices and back ------------------------------------------------------------------------
+# ---- Muon: shards to whole matrices and back ----------------------------------------------------------------------
 
 
 class Muon(torch.optim.Optimizer):
@@ -162,7 +163,7 @@ def orthogonalize(matrix):
     return x
 
 
-# ---- training -------------------------------------------------------------------------------------------------------
+# ---- training -----------------------------------------------------------------------------------------------------
 
 
 def make_sharded_model(args):
@@ -192,26 +193,27 @@ def split_params(model):
     return matrices, rest
 
 
+def local_loss(model, x, y):
+    """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
+    return gpt.loss_fn(model(x), y)
+
+
 def train(model, optimizers, text, held_out, args):
-    """Returns the losses over all processes of all steps since the newest checkpoint."""
-
-    def local_loss(x, y):
-        return gpt.loss_fn(model(x), y)  # shares are equal, so the mean over processes is the loss of the batch
-
+    """Returns the loss of every step since the newest checkpoint over all processes, (steps,)."""
     muon, adamw = optimizers
     first_step = 0
     if args.checkpoint_dir:
         settings = {**gpt.settings_of(args), "--lr": args.lr, "--muon-lr": args.muon_lr}
         first_step = checkpoint_sharded.load(args.checkpoint_dir, model, optimizers, settings=settings)
     share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(local_loss, text, held_out, args, first_step, share)
+    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, first_step, share)
     for step in range(first_step, args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
         model.zero_grad()
-        loss = local_loss(x, y)
+        loss = local_loss(model, x, y)
         loss.backward()
         if args.clip:
-            # The gradients are DTensors, so this is the norm over all shards.
+            # The gradients are DTensors, so this is the norm over all processes.
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         muon.step()
         adamw.step()
@@ -223,7 +225,7 @@ def train(model, optimizers, text, held_out, args):
     return progress.losses[first_step:]
 
 
-# ---- options --------------------------------------------------------------------------------------------------------
+# ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
@@ -240,7 +242,7 @@ def parse_args():
     return args
 
 
-# ---- start ----------------------------------------------------------------------------------------------------------
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):
