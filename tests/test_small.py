@@ -43,7 +43,7 @@ MOST = {
     "watch": 80,
     "options": 45,
 }  # lines of code
-TABLE = re.compile(r"^\| when \| script .*?(?=\n\n)", re.M | re.S)
+TABLE = re.compile(r"^\| script \| copy with it .*?(?=\n\n)", re.M | re.S)
 
 
 @functools.cache
@@ -193,17 +193,13 @@ def test_nothing_is_defined_for_one_caller_in_a_shared_file():
 
 
 def table(page):
-    """The table with each row's files and lines as they are; the texts in its first column are taken from the page."""
-    when = dict(re.findall(r"^\| (.*?) \| `(\w+)\.py` \|", page, re.M))
-    situations = {script: text for text, script in when.items()}
-    lines = ["| when | script | copy with it | lines of code | its test |", "|---|---|---|---|---|"]
-    for script in [*situations, *sorted(SCRIPTS - situations.keys())]:
-        if script not in SCRIPTS:
-            continue
-        files = carried(script)
-        size = code_lines(script) + sum(map(code_lines, files))
-        names = " ".join(f"`{name}.py`" for name in files)
-        lines.append(f"| {situations.get(script, '')} | `{script}.py` | {names} | {size} | `tests/test_{script}.py` |")
+    """The table with each row's files as they are, in the order of the page, and new scripts at its end."""
+    known = re.findall(r"^\| `(\w+)\.py` \|", page, re.M)
+    lines = ["| script | copy with it |", "|---|---|"]
+    for script in dict.fromkeys([*known, *SCRIPTS]):
+        if script in SCRIPTS:
+            names = " ".join(f"`{name}.py`" for name in carried(script))
+            lines.append(f"| `{script}.py` | {names} |")
     return "\n".join(lines)
 
 
@@ -215,12 +211,13 @@ def test_agents_says_what_each_script_carries():
 
 
 def with_sizes(page):
-    """README.md with the files and the lines that each script of its table carries, itself included."""
+    """README.md with the number of helpers that each script of its table needs, and the lines of code of all."""
 
     def row(match):
-        files = [match[2], *carried(match[2])]
-        word = "file" if len(files) == 1 else "files"
-        return f"{match[1]} {len(files)} {word}, {sum(map(code_lines, files))} lines |"
+        helpers = carried(match[2])
+        number = len(helpers) or "no"
+        word = "helper" if len(helpers) == 1 else "helpers"
+        return f"{match[1]} {number} {word}, {sum(map(code_lines, [match[2], *helpers]))} lines |"
 
     return re.sub(r"^(\|.*\| \[`(\w+)\.py`\]\(\S+\) \|[^|]*\|)[^|]*\|$", row, page, flags=re.M)
 
