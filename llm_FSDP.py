@@ -18,7 +18,13 @@ then filled by rank 0, which alone reads files. With --lora the model is frozen,
 layers are trained. The result is a folder that `from_pretrained` of transformers, or of PEFT, loads. Checkpoints resume
 on any number of processes. If the newest one is the end of the training or beyond it, its result is written and nothing
 is trained. To write the result of an earlier one, move the newer folders away, and choose --epochs so that it is the
-end. held-out.txt beside them has the losses of the evaluations.
+end. Another --epochs is refused while steps are left, because the learning rate would jump. held-out.txt beside the
+checkpoints has the losses of the evaluations. --wandb and --tensorboard track the run.
+
+Before training, one check compares a document alone and in a row of --length tokens. It refuses models that mix packed
+documents, that see later tokens, as BERT does, or that scale long rows otherwise, as Phi-3 does without --pad. The
+result has each weight in the type in which it was loaded. Routers that were loaded in float32 stay so, but --bf16
+gathers them in bfloat16 as all other parameters.
 
 In the words of TRL, --length is max_length, --global-batch-size is per_device_train_batch_size ·
 gradient_accumulation_steps · N, and packing and assistant_only_loss are on. Not offered: a base in 4 bits, code from
@@ -30,7 +36,7 @@ Choose mnist_DDP.py for images, and min_FSDP.py or min_Packing.py to learn one o
 
 Cost per process for P parameters on N processes: 16·P/N bytes between two steps (float32 parameters 4, gradients 4,
 Adam 8), with --lora 2·P/N (bfloat16). Rank 0 also needs the CPU's memory for one model while it writes the result, 2·P
-bytes in bfloat16, and from scratch 4·P while it starts. With bfloat16 each row sends up to (N-1)/N · 8·P bytes: it
+bytes in bfloat16, and from scratch 4·P while it starts. With --bf16 each row sends up to (N-1)/N · 8·P bytes: it
 gathers the parameters twice, 2·P each, and reduces float32 gradients, 4·P; with --lora (N-1)/N · 4·P. The activations
 of one row and the logits of its targets come on top: they are what runs out of memory, and --recompute keeps only each
 layer's input. With --gather-once a step sends (N-1)/N · 6·P bytes, for any number of rows, and holds 6·P more: the
@@ -48,10 +54,14 @@ The data are .jsonl files, up to 1 GB together, as `Dataset.to_json` of Hugging 
 it prints `step 100/370 | held-out 4.2481`, the mean loss of the documents that are not trained on.
 """
 
+import argparse
 import datetime
 import functools
+import importlib.util
 import math
+import random
 import resource
+import sys
 import time
 import zlib
 from pathlib import Path
@@ -71,6 +81,7 @@ import distributed as dist
 import llm_documents
 import llm_hub
 import options
+import tracking
 import watch
 
 # ---- the model and its shards -------------------------------------------------------------------------------------
@@ -85,7 +96,7 @@ def make_model(whole, config, types, args):
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     dtype = torch.get_default_dtype()  # float32; leave it so, because trained weights and losses need its digits
     policy = MixedPrecisionPolicy(param_dtype=dtype)
-    if args.precision == "mixed":
+    if args.bf16:
         # Parameters are gathered in bfloat16. The shards of trained weights, and Adam's state, stay float32.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):  # shapes without memory
@@ -121,7 +132,7 @@ def train(model, rows, held_out, args):
     steps = math.ceil(args.epochs * len(rows) / args.global_batch_size)
     n_epochs = steps * args.global_batch_size / len(rows)
     dist.print_primary(f"{steps:,} steps of {args.global_batch_size} rows are {n_epochs:.2f} epochs", flush=True)
-    optimizer, scheduler = make_optimizer(model, steps, args)
+    optimizer, scheduler = make_optimizer(model, steps, args.lr, args.warmup, args.weight_decay)
     scheduler.steps = steps  # is part of its state_dict
     trained = [param for param in model.parameters() if param.requires_grad]
     order = llm_documents.order_of(len(rows), steps * args.global_batch_size, args.seed)
@@ -134,7 +145,9 @@ def train(model, rows, held_out, args):
         refuse_jump(first_step, steps, scheduler)
     if first_step >= steps:
         dist.print_primary(f"no steps are left: the checkpoint has {first_step} steps, and --epochs gives {steps}")
-    evaluate(model, held_out, f"step {first_step}/{steps}", args)
+    samples = first_step * args.global_batch_size
+    tracker = make_tracker(samples, args)
+    evaluate(model, held_out, f"step {first_step}/{steps}", samples, args.checkpoint_dir, tracker)
     taken, start = [], time.perf_counter()
     for step in range(first_step, steps):
         batch = order[step * args.global_batch_size : (step + 1) * args.global_batch_size]
@@ -142,7 +155,8 @@ def train(model, rows, held_out, args):
         torch.manual_seed(seed_of(args.seed, step, dist.get_rank()))  # of dropout: the same after a resume
         optimizer.zero_grad()
         share = backward(model, own_rows, args.gather_once)
-        norm = nn.utils.clip_grad_norm_(trained, args.clip)  # of DTensors: the norm over all shards
+        # Of DTensors: the norm over all shards.
+        norm = nn.utils.clip_grad_norm_(trained, args.clip or math.inf)
         lr = scheduler.get_last_lr()[0]
         optimizer.step()
         scheduler.step()
@@ -156,14 +170,29 @@ def train(model, rows, held_out, args):
         evaluates = (done % args.eval_every == 0 or done == steps) and not preempted
         if done % args.log_every == 0 or saves or evaluates:
             # The line and the evaluation come first. They end a diverged run before it saves.
-            print_line(f"step {done}/{steps}", taken, start, norm, lr)
+            samples = done * args.global_batch_size
+            report(f"step {done}/{steps}", samples, taken, start, norm, lr, tracker)
             if evaluates:
-                evaluate(model, held_out, f"step {done}/{steps}", args)
+                evaluate(model, held_out, f"step {done}/{steps}", samples, args.checkpoint_dir, tracker)
             if saves:
                 checkpoint_sharded.save(args.checkpoint_dir, model, optimizer, done, keep=args.keep, **parts)
             taken, start = [], time.perf_counter()  # an evaluation and a save do not count
         if preempted and done < steps:
+            tracker.close()
             preemption.leave()
+    tracker.close()
+
+
+def make_tracker(samples, args):
+    """A resumed run continues its run of W&B, whose name is in a file beside the checkpoints."""
+    file = Path(args.checkpoint_dir or "", "wandb-run.txt")
+    run_id = None
+    if args.checkpoint_dir and file.exists():
+        run_id = file.read_text()
+    tracker = tracking.Tracker("llm_FSDP", args, samples, run_id)
+    if args.checkpoint_dir and args.wandb and dist.is_primary():
+        file.write_text(tracker.run_id)
+    return tracker
 
 
 def backward(model, own_rows, gather_once=False):
@@ -192,17 +221,16 @@ def sum_of_losses(model, row):
     return F.cross_entropy(logits, row.targets, reduction="sum")
 
 
-def make_optimizer(model, steps, args):
+def make_optimizer(model, steps, lr, warmup, weight_decay):
     """The optimizer of the trained weights, and a scheduler that is stepped after each of `steps` steps."""
     trained = [param for param in model.parameters() if param.requires_grad]
-    groups = [{"params": [param for param in trained if param.dim() >= 2], "weight_decay": args.weight_decay}]
+    groups = [{"params": [param for param in trained if param.dim() >= 2], "weight_decay": weight_decay}]
     vectors = [param for param in trained if param.dim() < 2]
     if vectors:
         groups.append({"params": vectors, "weight_decay": 0.0})
     # CHANGE HERE, 3 of 4: the optimizer. It is built after sharding, because it steps the shards.
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
-    warmup = args.warmup
     if warmup is None:
         warmup = min(10, steps // 10)
 
@@ -239,8 +267,8 @@ def reduce_only_after(model, is_last):
 
 
 @torch.no_grad()
-def evaluate(model, held_out, step, args):
-    """Print the mean loss of all held-out targets."""
+def evaluate(model, held_out, step, samples, checkpoint_dir, tracker):
+    """Print and track the mean loss of all held-out targets."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=dist.get_device())
     for row in llm_documents.share_of(held_out, range(len(held_out))):
@@ -252,16 +280,17 @@ def evaluate(model, held_out, step, args):
     refuse_nan("held-out loss", loss)
     line = f"{step} | held-out {loss:.4f}"
     dist.print_primary(line, flush=True)
-    if args.checkpoint_dir and dist.is_primary():
-        with open(Path(args.checkpoint_dir, "held-out.txt"), "a") as file:
+    tracker.log(samples, held_out=loss)
+    if checkpoint_dir and dist.is_primary():
+        with open(Path(checkpoint_dir, "held-out.txt"), "a") as file:
             print(line, file=file)
 
 
 def settings_of(model, rows, args):
     """What a resumed run must share: else it would continue another training, silently."""
-    names = ("length", "seed", "lr", "warmup", "weight_decay", "clip", "precision", "global_batch_size")
-    names += ("lora", "lora_alpha")
+    names = ("seed", "lr", "warmup", "weight_decay", "clip", "bf16", "global_batch_size", "lora", "lora_alpha")
     settings = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    settings["--length"] = rows.shape[2]
     settings["--data (checksum)"] = zlib.crc32(rows.numpy())
     settings["--model (checksum)"] = checksum_of_weights(model)
     return settings
@@ -282,13 +311,13 @@ def refuse_nan(name, value):
         raise dist.DistributedError(line)
 
 
-def seed_of(*numbers):
+def seed_of(*parts):
     """A random seed that depends on all these whole numbers."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+    return random.Random(str(parts)).getrandbits(63)
 
 
-def print_line(step, taken, start, norm, lr):
-    """Print the mean loss of the steps `taken`, their speed since `start`, and the largest memory of any process."""
+def report(step, samples, taken, start, norm, lr, tracker):
+    """Print and track the mean loss of the steps `taken`, their speed since `start`, and the largest memory."""
     shares, n_targets, n_tokens = zip(*taken, strict=True)
     loss = dist.all_reduce(torch.stack(shares)).mean().item()
     refuse_nan("loss", loss)
@@ -297,9 +326,10 @@ def print_line(step, taken, start, norm, lr):
     seconds = time.perf_counter() - start  # after something has waited for the device
     counts = torch.tensor([sum(n_targets), sum(n_tokens)], dtype=torch.float64)
     targets, tokens = (dist.all_reduce(counts) / seconds).tolist()
-    memory = dist.all_reduce(torch.tensor(peak_memory()), op="max").item()
+    memory = dist.all_reduce(torch.tensor(peak_memory()), op="max").item()  # of any process
     speed = f"{targets:,.0f} targets/s | {tokens:,.0f} tokens/s | {memory / 1e6:,.0f} MB"
     dist.print_primary(f"{step} | loss {loss:.4f} | norm {norm:.2f} | lr {lr:.1e} | {speed}", flush=True)
+    tracker.log(samples, loss=loss, norm=norm, lr=lr, tokens_per_second=tokens)
 
 
 def peak_memory():
@@ -321,22 +351,22 @@ def prepare(args):
     found = llm_hub.on_rank_0(read_all, args)
     if found:
         whole, rows, held_out = found
-        shared = whole.config, llm_hub.types_of(whole), args.length
-    config, types, args.length = dist.broadcast_object(shared)
+        shared = whole.config, llm_hub.types_of(whole)
+    config, types = dist.broadcast_object(shared)
     return whole, config, types, llm_documents.broadcast_rows(rows), llm_documents.broadcast_rows(held_out)
 
 
 def read_all(args):
     """The whole model, rows to train on, and rows held out. Begins the result."""
     with llm_hub.one_line(f"--model {args.model}"):  # what transformers raises becomes one line
-        tokenizer, config = load_tokenizer_and_config(args)
-    training, held_out = load_documents(tokenizer, args)
-    rows = rows_of(training, args)
-    held_out_rows = rows_of(held_out, args)
+        tokenizer, config, length = load_tokenizer_and_config(args)
+    training, held_out = load_documents(tokenizer, args.data, args.eval_data, length)
+    rows = rows_of(training, length, args.pad)
+    held_out_rows = rows_of(held_out, length, args.pad)
     n_targets = (rows[:, llm_documents.TARGETS] != llm_documents.IGNORED).sum().item()
     padding = (rows[:, llm_documents.TOKENS] == llm_documents.PADDING).double().mean().item()
     print(
-        f"{len(rows):,} rows of {args.length} tokens, {n_targets:,} targets, {padding:.1%} padding; "
+        f"{len(rows):,} rows of {length} tokens, {n_targets:,} targets, {padding:.1%} padding; "
         f"{len(held_out):,} documents are held out",
         flush=True,
     )
@@ -344,22 +374,22 @@ def read_all(args):
     print(f"in the loss, for example: {in_loss!r} after {before!r}", flush=True)
     with llm_hub.one_line(f"--model {args.model}"):
         whole = load_whole_model(config, args)
-    refuse_unknown_tokens(training + held_out, whole, tokenizer, args)
+    refuse_unknown_tokens(training + held_out, whole, tokenizer, args.model)
     warn_if_answers_do_not_end(training, whole.generation_config, tokenizer)
-    llm_hub.begin(args.output_dir, tokenizer, whole)  # writes all but the weights, to see now that it can be written
+    llm_hub.begin(args.output, tokenizer, whole)  # writes all but the weights, to see now that it can be written
     return whole, rows, held_out_rows
 
 
-def load_documents(tokenizer, args):
+def load_documents(tokenizer, data, eval_data, length):
     """Documents to train on, and documents held out: lists of pairs of arrays, tokens and targets."""
     # CHANGE HERE, 4 of 4: the data. See llm_documents.py for the pairs, and its `turns` for the tokens in the loss.
     lines = llm_documents.lines_of_library()
-    if args.data:
-        lines = llm_documents.lines_of(args.data)
-    found = llm_documents.read(lines, tokenizer, args.length)
+    if data:
+        lines = llm_documents.lines_of(data)
+    found = llm_documents.read(lines, tokenizer, length)
     training = [of_line for of_line in found if of_line]  # without those that are too long
-    if args.eval_data:
-        held_out = llm_documents.read(llm_documents.lines_of(args.eval_data, "--eval-data"), tokenizer, args.length)
+    if eval_data:
+        held_out = llm_documents.read(llm_documents.lines_of(eval_data, "--eval-data"), tokenizer, length)
     else:
         every = max(20, len(training) // 500)
         held_out = training[::every]
@@ -367,33 +397,33 @@ def load_documents(tokenizer, args):
     training = [document for of_line in training for document in of_line]
     held_out = [document for of_line in held_out for document in of_line]
     if not training or not held_out:
-        line = f"--data, --eval-data: too few lines fit into --length {args.length} to train on and to hold out"
+        line = f"--data, --eval-data: too few lines fit into --length {length} to train on and to hold out"
         raise dist.DistributedError(f"{line}: give more, or name --eval-data")
     return training, held_out
 
 
-def rows_of(found, args):
+def rows_of(found, length, pad):
     lists = [[document] for document in found]
-    if not args.pad:
-        lists = llm_documents.pack(found, args.length)
-    return llm_documents.make_rows(lists, args.length)
+    if not pad:
+        lists = llm_documents.pack(found, length)
+    return llm_documents.make_rows(lists, length)
 
 
 def load_tokenizer_and_config(args):
-    """Sets args.length too, if it is not given: the default depends on the model."""
+    """The tokenizer, the configuration, and the length of a row, whose default depends on the model."""
     if not args.model:
-        args.length = args.length or 256
+        length = args.length or 256
         tokenizer = llm_documents.library_tokenizer()
-        return tokenizer, small_llama(tokenizer, args.length, args.attention)
+        return tokenizer, small_llama(tokenizer, length, args.attention), length
     tokenizer, config = llm_hub.load_tokenizer_and_config(args.model, args.attention)
     if args.chat_template:
         with llm_hub.one_line(f"--chat-template {args.chat_template}"):
             tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
-    args.length = args.length or min(2048, longest)
-    if args.length > longest:
-        raise ValueError(f"--length {args.length} is more than its {longest} positions")
-    return tokenizer, config
+    length = args.length or min(2048, longest)
+    if length > longest:
+        raise ValueError(f"--length {length} is more than its {longest} positions")
+    return tokenizer, config, length
 
 
 def small_llama(tokenizer, length, attention="sdpa"):
@@ -424,14 +454,14 @@ def load_whole_model(config, args):
     return whole
 
 
-def refuse_unknown_tokens(found, whole, tokenizer, args):
+def refuse_unknown_tokens(found, whole, tokenizer, model_name):
     """Raise DistributedError if a token of the documents has no embedding."""
     n_embeddings = len(whole.get_input_embeddings().weight)
     token = 0
     for tokens, targets in found:
         token = max(token, tokens.max(initial=0), targets.max(initial=0))
     if token >= n_embeddings:
-        line = f"--model {args.model}: token {token}, {tokenizer.decode(token)!r}, of the data has no embedding"
+        line = f"--model {model_name}: token {token}, {tokenizer.decode(token)!r}, of the data has no embedding"
         sizes = f"the tokenizer has {len(tokenizer)} tokens, and the model {n_embeddings} embeddings"
         raise dist.DistributedError(f"{line}: {sizes}: resize them first, by resize_token_embeddings")
 
@@ -451,7 +481,6 @@ def warn_if_answers_do_not_end(found, generation_config, tokenizer):
 
 
 def parse_args(argv=None):
-    count = options.whole_number(1)
     parser = options.ArgumentParser(__doc__)
     add = parser.add_argument
     add("--model", help="folder, or name on the Hugging Face Hub (default: a small Llama, untrained)")
@@ -459,39 +488,52 @@ def parse_args(argv=None):
     add("--data", type=Path, nargs="+", help=".jsonl files (default: functions of Python's library)")
     add("--eval-data", type=Path, nargs="+", help="files to evaluate on (default: up to one line in 20 of --data)")
     add("--chat-template", type=Path, help="file with a chat template (default: the one of the tokenizer)")
-    add("--output-dir", default="runs/llm", help="folder for the trained model, or for its adapters")
-    add("--checkpoint-dir", help="save checkpoints here, and resume from the newest one")
-    add("--save-every", type=count, default=500, help="save a checkpoint every N steps, and at the end", metavar="N")
-    add("--keep", type=count, help="keep only the newest N checkpoints (default: all)", metavar="N")
-    add("--lora", type=count, help="freeze the model, train adapters of this rank (default: no)", metavar="RANK")
+    add("--output", default="runs/llm", help="write the trained model, or its adapters, to this folder")
+    add("--checkpoint-dir", help="save in this folder, and resume from its newest checkpoint")
+    add("--save-every", type=options.whole_number(1), default=500, help="steps between checkpoints")
+    add("--keep", type=options.whole_number(1), help="checkpoints to keep (default: all)")
+    lora_help = "freeze the model, train adapters of this rank (default: no)"
+    add("--lora", type=options.whole_number(1), help=lora_help, metavar="RANK")
     add("--lora-alpha", type=options.positive_number, help="scale adapters by this / RANK (default: twice RANK)")
     add("--length", type=options.whole_number(2), help="tokens per row (default: up to 2048, 256 without --model)")
     add("--pad", action="store_true", help="do not pack: one document in each row, filled with padding")
-    add("--global-batch-size", type=count, default=8, help="rows per step, over all processes")
-    add("--epochs", type=options.positive_number, default=3.0, help="passes over the training data")
-    lr_help = "largest learning rate (default: 2e-5; 2e-4 with --lora, 3e-4 from scratch, 4e-3 without --model)"
+    add("--global-batch-size", type=options.whole_number(1), default=8, help="rows per step, over all processes")
+    add("--epochs", type=options.positive_number, default=3.0, help="passes over the data")
+    lr_help = "learning rate (default: 2e-5; 2e-4 with --lora, 3e-4 from scratch, 4e-3 without --model)"
     add("--lr", type=options.positive_number, help=lr_help)
-    add("--warmup", type=options.whole_number(0), help="warm-up steps (default: 10, or a tenth of all)", metavar="N")
+    add("--warmup", type=options.whole_number(0), help="warm-up steps (default: 10, or a tenth of all)")
     add("--weight-decay", type=options.number(0), default=0.0, help="weight decay of the matrices")
-    add("--clip", type=options.positive_number, default=1.0, help="clip the global gradient norm to this value")
-    default = "mixed" if torch.cuda.is_available() else "float32"
-    add("--precision", choices=("mixed", "float32"), default=default, help="mixed: compute in bfloat16, keep float32")
+    add("--clip", type=options.number(0), default=1.0, help="largest norm of the gradient; 0 does not clip")
+    bf16_help = "compute in bfloat16, keep parameters in float32 (default: on GPUs)"
+    add("--bf16", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available(), help=bf16_help)
     kernels = ("sdpa", "eager", "flex_attention", "flash_attention_2")
     add("--attention", choices=kernels, default="sdpa", help="kernel of attention; some models have no sdpa")
     add("--gather-once", action="store_true", help="gather the layers once per step, not for each row: less is sent")
-    add("--recompute", action="store_true", help="recompute the layers in backward, to save memory")
+    add("--recompute", action="store_true", help="recompute activations in backward, to save memory")
     add("--compile", action="store_true", help="compile each layer with torch.compile")
-    add("--log-every", type=count, default=20, help="print every N steps", metavar="N")
-    add("--eval-every", type=count, default=100, help="evaluate every N steps, and at the end", metavar="N")
+    add("--log-every", type=options.whole_number(1), default=20, help="steps between lines of progress")
+    add("--eval-every", type=options.whole_number(1), default=100, help="steps between evaluations")
+    add("--wandb", action="store_true", help="track with Weights & Biases")
+    add("--tensorboard", help="track with TensorBoard, in this folder")
     add("--seed", type=options.whole_number(0, 2**32 - 1), default=0, help="random seed")
     parser.add_nproc()
     args = parser.parse_args(argv)
     check_together(parser, args)
     set_defaults(args)
-    checkpoint_sharded.check_folder("--output-dir", args.output_dir)
-    if args.checkpoint_dir is not None:
-        checkpoint_sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
+    if args.wandb:
+        check_installed("wandb")
+    if args.tensorboard is not None:
+        check_installed("tensorboard")
+    for option in ("output", "checkpoint_dir", "tensorboard"):
+        if getattr(args, option) is not None:
+            checkpoint_sharded.check_folder(f"--{option.replace('_', '-')}", getattr(args, option))
     return args
+
+
+def check_installed(package):
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:  # W&B makes a folder `wandb`, a package without an origin
+        sys.exit(f"--{package}: {package} is not installed: pip install -r requirements-tracking.txt")
 
 
 def check_together(parser, args):
@@ -540,10 +582,10 @@ def main_worker(local_rank, world_size, args):
         whole.to("meta")  # its values are in the shards now
     line = f"Training {model.num_parameters(only_trainable=True):,} of {model.num_parameters():,} parameters"
     dist.print_primary(f"{line} on {world_size} x {dist.get_device().type}", flush=True)
-    llm_hub.check_rows(model, args.length, args.pad)
+    llm_hub.check_rows(model, rows.shape[2], args.pad)
     train(model, rows, held_out, args)
-    llm_hub.save(model, whole, types, args.output_dir)
-    dist.print_primary(f"Written to {args.output_dir}")
+    llm_hub.save(model, whole, types, args.output)
+    dist.print_primary(f"Written to {args.output}")
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ STOP = 1
 def arguments(folder, model, output="out", **changes):
     """As parse_args would give them."""
     command = ["--model", str(folder / model), "--data", str(folder / "data.jsonl"), "--length", str(LENGTH)]
-    command += ["--output-dir", str(folder / output), "--nproc", "1", "--log-every", "2", "--eval-every", "1000"]
+    command += ["--output", str(folder / output), "--nproc", "1", "--log-every", "2", "--eval-every", "1000"]
     args = llm_FSDP.parse_args(command)
     args.global_batch_size = BATCH
     vars(args).update(changes)
@@ -94,7 +94,7 @@ def make_sgd(params, lr, **kwargs):
 def documents_of(args):
     """The documents of each row, and the numbers of the rows of each step."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    found, _ = llm_FSDP.load_documents(tokenizer, args)
+    found, _ = llm_FSDP.load_documents(tokenizer, args.data, args.eval_data, LENGTH)
     lists = llm_documents.pack(found, LENGTH)
     if args.pad:
         lists = [[document] for document in found]
@@ -224,7 +224,7 @@ def train(folder, name, output=None, **changes):
         result = {"lora_A": lora_A, "losses": losses, "finished": finished, "logits": logits_of(model)}
         result["parameters"] = whole_parameters(model)
         if output:
-            llm_hub.save(model, whole, types, args.output_dir)
+            llm_hub.save(model, whole, types, args.output)
     return result
 
 
@@ -370,7 +370,7 @@ def test_checkpoints_of_adapters_leave_the_model_out(folder):
 @pytest.mark.timeout(1560)
 def test_without_a_model_and_a_network_it_learns_and_answers(tmp_path):
     env = {"HF_HOME": str(tmp_path / "empty"), "HF_HUB_OFFLINE": "1"}
-    status, stdout, stderr = run("llm_FSDP.py", "--nproc", "2", "--output-dir", tmp_path / "out", env=env, timeout=1500)
+    status, stdout, stderr = run("llm_FSDP.py", "--nproc", "2", "--output", tmp_path / "out", env=env, timeout=1500)
     assert (status, stderr) == (0, "")
     held_out = [float(loss) for loss in re.findall(r"held-out (.*)", stdout)]
     assert held_out[0] > 7 and held_out[-1] < 3.6
@@ -385,7 +385,7 @@ def small_run(folder, output, nproc):
     command = ["--model", folder / "llama", "--data", folder / "data.jsonl", "--length", LENGTH, "--seed", 1]
     command += ["--epochs", (200 * 6 - 3) / 34, "--global-batch-size", 6, "--lr", 0.01]
     command += ["--log-every", 1, "--save-every", 10]
-    return [*command, "--output-dir", output, "--checkpoint-dir", f"{output} checkpoints", "--nproc", nproc]
+    return [*command, "--output", output, "--checkpoint-dir", f"{output} checkpoints", "--nproc", nproc]
 
 
 def steps_in(log):
@@ -478,7 +478,7 @@ def measure_memory(local_rank, world_size, folder):
                 whole.to("meta")
         peaks.append(peak.peak)
         with Peak() as peak:
-            llm_hub.save(model, whole, types, args.output_dir)
+            llm_hub.save(model, whole, types, args.output)
         peaks.append(peak.peak)
     everyone = dist.gather_objects(peaks)
     if local_rank == 0:
@@ -550,14 +550,14 @@ def held_bytes(model, optimizer):
 
 def mix(folder, output, **changes):
     """A model in bfloat16 is loaded, trained by mixed precision for a step, and written."""
-    args = arguments(folder, "bfloat16", output, precision="mixed", **changes)
+    args = arguments(folder, "bfloat16", output, bf16=True, **changes)
     with contextlib.redirect_stdout(io.StringIO()):
         whole, config, types, rows, _ = llm_FSDP.prepare(args)
         model = llm_FSDP.make_model(whole, config, types, args)
         n_params = {True: 0, False: 0}
         for param in model.parameters():
             n_params[param.requires_grad] += param.numel()
-        optimizer, _ = llm_FSDP.make_optimizer(model, STEPS, args)
+        optimizer, _ = llm_FSDP.make_optimizer(model, STEPS, args.lr, args.warmup, args.weight_decay)
         trained = [param for param in model.parameters() if param.requires_grad]
         first_rows, own_rows, _ = [list(llm_documents.share_of(rows, batch)) for batch in batches_of(rows, args)]
         step(model, first_rows, optimizer, trained, args)
@@ -567,7 +567,7 @@ def mix(folder, output, **changes):
         result = {"params": n_params, "held": held_bytes(model, optimizer), "types": held_types}
         result |= {"gathered": watch.gathered, "reduced": watch.reduced, "host reads": watch.host_reads}
         result["logits"] = logits_of(model)
-        llm_hub.save(model, whole, types, args.output_dir)
+        llm_hub.save(model, whole, types, args.output)
     return result
 
 
@@ -766,7 +766,7 @@ def test_what_does_not_fit(folder, tmp_path, group):
 @pytest.mark.slow
 def test_without_network_a_name_that_is_not_cached_is_one_line(folder, tmp_path):
     env = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    command = ["llm_FSDP.py", "--model", "nobody/nothing", "--data", folder / "data.jsonl", "--output-dir", tmp_path]
+    command = ["llm_FSDP.py", "--model", "nobody/nothing", "--data", folder / "data.jsonl", "--output", tmp_path]
     status, stdout, stderr = run(*command, "--nproc", "2", env=env)
     assert (status, stdout) == (1, "")
     assert stderr.startswith("--model nobody/nothing: ") and stderr.count("\n") == 1
@@ -809,7 +809,7 @@ def test_a_checkpoint_of_other_options_or_weights_is_refused(folder, group, tmp_
             ({"lr": 0.5}, "--lr 2e-05, not 0.5"),
             ({"warmup": 3}, "--warmup None, not 3"),
             ({"clip": 2.0}, "--clip 1.0, not 2.0"),
-            ({"precision": "mixed"}, "--precision float32, not mixed"),
+            ({"bf16": True}, "--bf16 False, not True"),
             ({"lora": 4, "lora_alpha": 4.0}, f"--lora {kind.get('lora')}, not 4"),
             ({"another": 1.0}, "--model (checksum) "),
         ):
@@ -990,7 +990,7 @@ def test_routers_in_float32_are_held_and_written_as_they_were_loaded(name, lora,
     base.save_pretrained(tmp_path / "llama")
     language.byte_tokenizer().save_pretrained(tmp_path / "llama")
     shutil.copy(folder / "data.jsonl", tmp_path)
-    args = arguments(tmp_path, "llama", lora=lora, lora_alpha=4.0, output_dir=str(tmp_path / "out"))
+    args = arguments(tmp_path, "llama", lora=lora, lora_alpha=4.0, output=str(tmp_path / "out"))
     whole, config, types, _, _ = llm_FSDP.prepare(args)
     model = llm_FSDP.make_model(whole, config, types, args)
     expected = base.state_dict()
@@ -1001,10 +1001,10 @@ def test_routers_in_float32_are_held_and_written_as_they_were_loaded(name, lora,
         is_trained = not lora and "e_score" not in key
         assert held[key].dtype == (torch.float32 if is_trained else value.dtype), key
         assert torch.equal(full(held[key]), value.to(held[key].dtype)), key
-    llm_hub.save(model, whole, types, args.output_dir)
+    llm_hub.save(model, whole, types, args.output)
     if not lora:
         written = {}
-        for file in Path(args.output_dir).glob("*.safetensors"):
+        for file in Path(args.output).glob("*.safetensors"):
             written |= safetensors.torch.load_file(file)
         before = safetensors.torch.load_file(tmp_path / "llama" / "model.safetensors")
         assert written.keys() == before.keys()
@@ -1192,7 +1192,7 @@ def test_a_model_without_sdpa_is_trained_and_written(name, folder, group, tmp_pa
     shutil.copy(folder / "data.jsonl", tmp_path)
     message = exit_message(llm_FSDP.prepare, arguments(tmp_path, name))
     assert message.startswith(f"--model {tmp_path}/{name}: ") and message.endswith(": use --attention eager")
-    options = {"attention": "eager", "epochs": 0.5, "output_dir": str(tmp_path / "out"), "lr": 0.01}
+    options = {"attention": "eager", "epochs": 0.5, "output": str(tmp_path / "out"), "lr": 0.01}
     options["pad"] = "gemma" not in name  # the others do not keep packed documents apart
     with mock.patch("torch.set_float32_matmul_precision"):
         llm_FSDP.main_worker(0, 1, arguments(tmp_path, name, **options))
@@ -1209,7 +1209,7 @@ def test_what_can_be_written_before_training_is_written_before(lora, folder, gro
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     monkeypatch.setattr(llm_FSDP, "train", mock.Mock(side_effect=dist.DistributedError("it trains")))
     output = tmp_path / "out"
-    options = {"lora": lora, "lora_alpha": 2.0, "output_dir": str(output)}
+    options = {"lora": lora, "lora_alpha": 2.0, "output": str(output)}
     assert exit_message(llm_FSDP.main_worker, 0, 1, arguments(folder, "llama", **options)) == "it trains"
     expected = {"tokenizer.json", "chat_template.jinja"}
     expected |= {"adapter_config.json"} if lora else {"config.json", "generation_config.json"}
@@ -1223,13 +1223,13 @@ def test_what_can_be_written_before_training_is_written_before(lora, folder, gro
 def test_weights_that_the_configuration_ties_and_the_files_do_not(folder, group, tmp_path):
     path = copy_of(folder, tmp_path)
     change_json(path / "config.json", tie_word_embeddings=True)
-    args = arguments(tmp_path, "llama", output_dir=str(tmp_path / "out"))
+    args = arguments(tmp_path, "llama", output=str(tmp_path / "out"))
     whole, config, types, _, _ = llm_FSDP.prepare(args)
     model = llm_FSDP.make_model(whole, config, types, args)
     expected = logits_of(transformers.AutoModelForCausalLM.from_pretrained(folder / "llama"))
     assert torch.equal(logits_of(model), expected)
-    llm_hub.save(model, whole, types, args.output_dir)
-    assert torch.equal(logits_of(transformers.AutoModelForCausalLM.from_pretrained(args.output_dir)), expected)
+    llm_hub.save(model, whole, types, args.output)
+    assert torch.equal(logits_of(transformers.AutoModelForCausalLM.from_pretrained(args.output)), expected)
 
 
 def test_a_result_is_not_quantized(folder, group, tmp_path):
@@ -1246,8 +1246,7 @@ def test_a_result_is_not_quantized(folder, group, tmp_path):
 def test_few_steps_warm_up_over_a_tenth_of_them():
     model = torch.nn.Linear(2, 2)
     for steps, warmup in ((3, 0), (50, 5), (1000, 10)):
-        args = SimpleNamespace(lr=1.0, weight_decay=0.0, warmup=None)
-        optimizer, scheduler = llm_FSDP.make_optimizer(model, steps, args)
+        optimizer, scheduler = llm_FSDP.make_optimizer(model, steps, lr=1.0, warmup=None, weight_decay=0.0)
         rates = []
         for _ in range(steps):
             rates.append(scheduler.get_last_lr()[0])
@@ -1277,6 +1276,101 @@ def test_the_script_makes_this_check_of_the_rows_that_it_trains_on(folder, group
         args = arguments(folder, "llama", pad=pad, epochs=1)
         assert exit_message(llm_FSDP.main_worker, 0, 1, args) == "it mixes documents"
         assert check_rows.call_args.args[1:] == (LENGTH, pad)
+
+
+WITH_MODEL = "--model m --data d"
+TOGETHER = {
+    "--model m": "--data",
+    "--chat-template t": "--chat-template",
+    "--from-scratch": "--from-scratch",
+    "--lora 2": "--lora",
+    f"{WITH_MODEL} --from-scratch --lora 2": "--lora",
+    f"{WITH_MODEL} --lora-alpha 2": "--lora-alpha",
+    "--nproc 3 --global-batch-size 2": "--global-batch-size",
+}
+
+
+@pytest.mark.parametrize("options", TOGETHER)
+def test_an_option_that_needs_another_one_is_refused(options, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit):
+        llm_FSDP.parse_args(options.split())
+    assert f"error: argument {TOGETHER[options]}: " in capsys.readouterr().err
+
+
+def test_options_that_go_together_and_the_defaults_that_depend_on_them(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    rates = {
+        "--nproc 3 --global-batch-size 3": 4e-3,
+        WITH_MODEL: 2e-5,
+        f"{WITH_MODEL} --from-scratch": 3e-4,
+        f"{WITH_MODEL} --chat-template t --lora 4 --no-bf16": 2e-4,
+        f"{WITH_MODEL} --lora 4 --lora-alpha 2 --lr 0.5": 0.5,
+    }
+    found = {options: llm_FSDP.parse_args(options.split()) for options in rates}
+    assert {options: args.lr for options, args in found.items()} == rates
+    assert [args.lora_alpha for args in found.values()] == [None, None, None, 8.0, 2.0]
+    assert (found[WITH_MODEL].clip, found[WITH_MODEL].bf16) == (1.0, torch.cuda.is_available())
+    assert llm_FSDP.parse_args(["--bf16"]).bf16 and not llm_FSDP.parse_args(["--no_bf16"]).bf16
+
+
+def test_a_clip_of_0_does_not_clip(folder, group):
+    model, rows, held_out, args = begin_training(folder, clip=0.0, lr=0.1, epochs=0.01)
+    before = whole_parameters(model)
+    gradients = {}
+
+    class SGD(torch.optim.SGD):
+        def step(self):
+            gradients.update({name: full(param.grad).clone() for name, param in model.named_parameters()})
+            super().step()
+
+    with mock.patch("torch.optim.AdamW", lambda groups, lr, **kwargs: SGD(groups, lr=lr)):
+        backward = llm_FSDP.backward
+
+        def large(*values):
+            share = backward(*values)
+            for param in model.parameters():
+                param.grad *= 1000
+            return share
+
+        with mock.patch.object(llm_FSDP, "backward", large):
+            llm_FSDP.train(model, rows, held_out, args)
+    norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
+    assert norm > 100
+    for name, value in whole_parameters(model).items():
+        assert (before[name] - 0.1 * gradients[name.replace("model.model", "model")] - value).abs().max() < 1e-4
+
+
+def test_a_run_and_its_resumed_end_are_one_run_of_the_trackers(folder, group, tmp_path, monkeypatch, capsys):
+    """W&B offline and TensorBoard have the numbers that are printed. The second call resumes the run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("DIR", "DATA_DIR", "CACHE_DIR", "CONFIG_DIR"):
+        monkeypatch.setenv(f"WANDB_{name}", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    options = {"wandb": True, "tensorboard": str(tmp_path / "runs"), "checkpoint_dir": str(tmp_path / "checkpoints")}
+    options |= {"log_every": 1, "lr": 0.01}
+    agreed = iter([False, True])
+    with (
+        mock.patch("checkpoint.Preemption.agreed", lambda preemption: next(agreed, False)),
+        mock.patch("checkpoint.Preemption.leave", mock.Mock(side_effect=Stopped)),
+    ):
+        with pytest.raises(Stopped):
+            llm_FSDP.train(*begin_training(folder, **options))
+        llm_FSDP.train(*begin_training(folder, **options))
+    printed = capsys.readouterr().out
+    ids = {path.name.rpartition("-")[2] for path in tmp_path.glob("wandb/offline-run-*")}
+    assert ids == {(tmp_path / "checkpoints" / "wandb-run.txt").read_text()}
+    events = EventAccumulator(str(tmp_path / "runs")).Reload()
+    assert set(events.Tags()["scalars"]) == {"loss", "lr", "norm", "tokens_per_second", "held_out"}
+    steps = re.findall(r"step (\d+)/\d+ \| loss (\S+) \| norm (\S+) \|", printed)
+    assert [scalar.step for scalar in events.Scalars("loss")] == [BATCH * int(step) for step, _, _ in steps]
+    assert [f"{scalar.value:.4f}" for scalar in events.Scalars("loss")] == [loss for _, loss, _ in steps]
+    assert [f"{scalar.value:.2f}" for scalar in events.Scalars("norm")] == [norm for _, _, norm in steps]
+    held_out = re.findall(r"held-out (\S+)", printed)
+    assert f"{events.Scalars('held_out')[-1].value:.4f}" == held_out[-1]
 
 
 # ---- packed rows, and what is sent to the device --------------------------------------------------------------------

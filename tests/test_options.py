@@ -59,7 +59,7 @@ WITHOUT_DEFAULT = {
     "layers",
 }  # left out, nothing is done
 WITHOUT_DEFAULT |= {"model", "prompts"}  # of min_Generate, which needs them
-PATHS = {"snapshot-path", "data-dir", "checkpoint-dir", "output-dir", "tensorboard", "output"}
+PATHS = {"snapshot-path", "data-dir", "checkpoint-dir", "tensorboard", "output"}
 PATHS |= {"model", "data", "eval-data", "chat-template"}
 TEXTS = {("min_Generate", name) for name in ("model", "prompts", "output", "stop")}
 ZEROS = {("min_Generate", "temperature")}
@@ -336,8 +336,9 @@ def test_an_option_may_be_typed_with_underscores(monkeypatch):
 
 
 FOLDERS = [
-    ("llm_FSDP", "--output-dir", ""),
+    ("llm_FSDP", "--output", ""),
     ("llm_FSDP", "--checkpoint-dir", ""),
+    ("llm_FSDP", "--tensorboard", ""),
     ("multigpu_torchrun", "--snapshot-path", "snapshot.pt"),
     ("multinode_torchrun", "--snapshot-path", "snapshot.pt"),
     ("min_FSDP", "--checkpoint-dir", ""),

@@ -1596,11 +1596,11 @@ def tiny_llama(change=None):
     config.dtype = torch.float64
     torch.manual_seed(0)
     whole = llm_hub.build_model(config, torch.float64)
-    args = types.SimpleNamespace(lora=None, precision="float32", attention="sdpa", recompute=False, compile=False)
+    args = types.SimpleNamespace(lora=None, bf16=False, attention="sdpa", recompute=False, compile=False)
     with mock.patch.object(llm_hub, "build_model", changed(llm_hub.build_model, change)):
         if change:
             whole = change(whole) or whole
-        return llm_FSDP.make_model(whole, config, torch.float64, args), copy.deepcopy(whole), args
+        return llm_FSDP.make_model(whole, config, llm_hub.types_of(whole), args), copy.deepcopy(whole), args
 
 
 def changed(build, change):
@@ -1962,10 +1962,9 @@ def test_preference_pairs_become_rows_of_two_documents(in_folder):
     loading, _ = blocks_of(PREFERENCES)
     names = execute(loading, llm_documents=llm_documents)
     tokenizer = language.byte_tokenizer()
-    args = types.SimpleNamespace(data=["chosen.jsonl", "rejected.jsonl"], length=300)
-    training, held_out = names.load_documents(tokenizer, args)
+    training, held_out = names.load_documents(tokenizer, ["chosen.jsonl", "rejected.jsonl"], None, 300)
     texts = []
-    for row in names.rows_of(training, args).tolist() + names.rows_of(held_out, args).tolist():
+    for row in names.rows_of(training, 300, False).tolist() + names.rows_of(held_out, 300, False).tolist():
         tokens, positions, _ = row
         starts = [place for place, position in enumerate(positions) if position == 0]
         documents_of_row = [tokens[: starts[1]], tokens[starts[1] : starts[2]]]

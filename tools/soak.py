@@ -213,7 +213,7 @@ def start_saving(kind, nproc, folder, log):
     else:
         path = Path(inputs().name)
         command = ["llm_FSDP.py", *TUNING, "--model", path / "llama", "--data", path / "data.jsonl"]
-        command += ["--checkpoint-dir", folder / "state", "--output-dir", folder / "trained"]
+        command += ["--checkpoint-dir", folder / "state", "--output", folder / "trained"]
         command += ["--lora", 4] if kind == "finetune with LoRA" else []
     options = {"cwd": ROOT, "stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
     return subprocess.Popen([sys.executable, *map(str, command), "--nproc", str(nproc)], **options)
