@@ -53,7 +53,7 @@ CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 
 
 class Recorder:
-    """Writes what each step begins with and uses into a file. After the last step the process stands still.
+    """Writes what each step begins with and uses into a file. After the last one the process stands still.
 
     A step ends when a module that is trained is called after an optimizer has stepped.
     """
@@ -73,10 +73,6 @@ class Recorder:
     def begin_step(self, number):
         self.stepped = False
         self.now = {"number": number, "weights": {}, "inputs": {}, "gradients": {}, "clipped": {}, "settings": []}
-
-    def write(self):
-        pickle.dump(self.now, self.file)
-        self.file.flush()
 
     def install(self):
         nn.Module.__call__ = self.watched(nn.Module.__call__, self.before_module)
@@ -113,8 +109,6 @@ class Recorder:
         if root not in self.roots:
             self.roots.append(root)
         self.record("weights")
-        if self.now["number"] == self.steps:  # these weights are what the last step has made
-            self.stand_still()
         self.now["norms"] = [name for name, each in root.named_modules() if isinstance(each, BATCH_NORM)]
         self.record_inputs(root, inputs, kwargs)
         if next(root.parameters()).dtype == torch.float64:
@@ -152,11 +146,13 @@ class Recorder:
         if self.optimizing == 0:
             self.record("gradients")  # those of a closure
             self.stepped = True
-            self.write()
+            pickle.dump(self.now, self.file)
+            self.file.flush()
+            if self.now["number"] == self.steps:  # counted from 0: one more, since it begins with the last result
+                self.stand_still()
 
     def stand_still(self):
         """Until this process is killed, since other ranks may still need it."""
-        self.write()
         sys.stdout.flush()
         self.done.touch()
         threading.Event().wait()
