@@ -291,18 +291,14 @@ def compare(one, ranks):
         line = factor(expected, got)
         if line and not other_settings(expected, got):  # another learning rate may make up for the factor
             return f"the weights agree, but in step {number + 1} {line}. Clipping or the optimizer hides it", 0, largest
-    counts = [steps_of(records) for records in ranks]
-    if set(counts) != {steps_of(one)}:
-        return f"the ranks take {listed(counts)} steps, and one process takes {steps_of(one)}", len(steps) - 1, largest
+    counts = list(map(len, ranks))
+    if set(counts) != {len(one)}:
+        return f"the ranks take {listed(counts)} steps, and one process takes {len(one)}", len(steps) - 1, largest
     return None, len(steps) - 1, largest
 
 
 SEEDS = "is the same seed set before the model is built, and are weights loaded before it is wrapped, or on all ranks?"
 STALE = "the optimizer was built before the model was sharded, and holds parameters that nobody uses"
-
-
-def steps_of(records):
-    return sum(len(record["settings"]) > 0 for record in records)
 
 
 def listed(values):
@@ -518,7 +514,7 @@ def run(args, nproc):
                 end(process)
         ranks = [read_records(Path(folder, f"records {rank}")) for rank in range(nproc)]
         printed = Path(folder, "printed 0").read_text(errors="replace")
-    taken = [steps_of(records) for records in ranks]
+    taken = list(map(len, ranks))
     if failure:
         failure += f". Steps of each rank: {listed(taken)}"
     elif not all(taken):
