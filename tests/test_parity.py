@@ -387,6 +387,7 @@ def test_scripts_of_this_project_are_equal(command, judge, tmp_path, monkeypatch
         words += ["--width", "64", "--length", "64", "--steps", "6", "--log-every", "3"]
     monkeypatch.chdir(tmp_path)
     status, printed = judge(*words)
+    print(printed)
     assert status == 0, printed
 
 

@@ -325,7 +325,11 @@ def test_a_script_of_ones_own_in_a_package(tmp_path):
     assert shell(command, tmp_path).count("epoch 0: ") == 1
 
 
-ALONE = [name for name in SCRIPTS if docstring_commands(SCRIPTS[name]) and name not in ("min_Generate.py", "plan.py")]
+ALONE = [
+    name
+    for name in SCRIPTS
+    if docstring_commands(SCRIPTS[name]) and name not in ("min_Generate.py", "plan.py", "parity.py")
+]
 
 
 @pytest.mark.slow
