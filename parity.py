@@ -72,7 +72,8 @@ class Recorder:
 
     def begin_step(self, number):
         self.stepped = False
-        self.now = {"number": number, "weights": {}, "inputs": {}, "gradients": {}, "clipped": {}, "settings": []}
+        self.now = {"number": number, "settings": [], "norms": []}
+        self.now |= {"weights": {}, "inputs": {}, "gradients": {}, "clipped": {}}
 
     def install(self):
         nn.Module.__call__ = self.watched(nn.Module.__call__, self.before_module)
@@ -109,7 +110,9 @@ class Recorder:
         if root not in self.roots:
             self.roots.append(root)
         self.record("weights")
-        self.now["norms"] = [name for name, each in root.named_modules() if isinstance(each, BATCH_NORM)]
+        for name, layer in root.named_modules():
+            if isinstance(layer, BATCH_NORM) and layer.training:
+                self.now["norms"].append(name)
         self.record_inputs(root, inputs, kwargs)
         if next(root.parameters()).dtype == torch.float64:
             args, kwargs = pytree.tree_map(as_double, (args, kwargs))
