@@ -613,16 +613,19 @@ def report(args, nproc, one, printed):
     line, n_steps, largest = compare(one, ranks) if all(ranks) else (None, 0, 0.0)
     if line:
         print(f"{name} on {nproc} processes {line}")
-    if failure or not (line or n_steps):
-        print(f"{name} on {nproc} processes it {failure or 'takes one step only: its result cannot be seen'}")
-        return 2
     weights = one[0]["weights"]
-    left_out = [each for each in weights if each not in distances(weights, united([r[0] for r in ranks], "weights"))]
+    compared = distances(weights, united([records[0] for records in ranks if records], "weights"))
+    left_out = [each for each in weights if each not in compared]
+    if not (failure or line) and not (n_steps and compared):
+        failure = "takes one step only, or holds no weight as a whole: nothing can be compared"
+    if failure:
+        print(f"{name} on {nproc} processes it {failure}")
+        return 2
     if left_out:
         print(f"{name} not compared: {len(left_out)} tensors that the script cuts or names anew, as {left_out[0]}")
     if line:
         return 1
-    bound = max(allowed(tensor) for tensor in weights.values())
+    bound = max(allowed(weights[each]) for each in compared)
     print(f"{name} equal on 1 and {nproc} processes for {n_steps} steps, up to {largest:.1e} (allowed: {bound:g})")
     return 0
 
