@@ -201,5 +201,6 @@ def _steps(folder):
 
 
 def _delete(path):
-    (path / ".metadata").unlink(missing_ok=True)  # first, because it marks a complete checkpoint
+    if (path / ".metadata").exists():
+        (path / ".metadata").unlink()  # first, because it marks a complete checkpoint
     shutil.rmtree(path, ignore_errors=True)

@@ -456,8 +456,6 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
         return _run_worker(worker_fn, *args)
     import spawn  # a script that torchrun starts can be copied without it
 
-    if worker_fn.__module__ == "__main__" and not os.path.isfile(getattr(sys.modules["__main__"], "__file__", "")):
-        raise SystemExit("launch needs a script: new processes import worker_fn from a file, see docs/recipes.md")
     return spawn.run_processes(_run_worker, (worker_fn, *args), nprocs, tolerate_killed)
 
 

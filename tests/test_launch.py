@@ -101,21 +101,22 @@ def test_a_number_of_processes_that_contradicts_the_launcher_is_refused(monkeypa
         dist.launch(print, nprocs=2)
 
 
+def typed_in(local_rank, world_size):
+    pass
+
+
 def test_what_stands_in_no_file_is_refused(monkeypatch):
     """As in a notebook, `python -c` and `python -`. In one process it works."""
-
-    def main(local_rank, world_size):
-        pass
-
-    monkeypatch.setattr(main, "__module__", "__main__")
+    monkeypatch.setattr(typed_in, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "typed_in", typed_in, raising=False)
     for file in (None, "<stdin>"):
         with monkeypatch.context() as patch:
             patch.setattr(sys.modules["__main__"], "__file__", file)
             if file is None:
                 patch.delattr(sys.modules["__main__"], "__file__")
             with pytest.raises(SystemExit, match=r"^launch needs a script: [^\n]*$"):
-                dist.launch(main, nprocs=2)
-            dist.launch(main, nprocs=1)
+                dist.launch(typed_in, nprocs=2)
+            dist.launch(typed_in, nprocs=1)
 
 
 def test_a_folder_for_sockets_with_too_long_a_name_is_refused(monkeypatch, tmp_path):
