@@ -36,7 +36,7 @@ The task is to guess the next byte of Python's standard library from the 1 to 4 
 hashed to the number of a row. It prints the loss in nats per byte, on the training batches since the line before and on
 eight batches of held-out text, and the rows that one trainer used in the last step:
 
-    step 200/200 | loss 1.4459 | held-out HELDOUT | 158,770 tokens/s | 1,760 rows of 1,048,576
+    step 200/200 | loss 1.4459 | held-out 1.6384 | 158,770 tokens/s | 1,760 rows of 1,048,576
 
 When a process is lost, the job ends with one line that names it. On GPUs, where trainers communicate by NCCL, the other
 trainers may print NCCL's own lines besides.
