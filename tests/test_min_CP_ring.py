@@ -99,7 +99,7 @@ def packed_rows(length):
     """The rows of min_Packing.py, with padding: documents of 1 to `length` positions."""
     draw = random.Random(0)
     documents = [(b"p", bytes(draw.randint(1, length))) for _ in range(20)]
-    rows = min_Packing.make_rows(min_Packing.pack(documents, length), length)
+    rows = min_Packing.fill_rows(min_Packing.pack(documents, length), length)
     owners = rows[:, min_Packing.OWNERS]
     used = owners != min_CP_ring.PADDING
     assert not used.all()
