@@ -97,7 +97,7 @@ WAITS = {
     "min_EP_FSDP": WAITS_FOR_EXPERTS,
 }
 TRAINING = {"train", "train_epoch", "train_step", "train_with_join", "train_with_weights", "run_epoch"}
-NOT_A_STEP = {"print_line", "evaluate", "rebuild_buckets"}  # at the log interval, or once
+NOT_A_STEP = {"print_line", "evaluate", "rebuild_buckets", "write_result"}  # at the log interval, or once
 
 
 def dry_run(script, world_size, *options, ranks=None, defect=None):
@@ -176,7 +176,8 @@ def check(script, world_size, *options, defect=None):
     for result in results.values():
         waits = waits_in_each_step(result) - WAITS.get(script, set())
         assert not waits, f"waits in each step: {waits}"
-        check_products(result.products, "--bf16" in options)
+        if not script.startswith("mnist"):  # of the transformer scripts alone they are recorded
+            check_products(result.products, "--bf16" in options)
 
 
 def check_products(products, bf16):

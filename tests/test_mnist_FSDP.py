@@ -610,7 +610,7 @@ def test_under_torchrun(tmp_path):
     options = ("--epochs", 1, "--batch-size", 128, "--test-batch-size", 300, "--bf16")
     status, stdout, stderr = torchrun(2, "mnist_FSDP.py", *options, "--output", tmp_path / "model.pt", timeout=400)
     assert (status, stderr) == (0, ""), "no bar, since stderr is no terminal"
-    assert re.findall(r"^step (\d+)/78 \| loss \d\.\d{4}$", stdout, re.M) == ["50"]
+    assert re.findall(r"^step (\d+)/79 \| loss \d\.\d{4}$", stdout, re.M) == ["50"]
     assert "Training on 2 x cpu: fsdp" in stdout
     assert "Model simple: 50,186 parameters" in stdout
     ((epoch, train_loss, test_loss, accuracy, hits, n, *_),) = re.findall(EPOCH_LINE, stdout)
