@@ -133,6 +133,7 @@ def _guard(pids):
     This is a process: a thread of a worker could not run while the worker is in code that holds Python's lock (GIL).
     """
     os.setsid()  # Ctrl-C is for the launcher
+    server = os.getppid()
     workers = []
     with contextlib.suppress(EOFError):  # the launcher has closed its end, and each worker too
         while True:
@@ -140,7 +141,8 @@ def _guard(pids):
     for pid in workers:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # the worker's children too
-    os.kill(os.getppid(), signal.SIGKILL)  # the fork server would live for seconds longer, and hold stdout open
+    if os.getppid() == server:  # otherwise the server has ended before, and the parent is the system's first process
+        os.kill(server, signal.SIGKILL)  # it would live for seconds longer than the job, and hold stdout open
 
 
 def _worker(rank, work, result, report_pid, environment, torch_seed, numpy_state):

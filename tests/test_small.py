@@ -37,7 +37,7 @@ PUBLIC = {
 }
 MOST = {
     "distributed": 237,
-    "spawn": 122,
+    "spawn": 124,
     "checkpoint": 190,
     "checkpoint_sharded": 125,
     "watch": 95,
