@@ -33,7 +33,7 @@ def check_folder(option, folder):
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise SystemExit(f"{option}: cannot write to {Path(folder).absolute()}: {error.strerror}") from None
+        raise SystemExit(f"{option}: cannot write to {os.path.abspath(folder)}: {error.strerror}") from None
 
 
 def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=None, frozen=True):
