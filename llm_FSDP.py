@@ -251,9 +251,8 @@ def refuse_jump(first_step, steps, scheduler):
         line = f"argument --epochs: it gives {steps} steps, and the checkpoint of step {first_step} is of {saved_steps}"
         raise dist.DistributedError(f"{line}: the learning rate would jump: finish these {saved_steps} steps first")
     if saved_steps == first_step < steps:
-        dist.print_primary(
-            f"All {saved_steps} steps were done: the learning rate rises again, as on a curve of {steps} steps"
-        )
+        line = f"the {saved_steps} steps of this run were done"
+        dist.print_primary(f"{line}: the learning rate rises again, to a curve of {steps} steps", flush=True)
 
 
 def reduce_only_after(model, is_last):

@@ -1095,11 +1095,15 @@ def test_rotary_factors_that_depend_on_the_longest_document_of_a_row(dtype):
 def test_models_that_cannot_be_trained_so_are_one_line():
     """RoBERTa's positions begin at 2. Whisper and ProphetNet take no logits_to_keep."""
     small = {"vocab_size": 259, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    whisper = transformers.WhisperConfig(**small, d_model=32, decoder_layers=1, decoder_attention_heads=4)
+    prophet = transformers.ProphetNetConfig(
+        **small, hidden_size=32, num_decoder_layers=1, num_decoder_attention_heads=4
+    )
     taken = "its output layer does not get the places that logits_to_keep names"
     configs = [
         (transformers.RobertaConfig(**BERT, is_decoder=True), "has other logits in a row of --length 64 than"),
-        (transformers.WhisperConfig(**small, d_model=32, decoder_layers=1, decoder_attention_heads=2), taken),
-        (transformers.ProphetNetConfig(**small, hidden_size=32, num_decoder_layers=1), taken),
+        (whisper, taken),
+        (prophet, taken),
     ]
     for config, cause in configs:
         for pad in (False, True):
