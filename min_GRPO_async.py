@@ -1,10 +1,10 @@
 """Train and generate at the same time, on other processes (asynchronous GRPO): weights move between two meshes.
 
 min_GRPO.py draws answers and learns from them in turn, on the same processes. Here the first ranks train, with the
-model sharded by FSDP, and the last ranks generate, with the model split by tensor parallelism. So each tensor is cut in
-two ways. After a step, the new weights must get from the one to the other:
+model sharded by FSDP, and the last ranks generate, with the model split by tensor parallelism (TP). So most tensors are
+cut in two ways. After a step the new weights must get from the trainers to the generators:
 
-    one matrix of 6 x 4, held by 3 trainers (FSDP cuts rows)    and by 2 generators (TP cuts columns)
+    one matrix of 6 x 4, held by 3 trainers (FSDP cuts rows)    and by 2 generators (RowwiseParallel cuts columns)
 
         rank 0   a a a a                                            a a | a a
                  a a a a                                            a a | a a
@@ -14,29 +14,33 @@ two ways. After a step, the new weights must get from the one to the other:
                  c c c c                                            c c | c c
                                                                rank 3     rank 4
 
-Each rank knows its box in every tensor: where its part begins, and how large it is. The ranks tell each other their
-boxes once. Trainer s then sends to generator r the intersection of their boxes, here two rows of two columns, and the
-generator receives it straight into its place. No rank gathers a tensor, and none receives a byte that it does not keep.
+The letter says which trainer had the number. Each rank knows its box in every tensor: where its part begins, and how
+large it is. The ranks tell each other their boxes once. Each trainer then sends to each generator the intersection of
+their boxes, here two rows of two columns, and the generator receives it in its place. In a move no rank gathers a
+tensor, and none receives a byte that it does not keep. (ColwiseParallel cuts rows, as FSDP does, but at other places.)
 
-With --staleness 1 the answers for a step are drawn with the weights of the step before, so both halves work at once:
+With --staleness 1 the answers for a step are drawn with the weights of the step before, so both halves work at once.
+At the start the generators draw answers 0 and 1 with weights 0. Weights 1 are those after step 0:
 
     trainers     step 0 with answers 0  |  step 1 with answers 1  |  step 2 with answers 2  |
                                       weights 1                 weights 2
     generators   draw answers 1         |  draw answers 2         |  draw answers 3         |
-                 by weights 0              by weights 1              by weights 2
+                 with weights 0            with weights 1            with weights 2
 
-The loss is that of min_GRPO.py. Its ratio r = p / (p when the byte was drawn) has the generators' probability below,
-so it corrects for the age of the weights, and clipping limits it. With --staleness 0 the halves wait for each other,
-and the result is min_GRPO.py's.
+The loss is that of min_GRPO.py. The denominator of its ratio r = p / (p when the byte was drawn) is the generators'
+probability. So r corrects for the age of the weights, byte by byte, and clipping limits r. Older weights would need a
+larger correction, so only 0 and 1 can be chosen. With --staleness 0 the halves wait for each other, and the result is
+that of min_GRPO.py without --kl, up to rounding.
 
 Choose it if generation takes about as long as training, and one layout does not suit both. If they may take turns on
 the same processes, min_GRPO.py is simpler. For models of many billions of parameters, whose answers an inference engine
 draws, use TRL or verl.
 
 Cost for P float32 parameters on N trainers and G generators: a trainer holds 16·P/N bytes (parameters 4, gradients 4,
-AdamW 8), and sends as min_FSDP.py does. A generator holds 4·P/G bytes, norms and embeddings whole, and the keys and
-values of its heads. A move sends the bytes that the generators hold, 4·P in all, and for a tensor that each generator
-has whole, G times its bytes. Staleness needs no further memory: a trainer's step waits until its weights are sent.
+AdamW 8), and sends as min_FSDP.py does. A generator holds 4·P/G bytes, and the keys and values of its heads. Norms,
+embeddings and some biases are whole on each generator. A move sends 4 bytes for each parameter that a generator holds,
+so 4·P bytes in all, and G times as many for what is whole. During a move a trainer also holds copies of the parts that
+are cut by columns. --staleness 1 needs no further memory, because a trainer's step waits until its weights are sent.
 
     python min_GRPO_async.py --nproc 2                        # one trainer, one generator
     python min_GRPO_async.py --nproc 4 --generators 2         # two trainers, and two generators with half of the heads
@@ -44,9 +48,10 @@ has whole, G times its bytes. Staleness needs no further memory: a trainer's ste
     torchrun --standalone --nproc-per-node 3 min_GRPO_async.py
 
 It prints after the first step, every --log-every steps and the last, a line like
-`step 100/100 | reward 0.920 | ratio 1.000 | clipped 0.004 | age 1 | 6,902 answers/s`: the mean reward of the answers,
-the mean of r, the share of bytes whose ratio is clipped at the last inner step, and how many steps old the weights were
-that drew the newest answers. Before and after, it prints the share of held-out prompts that the model solves.
+`step 100/100 | reward 0.920 | ratio 1.0002 | clipped 0.004 | age 1 | 6,902 answers/s`. Reward is the mean over the
+answers since the last line, ratio the mean of r at the first inner step, and clipped the share of bytes whose ratio is
+clipped at the last inner step. Age says how many steps old the weights were that drew the newest answers. Before and
+after, it prints the share of held-out prompts that the model solves.
 """
 
 import argparse
@@ -72,18 +77,18 @@ import options
 
 
 def box_of(param):
-    """This rank's part of a tensor: where it begins in each dimension, and its sizes."""
+    """This rank's part of a tensor: where it begins in each dimension, and its sizes. Its mesh has one dimension."""
     offsets = [0] * param.ndim
     sizes = list(param.shape)
     if isinstance(param, DTensor):
-        places = zip(param.placements, param.device_mesh.shape, param.device_mesh.get_coordinate(), strict=True)
-        for placement, n_parts, part in places:
+        placements = zip(param.placements, param.device_mesh.shape, param.device_mesh.get_coordinate(), strict=True)
+        for placement, n_parts, part in placements:
             if placement.is_shard():
                 dim = placement.dim
-                most = math.ceil(sizes[dim] / n_parts)  # as torch.chunk: the last parts may be smaller, or empty
-                begin = min(part * most, sizes[dim])
-                offsets[dim] += begin
-                sizes[dim] = min(most, sizes[dim] - begin)
+                full = math.ceil(sizes[dim] / n_parts)  # as torch.chunk: the last parts may be smaller, or empty
+                begin = min(part * full, sizes[dim])
+                offsets[dim] = begin
+                sizes[dim] = min(full, sizes[dim] - begin)
     return offsets, sizes
 
 
@@ -92,20 +97,22 @@ def intersection(first, second):
     offsets = []
     sizes = []
     for begin, size, other_begin, other_size in zip(*first, *second, strict=True):
-        common = max(begin, other_begin)
-        end = min(begin + size, other_begin + other_size)
-        if end <= common:
+        common_begin = max(begin, other_begin)
+        common_end = min(begin + size, other_begin + other_size)
+        if common_end <= common_begin:
             return None
-        offsets.append(common)
-        sizes.append(end - common)
+        offsets.append(common_begin)
+        sizes.append(common_end - common_begin)
     return offsets, sizes
 
 
 class Move:
-    """Sends the `params` of the `senders`, ranks, into those of the `receivers`. Every rank makes one, and calls it.
+    """Copies parameters from the ranks `senders`, which hold different parts, to the ranks `receivers`.
 
-    `params` are this rank's, by name. A call returns at once, and `wait` returns when all has arrived. A sender must
-    not change its parameters in between. `parts` lists what is sent, alike on all ranks: name, sender, receiver, box.
+    Every rank makes one when its parameters have memory, and calls it. `params` are this rank's, with their names.
+    Between a call and `wait` a sender must not change its parameters, and a receiver must not read them. On a GPU
+    `wait` makes the work wait that is queued after it, and not the CPU. `parts` lists what is sent, alike on all ranks:
+    name, sender, receiver, box.
     """
 
     def __init__(self, params, senders, receivers):
@@ -130,13 +137,13 @@ class Move:
         transfers = []
         for name, sender, receiver, box in self.parts:
             if rank == sender:
-                # A copy, if the receiver cuts other dimensions. The receiver's place always is in one piece, because
-                # FSDP cuts rows only.
+                # If the part is not contiguous, this copies it. The receiver's place is contiguous, because FSDP cuts
+                # rows only.
                 sent = self.place(name, box).contiguous()
                 transfers.append(torch_dist.P2POp(torch_dist.isend, sent, receiver))
             elif rank == receiver:
                 transfers.append(torch_dist.P2POp(torch_dist.irecv, self.place(name, box), sender))
-        self.transfers = transfers  # they hold the copies, until all is sent
+        self.transfers = transfers  # they hold the copies until `wait`
         self.works = torch_dist.batch_isend_irecv(transfers) if transfers else []
 
     def place(self, name, box):
@@ -149,7 +156,8 @@ class Move:
     def wait(self):
         for work in self.works:
             work.wait()
-        self.works = []  # gloo would wait again, for ever
+        self.works = []  # `train` may wait again, and gloo would do so for ever
+        self.transfers = []
 
 
 # ---- training, on the first ranks -----------------------------------------------------------------------------------
@@ -165,7 +173,8 @@ def train(model, optimizer, move, group, args):
         tokens, answered, old, rewards = receive_answers(group, args)
         move.wait()  # the update changes the weights
         advantages = min_GRPO.advantages_of(rewards, args.samples)
-        sums = min_GRPO.update(model, optimizer, None, tokens, answered, old, advantages, args, group)
+        batch = (tokens, answered, old, advantages)
+        sums = min_GRPO.update(model, optimizer, None, *batch, args, group)  # without a reference model
         recent.append(torch.cat([sums, gpt.to_device(rewards.sum()[None], sums.device)]))
         if step == 0 or (step + 1) % args.log_every == 0 or step + 1 == args.steps:
             print_line(step, recent, start, group, args)
@@ -174,7 +183,7 @@ def train(model, optimizer, move, group, args):
 
 
 def is_moved(step, args):
-    """Do the weights before `step` move? At step 0 the generators have them. No answers follow the last ones."""
+    """Do the weights before `step` move? `evaluate` has moved those before step 0. The last ones draw no answers."""
     return step > 0 and step + args.staleness < args.steps
 
 
@@ -184,7 +193,8 @@ def is_moved(step, args):
 def generate(model, move, choose, n_trainers, args):
     """Draw and check the answers of each step, with weights that are --staleness steps old, and send them."""
     for step in range(args.steps):
-        if is_moved(step - args.staleness, args):
+        drawn_by = step - args.staleness  # the weights before this step
+        if is_moved(drawn_by, args):
             move()
             move.wait()
         answers = min_GRPO.draw_answers(model, step, range(args.prompts), args, choose)
@@ -193,7 +203,7 @@ def generate(model, move, choose, n_trainers, args):
 
 
 def choose_alike(group, logits, drawn, temperature):
-    """As gpt_generate.choose. The first rank of `group` chooses: the others could choose otherwise by rounding."""
+    """As gpt_generate.choose. The first rank of `group` chooses for all, since rounding differs between ranks."""
     chosen, log_probabilities = gpt_generate.choose(logits, drawn, temperature)
     torch_dist.broadcast(chosen, group=group, group_src=0)
     return chosen, log_probabilities
@@ -203,11 +213,14 @@ def choose_alike(group, logits, drawn, temperature):
 
 
 def send_answers(answers, n_trainers, args):
-    """Send each trainer the answers to its prompts, as `min_GRPO.own` shares them."""
+    """Send each trainer the answers to its prompts, as `min_GRPO.own` shares them. float64 holds all of it exactly.
+
+    It waits until the trainer receives. So the generators are never further ahead than --staleness.
+    """
     tokens, answered, log_probabilities, rewards = answers
     padding = (0, min_GRPO.SIZES["length"] - tokens.shape[1])
-    columns = [F.pad(part.double(), padding).cpu() for part in (tokens, answered, log_probabilities)]
-    rows = torch.cat([*columns, rewards[:, None].double()], dim=1)
+    parts = [F.pad(part.double(), padding).cpu() for part in (tokens, answered, log_probabilities)]
+    rows = torch.cat([*parts, rewards[:, None].double()], dim=1)
     of_prompts = rows.view(args.prompts, args.samples, -1)
     for trainer in range(n_trainers):
         torch_dist.send(of_prompts[trainer::n_trainers].contiguous(), trainer)
@@ -251,7 +264,10 @@ def split_layers(model, mesh):
 
 
 def evaluate(model, move, choose, n_trainers, args):
-    """Move the weights, and let the generators solve the held-out prompts: the share they solve, on all ranks."""
+    """Move the weights, and let the generators solve the held-out prompts. Returns the share they solve, on all ranks.
+
+    In the first move NCCL connects the ranks, and may block them. All ranks come here at the same point.
+    """
     move()
     move.wait()
     solved = 0
@@ -263,8 +279,8 @@ def evaluate(model, move, choose, n_trainers, args):
 
 def print_line(step, recent, start, group, args):
     """Print what the steps since `start` gave. `recent` has this process's sums of each of them. See `train`."""
-    sums = min_GRPO.sum_over(group, torch.stack(recent).sum(dim=0)).tolist()
-    _, ratio, clipped, n_bytes, rewarded = sums
+    sums = min_GRPO.sum_over(group, torch.stack(recent).sum(dim=0))
+    _, ratio, clipped, n_bytes, rewarded = sums.tolist()
     n_answers = len(recent) * args.prompts * args.samples
     speed = n_answers / (time.perf_counter() - start)
     dist.print_primary(
@@ -280,12 +296,15 @@ def print_line(step, recent, start, group, args):
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     min_GRPO.add_options(parser)
+    staleness_help = "steps by which the generators' weights are behind the trainers'"
     parser.add_argument("--generators", type=options.whole_number(1), default=1, help="processes that generate")
-    parser.add_argument("--staleness", type=int, choices=(0, 1), default=1, help="how many steps old the weights are")
+    parser.add_argument("--staleness", type=int, choices=(0, 1), default=1, help=staleness_help)
     args = parser.parse_args()
     n_trainers = args.nproc - args.generators
     if n_trainers < 1:
-        parser.error(f"argument --nproc: {args.nproc} is less than {args.generators + 1}: one trainer and --generators")
+        parser.error(
+            f"argument --nproc: {args.nproc} is less than {args.generators + 1}, for one trainer and --generators"
+        )
     if args.prompts < n_trainers:
         parser.error(f"argument --prompts: {args.prompts} is less than {n_trainers}, the number of trainers")
     heads = min_GRPO.SIZES["heads"]
@@ -308,7 +327,7 @@ def main_worker(local_rank, world_size, args):
     generators = DeviceMesh(device.type, ranks[n_trainers:])
     trains = dist.get_rank() < n_trainers
     with torch.device("meta"):
-        model = gpt.GPT(**min_GRPO.SIZES)  # shapes without memory: no rank ever holds the whole model
+        model = gpt.GPT(**min_GRPO.SIZES)  # shapes without memory: each rank makes its part only
     if trains:
         shard(model, trainers)
     elif args.generators > 1:
