@@ -560,8 +560,9 @@ def wait(processes, folder, timeout):
             return None
         if any(done):
             timeout = min(timeout, 2 * (time.monotonic() - begin) + 10)  # for the others: they may never come
-        still = re.search("no progress for .*", "".join(log.read_text(errors="replace") for log in logs))
-        if still and "computing, or ended" not in still[0]:
+        told = re.findall("no progress for .*", "".join(log.read_text(errors="replace") for log in logs))
+        still = [line for line in told if "computing, or ended" not in line]
+        if still:
             return f"stands still: {still[0]}"
         time.sleep(0.05)
     return f"stands still: it has not ended after {timeout:.0f} s"
