@@ -215,7 +215,7 @@ def train(rank, world_size):
     if CASE == "loaded_on_one_rank" and rank == world_size - 1:
         model.load_state_dict({name: 2 * tensor for name, tensor in model.state_dict().items()})
     if CASE == "compiled":
-        wrapped = torch.compile(wrapped)
+        wrapped = torch.compile(wrapped, backend="eager")
     average = copy.deepcopy(model) if CASE == "ema" else None
     temperature = nn.Parameter(torch.ones(()))
     params = [*model.parameters()] + ([temperature] if CASE == "parameter_outside" else [])
@@ -263,7 +263,7 @@ def accumulate(model, wrapped, optimizer, x, y):
     """Two micro-batches. Only the last all-reduces."""
     optimizer.zero_grad()
     for number, (micro_x, micro_y) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
-        skips = (number == 0 and CASE != "clipped_each_time") or CASE == "no_sync_on_the_last"
+        skips = number == 0 or CASE == "no_sync_on_the_last"
         with wrapped.no_sync() if skips and hasattr(wrapped, "no_sync") else contextlib.nullcontext():
             (F.cross_entropy(wrapped(micro_x), micro_y) / 2).backward()
         if CASE == "clipped_each_time":
@@ -285,6 +285,8 @@ def average_and_clip(model, rank, world_size):
         for number, param in enumerate(params):
             torch_dist.reduce(param.grad, number % world_size)
             param.grad /= world_size
+    elif CASE == "clipped_at_n_times":
+        nn.utils.clip_grad_norm_(params, 0.05 * world_size)
     elif CASE in ("clipped", "loss_is_a_sum"):
         nn.utils.clip_grad_norm_(params, 0.05)
 
