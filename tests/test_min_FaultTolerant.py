@@ -1,6 +1,8 @@
 """min_FaultTolerant.py: whoever is killed, and whenever, the others train on, to the parameters of one process."""
 
 import contextlib
+import itertools
+import json
 import os
 import re
 import signal
@@ -419,6 +421,25 @@ def test_members_that_are_late_are_lost():
     assert propose(is_late=False, n=2, previous=first) is None
     assert propose(is_late=True, n=2, previous=first)["holders"] == ["c"]
     assert propose(is_late=False, n=1, previous=first)["holders"] == ["c"]
+
+
+def test_a_member_that_hears_of_a_loss_only_after_the_timeout_is_waited_for(monkeypatch):
+    """gloo may miss a closed connection. The member is the only one with the parameters."""
+    store = torch_dist.HashStore()
+    previous = {"number": 0, "first_step": 0, "holders": ["a", "b"], "newcomers": [], "n_fruitless": 0}
+    for key, value in {"quorum": json.dumps(previous), "0 steps": "4 closed", "lost": "b "}.items():
+        store.set(key, value)
+    clock = itertools.count(step=0.25)
+
+    def monotonic():
+        now = next(clock)
+        if now == 12:
+            store.append("1 waiting", "a 4\n")
+        return now
+
+    monkeypatch.setattr(min_FaultTolerant, "time", mock.Mock(monotonic=monotonic))
+    quorum = min_FaultTolerant.meet(store, "c", 0, arguments(timeout=10))
+    assert (quorum.members, quorum.n_holders) == (["a", "c"], 1)
 
 
 def run_two(plan, folder, capfd, worker=worker, **changes):
