@@ -209,7 +209,8 @@ def train(model, optimizers, text, held_out, args):
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, first_step, share)
     for step in range(first_step, args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
-        model.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()  # after an evaluation model.zero_grad() would miss the root's shards
         loss = local_loss(model, x, y)
         loss.backward()
         if args.clip:

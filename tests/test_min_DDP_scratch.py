@@ -31,7 +31,7 @@ CASES = {
 
 
 def arguments(changes):
-    return transformer.arguments(dist.get_world_size(), **{**ODD, **DEFAULTS, "log_every": 100, **changes})
+    return transformer.arguments(dist.get_world_size(), **{**ODD, **DEFAULTS, "log_every": 4, **changes})
 
 
 @contextlib.contextmanager

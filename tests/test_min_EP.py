@@ -17,7 +17,7 @@ CASES = [("AdamW", {"idle": IDLE}), ("SGD", {"top": 3}), ("SGD", {"clip": 0.3})]
 
 
 def arguments(changes):
-    options = {"layers": 2, "steps": 8, "log_every": 100, "experts": 8, "top": 2, "balance": 0.1, "idle": ()}
+    options = {"layers": 2, "steps": 8, "log_every": 4, "experts": 8, "top": 2, "balance": 0.1, "idle": ()}
     return transformer.arguments(**{**options, **changes})
 
 

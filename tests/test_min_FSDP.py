@@ -19,7 +19,7 @@ import min_FSDP
 
 CLIP = 0.5
 BLOCKS = 2
-OPTIONS = {"layers": BLOCKS, "checkpoint_dir": None, "save_every": 100, "log_every": 100}
+OPTIONS = {"layers": BLOCKS, "checkpoint_dir": None, "save_every": 100, "log_every": 4}
 CASES = [("AdamW", {}), ("SGD", {"clip": CLIP})]
 SEGMENTS = [(1, 2), (4, 3), (2, 5), (1, 6)]  # ranks, and the step at which they stop: one run, resumed three times
 

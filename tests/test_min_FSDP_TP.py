@@ -22,7 +22,7 @@ def train(mesh, optimizer, changes):
     """Losses, and whole parameters by name, of the script's main_worker on replicate x shard x tensor processes."""
     replicate, shard, tensor = mesh
     layout = {"replicate": replicate, "shard": shard, "tensor": tensor, "nproc": replicate * shard * tensor}
-    options = {"recompute": False, "checkpoint_dir": None, "save_every": 100, "log_every": 100}
+    options = {"recompute": False, "checkpoint_dir": None, "save_every": 100, "log_every": 4}
     args = transformer.arguments(**{**layout, **options, **SMALL, **changes})
     result = transformer.run_main_worker(min_FSDP_TP, args, optimizer)
     if layout["nproc"] > 1:

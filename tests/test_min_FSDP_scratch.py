@@ -34,7 +34,7 @@ def whole_parameters(zero):
 
 def train(optimizer, changes):
     """Losses, parameters, and what this rank holds and sends, by the script's main_worker."""
-    args = transformer.arguments(dist.get_world_size(), log_every=100, **{**ODD, **changes})
+    args = transformer.arguments(dist.get_world_size(), log_every=4, **{**ODD, **changes})
     optimizers = []
     make_adamw = torch.optim.AdamW
 

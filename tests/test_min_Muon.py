@@ -20,7 +20,7 @@ import min_Muon
 ODD = {"layers": 2, "width": 33, "heads": 3, "length": 31, "global_batch_size": 12, "clip": 0.5}
 NARROW = {"width": 9, "lr": 0.05, "muon_lr": 0.1}  # of 9 rows the last of 4 ranks has none
 EVEN = {"width": 192, "steps": 2}  # whose rows divide by 1, 2, 3 and 4
-OPTIONS = {"muon_lr": 0.02, "checkpoint_dir": None, "save_every": 100, "log_every": 20}
+OPTIONS = {"muon_lr": 0.02, "checkpoint_dir": None, "save_every": 100, "log_every": 2}
 GROUPS = ({"lr": 0.05, "weight_decay": 0.9}, {"momentum": 0.5})  # of two matrices and of one
 WARMUP = 5
 OPTIMIZERS = {"AdamW": "AdamW", "SGD": "SGD", "narrow": "AdamW", "groups": "AdamW"}  # by case, for the rest

@@ -30,7 +30,7 @@ def arguments(mesh, **changes):
     stages, shard, tensor = mesh
     layout = {"stages": stages, "shard": shard, "tensor": tensor, "nproc": stages * shard * tensor}
     options = {"schedule": "1F1B", "micro_batches": MICRO_BATCHES, "checkpoint_dir": None, "save_every": 100}
-    return transformer.arguments(**{**layout, **options, "log_every": 100, **changes})
+    return transformer.arguments(**{**layout, **options, "log_every": 4, **changes})
 
 
 def whole_parameters(pipeline):

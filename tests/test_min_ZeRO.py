@@ -45,7 +45,7 @@ def elements_held(optim):
 
 def train(optimizer):
     """Losses, parameters by name, and the elements of the optimizer's state on this process, by the main_worker."""
-    args = transformer.arguments(dist.get_world_size(), log_every=20, **ODD)
+    args = transformer.arguments(dist.get_world_size(), log_every=4, **ODD)
     report, held = min_ZeRO.report_state, []
 
     def recorded_report(optim, n_params):
@@ -63,7 +63,7 @@ def train(optimizer):
 
 def train_groups():
     """The same with an optimizer for each group, a scheduler, and other weights on each rank. Rank 0's count."""
-    args = transformer.arguments(dist.get_world_size(), log_every=20, **ODD)
+    args = transformer.arguments(dist.get_world_size(), log_every=4, **ODD)
     model = transformer.make_model(args)
     with torch.no_grad():
         for param in model.parameters():

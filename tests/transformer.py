@@ -31,9 +31,12 @@ LINE = re.compile(
 
 
 def arguments(nprocs=1, **changes):
-    """As a script's parse_args would give them: 4 layers and heads of little width, so that 4 ranks can share them."""
+    """As a script's parse_args would give them: 4 layers and heads of little width, so that 4 ranks can share them.
+
+    An evaluation after the fourth step must not change the fifth.
+    """
     values = {
-        **{"layers": 4, "width": 32, "heads": 4, "length": 32, "global_batch_size": 8, "steps": 6, "log_every": 6},
+        **{"layers": 4, "width": 32, "heads": 4, "length": 32, "global_batch_size": 8, "steps": 6, "log_every": 4},
         **{"lr": 0.01, "clip": 0.0, "seed": 3, "nproc": nprocs, "bf16": False, "keep": None},
     }
     return argparse.Namespace(**{**values, **changes})
