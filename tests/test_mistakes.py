@@ -1,10 +1,10 @@
 """Mistakes of docs/mistakes.md that no script here makes: each is made on two processes, beside the right way."""
 
-import ast
 import contextlib
 import copy
 import dataclasses
 import datetime
+import re
 import subprocess
 import sys
 
@@ -35,8 +35,25 @@ def make_sharded_model():
     return fully_shard(make_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
+def share(*tensors):
+    """This rank's share of X and Y, or of others."""
+    return [tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in tensors]
+
+
 def gradients(model):
-    return torch.cat([param.grad.flatten() for param in model.parameters()])
+    return torch.cat([whole(param.grad).flatten() for param in model.parameters()])
+
+
+def weights(model):
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gap(found, expected):
+    return (found - expected).abs().max().item()
 
 
 def gradients_of_one_process():
@@ -45,13 +62,23 @@ def gradients_of_one_process():
     return gradients(model)
 
 
+def train(model, ddp_model, batches):
+    """The weights after a step of SGD on each batch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(ddp_model(x), y).backward()
+        optimizer.step()
+    return weights(model)
+
+
 # ---- the mistakes ---------------------------------------------------------------------------------------------------
 
 
 def accumulate(no_sync_around_forward):
     """The all-reduces of a step of three micro-batches, and whether the gradients are right."""
     model = dist.prepare_ddp_model(make_model())
-    x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (X, Y))
+    x, y = share(X, Y)
     with CollectiveCounter() as counter:
         for number, (micro_x, micro_y) in enumerate(zip(x.chunk(3), y.chunk(3), strict=True), 1):
             sync = model.no_sync() if number < 3 else contextlib.nullcontext()
@@ -63,7 +90,7 @@ def accumulate(no_sync_around_forward):
                 with sync:
                     loss.backward()
     all_reduces = counter.counts["c10d.allreduce_"]
-    return all_reduces, (gradients(model) - gradients_of_one_process()).abs().max().item()
+    return all_reduces, gap(gradients(model), gradients_of_one_process())
 
 
 def average(divide_by_all):
@@ -76,7 +103,7 @@ def average(divide_by_all):
     else:
         loss = F.cross_entropy(model(x), y)
     loss.backward()
-    return (gradients(model) - gradients_of_one_process()).abs().max().item()
+    return gap(gradients(model), gradients_of_one_process())
 
 
 def walk(with_sampler):
@@ -91,21 +118,12 @@ def walk(with_sampler):
 
 def train_in_batches_of(batch_size):
     """The number of steps of an epoch, and how far the weights are from those of one process with batches of 4."""
-
-    def train(model, ddp_model, loader):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        for x, y in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(ddp_model(x), y).backward()
-            optimizer.step()
-        return torch.cat([param.detach().flatten() for param in model.parameters()])
-
     dataset = TensorDataset(X, Y)
     alone, model = make_model(), make_model()
     expected = train(alone, alone, DataLoader(dataset, batch_size=4))
     loader = DataLoader(dataset, batch_size, sampler=dist.data_sampler(dataset, distributed=True, shuffle=False))
     found = train(model, dist.prepare_ddp_model(model), loader)
-    return len(loader), (found - expected).abs().max().item()
+    return len(loader), gap(found, expected)
 
 
 def choose_by_name(wrapped):
@@ -122,9 +140,9 @@ def choose_by_name(wrapped):
     alone, model = make_model(), make_model()
     _, expected = step(alone, alone, alone, X, Y)
     ddp_model = dist.prepare_ddp_model(model)
-    x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (X, Y))
+    x, y = share(X, Y)
     n_head, weight = step(model, ddp_model, ddp_model if wrapped else model, x, y)
-    return n_head, (weight - expected).abs().max().item()
+    return n_head, gap(weight, expected)
 
 
 def clip(each_micro_batch):
@@ -143,10 +161,10 @@ def clip(each_micro_batch):
     # One process has the micro-batches of all ranks, one after the other.
     order = [i for part in torch.arange(12).view(world_size, 3, -1).transpose(0, 1) for i in part.flatten().tolist()]
     expected = accumulate(make_model(), X[order], Y[order])
-    x, y = (tensor.chunk(world_size)[dist.get_rank()] for tensor in (X, Y))
+    x, y = share(X, Y)
     actual = accumulate(dist.prepare_ddp_model(make_model()), x, y)
     equal = all(torch.equal(each, actual) for each in dist.gather(actual))
-    return (actual - expected).abs().max().item(), equal
+    return gap(actual, expected), equal
 
 
 def schedule(per_micro_batch):
@@ -172,7 +190,7 @@ def resume_from_rank_0(folder):
     """How far Adam's first moments are from the saved ones: if rank 0 alone saves, and if all ranks save."""
     model = make_sharded_model()
     optimizer = torch.optim.Adam(model.parameters())
-    x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (X, Y))
+    x, y = share(X, Y)
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
     saved = moments(optimizer)
@@ -182,10 +200,10 @@ def resume_from_rank_0(folder):
 
     fresh = torch.optim.Adam(model.parameters())
     fresh.load_state_dict(torch.load(f"{folder}/optimizer.pt", weights_only=False))
-    wrong = (moments(fresh) - saved).abs().max().item()
+    wrong = gap(moments(fresh), saved)
     fresh = torch.optim.Adam(model.parameters())
     checkpoint_sharded.load(folder, model, fresh)
-    return wrong, (moments(fresh) - saved).abs().max().item()
+    return wrong, gap(moments(fresh), saved)
 
 
 def moments(optimizer):
@@ -198,7 +216,7 @@ def moments(optimizer):
 def log_norm():
     """What a log would show of the gradients' norm, and what it is."""
     model = make_sharded_model()
-    x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (X, Y))
+    x, y = share(X, Y)
     F.cross_entropy(model(x), y).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1e9)
     try:
@@ -220,7 +238,7 @@ def clear_between_forward_and_backward(by_optimizer):
     """How far the gradients are from right, if old ones are cleared after the forward of a sharded model."""
     model = make_sharded_model()
     optimizer = torch.optim.SGD(model.parameters())
-    x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (X, Y))
+    x, y = share(X, Y)
     for _ in range(2):
         loss = F.cross_entropy(model(x), y)
         if by_optimizer:
@@ -228,8 +246,7 @@ def clear_between_forward_and_backward(by_optimizer):
         else:
             model.zero_grad()
         loss.backward()
-    full = torch.cat([param.grad.full_tensor().flatten() for param in model.parameters()])
-    return (full - gradients_of_one_process()).abs().max().item()
+    return gap(gradients(model), gradients_of_one_process())
 
 
 def hook_a_tensor():
@@ -237,13 +254,13 @@ def hook_a_tensor():
     model = make_model()
     seen = []
     model[2].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
-    x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (X, Y))
+    x, y = share(X, Y)
     own = make_model()
     F.cross_entropy(own(x), y).backward()
     ddp_model = dist.prepare_ddp_model(model)
     F.cross_entropy(ddp_model(x), y).backward()
     (hooked,) = seen
-    return (hooked - model[2].weight.grad).abs().max().item(), (hooked - own[2].weight.grad).abs().max().item()
+    return gap(hooked, model[2].weight.grad), gap(hooked, own[2].weight.grad)
 
 
 @dataclasses.dataclass
@@ -273,32 +290,24 @@ def hide_the_output(wrap, logits_of):
     """How far the gradients are from right with find_unused_parameters, or the error of the second step."""
     model = WithUnusedLayer(wrap)
     ddp_model = dist.prepare_ddp_model(model, find_unused_parameters=True)
-    x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (X, Y))
+    x, y = share(X, Y)
     try:
         for _ in range(2):
             model.zero_grad()
             F.cross_entropy(logits_of(ddp_model(x)), y).backward()
     except RuntimeError as error:
         return str(error)
-    return (gradients(model.used) - gradients_of_one_process()).abs().max().item()
+    return gap(gradients(model.used), gradients_of_one_process())
 
 
 def wrap_in_passing(keep):
     """How far the gradients are from right if the wrapper is kept in a variable, or is not."""
     model = make_model()
-    x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (X, Y))
-    if keep:
-        ddp_model = dist.prepare_ddp_model(model)
-        logits = ddp_model(x)
-    else:
-        logits = dist.prepare_ddp_model(model)(x)
+    x, y = share(X, Y)
+    kept = [dist.prepare_ddp_model(model)]
+    logits = (kept[0] if keep else kept.pop())(x)
     F.cross_entropy(logits, y).backward()
-    return (gradients(model) - gradients_of_one_process()).abs().max().item()
-
-
-def share(*tensors):
-    """This rank's share of X and Y, or of others."""
-    return [tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in tensors]
+    return gap(gradients(model), gradients_of_one_process())
 
 
 def skip_a_batch(agree):
@@ -307,24 +316,22 @@ def skip_a_batch(agree):
     batches[1][-1] = torch.nan  # on rank 1
     batches[2][0] = torch.nan
 
-    def train(model, ddp_model, is_finite, part_of):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        for x in batches:
-            x, y = part_of(x, Y)
-            loss = F.cross_entropy(ddp_model(x), y)
-            if is_finite(loss.detach()):
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-        return torch.cat([param.detach().flatten() for param in model.parameters()])
-
-    def on_all_ranks(loss):
-        return dist.reduce(loss.isfinite().int(), op="min").item() == 1
+    def is_finite(loss):
+        finite = loss.detach().isfinite()
+        return dist.reduce(finite.int(), op="min").item() == 1 if agree else finite
 
     alone, model = make_model(), make_model()
-    expected = train(alone, alone, torch.isfinite, lambda *tensors: tensors)
-    found = train(model, dist.prepare_ddp_model(model), on_all_ranks if agree else torch.isfinite, share)
-    return (found - expected).abs().max().item()
+    expected = train(alone, alone, [(x, Y) for x in batches if x.isfinite().all()])
+    ddp_model = dist.prepare_ddp_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for batch in batches:
+        x, y = share(batch, Y)
+        loss = F.cross_entropy(ddp_model(x), y)
+        if is_finite(loss):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return gap(weights(model), expected)
 
 
 def two_losses(one_backward):
@@ -343,7 +350,7 @@ def two_losses(one_backward):
     backward(alone, X, Y)
     ddp_model = dist.prepare_ddp_model(model)
     backward(ddp_model, *share(X, Y))
-    return (gradients(model) - gradients(alone)).abs().max().item()
+    return gap(gradients(model), gradients(alone))
 
 
 def search_along_a_line(averaged):
@@ -360,13 +367,13 @@ def search_along_a_line(averaged):
 
         for _ in range(2):
             optimizer.step(closure)
-        return torch.cat([param.detach().flatten() for param in model.parameters()])
+        return weights(model)
 
     alone, model = make_model(), make_model()
     expected = train(alone, alone, X, Y, lambda loss: loss)
     loss_for_search = dist.reduce if averaged else lambda loss: loss
     found = train(model, dist.prepare_ddp_model(model), *share(X, Y), loss_for_search)
-    return (found - expected).abs().max().item()
+    return gap(found, expected)
 
 
 def look_up_with_a_largest_norm(in_forward):
@@ -382,18 +389,16 @@ def look_up_with_a_largest_norm(in_forward):
             embedding.weight.copy_(embedding.weight.renorm(2, 0, 0.5))  # all rows, on all ranks
     assert in_forward or embedding.weight.norm(dim=1).max() < 0.5001
     first, second = dist.gather(embedding.weight.detach())
-    return (first - second).abs().max().item()
+    return gap(first, second)
 
 
 def add_up(times_world_size):
     """How far the gradients of a sum over the batch, as CTC losses often are, are from right."""
-    alone, model = make_model(), make_model()
-    F.cross_entropy(alone(X), Y, reduction="sum").backward()
     x, y = share(X, Y)
-    ddp_model = dist.prepare_ddp_model(model)
-    loss = F.cross_entropy(ddp_model(x), y, reduction="sum")
+    model = dist.prepare_ddp_model(make_model())
+    loss = F.cross_entropy(model(x), y, reduction="sum")
     (loss * (dist.get_world_size() if times_world_size else 1)).backward()
-    return (gradients(model) - gradients(alone)).abs().max().item()
+    return gap(gradients(model), len(X) * gradients_of_one_process())
 
 
 class OwnBlock(nn.Module):
@@ -423,8 +428,7 @@ def pass_objects_between_shards(wrap):
         F.cross_entropy(model(wrap(x)).logits, y).backward()
     except RuntimeError as error:
         return str(error)
-    found = torch.cat([param.grad.full_tensor().flatten() for param in model.parameters()])
-    return (found - gradients(alone)).abs().max().item()
+    return gap(gradients(model), gradients(alone))
 
 
 def worker(local_rank, world_size, folder):
@@ -482,19 +486,22 @@ def results(tmp_path_factory):
 # ---- what they lead to ----------------------------------------------------------------------------------------------
 
 
+def check(results, wrong, right):
+    """The mistake makes a difference on both ranks, and the right way none."""
+    for result in results:
+        assert result[wrong] > 1e-3 and result[right] < 1e-12
+
+
 def test_no_sync_after_the_forward_sends_every_micro_batch(results):
     """The gradients are right all the same, so nothing but the number of all-reduces shows it."""
     for result in results:
-        sent, difference = result["no_sync around backward only"]
-        assert sent == 3 and difference < 1e-12
-        sent, difference = result["no_sync around both"]
-        assert sent == 1 and difference < 1e-12
+        for name, expected in (("no_sync around backward only", 3), ("no_sync around both", 1)):
+            sent, difference = result[name]
+            assert sent == expected and difference < 1e-12
 
 
 def test_a_mean_over_ranks_with_unequal_counts_is_not_the_mean(results):
-    for result in results:
-        assert result["mean of means"] > 0.01
-        assert result["sum divided by the number"] < 1e-12
+    check(results, "mean of means", "sum divided by the number")
 
 
 def test_shuffle_without_a_sampler_gives_all_samples_to_each_rank(results):
@@ -504,19 +511,15 @@ def test_shuffle_without_a_sampler_gives_all_samples_to_each_rank(results):
 
 def test_a_kept_batch_size_is_a_larger_global_batch(results):
     for result in results:
-        steps, difference = result["batch size kept"]
-        assert steps == 2 and difference > 0.01
-        steps, difference = result["batch size divided"]
-        assert steps == 3 and difference < 1e-12
+        (kept, wrong), (divided, right) = result["batch size kept"], result["batch size divided"]
+        assert (kept, divided) == (2, 3) and wrong > 0.01 and right < 1e-12
 
 
 def test_names_of_the_wrapped_model_begin_with_module(results):
     """So the group of the last layer is empty, which is no error, and that layer gets the other learning rate."""
     for result in results:
-        n_found, difference = result["names of the wrapped model"]
-        assert n_found == 0 and difference > 0.01
-        n_found, difference = result["names of the plain model"]
-        assert n_found == 2 and difference < 1e-12
+        (none, wrong), (both, right) = result["names of the wrapped model"], result["names of the plain model"]
+        assert (none, both) == (0, 2) and wrong > 0.01 and right < 1e-12
 
 
 def test_clipping_each_micro_batch_depends_on_the_number_of_processes(results):
@@ -556,17 +559,7 @@ def test_a_norm_is_a_number_after_full_tensor_only(results):
 
 def test_a_sharded_model_does_not_clear_gradients_between_forward_and_backward(results):
     """Its parameters are then gathered copies, so the gradients of two steps add up."""
-    for result in results:
-        assert result["cleared by the model"] > 0.01
-        assert result["cleared by the optimizer"] < 1e-12
-
-
-def calls(source):
-    """The names of all functions and methods that are called, with their lines."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            yield name, node.lineno
+    check(results, "cleared by the model", "cleared by the optimizer")
 
 
 def test_a_hook_sees_the_gradient_of_its_own_rank(results):
@@ -582,33 +575,26 @@ def test_the_search_for_unused_parameters_finds_tensors_in_known_outputs_only(re
 
 
 def test_a_wrapper_that_is_not_kept_averages_nothing(results):
-    for result in results:
-        assert result["wrapped in passing"] > 0.01
-        assert result["wrapper kept"] < 1e-12
+    check(results, "wrapped in passing", "wrapper kept")
 
 
 def test_sends_and_receives_are_batched():
     """gloo accepts separate calls, so the scripts are read: each send and receive is a P2POp of batch_isend_irecv."""
     batched = 0
     for path in ROOT.glob("*.py"):
-        for name, line in calls(path.read_text()):
-            assert name not in ("isend", "irecv"), f"{path.name}:{line}"
-            batched += name == "batch_isend_irecv"
+        source = path.read_text()
+        assert not re.search(r"\b(isend|irecv)\(", source), path.name
+        batched += "batch_isend_irecv(" in source
     assert batched > 0
-    assert [name for name, _ in calls("torch_dist.isend(x, 1).wait()")] == ["wait", "isend"]
 
 
 def test_all_ranks_skip_a_batch_or_none(results):
     """Both ranks take as many steps here, so nobody waits: the gradients of two batches are averaged."""
-    for result in results:
-        assert result["skipped by one rank"] > 1e-3
-        assert result["skipped by all ranks"] < 1e-12
+    check(results, "skipped by one rank", "skipped by all ranks")
 
 
 def test_a_second_backward_of_one_forward_is_not_averaged(results):
-    for result in results:
-        assert result["two backwards"] > 1e-3
-        assert result["one backward"] < 1e-12
+    check(results, "two backwards", "one backward")
 
 
 def search_job(local_rank, world_size, averaged):
@@ -625,15 +611,11 @@ def test_a_line_search_needs_the_loss_of_all_ranks(averaged):
 
 
 def test_an_embedding_with_a_largest_norm_changes_the_rows_of_its_own_rank(results):
-    for result in results:
-        assert result["norms in forward"] > 1e-3
-        assert result["norms after the step"] == 0
+    check(results, "norms in forward", "norms after the step")
 
 
 def test_ddp_divides_a_sum_over_the_batch_by_the_number_of_ranks(results):
-    for result in results:
-        assert result["sum"] > 1e-3
-        assert result["sum times the world size"] < 1e-12
+    check(results, "sum", "sum times the world size")
 
 
 def test_fsdp_finds_tensors_in_known_objects_only(results):
