@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import datetime
 import gc
 import itertools
 import multiprocessing
@@ -98,23 +97,6 @@ def pytest_sessionfinish():
     for process in STARTED:
         if process.poll() is None:
             process.terminate()
-
-
-GPU_TABLE = []  # rows that test_gpu.py adds: command, GPUs, throughput, memory, seconds to the first line
-
-
-def pytest_terminal_summary(terminalreporter):
-    if GPU_TABLE:
-        gpu = torch.cuda.get_device_name()
-        terminalreporter.section("for docs/results.md")
-        terminalreporter.line(
-            f"{datetime.date.today()}, {gpu}, torch {torch.__version__}, nccl {torch.cuda.nccl.version()}"
-        )
-        terminalreporter.line(
-            "\n| command | GPUs | throughput | peak memory | first line after |\n|---|---|---|---|---|"
-        )
-        for row in GPU_TABLE:
-            terminalreporter.line(f"| {' | '.join(row)} |")
 
 
 def pytest_addoption(parser):

@@ -7,12 +7,10 @@ process of its own that may run alone.
 """
 
 import collections
-import gc
 import importlib
 import importlib.machinery
 import io
 import linecache
-import math
 import os
 import pickle
 import sys
@@ -27,7 +25,6 @@ from torch.distributed._tools import fake_collectives
 from torch.distributed.algorithms.join import Join
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import distributed as ddp
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed.fake_pg import _create_fake_pg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,8 +33,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 ROOT = Path(__file__).parent.parent
 GPUS = 8  # on each machine
 aten, c10d = torch.ops.aten, torch.ops.c10d
-Result = collections.namedtuple("Result", "calls waits held sent_by_rank_0 products error")
-MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+Result = collections.namedtuple("Result", "calls waits sent_by_rank_0 error")
 
 
 # ---- the device -----------------------------------------------------------------------------------------------------
@@ -121,17 +117,10 @@ class DeviceModule:
 
 
 class Scripts(importlib.machinery.SourceFileLoader):
-    """Imports the project's modules with "gpu" for every "cuda", and with the planted defect, if there is one."""
-
-    defect = None  # module, text, and what stands in its place
+    """Imports the project's modules with "gpu" for every "cuda"."""
 
     def get_code(self, name):
-        source = Path(self.path).read_text()
-        if self.defect and self.defect[0] == name:
-            _, before, after = self.defect
-            assert source.count(before) == 1, f"{before!r} is not in {self.path} once"
-            source = source.replace(before, after)
-        return compile(source.replace("cuda", "gpu"), self.path, "exec")
+        return compile(Path(self.path).read_text().replace("cuda", "gpu"), self.path, "exec")
 
 
 # ---- what is recorded -----------------------------------------------------------------------------------------------
@@ -140,8 +129,7 @@ class Scripts(importlib.machinery.SourceFileLoader):
 class Recorder(TorchDispatchMode):
     """Runs operations on the CPU as they are and those on the device on fake tensors.
 
-    `calls` has every collective in order, `waits` the number of times that each line waits for the device, and
-    `products` the types of matrix products on the device, or "float32 without TF32" and the line.
+    `calls` has every collective in order, and `waits` the number of times that each line waits for the device.
     """
 
     def __init__(self, rank, host_value):
@@ -151,10 +139,7 @@ class Recorder(TorchDispatchMode):
         self.host_value = host_value  # what every number is that comes from the device
         self.gloo_groups = set()
         self.calls, self.waits = [], collections.Counter()
-        self.products = set()
         self.sent_by_rank_0 = []
-        self.n_steps = 0
-        self.held_after_step = math.inf  # the least after any step
         # Operations for which fake tensors are not enough. These functions may return NotImplemented where they are.
         self.on_device = {
             aten.is_pinned.default: self.is_pinned,
@@ -179,8 +164,6 @@ class Recorder(TorchDispatchMode):
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if func in fake_collectives.collective_ops:
             self.record(func, args, kwargs, tensors)
-        if func in MATRIX_PRODUCTS and is_fake(tensors[0]):
-            self.note_product(tensors[0].dtype)
         if func in self.on_device:
             result = self.on_device[func](*args, **kwargs)
             if result is not NotImplemented:
@@ -189,12 +172,6 @@ class Recorder(TorchDispatchMode):
             with self.fake:
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
-
-    def note_product(self, dtype):
-        if dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
-            self.products.add(("float32 without TF32", place(frames_of_project())))
-        else:
-            self.products.add((str(dtype).removeprefix("torch."), None))
 
     def is_pinned(self, tensor, device=None):
         return getattr(tensor, "is_in_pinned_memory", False)
@@ -260,14 +237,6 @@ class Recorder(TorchDispatchMode):
         functions = frozenset(frame.f_code.co_name for frame in frames)
         self.waits[place(frames), what, functions] += 1
 
-    def held(self):
-        """Bytes of floating-point numbers on the device."""
-        fakes = [obj for obj in gc.get_objects() if issubclass(type(obj), fake_tensor.FakeTensor)]
-        storages = {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in fakes if tensor.is_floating_point()
-        }
-        return sum(storage.nbytes() for storage in storages.values())
-
     def record(self, func, args, kwargs, tensors):
         if func in fake_collectives.sync_ops and func is not c10d.barrier.default:
             return
@@ -321,13 +290,11 @@ def place(frames):
 # ---- one rank -------------------------------------------------------------------------------------------------------
 
 
-def run(pipe, script, options, rank, world_size, sent_by_rank_0=(), host_value=1, defect=None):
+def run(pipe, script, options, rank, world_size, sent_by_rank_0=(), host_value=1):
     """Run a script's main_worker as `rank`, in a process that has not imported the project yet.
 
-    Sends to `pipe` what it recorded. `error` is the traceback of a failure, or None. `defect` is planted: see Scripts.
+    Sends to `pipe` what it recorded. `error` is the traceback of a failure, or None.
     """
-    gc.freeze()  # so `held` skips the objects that the fork server has imported
-    Scripts.defect = defect
     sys.argv = [script, *map(str, options)]
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
@@ -350,16 +317,13 @@ def run(pipe, script, options, rank, world_size, sent_by_rank_0=(), host_value=1
                 sys.modules["checkpoint"].Preemption.agreed = lambda self: False
             if "watch" in sys.modules:
                 sys.modules["watch"].start = lambda: None
-            write_files(script)
             args = module.parse_args()
             change(module, args)
             with recorder:
                 module.main_worker(rank % GPUS, world_size, args)
     except BaseException:
         error = traceback.format_exc()
-    products = recorder.products if "gpt" in sys.modules else set()  # of the transformer scripts
-    held = recorder.held_after_step
-    result = Result(recorder.calls, recorder.waits, held, recorder.sent_by_rank_0, products, error)
+    result = Result(recorder.calls, recorder.waits, recorder.sent_by_rank_0, error)
     pipe.send_bytes(pickle.dumps(result))  # pipe.send would share the memory of tensors, and this process ends now
     pipe.close()
     os._exit(0)
@@ -373,7 +337,6 @@ def pretend_device(rank, host_value):
     module = DeviceModule(rank % GPUS)
     _setup_privateuseone_for_python_backend("gpu", backend_module=module)
     module.recorder = recorder = Recorder(rank, host_value)
-    pretend_autocast(recorder)
 
     def new_tensor(tensor, data, dtype=None):
         return torch.tensor(data, dtype=dtype or tensor.dtype, device=tensor.device)
@@ -388,40 +351,7 @@ def pretend_device(rank, host_value):
     torch.Tensor.new_tensor = new_tensor  # torch's takes the current device, which is always number 0 here
     torch.Tensor.to = to  # and so does this
 
-    def after_step(optimizer, args, kwargs):
-        recorder.n_steps += 1
-        if recorder.n_steps >= 2:  # now all gradients and states are there
-            recorder.held_after_step = min(recorder.held_after_step, recorder.held())
-
-    register_optimizer_step_post_hook(after_step)
     return recorder
-
-
-def pretend_autocast(recorder):
-    """As on CUDA, for the operations that the scripts use."""
-    recorder.autocast = [torch.library.Library("_", "IMPL", "AutocastPrivateUse1")]
-    recorder.autocast[0].fallback(torch.library.fallthrough_kernel)
-    recorder.autocast.append(torch.library.Library("aten", "IMPL", "AutocastPrivateUse1"))
-    without_autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
-
-    def casting(name, dtype):
-        operation = getattr(aten, name)
-
-        def call(*args, **kwargs):
-            def cast(value):
-                if isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.bfloat16):
-                    return value.to(dtype)
-                return value
-
-            with torch._C._ExcludeDispatchKeyGuard(without_autocast):
-                args, kwargs = pytree.tree_map(cast, (args, kwargs))
-                return operation(*args, **kwargs)
-
-        recorder.autocast[1].impl(name, call)
-
-    for name in ("linear", "matmul", "scaled_dot_product_attention"):
-        casting(name, torch.bfloat16)
-    casting("cross_entropy_loss", torch.float32)
 
 
 def pretend_groups(recorder):
@@ -503,9 +433,8 @@ def pipeline_stage(args):
 
     def stage(module, index, n_stages, device, group):
         tokens = torch.empty(rows, args.length, dtype=torch.long, device="meta")
-        dtype = torch.bfloat16 if getattr(args, "bf16", False) else torch.float32  # min_PP has no such option
-        between = torch.empty(rows, piece, args.width, device="meta", dtype=dtype, requires_grad=True)
-        logits = torch.empty(rows, args.length, 256, device="meta", dtype=dtype, requires_grad=True)
+        between = torch.empty(rows, piece, args.width, device="meta", requires_grad=True)
+        logits = torch.empty(rows, args.length, 256, device="meta", requires_grad=True)
         inputs = tokens if index == 0 else between
         outputs = logits if index == n_stages - 1 else between
         return PipelineStage(module, index, n_stages, device, input_args=inputs, output_args=outputs, group=group)
@@ -513,51 +442,12 @@ def pipeline_stage(args):
     return stage
 
 
-def write_files(script):
-    """What a script is told to read."""
-    if script == "min_Generate":
-        sizes = {"layers": 1, "width": 32, "heads": 4, "length": 19}
-        model = sys.modules["gpt"].GPT(**sizes)
-        torch.save({"sizes": sizes, "model": model.state_dict()}, "model.pt")
-        Path("prompts.jsonl").write_text(100 * '{"prompt": "31524="}\n')
-
-
-def train_in_one_quorum(module):
-    """A main_worker for min_FaultTolerant.py: the last rank is healed in the first step, and all vote for each step."""
-
-    def main_worker(local_rank, world_size, args):
-        rank = int(os.environ.pop("RANK"))  # as run_trainer does
-        store = torch_dist.HashStore()
-        store.set("0 steps", "1")
-        trainer = module.Trainer(args)
-        if rank < world_size - 1:
-            trainer.take_step(0)
-        *holders, newcomer = range(world_size)
-        quorum = module.Quorum(store, 0, 1, holders, [newcomer], n_fruitless=0, name=rank, args=args)
-        # It uses gloo, for which there is no fake group with two devices.
-        job = {"store": store, "rank": rank, "world_size": world_size, "device_id": module.dist.get_device()}
-        torch_dist.init_process_group("cpu:gloo,gpu:nccl", **job)
-        quorum.connect = lambda: None
-        quorum.group = torch_dist.group.WORLD
-        quorum.vote = lambda step: (step + 1, step + 1 == args.steps)
-        trainer.train_in(quorum)
-        assert trainer.step == args.steps
-
-    return main_worker
-
-
 def change(module, args):
     """Replace what fake tensors and fake groups cannot do, and make the data small."""
     if "gpt" in sys.modules:
         sys.modules["gpt"].LIBRARY /= "email"
-    if module.__name__ == "min_FaultTolerant":
-        module.main_worker = train_in_one_quorum(module)
     if module.__name__ in ("min_PP", "min_PP_FSDP_TP"):
         sys.modules["min_PP"].pipelining.PipelineStage = pipeline_stage(args)
-    if module.__name__ == "min_Generate":
-        # Each rank has a folder of its own here.
-        module.write_part = lambda *args: None
-        module.merge = lambda *args: None
     if module.__name__ == "min_Stream":  # no other rank tells what it has found, so each one reads all shards
         module.open_shards = lambda paths: [(path, module.find_documents(path)) for path in paths]
     if module.__name__ == "min_CP":  # a CausalBias cannot be made of a fake tensor

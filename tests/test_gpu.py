@@ -1,7 +1,6 @@
 """What only a GPU shows: NCCL, kernels, memory, waits. `make test-gpu`, on a machine with one GPU or several.
 
-Nobody has run these tests yet, for want of a GPU. So a failure may be a test's own. At the end they print a table for
-docs/results.md.
+Nobody has run these tests yet, for want of a GPU. So a failure may be a test's own.
 """
 
 import importlib
@@ -16,7 +15,7 @@ import gpu_job
 import pytest
 import torch
 import transformer
-from conftest import GPU_TABLE, ROOT, finish, run, start, torchrun, wait_for
+from conftest import ROOT, finish, run, start, torchrun, wait_for
 from torch.utils import _pytree as pytree
 
 import distributed as dist
@@ -84,21 +83,9 @@ def name(case):
 
 @pytest.mark.parametrize("case", TRANSFORMERS + OTHERS + RPC, ids=name)
 def test_every_script_runs_on_all_gpus(case, tmp_path):
-    begin = time.perf_counter()
-    process = start(ROOT / case[0], *case[1:], cwd=tmp_path, env={"PYTHONUNBUFFERED": "1"})
-    first_line = process.stdout.readline()
-    first_line_after = time.perf_counter() - begin
-    status, stdout, stderr = finish(process)
-    stdout = first_line + stdout
+    status, stdout, stderr = run(ROOT / case[0], *case[1:], cwd=tmp_path)
     assert (status, stderr) == (0, "")
     assert stdout and not re.search(r"\bnan\b", stdout)
-    speed = re.findall(r"[\d,.]+ (?:tokens|samples|documents|updates)/s", stdout)
-    memory = re.findall(r"\d+ MB\b(?!/s)", stdout)
-    GPU_TABLE.append((name(case), str(GPUS), last(speed), last(memory), f"{first_line_after:.1f} s"))
-
-
-def last(found):
-    return found[-1] if found else ""
 
 
 @pytest.mark.parametrize("case", TRANSFORMERS + OTHERS, ids=name)

@@ -7,8 +7,9 @@ order, and each send needs its receive. No line may wait for the device in every
 It cannot see what happens in C++, in other processes or on the device: DDP's reducer (a hook makes its all-reduce
 here), how groups are made from others (split_group), what PipelineStage tells its neighbours about shapes, what Join
 answers for a rank without batches, how FSDP moves a module from the CPU (it is moved before), files of snapshots,
-torch.distributed.checkpoint, RPC, torch.compile, and kernels such as flex_attention. The host gets the same numbers
-from the device on all ranks, so no branch depends on them. multinode_torchrun.py and the RPC scripts have no case here.
+torch.distributed.checkpoint, RPC, torch.compile, autocast, and kernels such as flex_attention. The host gets the same
+numbers from the device on all ranks, so no branch depends on them. multinode_torchrun.py, min_FaultTolerant.py,
+min_Generate.py and the RPC scripts have no case here.
 """
 
 import collections
@@ -16,7 +17,6 @@ import multiprocessing
 import pickle
 
 import pytest
-import torch
 
 try:
     import gpu_dry
@@ -41,10 +41,8 @@ CASES = [
     ("min_FSDP_scratch", 2, *STEPS),
     ("min_FSDP_TP", 4, *STEPS, "--replicate", 2, "--recompute"),
     ("min_FSDP_TP", 4, *STEPS, "--tensor", 2),
-    ("min_FSDP_TP", 4, *STEPS, "--tensor", 2, "--bf16"),
     ("min_PP_FSDP_TP", 8, *STEPS, "--layers", 2, "--micro-batches", 2),
     ("min_PP_FSDP_TP", 4, *STEPS, "--layers", 4, "--micro-batches", 2, "--schedule", "Interleaved1F1B"),
-    ("min_PP_FSDP_TP", 8, *STEPS, "--layers", 2, "--micro-batches", 2, "--bf16"),
     ("min_DDP_scratch", 4, *STEPS, "--bucket-mb", 0.01),
     ("min_DDP_scratch", 2, *STEPS, "--compress", "bf16", "--accumulate", 2),
     ("min_CP", 2, *STEPS),
@@ -52,12 +50,9 @@ CASES = [
     ("min_DiLoCo", 2, *STEPS, "--sync-every", 2),
     ("min_EP", 2, *STEPS, *EXPERTS),
     ("min_EP_FSDP", 4, *STEPS, "--length", 4, "--global-batch-size", 4),  # the same
-    ("min_FaultTolerant", 3, *STEPS[2:], "--steps", N_STEPS + 1),
     ("min_FSDP", 2, *STEPS),
-    ("min_FSDP", 2, *STEPS, "--bf16"),
     ("min_GRPO", 2, "--steps", N_STEPS, "--prompts", 4, "--imitation-steps", 3, "--output", "model.pt"),
     ("min_GRPO", 2, "--steps", N_STEPS, "--prompts", 4, "--imitation-steps", 3, "--inner-steps", 2, "--kl", 0.1),
-    ("min_Generate", 4, "--tensor", 2, "--model", "model.pt", "--prompts", "prompts.jsonl"),
     ("min_Muon", 2, *STEPS, "--layers", 2),  # so that both ranks own matrices of one size
     ("min_PP", 2, *STEPS, "--layers", 2),
     ("min_PP", 2, *STEPS, "--layers", 4, "--schedule", "ZBVZeroBubble"),
@@ -66,9 +61,7 @@ CASES = [
     ("min_CP_ring", 2, *STEPS),
     ("min_Stream", 2, *STEPS, "--num-workers", 0, "--snapshot-path", "snapshot.pt"),
     ("min_TP", 2, *STEPS),
-    ("mnist_DDP", 2, *IMAGES, "--global-batch-size", 64, "--accumulate", 2, "--bf16", "--clip", 1),
     ("mnist_FSDP", 2, *IMAGES, "--batch-size", 32),
-    ("mnist_FSDP", 2, *IMAGES, "--batch-size", 32, "--bf16", "--model", "shallow"),
     ("multigpu_torchrun", 2, 2, 1, *BATCHES),
 ]
 QUICK = CASES[:4]
@@ -100,13 +93,13 @@ TRAINING = {"train", "train_epoch", "train_step", "train_with_join", "train_with
 NOT_A_STEP = {"print_line", "evaluate", "rebuild_buckets", "write_result"}  # at the log interval, or once
 
 
-def dry_run(script, world_size, *options, ranks=None, defect=None):
-    """What each of `ranks`, by default all, has recorded. See gpu_dry.Scripts for `defect`."""
+def dry_run(script, world_size, *options):
+    """What each rank has recorded."""
     results = {}
     sent_by_rank_0 = []
-    for rank in ranks or range(world_size):
+    for rank in range(world_size):
         here, there = multiprocessing.Pipe()
-        args = (there, script, options, rank, world_size, sent_by_rank_0, FROM_DEVICE.get(script, 1), defect)
+        args = (there, script, options, rank, world_size, sent_by_rank_0, FROM_DEVICE.get(script, 1))
         process = multiprocessing.get_context("forkserver").Process(target=gpu_dry.run, args=args)
         process.start()
         there.close()
@@ -129,8 +122,7 @@ def assert_same_collectives(results):
     for group, by_rank in sequences.items():
         first = min(by_rank)
         for rank in group:
-            if rank in results:
-                assert_equal_calls(by_rank[first], by_rank.get(rank, []), f"rank {first}", f"rank {rank} of {group}")
+            assert_equal_calls(by_rank[first], by_rank.get(rank, []), f"rank {first}", f"rank {rank} of {group}")
 
 
 def assert_each_send_is_received(results):
@@ -145,9 +137,8 @@ def assert_each_send_is_received(results):
                 else:
                     received[group[peer], rank].append((shapes, line))
     for sender, receiver in sent.keys() | received.keys():
-        if sender in results and receiver in results:
-            pair = sender, receiver
-            assert_equal_calls(sent[pair], received[pair], f"rank {sender} sends", f"rank {receiver} receives")
+        pair = sender, receiver
+        assert_equal_calls(sent[pair], received[pair], f"rank {sender} sends", f"rank {receiver} receives")
 
 
 def is_point_to_point(call):
@@ -169,23 +160,13 @@ def waits_in_each_step(result):
     return lines
 
 
-def check(script, world_size, *options, defect=None):
-    results = dry_run(script, world_size, *options, defect=defect)
+def check(script, world_size, *options):
+    results = dry_run(script, world_size, *options)
     assert_same_collectives(results)
     assert_each_send_is_received(results)
     for result in results.values():
         waits = waits_in_each_step(result) - WAITS.get(script, set())
         assert not waits, f"waits in each step: {waits}"
-        if not script.startswith("mnist"):  # of the transformer scripts alone they are recorded
-            check_products(result.products, "--bf16" in options)
-
-
-def check_products(products, bf16):
-    """A float32 matrix product needs TF32, or takes many times as long. Attention is in plain operations here."""
-    slow = {line for kind, line in products if kind == "float32 without TF32"}
-    assert not slow, f"float32 without TF32: {slow}"
-    in_bfloat16 = any(kind == "bfloat16" for kind, _ in products)
-    assert in_bfloat16 == bf16
 
 
 def name(case):
@@ -201,65 +182,3 @@ def test_it_runs_on_gpus(case):
 @pytest.mark.parametrize("case", CASES[len(QUICK) :], ids=name)
 def test_the_others_too(case):
     check(*case)
-
-
-# ---- planted defects ----------------------------------------------------------------------------------------------
-
-TWO_DEVICES = "Expected all tensors to be on the same device"
-UNEQUAL_CALLS = r"call \d+, rank 0"
-WAITS_IN_STEPS = "waits in each step"
-DEFECTS = [  # a module, its text, what is planted in its place, what is noticed, and the options of the run
-    ("min_DDP", "DummyModel().to(device)", "DummyModel()", TWO_DEVICES, ("--epochs", 1)),
-    ("min_CP", "x.shape[1], device=x.device", "x.shape[1]", TWO_DEVICES, STEPS),
-    ("min_CP", "grad.contiguous()", "grad.transpose(0, 1)", "contiguous tensors only", STEPS),
-    ("min_ZeRO", "self.clip_gradients()", "dist.is_primary() and self.clip_gradients()", UNEQUAL_CALLS, STEPS),
-    ("multigpu_torchrun", "y = y.to(self.device, non_blocking=True)", "", TWO_DEVICES, (2, 1, *BATCHES)),
-    ("multigpu_torchrun", "loss.detach() * len(x)", "loss.item() * len(x)", WAITS_IN_STEPS, (2, 1, *BATCHES)),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("module, text, defect, noticed, options", DEFECTS, ids=[row[2] or row[1] for row in DEFECTS])
-def test_planted_defects_are_noticed(module, text, defect, noticed, options):
-    with pytest.raises(AssertionError, match=noticed):
-        check(module, 2, *options, defect=(module, text, defect))
-
-
-# ---- many ranks ---------------------------------------------------------------------------------------------------
-
-LAYERS, WIDTH, LENGTH = 2, 128, 128  # the defaults of most scripts
-BLOCK = 12 * WIDTH**2 + 13 * WIDTH
-EMBEDDINGS = 256 * WIDTH + LENGTH * WIDTH
-P = LAYERS * BLOCK + EMBEDDINGS + 2 * WIDTH + 256 * WIDTH
-WHOLE = LAYERS * 6 * WIDTH + 2 * WIDTH  # what tensor parallelism does not split: norms, and biases of `out` and `down`
-MATRICES = LAYERS * 12 * WIDTH**2
-# min_EP.py with 32 positions: a rank has one expert in each block, as large as an MLP, and a router for 64.
-ALL_EXPERTS = P - (LENGTH - 32) * WIDTH + LAYERS * 64 * WIDTH + LAYERS * 63 * (8 * WIDTH**2 + 5 * WIDTH)
-WITH_EXPERT = P - (LENGTH - 32) * WIDTH + LAYERS * 64 * WIDTH
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "script, world_size, options, expected",  # bytes on rank 1, by the formula of the docstring
-    [
-        ("min_DDP_scratch", 64, (), 16 * P),
-        ("min_FSDP_TP", 64, ("--tensor", 8), 16 * (WHOLE / 8 + (P - WHOLE) / 64)),
-        ("min_CP", 64, ("--attention", "all-gather"), 16 * P),
-        ("min_DiLoCo", 64, ("--sync-every", 1), 24 * P),
-        ("min_EP", 64, ("--experts", 64, "--length", 32), 16 * WITH_EXPERT),
-        ("min_EP_FSDP", 64, ("--expert-parallel", 8, "--experts", 64, "--length", 32), 16 * ALL_EXPERTS / 64),
-        ("min_FSDP", 64, (), 16 * P / 64),
-        ("min_Muon", 64, (), (12 * MATRICES + 16 * (P - MATRICES)) / 64),
-        ("min_PP", 64, ("--schedule", "GPipe", "--micro-batches", 1), 16 * BLOCK),
-        ("min_TP", 64, (), 16 * (WHOLE + (P - WHOLE) / 64)),
-        ("min_ZeRO", 1024, (), 8 * P + 8 * P / 1024),
-    ],
-)
-def test_many_ranks_call_the_same_and_hold_what_the_docstring_says(script, world_size, options, expected):
-    results = dry_run(script, world_size, "--steps", 2, *options, ranks=(0, 1))
-    assert_same_collectives(results)
-    assert_each_send_is_received(results)
-    kept = 0
-    if script == "min_PP" and torch.__version__ < "2.15":
-        kept = 4 * 32 * LENGTH * WIDTH  # the pipeline of older versions keeps what the stage has received last
-    assert expected + kept <= results[1].held <= 1.05 * (expected + kept)
