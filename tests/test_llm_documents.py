@@ -19,8 +19,6 @@ CHAT = {"messages": [{"role": role, "content": content} for role, content in TUR
 WITHOUT_THOUGHTS = """{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' and not loop.last %}\
 {{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}\
 {% if add_generation_prompt %}[assistant]{% endif %}"""
-OPENS_A_THOUGHT = """{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}\
-{% if add_generation_prompt %}[assistant]<think>{% endif %}"""
 REFUSES = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}\
 {% endif %}{{ m.content }}<|end|>{% endfor %}"""
 CHANGES_THE_QUESTION = """{% for m in messages %}{% if m.role == 'user' and loop.last %}Q:{% endif %}{{ m.content }}\
@@ -68,12 +66,6 @@ def test_only_what_the_assistant_says_is_in_the_loss_with_its_end(tokenizer):
     assert tokens.dtype == targets.dtype == np.int32
 
 
-def test_several_bytes_of_a_character(tokenizer):
-    record = {"messages": [{"role": "user", "content": "é"}, {"role": "assistant", "content": "ü→"}]}
-    ((document,),) = read(tokenizer, record)
-    assert said(tokenizer, document) == ["ü→<|end|>"]
-
-
 def test_a_template_that_shows_earlier_turns_otherwise_gives_a_text_for_each_turn():
     tokenizer = with_template(WITHOUT_THOUGHTS)
     turns = [("user", "a"), ("assistant", "t</think>b"), ("user", "c"), ("assistant", "u</think>d")]
@@ -81,12 +73,6 @@ def test_a_template_that_shows_earlier_turns_otherwise_gives_a_text_for_each_tur
     (found,) = read(tokenizer, record)
     assert [said(tokenizer, document) for document in found] == [["t</think>b<|end|>"], ["u</think>d<|end|>"]]
     assert "t</think>" not in tokenizer.decode(found[1][0])
-
-
-def test_a_prompt_that_opens_a_thought():
-    tokenizer = with_template(OPENS_A_THOUGHT)
-    ((document,),) = read(tokenizer, CHAT)
-    assert said(tokenizer, document) == ["Hello!\n<|end|>", "4.<|end|>"]
 
 
 def test_a_token_that_begins_with_the_end_of_the_prompt():
@@ -124,10 +110,8 @@ def test_a_text_is_cut_and_each_of_its_tokens_is_a_target_once(tokenizer):
 SPECIAL = [("<|end|>", 256), ("<|user|>", 257), ("<|assistant|>", 258)]
 AROUND = {  # how a tokenizer begins and ends a text: a document of "ab", with the EOS token <|end|>
     "$A": "ab<|end|>",
-    "<|user|> $A": "<|user|>ab<|end|>",
     "<|user|> <|assistant|> $A": "<|user|><|assistant|>ab<|end|>",
     "<|end|> $A": "<|end|>ab<|end|>",  # of OPT and XGLM
-    "$A <|end|>": "ab<|end|>",
     "<|user|> $A <|end|>": "<|user|>ab<|end|>",
     "$A <|end|> <|user|>": "ab<|end|><|user|>",  # of mBART
     "<|user|> $A <|assistant|>": "<|user|>ab<|assistant|><|end|>",  # of BERT, if it has an EOS token
@@ -204,16 +188,13 @@ def test_documents_share_rows_and_none_is_lost(tokenizer):
 
 BAD = [
     ("{", "JSONDecodeError"),
-    ("[]", "it is no JSON object"),
     ('"text"', "it is no JSON object"),
     ("{}", "it has neither, but nothing"),
     ('{"prompt": "x", "completion": "y"}', "it has neither, but prompt, completion: docs/recipes.md"),
     ('{"text": 3}', "its text is no string"),
     ('{"text": "a", "text": "b"}', "an object of it has the key text twice"),
-    ('{"messages": [{"role": "user", "role": "assistant", "content": "x"}]}', "an object of it has the key role twice"),
     ('{"messages": [], "tools": "[{\\"a\\": 1, \\"a\\": 2}]"}', "an object of it has the key a twice"),
     ('{"messages": "x"}', "AttributeError"),
-    ('{"messages": []}', "the assistant says nothing in it"),
     ('{"messages": [{"role": "user", "content": "x"}]}', "the assistant says nothing in it"),
     ('{"messages": [{"content": "x"}]}', "KeyError: 'role'"),
     ('{"messages": [{"role": "assistant", "content": "x"}]}', "its first message is the assistant's"),
@@ -233,7 +214,7 @@ def test_a_bad_line_is_named(line, cause, tokenizer, tmp_path):
     message = exit_message(llm_documents.read, llm_documents.lines_of([path]), tokenizer, 50)
     start = f'{path}: line 3 is no {{"messages": [...]}} or {{"text": "..."}} that this model can read ('
     assert message.startswith(start)
-    assert any(name in message for name in cause.split("|")), message
+    assert cause in message, message
 
 
 @pytest.mark.parametrize(
@@ -307,7 +288,7 @@ def test_arguments_and_tools_may_be_json_in_json():
     assert "JSONDecodeError" in exit_message(read, tokenizer, chat(says("", tool_calls=[call("a=2")])))
 
 
-@pytest.mark.parametrize("field", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+@pytest.mark.parametrize("field", [{"weight": 0}, {"train": False}])
 def test_a_turn_may_be_left_out_of_the_loss(field, tokenizer):
     record = chat(says("no", **field), {"role": "user", "content": "2+2?", "weight": 0}, says("4.", train=True))
     ((document,),) = read(tokenizer, record)
@@ -317,7 +298,7 @@ def test_a_turn_may_be_left_out_of_the_loss(field, tokenizer):
     assert "says nothing in it that is in the loss" in exit_message(read, tokenizer, chat(says("no", **field)))
 
 
-@pytest.mark.parametrize("field", [{"weight": 0.5}, {"weight": "0"}, {"train": "no"}, {"train": [0]}])
+@pytest.mark.parametrize("field", [{"weight": 0.5}, {"weight": "0"}, {"train": [0]}])
 def test_a_weight_that_is_not_known_is_refused(field, tokenizer):
     assert f"{next(iter(field))} " in exit_message(read, tokenizer, chat(says("x", **field)))
 
@@ -486,7 +467,7 @@ PHI3 = """{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% en
 {% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"""
 
 
-@pytest.mark.parametrize("eos_token", ["</s>", "<|endoftext|>", "<|this is the end of the whole text|>"])
+@pytest.mark.parametrize("eos_token", ["</s>", "<|this is the end of the whole text|>"])
 @pytest.mark.parametrize("template", [PHI3, PHI3.replace("|>\n", "|>"), PHI3.replace("eos_token }}", "eos_token }}\n")])
 def test_a_template_that_ends_with_eos_unless_it_asks_for_an_answer(template, eos_token):
     """As that of Phi-3. The answers and their ends are in the loss, and the EOS token once, after the last one."""
@@ -508,35 +489,6 @@ def test_such_a_template_without_an_end_of_a_turn_gives_a_text_for_each_turn():
 
 
 # Templates that mark what is generated, of the kinds that other trainers have. The marks cover the end of a turn.
-MARKED = {
-    "ChatML": """{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}{% generation %}\
-{{ m.content }}<|end|>\n{% endgeneration %}{% else %}{{ m.content }}<|end|>\n{% endif %}{% endfor %}\
-{% if add_generation_prompt %}<|assistant|>\n{% endif %}""",
-    "the role has another name": """{% for m in messages %}{% if m.role == 'assistant' %}<|model|>\
-{% generation %}{{ m.content | trim }}<|end|>{% endgeneration %}{% else %}<|{{ m.role }}|>{{ m.content }}<|end|>\
-{% endif %}{% endfor %}{% if add_generation_prompt %}<|model|>{% endif %}""",
-    "a token ends the whole": """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}\
-{{ m.content }}<|end|>\n{% endgeneration %}{% else %}{{ m.content }}<|end|>\n{% endif %}{% endfor %}\
-{% if add_generation_prompt %}<|assistant|>{% elif messages[-1].role == 'assistant' %}{% generation %}</s>\
-{% endgeneration %}{% else %}</s>{% endif %}""",
-    "the last turn ends otherwise": """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}\
-{% generation %}{{ m.content }}{% if loop.last %}<|end|>{% else %}<|user|>{% endif %}{% endgeneration %}{% else %}\
-{{ m.content }}<|user|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
-    "there is no prompt for an answer": """{% for m in messages %}{% if m.role == 'assistant' %}{% generation %} \
-{{ m.content }}<|end|>{% endgeneration %}{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}""",
-    "thoughts of earlier turns go": """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}\
-{% generation %}{% if loop.last %}<think>\n</think>{% endif %}{{ m.content }}<|end|>{% endgeneration %}{% else %}\
-{{ m.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
-    "the prompt has an empty thought": """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}\
-{% generation %}<think></think>{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}\
-{% endfor %}{% if add_generation_prompt %}<|assistant|><think></think>{% endif %}""",
-    "an answer has marks of its own": """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}\
-{% generation %}<answer>{{ m.content }}</answer><|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}\
-{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
-}
-
-
-# The same with thoughts, calls and results.
 CALLS_TWICE = says("Wait.", reasoning_content="It is long.", tool_calls=[call({"a": 2}), call({"a": 3})])
 RESULTS = [{"role": "tool", "tool_call_id": "1", "content": number} for number in ("5", "9")]
 MORE = [
@@ -581,19 +533,13 @@ MARKED_AGENTS = {
     + ASKS,
 }
 # What these mark beside the words is the end of the prompt.
-PROMPTS = {
-    "the prompt has an empty thought": "<think></think>",
-    "the prompt opens a thought": "<think>",
-    "the marks cover the prompt": "<|assistant|>",
-}
+PROMPTS = {"the prompt opens a thought": "<think>", "the marks cover the prompt": "<|assistant|>"}
 
 
-@pytest.mark.parametrize("kind", [*MARKED, *MARKED_AGENTS])
+@pytest.mark.parametrize("kind", MARKED_AGENTS)
 def test_the_words_in_the_loss_are_those_that_a_template_marks(kind):
     """For trainers that read the marks. Here the template needs none."""
-    template, messages = MARKED.get(kind), CHAT["messages"]
-    if kind in MARKED_AGENTS:
-        template, messages = MARKED_AGENTS[kind], AGENT
+    template, messages = MARKED_AGENTS[kind], AGENT
     marked = with_template(template)
     tokenizer = with_template(re.sub("{% (end)?generation %}", "", template))
     for number, message in enumerate(messages):
@@ -645,13 +591,9 @@ def test_files_that_are_too_large_or_missing(tmp_path):
     path = tmp_path / "large.jsonl"
     path.touch()
     path.open("r+").truncate(3 * 10**9)  # a sparse file
-    large = "--data has 3.0 GB, more than the 1 GB that this script holds in memory"
-    assert exit_message(list, llm_documents.lines_of([path])).startswith(large)
-    message = exit_message(list, llm_documents.lines_of([tmp_path / "none.jsonl"]))
-    assert message == f"--data: cannot read {tmp_path}/none.jsonl: No such file or directory"
-    assert "Is a directory" in exit_message(list, llm_documents.lines_of([tmp_path]))
+    assert exit_message(list, llm_documents.lines_of([path])).startswith("--data has 3.0 GB, more than the 1 GB ")
     message = exit_message(list, llm_documents.lines_of([tmp_path / "none.jsonl"], "--eval-data"))
-    assert message.startswith("--eval-data: cannot read")
+    assert message == f"--eval-data: cannot read {tmp_path}/none.jsonl: No such file or directory"
 
 
 def test_conversations_of_the_library(monkeypatch, tmp_path):
