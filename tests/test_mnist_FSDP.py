@@ -206,15 +206,6 @@ def test_prepare_fsdp_model_in_one_process(monkeypatch):
 
 def normed_worker(local_rank, world_size, folder):
     train(local_rank, world_size, folder, model=Normed, checkpoint_dir=folder)
-    model = mnist_FSDP.wrap(Normed(), "fsdp", dist.get_device(), False)
-    for buffer in model.buffers():
-        buffer.fill_(local_rank)
-    checkpoint_sharded.save(f"{folder}/without evaluation", model, torch.optim.Adam(model.parameters()), 1)
-    assert not any(buffer.any() for buffer in model.buffers()), "rank 0's are saved"
-    if local_rank == 1:  # as stages of a pipeline differ
-        model.register_buffer("own", torch.ones(2))
-    checkpoint_sharded.save(f"{folder}/stages", model, torch.optim.Adam(model.parameters()), 1)
-    dist.barrier()
 
 
 def test_batch_norm(tmp_path):
@@ -277,11 +268,10 @@ def evaluate_worker(local_rank, world_size, folder):
     results = []
     with few_digits(1, 1):
         for size in (101, 60, 2, 1):
-            for kind in (digits, lambda n: Plain(digits(n))):
-                for sharded in (False, True):
-                    torch.manual_seed(4)
-                    model = dist.prepare_fsdp_model(Net(), (torch.nn.Linear, torch.nn.Conv2d)) if sharded else Net()
-                    results.append(mnist_FSDP.evaluate(model, loaders(kind(size))[1], dist.get_device(), False))
+            for sharded in (False, True):
+                torch.manual_seed(4)
+                model = dist.prepare_fsdp_model(Net(), (torch.nn.Linear, torch.nn.Conv2d)) if sharded else Net()
+                results.append(mnist_FSDP.evaluate(model, loaders(digits(size))[1], dist.get_device(), False))
         torch.manual_seed(4)
         net = Normed()
         net.layers[2].running_mean.fill_(local_rank)  # as it is after training, each rank with its own
@@ -296,7 +286,7 @@ def test_any_number_of_ranks_evaluates_as_one_process(nprocs, tmp_path):
     with few_digits(1, 1):
         for size in (101, 60, 2, 1):
             torch.manual_seed(4)
-            expected += [result_of(Net(), digits(size))] * 4
+            expected += [result_of(Net(), digits(size))] * 2
         torch.manual_seed(4)
         expected.append(result_of(Normed(), digits(101)))
     dist.launch(evaluate_worker, str(tmp_path), nprocs=nprocs)
@@ -416,7 +406,7 @@ class Smaller(Net):
 
 
 def resume_worker(local_rank, world_size, folder):
-    """Resume after the first epoch: from the same state, to the same end, with another rate, and from bad files."""
+    """Resume after the first epoch: from the same state, to the same end, with another rate, and with other models."""
     dist.init_process_group()
     for strategy in ("fsdp", "ddp"):
         train(local_rank, world_size, folder, strategy, strategy=strategy, checkpoint_dir=f"{folder}/{strategy}")
@@ -427,41 +417,15 @@ def resume_worker(local_rank, world_size, folder):
         changes = {"model": Pooled, "epochs": epochs, "checkpoint_dir": here}
         train(local_rank, world_size, folder, part, "layerwise", **changes)
 
-    bad = Path(folder, "bad")
     for another in (mnist.ShallowNet, Smaller):
-        assert str(bad / "step-1") in exit_message(again_worker, local_rank, world_size, str(bad), another)
-    files = {path: path.read_bytes() for path in bad.rglob("*") if path.is_file()}
-    for name, content in (
-        ("__0_0.distcp", lambda whole: whole[: len(whole) // 2]),
-        (".metadata", lambda whole: whole[: len(whole) // 2]),
-        (".metadata", lambda whole: b"I am a text file.\n" * 100),
-        (".metadata", lambda whole: b""),
-        ("__1_0.distcp", None),
-    ):
-        path = bad / "step-1" / name
-        dist.barrier()
-        if local_rank == 0:
-            path.write_bytes(content(files[path])) if content else path.unlink()
-        dist.barrier()
-        message = exit_message(again_worker, local_rank, world_size, str(bad))
-        assert message.startswith(f"cannot load {bad / 'step-1'}: "), (name, message)
-        dist.barrier()
-        if local_rank == 0:
-            path.write_bytes(files[path])
-    dist.barrier()
-    assert {path: path.read_bytes() for path in bad.rglob("*") if path.is_file()} == files
-
-    if world_size > 1:  # another machine, without the folder of the first
-        if local_rank == 0:
-            shutil.copytree(bad, f"{folder}/own 0")
-        message = exit_message(again_worker, local_rank, world_size, f"{folder}/own {local_rank}")
-        assert message.startswith(f"cannot load {folder}/own")
+        message = exit_message(again_worker, local_rank, world_size, f"{folder}/other", another)
+        assert f"{folder}/other/step-1" in message
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("nprocs", [1, 2, slow(3)])
 def test_resume_on_another_number_of_ranks(nprocs, uninterrupted, references, tmp_path):
-    for name in ("fsdp", "ddp", "bad"):
+    for name in ("fsdp", "ddp", "other"):
         first_epoch_of(uninterrupted, tmp_path / name)
     dist.launch(resume_worker, str(tmp_path), nprocs=nprocs)
 
@@ -517,34 +481,21 @@ def test_kill_in_a_save(moment, uninterrupted, references, tmp_path):
 
 
 def full_disk_worker(local_rank, world_size, folder):
-    """A disk that fills in the second save, on every rank, and in the export."""
-    save = checkpoint_sharded.save
-
-    def save_on_a_full_disk(*arguments):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-        save(*arguments)
-
-    with mock.patch("checkpoint_sharded.save", save_on_a_full_disk):
-        message = exit_message(again_worker, local_rank, world_size, folder)
-    assert message.startswith(f"cannot save {folder}/step-2: "), message
+    dist.init_process_group()
     with few_digits(*SIZES):
         model = mnist_FSDP.wrap(Net(), "fsdp", dist.get_device(), False)
     if local_rank > 0:
         mnist_FSDP.export(f"{folder}/old.pt", model)
     else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         message = exit_message(mnist_FSDP.export, f"{folder}/old.pt", model)
         assert message.startswith(f"cannot save {folder}/old.pt") and "File too large" in message
     dist.barrier()
 
 
-def test_full_disk(uninterrupted, tmp_path):
-    folder = first_epoch_of(uninterrupted, tmp_path)
+def test_an_export_on_a_full_disk_leaves_the_old_file(tmp_path):
     (tmp_path / "old.pt").write_text("old")
-    dist.launch(full_disk_worker, folder, nprocs=2)
-    assert {path.name for path in tmp_path.glob("step-*")} == {"step-1"}, "nothing half-written is left"
-    (tmp_path / "step-2").write_text("in the way")
-    message = exit_message(again_worker, 0, 1, folder)
-    assert message.startswith(f"cannot save {folder}/step-2: FileExistsError")
+    dist.launch(full_disk_worker, str(tmp_path), nprocs=2)
     assert (tmp_path / "old.pt").read_text() == "old"
 
 
