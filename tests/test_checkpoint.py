@@ -92,7 +92,7 @@ def load_worker(local_rank, world_size, path):
     assert (critic.weight == 5).all() and second.param_groups[0]["lr"] == 0.5
 
 
-@pytest.mark.parametrize(("savers", "loaders"), [(1, 1), (3, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize(("savers", "loaders"), [(3, 1), (1, 3), (2, 3)])
 def test_any_number_of_processes_loads_what_any_number_saved(savers, loaders, tmp_path):
     path = str(tmp_path / "snapshot.pt")
     dist.launch(save_worker, path, nprocs=savers)
@@ -181,7 +181,6 @@ def unequal_worker(rank, world_size, path):
     model, optimizer, _ = objects()
     refused = {"best": 0.5 + rank, "files": [4, 5 + rank], "state": {"next": torch.tensor(rank)}, "epoch": rank}
     refused |= {"order": torch.tensor([3, 5]).roll(rank), "tables": [(1, torch.tensor(rank))]}
-    refused |= {"losses": torch.arange(100.0)[torch.randperm(100, generator=torch.Generator().manual_seed(rank))]}
     refused |= {"names": [{}] * rank, "options": {"a": 1} if rank else {"b": 1}}
     inner = {"state": "state.next", "tables": "tables.0.1"}
     inner |= dict.fromkeys(["names", "options"], "the list of names")
@@ -200,22 +199,17 @@ def unequal_worker(rank, world_size, path):
     message = agreed_message(checkpoint.save, path, model, optimizer, temperature=temperature)
     assert message.startswith("temperature of rank 1 differs from rank 0's")
     for function in (checkpoint.save, checkpoint.load):
-        message = agreed_message(function, path, model, optimizer)
-        assert message.startswith("an optimizer trains a parameter that would not be saved: pass its module too")
-        message = agreed_message(function, path, model, Noam(optimizer))
-        assert message.startswith("an optimizer trains a parameter that would not be saved: pass its module too")
+        for each in (optimizer, Noam(optimizer)):
+            message = agreed_message(function, path, model, each)
+            assert message.startswith("an optimizer trains a parameter that would not be saved: pass its module too")
     temperature.data.fill_(0.5)
     checkpoint.save(f"{path}.trained", model, optimizer, temperature=temperature)
     temperature.data.fill_(0.0)
     _, _, loaded = checkpoint.load(f"{path}.trained", model, optimizer, temperature=temperature)
     assert loaded is temperature and temperature.item() == 0.5, "the optimizer trains what is loaded"
     # The options of an optimizer.
-    critic = nn.Linear(2, 2)
-    nn.init.ones_(critic.weight)
-    nn.init.ones_(critic.bias)
-    parts = {"critic": critic, "second": torch.optim.SGD(critic.parameters(), lr=0.1 + rank)}
-    message = agreed_message(checkpoint.save, path, model, torch.optim.SGD(model.parameters()), **parts)
-    assert message.startswith("second.param_groups.0.lr of rank 1 differs from rank 0's")
+    message = agreed_message(checkpoint.save, path, model, torch.optim.SGD(model.parameters(), lr=0.1 + rank))
+    assert message.startswith("optimizer.param_groups.0.lr of rank 1 differs from rank 0's")
     # Its state, which changes the weights only later.
     model, optimizer, _ = objects()
     optimizer.state_dict()["state"][2]["exp_avg"] += rank
@@ -289,7 +283,7 @@ def bad_files(folder):
     model, optimizer, scheduler = objects()
     checkpoint.save(folder / "good", model, optimizer, scheduler, epoch=1)
     good = (folder / "good").read_bytes()
-    cases = {f"truncated{i}": good[: i * len(good) // 51] for i in range(1, 51)}
+    cases = {f"truncated{i}": good[: i * len(good) // 11] for i in range(1, 11)}
     cases["empty"] = b""
     cases["text"] = b"I am a text file.\n" * 100
     weight = model[0].weight.detach().numpy().tobytes()
@@ -329,13 +323,8 @@ def bad_worker(local_rank, world_size, folder, expected):
         message = agreed_message(checkpoint.load, name, *objects())
         assert str(Path(folder, name)) in message
         assert reason in message, name
-        advice = "delete or rename"
-        if reason.startswith("holds the state"):
-            advice = "save and load the same parts"
-        if reason.startswith("was saved from"):
-            advice = "build the same, or choose another path"  # the file is right: nobody should delete it
-        assert advice in message
-        assert ("delete" in message) == ("delete" in advice)
+        is_right = reason.startswith(("holds the state", "was saved from"))  # nobody should delete it
+        assert ("delete or rename" in message) != is_right
     message = agreed_message(checkpoint.load, "good", *objects()[:2])
     assert "holds the state of model, optimizer, scheduler, not of model, optimizer:" in message
 
@@ -464,24 +453,23 @@ def test_the_disk_has_the_file_and_its_name_before_the_save_ends(tmp_path, monke
     assert events[-3:] == ["file of 3 bytes", "rename", "folder"]
 
 
-@pytest.mark.parametrize(("code", "refused"), [("EINVAL", False), ("ENOTSUP", False), ("EIO", True)])
-def test_a_file_system_without_fsync_for_folders_can_be_saved_to(code, refused, tmp_path, monkeypatch):
+def test_a_file_system_without_fsync_for_folders_can_be_saved_to(tmp_path, monkeypatch):
     """The file is complete by then. Other errors are the disk's."""
-    fsync = os.fsync
+    fsync, numbers = os.fsync, []
 
     def fails_for_folders(fd):
         if stat.S_ISDIR(os.fstat(fd).st_mode):
-            number = getattr(errno, code)
-            raise OSError(number, os.strerror(number))
+            raise OSError(numbers[-1], os.strerror(numbers[-1]))
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", fails_for_folders)
     path = tmp_path / "snapshot.pt"
-    if refused:
-        assert os.strerror(errno.EIO) in exit_message(checkpoint.save, path, *objects(1), epoch=1)
-    else:
+    for number in (errno.EINVAL, errno.ENOTSUP):
+        numbers.append(number)
         checkpoint.save(path, *objects(1), epoch=1)
         assert checkpoint.load(path, *objects()) == (1, 0)
+    numbers.append(errno.EIO)
+    assert os.strerror(errno.EIO) in exit_message(checkpoint.save, path, *objects(1), epoch=1)
 
 
 def test_another_optimizer_scheduler_or_settings_are_one_line(tmp_path):
@@ -505,14 +493,6 @@ def test_another_optimizer_scheduler_or_settings_are_one_line(tmp_path):
     del snapshot["settings"]["optimizer class"], snapshot["settings"]["scheduler class"]
     torch.save(snapshot, path)
     assert checkpoint.load(path, model, optimizer, scheduler, settings) == (0, 0), "as older snapshots have none"
-
-
-def test_a_model_without_parameters_is_saved(tmp_path):
-    model = nn.ReLU()
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    parts = {"temperature": optimizer.param_groups[0]["params"][0]}
-    checkpoint.save(tmp_path / "snapshot.pt", model, optimizer, **parts)
-    assert checkpoint.load(tmp_path / "snapshot.pt", model, optimizer, **parts)[:2] == (0, 0)
 
 
 def test_a_symbolic_link_is_followed(tmp_path):
@@ -620,8 +600,3 @@ def test_sigterm_to_a_loaders_processes_that_have_just_started_loses_no_batch():
     loader = torch.utils.data.DataLoader(range(4), num_workers=2, worker_init_fn=terminate_all)
     assert [batch.item() for batch in checkpoint.shielded(loader)] == [0, 1, 2, 3]
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    # In a process of its own, as torch raises its error at any place, in the middle of starting a thread too.
-    unshielded = multiprocessing.get_context("fork").Process(target=list, args=(loader,))
-    unshielded.start()
-    unshielded.join(60)
-    assert unshielded.exitcode == 1, "DataLoader worker is killed by signal: Terminated"
