@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 import checkpoint_sharded
 import distributed as dist
@@ -93,39 +92,6 @@ def accumulate(no_sync_around_forward):
     return all_reduces, gap(gradients(model), gradients_of_one_process())
 
 
-def average(divide_by_all):
-    """How far the gradients are from right, if rank 0 has 2 samples and rank 1 has 10."""
-    model = dist.prepare_ddp_model(make_model())
-    x, y = (tensor.split([2, 10])[dist.get_rank()] for tensor in (X, Y))
-    if divide_by_all:
-        n_samples = dist.all_reduce(torch.tensor(len(y)))
-        loss = F.cross_entropy(model(x), y, reduction="sum") / n_samples * dist.get_world_size()
-    else:
-        loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    return gap(gradients(model), gradients_of_one_process())
-
-
-def walk(with_sampler):
-    """The samples of one epoch of this rank."""
-    dataset = TensorDataset(torch.arange(12))
-    if with_sampler:
-        loader = DataLoader(dataset, batch_size=2, sampler=dist.data_sampler(dataset, distributed=True, shuffle=True))
-    else:
-        loader = DataLoader(dataset, batch_size=2, shuffle=True)
-    return torch.cat([batch for (batch,) in loader]).tolist()
-
-
-def train_in_batches_of(batch_size):
-    """The number of steps of an epoch, and how far the weights are from those of one process with batches of 4."""
-    dataset = TensorDataset(X, Y)
-    alone, model = make_model(), make_model()
-    expected = train(alone, alone, DataLoader(dataset, batch_size=4))
-    loader = DataLoader(dataset, batch_size, sampler=dist.data_sampler(dataset, distributed=True, shuffle=False))
-    found = train(model, dist.prepare_ddp_model(model), loader)
-    return len(loader), gap(found, expected)
-
-
 def choose_by_name(wrapped):
     """The parameters in the group of the last layer, and how far its weight is from right after one step."""
 
@@ -143,28 +109,6 @@ def choose_by_name(wrapped):
     x, y = share(X, Y)
     n_head, weight = step(model, ddp_model, ddp_model if wrapped else model, x, y)
     return n_head, gap(weight, expected)
-
-
-def clip(each_micro_batch):
-    """How far the gradients are from those of one process that does the same, and whether the ranks have equal ones."""
-    world_size = dist.get_world_size()
-
-    def accumulate(model, x, y):
-        for number, (micro_x, micro_y) in enumerate(zip(x.chunk(3), y.chunk(3), strict=True), 1):
-            sync = model.no_sync() if number < 3 and hasattr(model, "no_sync") else contextlib.nullcontext()
-            with sync:
-                (F.cross_entropy(model(micro_x), micro_y) / 3).backward()
-            if each_micro_batch or number == 3:
-                nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.05)
-        return gradients(model)
-
-    # One process has the micro-batches of all ranks, one after the other.
-    order = [i for part in torch.arange(12).view(world_size, 3, -1).transpose(0, 1) for i in part.flatten().tolist()]
-    expected = accumulate(make_model(), X[order], Y[order])
-    x, y = share(X, Y)
-    actual = accumulate(dist.prepare_ddp_model(make_model()), x, y)
-    equal = all(torch.equal(each, actual) for each in dist.gather(actual))
-    return gap(actual, expected), equal
 
 
 def schedule(per_micro_batch):
@@ -300,16 +244,6 @@ def hide_the_output(wrap, logits_of):
     return gap(gradients(model.used), gradients_of_one_process())
 
 
-def wrap_in_passing(keep):
-    """How far the gradients are from right if the wrapper is kept in a variable, or is not."""
-    model = make_model()
-    x, y = share(X, Y)
-    kept = [dist.prepare_ddp_model(model)]
-    logits = (kept[0] if keep else kept.pop())(x)
-    F.cross_entropy(logits, y).backward()
-    return gap(gradients(model), gradients_of_one_process())
-
-
 def skip_a_batch(agree):
     """How far the weights are from those of one process that leaves out each batch with a NaN. Each rank has one."""
     batches = [X, X.clone(), X.clone(), X + 1]
@@ -392,15 +326,6 @@ def look_up_with_a_largest_norm(in_forward):
     return gap(first, second)
 
 
-def add_up(times_world_size):
-    """How far the gradients of a sum over the batch, as CTC losses often are, are from right."""
-    x, y = share(X, Y)
-    model = dist.prepare_ddp_model(make_model())
-    loss = F.cross_entropy(model(x), y, reduction="sum")
-    (loss * (dist.get_world_size() if times_world_size else 1)).backward()
-    return gap(gradients(model), len(X) * gradients_of_one_process())
-
-
 class OwnBlock(nn.Module):
     """Takes and returns what `wrap` makes of a tensor."""
 
@@ -437,16 +362,8 @@ def worker(local_rank, world_size, folder):
         results = {
             "no_sync around backward only": accumulate(no_sync_around_forward=False),
             "no_sync around both": accumulate(no_sync_around_forward=True),
-            "mean of means": average(divide_by_all=False),
-            "sum divided by the number": average(divide_by_all=True),
-            "batch size kept": train_in_batches_of(4),
-            "batch size divided": train_in_batches_of(2),
-            "shuffled": walk(with_sampler=False),
-            "with a sampler": walk(with_sampler=True),
             "names of the wrapped model": choose_by_name(wrapped=True),
             "names of the plain model": choose_by_name(wrapped=False),
-            "clipped per micro-batch": clip(each_micro_batch=True),
-            "clipped per step": clip(each_micro_batch=False),
             "scheduled per micro-batch": schedule(per_micro_batch=True),
             "scheduled per step": schedule(per_micro_batch=False),
             "resume": resume_from_rank_0(folder),
@@ -458,8 +375,6 @@ def worker(local_rank, world_size, folder):
             "dict": hide_the_output(lambda logits: {"logits": logits}, lambda output: output["logits"]),
             "tuple": hide_the_output(lambda logits: (logits,), lambda output: output[0]),
             "dataclass": hide_the_output(Output, lambda output: output.logits),
-            "wrapped in passing": wrap_in_passing(keep=False),
-            "wrapper kept": wrap_in_passing(keep=True),
             "another class": hide_the_output(Hidden, lambda output: output.logits),
             "skipped by one rank": skip_a_batch(agree=False),
             "skipped by all ranks": skip_a_batch(agree=True),
@@ -467,8 +382,6 @@ def worker(local_rank, world_size, folder):
             "one backward": two_losses(one_backward=True),
             "norms in forward": look_up_with_a_largest_norm(in_forward=True),
             "norms after the step": look_up_with_a_largest_norm(in_forward=False),
-            "sum": add_up(times_world_size=False),
-            "sum times the world size": add_up(times_world_size=True),
             "a dataclass between shards": pass_objects_between_shards(Output),
             "an own class between shards": pass_objects_between_shards(Hidden),
         }
@@ -500,35 +413,11 @@ def test_no_sync_after_the_forward_sends_every_micro_batch(results):
             assert sent == expected and difference < 1e-12
 
 
-def test_a_mean_over_ranks_with_unequal_counts_is_not_the_mean(results):
-    check(results, "mean of means", "sum divided by the number")
-
-
-def test_shuffle_without_a_sampler_gives_all_samples_to_each_rank(results):
-    assert [sorted(result["shuffled"]) for result in results] == [list(range(12))] * 2
-    assert sorted(results[0]["with a sampler"] + results[1]["with a sampler"]) == list(range(12))
-
-
-def test_a_kept_batch_size_is_a_larger_global_batch(results):
-    for result in results:
-        (kept, wrong), (divided, right) = result["batch size kept"], result["batch size divided"]
-        assert (kept, divided) == (2, 3) and wrong > 0.01 and right < 1e-12
-
-
 def test_names_of_the_wrapped_model_begin_with_module(results):
     """So the group of the last layer is empty, which is no error, and that layer gets the other learning rate."""
     for result in results:
         (none, wrong), (both, right) = result["names of the wrapped model"], result["names of the plain model"]
         assert (none, both) == (0, 2) and wrong > 0.01 and right < 1e-12
-
-
-def test_clipping_each_micro_batch_depends_on_the_number_of_processes(results):
-    """And no check sees it, because the ranks have equal gradients."""
-    for result in results:
-        difference, equal = result["clipped per micro-batch"]
-        assert difference > 1e-4 and equal
-        difference, equal = result["clipped per step"]
-        assert difference < 1e-12 and equal
 
 
 def test_a_scheduler_that_steps_per_micro_batch_is_too_fast(results):
@@ -574,10 +463,6 @@ def test_the_search_for_unused_parameters_finds_tensors_in_known_outputs_only(re
         assert "Expected to mark a variable ready only once" in result["another class"], "as the page says"
 
 
-def test_a_wrapper_that_is_not_kept_averages_nothing(results):
-    check(results, "wrapped in passing", "wrapper kept")
-
-
 def test_sends_and_receives_are_batched():
     """gloo accepts separate calls, so the scripts are read: each send and receive is a P2POp of batch_isend_irecv."""
     batched = 0
@@ -612,10 +497,6 @@ def test_a_line_search_needs_the_loss_of_all_ranks(averaged):
 
 def test_an_embedding_with_a_largest_norm_changes_the_rows_of_its_own_rank(results):
     check(results, "norms in forward", "norms after the step")
-
-
-def test_ddp_divides_a_sum_over_the_batch_by_the_number_of_ranks(results):
-    check(results, "sum", "sum times the world size")
 
 
 def test_fsdp_finds_tensors_in_known_objects_only(results):
