@@ -116,7 +116,8 @@ def loss_fn(logits, targets):
 
 def settings_of(args):
     """The `settings` of a checkpoint: options that a resumed run must share, though no shape depends on them."""
-    return {"--heads": args.heads, "--global-batch-size": args.global_batch_size, "--seed": args.seed}
+    names = ("heads", "global_batch_size", "seed", "lr", "clip")
+    return {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
 
 
 def make_meta_model(args):

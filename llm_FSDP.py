@@ -57,11 +57,9 @@ it prints `step 100/370 | held-out 4.2481`, the mean loss of the documents that 
 import argparse
 import datetime
 import functools
-import importlib.util
 import math
 import random
 import resource
-import sys
 import time
 import zlib
 from pathlib import Path
@@ -520,19 +518,13 @@ def parse_args(argv=None):
     check_together(parser, args)
     set_defaults(args)
     if args.wandb:
-        check_installed("wandb")
+        tracking.check_installed("wandb")
     if args.tensorboard is not None:
-        check_installed("tensorboard")
+        tracking.check_installed("tensorboard")
     for option in ("output", "checkpoint_dir", "tensorboard"):
         if getattr(args, option) is not None:
             checkpoint_sharded.check_folder(f"--{option.replace('_', '-')}", getattr(args, option))
     return args
-
-
-def check_installed(package):
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:  # W&B makes a folder `wandb`, a package without an origin
-        sys.exit(f"--{package}: {package} is not installed: pip install -r requirements-tracking.txt")
 
 
 def check_together(parser, args):

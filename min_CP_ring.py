@@ -2,7 +2,7 @@
 
 Every process has the whole model and its share, T/N positions, of every row of the batch. Only attention needs the
 other shares. Each process keeps its queries. In step s it computes attention to the keys of the rank s places before
-it. Meanwhile the keys and values of the next step travel. On rank r of N = 4:
+it, which that rank sends to it directly. Meanwhile the keys and values of the next step travel. On rank r of N = 4:
 
     step          0                 1                  2                  3
     compute       own keys          keys of r-1        keys of r-2        keys of r-3
@@ -18,24 +18,26 @@ Under the causal mask later queries see more keys. So a row is cut into 2·N pie
 
                          keys of rank 0    keys of rank 1
                            0       3         1       2
-    queries          0     c       .         .       .       c  the same piece: causal mask
-    of rank 0        3     x       c         x       x       x  an earlier piece: no mask
-                                                             .  a later piece: skipped
+    queries          0     c       .         .       .
+    of rank 0        3     x       c         x       x
+
     queries          1     x       .         c       .
     of rank 1        2     x       .         x       c
 
+    c: the same piece, causal mask    x: an earlier piece, no mask    .: a later piece, skipped
+
 A row packs documents of any lengths, and no document sees another. Here rows are cut from one long text, and a document
-ends with a blank line. Rows of min_Packing.py work too: `make_plan` needs their OWNERS. A document that lies in two
-pieces fills all that is between them. So two pieces share at most one document. All its queries in the later piece see
-all its keys in the earlier one, so attention needs no mask. Here documents A to E fill a row of 16 positions:
+ends with a blank line. Rows of min_Packing.py work too: `make_plan` needs their OWNERS. Two different pieces share at
+most one document: the one that covers all between them. All its queries in the later piece see all its keys in the
+earlier one, so attention needs no mask. Here documents A to E fill a row of 16 positions:
 
     piece            0       | 1       | 2       | 3                 keys seen on the other rank
     row              A A A B | B B B C | C C D D | D D D E
     share of rank 0  A A A B |         |         | D D D E           D sees D
     share of rank 1          | B B B C | C C D D |                   B sees B
 
-If two ranks share no document, nothing is sent between them. Every rank knows where the documents of all shares lie, so
-sender and receiver agree without a message.
+If two ranks share no document in any row, nothing is sent between them. If they share one, the whole share of all rows
+is sent. Every rank knows where the documents of all shares lie, so sender and receiver agree without a message.
 
 The backward pass needs only the final out and lse, so a process saves nothing of other shares. It receives the same
 keys and values again, and returns their gradients to the owner.
@@ -43,12 +45,14 @@ keys and values again, and returns their gradients to the owner.
 Choose this script over min_CP.py if there are more processes than heads, if rows pack documents, or if sending takes
 long: the computation that hides it grows with T² and the bytes with T. With enough heads and fast links choose Ulysses
 in min_CP.py, which sends fewer bytes of one long document. The ring of the paper (arXiv:2310.01889) hands all keys on
-from neighbour to neighbour. It needs no other links, but it cannot skip what only a later rank needs.
+from neighbour to neighbour. Then fewer shares at a time leave a machine with several processes, but nothing is skipped
+that only a later rank needs. It has not run on a GPU yet.
 
 Cost per process, for P float32 parameters, L layers of width D, B rows of T bytes, N processes: 16·P bytes, as with
 DDP, and 1/N of the activations. Each step sends DDP's 2·(N-1)/N · 4·P bytes. Attention sends up to
 3·(N-1) · 8·L·B·T·D/N bytes: keys and values in forward and in backward, and their gradients, to all other ranks that
-share a document. Ulysses sends (N-1)/N · 32·L·B·T·D/N. A document no longer than a piece is on at most two ranks.
+share a document. Ulysses sends (N-1)/N · 32·L·B·T·D/N. A document no longer than a piece is on at most two ranks. Each
+document of a row is a call of the kernel by itself, unless all rows are alike: many short ones cost GPUs time.
 
     python min_CP_ring.py --length 8192         # one process per visible GPU, or one on the CPU
     python min_CP_ring.py --nproc 2             # two processes
@@ -82,8 +86,8 @@ class RingAttention(torch.autograd.Function):
     """Causal attention of this rank's queries to the keys and values of all ranks, within each document.
 
     q, k and v cover this rank's share: (rows, heads, positions, head width). The result has the same shape. `plan`
-    comes from `make_plan`, and `group` is a group of all ranks. For 16-bit types, sum `out`, `lse` and the gradients in
-    float32.
+    comes from `make_plan`, and `group` is a group of all ranks. For float32 and float64 only: in 16 bits the sums would
+    lose digits.
     """
 
     @staticmethod
@@ -93,11 +97,9 @@ class RingAttention(torch.autograd.Function):
         out = torch.zeros_like(q)
         lse = torch.full_like(q[..., 0], -math.inf)
         for step, (step_k, step_v) in enumerate(around_the_ring(torch.stack([k, v]), plan, group)):
-            for rows, queries, keys in plan[step].blocks:
-                block_out, block_lse = attend_to_block(
-                    q[rows, :, queries], step_k[rows, :, keys], step_v[rows, :, keys], causal=step == 0
-                )
-                merge(out[rows, :, queries], lse[rows, :, queries], block_out, block_lse)
+            for mine, theirs in plan[step].blocks:
+                block_out, block_lse = attend_to_block(q[mine], step_k[theirs], step_v[theirs], causal=step == 0)
+                merge(out[mine], lse[mine], block_out, block_lse)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -106,26 +108,23 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
         grad_q = torch.zeros_like(q)
+        grad_kv = torch.zeros_like(torch.stack([k, v]))
         hop = None
-        for step, step_kv in enumerate(around_the_ring(torch.stack([k, v]), ctx.plan, ctx.group)):
-            step_grad = torch.zeros_like(step_kv)
-            for rows, queries, keys in ctx.plan[step].blocks:
-                block_grad_q, *block_grad_kv = gradients_of_block(
-                    grad[rows, :, queries],
-                    q[rows, :, queries],
-                    *step_kv[:, rows, :, keys],
-                    out[rows, :, queries],
-                    lse[rows, :, queries],
-                    causal=step == 0,
+        for step, (step_k, step_v) in enumerate(around_the_ring(torch.stack([k, v]), ctx.plan, ctx.group)):
+            step_grad = torch.zeros_like(grad_kv)
+            for mine, theirs in ctx.plan[step].blocks:
+                block_grad_q, block_grad_k, block_grad_v = gradients_of_block(
+                    grad[mine], q[mine], step_k[theirs], step_v[theirs], out[mine], lse[mine], causal=step == 0
                 )
-                grad_q[rows, :, queries] += block_grad_q
-                step_grad[:, rows, :, keys] += torch.stack(block_grad_kv)
-            if step == 0:
-                grad_kv = step_grad  # of this rank's own keys and values
-                continue
+                grad_q[mine] += block_grad_q
+                step_grad[0][theirs] += block_grad_k
+                step_grad[1][theirs] += block_grad_v
             if hop:
                 grad_kv += finish_hop(hop)  # it has travelled while this step was computed
-            hop = start_hop(step_grad, -step, ctx.plan[step].receives, ctx.plan[step].sends, ctx.group)  # to the owner
+            if step == 0:
+                grad_kv += step_grad  # of this rank's own keys and values
+            else:  # back to their owner
+                hop = start_hop(step_grad, -step, ctx.plan[step].receives, ctx.plan[step].sends, ctx.group)
         if hop:
             grad_kv += finish_hop(hop)
         grad_k, grad_v = grad_kv
@@ -180,7 +179,7 @@ def merge(out, lse, block_out, block_lse):
 class Step:
     """What this rank does in one step of the ring."""
 
-    blocks: list  # triples of slices (rows, queries, keys): these queries see these keys
+    blocks: list  # pairs of indices (rows, heads, positions): these queries see these keys, with all heads
     sends: bool  # does the rank `step` places on need this rank's keys?
     receives: bool  # does this rank need the keys of the rank `step` places before?
 
@@ -218,7 +217,7 @@ def find_spans(owners):
 
 
 def visible(documents, piece, reader, owner):
-    """Which queries of rank `reader` see which keys of rank `owner`: triples of slices (rows, queries, keys).
+    """Which queries of rank `reader` see which keys of rank `owner`: pairs of indices (rows, heads, positions).
 
     All these queries see all these keys, except that a mask is needed if reader and owner are the same rank. A share is
     two pieces of `piece` positions.
@@ -233,20 +232,23 @@ def visible(documents, piece, reader, owner):
             if owner > reader:
                 first_query = max(first_query, piece)  # the reader's first piece comes before both of the owner's
             if first_query < last_query and first_key < last_key:
-                blocks.append((rows, slice(first_query, last_query), slice(first_key, last_key)))
+                mine = (rows, slice(None), slice(first_query, last_query))
+                theirs = (rows, slice(None), slice(first_key, last_key))
+                blocks.append((mine, theirs))
     return blocks
 
 
 def place(position, piece, rank):
     """How many positions of a rank's share come before `position` of the row."""
-    first, second = rank * piece, (2 * dist.get_world_size() - 1 - rank) * piece  # where its two pieces start
-    in_first = min(max(position - first, 0), piece)
-    in_second = min(max(position - second, 0), piece)
+    start_of_first = rank * piece
+    start_of_second = (2 * dist.get_world_size() - 1 - rank) * piece
+    in_first = min(max(position - start_of_first, 0), piece)
+    in_second = min(max(position - start_of_second, 0), piece)
     return in_first + in_second
 
 
 # ---- attention to one block of keys -------------------------------------------------------------------------------
-# F.scaled_dot_product_attention does not give the lse, so its kernels are called here. Not yet tried on a GPU.
+# F.scaled_dot_product_attention does not give the lse, so its kernels are called here.
 
 
 def attend_to_block(q, k, v, causal):
@@ -293,7 +295,7 @@ def gradients_of_block(grad, q, k, v, out, lse, causal):
 class RingGPT(gpt.GPT):
     """A GPT on this rank's share of each row. `positions` count from the start of each document."""
 
-    group = None  # of all ranks
+    group = None  # set by `parallelize`
 
     def forward(self, tokens, positions, plan):
         def attend(q, k, v):
@@ -326,29 +328,23 @@ def local_loss(model, x, y, whole=False):
 
     If shares have unequal numbers of targets, compute the fraction of min_Packing.py instead.
     """
-    x, y = x.cpu(), y.cpu()  # in training they are there: the host must know the documents without a wait
+    x, y = x.cpu(), y.cpu()  # the plan is made there. Training's batches are there already, so nothing waits
     owners = number_documents(x, whole)
-    rows = torch.stack([x, y, count_in_documents(owners)])  # (3, rows, length)
-    share = gpt.to_device(rows[:, :, local_positions(x.shape[1])], dist.get_device())
-    tokens, targets, positions = share
+    rows = torch.stack([x, y, torch.arange(x.shape[1]) - owners])  # (3, rows, length)
+    tokens, targets, positions = gpt.to_device(rows[:, :, local_positions(x.shape[1])], dist.get_device())
     return gpt.loss_fn(model(tokens, positions, make_plan(owners)), targets)
 
 
 def number_documents(x, whole=False):
-    """The number of each byte's document, (rows, length). A blank line ends a document, unless rows are `whole`."""
+    """For each byte the place where its document begins, which serves as the document's number: (rows, length).
+
+    A blank line ends a document, unless rows are `whole`.
+    """
     begins = torch.zeros_like(x)
     if not whole:
         newline = x == ord("\n")
         begins[:, 2:] = newline[:, :-2] & newline[:, 1:-1]
-    return begins.cumsum(dim=1)
-
-
-def count_in_documents(owners):
-    """The position of each byte in its document, from 0 on."""
-    places = torch.arange(owners.shape[1]).expand_as(owners)
-    begins = owners.diff(dim=1, prepend=owners[:, :1]) != 0
-    starts = (places * begins).cummax(dim=1).values
-    return places - starts
+    return (torch.arange(x.shape[1]) * begins).cummax(dim=1).values
 
 
 def train(model, optimizer, text, held_out, args):

@@ -131,7 +131,7 @@ def add_experts(model, args, ranks=None, group=None):
 
 
 def backward(model, loss):
-    """The gradients of the mean of all ranks' losses."""
+    """The gradients of the mean of all ranks' losses. Call it once per step: it sums what is in the gradients."""
     # The experts' gradients are complete after this line: an expert has seen its tokens of all ranks.
     (loss / dist.get_world_size()).backward()
     # The shared parameters' gradients are summed over the ranks. DDP has no public way to leave out the experts.

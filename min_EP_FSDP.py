@@ -17,19 +17,20 @@ Every rank has its share of the batch, and the loss is the mean over all N = dp 
 over N ranks, divided by N. The sums of the two kinds of parameters are made in two ways:
 
     all else     fully_shard sums over N ranks, and divides by N
-    experts      an expert sees the tokens of ep ranks, so backward sums over these. fully_shard sums over dp ranks, and
-                 divides by dp. So ep remains to divide by
+    experts      backward sums over the ep ranks whose tokens an expert has seen. fully_shard sums over dp ranks, and
+                 divides by dp. This script divides by ep
 
 No element of a gradient is on two ranks. So one sum of squares over all ranks gives the norm that clipping needs.
 nn.utils.clip_grad_norm_ raises an error, because the gradients are DTensors of two meshes.
 
-Choose it when experts are most of the parameters, and all else with Adam's state does not fit beside 1/N of them. Let
+Choose it when the shared parameters with Adam's state do not fit into a device beside its experts, as in min_EP.py. Let
 ep be the processes of one machine: tokens travel in each block, forward and backward. min_FSDP.py sends no tokens, but
 gathers all experts of a block on every process.
 
 Cost per process, for S shared float32 parameters and X of experts, L layers of width D, B sequences of T bytes:
     memory    16·(S + X)/N bytes between two steps (parameters 4, gradients 4, Adam 8). While a block computes that has
-              s shared parameters and x of experts, up to 20·(s + x/ep) more.
+              s shared parameters and x of experts, up to 20·(s + x/ep) more. At the start 4·(S + X/ep) bytes in the
+              CPU's memory: `make_sharded_model` of min_Muon.py shows how to avoid that.
     sent      3·(N-1)/N · 4·S bytes in each step for the shared parameters, 3·(dp-1)/dp · 4·X/ep for the experts, and
               (ep-1)/ep · 16·L·top·D·B·T/N for the tokens if all experts are used evenly. gloo's reduce-scatter sends
               twice as much as it should.
@@ -47,6 +48,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import distributed as dist
 import gpt
@@ -64,7 +66,8 @@ def parallelize(model, args):
     if dist.get_world_size() == 1:
         min_EP.add_experts(model, args)
         return
-    device, n = dist.get_device().type, dist.get_world_size()
+    device = dist.get_device().type
+    n = dist.get_world_size()
     # The neighbours along the last dimension have consecutive ranks: tokens need the fastest links.
     mesh = init_device_mesh(device, (n // args.expert_parallel, args.expert_parallel), mesh_dim_names=("dp", "ep"))
     everyone = init_device_mesh(device, (n,))
@@ -77,11 +80,14 @@ def parallelize(model, args):
 
 
 def backward(model, loss, expert_parallel):
-    """The gradients of the mean of all ranks' losses."""
+    """The gradients of the mean of all ranks' losses. Call it once per step.
+
+    For several micro-batches, call `loss.backward()` for each, and divide the experts' gradients after the last one.
+    """
     loss.backward()
     _, experts = min_EP.split_params(model)
     for param in experts:
-        # set_gradient_divide_factor would let fully_shard do it, but gloo has no such reduction.
+        # fully_shard could do it (set_gradient_divide_factor), but torch 2.14 divides twice on gloo if dp is 1.
         param.grad /= expert_parallel
 
 
@@ -89,13 +95,14 @@ def clip_gradients(model, max_norm):
     """As nn.utils.clip_grad_norm_. Each element of a gradient is on one rank, so the norm is one sum over all ranks."""
     shards = [local(param.grad) for param in model.parameters()]
     norm = dist.all_reduce(nn.utils.get_total_norm(shards) ** 2).sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1)
     for shard in shards:
-        shard *= (max_norm / (norm + 1e-6)).clamp(max=1)
+        shard *= factor
 
 
 def local(tensor):
     """This process's shard of a DTensor. In a single process nothing is sharded."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
@@ -119,7 +126,7 @@ def train(model, optimizer, text, held_out, args):
         if args.clip:
             clip_gradients(model, args.clip)
         optimizer.step()
-        tokens = [block.mlp.tokens for block in model.blocks]  # now: `progress` may run the model on held-out text
+        tokens = [block.mlp.tokens for block in model.blocks]  # before `progress`, whose evaluation counts anew
         progress(loss)
         if progress.step % args.log_every == 0 or progress.step == args.steps:
             dist.print_primary("    tokens per expert:", *[counts.tolist() for counts in tokens])
@@ -167,7 +174,8 @@ def main_worker(local_rank, world_size, args):
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     shared, experts = min_EP.split_params(model)
     n_params = sum(param.numel() for param in shared)
-    n_params += args.expert_parallel * sum(param.numel() for param in experts)  # a DTensor counts all of dp
+    # A DTensor's numel is that of the whole tensor.
+    n_params += args.expert_parallel * sum(param.numel() for param in experts)
     gpt.report_held(model.parameters(), n_params)
     # Two groups: AdamW steps all parameters of a group in one call, and they must be of one mesh.
     optimizer = torch.optim.AdamW([{"params": shared}, {"params": experts}], lr=args.lr, fused=True)

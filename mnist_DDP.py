@@ -37,12 +37,10 @@ plain model, and mnist_cnn_accuracies.json, a list with the accuracy after each 
 """
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
 import random
-import sys
 
 import torch
 from torch.nn import functional as F
@@ -352,20 +350,14 @@ def parse_args(words=None):
         how = f"the micro-batches of {args.nproc} x --accumulate {args.accumulate}"
         parser.error(f"argument --global-batch-size: {args.global_batch_size} is less than {micro_batches}, {how}")
     if args.wandb:
-        check_installed("wandb")
+        tracking.check_installed("wandb")
     if args.tensorboard is not None:
-        check_installed("tensorboard")
+        tracking.check_installed("tensorboard")
         checkpoint.check_writable("--tensorboard", os.path.join(args.tensorboard, "events"))
     checkpoint.check_writable("--output", args.output)
     if args.snapshot_path is not None:
         checkpoint.check_writable("--snapshot-path", args.snapshot_path)
     return args
-
-
-def check_installed(package):
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:  # W&B makes a folder `wandb`, a package without an origin
-        sys.exit(f"--{package}: {package} is not installed: pip install -r requirements-tracking.txt")
 
 
 # ---- start --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,17 @@
 Needs requirements-tracking.txt; without --wandb and --tensorboard, neither package is imported.
 """
 
+import importlib.util
+import sys
+
 import distributed as dist
+
+
+def check_installed(package):
+    """Leave with one line if the package of --wandb or --tensorboard is missing."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:  # W&B makes a folder `wandb`, a package without an origin
+        sys.exit(f"--{package}: {package} is not installed: pip install -r requirements-tracking.txt")
 
 
 class Tracker:

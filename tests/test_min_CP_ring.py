@@ -101,9 +101,7 @@ def packed_rows(length):
     documents = [(b"p", bytes(draw.randint(1, length))) for _ in range(20)]
     rows = min_Packing.fill_rows(min_Packing.pack(documents, length), length)
     owners = rows[:, min_Packing.OWNERS]
-    used = owners != min_CP_ring.PADDING
-    assert not used.all()
-    assert torch.equal(rows[:, min_Packing.POSITIONS][used], min_CP_ring.count_in_documents(owners)[used])
+    assert (owners == min_CP_ring.PADDING).any()
     return owners
 
 
@@ -332,10 +330,8 @@ def test_equal_to_one_process_in_results_and_work(nprocs, tmp_path, plain_saved_
 
 def test_a_blank_line_ends_a_document():
     row = torch.tensor(list(b"a\n\nbc\n\n\n\nd\n"))
-    assert min_CP_ring.number_documents(row[None]).tolist() == [[0, 0, 0, 1, 1, 1, 1, 2, 3, 4, 4]]
+    assert min_CP_ring.number_documents(row[None]).tolist() == [[0, 0, 0, 3, 3, 3, 3, 7, 8, 9, 9]]
     assert paragraphs(row) == [(0, 3), (3, 7), (7, 8), (8, 9), (9, 11)]
-    owners = torch.tensor([[0, 0, 0, 1, 1, 2, -1, -1]])
-    assert min_CP_ring.count_in_documents(owners).tolist() == [[0, 1, 2, 0, 1, 0, 0, 1]]
 
 
 def by_formula(q, k, causal):
