@@ -321,9 +321,8 @@ def test_wrong_versions_are_noticed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_it_learns_what_the_teacher_did_not_show(seed, job_of):
-    first, *lines = job_of("min_GRPO.py", "--nproc", 1, "--seed", seed).splitlines()
+def test_it_learns_what_the_teacher_did_not_show(job_of):
+    first, *lines = job_of("min_GRPO.py", "--nproc", 1).splitlines()
     numbers = [LINE.fullmatch(line).groups() for line in lines]
     assert float(numbers[0][1]) < 0.55 < 0.85 < float(numbers[-1][1]), "the reward"
     assert float(first.split()[-1]) < 0.95 < float(numbers[-1][2]), "held-out prompts"
@@ -342,21 +341,6 @@ def test_what_it_prints_and_saves(job_of, tmp_path, monkeypatch):
     assert saved["sizes"] == {"layers": 2, "width": 64, "heads": 4, "length": 19}
     gpt.GPT(**saved["sizes"]).load_state_dict(saved["model"])
     assert [name.name for name in Path(path.parent).iterdir()] == ["model.pt"]
-
-
-@pytest.mark.parametrize("path", ["", "folder", "folder/", "file/model.pt", "/sys/model.pt"])
-def test_a_model_that_cannot_be_saved_is_refused_before_training(path, main_of, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("folder").mkdir()
-    Path("file").write_text("in the way")
-    message, stderr = main_of("min_GRPO.py", "--output", path)
-    assert re.fullmatch(r"--output: ('(folder/?)?' is not the name of a file|cannot write to /\S+: \w[\w ]+)", message)
-    assert stderr == "" and Path("file").read_text() == "in the way"
-
-
-def test_each_process_needs_a_prompt(main_of):
-    line = "min_GRPO.py: error: argument --prompts: 2 is less than 3, the number of processes\n"
-    assert main_of("min_GRPO.py", "--nproc", "3", "--prompts", "2") == (2, line)
 
 
 def test_advantages_compare_with_the_group():
