@@ -33,7 +33,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 ROOT = Path(__file__).parent.parent
 GPUS = 8  # on each machine
 aten, c10d = torch.ops.aten, torch.ops.c10d
-Result = collections.namedtuple("Result", "calls waits sent_by_rank_0 error")
+Result = collections.namedtuple("Result", "n_calls waits sent_by_rank_0 error")
 
 
 # ---- the device -----------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Scripts(importlib.machinery.SourceFileLoader):
 class Recorder(TorchDispatchMode):
     """Runs operations on the CPU as they are and those on the device on fake tensors.
 
-    `calls` has every collective in order, and `waits` the number of times that each line waits for the device.
+    `waits` has the number of times that each line waits for the device.
     """
 
     def __init__(self, rank, host_value):
@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
         self.device = torch.device("gpu", rank % GPUS)
         self.host_value = host_value  # what every number is that comes from the device
         self.gloo_groups = set()
-        self.calls, self.waits = [], collections.Counter()
+        self.n_calls, self.waits = 0, collections.Counter()
         self.sent_by_rank_0 = []
         # Operations for which fake tensors are not enough. These functions may return NotImplemented where they are.
         self.on_device = {
@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
             kwargs["device"] = self.device
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if func in fake_collectives.collective_ops:
-            self.record(func, args, kwargs, tensors)
+            self.check_devices(func, args, tensors)
         if func in self.on_device:
             result = self.on_device[func](*args, **kwargs)
             if result is not NotImplemented:
@@ -237,7 +237,7 @@ class Recorder(TorchDispatchMode):
         functions = frozenset(frame.f_code.co_name for frame in frames)
         self.waits[place(frames), what, functions] += 1
 
-    def record(self, func, args, kwargs, tensors):
+    def check_devices(self, func, args, tensors):
         if func in fake_collectives.sync_ops and func is not c10d.barrier.default:
             return
         group = fake_collectives.CollectiveOp.get_process_group(func, args)
@@ -249,15 +249,7 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors:
             if tensor.device.type == "gpu" and not tensor.is_contiguous():
                 raise RuntimeError(f"{func}: NCCL takes contiguous tensors only")
-        if func is c10d.scatter_.default:
-            tensors = args[0]  # the received one: only the source has a list of what it sends
-        shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
-        numbers = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, (int, float, str))]
-        self.note(group, str(func), shapes, numbers)
-
-    def note(self, group, *call):
-        ranks = tuple(torch_dist.get_process_group_ranks(group))
-        self.calls.append((ranks, call, place(frames_of_project())))
+        self.n_calls += 1
 
 
 def is_fake(tensor):
@@ -323,7 +315,7 @@ def run(pipe, script, options, rank, world_size, sent_by_rank_0=(), host_value=1
                 module.main_worker(rank % GPUS, world_size, args)
     except BaseException:
         error = traceback.format_exc()
-    result = Result(recorder.calls, recorder.waits, recorder.sent_by_rank_0, error)
+    result = Result(recorder.n_calls, recorder.waits, recorder.sent_by_rank_0, error)
     pipe.send_bytes(pickle.dumps(result))  # pipe.send would share the memory of tensors, and this process ends now
     pipe.close()
     os._exit(0)
@@ -379,19 +371,18 @@ def pretend_groups(recorder):
         name = (group or torch_dist.group.WORLD).group_name
         return "gloo" if name in recorder.gloo_groups else "nccl"
 
-    def from_rank_0(name, value, group):
+    def from_rank_0(value):
         """Rank 0's `value`."""
-        recorder.note(group or torch_dist.group.WORLD, name)
         if torch_dist.get_rank() == 0:
             recorder.sent_by_rank_0.append(pickle.dumps(value))  # now, since the caller may change it
             return value
         return pickle.loads(recorder.sent_by_rank_0.pop(0))
 
     def all_gather_object(objects, value, group=None):
-        objects[:] = [from_rank_0("all_gather_object", value, group)] + [value] * (len(objects) - 1)
+        objects[:] = [from_rank_0(value)] + [value] * (len(objects) - 1)
 
     def broadcast_object_list(objects, src=0, group=None):
-        objects[:] = from_rank_0("broadcast_object_list", list(objects), group)
+        objects[:] = from_rank_0(list(objects))
 
     torch_dist.rendezvous, torch_dist.init_process_group = rendezvous, init_dry
     torch_dist.get_backend = get_backend

@@ -1,8 +1,8 @@
 """Scripts on GPUs that are not there (see gpu_dry.py), one rank after the other.
 
 A run fails where tensors of two devices meet, where NCCL is handed a tensor of the CPU, of another rank's GPU or with
-gaps, and where the host needs a size that only the device knows. All ranks must call the same collectives in the same
-order, and each send needs its receive. No line may wait for the device in every step, but for those named below.
+gaps, and where the host needs a size that only the device knows. No line may wait for the device in every step, but for
+those named below.
 
 It cannot see what happens in C++, in other processes or on the device: DDP's reducer (a hook makes its all-reduce
 here), how groups are made from others (split_group), what PipelineStage tells its neighbours about shapes, what Join
@@ -12,7 +12,6 @@ numbers from the device on all ranks, so no branch depends on them. multinode_to
 min_Generate.py and the RPC scripts have no case here.
 """
 
-import collections
 import multiprocessing
 import pickle
 
@@ -106,50 +105,10 @@ def dry_run(script, world_size, *options):
         results[rank] = pickle.loads(here.recv_bytes())
         process.join()
         assert not results[rank].error, f"rank {rank}: {results[rank].error}"
-        assert results[rank].calls
+        assert results[rank].n_calls
         if rank == 0:
             sent_by_rank_0 = results[rank].sent_by_rank_0
     return results
-
-
-def assert_same_collectives(results):
-    """In each group, all its ranks call the same, with tensors of the same shape and type."""
-    sequences = collections.defaultdict(dict)
-    for rank, result in results.items():
-        for group, call, line in result.calls:
-            if not is_point_to_point(call):
-                sequences[group].setdefault(rank, []).append((call, line))
-    for group, by_rank in sequences.items():
-        first = min(by_rank)
-        for rank in group:
-            assert_equal_calls(by_rank[first], by_rank.get(rank, []), f"rank {first}", f"rank {rank} of {group}")
-
-
-def assert_each_send_is_received(results):
-    """Between any two ranks, as many tensors as are sent arrive, of the same shape and type and in the same order."""
-    sent, received = collections.defaultdict(list), collections.defaultdict(list)
-    for rank, result in results.items():
-        for group, call, line in result.calls:
-            if is_point_to_point(call):
-                name, shapes, (peer, *_) = call
-                if "send" in name:
-                    sent[rank, group[peer]].append((shapes, line))
-                else:
-                    received[group[peer], rank].append((shapes, line))
-    for sender, receiver in sent.keys() | received.keys():
-        pair = sender, receiver
-        assert_equal_calls(sent[pair], received[pair], f"rank {sender} sends", f"rank {receiver} receives")
-
-
-def is_point_to_point(call):
-    return "send" in call[0] or "recv" in call[0]
-
-
-def assert_equal_calls(calls, others, who, other):
-    for number in range(max(len(calls), len(others))):
-        mine = calls[number] if number < len(calls) else ("nothing", "")
-        its = others[number] if number < len(others) else ("nothing", "")
-        assert mine[0] == its[0], f"call {number}, {who}: {mine}\n{other}: {its}"
 
 
 def waits_in_each_step(result):
@@ -161,10 +120,7 @@ def waits_in_each_step(result):
 
 
 def check(script, world_size, *options):
-    results = dry_run(script, world_size, *options)
-    assert_same_collectives(results)
-    assert_each_send_is_received(results)
-    for result in results.values():
+    for result in dry_run(script, world_size, *options).values():
         waits = waits_in_each_step(result) - WAITS.get(script, set())
         assert not waits, f"waits in each step: {waits}"
 

@@ -1,4 +1,3 @@
-import argparse
 import contextlib
 import re
 from unittest import mock
@@ -9,9 +8,6 @@ from conftest import float64
 from ladder import BOTH, assert_close, mlp, mlp_and_adam, sgd, train_alone
 from torch.utils.data import DataLoader
 
-import min_DDP
-import multigpu_torchrun
-import multinode_torchrun
 import single_gpu
 
 LINE = re.compile(r"\[(?:CPU|GPU0)\] Epoch (\d+) \| Batchsize: (\d+) \| Steps: (\d+) \| Loss: (\d+\.\d{4})")
@@ -65,33 +61,6 @@ def test_its_main_trains_on_all_samples(model, optimizer, tmp_path, monkeypatch,
         single_gpu.main(single_gpu.parse_args())
     assert_close("checkpoint.pt", expected)
     assert [float(loss) for *_, loss in LINE.findall(capsys.readouterr().out)] == pytest.approx(losses, abs=5.1e-5)
-
-
-@pytest.mark.parametrize("script", [single_gpu, multigpu_torchrun, multinode_torchrun, min_DDP])
-def test_both_spellings_of_each_option(script, monkeypatch):
-    """These scripts go without options.py, which accepts both."""
-    monkeypatch.setattr("sys.argv", [script.__file__, "1", "1"] if script is not min_DDP else [script.__file__])
-    parsers = []
-    parse_args = argparse.ArgumentParser.parse_args
-
-    def parse(parser):
-        parsers.append(parser)
-        return parse_args(parser)
-
-    monkeypatch.setattr("argparse.ArgumentParser.parse_args", parse)
-    script.parse_args()
-    names = [set(action.option_strings) for action in parsers[0]._actions if "--help" not in action.option_strings]
-    assert any(names)
-    for spellings in names:
-        for name in spellings:
-            words = name[2:]
-            assert {f"--{words.replace('_', '-')}", f"--{words.replace('-', '_')}"} <= spellings
-
-
-def test_the_smallest_numbers(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["single_gpu.py", "1", "1", "--batch_size", "1"])
-    args = single_gpu.parse_args()
-    assert (args.total_epochs, args.save_every, args.batch_size) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("moment", ["write", "fsync"])
