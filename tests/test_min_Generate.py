@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, Bomb, CollectiveCounter, exit_message, float64, killed_in, start, wait_for
+from conftest import Bomb, CollectiveCounter, exit_message, float64, killed_in
 from torch.multiprocessing import ProcessExitedException
 
 import distributed as dist
@@ -263,6 +263,7 @@ MOMENTS = {
     "while the parts are deleted": lambda: mock.patch("min_Generate.shutil.rmtree", killed_while_deleting),
 }
 ON_RANK_0 = ("before the folder", "before the merge", "before the output", "before the parts", "while the parts")
+FILES = ("--model", "model.pt", "--prompts", "prompts.jsonl")
 EXISTS = "answers.jsonl exists already: use it, or move it and run the same command again"
 
 
@@ -311,25 +312,6 @@ def test_killed_at_ten_moments_and_resumed_by_other_numbers_of_processes(args_of
         assert [path.name for path in Path().glob("answers*")] == ["answers.jsonl"]
         Path("answers.jsonl").unlink()
     assert n_kept >= 2, "some answers were kept, others were missing"
-
-
-@pytest.mark.slow
-def test_the_launcher_is_killed_at_random_moments(args_of):
-    """The command itself, three times, each time with another number of processes."""
-    Path("prompts.jsonl").write_text(20 * Path("prompts.jsonl").read_text())
-    launch(args_of("--nproc", 1, "--output", "expected.jsonl", "--batch-size", 64))
-    given = ("--model", "model.pt", "--prompts", "prompts.jsonl", *OPTIONS, "--batch-size", 2)
-    draw = random.Random(1)
-    for nproc, tensor in ((2, 1), (2, 2), (3, 1)):
-        kept = numbers_in(parts_of())
-        goal = len(kept) + draw.randint(1, 50)
-        process = start(ROOT / "min_Generate.py", *given, "--nproc", nproc, "--tensor", tensor, cwd=Path.cwd())
-        wait_for(lambda goal=goal: len(numbers_in(parts_of())) >= goal, process)
-        process.kill()
-        process.communicate()
-        assert kept < numbers_in(parts_of()), "and the job was not done"
-    launch(args_of("--nproc", 1))
-    assert Path("answers.jsonl").read_bytes() == Path("expected.jsonl").read_bytes()
 
 
 def test_the_longest_prompts_come_first_with_others_of_their_length(args_of):
@@ -385,11 +367,12 @@ def test_a_job_with_another_model_prompts_or_options_uses_no_part_of_this_one(ar
     assert int(LAST_LINE.fullmatch(last)[2]) == n_missing_bytes(kept), "nothing is generated twice"
 
 
-@pytest.mark.parametrize("spoil", ["mine", "shorter", "another answer", "nothing"])
-@pytest.mark.parametrize("n_parts", ["no", "some", "all"])
+@pytest.mark.parametrize(
+    ("n_parts", "spoil"), [("no", "mine"), ("some", "nothing"), ("all", "shorter"), ("all", "another answer")]
+)
 def test_an_output_that_is_not_of_this_job_is_neither_overwritten_nor_taken_for_it(n_parts, spoil, args_of):
     if n_parts != "no":
-        parts = started_job(args_of)
+        started_job(args_of)
     if n_parts == "all":
         with mock.patch.object(min_Generate, "merge"):
             launch(args_of("--nproc", 1))
@@ -401,8 +384,7 @@ def test_an_output_that_is_not_of_this_job_is_neither_overwritten_nor_taken_for_
     with mock.patch.object(gpt_generate, "generate", side_effect=AssertionError):  # nothing is computed
         assert exit_message(launch, args_of("--nproc", 1)) == EXISTS
     assert Path("answers.jsonl").read_text() == texts[spoil]
-    if n_parts != "no":
-        assert numbers_in(parts), "they are still there"
+    assert n_parts == "no" or numbers_in(parts_of()), "they are still there"
     Path("answers.jsonl").unlink()
     launch(args_of("--nproc", 1))
     assert lines_of(Path("answers.jsonl")) == expected_output()
@@ -434,13 +416,13 @@ DAMAGED = ["", "5", "null", '"ab"', "{}x", '[999, "x"]', '[[999, "x"]]', '[[-1, 
 DAMAGED += ['[["1", "x"]]', '[[[], "x"]]', "[1]", 5000 * "[", "\udcff"]
 
 
-@pytest.mark.parametrize("text", DAMAGED, ids=range(len(DAMAGED)))
-def test_a_damaged_part_is_one_line_before_anything_is_computed(text, args_of):
+def test_a_damaged_part_is_one_line_before_anything_is_computed(args_of):
     *_, folder, _ = min_Generate.prepare(SIZES["length"], args_of("--nproc", 1))
-    (folder / "3.json").write_bytes(text.encode(errors="surrogateescape"))
-    with mock.patch.object(gpt_generate, "generate", side_effect=AssertionError):
-        message = exit_message(launch, args_of("--nproc", 1))
-    assert message == f"{folder}/3.json is damaged: delete it, and run the same command again"
+    for text in DAMAGED:
+        (folder / "3.json").write_bytes(text.encode(errors="surrogateescape"))
+        with mock.patch.object(gpt_generate, "generate", side_effect=AssertionError):
+            message = exit_message(launch, args_of("--nproc", 1))
+        assert message.startswith(f"{folder}/3.json is damaged"), text[:20]
 
 
 def test_what_cannot_be_the_folder_or_a_part_is_one_line(args_of):
@@ -490,16 +472,14 @@ def test_wrong_prompts_are_one_line(args_of):
         '{"prompt": "\\ud800"}',
         "\udcff",
     ]
-    for line in (*lines, deep, deep.replace('"a"', 5000 * "[" + 5000 * "]"), '{"prompt": "a"'):
+    for line in (*lines, deep, '{"prompt": "a"'):
         Path("prompts.jsonl").write_bytes(b'{"prompt": "a"}\n' + line.encode(errors="surrogateescape") + b"\n")
-        message = 'prompts.jsonl, line 2: not a JSON object with a "prompt" that has text'
-        assert exit_message(launch, args_of("--nproc", 1)) == message, line[:50]
+        assert exit_message(launch, args_of("--nproc", 1)).startswith("prompts.jsonl, line 2: "), line[:50]
     Path("prompts.jsonl").write_text("")
     assert exit_message(launch, args_of("--nproc", 1)) == "prompts.jsonl has no prompts"
     Path("prompts.jsonl").write_text(json.dumps({"prompt": 51 * "a"}) + "\n")
-    assert exit_message(launch, args_of("--nproc", 1)) == (
-        "the model has 80 positions, which are too few for the longest prompt of 51 bytes and --new-bytes 30"
-    )
+    message = exit_message(launch, args_of("--nproc", 1))
+    assert all(words in message for words in ("80 positions", "51 bytes", "--new-bytes 30"))
     assert parts_of() == Path("none")
 
 
@@ -510,25 +490,8 @@ def test_prompts_may_begin_with_a_byte_order_mark_and_end_lines_as_windows_does(
     assert lines_of(Path("answers.jsonl")) == expected_output()
 
 
-def test_what_is_nested_can_be_written_or_is_refused_before_anything_is_computed(args_of):
-    """Python reads and writes JSON to some depth, which differs between versions."""
-    for depth in (100, 400, *range(900, 1000, 9), 1500, 5000):
-        more = depth * "[" + depth * "]"
-        Path("prompts.jsonl").write_text(f'{{"prompt": "a", "more": {more}}}\n')
-        with mock.patch.object(min_Generate, "read_parts", lambda *args: {0: "b"}):
-            try:
-                launch(args_of("--nproc", 1))
-            except SystemExit as error:
-                assert depth > 400 and 'line 1: not a JSON object with a "prompt"' in str(error)
-                continue
-        assert Path("answers.jsonl").read_text() == f'{{"prompt": "a", "more": {more}, "answer": "b"}}\n'
-        Path("answers.jsonl").unlink()
-
-
 def test_wrong_models_are_one_line(args_of):
-    assert exit_message(launch, args_of("--nproc", 4, "--tensor", 4)) == (
-        "--tensor 4 does not divide the model's 6 heads"
-    )
+    assert exit_message(launch, args_of("--nproc", 4, "--tensor", 4)).startswith("--tensor 4 does not divide")
     message = "other.pt is not a file that min_GRPO.py --output has written, or it is damaged"
     weights = make_model().state_dict()
     without_heads = {name: value for name, value in SIZES.items() if name != "heads"}
@@ -556,30 +519,22 @@ def test_wrong_models_are_one_line(args_of):
     assert not Path("exploded").exists()
 
 
-@pytest.mark.parametrize("output", ["", "folder", "folder/", "file/answers.jsonl", "/sys/answers.jsonl"])
+@pytest.mark.parametrize("output", ["", "folder/", "file/answers.jsonl"])
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_loaded(output, main_of, folder):
     Path("folder").mkdir()
     Path("file").write_text("in the way")
-    message, stderr = main_of(
-        "min_Generate.py", "--model", "model.pt", "--prompts", "prompts.jsonl", "--output", output
-    )
-    assert re.fullmatch(r"--output: ('(folder/?)?' is not the name of a file|cannot write to /\S+: \w[\w ]+)", message)
-    assert stderr == "" and Path("file").read_text() == "in the way"
+    message, stderr = main_of("min_Generate.py", *FILES, "--output", output)
+    assert message.startswith("--output: ") and stderr == "" and Path("file").read_text() == "in the way"
 
 
 def test_mistakes_are_one_line(main_of, folder):
-    start = "min_Generate.py: error: argument "
-    files = ("--model", "model.pt", "--prompts", "prompts.jsonl")
-    cases = [
-        (("--model", "no.pt", *files[2:]), "--model: there is no file 'no.pt'"),
-        (("--model", ".", *files[2:]), "--model: there is no file '.'"),
-        ((*files[:2], "--prompts", ""), "--prompts: there is no file ''"),
-        ((*files, "--stop", "ab"), "--stop: 'ab' is not one byte"),
-        ((*files, "--stop", "Ä"), "--stop: 'Ä' is not one byte"),
-        ((*files, "--nproc", "3", "--tensor", "2"), "--nproc: 3 is not a multiple of 2, --tensor"),
-    ]
-    for options, message in cases:
-        assert main_of("min_Generate.py", *options) == (2, f"{start}{message}\n")
-    for given, missing in (((), "--model, --prompts"), (files[:2], "--prompts"), (files[2:], "--model")):
-        line = f"min_Generate.py: error: the following arguments are required: {missing}\n"
-        assert main_of("min_Generate.py", *given) == (2, line)
+    for option, value, words in (
+        ("--model", "no.pt", "'no.pt'"),
+        ("--prompts", "", "''"),
+        ("--stop", "ab", "'ab'"),
+        ("--stop", "Ä", "'Ä'"),
+        ("--nproc", "3", "3 is not a multiple of 2, --tensor"),
+    ):
+        status, line = main_of("min_Generate.py", *FILES, "--tensor", "2", option, value)
+        assert status == 2 and f" argument {option}: " in line and words in line and line.count("\n") == 1
+    assert main_of("min_Generate.py")[1].endswith("required: --model, --prompts\n")
