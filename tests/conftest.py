@@ -9,13 +9,11 @@ import os
 import pkgutil
 import re
 import runpy
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-import uuid
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from unittest import mock
@@ -99,10 +97,6 @@ def pytest_sessionfinish():
             process.terminate()
 
 
-def pytest_addoption(parser):
-    parser.addoption("--torchrun-jobs", type=int, default=20, help="jobs of the stress test of the end of a job")
-
-
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
     """Tests start as a user's shell does: under no launcher."""
@@ -124,6 +118,11 @@ def float64():
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def whole(tensor):
+    """A tensor, or all of a DTensor."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def slow_clock(step=2):
@@ -195,6 +194,13 @@ def exit_message(function, *args, **kwargs):
     return line
 
 
+def agreed_message(function, *args, **kwargs):
+    """The line with which all ranks leave `function`, the same on each of them."""
+    message = exit_message(function, *args, **kwargs)
+    assert set(distributed.gather_objects(message)) == {message}
+    return message
+
+
 def killed_in(target, call=1, at_its_end=False):
     """A patch with which this process is killed in its `call`-th call of the function `target`."""
     function, calls = pkgutil.resolve_name(target), []
@@ -221,6 +227,14 @@ def wait_for(condition, process, timeout=240):
         time.sleep(0.001)
         value = condition()
     return value
+
+
+def wait_until(condition, seconds=120):
+    """Poll `condition` until it is true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -288,32 +302,6 @@ def status_of(process):
     return process.exitcode if isinstance(process, multiprocessing.process.BaseProcess) else process.poll()
 
 
-@pytest.fixture
-def machines():
-    """Two network namespaces with a cable between them: their names, and the names of the cable's ends."""
-    if os.getuid() or not shutil.which("ip"):
-        pytest.skip("needs root and iproute2")
-    mark = uuid.uuid4().hex[:6]
-    names = [(f"machine-{mark}-{number}", f"cable{mark}{number}") for number in range(2)]
-    (first, end), (second, other_end) = names
-    try:
-        for machine, _ in names:
-            ip("netns", "add", machine)
-        ip("link", "add", end, "netns", first, "type", "veth", "peer", "name", other_end, "netns", second)
-        for number, (machine, cable) in enumerate(names):
-            ip("-n", machine, "addr", "add", f"10.9.0.{number + 1}/24", "dev", cable)
-            for device in ("lo", cable):
-                ip("-n", machine, "link", "set", device, "up")
-        yield names
-    finally:
-        for machine, _ in names:
-            ip("netns", "delete", machine)
-
-
-def ip(*words):
-    subprocess.run(["ip", *words], check=True, timeout=60)
-
-
 class CollectiveCounter(TorchDispatchMode):
     """Counts the collectives of this process. torch's CommDebugMode fails in pipelines, and with DDP in 2.11."""
 
@@ -327,6 +315,30 @@ class CollectiveCounter(TorchDispatchMode):
         if function.namespace in ("c10d", "_c10d_functional"):
             self.counts[f"{function.namespace}.{function._schema.name.split('::')[1]}"] += 1
         return function(*args, **(kwargs or {}))
+
+
+class Watch(TorchDispatchMode):
+    """Notes FSDP's collectives, (name, type, elements), and counts reads of a value by the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.collectives = []
+        self.host_reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # its own operations on the shards come here next
+        name = func.name()
+        if "_allgather_base_" in name:
+            self.collectives.append(("gather", str(args[0].dtype), args[0].numel()))
+        elif "_reduce_scatter_base_" in name:
+            self.collectives.append(("reduce", str(args[1].dtype), args[1].numel()))
+        elif "_local_scalar_dense" in name:
+            self.host_reads += 1
+        return func(*args, **(kwargs or {}))
+
+    def types_of(self, kind):
+        return [dtype for each, dtype, _ in self.collectives if each == kind]
 
 
 class Bomb:

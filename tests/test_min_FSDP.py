@@ -1,8 +1,5 @@
 """min_FSDP.py: equal to one process, sharded for real from the start, resumed on another number of ranks."""
 
-import contextlib
-import io
-import re
 import resource
 import sys
 from unittest import mock
@@ -10,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 import transformer
+from conftest import Watch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed as dist
 import gpt
@@ -24,57 +21,14 @@ CASES = [("AdamW", {}), ("SGD", {"clip": CLIP})]
 SEGMENTS = [(1, 2), (4, 3), (2, 5), (1, 6)]  # ranks, and the step at which they stop: one run, resumed three times
 
 
-def make_sgd(params, lr, fused):
-    return transformer.make_optimizer("SGD", params, lr)
-
-
 def train(optimizer, changes):
     """Losses, whole parameters by name, and the output of the script's own main_worker."""
     args = transformer.arguments(dist.get_world_size(), **{**OPTIONS, **changes})
-    text = transformer.small_text()
-    script_train = min_FSDP.train
-    results = []
-
-    def record(model, optimizer, *arguments):
-        trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        assert trained == {id(param) for param in model.parameters()}, "the optimizer is built after sharding"
-        losses = script_train(model, optimizer, *arguments)
-        results.append((losses, transformer.full_parameters(model)))
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch("gpt.load_text", return_value=text))
-        stack.enter_context(mock.patch("min_FSDP.train", record))
-        if optimizer == "SGD":
-            stack.enter_context(mock.patch("torch.optim.AdamW", make_sgd))
-        stdout = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        min_FSDP.main_worker(dist.get_rank(), dist.get_world_size(), args)
-        assert torch.initial_seed() == args.seed + dist.get_rank(), "or dropout in a copy is the same on all ranks"
-    ((losses, parameters),) = results
-    return losses, parameters, stdout.getvalue()
+    result = transformer.run_main_worker(min_FSDP, args, optimizer)
+    return result.losses, transformer.full_parameters(result.model), result.stdout
 
 
 # ---- what is sent, gathered and held ------------------------------------------------------------------------------
-
-
-class Watch(TorchDispatchMode):
-    """Notes the collectives on sharded parameters, (name, type, elements), and counts reads of a value by the host."""
-
-    def __init__(self):
-        super().__init__()
-        self.collectives = []
-        self.host_reads = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # its own operations on the shards come here next
-        name = func.name()
-        if "_allgather_base_" in name:
-            self.collectives.append(("gather", args[0].dtype, args[0].numel()))
-        elif "_reduce_scatter_base_" in name:
-            self.collectives.append(("reduce", args[1].dtype, args[1].numel()))
-        elif "_local_scalar_dense" in name:
-            self.host_reads += 1
-        return func(*args, **(kwargs or {}))
 
 
 def unsharded(model):
@@ -114,8 +68,8 @@ def look_inside(bf16):
     torch.set_default_dtype(torch.float64)
     return {
         **seen,
-        "forward": [[kind, str(dtype), n] for kind, dtype, n in forward.collectives],
-        "backward": [[kind, str(dtype), n] for kind, dtype, n in backward.collectives],
+        "forward": forward.collectives,
+        "backward": backward.collectives,
         "computed": sorted(seen["computed"]),
         "loss": str(loss.dtype),
         "kept": sorted({str(tensor.dtype) for tensor in kept}),
@@ -136,7 +90,7 @@ def host_reads():
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     with mock.patch("gpt.Progress"), Watch() as watch:
         min_FSDP.train(model, optimizer, *transformer.small_text(), args)
-    return watch.host_reads, len([kind for kind, *_ in watch.collectives if kind == "reduce"])
+    return watch.host_reads, len(watch.types_of("reduce"))
 
 
 # ---- all of it in one job of each number of ranks -----------------------------------------------------------------
@@ -223,7 +177,7 @@ def test_each_block_is_gathered_by_itself_and_freed(jobs):
     model = transformer.make_model(transformer.arguments(**OPTIONS))
     block = sum(param.numel() for param in model.blocks[0].parameters())
     rest = sum(param.numel() for param in model.parameters()) - BLOCKS * block
-    sent_whole = [["gather", "torch.float32", rest]] + BLOCKS * [["gather", "torch.float32", block]]
+    sent_whole = [("gather", "torch.float32", rest)] + BLOCKS * [("gather", "torch.float32", block)]
     assert plain["forward"] == sent_whole
     gathered = [n for kind, _, n in plain["backward"] if kind == "gather"]
     reduced = [n for kind, _, n in plain["backward"] if kind == "reduce"]
@@ -248,7 +202,7 @@ def test_mixed_precision_gathers_and_computes_in_bfloat16_and_keeps_float32(jobs
 # ---- memory at the start ------------------------------------------------------------------------------------------
 
 
-def peak_worker(local_rank, world_size, folder):
+def peak_worker(local_rank, world_size):
     """How far the peak of resident memory rises while the model is made, in bytes."""
     dist.init_process_group()
     small = transformer.arguments(**OPTIONS)
@@ -258,38 +212,17 @@ def peak_worker(local_rank, world_size, folder):
     model = min_FSDP.make_sharded_model(transformer.arguments(width=1024, **{**OPTIONS, "layers": 4}))
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     whole = 4 * sum(param.numel() for param in model.parameters())
-    torch.save(unit * (after - before) / whole, f"{folder}/{local_rank}.pt")
+    return dist.gather_objects(unit * (after - before) / whole)
 
 
-def test_no_rank_but_rank_0_ever_holds_the_whole_model(tmp_path):
+def test_no_rank_but_rank_0_ever_holds_the_whole_model():
     """The model has 203 MB, and its largest tensor 17 MB.
 
     Rank 1 holds its shard and a few tensors at a time: 0.65 to 0.85 of the model. Rank 0 holds the model as well.
     """
-    dist.launch(peak_worker, str(tmp_path), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    first, second = dist.launch(peak_worker, nprocs=2)
     assert second < 0.95, "half of the model, and a few tensors that are sent"
     assert first < 1.75, "the model too"
 
 
 # ---- the command --------------------------------------------------------------------------------------------------
-
-
-def parse(monkeypatch, *options):
-    monkeypatch.setattr(sys, "argv", ["min_FSDP.py", *map(str, options)])
-    return min_FSDP.parse_args()
-
-
-def test_the_defaults_fit_any_number_of_processes(monkeypatch):
-    for nprocs in (*range(1, 9), 16):
-        args = parse(monkeypatch, "--nproc", nprocs)
-        assert args.global_batch_size % nprocs == 0 and args.global_batch_size >= 16
-
-
-def test_the_script_prints_its_lines_and_nothing_on_stderr(job_of, tmp_path):
-    options = ("--bf16", "--clip", 1, "--checkpoint-dir", tmp_path, "--steps", 2, "--log-every", 1)
-    stdout = job_of("min_FSDP.py", "--nproc", 2, "--width", 32, "--length", 32, *options)
-    assert re.match(r"Training on 2 x cpu\nparameters held: ([\d,]+) of ([\d,]+) \(0.500\)\n", stdout)
-    first, second = transformer.progress_lines(stdout)
-    assert (first["step"], second["step"]) == (1, 2) and second["held_out"] < first["held_out"] < 5.7
-    assert (tmp_path / "step-2" / ".metadata").exists()

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformer
 from conftest import ROOT, float64, slow_clock
+from test_gpt_generate import continue_alone
 
 import distributed as dist
 import gpt
@@ -66,37 +67,15 @@ def make_optimizer(name, adamw, params, lr):
 # ---- one answer at a time -------------------------------------------------------------------------------------------
 
 
-def logits_after(model, text):
-    return model(torch.tensor([list(text)]))[0]
+def continued(model, prompt, numbers, temperature):
+    text, _ = continue_alone(model, prompt, numbers, ord("\n"), temperature)
+    return text.removeprefix(prompt)
 
 
 def log_probabilities(model, prompt, answer, temperature):
     """Of each byte of the answer."""
-    logits = logits_after(model, (prompt + answer)[:-1])[len(prompt) - 1 :] / temperature
+    logits = model(torch.tensor([list((prompt + answer)[:-1])]))[0, len(prompt) - 1 :] / temperature
     return logits.log_softmax(-1)[torch.arange(len(answer)), list(answer)]
-
-
-@torch.no_grad()
-def draw(model, prompt, numbers, temperature):
-    answer = b""
-    for number in numbers:
-        shares = (logits_after(model, prompt + answer)[-1] / temperature).softmax(-1).tolist()
-        byte, total = 0, shares[0]
-        while total <= number:
-            byte += 1
-            total += shares[byte]
-        answer += bytes([byte])
-        if byte == ord("\n"):
-            break
-    return answer
-
-
-@torch.no_grad()
-def most_probable(model, prompt, longest):
-    answer = b""
-    while len(answer) < longest and answer[-1:] != b"\n":
-        answer += bytes([int(logits_after(model, prompt + answer)[-1].argmax())])
-    return answer
 
 
 def loss_of_answer(model, args, prompt, answer, advantage, old, of_start):
@@ -115,7 +94,7 @@ def draw_all(model, start_model, step, sparse, args):
     batch, rewards = [], []
     for number, prompt in enumerate(min_GRPO.make_prompts(f"step {step}", args.prompts, args.seed)):
         drawn = gpt_generate.uniform(f"{args.seed} {step} {number}", args.samples, LONGEST)
-        answers = [draw(model, prompt, numbers, args.temperature) for numbers in drawn.tolist()]
+        answers = [continued(model, prompt, numbers, args.temperature) for numbers in drawn]
         of_group = torch.tensor([partial_reward(sparse, prompt, answer) for answer in answers])
         advantages = of_group - of_group.mean()
         for answer, advantage in zip(answers, advantages.tolist(), strict=True):
@@ -166,7 +145,9 @@ def reference(case):
         before, after = transformer.full_parameters(start_model), transformer.full_parameters(model)
         assert all((after[name] - before[name]).abs().max() > 1e-5 for name in before if name != "position.weight")
         prompts = min_GRPO.make_prompts("held-out", HELD_OUT, args.seed)
-        held_out = [partial_reward(sparse, prompt, most_probable(model, prompt, LONGEST)) for prompt in prompts]
+        held_out = [
+            partial_reward(sparse, prompt, continued(model, prompt, torch.zeros(LONGEST), 0)) for prompt in prompts
+        ]
     return after, answers, rewards, sum(held_out) / HELD_OUT
 
 

@@ -105,24 +105,11 @@ def count_sends(counter):
 
 def train(optimizer, accumulate, changes):
     """What the script's main_worker trains: losses, parameters, the number of reductions."""
-    results, counter = [], collections.Counter()
-    own_train = min_Packing.train
-
-    def train_and_keep(model, *args):
-        results.append(own_train(model, *args))
-        results.append(transformer.full_parameters(model))
-
-    def make_optimizer(params, lr, fused):
-        return transformer.make_optimizer(optimizer, params, lr)
-
-    documents = mock.patch.object(min_Packing, "load_documents", small_documents)
-    keep = mock.patch.object(min_Packing, "train", train_and_keep)
-    optimizers = mock.patch.object(torch.optim, "AdamW", make_optimizer if optimizer == "SGD" else torch.optim.AdamW)
+    counter = collections.Counter()
     args = arguments(dist.get_world_size(), accumulate, **changes)
-    with documents, keep, optimizers, count_sends(counter):
-        min_Packing.main_worker(dist.get_rank(), dist.get_world_size(), args)
-        assert torch.initial_seed() == args.seed + dist.get_rank(), "or dropout in a copy is the same on all ranks"
-    return *results, counter["sends"]
+    with mock.patch.object(min_Packing, "load_documents", small_documents), count_sends(counter):
+        result = transformer.run_main_worker(min_Packing, args, optimizer)
+    return result.losses, transformer.full_parameters(result.model), counter["sends"]
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, pytest.param(4, marks=pytest.mark.slow)])

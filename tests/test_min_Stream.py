@@ -1,6 +1,5 @@
 """Whatever the numbers of processes, and wherever a run was killed: every document once, in the same order."""
 
-import contextlib
 import functools
 import itertools
 import json
@@ -111,43 +110,24 @@ def reference(optimizer, name, steps=STEPS):
 # ---- the script -----------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def watched(optimizer="AdamW", on_batch=None):
-    """Calls on_batch(numbers) with the documents of each local batch on which the script trains.
-
-    Gives a list, in which the script's losses and parameters are put when it is done.
-    """
-    results = []
-    own_train, own_sum = min_Stream.train, min_Stream.sum_of_losses
-
-    def train(model, *args):
-        results.append(own_train(model, *args))
-        results.append(transformer.full_parameters(model))
+def watched(on_batch):
+    """A patch that calls on_batch(numbers) with the documents of each local batch on which the script trains."""
+    own_sum = min_Stream.sum_of_losses
 
     def sum_of_losses(model, tokens, targets):
-        if on_batch:
-            on_batch([int(bytes(row[:3].tolist())) for row in tokens])
+        on_batch([int(bytes(row[:3].tolist())) for row in tokens])
         return own_sum(model, tokens, targets)
 
-    def make_optimizer(params, lr, fused):
-        return transformer.make_optimizer(optimizer, params, lr)
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(min_Stream, "train", train))
-        stack.enter_context(mock.patch.object(min_Stream, "sum_of_losses", sum_of_losses))
-        if optimizer == "SGD":
-            stack.enter_context(mock.patch.object(torch.optim, "AdamW", make_optimizer))
-        yield results
+    return mock.patch.object(min_Stream, "sum_of_losses", sum_of_losses)
 
 
 def train(optimizer, num_workers, folder):
     """Losses, parameters, and the documents that this rank has trained on, step by step."""
     batches = []
     args = arguments(Path(folder), dist.get_world_size(), num_workers)
-    with watched(optimizer, batches.append) as results:
-        min_Stream.main_worker(dist.get_local_rank(), dist.get_world_size(), args)
-        assert torch.initial_seed() == args.seed + dist.get_rank(), "or dropout in a copy is the same on all ranks"
-    return *results, batches
+    with watched(batches.append):
+        result = transformer.run_main_worker(min_Stream, args, optimizer)
+    return result.losses, transformer.full_parameters(result.model), batches
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
@@ -193,7 +173,7 @@ def killed_worker(local_rank, world_size, args, log, victim, n_steps):
         with open(f"{log}.{local_rank}", "a") as file:
             print(*numbers, file=file)
 
-    with float64(), watched(on_batch=on_batch):
+    with float64(), watched(on_batch):
         min_Stream.main_worker(local_rank, world_size, args)
 
 
@@ -408,7 +388,7 @@ def test_what_the_order_depends_on_must_not_change(tmp_path):
 def test_resumes_with_another_batch_size(tmp_path):
     folder = write_shards(tmp_path / "many", SIZES["many"])
     trained = []
-    with watched(on_batch=trained.extend):
+    with watched(trained.extend):
         for sizes in ({"steps": 2}, {"steps": 7, "global_batch_size": 5}, {"steps": 7, "global_batch_size": 5}):
             args = arguments(folder, snapshot_path=str(tmp_path / "snapshot.pt"), **sizes)
             min_Stream.main_worker(0, 1, args)
