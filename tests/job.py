@@ -28,13 +28,6 @@ def meet(local_rank, world_size):
     dist.init_process_group()
 
 
-def fail(local_rank, world_size):
-    dist.init_process_group()
-    if local_rank == 1:
-        raise ZeroDivisionError("the cause")
-    dist.all_reduce(torch.ones(1))
-
-
 def hold_the_lock(local_rank, world_size):
     """A regular expression that takes years, in which no thread of Python runs, on all ranks at once."""
     dist.init_process_group()

@@ -4,30 +4,9 @@ import json
 import sys
 
 import pytest
-from conftest import finish, run, start
+from conftest import run
 
 from benchmarks import common, launch, scaling, throughput
-
-
-@pytest.mark.slow
-def test_plots_show_what_is_stored(tmp_path):
-    draw, pictures = ("-m", "benchmarks.plots", "--folder"), []
-    # The pictures must not depend on the process.
-    processes = [start(*draw, tmp_path / seed, env={"PYTHONHASHSEED": seed}) for seed in "01"]
-    for seed, process in zip("01", processes, strict=True):
-        status, _, stderr = finish(process)
-        assert status == 0, stderr
-        pictures.append({path.stem: path.read_text() for path in (tmp_path / seed).glob("*.svg")})
-    assert pictures[0] == pictures[1]
-    names = set(pictures[0])
-    assert names >= {"launch", "throughput", "overhead", "scaling", "snapshot_stall_1130MB"}
-    for name in names:
-        record, text = json.loads((common.RESULTS / f"{name}.json").read_text()), pictures[0][name]
-        rows = record["results"].values() if name == "throughput" else [record["results"]]
-        labels = [label for row in rows for label in row if not (": " in label and name == "launch")]
-        cases = {label: label.partition(": ")[2] or label for label in labels}  # "width 128" may be a point of "DDP"
-        assert labels and not [label for label in labels if label not in text and cases[label] not in text], name
-        assert record["date"] in text and record["versions"]["torch"] in text
 
 
 def test_ratio_is_taken_within_rounds():
@@ -111,15 +90,6 @@ def test_benchmarks_of_the_transformer_scripts_run_and_are_drawn(tmp_path):
         assert status == 0, stderr
     records = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert set(records) == {"transformer", "sharing_state", "sharing_talk", "sharing_tokens"}
-
-    for row in records["transformer"]["results"].values():
-        assert row["tokens/s"]["median"] > 0 and row["peak MB"]["median"] > 100
-    states = [row["median"] for name, row in records["sharing_state"]["ratios"].items() if "state" in name]
-    assert states == pytest.approx([0.5, 0.5, 0.5], abs=0.02)
-    sent = {name.partition(":")[0]: row["sent MB"] for name, row in records["sharing_talk"]["results"].items()}
-    assert sent["DDP, rate 0.001"] == sent["DDP, rate 0.003"] == sent["H 1"] == pytest.approx(5 * sent["H 5"])
-    shares = [row for steps in records["sharing_tokens"]["results"].values() for row in steps.values()]
-    assert len(shares) == 2 * 2 * 2 and all(len(row) == 8 and sum(row) == pytest.approx(1) for row in shares)
 
     assert run("-m", "benchmarks.plots", "--folder", tmp_path, env=env)[0] == 0
     assert {path.stem for path in tmp_path.glob("*.svg")} == set(records)

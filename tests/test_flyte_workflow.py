@@ -5,14 +5,13 @@ import importlib
 import os
 import re
 import shutil
-import socket
 import sys
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, finish, run, start
+from conftest import ROOT, finish, free_port, run, start
 from images import result_of
 
 import mnist
@@ -63,34 +62,6 @@ def test_a_local_execution_and_its_cache(home):
     assert "epoch_accuracies" not in stdout, "no path to a file that is gone"
 
 
-def pyflyte(*arguments, env, cwd=ROOT):
-    command = shutil.which("pyflyte", path=os.path.dirname(sys.executable))
-    return finish(start(command, "run", *arguments, env={**env, "COLUMNS": "200"}, cwd=cwd))
-
-
-@pytest.mark.slow
-def test_pyflyte_run(home, tmp_path):
-    home["PYTHONPATH"] = ""  # as in a user's shell
-    status, stdout, stderr = pyflyte(ROOT / SCRIPT, "pytorch_training_wf", "--hp", OPTIONS, env=home, cwd=tmp_path)
-    assert status == 0, stderr
-    assert "Training on 2 x cpu, global batch 128" in stdout
-    check_outputs(stdout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ('{"steps": 1}', "undefined initialization arguments {'steps': *1}"),
-        ('{"epochs": 0}', "epochs: '0' is not a whole number of at least 1"),
-    ],
-)
-def test_pyflyte_refuses_wrong_hyperparameters(options, message, home):
-    status, stdout, stderr = pyflyte(SCRIPT, "pytorch_training_wf", "--hp", options, env=home)
-    assert status != 0 and "Training" not in stdout
-    assert re.search(message, stdout + stderr), stdout + stderr
-
-
 def elastic(nodes, processes):
     """The task for several machines on as many agents; run as a script, by the tests below."""
     flyte_workflow = importlib.import_module("flyte_workflow")
@@ -102,18 +73,10 @@ def elastic(nodes, processes):
 
 
 @pytest.mark.slow
-def test_the_elastic_task_on_one_machine(home):
-    status, stdout, stderr = run(__file__, 1, 2, env=home)
-    assert status == 0, stderr
-    check_outputs(stdout)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_elastic_task_on_two(flyte_workflow, tmp_path):
     """Two agents, as the operator starts one in each pod; the second has nothing to return."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     agents = []
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
@@ -150,15 +113,6 @@ def test_what_a_task_asks_for(name, flyte_workflow):
     assert task.resources.requests.mem == "8Gi"
     assert task.metadata.retries == 2 and task.shared_memory
     assert task.metadata.cache and task.metadata.cache_version == flyte_workflow.VERSION
-
-
-def test_the_elastic_task_asks_for_machines(flyte_workflow):
-    configuration = importlib.import_module("flytekit.configuration")
-    image = configuration.Image("default", "image", "tag")
-    settings = configuration.SerializationSettings(image_config=configuration.ImageConfig(image))
-    custom = flyte_workflow.pytorch_mnist_elastic_task.get_custom(settings)["elasticConfig"]
-    assert (custom["minReplicas"], custom["maxReplicas"], custom["nprocPerNode"]) == (2, 2, flyte_workflow.GPUS)
-    assert flyte_workflow.pytorch_mnist_elastic_task.task_type == "pytorch"
 
 
 def test_another_code_is_another_version(flyte_workflow, tmp_path):

@@ -1,11 +1,6 @@
 """gpt.py: real text, batches from seed and step alone, a causal model, and the progress that scripts print."""
 
-import contextlib
-import ctypes
-import importlib
-import io
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -24,27 +19,6 @@ def test_the_text_is_python_and_its_last_tenth_is_held_out():
     files = b"".join(path.read_bytes() for path in sorted(gpt.LIBRARY.glob("*.py")))
     assert bytes(text.numpy()) + bytes(held_out.numpy()) == files
     assert len(files) > 3_000_000 and b"import os" in files
-
-
-@pytest.mark.slow
-def test_guesses_are_those_of_the_docstring():
-    """By the frequencies of single bytes, by the byte before, and by the two bytes before."""
-    text, held_out = gpt.load_text()
-    stated = re.findall(r"\d\.\d\d\b", gpt.__doc__)[-3:]
-    for n, value in enumerate(stated, 1):
-        seen, guessed = windows(text, n), windows(held_out, n)
-        counts = torch.bincount(seen, minlength=256**n)
-        contexts = counts.view(-1, 256).sum(1)
-        probabilities = (counts[guessed] + 0.01) / (contexts[guessed // 256] + 2.56)
-        assert -probabilities.log().mean().item() == pytest.approx(float(value), abs=0.1)  # versions differ
-
-
-def windows(text, n):
-    """Every n bytes in a row as one number."""
-    numbers = torch.zeros(len(text) - n + 1, dtype=torch.long)
-    for i in range(n):
-        numbers = 256 * numbers + text[i : len(text) - n + 1 + i]
-    return numbers
 
 
 def test_batches_come_from_seed_and_step_alone():
@@ -159,49 +133,6 @@ def test_a_parameter_without_weights_is_an_error():
     model.scale = torch.nn.Parameter(torch.empty(1))
     with pytest.raises(ValueError, match="there are no weights for scale"):
         gpt.fill(model.named_parameters(), args)
-
-
-# ---- no process holds the whole model -----------------------------------------------------------------------------
-
-LARGE = {"layers": 4, "width": 1024, "length": 16}  # 204 MB; the largest layer has 17 MB
-SPLIT = {"checkpoint_dir": None, "recompute": False, "micro_batches": 2, "schedule": "1F1B"}
-PARTS = [
-    ("min_TP", {}),
-    ("min_FSDP_TP", {"replicate": 1, "shard": 2, "tensor": 1}),
-    ("min_FSDP_TP", {"replicate": 1, "shard": 1, "tensor": 2}),
-    ("min_PP", {"data_parallel": 1}),
-    ("min_PP_FSDP_TP", {"stages": 2, "shard": 1, "tensor": 1}),
-    ("min_PP_FSDP_TP", {"stages": 1, "shard": 2, "tensor": 1}),
-]
-
-
-def peak_worker(local_rank, world_size, script, args, folder):
-    """Save the bytes by which memory has grown at its peak, when training begins."""
-    m_mmap_threshold = -3
-    ctypes.CDLL(None).mallopt(m_mmap_threshold, 2**16)  # a freed tensor goes back to the system
-    dist.init_process_group()
-    texts = transformer.small_text()
-    module = importlib.import_module(script)
-    before = gpt.peak_memory(dist.get_device())
-
-    def train(*args):
-        Path(f"{folder}/{local_rank}").write_text(str(gpt.peak_memory(dist.get_device()) - before))
-
-    gpt.load_text = lambda: texts
-    module.train = train
-    with contextlib.redirect_stdout(io.StringIO()):
-        module.main_worker(local_rank, world_size, args)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script, mesh", PARTS, ids=lambda value: value if isinstance(value, str) else str(value))
-def test_no_process_holds_the_whole_model(script, mesh, tmp_path):
-    args = transformer.arguments(2, **LARGE, **SPLIT, **mesh)
-    n_bytes = sum(param.nbytes for param in gpt.make_meta_model(args).parameters())
-    dist.launch(peak_worker, script, args, str(tmp_path), nprocs=2)
-    peaks = [int((tmp_path / f"{rank}").read_text()) / n_bytes for rank in range(2)]
-    print(script, mesh, peaks)
-    assert min(peaks) > 0.4 and max(peaks) < 0.8, "its half, and a layer or two"
 
 
 # ---- progress -----------------------------------------------------------------------------------------------------

@@ -96,8 +96,7 @@ def test_one_process_per_visible_gpu_by_default(monkeypatch, capfd):
 def test_a_number_of_processes_that_contradicts_the_launcher_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    line = "^2 processes are asked for, but RANK and WORLD_SIZE=1 are set: leave the number out under torchrun, "
-    with pytest.raises(SystemExit, match=line):
+    with pytest.raises(SystemExit, match=r"^2 processes are asked for, but RANK and WORLD_SIZE=1 are set"):
         dist.launch(print, nprocs=2)
 
 
@@ -304,11 +303,10 @@ def test_the_launcher_sleeps_while_it_waits():
     assert time.process_time() - begin < 1, "seconds of a core, in two seconds of waiting"
 
 
-@pytest.mark.parametrize(("nprocs", "threads"), [(2, 2), (3, 1), (4, 1), (5, 1), (64, 1)])
-def test_the_workers_share_the_threads_and_each_has_one_at_least(nprocs, threads, monkeypatch):
+def test_the_workers_share_the_threads_and_each_has_one_at_least(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert spawn._environment(nprocs, port=1)["OMP_NUM_THREADS"] == str(threads)
+    assert [spawn._environment(n, port=1)["OMP_NUM_THREADS"] for n in (2, 3, 4, 5)] == ["2", "1", "1", "1"]
 
 
 # ---- random numbers -------------------------------------------------------------------------------------------------
@@ -328,19 +326,18 @@ def test_without_a_seed_each_process_draws_its_own_numbers():
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 
-def step_worker(local_rank, world_size, folder, model, params):
-    optimizer = torch.optim.SGD(params, lr=1.0)
-    for _ in range(3):
-        model.weight.grad = torch.ones_like(model.weight)
-        optimizer.step()
-    torch.save(model.weight.detach(), f"{folder}/{local_rank}.pt")
+def change_params(local_rank, world_size, model, params):
+    dist.init_process_group()
+    with torch.no_grad():
+        params[0] += 1
+    dist.barrier()
+    return [weight.tolist() for weight in dist.gather(model.weight)]
 
 
-def test_every_rank_has_its_own_copy_of_the_arguments(tmp_path):
+def test_every_rank_has_its_own_copy_of_the_arguments():
     model = torch.nn.Linear(2, 1)
     torch.nn.init.zeros_(model.weight)
-    dist.launch(step_worker, str(tmp_path), model, list(model.parameters()), nprocs=4)
-    assert [torch.load(tmp_path / f"{r}.pt", weights_only=True).tolist() for r in range(4)] == [[[-3.0, -3.0]]] * 4
+    assert dist.launch(change_params, model, list(model.parameters()), nprocs=4) == [[[1.0, 1.0]]] * 4
     assert (model.weight == 0).all(), "the launcher's own model"
 
 
@@ -439,13 +436,13 @@ def test_under_torchrun_an_expected_failure_is_one_line_of_this_rank(monkeypatch
     assert capsys.readouterr().err == "no room\n"
 
 
-@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
-def test_a_launcher_that_sets_no_rank_is_refused(name, monkeypatch):
-    monkeypatch.setenv(name, "4")
-    with pytest.raises(SystemExit, match=f"{name} is 4, but RANK and WORLD_SIZE are not set, .* start one torchrun"):
+def test_a_launcher_that_sets_no_rank_is_refused(monkeypatch):
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.setenv(name, "4")
+        with pytest.raises(SystemExit, match=f"{name} is 4, but RANK and WORLD_SIZE are not set"):
+            dist.launch(print)
+        monkeypatch.setenv(name, "1")
         dist.launch(print)
-    monkeypatch.setenv(name, "1")
-    dist.launch(print)
 
 
 def join_by_hand(local_rank, world_size):
@@ -675,12 +672,3 @@ def test_gloo_threads_end_before_the_interpreter(name, status, printed, error):
     assert actual == status and error in stderr, stderr
     assert set(re.findall(r"[a-z]+:\d|waits for gloo", stdout)) == printed
     assert set(re.findall(r"exitcode\s*: (-?\d+)", stderr)) <= {"1", "-15"}, "torchrun may end the second first"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_finished_torchrun_jobs_exit_with_status_0(request):
-    """Every one of many short DDP jobs, which leave right after their last all-reduce, ends well."""
-    runs = request.config.getoption("--torchrun-jobs")
-    failed = [i for i in range(runs) if torchrun(2, JOB, "ddp_step")[0] != 0]
-    assert not failed, f"{len(failed)} of {runs} failed"

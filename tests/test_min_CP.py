@@ -39,12 +39,3 @@ def test_equal_to_one_process_and_activations_split(nprocs, tmp_path, plain_save
         ulysses, all_gather = ([results[i][2] for results in ranks] for i in (0, 2))
         assert max(ulysses) <= {2: 0.55, 4: 0.3}[nprocs] * plain_saved_bytes
         assert min(all_gather) >= max(ulysses) > 1e6, "its keys and values are not split"
-
-
-@pytest.mark.slow
-def test_prints_what_it_holds_and_how_it_learns(job_of):
-    stdout = job_of(
-        "min_CP.py", "--attention", "all-gather", "--steps", 3, "--log-every", 2, "--heads", 1, "--nproc", 2
-    )
-    assert stdout.startswith("parameters held: 478,720 of 478,720 (1.000)\n")
-    assert [line["step"] for line in transformer.progress_lines(stdout)] == [2, 3]

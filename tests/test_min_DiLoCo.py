@@ -108,14 +108,3 @@ def test_processes_do_what_one_does_with_a_copy_after_the_other(n, names, tmp_pa
         (losses, parameters, _), (of_adam, *_) = ranks[0][-3:-1]
         transformer.assert_equal(losses, parameters, transformer.reference("SGD", layers=1, steps=14), 1e-12)
         assert (of_adam - transformer.reference("AdamW", layers=1, steps=14)[0]).abs().max() > 1e-3
-
-
-@pytest.mark.slow
-def test_says_what_it_sends(job_of):
-    small = ("--layers", 1, "--width", 16, "--heads", 2, "--length", 16, "--global-batch-size", 4)
-    stdout = job_of("min_DiLoCo.py", *small, "--steps", 7, "--sync-every", 3, "--log-every", 3, "--nproc", 2)
-    lines = stdout.splitlines()
-    assert [line.split(" | ")[0] for line in lines[:-1]] == ["step 3/7", "step 6/7", "step 7/7"]
-    n_params = sum(param.numel() for param in gpt.GPT(1, 16, 2, 16).parameters())
-    sent, ddp = (4 * n_params * count / 1e6 for count in (3, 7))  # half of it twice
-    assert lines[-1] == f"sent by each process: {sent:.1f} MB in 3 outer steps (DDP: {ddp:.1f} MB)"

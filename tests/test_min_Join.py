@@ -89,11 +89,3 @@ def check_uneven(losses, parameters, _):
         steps = [[torch.cat(pair) for pair in zip(first[0], second[0], strict=True)], *first[1:]]
         made = [transformer.take_step(model, optimizer, transformer.plain_loss(model, *batch))[0] for batch in steps]
         transformer.assert_equal(losses, parameters, (torch.stack(made), transformer.full_parameters(model)))
-
-
-@pytest.mark.slow
-def test_prints_how_many_batches_each_process_has(job_of):
-    options = ("--method", "weights", "--width", 32, "--steps", 20, "--least", 0, "--log-every", 10, "--clip", 1)
-    stdout = job_of("min_Join.py", *options, "--nproc", 2)
-    assert stdout.startswith("batches of each process: [20, 0]\n")
-    assert [line["step"] for line in transformer.progress_lines(stdout)] == [10, 20]

@@ -55,23 +55,3 @@ def test_equal_to_one_process_and_split_for_real(nprocs, tmp_path):
         expected = transformer.reference(optimizer, clip=clip, log_every=100, **SIZES[nprocs])
         transformer.assert_equal(losses, parameters, expected)
         assert all(1 / nprocs <= fraction <= MOST_HELD[nprocs] for fraction in held), held
-
-
-@pytest.mark.parametrize("nprocs", [*range(1, 9), 16])
-def test_defaults_fit_any_number_of_processes(nprocs, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["min_TP.py", "--nproc", str(nprocs)])
-    args = min_TP.parse_args()
-    assert args.heads % nprocs == args.length % nprocs == args.width % args.heads == 0
-
-
-@pytest.mark.slow
-def test_the_command_trains_and_prints(job_of):
-    outputs = []
-    for nprocs, most in ((2, 0.52), (1, 1)):
-        stdout = job_of("min_TP.py", "--steps", 3, "--log-every", 2, "--clip", 1, "--nproc", nprocs)
-        held, lines = transformer.HELD.match(stdout), transformer.progress_lines(stdout)
-        assert most - 0.02 < float(held[3]) <= most and [line["step"] for line in lines] == [2, 3]
-        outputs.append(lines)
-    for split, plain in zip(*outputs, strict=True):
-        for name in ("loss", "held_out"):
-            assert split[name] == pytest.approx(plain[name], abs=0.001), "one device trains the same, unsplit"

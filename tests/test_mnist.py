@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import MNIST_ROOT, exit_message, needs_mnist, run
+from conftest import MNIST_ROOT, exit_message, needs_mnist
 from torch.nn import functional as F
 
 import distributed as dist
@@ -173,16 +173,6 @@ def test_no_network_is_one_line_on_every_rank(nprocs, tmp_path):
             assert word in message
 
 
-@pytest.mark.slow
-def test_no_network_in_a_script(tmp_path):
-    environment = {"http_proxy": NOWHERE, "https_proxy": NOWHERE}
-    command = ("mnist_FSDP.py", "--data", "mnist", "--data-dir", tmp_path / "data", "--nproc", 2)
-    status, _, stderr = run(*command, env=environment)
-    assert status == 1
-    assert stderr.startswith(f"cannot download MNIST to {tmp_path / 'data' / 'MNIST' / 'raw'}"), stderr
-    assert stderr.count("\n") == 1, stderr
-
-
 @needs_mnist
 def test_real_mnist():
     train, test = (mnist.load_data("mnist", MNIST_ROOT, half) for half in (True, False))
@@ -193,11 +183,3 @@ def test_real_mnist():
 
 
 # ---- data path ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_data_path_is_20_times_faster(tmp_path):
-    environment = {"BENCHMARK_RESULTS": str(tmp_path)}
-    status, stdout, stderr = run("-m", "benchmarks.data_path", "--rounds", 3, timeout=110, env=environment)
-    assert status == 0, stderr
-    assert float(stdout.split("ratio")[1].split()[0]) >= 20, stdout

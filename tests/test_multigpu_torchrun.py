@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from conftest import ROOT, finish, float64, run_under_launcher, start, torchrun, wait_for, without_name_server
+from conftest import finish, float64, run_under_launcher, start, wait_for, without_name_server
 from ladder import (
     BOTH,
     Augmented,
@@ -59,19 +59,6 @@ def test_two_processes_learn_and_one_goes_on(tmp_path, capfd):
     assert f"Resuming from {path} at Epoch 5" in stdout
     assert [epoch for _, epoch, *_ in EPOCH_LINE.findall(stdout)] == ["5", "6"]
     assert float(EPOCH_LINE.findall(stdout)[-1][-1]) < losses[-1]
-
-
-@pytest.mark.slow
-def test_a_damaged_snapshot_stops_all_processes(tmp_path):
-    path = tmp_path / "snapshot.pt"
-    path.write_text("no snapshot")
-    code, stdout, stderr = torchrun(2, SCRIPT, 5, 2, "--snapshot-path", path)
-    assert code == 1
-    assert f"{path} is damaged or not a snapshot" in stderr
-    assert EPOCH_LINE.search(stdout) is None
-    assert f'File "{ROOT / SCRIPT}' not in stderr, "no traceback of the script's"
-    statuses = set(re.findall(r"exitcode\s*: (-?\d+)", stderr))
-    assert {"1"} <= statuses <= {"1", "-15"}, "torchrun may end the second process while it leaves"
 
 
 def test_a_snapshot_inside_an_epoch_is_refused(tmp_path):
@@ -167,29 +154,6 @@ def test_ten_kills_change_nothing(tmp_path):
         ran = [int(epoch) for _, epoch, *_ in EPOCH_LINE.findall(life)]
         assert ran == list(range(first, first + len(ran)))
         assert "damaged" not in life
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(8))
-def test_one_kill_with_one_restart_allowed(number, tmp_path):
-    """Restarted processes must not read the addresses of those that were killed. With more restarts, one may hang."""
-    path, log = tmp_path / "snapshot.pt", tmp_path / "log"
-    arguments = ("--standalone", "--nproc-per-node", 2, "--max-restarts", 1, SCRIPT, 30, 1, "--snapshot-path", path)
-    job = start("-m", "torch.distributed.run", *arguments, log=log)
-    try:
-        wait_for(path.exists, job)
-        victim = next(
-            child for child in psutil.Process(job.pid).children() if child.environ()["RANK"] == str(number % 2)
-        )
-        victim.kill()
-        code, _, _ = finish(job, timeout=120)
-    finally:
-        if job.poll() is None:
-            job.terminate()
-            job.wait(35)
-    text = log.read_text()
-    assert code == 0, text
-    assert len(RESUMED_LINE.findall(text)) == 1 and SAVED_LINE.findall(text)[-1] == "29"
 
 
 def kill_one(job, kill, rng, log, path, temporary):

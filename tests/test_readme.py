@@ -269,10 +269,6 @@ def test_every_script_and_page_is_named_and_every_named_test_exists():
     assert not [path.name for path in DOCS if f"](docs/{path.name})" not in PAGES[README]]
     named = [(page.parent / path, name) for page in PAGES for name, path in re.findall(TEST, PAGES[page])]
     assert len(named) > 20 and not [name for path, name in named if f"\ndef {name}(" not in path.read_text()]
-    assert PAGES[README].count("\n") < 180
-    (advice,) = re.findall(r"\*\*Further files\.\*\* (.*?)\n\n", PAGES[PORT], re.S)
-    named = set(re.findall(r"\[`(\w+\.py)`\]", advice))
-    assert named == FOUNDATION - {"distributed.py", "spawn.py", "watch.py"}
 
 
 def in_a_package(command):

@@ -7,13 +7,11 @@ import random
 import re
 import signal
 import time
-import uuid
 
 import pytest
 import torch
-from conftest import ROOT, finish, run, slow_clock, start
-from test_launch import listening, members, wait_for_the_end_of
-from test_rpc_param_server import EXITED, own_lines, without_a_late_answer
+from conftest import ROOT, run, slow_clock
+from test_rpc_param_server import own_lines, without_a_late_answer
 from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
@@ -238,19 +236,6 @@ def test_a_job_that_cannot_go_on_ends_with_one_line(capfd):
     with pytest.raises(SystemExit, match=r"^every observer is lost, after \d updates$"):
         dist.launch(lose_one, 1, 50, nprocs=2, tolerate_killed=True)
     assert "ends well" not in capfd.readouterr().out
-
-
-@pytest.mark.slow
-def test_the_command_listens_on_loopback_only_and_ends_with_its_learner():
-    mark = uuid.uuid4().hex
-    job = start(SCRIPT, "--lr", 1e-9, "--updates", 100_000, "--log-every", 1, env={"JOB_MARK": mark})
-    assert LINE.fullmatch(job.stdout.readline().strip())
-    assert listening(mark) == {"127.0.0.1"}
-    server = min((p for p in members(mark) if "forkserver" in " ".join(p.cmdline())), key=lambda p: p.pid)
-    min(server.children(), key=lambda child: child.pid).kill()  # rank 0
-    status, _, stderr = finish(job, timeout=20)
-    assert (status, own_lines(stderr)[-1]) == (1, f"{EXITED}: rank 0 was killed by SIGKILL")
-    wait_for_the_end_of(mark, 5)
 
 
 @pytest.mark.slow
