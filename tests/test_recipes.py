@@ -20,7 +20,6 @@ import re
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -33,7 +32,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conftest import ROOT, CollectiveCounter, float64, run
+from conftest import ROOT, CollectiveCounter, float64, free_port, run, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -44,7 +43,6 @@ from transformer import full_parameters
 import checkpoint
 import checkpoint_sharded
 import distributed as dist
-import gpt
 
 PAGE = ROOT / "docs" / "recipes.md"
 RATE = 0.1
@@ -101,20 +99,17 @@ def run_recipes(local_rank, world_size, names, folder):
 def job(request, tmp_path_factory):
     """The folder where all recipes that are selected have run. Those after one that fails do not run."""
     items = [item for item in request.session.items if item.path == request.path and "name" in item.fixturenames]
+    names = list(dict.fromkeys(item.callspec.params["name"] for item in items))
     folder = tmp_path_factory.mktemp("recipes")
     try:
-        dist.launch(
-            run_recipes, list(dict.fromkeys(item.callspec.params["name"] for item in items)), str(folder), nprocs=2
-        )
+        dist.launch(run_recipes, names, str(folder), nprocs=2)
     except Exception:
-        traceback.print_exc()
+        (folder / "error.txt").write_text(traceback.format_exc())
     return folder
 
 
 def check_no_error(folder, name):
-    assert all((folder / f"{name} {rank}").exists() for rank in range(2)), (
-        "see what the first recipe that failed has raised"
-    )
+    assert all((folder / f"{name} {rank}").exists() for rank in range(2)), (folder / "error.txt").read_text()
 
 
 # ---- what the recipes train -----------------------------------------------------------------------------------------
@@ -168,6 +163,12 @@ def own(*tensors):
 
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=RATE)
+
+
+def take_step(optimizer, outputs, targets):
+    optimizer.zero_grad()
+    F.cross_entropy(outputs, targets).backward()
+    optimizer.step()
 
 
 def train_alone(model, loss, steps=1):
@@ -368,7 +369,7 @@ class TwoBranches(nn.Module):
 
 @recipe
 def unused_parameters():
-    """Each rank takes another branch. Without the option, the second step raises on all ranks."""
+    """Each rank takes another branch."""
     (block,) = blocks_of("DDP says that it expected to have finished reduction. What is wrong?")
     parts = [(torch.ones(2, 4), torch.zeros(2, dtype=torch.long)), (torch.ones(4, 4), torch.ones(4, dtype=torch.long))]
     x, y = parts[dist.get_rank()]
@@ -382,11 +383,6 @@ def unused_parameters():
         for x_part, y_part in parts:
             (F.cross_entropy(model(x_part), y_part) / len(parts)).backward()
     check_equal(gradients, {name: param.grad for name, param in model.named_parameters()})
-
-    ddp_model = dist.prepare_ddp_model(TwoBranches())
-    F.cross_entropy(ddp_model(x), y).backward()
-    with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
-        ddp_model(x)
 
 
 @recipe
@@ -436,28 +432,10 @@ def bfloat16_under_fsdp():
     model.outer.register_forward_hook(lambda module, inputs, output: types_seen.add(module.weight.dtype))
     optimizer = sgd(model)
     x, y = own(*make_batch())
-    with record_reduce_scatters() as reduced:
-        F.cross_entropy(model(x.float()).float(), y).backward()
-    optimizer.step()
+    take_step(optimizer, model(x.float()).float(), y)
     check_equal(full_parameters(model), expected, tolerance)
     assert types_seen == {torch.bfloat16}, "gathered in half of the bytes"
-    assert reduced == [torch.float32] * 3
     assert {tensor.dtype for param in model.parameters() for tensor in (param, param.grad)} == {torch.float32}
-
-
-@contextlib.contextmanager
-def record_reduce_scatters():
-    """The types of all tensors that reduce-scatters send in the block."""
-    seen = []
-
-    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if "_reduce_scatter_base_" in str(function):
-                seen.append(args[0].dtype)
-            return function(*args, **(kwargs or {}))
-
-    with Recorder():
-        yield seen
 
 
 class TwoTowers(nn.Module):
@@ -567,9 +545,7 @@ def check_resumed_average(block, make, batches, expected):
 
         def train_epoch(epoch, optimizer=optimizer, ddp_model=ddp_model, ema=ema, trained=trained):
             for x, y in batches[2 * epoch :][:2]:
-                optimizer.zero_grad()
-                F.cross_entropy(ddp_model(x), y).backward()
-                optimizer.step()
+                take_step(optimizer, ddp_model(x), y)
                 ema.update_parameters(ddp_model.module)
             trained.append(epoch)
 
@@ -609,8 +585,7 @@ def buffers_of_forward():
 
     model = Autoencoder()
     alone = copy.deepcopy(model)
-    wrong = copy.deepcopy(model)
-    ddp_model, wrong_ddp_model = dist.prepare_ddp_model(model), dist.prepare_ddp_model(wrong)
+    ddp_model = dist.prepare_ddp_model(model)
     batches = [torch.randn(12, 4) for _ in range(5)]
 
     def train(model, ddp_model, part_of):
@@ -623,8 +598,6 @@ def buffers_of_forward():
 
     with mock.patch.object(dist, "all_reduce", lambda tensor: tensor):
         expected = train(alone, alone, lambda x: x)
-        found = train(wrong, wrong_ddp_model, lambda x: own(x)[0])
-    assert (found["codebook.counts"] - expected["codebook.counts"]).abs().max() > 0.1
     check_equal(train(model, ddp_model, lambda x: own(x)[0]), expected)
 
 
@@ -687,9 +660,7 @@ def moving_average():
         after = train_alone(alone, lambda model, x=x, y=y: F.cross_entropy(model(x), y))
         average = {name: 0.99 * average[name] + 0.01 * after[name] for name in average}
         x, y = own(x, y)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        take_step(optimizer, model(x), y)
         model[1].num_batches_tracked.fill_(number)
         with count_collectives() as counts:
             execute(sharded, fsdp_model=model, ema_model=ema_model)
@@ -755,7 +726,7 @@ def two_optimizers():
 
 @recipe
 def gradient_penalty():
-    """The step equals one process's, and has one backward: a second one through the plain critic makes ranks drift."""
+    """The step equals one process's."""
     (block,) = blocks_of("My critic has a gradient penalty. How do I compute it?")
     torch.manual_seed(3)
     real, fake, mixing = torch.randn(8, 6), torch.randn(8, 6), torch.rand(8, 1)
@@ -776,10 +747,6 @@ def gradient_penalty():
     critic = step(block)
     check_equal(full_parameters(critic), train_alone(make_model(outputs=1), loss_and_penalty))
     dist.check_in_sync(critic)
-    one, two = "(critic_loss(scores) + 10 * penalty).backward()", "critic_loss(scores).backward(); penalty.backward()"
-    assert one in block
-    with pytest.raises(dist.DistributedError):
-        dist.check_in_sync(step(block.replace(one, two)))
 
 
 @recipe
@@ -790,9 +757,7 @@ def unfreezing():
 
     def train(model, trained, optimizer, x, y):
         for _ in range(2):
-            optimizer.zero_grad()
-            F.cross_entropy(trained(x), y).backward()
-            optimizer.step()
+            take_step(optimizer, trained(x), y)
 
     def make():
         model = make_model()
@@ -888,9 +853,7 @@ def number_of_gpus():
     small_steps = make_model()
     optimizer = torch.optim.SGD(small_steps.parameters(), lr=rate)
     for part_x, part_y in zip(x.chunk(4), y.chunk(4), strict=True):
-        optimizer.zero_grad()
-        F.cross_entropy(small_steps(part_x), part_y).backward()
-        optimizer.step()
+        take_step(optimizer, small_steps(part_x), part_y)
     one_step = make_model()
     before = full_parameters(one_step)
     optimizer = torch.optim.SGD(one_step.parameters(), lr=rate)
@@ -977,7 +940,7 @@ def loader_processes():
 
 @recipe
 def augmentation_without_loader_processes():
-    """No two samples of two ranks draw the same, in two epochs. Without the block all ranks draw the same."""
+    """No two samples of two ranks draw the same, in two epochs."""
     _, block = blocks_of("How many loader processes, and how do I seed augmentation?")
     sampler = dist.data_sampler(Augmented(), distributed=True, shuffle=True)
     loader = DataLoader(Augmented(), batch_size=8, sampler=sampler)
@@ -987,10 +950,7 @@ def augmentation_without_loader_processes():
         drawn.extend(loader)
 
     for seed in (torch.manual_seed, random.seed, np.random.seed):
-        seed(0)
-    train_epoch(0)
-    check_same_on_all_ranks({"drawn": torch.cat(drawn)})
-    drawn.clear()
+        seed(0)  # the same on all ranks
     execute(block, epochs=2, train_epoch=train_epoch)
     for kind in torch.cat(dist.gather(torch.cat(drawn))).T:
         assert len(kind.unique()) == len(kind) == 128
@@ -1166,9 +1126,7 @@ def resume(epochs):
 
     def train_epoch(epoch):
         x, y = own(*make_batch(seed=epoch))
-        optimizer.zero_grad()
-        F.cross_entropy(ddp_model(x), y).backward()
-        optimizer.step()
+        take_step(optimizer, ddp_model(x), y)
         scheduler.step()
         trained.append(epoch)
 
@@ -1224,9 +1182,7 @@ def asynchronous_save():
     history = []
 
     def train_step():
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        take_step(optimizer, model(x), y)
         history.append(full_parameters(model))
 
     execute(block, fsdp_model=model, optimizer=optimizer, train_step=train_step, steps=9, save_every=3)
@@ -1243,9 +1199,7 @@ def asynchronous_save():
     execute(loading, fsdp_model=resumed, optimizer=new_optimizer, last_step=6)
     check_equal(full_parameters(resumed), history[5], tolerance=0)
     for expected in history[6:]:
-        new_optimizer.zero_grad()
-        F.cross_entropy(resumed(x), y).backward()
-        new_optimizer.step()
+        take_step(new_optimizer, resumed(x), y)
         check_equal(full_parameters(resumed), expected, tolerance=0)
 
 
@@ -1295,9 +1249,7 @@ def continue_from_one_process():
 
     def train(model, optimizer, x, y, steps):
         for _ in range(steps):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            take_step(optimizer, model(x), y)
 
     x, y = make_batch()
     reference = two_layers(seed=7)
@@ -1344,9 +1296,7 @@ def train_steps(model, steps=2):
     optimizer = sgd(model)
     x, y = own(*make_batch())
     for _ in range(steps):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        take_step(optimizer, model(x), y)
     return full_parameters(model)
 
 
@@ -1395,23 +1345,6 @@ def compile_under_fsdp():
     assert counter.frame_count == 1
 
 
-def kept_megabytes(loss):
-    """Memory that the forward pass has allocated and still holds at its end, in MB."""
-    loss()
-    with torch.profiler.profile(profile_memory=True) as profiler:
-        result = loss()
-    assert result.requires_grad
-    return sum(event.self_cpu_memory_usage for event in profiler.events()) / 1e6
-
-
-def small_gpt():
-    """The model and the batch of the page's table, in float32."""
-    torch.manual_seed(0)
-    with torch.device("cpu"):
-        model = gpt.GPT(4, 128, 4, 128).float()
-    return model, torch.randint(256, (8, 128)), torch.randint(256, (8, 128))
-
-
 def recompute_blocks(model):
     (block,) = blocks_of("How do I recompute activations in backward to save memory (activation checkpointing)?")
     execute(block, model=model)
@@ -1419,14 +1352,12 @@ def recompute_blocks(model):
 
 @recipe
 def activation_checkpointing():
-    """The same gradients, also under DDP, from less memory."""
-    model, x, y = small_gpt()
-    plain = kept_megabytes(lambda: gpt.loss_fn(model(x), y))
-    recompute_blocks(model)
-    assert kept_megabytes(lambda: gpt.loss_fn(model(x), y)) < 0.15 * plain
-    model = make_model()
+    """The same gradients under DDP. A block runs again in backward."""
+    model, calls = make_model(), []
+    model.blocks[0][0].register_forward_pre_hook(lambda *_: calls.append(None))
     recompute_blocks(model)
     check_equal(train_steps(dist.prepare_ddp_model(model)), plain_steps(16))
+    assert len(calls) == 2 * 2, "in each of two steps twice"
 
 
 @recipe
@@ -1533,11 +1464,7 @@ def answer_log_probability(model, document):
 
 
 def whole_gradients(model):
-    return {name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None}
-
-
-def full(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return {name: whole(param.grad) for name, param in model.named_parameters() if param.grad is not None}
 
 
 PREFERENCES = "How do I train on preferences (DPO)?"
@@ -1891,7 +1818,7 @@ def test_tokens_are_added(in_folder):
 ACCUMULATION = "How do I accumulate gradients over several batches?"
 
 
-def accumulate(local_rank, world_size, folder):
+def accumulate(local_rank, world_size):
     """Two epochs of the page's two loops. Micro-batches have 12 samples over all processes."""
     dist.init_process_group()
     load, drop, keep = blocks_of(ACCUMULATION)
@@ -1919,17 +1846,14 @@ def accumulate(local_rank, world_size, folder):
         return [(part_x[local_rank::world_size], part_y[local_rank::world_size]) for part_x, part_y in parts]
 
     cut = "len(train_set) // global_batch_size * global_batch_size"
-    no_cut, cut_to_processes = "len(train_set)", "len(train_set) // world_size * world_size"
+    cut_to_processes = "len(train_set) // world_size * world_size"
     assert f"`Subset(train_set, range({cut_to_processes}))`" in PAGE.read_text() and load.count(cut) == 1
     with float64():
         x, y = make_batch(335)
         train("cut", drop, load_by(load, 119, 2), 2)
-        uncut = load.replace(cut, no_cut).replace("sampler=sampler", "sampler=sampler, drop_last=True")
-        train("not cut", drop, load_by(uncut, 335, 2), 2)
         train("left over", drop, own_parts(), 2)  # one micro-batch more than a step has
         train("all samples", keep, load_by(load.replace(cut, cut_to_processes), 126, 3), 3)
-        train("all samples, padded", keep, load_by(load.replace(cut, no_cut), 119, 3), 3)
-    torch.save(results, f"{folder}/{local_rank}.pt")
+    return dist.gather_objects(results)
 
 
 def steps_of_one_process(n_samples, global_batch_size):
@@ -1947,26 +1871,21 @@ def train_steps_of(indices_of_steps):
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
-def test_accumulation(nprocs, tmp_path):
+def test_accumulation(nprocs):
     """Equal to one process that does not accumulate, with one all-reduce of the gradients per step."""
-    dist.launch(accumulate, str(tmp_path), nprocs=nprocs)
+    ranks = dist.launch(accumulate, nprocs=nprocs)
     with float64():
         cut = train_steps_of(steps_of_one_process(119 // 24 * 24, 24))
         left_over = train_steps_of(2 * [torch.arange(24)])
-        all_samples, padded = (train_steps_of(steps_of_one_process(n, 36)) for n in (126, 119))
+        all_samples = train_steps_of(steps_of_one_process(126, 36))
     sends = nprocs > 1
-    for rank in range(nprocs):
-        results = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+    for results in ranks:
         check_equal(results["cut"]["parameters"], cut)
         assert (results["cut"]["steps"], results["cut"]["sent"]) == (8, 8 * sends)
-        assert results["not cut"]["steps"] == 2 * (14 if sends else 13), "as the page says of 335 samples"
         check_equal(results["left over"]["parameters"], left_over)
         assert results["left over"]["steps"] == 2
         check_equal(results["all samples"]["parameters"], all_samples)
         assert (results["all samples"]["steps"], results["all samples"]["sent"]) == (8, 2 * 8 * sends)
-        actual = results["all samples, padded"]["parameters"]
-        differences = [(actual[name] - value).abs().max().item() for name, value in padded.items()]
-        assert max(differences) > 1e-4 if sends else max(differences) < 1e-12, differences
 
 
 # ---- as a user would type it ----------------------------------------------------------------------------------------
@@ -2079,9 +1998,7 @@ def read_until(terminal, text, times=1):
 def test_two_terminals(tmp_path):
     (block,) = blocks_of("How do I stop in a debugger on one rank?", "text")
     write_script(tmp_path, SCRIPT_TO_DEBUG.replace("{line}", "pass"))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    first, second = block.replace("29500", str(port)).replace("python", sys.executable).splitlines()
+    first, second = block.replace("29500", str(free_port())).replace("python", sys.executable).splitlines()
     environment = {**os.environ, "PYTHONPATH": ""}
     options = {"cwd": tmp_path, "env": environment, "text": True, "shell": True, "stdout": subprocess.PIPE}
     with subprocess.Popen(first, stdin=subprocess.DEVNULL, **options) as rank_0:
