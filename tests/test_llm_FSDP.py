@@ -59,7 +59,7 @@ CASES = {  # name: (model, optimizer, options)
     "lora, qwen3_moe": ("qwen3_moe_float64", "SGD", {**SGD, **LORA, "lr": 0.5}),
 }
 ON = {1: ["llama", "tied", "lora"], 2: list(CASES), 3: ["tied", "uneven", "gathered once", "lora, AdamW"]}
-RESUMED = ["tied", "lora"]
+RESUMED = ["tied", "lora"]  # and these, on two processes, are what the quick tests look at
 # On two processes they stop after this step. Two steps are left. A scheduler that starts anew shows in the second.
 STOP = 1
 
@@ -236,7 +236,7 @@ def recording(function, results):
     return record
 
 
-def work(local_rank, world_size, folder):
+def work(local_rank, world_size, folder, names):
     folder = Path(folder)
     dist.init_process_group(even_alone=True)
     torch.set_num_threads(1)
@@ -244,9 +244,9 @@ def work(local_rank, world_size, folder):
     transformers.utils.logging.disable_progress_bar()
     results = {}
     with float64_everywhere():
-        for name in ON[world_size]:
+        for name in names:
             results[name] = train(folder, name, f"{name} 2" if world_size == 2 else None)
-        for name in RESUMED:
+        for name in RESUMED if names == ON[world_size] or names == RESUMED else []:
             stopped = {"checkpoint_dir": str(folder / f"{name} stopped")}
             resumed = {"checkpoint_dir": str(folder / f"{name} resumed {world_size}")}
             if world_size == 2:
@@ -257,7 +257,7 @@ def work(local_rank, world_size, folder):
                         shutil.copytree(stopped["checkpoint_dir"], folder / f"{name} resumed {number}")
                 dist.barrier()
             results[f"{name} resumed"] = train(folder, name, **resumed)
-    torch.save(results, folder / f"{world_size} {local_rank}.pt")
+    torch.save(results, folder / f"{local_rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -272,12 +272,14 @@ def folder(tmp_path_factory):
 
 
 @functools.cache
-def job(folder, world_size):
+def job(folder, world_size, is_quick=False):
     """Rank 0's results by case. The other ranks have the same."""
-    if world_size != 2:
-        job(folder, 2)  # saves the checkpoints that are resumed here
-    dist.launch(work, str(folder), nprocs=world_size)
-    results = [torch.load(folder / f"{world_size} {rank}.pt", weights_only=True) for rank in range(world_size)]
+    names = RESUMED if is_quick else ON[world_size]
+    if not is_quick:
+        result_of(folder, RESUMED[0])  # its job saves the checkpoints that are resumed here
+        names = [name for name in names if world_size != 2 or name not in RESUMED]
+    dist.launch(work, str(folder), names, nprocs=world_size)
+    results = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world_size)]
     for other in results[1:]:
         for name, result in other.items():
             assert torch.equal(result["losses"], results[0][name]["losses"])
@@ -285,18 +287,26 @@ def job(folder, world_size):
     return results[0]
 
 
-@pytest.mark.guard
-@pytest.mark.parametrize(
-    "name, world_size",
-    [
-        pytest.param(name, world_size, marks=[pytest.mark.slow] if world_size == 3 else [])
-        for world_size in ON
-        for name in ON[world_size]
-    ],
-)
+def result_of(folder, name, world_size=2):
+    return job(folder, world_size, is_quick(name, world_size))[name]
+
+
+def is_quick(name, world_size=2):
+    return world_size == 2 and name.partition(" ")[0] in RESUMED
+
+
+def on(name, world_size=2):
+    """The parameters of a test of a case."""
+    return pytest.param(name, world_size, marks=[] if is_quick(name, world_size) else SLOW)
+
+
+SLOW = [pytest.mark.slow, pytest.mark.guard]
+
+
+@pytest.mark.parametrize("name, world_size", [on(name, world_size) for world_size in ON for name in ON[world_size]])
 def test_equals_one_process(folder, name, world_size):
     """A plain loop over the documents, one at a time. In float64, but transformers' norms compute in float32."""
-    result = job(folder, world_size)[name]
+    result = result_of(folder, name, world_size)
     model_name, optimizer, options = CASES[name]
     args = arguments(folder, model_name, **options)
     with float64_everywhere():
@@ -312,10 +322,10 @@ def test_equals_one_process(folder, name, world_size):
         assert (result["parameters"][key] - value).abs().max() < 1e-6, key
 
 
-@pytest.mark.parametrize("name", ON[2])
-def test_results_load(folder, name):
+@pytest.mark.parametrize("name, world_size", [on(name) for name in ON[2]])
+def test_results_load(folder, name, world_size):
     """The saved model gives the trained model's logits: loaded by transformers, or by PEFT."""
-    result = job(folder, 2)[name]
+    result = result_of(folder, name)
     model_name, _, options = CASES[name]
     output = folder / f"{name} 2"
     if "lora" in options:
@@ -336,12 +346,12 @@ def test_results_load(folder, name):
     assert not list(output.glob(".incomplete"))
 
 
-@pytest.mark.parametrize("name, world_size", [(name, world_size) for name in RESUMED for world_size in ON])
+@pytest.mark.parametrize("name, world_size", [on(name, world_size) for name in RESUMED for world_size in ON])
 def test_resumes_inside_an_epoch_on_any_number_of_processes(folder, name, world_size):
     """It stopped on two processes, as after SIGTERM, and ends as if it had not; on two, bit for bit."""
-    whole = job(folder, 2)[name]
-    stopped = job(folder, 2)[f"{name} stopped"]
-    resumed = job(folder, world_size)[f"{name} resumed"]
+    whole = result_of(folder, name)
+    stopped = result_of(folder, f"{name} stopped")
+    resumed = result_of(folder, f"{name} resumed", world_size)
     assert whole["finished"] and resumed["finished"] and not stopped["finished"]
     assert torch.equal(stopped["losses"], whole["losses"][:STOP])
     assert len(resumed["losses"]) == STEPS - STOP
@@ -357,7 +367,7 @@ def test_resumes_inside_an_epoch_on_any_number_of_processes(folder, name, world_
 
 
 def test_checkpoints_of_adapters_leave_the_model_out(folder):
-    job(folder, 2)
+    result_of(folder, "lora stopped")
     metadata = torch.distributed.checkpoint.FileSystemReader(folder / "lora stopped" / f"step-{STOP}").read_metadata()
     names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
     assert len(names) == 2 * 7 * 2 and all(".lora_" in name for name in names)
