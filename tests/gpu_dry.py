@@ -10,7 +10,6 @@ import collections
 import importlib
 import importlib.machinery
 import io
-import linecache
 import os
 import pickle
 import sys
@@ -33,7 +32,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 ROOT = Path(__file__).parent.parent
 GPUS = 8  # on each machine
 aten, c10d = torch.ops.aten, torch.ops.c10d
-Result = collections.namedtuple("Result", "n_calls waits sent_by_rank_0 error")
+Result = collections.namedtuple("Result", "n_calls sent_by_rank_0 error")
 
 
 # ---- the device -----------------------------------------------------------------------------------------------------
@@ -95,13 +94,10 @@ class DeviceModule:
 
     default_stream = stream = current_stream
 
-    def synchronize(self, *args):
-        self.recorder.wait("synchronize")
-
     def manual_seed(self, *args):
         pass
 
-    manual_seed_all = empty_cache = set_rng_state = reset_peak_memory_stats = manual_seed
+    synchronize = manual_seed_all = empty_cache = set_rng_state = reset_peak_memory_stats = manual_seed
 
     def max_memory_allocated(self, *args):
         return 10**9
@@ -127,10 +123,7 @@ class Scripts(importlib.machinery.SourceFileLoader):
 
 
 class Recorder(TorchDispatchMode):
-    """Runs operations on the CPU as they are and those on the device on fake tensors.
-
-    `waits` has the number of times that each line waits for the device.
-    """
+    """Runs operations on the CPU as they are and those on the device on fake tensors."""
 
     def __init__(self, rank, host_value):
         super().__init__()
@@ -138,7 +131,7 @@ class Recorder(TorchDispatchMode):
         self.device = torch.device("gpu", rank % GPUS)
         self.host_value = host_value  # what every number is that comes from the device
         self.gloo_groups = set()
-        self.n_calls, self.waits = 0, collections.Counter()
+        self.n_calls = 0  # of collectives
         self.sent_by_rank_0 = []
         # Operations for which fake tensors are not enough. These functions may return NotImplemented where they are.
         self.on_device = {
@@ -147,9 +140,6 @@ class Recorder(TorchDispatchMode):
             aten._local_scalar_dense.default: self.number,
             aten._to_copy.default: self.to_copy,
             aten.copy_.default: self.copy,
-            aten.index.Tensor: self.index,
-            aten.index_put.default: self.index_put,
-            aten.index_put_.default: self.index_put,
             aten._fused_sgd_.default: self.fused_sgd,
             aten._fused_sgd_.tensor_lr: self.fused_sgd,
         }
@@ -174,17 +164,14 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def is_pinned(self, tensor, device=None):
-        return getattr(tensor, "is_in_pinned_memory", False)
+        return False
 
     def pin_memory(self, tensor, device=None):
-        pinned = tensor.clone()
-        pinned.is_in_pinned_memory = True
-        return pinned
+        return tensor.clone()
 
     def number(self, tensor):
         if not is_fake(tensor):
             return NotImplemented
-        self.wait("for a number")
         return torch.tensor(self.host_value, dtype=tensor.dtype).item()
 
     def to_copy(self, tensor, device=None, dtype=None, non_blocking=False, **kwargs):
@@ -192,36 +179,12 @@ class Recorder(TorchDispatchMode):
         if is_fake(tensor) == to_device:
             return NotImplemented
         if is_fake(tensor):
-            self.wait("for a copy to the CPU")
             return torch.full(tensor.shape, self.host_value, dtype=dtype or tensor.dtype)
-        self.copy_to_device(tensor, non_blocking)
         with self.fake:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
 
     def copy(self, target, source, non_blocking=False):
-        if is_fake(target) == is_fake(source):
-            return NotImplemented
-        if is_fake(source):
-            self.wait("for a copy to the CPU")
-        else:
-            self.copy_to_device(source, non_blocking)
-        return target
-
-    def copy_to_device(self, tensor, non_blocking):
-        if not (non_blocking and self.is_pinned(tensor)):
-            self.wait("for a copy to the device")
-
-    def index(self, tensor, indices):
-        for index in indices:
-            if is_fake(tensor) and index is not None and (index.dtype == torch.bool or not is_fake(index)):
-                self.wait("for an index")  # to count what is true, or to copy the index
-        return NotImplemented
-
-    def index_put(self, tensor, indices, values, accumulate=False):
-        is_masked = all(index is None or (is_fake(index) and index.dtype == torch.bool) for index in indices)
-        if not (is_masked and values.numel() == 1):  # tensor[mask] = 0 is a masked_fill on CUDA, which needs no count
-            self.index(tensor, indices)
-        return NotImplemented
+        return NotImplemented if is_fake(target) == is_fake(source) else target
 
     def fused_sgd(self, params, grads, *args, **kwargs):
         """It has no kernel for fake tensors."""
@@ -231,11 +194,6 @@ class Recorder(TorchDispatchMode):
         if devices != {self.device}:
             raise RuntimeError(f"fused SGD of tensors on {devices}")
         return None
-
-    def wait(self, what):
-        frames = frames_of_project()
-        functions = frozenset(frame.f_code.co_name for frame in frames)
-        self.waits[place(frames), what, functions] += 1
 
     def check_devices(self, func, args, tensors):
         if func in fake_collectives.sync_ops and func is not c10d.barrier.default:
@@ -258,25 +216,6 @@ def is_fake(tensor):
 
 def is_gpu(device):
     return device is not None and torch.device(device).type == "gpu"
-
-
-def frames_of_project():
-    """The frames of the project on the stack, the innermost first."""
-    frames = []
-    frame = sys._getframe()
-    while frame:
-        if os.path.dirname(frame.f_code.co_filename) == str(ROOT):
-            frames.append(frame)
-        frame = frame.f_back
-    return frames
-
-
-def place(frames):
-    """The innermost line of the project on the stack: its file and the line itself."""
-    if not frames:
-        return "torch"
-    filename = frames[0].f_code.co_filename
-    return f"{os.path.basename(filename)}: {linecache.getline(filename, frames[0].f_lineno).strip()}"
 
 
 # ---- one rank -------------------------------------------------------------------------------------------------------
@@ -315,7 +254,7 @@ def run(pipe, script, options, rank, world_size, sent_by_rank_0=(), host_value=1
                 module.main_worker(rank % GPUS, world_size, args)
     except BaseException:
         error = traceback.format_exc()
-    result = Result(recorder.n_calls, recorder.waits, recorder.sent_by_rank_0, error)
+    result = Result(recorder.n_calls, recorder.sent_by_rank_0, error)
     pipe.send_bytes(pickle.dumps(result))  # pipe.send would share the memory of tensors, and this process ends now
     pipe.close()
     os._exit(0)
@@ -328,7 +267,7 @@ def pretend_device(rank, host_value):
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(1, device="gpu") is then a copy from the CPU
     module = DeviceModule(rank % GPUS)
     _setup_privateuseone_for_python_backend("gpu", backend_module=module)
-    module.recorder = recorder = Recorder(rank, host_value)
+    recorder = Recorder(rank, host_value)
 
     def new_tensor(tensor, data, dtype=None):
         return torch.tensor(data, dtype=dtype or tensor.dtype, device=tensor.device)

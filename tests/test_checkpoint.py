@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import Bomb, exit_message, killed_in
+from conftest import Bomb, agreed_message, exit_message, killed_in
 from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
@@ -47,13 +47,6 @@ def assert_same(actual, expected):
 def assert_same_states(actual, expected):
     for one, other in zip(actual, expected, strict=True):
         assert_same(one.state_dict(), other.state_dict())
-
-
-def agreed_message(function, *args, **kwargs):
-    """The line with which all ranks leave `function`, the same on each of them."""
-    message = exit_message(function, *args, **kwargs)
-    assert set(dist.gather_objects(message)) == {message}
-    return message
 
 
 # ---- whole, exact, interchangeable ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import exit_message, killed_in, without_name_server
+from conftest import agreed_message, exit_message, killed_in, whole, without_name_server
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -81,10 +81,6 @@ def train(model, optimizer, scheduler, first, last):
         dist.unwrapped(model).seen += 1
 
 
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def state_of(model, optimizer):
     """Copies of all values: weights, buffers, and the optimizer's state and options."""
     model = dist.unwrapped(model)
@@ -104,13 +100,6 @@ def assert_equal(state, expected, tolerance=0):
             torch.testing.assert_close(state[name], value, rtol=tolerance, atol=tolerance, msg=name)
         else:
             assert state[name] == value, name
-
-
-def agreed_message(function, *args, **kwargs):
-    """The one line with which all ranks leave."""
-    line = exit_message(function, *args, **kwargs)
-    assert dist.gather_objects(line) == [line] * dist.get_world_size()
-    return line
 
 
 # ---- resume -------------------------------------------------------------------------------------------------------

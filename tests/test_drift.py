@@ -188,8 +188,7 @@ def check_what_is_compared(local_rank, world_size):
             before = tensor.clone()
             if local_rank == 2:
                 tensor[...] = 0
-        with pytest.raises(dist.DistributedError, match=f"{name} of rank 2 differs from rank 0's"):
-            dist.check_in_sync(mixed)
+        check_differs(f"{name} of rank 2", mixed)
         with torch.no_grad():
             tensor.copy_(before)
     # A sign is the highest bit of a word.
@@ -197,8 +196,7 @@ def check_what_is_compared(local_rank, world_size):
     nn.init.ones_(signs.weight)
     if local_rank == 1:
         signs.weight.data[1, 5] = -1
-    with pytest.raises(dist.DistributedError, match="weight of rank 1 differs from rank 0's"):
-        dist.check_in_sync(signs)
+    check_differs("weight of rank 1", signs)
 
     # What the optimizer trains outside the model drifts: DDP does not know it.
     temperature = nn.Parameter(torch.ones(()))
@@ -208,33 +206,27 @@ def check_what_is_compared(local_rank, world_size):
         nn.functional.mse_loss(ddp_model(x) * temperature, y).backward()
         optimizer.step()
     dist.check_in_sync(model)
-    with pytest.raises(dist.DistributedError, match="parameter 6 of the optimizer of rank 1 differs from rank 0's"):
-        dist.check_in_sync(model, optimizer)
-    with pytest.raises(dist.DistributedError, match="best of rank 1 differs from rank 0's"):
-        dist.check_in_sync(nn.ReLU(), best=local_rank > 0)
+    check_differs("parameter 6 of the optimizer of rank 1", model, optimizer)
+    check_differs("best of rank 1", nn.ReLU(), best=local_rank > 0)
     # Equal bits in another shape, and a layer that one rank does not train.
-    with pytest.raises(dist.DistributedError, match="average of rank 1 differs from rank 0's"):
-        dist.check_in_sync(nn.ReLU(), average=torch.ones((2, 3) if local_rank == 1 else (3, 2)))
+    check_differs("average of rank 1", nn.ReLU(), average=torch.ones((2, 3) if local_rank == 1 else (3, 2)))
     frozen = nn.Linear(2, 2)
     dist.sync_params(frozen.parameters())
     frozen.bias.requires_grad_(local_rank != 1)
-    with pytest.raises(dist.DistributedError, match="bias of rank 1 differs from rank 0's"):
-        dist.check_in_sync(frozen)
+    check_differs("bias of rank 1", frozen)
     # A value with the name of a parameter hides nothing.
     for value in (local_rank, torch.tensor(local_rank)):
         with pytest.raises(dist.DistributedError, match="bias of rank"):
             dist.check_in_sync(nn.Linear(2, 2), bias=value)
     # What has no complete and equal text on all ranks is refused; tensors in lists are compared.
-    refused = [frozen, {"a", "b"}, np.arange(9), [object()], {"x": np.int64(1)}, torch.float32]
-    for value in refused:
+    for value in (frozen, {"a", "b"}, np.arange(9), [object()], {"x": np.int64(1)}, torch.float32):
         with pytest.raises(dist.DistributedError, match=r"^critic has a <class '.*'>: "):
             dist.check_in_sync(nn.ReLU(), critic=value)
     long = torch.zeros(5000)
     dist.check_in_sync(nn.ReLU(), history=[long, {"b": long}])
     if local_rank == 1:
         long[2500] = 1  # where a printed tensor has dots
-    with pytest.raises(dist.DistributedError, match="history of rank 1 differs from rank 0's"):
-        dist.check_in_sync(nn.ReLU(), history=[torch.ones(2), {"b": long}])
+    check_differs("history of rank 1", nn.ReLU(), history=[torch.ones(2), {"b": long}])
     dist.check_in_sync(nn.ReLU(), model=1, optimizer="Adam")
     # The same numbers in another order, or with another sign, and another type of the same memory.
     for ours, theirs in (
@@ -242,15 +234,18 @@ def check_what_is_compared(local_rank, world_size):
         (torch.arange(560.0).double(), -torch.arange(560.0).double()),
         (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
     ):
-        with pytest.raises(dist.DistributedError, match="classes of rank 1 differs from rank 0's"):
-            dist.check_in_sync(nn.ReLU(), classes=theirs if local_rank == 1 else ours)
+        check_differs("classes of rank 1", nn.ReLU(), classes=theirs if local_rank == 1 else ours)
     # An optimizer whose outside parameter is at another place, as after list(set(…)), or on one rank alone.
     params = list(model.parameters())
     params.insert(2 + local_rank, temperature)
-    with pytest.raises(dist.DistributedError, match="the list of names of rank 1 differs from rank 0's"):
-        dist.check_in_sync(model, torch.optim.SGD(params))
+    check_differs("the list of names of rank 1", model, torch.optim.SGD(params))
     dist.check_in_sync(nn.ReLU(), names=("b", "a"), nothing=None, table={"a": [1, 2.5]})
     dist.check_in_sync(nn.ReLU(), loss=float("nan"))
+
+
+def check_differs(what, *args, **values):
+    with pytest.raises(dist.DistributedError, match=f"{what} differs from rank 0's"):
+        dist.check_in_sync(*args, **values)
 
 
 def test_equal_weights_are_no_alarm_and_any_tensor_is_compared():

@@ -15,7 +15,8 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import Bomb, CollectiveCounter, exit_message, float64, killed_in
+from conftest import Bomb, CollectiveCounter, exit_message, killed_in
+from test_gpt_generate import continue_alone, peaked_model
 from torch.multiprocessing import ProcessExitedException
 
 import distributed as dist
@@ -30,14 +31,7 @@ LAST_LINE = re.compile(r"(\d+) answers \| ([\d,]+) new bytes \| ([\d,]+) bytes/s
 
 
 def make_model():
-    """In float64, with large weights: what was read before decides what comes, so a wrong position changes it."""
-    with float64():
-        torch.manual_seed(1)
-        model = gpt.GPT(**SIZES)
-    with torch.no_grad():
-        for param in model.parameters():
-            param *= 3
-    return model
+    return peaked_model(SIZES["width"], SIZES["heads"], SIZES["length"], seed=1)
 
 
 def make_records():
@@ -53,22 +47,12 @@ def make_records():
 @functools.cache
 def reference():
     """The bytes that continue each prompt, without cache, batch and padding, with the stop byte."""
-    model = make_model()
-    answers = []
+    model, answers = make_model(), []
     for number, record in enumerate(make_records()):
-        text = list(record["prompt"].encode())
-        n_prompt = len(text)
-        for drawn in gpt_generate.uniform(f"{SEED} {number}", 1, NEW_BYTES)[0].tolist():
-            with torch.no_grad():
-                shares = (model(torch.tensor([text]))[0, -1] / TEMPERATURE).softmax(-1)
-            byte, total = 0, shares[0]
-            while total <= drawn:
-                byte += 1
-                total = total + shares[byte]
-            text.append(byte)
-            if byte == ord(STOP):
-                break
-        answers.append(bytes(text[n_prompt:]))
+        prompt = record["prompt"].encode()
+        (drawn,) = gpt_generate.uniform(f"{SEED} {number}", 1, NEW_BYTES)
+        text, _ = continue_alone(model, prompt, drawn, ord(STOP), TEMPERATURE)
+        answers.append(text.removeprefix(prompt))
     assert len({len(answer) for answer in answers}) > 5 and answers[5] != answers[-1], "and stops"
     return answers
 

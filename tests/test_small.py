@@ -26,12 +26,6 @@ HELPERS = {
 }
 HELPERS |= {"options", "rpc_remote", "spawn", "tracking", "watch"}
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem not in HELPERS)
-PUBLIC = {
-    *("DistributedError", "is_launched", "get_rank", "get_local_rank", "get_world_size", "is_primary", "print_primary"),
-    *("get_device", "init_process_group", "is_dist_avail_and_initialized", "cleanup", "barrier", "wait_for_everyone"),
-    *("data_sampler", "prepare_ddp_model", "prepare_fsdp_model", "sync_params", "check_in_sync", "unwrapped"),
-    *("reduce", "all_reduce", "gather", "gather_objects", "broadcast_object", "raise_on_all", "launch"),
-}
 MOST = {
     "distributed": 237,
     "spawn": 124,
@@ -91,21 +85,7 @@ def carried(name):
     return sorted(found - {name})
 
 
-def public_names(name):
-    names = []
-    for node in tree(name).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.append(node.name)
-        elif isinstance(node, ast.Assign):
-            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
-    return [each for each in names if not each.startswith("_")]
-
-
 # ---- rules ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_helper_has_the_names_of_the_list_and_no_others():
-    assert set(public_names("distributed")) == PUBLIC
 
 
 def test_the_helpers_stay_small():
