@@ -131,7 +131,7 @@ def result_of(net, dataset):
     return F.cross_entropy(outputs, dataset.labels).item(), hits, len(dataset)
 
 
-def train_alone(make_optimizer, rates, sizes, batch, ranks=1, seed=3, first_epoch=0, model=Net, order_of=None):
+def train_alone(make_optimizer, rates, sizes, batch, ranks=1, seed=3, model=Net, order_of=None, before_step=None):
     """The reference: plain PyTorch in one process and float64, one epoch for each of `rates`.
 
     Returns the weights, (loss, samples) of every step, and `result_of` after every epoch.
@@ -144,13 +144,15 @@ def train_alone(make_optimizer, rates, sizes, batch, ranks=1, seed=3, first_epoc
         for epoch, rate in enumerate(rates):
             for group in optimizer.param_groups:
                 group["lr"] *= rate / rates[max(0, epoch - 1)]
-            generator = torch.Generator().manual_seed(seed + first_epoch + epoch)
+            generator = torch.Generator().manual_seed(seed + epoch)
             order = order_of(epoch) if order_of else torch.randperm(sizes[0], generator=generator)
             order = torch.cat([order, order[: -sizes[0] % ranks]])  # a sampler gives all ranks equally many
             for index in order.split(batch):
                 optimizer.zero_grad()
                 loss = F.cross_entropy(net.train()(normal(train_set.images[index])), train_set.labels[index])
                 loss.backward()
+                if before_step:
+                    before_step(net, optimizer)
                 optimizer.step()
                 losses.append((loss.item(), len(index)))
             tests.append(result_of(net, test_set))

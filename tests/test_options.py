@@ -276,14 +276,11 @@ FOLDERS = [
     ("llm_FSDP", "--checkpoint-dir", ""),
     ("llm_FSDP", "--tensorboard", ""),
     ("multigpu_torchrun", "--snapshot-path", "snapshot.pt"),
-    ("multinode_torchrun", "--snapshot-path", "snapshot.pt"),
     ("min_FSDP", "--checkpoint-dir", ""),
     ("mnist_FSDP", "--checkpoint-dir", ""),
     ("mnist_FSDP", "--output", "model.pt"),
     ("mnist_DDP", "--output", "model.pt"),
     ("mnist_DDP", "--snapshot-path", "snapshot.pt"),
-    ("mnist_DDP", "--tensorboard", ""),
-    ("min_FSDP_TP", "--checkpoint-dir", ""),
     ("min_GRPO", "--output", "model.pt"),
 ]
 

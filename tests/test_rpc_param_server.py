@@ -15,7 +15,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from conftest import ROOT, run, start_forked, torchrun, wait_for, without_name_server
+from conftest import MNIST_ROOT, ROOT, needs_mnist, run, start_forked, torchrun, wait_for, without_name_server
 from images import assert_equal_states, few_digits, make_sgd, train_alone
 from test_launch import addresses_of
 from torch.distributed import rpc
@@ -28,7 +28,6 @@ import rpc_remote
 import spawn
 
 SCRIPT = ROOT / "rpc_param_server.py"
-MNIST_ROOT = os.environ.get("MNIST_ROOT")
 LINE = re.compile(
     r"epoch (\d+)/\d+ \| held-out (\d+\.\d{4}) \| accuracy (\d\.\d{4}) \((\d+)/(\d+)\) \| "
     r"[\d.]+ updates/s \| staleness (\d+\.\d{2})"
@@ -372,9 +371,6 @@ def test_on_one_machine_it_listens_on_loopback_unless_told_otherwise(here, named
     assert capsys.readouterr().err == (line if warned else "")
 
 
-REAL = pytest.mark.skipif(MNIST_ROOT is None, reason="MNIST_ROOT does not say where the real MNIST is")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
@@ -383,7 +379,9 @@ REAL = pytest.mark.skipif(MNIST_ROOT is None, reason="MNIST_ROOT does not say wh
         ("hogwild", run, 1, (), 0.95),
         ("hogwild", run, 4, ("--epochs", 3), 0.95),  # after two, it has 0.90 to 0.97: gradients are stale
         ("sync", functools.partial(torchrun, 3), 2, ("--epochs", 1), 0.9),
-        pytest.param("hogwild", run, 2, ("--epochs", 1, "--data", "mnist", "--data-dir", MNIST_ROOT), 0.97, marks=REAL),
+        pytest.param(
+            "hogwild", run, 2, ("--epochs", 1, "--data", "mnist", "--data-dir", MNIST_ROOT), 0.97, marks=needs_mnist
+        ),
     ],
 )
 def test_it_learns(mode, command, trainers, options, at_least):
