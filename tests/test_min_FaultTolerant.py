@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 import transformer
-from conftest import LAUNCHER_VARIABLES, ROOT, exit_message, finish, start, wait_for, without_name_server
+from conftest import LAUNCHER_VARIABLES, ROOT, exit_message, finish, start, wait_for, wait_until, without_name_server
 from transformer import full_parameters, make_optimizer, reference, small_text
 
 import distributed as dist
@@ -28,13 +28,6 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 RAISE, ORPHAN = signal.SIGUSR1, signal.SIGUSR2  # stand for an exception, and for a kill of the supervisor
 # In which step, where in it, and which rank of the quorum is killed or stopped. After each failure the others wait for
 # the new processes, so each finds three members, and the step after it begins with a new one, which is healed.
-FEW = [
-    (2, "in forward", 1, KILL),
-    (4, "when the others have voted", 2, KILL),
-    (6, "in the all-reduce", 0, KILL),
-    (7, "while it sends the state", 0, KILL),
-    (9, "after the decision", 1, KILL),
-]
 MANY = [
     (3, "in forward", 1, KILL),
     (6, "when the others have voted", 2, KILL),
@@ -64,6 +57,7 @@ MANY = [
     (62, "in forward", 1, KILL),
     (62, "while it connects", 0, KILL),
 ]
+FEW = MANY[:5]
 
 
 def arguments(nprocs=1, **changes):
@@ -246,13 +240,6 @@ def n_waiting(quorum):
     return len(names.difference(quorum.store.get("lost").decode().split()))
 
 
-def wait_until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s"
-        time.sleep(0.005)
-
-
 def worker(local_rank, world_size, args, optimizer, plan, folder, text):
     """The script's own, in float64 on the small text. Each process that finishes saves what it has trained."""
     train = min_FaultTolerant.train
@@ -317,7 +304,7 @@ def check(plan, optimizer, folder, capfd, **changes):
 def test_killed_in_a_few_places_they_end_as_one_process(tmp_path, capfd):
     timeout = 10  # seconds: far more than a step takes on a busy machine
     out, err = check(FEW, "SGD", tmp_path, capfd, clip=0.5, timeout=timeout)
-    assert re.findall(r"^step (\d+)/\d+ \| loss \d\.\d{4} \| \d members$", out, re.M) == ["10", "13"]
+    assert re.findall(r"^step (\d+)/\d+ \| loss \d\.\d{4} \| \d members$", out, re.M) == ["10", "17"]
     # gloo may miss a closed connection once, and waits for the timeout. It has done so in 2 of about 60 such jobs.
     assert sorted(seconds_of_first_steps(out))[-2] < timeout / 2, "they notice a kill at once"
     # gloo itself says so if a process is lost while all connect.
