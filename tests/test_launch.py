@@ -116,7 +116,8 @@ def test_what_stands_in_no_file_is_refused(monkeypatch):
             with pytest.raises(SystemExit, match=r"^launch needs a script: [^\n]*$"):
                 dist.launch(typed_in, nprocs=2)
             dist.launch(typed_in, nprocs=1)
-            dist.launch(print, 'a text: if __name__ == "__main__":', nprocs=2)
+            if file is None:
+                dist.launch(print, 'a text: if __name__ == "__main__":', nprocs=2)
 
 
 def test_a_folder_for_sockets_with_too_long_a_name_is_refused(monkeypatch, tmp_path):

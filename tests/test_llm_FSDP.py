@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import os
-import random
 import re
 import shutil
 import threading
@@ -22,11 +21,10 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from conftest import exit_message, float64, run, start, wait_for
+from conftest import Watch, exit_message, float64, run
+from conftest import whole as full
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed as dist
 import llm_documents
@@ -168,12 +166,6 @@ def rate(step, args):
 # ---- the script's own training --------------------------------------------------------------------------------------
 
 
-def full(tensor):
-    if hasattr(tensor, "full_tensor"):  # the root stays gathered after a forward
-        return tensor.full_tensor()
-    return tensor
-
-
 def whole_parameters(model, part=""):
     """The parameters with `part` in their names, each whole on every rank."""
     found = {}
@@ -257,7 +249,7 @@ def work(local_rank, world_size, folder, names):
                         shutil.copytree(stopped["checkpoint_dir"], folder / f"{name} resumed {number}")
                 dist.barrier()
             results[f"{name} resumed"] = train(folder, name, **resumed)
-    torch.save(results, folder / f"{local_rank}.pt")
+    return dist.gather_objects(results)
 
 
 @pytest.fixture(scope="module")
@@ -278,8 +270,7 @@ def job(folder, world_size, is_quick=False):
     if not is_quick:
         result_of(folder, RESUMED[0])  # its job saves the checkpoints that are resumed here
         names = [name for name in names if world_size != 2 or name not in RESUMED]
-    dist.launch(work, str(folder), names, nprocs=world_size)
-    results = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world_size)]
+    results = dist.launch(work, str(folder), names, nprocs=world_size)
     for other in results[1:]:
         for name, result in other.items():
             assert torch.equal(result["losses"], results[0][name]["losses"])
@@ -390,61 +381,6 @@ def test_without_a_model_and_a_network_it_learns_and_answers(tmp_path):
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() == 664_192
 
 
-def small_run(folder, output, nproc):
-    """The options of a run of 200 steps, which saves every tenth, and prints every step."""
-    command = ["--model", folder / "llama", "--data", folder / "data.jsonl", "--length", LENGTH, "--seed", 1]
-    command += ["--epochs", (200 * 6 - 3) / 34, "--global-batch-size", 6, "--lr", 0.01]
-    command += ["--log-every", 1, "--save-every", 10]
-    return [*command, "--output", output, "--checkpoint-dir", f"{output} checkpoints", "--nproc", nproc]
-
-
-def steps_in(log):
-    """The last step that is printed, or 0."""
-    found = re.findall(r"^step (\d+)/", log.read_text(), re.M)
-    return int(found[-1]) if found else 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_kills_and_sigterm_change_nothing(folder, tmp_path):
-    """Killed at any moment and once in a save, stopped by SIGTERM; each time resumed by another number of processes."""
-    status, stdout, stderr = run("llm_FSDP.py", *small_run(folder, tmp_path / "whole", 2))
-    assert (status, stderr) == (0, "") and "step 200/200 | loss" in stdout
-    output = tmp_path / "killed"
-    checkpoints = Path(f"{output} checkpoints")
-    log = tmp_path / "log"
-    log.touch()
-    draw = random.Random(0)
-    for number, nproc in enumerate((2, 3, 1, 2), 1):
-        process = start("llm_FSDP.py", *small_run(folder, output, nproc), log=log)
-        aim = 30 * number + draw.randint(0, 10)
-        if number == 3:
-            wait_for(lambda aim=aim: steps_in(log) >= aim and is_incomplete(checkpoints), process)
-        else:
-            wait_for(lambda aim=aim: steps_in(log) >= aim, process)
-        process.kill()
-        process.wait()
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    options = small_run(folder, output, 2)[:-2]  # without --nproc, which torchrun would take for an option of its own
-    process = start(*command, "llm_FSDP.py", *options, log=log, env={"OMP_NUM_THREADS": "1"})
-    wait_for(lambda: steps_in(log) >= 135, process)
-    process.terminate()
-    process.wait(timeout=100)
-    stopped_at = steps_in(log)
-    assert stopped_at < 200 and (checkpoints / f"step-{stopped_at}" / ".metadata").exists(), "it saved at once"
-    status, stdout, stderr = run("llm_FSDP.py", *small_run(folder, output, 2))
-    assert (status, stderr) == (0, "")
-    assert re.findall(r"^step (\d+)/200 \| loss", stdout, re.M)[0] == str(stopped_at + 1)
-    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").state_dict()
-    for name, value in transformers.AutoModelForCausalLM.from_pretrained(output).state_dict().items():
-        assert (value - expected[name]).abs().max() < 1e-3, name
-
-
-def is_incomplete(checkpoints):
-    """Is a checkpoint being written at this moment?"""
-    return any(not (path / ".metadata").exists() for path in checkpoints.glob("step-*"))
-
-
 # ---- the CPU's memory -----------------------------------------------------------------------------------------------
 
 
@@ -490,9 +426,7 @@ def measure_memory(local_rank, world_size, folder):
         with Peak() as peak:
             llm_hub.save(model, whole, types, args.output)
         peaks.append(peak.peak)
-    everyone = dist.gather_objects(peaks)
-    if local_rank == 0:
-        Path(folder, f"memory {world_size}.json").write_text(json.dumps(everyone))
+    return dist.gather_objects(peaks)
 
 
 @pytest.mark.slow
@@ -510,9 +444,7 @@ def test_the_cpus_hold_one_model_and_not_one_per_process(folder):
     language.byte_tokenizer().save_pretrained(folder / "large")
     del model
     for world_size in (1, 2, 4):
-        dist.launch(measure_memory, str(folder), nprocs=world_size)
-        peaks = json.loads((folder / f"memory {world_size}.json").read_text())
-        loading, saving = zip(*peaks, strict=True)
+        loading, saving = zip(*dist.launch(measure_memory, str(folder), nprocs=world_size), strict=True)
         print(world_size, [[round(n / 1e6) for n in part] for part in (loading, saving)], flush=True)
         # The lower bounds say that the peak was seen. They leave room for freed memory that is used again.
         assert 0.8 * n_bytes < sum(loading) < 1.1 * n_bytes + 3 * world_size * largest
@@ -523,28 +455,6 @@ def test_the_cpus_hold_one_model_and_not_one_per_process(folder):
 
 
 # ---- bfloat16, memory and collectives -------------------------------------------------------------------------------
-
-
-class Watch(TorchDispatchMode):
-    """Notes the types of gathered and reduced tensors, and counts reads of a value by the host."""
-
-    def __init__(self):
-        super().__init__()
-        self.gathered = []
-        self.reduced = []
-        self.host_reads = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # its own operations on the shards come here next
-        name = func.name()
-        if "_allgather_base_" in name:
-            self.gathered.append(str(args[0].dtype))
-        elif "_reduce_scatter_base_" in name:
-            self.reduced.append(str(args[1].dtype))
-        elif "_local_scalar_dense" in name:
-            self.host_reads += 1
-        return func(*args, **(kwargs or {}))
 
 
 def held_bytes(model, optimizer):
@@ -575,7 +485,11 @@ def mix(folder, output, **changes):
             step(model, own_rows, optimizer, trained, args)
         held_types = {str(param.dtype) for param in trained}
         result = {"params": n_params, "held": held_bytes(model, optimizer), "types": held_types}
-        result |= {"gathered": watch.gathered, "reduced": watch.reduced, "host reads": watch.host_reads}
+        result |= {
+            "gathered": watch.types_of("gather"),
+            "reduced": watch.types_of("reduce"),
+            "host reads": watch.host_reads,
+        }
         result["logits"] = logits_of(model)
         llm_hub.save(model, whole, types, args.output)
     return result
@@ -595,14 +509,13 @@ def work_mixed(local_rank, world_size, folder):
     transformers.utils.logging.disable_progress_bar()
     results = {"full": mix(folder, "mixed"), "lora": mix(folder, "mixed lora", lora=4, lora_alpha=8.0)}
     results["once"] = mix(folder, "mixed once", gather_once=True)
-    torch.save(results, folder / f"mixed {local_rank}.pt")
+    return dist.gather_objects(results)
 
 
 @pytest.fixture(scope="module")
 def mixed(folder):
     language.make_folder("llama", folder / "bfloat16", torch.bfloat16)
-    dist.launch(work_mixed, str(folder), nprocs=2)
-    return [torch.load(folder / f"mixed {rank}.pt", weights_only=True) for rank in range(2)]
+    return dist.launch(work_mixed, str(folder), nprocs=2)
 
 
 def test_bytes_held_are_those_of_the_docstring(mixed):
@@ -885,27 +798,16 @@ def test_a_run_that_diverges_saves_nothing(lr, save_every, name, folder, group, 
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_the_printed_learning_rate_is_that_of_the_step(folder, group, capsys):
-    """The first of 4 steps of warm-up has a fifth of --lr."""
-    training = begin_training(folder, lr=0.01, log_every=1, warmup=4)
-    used = []
+def test_what_is_printed_is_of_the_steps_alone(folder, group, tmp_path, monkeypatch, capsys):
+    """A step takes 2 s, and an evaluation and a save much longer. The first of 4 of warm-up has a fifth of --lr."""
+    clock = SimpleNamespace(now=0)
+    counts, shares, rates = [], [], []
     make_optimizer = llm_FSDP.make_optimizer
 
     def watched_optimizer(*args):
         optimizer, scheduler = make_optimizer(*args)
-        optimizer.register_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
+        optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
         return optimizer, scheduler
-
-    with mock.patch.object(llm_FSDP, "make_optimizer", watched_optimizer):
-        llm_FSDP.train(*training)
-    printed = re.findall(r"\| lr (\S+) \|", capsys.readouterr().out)
-    assert printed == [f"{lr:.1e}" for lr in used] and printed[0] == "2.0e-03"
-
-
-def test_the_printed_loss_and_speed_are_those_of_the_steps_alone(folder, group, tmp_path, monkeypatch, capsys):
-    """A step takes 2 s, and an evaluation and a save much longer."""
-    clock = SimpleNamespace(now=0)
-    counts, shares = [], []
 
     def slow(function, seconds):
         def slower(*args, **kwargs):
@@ -921,21 +823,24 @@ def test_the_printed_loss_and_speed_are_those_of_the_steps_alone(folder, group, 
         return torch.tensor(shares[-1])
 
     monkeypatch.setattr(llm_FSDP, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    training = begin_training(folder, checkpoint_dir=str(tmp_path), log_every=2, save_every=4, eval_every=3, lr=0.01)
+    options = {"checkpoint_dir": str(tmp_path), "log_every": 2, "save_every": 4, "eval_every": 3}
+    training = begin_training(folder, **options, lr=0.01, warmup=4)
+    monkeypatch.setattr(llm_FSDP, "make_optimizer", watched_optimizer)
     monkeypatch.setattr(llm_FSDP, "backward", backward)
     monkeypatch.setattr(llm_FSDP, "evaluate", slow(llm_FSDP.evaluate, 100))
     monkeypatch.setattr("checkpoint_sharded.save", slow(llm_FSDP.checkpoint_sharded.save, 1000))
     llm_FSDP.train(*training)
-    line = r"step (\d+)/\d+ \| loss (\S+) .* \| ([\d,]+) targets/s \| ([\d,]+) tok"
+    line = r"step (\d+)/\d+ \| loss (\S+) .* \| lr (\S+) \| ([\d,]+) targets/s \| ([\d,]+) tok"
     found = re.findall(line, capsys.readouterr().out)
     first = 0
-    for done, loss, targets, tokens in found:
+    for done, loss, lr, targets, tokens in found:
         n = int(done) - first
         expected = [sum(column) / (2 * n) for column in zip(*counts[first : int(done)], strict=True)]
         assert [targets, tokens] == [f"{number:,.0f}" for number in expected]
+        assert lr == f"{rates[int(done) - 1]:.1e}"
         assert float(loss) == pytest.approx(sum(shares[first : int(done)]) / n, abs=1e-4)
         first = int(done)
-    assert [int(done) for done, *_ in found][:4] == [2, 3, 4, 6]
+    assert [int(done) for done, *_ in found][:4] == [2, 3, 4, 6] and rates[0] == pytest.approx(0.002)
 
 
 def save_whole(model, tokenizer, folder):
@@ -1250,6 +1155,24 @@ def test_the_script_makes_this_check_of_the_rows_that_it_trains_on(folder, group
 
 
 WITH_MODEL = "--model m --data d"
+TOGETHER = {
+    "--model m": "--data",
+    "--chat-template t": "--chat-template",
+    "--from-scratch": "--from-scratch",
+    "--lora 2": "--lora",
+    f"{WITH_MODEL} --from-scratch --lora 2": "--lora",
+    f"{WITH_MODEL} --lora-alpha 2": "--lora-alpha",
+    "--nproc 3 --global-batch-size 2": "--global-batch-size",
+}
+
+
+def test_an_option_that_needs_another_one_is_refused(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for options, refused in TOGETHER.items():
+        with pytest.raises(SystemExit):
+            llm_FSDP.parse_args(options.split())
+        assert f"error: argument {refused}: " in capsys.readouterr().err
 
 
 def test_options_that_go_together_and_the_defaults_that_depend_on_them(monkeypatch, tmp_path):
