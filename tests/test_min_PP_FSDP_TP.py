@@ -89,32 +89,25 @@ def test_stages_and_shards_give_what_one_process_gives(tmp_path):
     check_all(tmp_path, 4, [(PP_FSDP, "SGD", {**CLIP, **TWO_BLOCKS}), (PP_FSDP, "AdamW", INTERLEAVED)])
 
 
-@pytest.mark.slow
-def test_meshes_of_four_processes_give_what_one_process_gives(tmp_path):
-    cases = [
-        (PP_FSDP, "SGD", {}),  # not clipped, which would hide a wrong scale
-        (PP_FSDP, "SGD", {**INTERLEAVED, **CLIP}),
-        (PP_FSDP, "AdamW", CLIP),
-        (PP_TP, "SGD", CLIP),
-        (PP_TP, "AdamW", {**INTERLEAVED, **CLIP}),
-        (FSDP_TP, "SGD", CLIP),
-        (FSDP_TP, "AdamW", CLIP),
-        ((4, 1, 1), "SGD", {**CLIP, "layers": 5}),  # three stages of one block and one of two
-    ]
-    check_all(tmp_path, 4, cases)
+FOUR = [
+    (PP_FSDP, "SGD", {}),  # not clipped, which would hide a wrong scale
+    (PP_FSDP, "SGD", {**INTERLEAVED, **CLIP}),
+    (PP_FSDP, "AdamW", CLIP),
+    (PP_TP, "SGD", CLIP),
+    (PP_TP, "AdamW", {**INTERLEAVED, **CLIP}),
+    (FSDP_TP, "SGD", CLIP),
+    (FSDP_TP, "AdamW", CLIP),
+    ((4, 1, 1), "SGD", {**CLIP, "layers": 5}),  # three stages of one block and one of two
+]
+EIGHT = [(ALL, "SGD", CLIP), (ALL, "AdamW", CLIP), (ALL, "SGD", INTERLEAVED)]
+EIGHT.append((ALL, "SGD", {**CLIP, "micro_batches": 2}))  # two sequences in each
+SIX = [((2, 3, 1), "SGD", {**CLIP, "global_batch_size": 12})]  # 32 features are no multiple of 3
 
 
 @pytest.mark.slow
-def test_meshes_of_eight_processes_and_uneven_ones_give_what_one_process_gives(tmp_path):
-    cases = [
-        (ALL, "SGD", CLIP),
-        (ALL, "AdamW", CLIP),
-        (ALL, "SGD", INTERLEAVED),
-        (ALL, "SGD", {**CLIP, "micro_batches": 2}),  # two sequences in each
-    ]
-    check_all(tmp_path, 8, cases)
-    # 32 features are no multiple of 3.
-    check_all(tmp_path, 6, [((2, 3, 1), "SGD", {**CLIP, "global_batch_size": 12})])
+@pytest.mark.parametrize("nprocs, cases", [(4, FOUR), (6, SIX), (8, EIGHT)])
+def test_other_meshes_give_what_one_process_gives(nprocs, cases, tmp_path):
+    check_all(tmp_path, nprocs, cases)
 
 
 # ---- what is sent, and what is held ---------------------------------------------------------------------------------
