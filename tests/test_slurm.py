@@ -9,11 +9,12 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, free_port, wait_until
+from conftest import ROOT
 from ladder import assert_same_models
 from test_multinode_torchrun import options
 
@@ -61,6 +62,24 @@ def command(*arguments):
     return subprocess.run(list(map(str, arguments)), check=True, capture_output=True, text=True).stdout.strip()
 
 
+def wait_until(condition, seconds=120):
+    end = time.monotonic() + seconds
+    value = condition()
+    while not value:
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.2)
+        value = condition()
+    return value
+
+
+def free_ports(count):
+    servers = [socket.create_server(("", 0)) for _ in range(count)]
+    ports = [server.getsockname()[1] for server in servers]
+    for server in servers:
+        server.close()
+    return ports
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("slurm")
@@ -72,9 +91,7 @@ def cluster(tmp_path_factory):
     (folder / "key").write_bytes(os.urandom(1024))
     (folder / "key").chmod(0o400)
     host = socket.gethostname()
-    (folder / "slurm.conf").write_text(
-        CONFIGURATION.format(folder=folder, host=host, ports=[free_port() for _ in range(3)])
-    )
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, host=host, ports=free_ports(3)))
     (folder / "gres.conf").write_text(GPUS)
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
     munge = {"--key-file": "key", "--socket": "munge.socket", "--pid-file": "munged.pid", "--log-file": "munged.log"}
@@ -156,3 +173,54 @@ def test_preempted_it_saves_is_requeued_resumes_at_that_step_and_finishes(cluste
     assert "next is Epoch 6, Step 0" in job.text()
     dist.launch(multinode_torchrun.main_worker, options(tmp_path / "expected.pt", 6, global_batch_size=8), nprocs=2)
     assert_same_models(tmp_path / "snapshot.pt", tmp_path / "expected.pt")
+
+
+def test_usr1_saves_and_requeues_and_scancel_ends(cluster, tmp_path):
+    job = Job(tmp_path, 10**6, 10**6, "--global-batch-size", 8)
+    job.wait_for_epochs(1)
+    command("scancel", "--signal=USR1", "--batch", job.id)
+    job.start_again()
+    (saved,) = re.findall(r"next is Epoch (\d+), Step (\d+)", job.text())
+    assert job.starts() == [("0", "0"), saved]
+    job.wait_for_epochs(len(re.findall(r"\| Epoch ", job.text())) + 1)
+    job.cancel()
+    time.sleep(3)  # the time in which it could be requeued
+    assert (job.field("JobState"), job.field("Restarts")) == ("CANCELLED", "1")
+
+
+def test_a_killed_agent_requeues_and_a_mistake_does_not(cluster, tmp_path):
+    job = Job(tmp_path, 10**6, 1, "--global-batch-size", 8)
+    job.wait_for_epochs(2)
+    of_node = [p for p in psutil.process_iter() if is_of(p, job.id, "n2")]
+    assert len(of_node) == 2, of_node
+    for process in of_node:  # the agent and its rank
+        process.kill()
+    job.start_again()
+    (_, (epoch, step)) = job.starts()
+    assert int(epoch) >= 2 and step == "0"
+    job.cancel()
+
+    mistaken = Job(tmp_path, 5, 1, "--global-batch-size", 1)
+    wait_until(mistaken.ended, 240)  # torchrun starts it four times
+    assert (mistaken.field("JobState"), mistaken.field("Restarts")) == ("FAILED", "0")
+    assert "1 is less than 2, the number of ranks" in mistaken.text()
+
+
+def is_of(process, job, node):
+    try:
+        environment, is_script = process.environ(), "multinode_torchrun.py" in process.cmdline()
+    except psutil.Error:
+        return False
+    return is_script and (environment.get("SLURM_JOB_ID"), environment.get("SLURMD_NODENAME")) == (job, node)
+
+
+def test_each_node_has_its_own_number_of_gpus_and_cpus(cluster, tmp_path):
+    (tmp_path / "torchrun").write_text('#!/bin/sh\necho "$SLURMD_NODENAME $2 of $SLURM_CPUS_PER_TASK"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    job_file = (ROOT / "launchers" / "slurm.sbatch").read_text().replace("--gpus-per-node=4", "--gpus=3")
+    (tmp_path / "job").write_text(job_file)
+    submit = ["sbatch", "--wait", "--parsable", "--cpus-per-task=2", f"--chdir={tmp_path}", tmp_path / "job"]
+    job = subprocess.run(submit, env=environment, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+    log = (tmp_path / f"multinode_torchrun-{job}.out").read_text()
+    assert sorted(log.splitlines()) == ["n1 2 of 2", "n2 1 of 2"]

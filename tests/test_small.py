@@ -12,20 +12,29 @@ import sys
 import tokenize
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
-HELPERS = {
+HELPERS = (
     "checkpoint",
-    "checkpoint_sharded",
     "distributed",
-    "gpt",
     "gpt_generate",
-    "llm_documents",
-    "llm_hub",
+    "gpt",
     "mnist",
+    "options",
+    "rpc_remote",
+    "checkpoint_sharded",
+    "spawn",
+)
+ALL_HELPERS = {*HELPERS, "llm_documents", "llm_hub", "tracking", "watch"}
+SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem not in ALL_HELPERS)
+PUBLIC = {
+    *("DistributedError", "is_launched", "get_rank", "get_local_rank", "get_world_size", "is_primary", "print_primary"),
+    *("get_device", "init_process_group", "is_dist_avail_and_initialized", "cleanup", "barrier", "wait_for_everyone"),
+    *("data_sampler", "prepare_ddp_model", "prepare_fsdp_model", "sync_params", "check_in_sync", "unwrapped"),
+    *("reduce", "all_reduce", "gather", "gather_objects", "broadcast_object", "raise_on_all", "launch"),
 }
-HELPERS |= {"options", "rpc_remote", "spawn", "tracking", "watch"}
-SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem not in HELPERS)
 MOST = {
     "distributed": 237,
     "spawn": 124,
@@ -70,7 +79,7 @@ def imports(name):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             modules.add(node.module)
-    return {module for module in modules if module in HELPERS or module in SCRIPTS}
+    return {module for module in modules if module in ALL_HELPERS or module in SCRIPTS}
 
 
 @functools.cache
@@ -85,12 +94,58 @@ def carried(name):
     return sorted(found - {name})
 
 
+def public_names(name):
+    names = []
+    for node in tree(name).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign):
+            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return [each for each in names if not each.startswith("_")]
+
+
 # ---- rules ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_helper_has_the_names_of_the_list_and_no_others():
+    assert set(public_names("distributed")) == PUBLIC
+
+
+@pytest.mark.parametrize("name", ["distributed", "spawn", "checkpoint", "watch"])
+def test_importing_it_needs_only_torch(name):
+    imported = []
+    for node in tree(name).body:
+        if isinstance(node, ast.Import):
+            imported += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            imported.append(node.module)
+    packages = {each.partition(".")[0] for each in imported}
+    assert packages <= sys.stdlib_module_names | {"torch", "distributed"}
 
 
 def test_the_helpers_stay_small():
     sizes = {name: code_lines(name) for name in MOST}
     assert all(sizes[name] <= most for name, most in MOST.items()), sizes
+
+
+def test_the_helper_has_no_thread_no_exit_handler_and_no_private_names():
+    modules = {
+        alias.name for node in ast.walk(tree("distributed")) if isinstance(node, ast.Import) for alias in node.names
+    }
+    assert not modules & {
+        "atexit",
+        "multiprocessing",
+        "resource",
+        "signal",
+        "socket",
+        "subprocess",
+        "threading",
+        "weakref",
+    }
+    attributes = {node.attr for node in ast.walk(tree("distributed")) if isinstance(node, ast.Attribute)}
+    assert {name for name in attributes if name.startswith("_")} == {"_exit"}
+    texts = {node.value for node in ast.walk(tree("distributed")) if isinstance(node, ast.Constant)}
+    assert {text for text in texts if str(text).startswith("_")} == {"_orig_mod"}
 
 
 IMPORT = """
@@ -111,6 +166,27 @@ assert "spawn" not in sys.modules
 
 def test_importing_the_helper_changes_nothing():
     subprocess.run([sys.executable, "-c", IMPORT], cwd=ROOT, check=True, timeout=240)
+
+
+def test_what_a_script_needs_beside_it():
+    assert carried("min_DDP") == ["distributed", "spawn"]
+    for name in ("multigpu_torchrun", "multinode_torchrun"):
+        assert carried(name) == ["checkpoint", "distributed", "watch"]
+    assert carried("min_FSDP") == ["checkpoint_sharded", "distributed", "gpt", "options", "spawn"]
+    assert carried("single_gpu") == carried("plan") == carried("watch") == []
+
+
+def test_nothing_is_defined_for_one_caller_in_a_shared_file():
+    for helper in HELPERS:
+        others = [name for name in (*SCRIPTS, *ALL_HELPERS) if name != helper]
+        for name in public_names(helper):
+            if helper == "distributed" and name in PUBLIC:
+                continue
+            users = [
+                other for other in others if re.search(rf"\b{helper}\.{name}\b|import .*\b{name}\b", source(other))
+            ]
+            within = len(re.findall(rf"\b{name}\b", source(helper))) > 1
+            assert len(users) > 1 or within, f"{helper}.{name} is for {users}"
 
 
 # ---- the table of AGENTS.md -----------------------------------------------------------------------------------------
