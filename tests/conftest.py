@@ -34,7 +34,13 @@ PRELOADED += ["torch.distributed.checkpoint.state_dict", "torch.distributed.algo
 PRELOADED += ["tests.before_forks"]  # last, since it moves the memory of all the others
 MNIST_ROOT = os.environ.get("MNIST_ROOT")
 needs_mnist = pytest.mark.skipif(not MNIST_ROOT, reason="MNIST_ROOT does not say where MNIST is")
+SLOW_GUARD = [pytest.mark.slow, pytest.mark.guard]
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def guards(*values):
+    """Values of a parameter for which a test is slow, and a guard."""
+    return [pytest.param(value, marks=SLOW_GUARD) for value in values]
 
 
 def pytest_configure(config):

@@ -129,6 +129,8 @@ def segment_worker(local_rank, world_size, folder, kind, last):
             torch.save(state, f"{where}.pt")
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_any_number_of_processes_resumes_what_any_number_saved(tmp_path, capfd):
     """FSDP, DDP and plain models; in a single process without a group, and without a warning."""
     for nprocs, kind, last in SEGMENTS:

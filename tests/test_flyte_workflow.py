@@ -94,6 +94,8 @@ def test_the_elastic_task_on_two(flyte_workflow, tmp_path):
     check_outputs(stdout)
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pytorch_mnist_task", "pytorch_mnist_elastic_task", "pytorch_training_wf"])
 def test_hyperparameters_have_types_and_defaults(name, flyte_workflow):
     """In the interface, which Flyte shows in a form, and those of the script."""
@@ -106,6 +108,8 @@ def test_hyperparameters_have_types_and_defaults(name, flyte_workflow):
         assert isinstance(options[field.name], field.type), field.name
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pytorch_mnist_task", "pytorch_mnist_elastic_task"])
 def test_what_a_task_asks_for(name, flyte_workflow):
     task = getattr(flyte_workflow, name)

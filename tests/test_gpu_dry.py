@@ -15,6 +15,7 @@ import multiprocessing
 import pickle
 
 import pytest
+from conftest import guards
 
 try:
     import gpu_dry
@@ -68,7 +69,9 @@ def name(case):
     return " ".join(map(str, case))
 
 
-@pytest.mark.parametrize("case", [*QUICK, *[pytest.param(case, marks=pytest.mark.slow) for case in OTHERS]], ids=name)
+@pytest.mark.parametrize(
+    "case", [*guards(*QUICK), *[pytest.param(case, marks=pytest.mark.slow) for case in OTHERS]], ids=name
+)
 def test_it_runs_on_gpus(case):
     script, world_size, *options = case
     sent_by_rank_0 = []

@@ -574,6 +574,8 @@ def mixed(folder):
     return dist.launch(work_mixed, str(folder), nprocs=2)
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_bytes_held_are_those_of_the_docstring(mixed):
     for result in mixed:
         full, lora = result["full"], result["lora"]
@@ -583,6 +585,8 @@ def test_bytes_held_are_those_of_the_docstring(mixed):
         assert lora["params"][False] == full["params"][True]
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_parameters_are_gathered_in_bfloat16_and_trained_in_float32(mixed):
     """Per row: two layers twice, and embedding and root; of the adapters only those two layers are reduced."""
     for result in mixed:
@@ -593,6 +597,8 @@ def test_parameters_are_gathered_in_bfloat16_and_trained_in_float32(mixed):
             assert result[name]["host reads"] == BATCH // 2, "in each forward transformers looks for packed positions"
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_layers_that_are_gathered_once_are_gathered_and_reduced_once_per_step(mixed):
     for result in mixed:
         assert result["once"]["gathered"] == ["torch.bfloat16"] * 4
@@ -600,6 +606,8 @@ def test_layers_that_are_gathered_once_are_gathered_and_reduced_once_per_step(mi
         assert result["once"]["held"] == result["full"]["held"], "after the step, the shards alone are left"
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_results_of_mixed_precision_are_bfloat16_and_bit_for_bit_what_was_trained(folder, mixed):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "mixed")
     assert model.dtype == torch.bfloat16
@@ -745,6 +753,8 @@ def begin_training(folder, name="llama", another=0, **changes):
     return llm_FSDP.make_model(whole, config, types, args), rows, held_out, args
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_sigterm_during_the_last_step_does_not_keep_the_result_from_being_written(folder, group, tmp_path):
     model, rows, held_out, args = begin_training(folder, checkpoint_dir=str(tmp_path))
     args.epochs = 2 * args.global_batch_size / len(rows)
@@ -756,6 +766,8 @@ def test_a_sigterm_during_the_last_step_does_not_keep_the_result_from_being_writ
     assert leave.call_count == 1, "after the first of two steps, as a process that has not ended goes on here"
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_checkpoint_of_other_options_or_weights_is_refused(folder, group, tmp_path):
     records = list(language.records())
     for record in records:
@@ -781,6 +793,8 @@ def test_a_checkpoint_of_other_options_or_weights_is_refused(folder, group, tmp_
             assert f"was saved with {line}" in message, message
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_result_is_written_from_a_checkpoint_that_has_all_steps_or_more(folder, group, tmp_path, capsys):
     checkpoints = str(tmp_path / "checkpoints")
     options = {"checkpoint_dir": checkpoints, "save_every": 2, "eval_every": 2, "lr": 0.01}
@@ -807,6 +821,8 @@ def test_a_result_is_written_from_a_checkpoint_that_has_all_steps_or_more(folder
     assert len(losses) == 2 and losses[0] == losses[1], "while it trained, and when it is written"
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_other_epochs_are_refused_while_steps_are_left_and_allowed_after_the_last_one(folder, group, tmp_path, capsys):
     checkpoints = str(tmp_path / "checkpoints")
     n = len(begin_training(folder)[1])
@@ -1017,6 +1033,8 @@ def test_packing_is_refused_for_a_model_that_mixes_documents_a_little(dtype, zer
     assert check(config, dtype, pad=True) is None
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_models_that_look_ahead_are_refused_also_with_padding(dtype):
     """Untrained BERT looks ahead a little."""
@@ -1247,6 +1265,8 @@ def test_options_that_go_together_and_the_defaults_that_depend_on_them(monkeypat
     assert llm_FSDP.parse_args(["--bf16"]).bf16 and not llm_FSDP.parse_args(["--no_bf16"]).bf16
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_run_and_its_resumed_end_are_one_run_of_the_trackers(folder, group, tmp_path, monkeypatch, capsys):
     """W&B offline and TensorBoard have the numbers that are printed. The second call resumes the run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -1285,6 +1305,8 @@ ATTENTIONS = itertools.product(language.CONFIGS, ["sdpa", "eager", "flex_attenti
 OFFERED = [pair for pair in ATTENTIONS if pair != ("gpt2", "flex_attention")]  # which transformers refuses
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("name, attention", OFFERED)
 def test_packed_documents_do_not_see_each_other(name, attention, folder):
     """Losses and gradients equal those of each document alone. On the CPU, flex_attention has no gradients."""
@@ -1364,6 +1386,8 @@ def result_in(folder):
     return model.get_input_embeddings().weight[0, 0].item()
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_kill_while_a_result_is_written_leaves_the_old_one_the_new_one_or_none(folder, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
     tokenizer = language.byte_tokenizer()

@@ -9,6 +9,7 @@ import pytest
 import test_min_EP
 import torch
 import transformer
+from conftest import guards
 from test_min_EP import IDLE, DenseExperts, leave_idle
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,10 +80,9 @@ def train(optimizer, changes, expert_parallel):
 
 
 MESHES = {1: [1], 2: [1, 2], 3: [1], 4: [1, 2, 4]}  # by number of ranks: ep. Along dp are as many as are left
-NPROCS = [1, 2, *(pytest.param(nprocs, marks=[pytest.mark.slow, pytest.mark.guard]) for nprocs in (3, 4))]
 
 
-@pytest.mark.parametrize("nprocs", NPROCS)
+@pytest.mark.parametrize("nprocs", [1, *guards(2, 3, 4)])
 def test_processes_do_what_one_does_and_hold_their_share(nprocs, tmp_path):
     n_cases = {1: 1, 2: 2}.get(nprocs, len(CASES))  # the quick tests have fewer
     cases = [(number, ep) for ep in MESHES[nprocs] for number in range(n_cases)]

@@ -130,6 +130,14 @@ def assert_held(stdout, nprocs):
     assert total / nprocs <= held <= 1.01 * total / nprocs
 
 
+def test_two_processes_give_what_one_process_gives(tmp_path):
+    optimizer, changes = CASES[1]
+    losses, parameters, _ = transformer.train_on(2, train, [(optimizer, changes)], tmp_path)[0][0]
+    transformer.assert_equal(losses, parameters, transformer.reference(optimizer, layers=BLOCKS, **changes))
+
+
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
 def test_it_gives_what_one_process_gives_and_holds_its_share(jobs, nprocs):
     for (optimizer, changes), (losses, parameters, stdout) in zip(CASES, jobs[0][nprocs], strict=False):
@@ -145,6 +153,8 @@ def test_it_gives_what_one_process_gives_where_nothing_divides_evenly(tmp_path):
     transformer.assert_equal(losses, parameters, transformer.reference("SGD", layers=BLOCKS, **changes))
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_run_that_changes_its_number_of_ranks_equals_the_uninterrupted_one(jobs):
     _, segments, saved = jobs
     losses = torch.cat([losses for losses, *_ in segments])
@@ -157,6 +167,8 @@ def test_it_saves_every_so_many_steps_and_at_the_end(tmp_path):
     assert transformer.saves_of(min_FSDP, args) == [2, 4, 5]
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_all_ranks_start_from_rank_0s_weights(jobs):
     *_, weights, _ = jobs[0][2]
     with transformer.float64():
@@ -166,12 +178,16 @@ def test_all_ranks_start_from_rank_0s_weights(jobs):
         assert torch.equal(weights[name], value), name
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_the_loop_never_waits_for_the_device(jobs):
     *_, (reads, reductions) = jobs[0][2]
     assert reads == 0
     assert reductions == 2 * (BLOCKS + 1), "each step reduces each block once, and the rest once"
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_each_block_is_gathered_by_itself_and_freed(jobs):
     _, _, plain, *_ = jobs[0][2]
     model = transformer.make_model(transformer.arguments(**OPTIONS))
@@ -189,6 +205,8 @@ def test_each_block_is_gathered_by_itself_and_freed(jobs):
         assert plain[types] == ["torch.float32"]
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_mixed_precision_gathers_and_computes_in_bfloat16_and_keeps_float32(jobs):
     _, _, _, mixed, *_ = jobs[0][2]
     gathered = {dtype for kind, dtype, _ in mixed["forward"] + mixed["backward"] if kind == "gather"}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformer
+from conftest import guards
 from torch.distributed.tensor import DTensor
 
 import gpt
@@ -44,7 +45,7 @@ def check_all(folder, nprocs, cases):
         check(*result, *case)
 
 
-@pytest.mark.parametrize("nprocs", [1, 2])
+@pytest.mark.parametrize("nprocs", [2, *guards(1)])
 def test_a_point_or_a_line_of_processes_gives_what_one_process_gives(tmp_path, nprocs):
     meshes = [(1, 1, 1)] if nprocs == 1 else [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
     check_all(tmp_path, nprocs, [(mesh, "SGD", {"clip": CLIP}) for mesh in meshes])
@@ -100,6 +101,8 @@ def test_three_dimensions_and_uneven_ones_give_what_one_process_gives(tmp_path):
 MESHES = [FSDP_TP, HSDP]
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_run_goes_from_mesh_to_mesh_and_from_and_to_one_process_as_if_it_had_not_stopped(tmp_path):
     options = {"checkpoint_dir": f"{tmp_path}/runs", "clip": CLIP}
     cases = [(mesh, "AdamW", {**options, "steps": number + 2}) for number, mesh in enumerate(MESHES)]

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import transformer
+from conftest import guards
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -72,7 +73,7 @@ def by_fully_shard(optimizer, changes):
     return result.losses, transformer.full_parameters(result.model)
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, *[pytest.param(n, marks=pytest.mark.slow) for n in (3, 4)]])
+@pytest.mark.parametrize("nprocs", [2, *guards(1, 3, 4)])
 def test_it_equals_one_process_and_fully_shard_and_holds_and_sends_its_part(nprocs, tmp_path):
     ranks = transformer.train_on(nprocs, train, CASES, tmp_path)
     others = transformer.train_on(nprocs, by_fully_shard, CASES, tmp_path)[0]
@@ -252,7 +253,7 @@ def train_recomputing(optimizer_class, frozen):
     return True
 
 
-@pytest.mark.parametrize("nprocs", [1, 2])
+@pytest.mark.parametrize("nprocs", [2, *guards(1)])
 def test_a_block_whose_input_needs_no_gradient_is_trained_and_a_block_may_recompute(nprocs, tmp_path):
     cases = []
     for frozen in (("token", "position"), ("token", "position", "blocks.0", "blocks.2"), ("blocks.1", "head")):
@@ -348,7 +349,7 @@ def error_of(name):
     return "no error"
 
 
-@pytest.mark.parametrize("nprocs", [1, 2])
+@pytest.mark.parametrize("nprocs", [2, *guards(1)])
 def test_a_unit_that_is_not_gathered_and_reduced_exactly_once_is_an_error(nprocs, tmp_path):
     for errors in transformer.train_on(nprocs, error_of, [(name,) for name in WRONG], tmp_path):
         for name, error in zip(WRONG, errors, strict=True):

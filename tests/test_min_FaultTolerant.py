@@ -504,6 +504,8 @@ def trainers(log):
     return [int(pid) for pid in re.findall(r"^process (\d+) trains$", log.read_text(), re.M)]
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_who_leaves_a_quorum_closes_its_connections(tmp_path):
     """Of four, one is no neighbour of the lost one in gloo's ring, and hears of the loss by that alone."""
     log = tmp_path / "log"

@@ -14,7 +14,7 @@ import test_min_GRPO as synchronous
 import torch
 import torch.distributed as torch_dist
 import transformer
-from conftest import float64
+from conftest import float64, guards
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -25,9 +25,8 @@ import distributed as dist
 import min_GRPO
 import min_GRPO_async
 
-GUARD = (pytest.mark.slow, pytest.mark.guard)
 MESHES = [(2, 1), (3, 2)]  # trainers and generators
-MESHES += [pytest.param(mesh, marks=GUARD) for mesh in [(1, 1), (1, 2), (2, 2), (2, 4)]]
+MESHES += guards((1, 1), (1, 2), (2, 2), (2, 4))
 LINE = re.compile(
     r"step (\d+)/\d+ \| reward (\d\.\d{3}) \| ratio (\d\.\d{4}) \| clipped (\d\.\d{3}) \| age (\d) \| [\d,]+ answers/s"
 )
@@ -143,6 +142,8 @@ def _gather_and_send(local_rank, world_size, by_boxes, folder):
     gather_and_send(by_boxes, folder)
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("by_boxes", [True, False])
 def test_rank_0_must_not_send_between_two_gathers(by_boxes, tmp_path):
     """Rank 0 waits for the generator, the generator for rank 1, and rank 1 for rank 0, in the next gather."""
@@ -233,7 +234,9 @@ def delayed_reference(case):
     return transformer.full_parameters(model), rewards
 
 
-@pytest.mark.parametrize("mesh", [(2, 1), pytest.param((3, 2), marks=GUARD)])
+@pytest.mark.guard
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(2, 1), (3, 2)])
 def test_with_staleness_it_equals_one_process_with_the_same_delay(mesh, tmp_path):
     n_trainers, n_generators = mesh
     cases = [0, 2]  # SGD, and AdamW with two inner steps
@@ -283,8 +286,10 @@ def slow(local_rank, world_size, staleness, slow_half, folder):
     torch.save(len(events), f"{folder}/{local_rank}.pt")
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("slow_half", ["trainers", "generators"])
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=GUARD), 1])
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_the_slow_half_makes_the_other_wait_and_all_answers_are_learned(staleness, slow_half, tmp_path):
     dist.launch(slow, staleness, slow_half, str(tmp_path), nprocs=3)
     assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(3)] == [5, 5, 0]

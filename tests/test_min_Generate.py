@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import Bomb, CollectiveCounter, exit_message, killed_in
+from conftest import SLOW_GUARD, Bomb, CollectiveCounter, exit_message, killed_in
 from test_gpt_generate import continue_alone, peaked_model
 from torch.multiprocessing import ProcessExitedException
 
@@ -164,7 +164,10 @@ def check(args, folder):
     assert sorted(path.name for path in folder.glob("answers*")) == []
 
 
-@pytest.mark.parametrize(("nproc", "tensor"), [(1, 1), (2, 2), (3, 1), (4, 2)])
+MESHES = [(1, 1), (3, 1), (4, 2)]
+
+
+@pytest.mark.parametrize(("nproc", "tensor"), [(2, 2), *[pytest.param(*mesh, marks=SLOW_GUARD) for mesh in MESHES]])
 def test_equals_one_prompt_at_a_time(nproc, tensor, args_of, folder):
     check(args_of("--nproc", nproc, "--tensor", tensor), folder)
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import transformer
-from conftest import exit_message, run, torchrun
+from conftest import exit_message, guards, run, torchrun
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -229,10 +229,7 @@ def rows_held(rows, n, rank):
     return len(parts[rank]) if rank < len(parts) else 0
 
 
-NPROCS = [1, 2, *(pytest.param(nprocs, marks=[pytest.mark.slow, pytest.mark.guard]) for nprocs in (3, 4))]
-
-
-@pytest.mark.parametrize("nprocs", NPROCS)
+@pytest.mark.parametrize("nprocs", [2, *guards(1, 3, 4)])
 def test_it_gives_what_one_process_gives_and_holds_its_share_of_the_momentum(references, tmp_path, nprocs):
     ranks = transformer.train_on(nprocs, call, [(case,) for case in [*CASES, "watch_step"]], tmp_path)
     empty = 0
@@ -260,10 +257,12 @@ def test_it_gives_what_one_process_gives_and_holds_its_share_of_the_momentum(ref
 
 RUNS = [  # ranks, and the step at which they stop
     [(1, 2), (2, 4), (1, 6)],
-    pytest.param([(1, 2), (4, 3), (3, 5), (2, 6)], marks=pytest.mark.slow),
+    [(1, 2), (4, 3), (3, 5), (2, 6)],
 ]
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("segments", RUNS)
 def test_a_run_that_changes_its_number_of_ranks_equals_the_uninterrupted_one(references, tmp_path, segments):
     losses = []

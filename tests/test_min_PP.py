@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import transformer
+from conftest import SLOW_GUARD
 from torch import nn
 
 import distributed as dist
@@ -80,10 +81,12 @@ def train(optimizer, own, changes):
 
 @pytest.mark.guard
 @pytest.mark.timeout(300)  # seconds alone; minutes among many other processes
-@pytest.mark.parametrize("nprocs", [1, 2, *[pytest.param(n, marks=pytest.mark.slow) for n in (3, 4)]])
-def test_equals_one_process(nprocs, tmp_path):
-    results = transformer.train_on(nprocs, train, CASES[nprocs], tmp_path)[0]
-    for (optimizer, own, changes), (losses, parameters, held_out, stdout) in zip(CASES[nprocs], results, strict=True):
+@pytest.mark.parametrize(
+    "nprocs, cases", [(2, CASES[2][-2:]), *[pytest.param(*each, marks=SLOW_GUARD) for each in CASES.items()]]
+)
+def test_equals_one_process(nprocs, cases, tmp_path):
+    results = transformer.train_on(nprocs, train, cases, tmp_path)[0]
+    for (optimizer, own, changes), (losses, parameters, held_out, stdout) in zip(cases, results, strict=True):
         print(nprocs, optimizer, own, changes)
         transformer.assert_equal(losses, parameters, transformer.reference(optimizer, **changes))
         expected = transformer.held_out_loss(parameters, transformer.arguments(**changes))

@@ -78,6 +78,8 @@ def check_all(folder, nprocs, cases):
         assert abs(held_out - expected) <= 1e-9
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_one_process_gives_what_plain_pytorch_gives(tmp_path):
     cases = [((1, 1, 1), "SGD", {**CLIP, **TWO_BLOCKS})]
     if torch.__version__ >= "2.12":  # with two stages in a row on one process
@@ -85,6 +87,8 @@ def test_one_process_gives_what_plain_pytorch_gives(tmp_path):
     check_all(tmp_path, 1, cases)
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_stages_and_shards_give_what_one_process_gives(tmp_path):
     check_all(tmp_path, 4, [(PP_FSDP, "SGD", {**CLIP, **TWO_BLOCKS}), (PP_FSDP, "AdamW", INTERLEAVED)])
 
@@ -134,6 +138,8 @@ def count_collectives(mesh, changes):
     return steps, blocks, units
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [PP_FSDP, *[pytest.param(mesh, marks=pytest.mark.slow) for mesh in (FSDP_TP, ALL)]])
 def test_parameters_are_gathered_once_and_gradients_reduced_once_per_step(mesh, tmp_path):
     schedules = [TWO_BLOCKS, {**TWO_BLOCKS, "micro_batches": 2}]
@@ -173,6 +179,8 @@ QUICK_WAY = [(PP_FSDP, INTERLEAVED)]
 LONG_WAY = [(PP_FSDP, {}), (PP_TP, INTERLEAVED), (FSDP_TP, {}), (PP_FSDP, {})]
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [QUICK_WAY, pytest.param(LONG_WAY, marks=pytest.mark.slow)])
 def test_a_run_goes_from_mesh_to_mesh_and_from_and_to_one_process_as_if_it_had_not_stopped(between, tmp_path):
     options = {"checkpoint_dir": f"{tmp_path}/runs", **CLIP}
@@ -192,6 +200,8 @@ def test_a_run_goes_from_mesh_to_mesh_and_from_and_to_one_process_as_if_it_had_n
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {f"step-{step}" for step in saved}
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_it_saves_every_so_many_steps_and_at_the_end(tmp_path):
     args = arguments((1, 1, 1), steps=5, save_every=2, checkpoint_dir=str(tmp_path))
     assert transformer.saves_of(min_PP_FSDP_TP, args) == [2, 4, 5]

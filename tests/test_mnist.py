@@ -134,6 +134,8 @@ def load(nprocs, url, resources, data_dir):
     dist.launch(load_worker, url, resources, str(data_dir), nprocs=nprocs)
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_download_by_one_process_and_wrong_files(mirror, tmp_path):
     url, resources, gz_folder = mirror
     load(2, url, resources, tmp_path / "data")

@@ -20,7 +20,7 @@ import images
 import numpy as np
 import pytest
 import torch
-from conftest import MNIST_ROOT, exit_message, needs_mnist, run
+from conftest import MNIST_ROOT, exit_message, guards, needs_mnist, run
 from images import (
     OPTIMIZERS,
     Net,
@@ -308,7 +308,7 @@ def cases_worker(local_rank, world_size, folder):
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("nprocs", [1, 2, 4])
+@pytest.mark.parametrize("nprocs", [2, *guards(1, 4)])
 def test_equals_one_process(nprocs, tmp_path):
     dist.launch(cases_worker, str(tmp_path), nprocs=nprocs)
     for case, (name, changes) in CASES.items():

@@ -207,6 +207,8 @@ def normed_worker(local_rank, world_size, folder):
     train(local_rank, world_size, folder, model=Normed, checkpoint_dir=folder)
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_batch_norm(tmp_path):
     """What was evaluated is what was exported and saved, on every rank."""
     dist.launch(normed_worker, str(tmp_path), nprocs=2)

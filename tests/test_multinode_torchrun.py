@@ -12,7 +12,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from conftest import ROOT, finish, float64, start, start_forked, wait_for
+from conftest import ROOT, finish, float64, guards, start, start_forked, wait_for
 from ladder import (
     BOTH,
     adam,
@@ -80,6 +80,8 @@ def equal_worker(local_rank, world_size, by_sgd, by_adam):
         leave.assert_called_once_with()
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_the_number_of_ranks_may_change(tmp_path, capfd):
     """Parameters and printed losses equal plain training without a last batch that is not full.
 
@@ -160,7 +162,7 @@ def preempted_jobs(local_rank, world_size, folder):
         dist.barrier()
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3])
+@pytest.mark.parametrize("nprocs", [2, *guards(1, 3)])
 def test_sigterm_loses_nothing(nprocs, tmp_path):
     dist.launch(preempted_jobs, str(tmp_path), nprocs=nprocs)
     assert_same_models(tmp_path / "snapshot.pt", tmp_path / "expected.pt")

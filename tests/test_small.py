@@ -164,6 +164,8 @@ assert "spawn" not in sys.modules
 """
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_importing_the_helper_changes_nothing():
     subprocess.run([sys.executable, "-c", IMPORT], cwd=ROOT, check=True, timeout=240)
 

@@ -156,6 +156,8 @@ def swap_worker(local_rank, world_size, which, tolerance):
                 assert all((actual[key] - params[key]).abs().max() <= tolerance for key in params), what
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_tied_weights_unused_parameters_groups_schedules_clipping_tuples_and_dicts():
     dist.launch(swap_worker, "ours", 1e-12, nprocs=2)
 
