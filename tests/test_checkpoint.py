@@ -85,6 +85,8 @@ def load_worker(local_rank, world_size, path):
     assert (critic.weight == 5).all() and second.param_groups[0]["lr"] == 0.5
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize(("savers", "loaders"), [(3, 1), (1, 3), (2, 3)])
 def test_any_number_of_processes_loads_what_any_number_saved(savers, loaders, tmp_path):
     path = str(tmp_path / "snapshot.pt")
@@ -229,6 +231,8 @@ def test_what_only_one_rank_holds_is_not_saved_as_if_all_did(tmp_path):
     dist.launch(unequal_worker, str(tmp_path / "snapshot.pt"), nprocs=2)
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_nodes_agree(tmp_path):
     dist.launch(nodes_worker, str(tmp_path), nprocs=4)
 

@@ -166,6 +166,8 @@ def again_worker(local_rank, world_size, folder):
         assert after[2].state_dict() == uninterrupted[2].state_dict()
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_the_same_number_of_processes_resumes_bit_by_bit(nprocs, tmp_path):
     dist.launch(again_worker, str(tmp_path), nprocs=nprocs)
@@ -242,6 +244,8 @@ def lora_worker(local_rank, world_size, folder):
     )
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_frozen_parameters_may_be_left_out(tmp_path):
     dist.launch(lora_worker, str(tmp_path), nprocs=2)
 

@@ -119,6 +119,8 @@ def test_what_a_task_asks_for(name, flyte_workflow):
     assert task.metadata.cache and task.metadata.cache_version == flyte_workflow.VERSION
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_another_code_is_another_version(flyte_workflow, tmp_path):
     names = (SCRIPT, "mnist_DDP.py", "mnist.py", "tracking.py", "checkpoint.py", "distributed.py", "spawn.py")
     names += ("options.py", "watch.py")
@@ -132,6 +134,8 @@ def test_another_code_is_another_version(flyte_workflow, tmp_path):
     assert flyte_workflow.version_of(ROOT) == flyte_workflow.VERSION
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_task_trains_in_a_process_per_gpu_of_its_container(flyte_workflow, monkeypatch, tmp_path):
     monkeypatch.setattr(flyte_workflow, "current_context", lambda: SimpleNamespace(working_directory=tmp_path))
     monkeypatch.setattr("distributed.launch", launch := mock.Mock())

@@ -58,7 +58,7 @@ CASES = {  # name: (model, optimizer, options)
     "lora, qwen3_moe": ("qwen3_moe_float64", "SGD", {**SGD, **LORA, "lr": 0.5}),
 }
 ON = {1: ["llama", "tied", "lora"], 2: list(CASES), 3: ["tied", "uneven", "gathered once", "lora, AdamW"]}
-RESUMED = ["tied", "lora"]  # and these, on two processes, are what the quick tests look at
+RESUMED = ["tied", "lora"]
 # On two processes they stop after this step. Two steps are left. A scheduler that starts anew shows in the second.
 STOP = 1
 
@@ -229,7 +229,7 @@ def recording(function, results):
     return record
 
 
-def work(local_rank, world_size, folder, names):
+def work(local_rank, world_size, folder):
     folder = Path(folder)
     dist.init_process_group(even_alone=True)
     torch.set_num_threads(1)
@@ -237,9 +237,9 @@ def work(local_rank, world_size, folder, names):
     transformers.utils.logging.disable_progress_bar()
     results = {}
     with float64_everywhere():
-        for name in names:
+        for name in ON[world_size]:
             results[name] = train(folder, name, f"{name} 2" if world_size == 2 else None)
-        for name in RESUMED if names == ON[world_size] or names == RESUMED else []:
+        for name in RESUMED:
             stopped = {"checkpoint_dir": str(folder / f"{name} stopped")}
             resumed = {"checkpoint_dir": str(folder / f"{name} resumed {world_size}")}
             if world_size == 2:
@@ -265,13 +265,11 @@ def folder(tmp_path_factory):
 
 
 @functools.cache
-def job(folder, world_size, is_quick=False):
+def job(folder, world_size):
     """Rank 0's results by case. The other ranks have the same."""
-    names = RESUMED if is_quick else ON[world_size]
-    if not is_quick:
-        result_of(folder, RESUMED[0])  # its job saves the checkpoints that are resumed here
-        names = [name for name in names if world_size != 2 or name not in RESUMED]
-    results = dist.launch(work, str(folder), names, nprocs=world_size)
+    if world_size != 2:
+        job(folder, 2)  # saves the checkpoints that are resumed here
+    results = dist.launch(work, str(folder), nprocs=world_size)
     for other in results[1:]:
         for name, result in other.items():
             assert torch.equal(result["losses"], results[0][name]["losses"])
@@ -279,26 +277,12 @@ def job(folder, world_size, is_quick=False):
     return results[0]
 
 
-def result_of(folder, name, world_size=2):
-    return job(folder, world_size, is_quick(name, world_size))[name]
-
-
-def is_quick(name, world_size=2):
-    return world_size == 2 and name.partition(" ")[0] in RESUMED
-
-
-def on(name, world_size=2):
-    """The parameters of a test of a case."""
-    return pytest.param(name, world_size, marks=[] if is_quick(name, world_size) else SLOW)
-
-
-SLOW = [pytest.mark.slow, pytest.mark.guard]
-
-
-@pytest.mark.parametrize("name, world_size", [on(name, world_size) for world_size in ON for name in ON[world_size]])
+@pytest.mark.guard
+@pytest.mark.slow
+@pytest.mark.parametrize("name, world_size", [(name, world_size) for world_size in ON for name in ON[world_size]])
 def test_equals_one_process(folder, name, world_size):
     """A plain loop over the documents, one at a time. In float64, but transformers' norms compute in float32."""
-    result = result_of(folder, name, world_size)
+    result = job(folder, world_size)[name]
     model_name, optimizer, options = CASES[name]
     args = arguments(folder, model_name, **options)
     with float64_everywhere():
@@ -314,10 +298,12 @@ def test_equals_one_process(folder, name, world_size):
         assert (result["parameters"][key] - value).abs().max() < 1e-6, key
 
 
-@pytest.mark.parametrize("name, world_size", [on(name) for name in ON[2]])
-def test_results_load(folder, name, world_size):
+@pytest.mark.guard
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON[2])
+def test_results_load(folder, name):
     """The saved model gives the trained model's logits: loaded by transformers, or by PEFT."""
-    result = result_of(folder, name)
+    result = job(folder, 2)[name]
     model_name, _, options = CASES[name]
     output = folder / f"{name} 2"
     if "lora" in options:
@@ -338,12 +324,14 @@ def test_results_load(folder, name, world_size):
     assert not list(output.glob(".incomplete"))
 
 
-@pytest.mark.parametrize("name, world_size", [on(name, world_size) for name in RESUMED for world_size in ON])
+@pytest.mark.guard
+@pytest.mark.slow
+@pytest.mark.parametrize("name, world_size", [(name, world_size) for name in RESUMED for world_size in ON])
 def test_resumes_inside_an_epoch_on_any_number_of_processes(folder, name, world_size):
     """It stopped on two processes, as after SIGTERM, and ends as if it had not; on two, bit for bit."""
-    whole = result_of(folder, name)
-    stopped = result_of(folder, f"{name} stopped")
-    resumed = result_of(folder, f"{name} resumed", world_size)
+    whole = job(folder, 2)[name]
+    stopped = job(folder, 2)[f"{name} stopped"]
+    resumed = job(folder, world_size)[f"{name} resumed"]
     assert whole["finished"] and resumed["finished"] and not stopped["finished"]
     assert torch.equal(stopped["losses"], whole["losses"][:STOP])
     assert len(resumed["losses"]) == STEPS - STOP
@@ -358,8 +346,10 @@ def test_resumes_inside_an_epoch_on_any_number_of_processes(folder, name, world_
     assert float(found[-1][1]) < float(found[0][1])
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_checkpoints_of_adapters_leave_the_model_out(folder):
-    result_of(folder, "lora stopped")
+    job(folder, 2)
     metadata = torch.distributed.checkpoint.FileSystemReader(folder / "lora stopped" / f"step-{STOP}").read_metadata()
     names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
     assert len(names) == 2 * 7 * 2 and all(".lora_" in name for name in names)

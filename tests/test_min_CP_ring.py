@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import transformer
-from conftest import ROOT, run
+from conftest import ROOT, guards, run
 from torch.nn import functional as F
 
 import distributed as dist
@@ -316,9 +316,7 @@ def plain_saved_bytes():
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "nprocs", [1, 2, *(pytest.param(nprocs, marks=[pytest.mark.slow, pytest.mark.guard]) for nprocs in (3, 4))]
-)
+@pytest.mark.parametrize("nprocs", [2, *guards(1, 3, 4)])
 def test_equal_to_one_process_in_results_and_work(nprocs, tmp_path, plain_saved_bytes):
     ranks = transformer.train_on(nprocs, run_case, CASES, tmp_path)
     for (_, optimizer, changes), (losses, parameters) in zip(CASES[:3], ranks[-1], strict=False):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 import transformer
-from conftest import float64
+from conftest import float64, guards
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -133,7 +133,7 @@ CASES_OF = {
 }
 
 
-@pytest.mark.parametrize("n", CASES_OF)
+@pytest.mark.parametrize("n", [2, *guards(3, 4)])
 def test_equal_to_one_process(n, tmp_path):
     ranks = transformer.train_on(n, train_any, CASES_OF[n], tmp_path)
     for case, results in zip(CASES_OF[n], zip(*ranks, strict=True), strict=True):
@@ -178,6 +178,8 @@ def compressed_ddp(model, args):
     return ddp
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_compressed_gradients(tmp_path):
     ranks = transformer.train_on(2, train_compressed, [("none",), ("bf16",), ("ddp",)], tmp_path)
     plain, ours, library = ranks[0]

@@ -5,7 +5,6 @@ import functools
 import pytest
 import torch
 import transformer
-from conftest import guards
 from torch.nn import functional as F
 
 import gpt
@@ -79,7 +78,8 @@ def expected(number):
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("n", [2, *guards(1, 4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [1, 2, 4])
 def test_processes_do_what_one_does(n, tmp_path):
     cases = CASES if n > 1 else CASES[:1]
     ranks = transformer.train_on(n, train, cases, tmp_path)

@@ -73,7 +73,9 @@ def by_fully_shard(optimizer, changes):
     return result.losses, transformer.full_parameters(result.model)
 
 
-@pytest.mark.parametrize("nprocs", [2, *guards(1, 3, 4)])
+@pytest.mark.guard
+@pytest.mark.slow
+@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
 def test_it_equals_one_process_and_fully_shard_and_holds_and_sends_its_part(nprocs, tmp_path):
     ranks = transformer.train_on(nprocs, train, CASES, tmp_path)
     others = transformer.train_on(nprocs, by_fully_shard, CASES, tmp_path)[0]
@@ -166,6 +168,8 @@ def peak_of_the_root():
     return peaks
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_the_root_takes_twice_its_bytes_while_it_is_reduced(tmp_path):
     ((peaks,),) = transformer.train_on(1, peak_of_the_root, [()], tmp_path)
     assert 1.9 < peaks[-1] < 2.3
@@ -253,7 +257,9 @@ def train_recomputing(optimizer_class, frozen):
     return True
 
 
-@pytest.mark.parametrize("nprocs", [2, *guards(1)])
+@pytest.mark.guard
+@pytest.mark.slow
+@pytest.mark.parametrize("nprocs", [1, 2])
 def test_a_block_whose_input_needs_no_gradient_is_trained_and_a_block_may_recompute(nprocs, tmp_path):
     cases = []
     for frozen in (("token", "position"), ("token", "position", "blocks.0", "blocks.2"), ("blocks.1", "head")):

@@ -439,6 +439,8 @@ def run_two(plan, folder, capfd, worker=worker, **changes):
     return out
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_process_that_hangs_is_killed_and_replaced(tmp_path, capfd):
     out = run_two([(4, "in forward", 1, STOP)], tmp_path, capfd, timeout=1)
     assert 2 <= seconds_of_first_steps(out)[0] < 5, (
@@ -487,6 +489,8 @@ def orphan_worker(local_rank, world_size, args, optimizer, plan, *rest):
     worker(local_rank, world_size, args, optimizer, plan if local_rank == 1 else [], *rest)
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_supervisor_that_is_killed_takes_its_process_with_it(tmp_path, capfd):
     """Nobody tells the others, so these wait until the timeout, and nobody replaces it."""
     plan = [(4, "in forward", rank, ORPHAN) for rank in range(2)]

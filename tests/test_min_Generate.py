@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import SLOW_GUARD, Bomb, CollectiveCounter, exit_message, killed_in
+from conftest import Bomb, CollectiveCounter, exit_message, killed_in
 from test_gpt_generate import continue_alone, peaked_model
 from torch.multiprocessing import ProcessExitedException
 
@@ -164,10 +164,9 @@ def check(args, folder):
     assert sorted(path.name for path in folder.glob("answers*")) == []
 
 
-MESHES = [(1, 1), (3, 1), (4, 2)]
-
-
-@pytest.mark.parametrize(("nproc", "tensor"), [(2, 2), *[pytest.param(*mesh, marks=SLOW_GUARD) for mesh in MESHES]])
+@pytest.mark.guard
+@pytest.mark.slow
+@pytest.mark.parametrize(("nproc", "tensor"), [(1, 1), (2, 2), (3, 1), (4, 2)])
 def test_equals_one_prompt_at_a_time(nproc, tensor, args_of, folder):
     check(args_of("--nproc", nproc, "--tensor", tensor), folder)
 
@@ -190,11 +189,15 @@ def stubborn_worker(local_rank, world_size, args):
         min_Generate.main_worker(local_rank, world_size, args)
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_rank_with_other_logits_does_not_fall_out_of_step(args_of):
     launch(args_of("--nproc", 2, "--tensor", 2), worker=stubborn_worker)
     assert lines_of(Path("answers.jsonl")) == expected_output()
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_what_it_prints(folder, job_of):
     options = ("--model", "model.pt", "--prompts", "prompts.jsonl", "--nproc", 1, *OPTIONS, "--batch-size", 1)
     held, *progress, last = job_of("min_Generate.py", *options).splitlines()
@@ -354,6 +357,8 @@ def test_a_job_with_another_model_prompts_or_options_uses_no_part_of_this_one(ar
     assert int(LAST_LINE.fullmatch(last)[2]) == n_missing_bytes(kept), "nothing is generated twice"
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_parts", "spoil"), [("no", "mine"), ("some", "nothing"), ("all", "shorter"), ("all", "another answer")]
 )
@@ -403,6 +408,8 @@ DAMAGED = ["", "5", "null", '"ab"', "{}x", '[999, "x"]', '[[999, "x"]]', '[[-1, 
 DAMAGED += ['[["1", "x"]]', '[[[], "x"]]', "[1]", 5000 * "[", "\udcff"]
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_damaged_part_is_one_line_before_anything_is_computed(args_of):
     *_, folder, _ = min_Generate.prepare(SIZES["length"], args_of("--nproc", 1))
     for text in DAMAGED:
@@ -421,6 +428,8 @@ def test_what_cannot_be_the_folder_or_a_part_is_one_line(args_of):
     assert exit_message(launch, args_of("--nproc", 1)) == f"cannot use {folder}: File exists"
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["answers.jsonl", ".json"])
 def test_a_full_disk_is_one_line_that_names_no_other_path(name, args_of, capfd):
     """With another --output all would be generated again."""

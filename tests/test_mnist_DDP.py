@@ -592,6 +592,8 @@ def test_batch_norm_the_seed_and_tracking(tmp_path, monkeypatch, capfd):
     check_tensorboard(tmp_path / "runs", [128, 256, 384, 512], accuracies)
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_bf16_reaches_where_it_counts(tmp_path):
     seen, forward = [], mnist_DDP.forward
     with mock.patch("mnist_DDP.forward", lambda *args: seen.append(forward(*args)) or seen[-1]):
@@ -617,6 +619,8 @@ def test_tensorboard_alone(tmp_path):
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_folder_that_is_gone_at_the_end_is_one_line(tmp_path, capfd):
     message = exit_message(dist.launch, train_worker, settings(epochs=2), tmp_path / "gone", nprocs=2)
     assert message.startswith(f"cannot save {tmp_path / 'gone'}/mnist_cnn") and "No such file" in message

@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import MNIST_ROOT, Watch, exit_message, killed_in, needs_mnist, slow_clock
+from conftest import MNIST_ROOT, Watch, exit_message, guards, killed_in, needs_mnist, slow_clock
 from images import (
     OPTIMIZERS,
     Net,
@@ -170,7 +170,7 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("nprocs", [1, slow(2), 3, slow(4)])
+@pytest.mark.parametrize("nprocs", [1, *guards(2, 3, 4)])
 def test_equals_one_process(nprocs, references, tmp_path, request):
     folder = request.getfixturevalue("uninterrupted") if nprocs == 3 else tmp_path
     if nprocs != 3:
@@ -342,6 +342,8 @@ def mixed_worker(local_rank, world_size):
         computed.clear()
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_each_rank_computes_in_bfloat16_if_told_to():
     dist.launch(mixed_worker, nprocs=2)
 
@@ -391,6 +393,8 @@ def resume_worker(local_rank, world_size, folder):
         assert f"{folder}/other/step-1" in message
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("nprocs", [1, 2, slow(3)])
 def test_resume_on_another_number_of_ranks(nprocs, uninterrupted, references, tmp_path):

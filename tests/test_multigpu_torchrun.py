@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from conftest import finish, float64, run_under_launcher, start, wait_for, without_name_server
+from conftest import finish, float64, guards, run_under_launcher, start, wait_for, without_name_server
 from ladder import (
     BOTH,
     Augmented,
@@ -86,7 +86,7 @@ def equal_worker(local_rank, world_size, by_sgd, by_adam):
         multigpu_torchrun.main_worker(local_rank, world_size, by_adam)
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+@pytest.mark.parametrize("nprocs", [1, 2, *guards(3, 4)])
 def test_n_processes_compute_what_one_computes(nprocs, tmp_path, capfd):
     """The parameters and the printed losses, with a last batch that does not fill."""
     by_sgd, by_adam = (options(tmp_path / name, 2, 2, 96 // nprocs) for name in ("sgd.pt", "adam.pt"))
@@ -112,7 +112,7 @@ def resume_worker(local_rank, world_size, *runs):
         assert model.training
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3])
+@pytest.mark.parametrize("nprocs", [1, 2, *guards(3)])
 def test_a_resumed_run_ends_where_the_uninterrupted_one_ends(nprocs, tmp_path):
     straight, resumed = str(tmp_path / "straight.pt"), str(tmp_path / "resumed.pt")
     dist.launch(resume_worker, (straight, 2), (resumed, 1), nprocs=nprocs)

@@ -1650,11 +1650,15 @@ def progress_bar():
     assert bool(drawn.getvalue()) == dist.is_primary()
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe(name, job):
     check_no_error(job, name)
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["another_number_of_gpus"])
 def test_a_run_is_resumed_by_one_process(name, job, tmp_path, monkeypatch):
     """Two epochs of two processes and two of one end where four epochs of one do."""

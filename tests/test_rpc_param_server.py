@@ -262,6 +262,8 @@ def lose_one(local_rank, world_size, mode, victim, where, how=signal.SIGKILL, ti
     print(f"rank {local_rank} ends well")
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "where", "trainers", "updates"),
     [
@@ -288,6 +290,8 @@ HANG = (
 )
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "victim", "where", "how", "timeout", "nprocs", "message"),
     [

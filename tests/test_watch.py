@@ -177,6 +177,8 @@ def test_a_line_names_the_place_of_every_rank(case, sources, job):
     assert job(case, ends=False) == [f"rank 0 {first} | rank 1 {second}"]
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_a_rank_that_computes_for_long_is_named_and_the_job_continues(job):
     waits = place(long_computations, "dist.barrier()")
     computes = "computing, or ended"
@@ -184,6 +186,8 @@ def test_a_rank_that_computes_for_long_is_named_and_the_job_continues(job):
     assert job(long_computations) == [first, second, first]
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [slow_steps, idle_steps])
 def test_a_loop_that_is_always_seen_at_the_same_place_is_not_called_still(case, job):
     assert job(case) == []
