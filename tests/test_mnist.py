@@ -55,6 +55,8 @@ def test_synthetic_digits(halves):
         assert dataset.labels.bincount().min() > 0.08 * n and len(dataset.labels.bincount()) == 10
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_synthetic_digits_are_seeded(halves):
     again = mnist.load_data("synthetic", "nowhere", train=False, seed=5)
     assert torch.equal(again.images, halves[1].images) and torch.equal(again.labels, halves[1].labels)
@@ -65,6 +67,8 @@ def test_synthetic_digits_are_seeded(halves):
     assert len(unique) == 4000
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_synthetic_digits_are_not_trivial(halves):
     """A linear model learns something, but far from everything; tests/test_mnist_FSDP.py shows that a CNN does."""
     train, test = halves
