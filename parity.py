@@ -77,6 +77,7 @@ class Recorder:
 
     def install(self):
         nn.Module.__call__ = self.watched(nn.Module.__call__, self.before_module)
+        # Activations that backward recomputes are no new step.
         torch.autograd.backward = self.watched(torch.autograd.backward, lambda args, kwargs: (args, kwargs))
         for name in CLIPPING:
             setattr(nn.utils, name, self.watched(getattr(nn.utils, name), self.before_clipping))
@@ -149,9 +150,9 @@ class Recorder:
         if self.optimizing == 0:
             self.record("gradients")  # those of a closure
             self.stepped = True
-            pickle.dump(self.now, self.file)
+            pickle.dump(self.now, self.file)  # once more after each further optimizer: the last one counts
             self.file.flush()
-            if self.now["number"] == self.steps:  # counted from 0: one more, since it begins with the last result
+            if self.now["number"] == self.steps:  # counted from 0: it begins with the result of the last one to compare
                 self.stand_still()
 
     def stand_still(self):
@@ -161,7 +162,7 @@ class Recorder:
         threading.Event().wait()
 
     def record(self, key):
-        """Record the tensors that are not yet recorded in this step. Those without memory are freed by the script."""
+        """Record the tensors that are not yet recorded in this step, but none whose memory the script has freed."""
         for name, param in self.named_params().items():
             tensor = param if key == "weights" else param.grad
             if tensor is not None and name not in self.now[key] and has_memory(tensor):
@@ -206,7 +207,7 @@ def random_weights(n):
 
 
 def sketch(tensor):
-    """Shape, type, and 64 weighted sums of a tensor: two tensors are about as far apart as their sums.
+    """Shape, type, and 64 sums of a tensor with random signs, whose distance is about that of two tensors.
 
     All ranks that hold a part of a DTensor must call it.
     """
@@ -257,8 +258,16 @@ def watch_from_the_start():
     torch.distributed.init_process_group = init_and_watch
 
 
+def end_with_parent(parent):
+    """End this rank and all that it has started, if parity.py is killed."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+
 def run_and_record(float32, **settings):
     """Run the script that sys.argv names, in this process."""
+    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
     if not float32:
         torch.set_default_dtype(torch.float64)
     switch_off_dropout()
@@ -338,8 +347,11 @@ def other_rank(expected, got, key):
 
 
 def united(got, key):
-    """Each tensor of any rank: that of the first rank that has it."""
-    return {name: tensor for record in reversed(got) for name, tensor in record[key].items()}
+    """The tensors of all ranks by name. Where several ranks have one, it is the first rank's."""
+    tensors = {}
+    for record in reversed(got):
+        tensors |= record[key]
+    return tensors
 
 
 def distances(expected, got):
@@ -388,11 +400,17 @@ def why(expected, got):
     )
 
 
-OTHER_GRADIENT = "are the labels, are random numbers drawn in the model, is it a mean over shares of unequal weight?"
+OTHER_GRADIENT = (
+    "are the labels, are random numbers drawn in the model, is it a mean over shares of unequal weight, "
+    "or does the loss compare samples with each other?"
+)
 
 
 def wrong_gradients(expected, got, key="gradients"):
-    """The names of the gradients that no rank has as one process has them. Some scripts average only some on a rank."""
+    """The names of the gradients that no rank has as one process has them.
+
+    One rank that has it is enough: scripts that split the optimizer reduce each gradient to its owner only.
+    """
     right = set()
     wrong = {}
     for record in got:
@@ -417,6 +435,8 @@ def other_inputs(expected, got):
             return None  # these are pieces of a sequence, which cannot be compared
         if len(together) != len(rows):
             advice = "It must be divided by the number of processes, once"
+            if 0 < len(together) - len(rows) < len(parts):
+                advice = "The sampler repeats some to make shares equal: drop the last batch, or weight it"
             return f"the global batch has {len(together)} samples, and {len(rows)} on one process. {advice}"
         if all(is_same(part, parts[0]) for part in parts):
             return f"all ranks have the same samples ({name}): is there a sampler that gives each rank its share?"
@@ -442,7 +462,7 @@ def other_gradients_on_ranks(expected, got):
         return f"{line}: is it outside of the wrapped model, or was it unfrozen after wrapping?"
     if not other_rank(expected, got, "clipped")[1]:
         return f"{line} when they are clipped: average them first"
-    return f"{line}. Nothing averages them: is the plain model trained instead of the wrapped one?"
+    return f"{line}. Nothing averages them: is the plain model trained, or is the last backward inside of no_sync()?"
 
 
 def factor(expected, got):
@@ -495,16 +515,16 @@ def stale_parameters(expected, got):
 
 def run(args, nproc):
     """Returns each rank's records, what rank 0 has printed, and in one line what went wrong, or None."""
+    print(f"running on {nproc} {'process' if nproc == 1 else 'processes'}", file=sys.stderr)
     command = [sys.executable, __file__, args.script, *[for_processes(arg, nproc) for arg in args.args]]
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         settings = {"folder": folder, "steps": args.steps, "float32": args.float32, "eval_norm": args.eval_norm}
-        job = f"""
-            MASTER_ADDR=127.0.0.1 MASTER_PORT={store.port} WORLD_SIZE={nproc} LOCAL_WORLD_SIZE={nproc} GROUP_RANK=0
-            GROUP_WORLD_SIZE=1 TORCHELASTIC_RUN_ID=parity TORCHELASTIC_USE_AGENT_STORE=True TORCH_COMPILE_DISABLE=1
-        """
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        job |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "TORCHELASTIC_RUN_ID": "parity"}
+        job |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCH_COMPILE_DISABLE": "1"}
         environment = {"OMP_NUM_THREADS": "1", "WATCH_SECONDS": "20"} | os.environ
-        environment |= dict(setting.split("=") for setting in job.split())  # as torchrun does
+        environment |= job  # as torchrun does
         environment |= {"PARITY": json.dumps(settings), "TMPDIR": folder}  # the script's temporary files end with ours
         processes = []
         try:
@@ -526,11 +546,7 @@ def run(args, nproc):
 
 
 def for_processes(arg, nproc):
-    for found in re.findall(r"\b(\d+)/N\b", arg):
-        if int(found) % nproc:
-            print(f"{arg}: {found} is not a multiple of {nproc}, the number of processes", file=sys.stderr)
-            sys.exit(2)
-        arg = arg.replace(f"{found}/N", str(int(found) // nproc))
+    arg = re.sub(r"\b(\d+)/N\b", lambda found: str(int(found[1]) // nproc), arg)
     return re.sub(r"\bN\b", str(nproc), arg)
 
 
@@ -642,11 +658,15 @@ def parse_args(argv):
     args = parser.parse_args(argv[:script])
     args.script, *args.args = argv[script:] or [""]
     if not Path(args.script).is_file():
-        parser.error(f"there is no script {args.script!r}: name a file that ends in .py")
+        parser.error(f"there is no script {args.script!r}: name a file that ends in .py, before its arguments")
     if min(args.nproc) < 2:
         parser.error(f"argument --nproc: {min(args.nproc)} must be at least 2, to be compared with one process")
     if args.steps < 1:
         parser.error(f"argument --steps: {args.steps} must be at least 1")
+    for number in re.findall(r"\b(\d+)/N\b", " ".join(args.args)):
+        for nproc in args.nproc:
+            if int(number) % nproc:
+                parser.error(f"{number}/N: {number} is not a multiple of {nproc}, the number of processes")
     return args
 
 
@@ -654,7 +674,8 @@ def main(argv):
     args = parse_args(argv)
     (one,), printed, failure = run(args, 1)
     if failure:
-        hint = "" if args.float32 else ". If it runs without parity.py, try --float32"
+        is_about_types = re.search("dtype|Float|Double", failure)
+        hint = ". If it runs without parity.py, try --float32" if is_about_types and not args.float32 else ""
         print(f"{Path(args.script).name}: on one process it {failure}{hint}")
         return 2
     return max([report(args, nproc, one, printed) for nproc in args.nproc])
@@ -664,7 +685,8 @@ if __name__ == "__main__":
     if "PARITY" in os.environ:
         run_and_record(**json.loads(os.environ.pop("PARITY")))
     else:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: all that was started is ended
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.default_int_handler)  # as Ctrl-C: all that was started is ended
         try:
             sys.exit(main(sys.argv[1:]))
         except KeyboardInterrupt:
