@@ -38,6 +38,11 @@ SLOW_GUARD = [pytest.mark.slow, pytest.mark.guard]
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def slow(*values):
+    """Values of a parameter for which a test is slow."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def guards(*values):
     """Values of a parameter for which a test is slow, and a guard."""
     return [pytest.param(value, marks=SLOW_GUARD) for value in values]

@@ -2,7 +2,7 @@
 
 import pytest
 import transformer
-from conftest import guards
+from conftest import slow
 
 import min_CP
 
@@ -30,7 +30,7 @@ def plain_saved_bytes():
     return saved_bytes("ulysses")
 
 
-@pytest.mark.parametrize("nprocs", [2, *guards(1, 4)])
+@pytest.mark.parametrize("nprocs", [2, *slow(1, 4)])
 def test_equal_to_one_process_and_activations_split(nprocs, tmp_path, plain_saved_bytes):
     cases = CASES if nprocs > 1 else CASES[:2]  # one process has the attention of the model
     ranks = transformer.train_on(nprocs, train, cases, tmp_path)

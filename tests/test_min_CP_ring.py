@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import transformer
-from conftest import ROOT, guards, run
+from conftest import ROOT, guards, run, slow
 from torch.nn import functional as F
 
 import distributed as dist
@@ -316,7 +316,7 @@ def plain_saved_bytes():
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("nprocs", [2, *guards(1, 3, 4)])
+@pytest.mark.parametrize("nprocs", [2, *guards(3), *slow(1, 4)])
 def test_equal_to_one_process_in_results_and_work(nprocs, tmp_path, plain_saved_bytes):
     ranks = transformer.train_on(nprocs, run_case, CASES, tmp_path)
     for (_, optimizer, changes), (losses, parameters) in zip(CASES[:3], ranks[-1], strict=False):

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import transformer
+from conftest import guards, slow
 from torch.nn import functional as F
 
 import gpt
@@ -77,9 +78,7 @@ def expected(number):
     return torch.stack(losses), parameters
 
 
-@pytest.mark.guard
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [*guards(2), *slow(1, 4)])
 def test_processes_do_what_one_does(n, tmp_path):
     cases = CASES if n > 1 else CASES[:1]
     ranks = transformer.train_on(n, train, cases, tmp_path)

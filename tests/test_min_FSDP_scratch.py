@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import transformer
-from conftest import guards
+from conftest import guards, slow
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -73,9 +73,7 @@ def by_fully_shard(optimizer, changes):
     return result.losses, transformer.full_parameters(result.model)
 
 
-@pytest.mark.guard
-@pytest.mark.slow
-@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+@pytest.mark.parametrize("nprocs", [*guards(2), *slow(1, 3, 4)])
 def test_it_equals_one_process_and_fully_shard_and_holds_and_sends_its_part(nprocs, tmp_path):
     ranks = transformer.train_on(nprocs, train, CASES, tmp_path)
     others = transformer.train_on(nprocs, by_fully_shard, CASES, tmp_path)[0]

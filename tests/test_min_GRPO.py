@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import transformer
-from conftest import ROOT, float64, slow_clock
+from conftest import ROOT, float64, guards, slow, slow_clock
 from test_gpt_generate import continue_alone
 
 import distributed as dist
@@ -208,9 +208,7 @@ def answers_of_step(ranks, step, samples):
     return in_order
 
 
-@pytest.mark.guard
-@pytest.mark.slow
-@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+@pytest.mark.parametrize("nprocs", [*guards(2), *slow(1, 3, 4)])
 def test_equals_one_answer_at_a_time(nprocs, tmp_path):
     by_rank = transformer.train_on(nprocs, train, [(case,) for case in range(len(CASES))], tmp_path)
     for case, (optimizer, sparse, changes) in enumerate(CASES):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformer
-from conftest import guards
+from conftest import slow
 
 import distributed as dist
 import gpt
@@ -60,7 +60,7 @@ def train_uneven(optimizer, args):
     return sums[:, 0] / sums[:, 1], transformer.full_parameters(model), ""
 
 
-@pytest.mark.parametrize("nprocs", [2, *guards(1, 3)])
+@pytest.mark.parametrize("nprocs", [2, *slow(1, 3)])
 def test_both_ways_equal_one_process(nprocs, tmp_path):
     cases = [*CASES, *MORE] if nprocs == 2 else CASES
     ranks = transformer.train_on(nprocs, train, cases + UNEVEN * (nprocs == 2), tmp_path)

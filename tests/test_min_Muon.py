@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import transformer
-from conftest import exit_message, run, torchrun
+from conftest import exit_message, guards, run, slow, torchrun
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -229,9 +229,7 @@ def rows_held(rows, n, rank):
     return len(parts[rank]) if rank < len(parts) else 0
 
 
-@pytest.mark.guard
-@pytest.mark.slow
-@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+@pytest.mark.parametrize("nprocs", [*guards(2, 3), *slow(1, 4)])
 def test_it_gives_what_one_process_gives_and_holds_its_share_of_the_momentum(references, tmp_path, nprocs):
     ranks = transformer.train_on(nprocs, call, [(case,) for case in [*CASES, "watch_step"]], tmp_path)
     empty = 0

@@ -79,10 +79,13 @@ def train(optimizer, own, changes):
     return run.losses, whole_model(run.model), held_out, run.stdout
 
 
-@pytest.mark.guard
 @pytest.mark.timeout(300)  # seconds alone; minutes among many other processes
 @pytest.mark.parametrize(
-    "nprocs, cases", [(2, CASES[2][-2:-1]), *[pytest.param(*each, marks=SLOW_GUARD) for each in CASES.items()]]
+    "nprocs, cases",
+    [
+        (2, CASES[2][-2:-1]),
+        *[pytest.param(n, CASES[n], marks=SLOW_GUARD if n == 2 else pytest.mark.slow) for n in CASES],
+    ],
 )
 def test_equals_one_process(nprocs, cases, tmp_path):
     results = transformer.train_on(nprocs, train, cases, tmp_path)[0]

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import transformer
-from conftest import CollectiveCounter
+from conftest import CollectiveCounter, guards, slow
 from torch.distributed.tensor import DTensor
 
 import distributed as dist
@@ -138,9 +138,7 @@ def count_collectives(mesh, changes):
     return steps, blocks, units
 
 
-@pytest.mark.guard
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [PP_FSDP, *[pytest.param(mesh, marks=pytest.mark.slow) for mesh in (FSDP_TP, ALL)]])
+@pytest.mark.parametrize("mesh", [*guards(PP_FSDP), *slow(FSDP_TP, ALL)])
 def test_parameters_are_gathered_once_and_gradients_reduced_once_per_step(mesh, tmp_path):
     schedules = [TWO_BLOCKS, {**TWO_BLOCKS, "micro_batches": 2}]
     if mesh[0] > 1:
@@ -179,9 +177,7 @@ QUICK_WAY = [(PP_FSDP, INTERLEAVED)]
 LONG_WAY = [(PP_FSDP, {}), (PP_TP, INTERLEAVED), (FSDP_TP, {}), (PP_FSDP, {})]
 
 
-@pytest.mark.guard
-@pytest.mark.slow
-@pytest.mark.parametrize("between", [QUICK_WAY, pytest.param(LONG_WAY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("between", [*guards(QUICK_WAY), *slow(LONG_WAY)])
 def test_a_run_goes_from_mesh_to_mesh_and_from_and_to_one_process_as_if_it_had_not_stopped(between, tmp_path):
     options = {"checkpoint_dir": f"{tmp_path}/runs", **CLIP}
     one = (1, 1, 1)

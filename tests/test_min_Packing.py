@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import transformer
-from conftest import exit_message, float64, guards, slow_clock
+from conftest import exit_message, float64, slow, slow_clock
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 
@@ -112,7 +112,7 @@ def train(optimizer, accumulate, changes):
     return result.losses, transformer.full_parameters(result.model), counter["sends"]
 
 
-@pytest.mark.parametrize("nprocs", [2, *guards(1, 4)])
+@pytest.mark.parametrize("nprocs", [2, *slow(1, 4)])
 def test_equals_one_process_and_documents_one_to_a_row(nprocs, tmp_path):
     cases = CASES if nprocs > 1 else CASES[1:3]
     ranks = transformer.train_on(nprocs, train, cases, tmp_path)

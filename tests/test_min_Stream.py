@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import transformer
-from conftest import exit_message, float64, guards, slow_clock
+from conftest import exit_message, float64, slow, slow_clock
 from torch.nn import functional as F
 
 import distributed as dist
@@ -130,7 +130,7 @@ def train(optimizer, num_workers, folder):
     return result.losses, transformer.full_parameters(result.model), batches
 
 
-@pytest.mark.parametrize("nprocs", [2, *guards(1, 3, 4)])
+@pytest.mark.parametrize("nprocs", [2, *slow(1, 3, 4)])
 def test_the_order_depends_on_neither_ranks_nor_loader_processes(nprocs, tmp_path):
     for name, sizes in SIZES.items():
         write_shards(tmp_path / name, sizes)

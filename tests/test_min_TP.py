@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import transformer
-from conftest import guards
+from conftest import slow
 
 import gpt
 import min_TP
@@ -48,7 +48,7 @@ def held_fractions():
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("nprocs", [2, *guards(1, 3, 4)])
+@pytest.mark.parametrize("nprocs", [2, *slow(1, 3, 4)])
 def test_equal_to_one_process_and_split_for_real(nprocs, tmp_path):
     cases = [(nprocs, *case) for case in CASES]
     results = transformer.train_on(nprocs, train, cases, tmp_path)[-1]
