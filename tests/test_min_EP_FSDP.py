@@ -82,7 +82,7 @@ def train(optimizer, changes, expert_parallel):
 MESHES = {1: [1], 2: [1, 2], 3: [1], 4: [1, 2, 4]}  # by number of ranks: ep. Along dp are as many as are left
 
 
-@pytest.mark.parametrize("nprocs", [1, *guards(2, 4), *slow(3)])
+@pytest.mark.parametrize("nprocs", [1, *guards(2), *slow(3, 4)])
 def test_processes_do_what_one_does_and_hold_their_share(nprocs, tmp_path):
     n_cases = {1: 1, 2: 2}.get(nprocs, len(CASES))  # the quick tests have fewer
     cases = [(number, ep) for ep in MESHES[nprocs] for number in range(n_cases)]

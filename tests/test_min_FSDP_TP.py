@@ -87,7 +87,6 @@ def test_a_block_that_is_computed_again_keeps_only_its_input():
     assert kept[True] < kept[False] - args.layers * 10 * features
 
 
-@pytest.mark.guard
 @pytest.mark.slow
 def test_three_dimensions_and_uneven_ones_give_what_one_process_gives(tmp_path):
     everything = {**TWO_BLOCKS, "clip": CLIP, "recompute": True}

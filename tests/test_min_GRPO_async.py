@@ -14,7 +14,7 @@ import test_min_GRPO as synchronous
 import torch
 import torch.distributed as torch_dist
 import transformer
-from conftest import float64, guards
+from conftest import float64, guards, slow
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -234,9 +234,7 @@ def delayed_reference(case):
     return transformer.full_parameters(model), rewards
 
 
-@pytest.mark.guard
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(2, 1), (3, 2)])
+@pytest.mark.parametrize("mesh", [*guards((2, 1)), *slow((3, 2))])
 def test_with_staleness_it_equals_one_process_with_the_same_delay(mesh, tmp_path):
     n_trainers, n_generators = mesh
     cases = [0, 2]  # SGD, and AdamW with two inner steps
@@ -256,7 +254,7 @@ def test_with_staleness_it_equals_one_process_with_the_same_delay(mesh, tmp_path
 # ---- at the same time -----------------------------------------------------------------------------------------------
 
 
-def slow(local_rank, world_size, staleness, slow_half, folder):
+def train_with_a_slow_half(local_rank, world_size, staleness, slow_half, folder):
     """Five steps in which one half is slow. Saves the seconds that this rank has waited for the others."""
     args = synchronous.arguments(imitation_steps=1, steps=5, generators=1, staleness=staleness, log_every=2)
     module, name = (min_GRPO_async, "receive_answers")
@@ -291,7 +289,7 @@ def slow(local_rank, world_size, staleness, slow_half, folder):
 @pytest.mark.parametrize("slow_half", ["trainers", "generators"])
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_slow_half_makes_the_other_wait_and_all_answers_are_learned(staleness, slow_half, tmp_path):
-    dist.launch(slow, staleness, slow_half, str(tmp_path), nprocs=3)
+    dist.launch(train_with_a_slow_half, staleness, slow_half, str(tmp_path), nprocs=3)
     assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(3)] == [5, 5, 0]
 
 

@@ -47,7 +47,6 @@ def held_fractions():
     return gpt.report_held(model.parameters(), total) / total, gradients / total, state / (2 * total)
 
 
-@pytest.mark.guard
 @pytest.mark.parametrize("nprocs", [2, *slow(1, 3, 4)])
 def test_equal_to_one_process_and_split_for_real(nprocs, tmp_path):
     cases = [(nprocs, *case) for case in CASES]
