@@ -72,7 +72,7 @@ class MixtureOfExperts(nn.Module):
         experts = [gpt.MLP(width) for _ in range(n_experts)]  # all of them, so that all ranks draw the same numbers
         self.n_held = n_experts // len(self.ranks)
         first = self.place * self.n_held
-        self.experts = Experts({str(i): experts[i] for i in range(first, first + self.n_held)})
+        self.experts = Experts({i: experts[i] for i in range(first, first + self.n_held)})
 
     def forward(self, x):
         # Route.
@@ -106,18 +106,24 @@ class MixtureOfExperts(nn.Module):
         return (weights[..., None] * results).sum(dim=1).view_as(x)
 
 
-class Experts(nn.ModuleDict):
-    """The experts of a block that this rank holds."""
+class Experts(nn.Module):  # of nn.ModuleDict fully_shard in min_EP_FSDP.py would take no subclass with torch 2.11
+    """The experts of a block that this rank holds, by number."""
+
+    def __init__(self, experts):
+        super().__init__()
+        for number, expert in experts.items():
+            self.add_module(str(number), expert)
 
     def forward(self, visitors, received):
         """Each expert's results, in the order of `visitors`, which are sorted by rank and then by expert."""
-        experts = torch.arange(len(self)).repeat(len(received))  # the held experts, once per rank
-        expert_of_row = experts.repeat_interleave(received.flatten())
+        experts = list(self.children())
+        numbers = torch.arange(len(experts)).repeat(len(received))  # the held experts, once per rank
+        expert_of_row = numbers.repeat_interleave(received.flatten())
         order = gpt.to_device(expert_of_row.argsort(stable=True), visitors.device)  # without a wait
         inverse = order.argsort()
         parts = visitors[order].split(received.sum(dim=0).tolist())
         # An expert without tokens runs too: without a gradient of zeros, AdamW would skip its weight decay.
-        results = [expert(part) for expert, part in zip(self.values(), parts, strict=True)]
+        results = [expert(part) for expert, part in zip(experts, parts, strict=True)]
         return torch.cat(results)[inverse]
 
 

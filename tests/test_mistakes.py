@@ -501,7 +501,8 @@ def test_an_embedding_with_a_largest_norm_changes_the_rows_of_its_own_rank(resul
 
 def test_fsdp_finds_tensors_in_known_objects_only(results):
     for result in results:
-        assert result["a dataclass between shards"] < 1e-12
+        if torch.__version__ >= "2.14":
+            assert result["a dataclass between shards"] < 1e-12
         assert "storage" in result["an own class between shards"]
 
 

