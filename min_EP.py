@@ -106,8 +106,8 @@ class MixtureOfExperts(nn.Module):
         return (weights[..., None] * results).sum(dim=1).view_as(x)
 
 
-class Experts(nn.Module):  # of nn.ModuleDict fully_shard in min_EP_FSDP.py would take no subclass with torch 2.11
-    """The experts of a block that this rank holds, by number."""
+class Experts(nn.Module):
+    """The experts of a block that this rank holds, by number. In torch 2.11 fully_shard takes no kind of ModuleDict."""
 
     def __init__(self, experts):
         super().__init__()
