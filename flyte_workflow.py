@@ -89,7 +89,7 @@ DEFAULTS = Hyperparameters()
 
 class TrainingOutputs(NamedTuple):
     epoch_accuracies: list[float]  # on the test set, after each epoch
-    model_state: FlyteFile  # model.load_state_dict(torch.load(model_state))
+    model_state: FlyteFile  # model.load_state_dict(torch.load(model_state, weights_only=True))
 
 
 def train(hp):

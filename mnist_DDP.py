@@ -33,7 +33,7 @@ It prints `step 100/780 | loss 0.6582`, the mean loss of all samples since the l
 `epoch 1/5 | held-out 0.0588 | accuracy 0.9864 (9864/10000)`. At the end it writes mnist_cnn.pt, the state_dict of the
 plain model, and mnist_cnn_accuracies.json, a list with the accuracy after each epoch:
 
-    model.load_state_dict(torch.load("mnist_cnn.pt"))
+    model.load_state_dict(torch.load("mnist_cnn.pt", weights_only=True))
 """
 
 import contextlib

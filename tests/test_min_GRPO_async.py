@@ -95,7 +95,7 @@ def _move_between(local_rank, world_size, n_trainers, folder):
 def test_every_shard_arrives_bit_for_bit_and_nothing_else_is_sent(mesh, tmp_path):
     n_trainers, n_generators = mesh
     dist.launch(_move_between, n_trainers, str(tmp_path), nprocs=n_trainers + n_generators)
-    empty = [torch.load(tmp_path / f"{rank}.pt") for rank in range(n_trainers + n_generators)]
+    empty = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(n_trainers + n_generators)]
     assert (sum(empty) > 0) == (mesh in [(3, 2), (2, 4)]), "some ranks hold nothing of a tensor"
 
 
@@ -149,7 +149,7 @@ def test_rank_0_must_not_send_between_two_gathers(by_boxes, tmp_path):
     """Rank 0 waits for the generator, the generator for rank 1, and rank 1 for rank 0, in the next gather."""
     with contextlib.nullcontext() if by_boxes else contextlib.suppress(Exception):
         dist.launch(_gather_and_send, by_boxes, str(tmp_path), nprocs=3)
-    errors = [torch.load(path) for path in sorted(tmp_path.glob("*.pt"))]
+    errors = [torch.load(path, weights_only=True) for path in sorted(tmp_path.glob("*.pt"))]
     assert len(errors) == 3 if by_boxes else len(errors) > 0
     assert all(("timed out" in error.lower() or "closed" in error.lower()) != by_boxes for error in errors), errors
 
@@ -290,7 +290,7 @@ def train_with_a_slow_half(local_rank, world_size, staleness, slow_half, folder)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_slow_half_makes_the_other_wait_and_all_answers_are_learned(staleness, slow_half, tmp_path):
     dist.launch(train_with_a_slow_half, staleness, slow_half, str(tmp_path), nprocs=3)
-    assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(3)] == [5, 5, 0]
+    assert [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(3)] == [5, 5, 0]
 
 
 def die(local_rank, world_size, dying):
