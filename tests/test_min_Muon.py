@@ -310,6 +310,8 @@ def test_what_no_shape_shows_must_not_change(tmp_path):
     for changes, line in (
         ({"heads": 1}, "--heads 3, not 1"),
         ({"seed": 5}, f"--seed {arguments().seed}, not 5"),
+        ({"lr": 0.5}, f"--lr {arguments().lr}, not 0.5"),
+        ({"clip": 0.25}, f"--clip {arguments().clip}, not 0.25"),
         ({"muon_lr": 0.5}, f"--muon-lr {arguments().muon_lr}, not 0.5"),
     ):
         assert f"{tmp_path}/step-2 was saved with {line}: use the same" in exit_message(run, steps=3, **changes)
