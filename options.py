@@ -9,6 +9,7 @@ dist.launch(main_worker, args, nprocs=args.nproc)
 """
 
 import argparse
+import contextlib
 import math
 import re
 
@@ -67,18 +68,18 @@ def number(minimum, below=math.inf):
     """An argparse `type`: a number that is at least `minimum` and below `below`."""
     bounds = f"of at least {minimum}" if below == math.inf else f"of at least {minimum} and below {below}"
 
-    def number_in_range(text):
-        value = float(text)  # argparse has an error for what is no number
-        if minimum <= value < below:
-            return value
+    def parse(text):
+        with contextlib.suppress(ValueError):  # of float
+            if minimum <= float(text) < below:
+                return float(text)
         raise argparse.ArgumentTypeError(f"{text!r} is not a number {bounds}")
 
-    return number_in_range
+    return parse
 
 
 def positive_number(text):
     """An argparse `type`: a finite number above 0."""
-    value = float(text)
-    if 0 < value < math.inf:
-        return value
+    with contextlib.suppress(ValueError):  # of float
+        if 0 < float(text) < math.inf:
+            return float(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")

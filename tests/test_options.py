@@ -74,6 +74,8 @@ REFUSED = {
     """,
     "mnist_DDP.py": """
         --clip -1 | --clip '-1' 0
+        --clip one | --clip 'one' 0
+        --lr fast | --lr 'fast' 0
         --data cifar | --data 'cifar' 'synthetic' 'mnist'
         --nproc 64 --accumulate 4 | --global-batch-size 128 256 64 --accumulate 4
     """,
