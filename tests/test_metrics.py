@@ -1,6 +1,7 @@
 """Metrics over all ranks are exact: reduce, gather and the sampler, on 1, 2 and 4 processes."""
 
 import os
+import threading
 from unittest import mock
 
 import pytest
@@ -142,6 +143,22 @@ def check_identity(rank, n):
     )
 
 
+def check_barrier(rank, n):
+    if n == 1:
+        dist.barrier()
+        return
+    store = torch_dist.distributed_c10d._get_default_store()
+    if rank > 0:
+        store.wait(["rank 0 waits"])
+    waiting = threading.Thread(target=dist.barrier)
+    waiting.start()
+    if rank == 0:
+        waiting.join(0.2)
+        assert waiting.is_alive(), "the others have not come"
+        store.set("rank 0 waits", "")
+    waiting.join()
+
+
 def gradient_of(wrapped, model, scale):
     model.zero_grad()
     (scale * wrapped(torch.ones(1, 2))).sum().backward()
@@ -154,7 +171,7 @@ def check_everything(local_rank, world_size):
     dist.init_process_group()
     assert torch_dist.group.WORLD is group, "a second call must do nothing"
     torch.manual_seed(local_rank)
-    for check in (check_reduce, check_gather, check_sampler, check_identity):
+    for check in (check_reduce, check_gather, check_sampler, check_identity, check_barrier):
         check(local_rank, world_size)
     dist.cleanup()
     dist.cleanup()

@@ -27,8 +27,9 @@ def arguments(changes):
 
 
 def train(name):
-    """Losses and parameters of the script's main_worker, and the sizes of what was sent."""
+    """Losses and parameters of the script's main_worker, the sizes of what was sent, and the bytes that it reports."""
     optimizer, changes = CASES[name]
+    args = arguments(changes)
     sent, all_reduce = [], torch_dist.all_reduce
 
     def counted(tensor, *op):
@@ -36,9 +37,10 @@ def train(name):
         all_reduce(tensor, *op)
 
     with mock.patch.object(torch_dist, "all_reduce", counted):
-        result = transformer.run_main_worker(min_DiLoCo, arguments(changes), optimizer)
+        result = transformer.run_main_worker(min_DiLoCo, args, optimizer)
     # What reports, not the training, sends is tiny: it does not count.
-    return result.losses, full_parameters(result.model), [size for size in sent if size > 1000]
+    sent = [size for size in sent if size > 1000]
+    return result.losses, full_parameters(result.model), sent, min_DiLoCo.report_sent(result.model, args)
 
 
 @transformer.float64()
@@ -95,16 +97,17 @@ def test_processes_do_what_one_does_with_a_copy_after_the_other(n, names, tmp_pa
         # where the gradient is 0 but for rounding, as for the keys' biases, which all keys share.
         exact = n == 2 and "clip" not in changes
         for results in ranks:
-            losses, parameters, sent = results[i]
+            losses, parameters, sent, reported = results[i]
             tolerance = 0 if exact else 1e-12 if optimizer == "SGD" else 1e-9
             transformer.assert_equal(losses, parameters, expected, tolerance)
             rounds = -(-len(losses) // changes["sync_every"])
             assert sent == [8 * sum(value.numel() for value in parameters.values())] * rounds
+            assert reported == pytest.approx(2 * (n - 1) / n * sum(sent)), "a ring all-reduce"
     with transformer.float64():
         initial = full_parameters(make_model(arguments({})))
     assert all(torch.equal(ranks[1][-1][name], value) for name, value in initial.items()), "rank 0's weights"
     if n == 2:
         # The mean of SGD's steps is the step along the mean gradient, but AdamW's is not.
-        (losses, parameters, _), (of_adam, *_) = ranks[0][-3:-1]
+        (losses, parameters, *_), (of_adam, *_) = ranks[0][-3:-1]
         transformer.assert_equal(losses, parameters, transformer.reference("SGD", layers=1, steps=14), 1e-12)
         assert (of_adam - transformer.reference("AdamW", layers=1, steps=14)[0]).abs().max() > 1e-3

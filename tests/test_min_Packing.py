@@ -141,6 +141,19 @@ def test_a_line_has_the_mean_loss_and_counts_the_tokens_that_are_no_padding(monk
     assert speeds == [f"{sum(per_step[:3]) / 2:,.0f}", f"{sum(per_step[3:]) / 2:,.0f}"]
 
 
+def test_held_out_rows_count_once():
+    documents = small_documents()[:20]
+    args = arguments(1)
+    with float64():
+        model = transformer.make_model(args)
+        tokens, targets = padded(documents)
+        expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).item()
+        packing = min_Packing.PackedGPT(args.layers, args.width, args.heads, args.length)
+        packing.load_state_dict(model.state_dict())
+        rows = min_Packing.fill_rows([[document] for document in documents], LENGTH)
+        assert min_Packing.evaluate(packing, rows) == pytest.approx(expected, rel=1e-12)
+
+
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
 
