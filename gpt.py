@@ -210,7 +210,7 @@ def to_device(tensor, device):
 # ---- gradients ----------------------------------------------------------------------------------------------------
 
 
-def reduce_gradients(params, op="avg", group=None):
+def reduce_gradients(params, op, group=None):
     """Replace the gradients of `params` by their "avg" or "sum" over the processes of `group`, in one all-reduce.
 
     By default `group` is the job's own. All its processes must call it, and all `params` need a gradient. DDP does

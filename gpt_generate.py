@@ -1,4 +1,4 @@
-"""Generation with a KV cache, for the scripts that draw answers: min_Generate.py and min_GRPO.py.
+"""Generation with a KV cache, for min_Generate.py, min_GRPO.py and min_GRPO_async.py.
 
 drawn = gpt_generate.uniform(f"{seed} {number}", 1, new_bytes)                 # (1, new bytes), from the name alone
 tokens, generated, log_probabilities = gpt_generate.generate(model, [b"1+1="], drawn, stop)

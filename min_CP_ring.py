@@ -46,7 +46,7 @@ Choose this script over min_CP.py if there are more processes than heads, if row
 long: the computation that hides it grows with T² and the bytes with T. With enough heads and fast links choose Ulysses
 in min_CP.py, which sends fewer bytes of one long document. The ring of the paper (arXiv:2310.01889) hands all keys on
 from neighbour to neighbour. Then fewer shares at a time leave a machine with several processes, but nothing is skipped
-that only a later rank needs. It has not run on a GPU yet.
+that only a later rank needs. This script has not run on a GPU yet.
 
 Cost per process, for P float32 parameters, L layers of width D, B rows of T bytes, N processes: 16·P bytes, as with
 DDP, and 1/N of the activations. Each step sends DDP's 2·(N-1)/N · 4·P bytes. Attention sends up to
@@ -59,7 +59,7 @@ document of a row is a call of the kernel by itself, unless all rows are alike: 
     python min_CP_ring.py --nproc 4 --heads 1   # more processes than heads
     python min_CP_ring.py --nproc 2 --whole     # one document per row, to compare
 
-It prints the loss, tokens per second and memory every 50 steps, finally
+It prints the loss, tokens per second and memory every --log-every steps, finally
 `step 400/400 | loss 2.2068 | held-out 2.1964 | …`.
 """
 

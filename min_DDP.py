@@ -20,7 +20,7 @@ Cost per process, for P float32 parameters on N processes: 4·P bytes of paramet
 state. Each step sends 2·(N-1)/N · 4·P bytes (a ring all-reduce).
 
     python min_DDP.py                                      # one process per visible GPU, or one on the CPU
-    python min_DDP.py --nproc 2                            # two processes, on two GPUs or on the CPU
+    python min_DDP.py --nproc 2                            # two processes
     torchrun --standalone --nproc-per-node 2 min_DDP.py    # torchrun starts the processes
 
 It prints its settings, and after each epoch the accuracy and the loss of the epoch's steps, once for all processes:

@@ -28,17 +28,18 @@ capacity, and drop or pad tokens. torchtitan replaces the loop over experts by t
 
 Cost per process, for S shared float32 parameters and X of experts, L layers of width D, B sequences of T bytes and N
 processes:
-    memory    16·(S + X/N) bytes (parameters 4, gradients 4, Adam 8)
+    memory    16·(S + X/N) bytes (parameters 4, gradients 4, AdamW 8)
     sent      2·(N-1)/N · 4·S bytes in each step for the shared gradients, as with DDP, and (N-1)/N · 16·L·top·D·B·T/N
-              for the tokens if all experts are used evenly. If all tokens visit the experts of one process, it sends
-              N/2 times that.
+              for the tokens if all experts are used evenly. If all tokens visit the experts of one process, that
+              process sends N/2 times as much.
 
     python min_EP.py --nproc 2                                        # two processes; without --nproc, all GPUs
     CUDA_VISIBLE_DEVICES=0,1 python min_EP.py --experts 64 --top 4    # two GPUs
     torchrun --standalone --nproc-per-node 4 min_EP.py --experts 4 --top 1
 
-It prints `parameters held: 1,271,040 of 2,324,736 (0.547)`, and then lines of loss, speed and memory, each with the
-number of tokens that each expert of each block got: `step 50/400 | loss 3.1652 | held-out 2.8792 | 4,645 tokens/s | …`.
+It prints `parameters held: 1,271,040 of 2,324,736 (0.547)`, and every --log-every steps a line of loss, speed and
+memory, `step 50/400 | loss 3.1652 | held-out 2.8792 | 4,645 tokens/s | …`. The line below it says how many tokens each
+expert of each block got.
 """
 
 import functools

@@ -28,9 +28,9 @@ ep be the processes of one machine: tokens travel in each block, forward and bac
 gathers all experts of a block on every process.
 
 Cost per process, for S shared float32 parameters and X of experts, L layers of width D, B sequences of T bytes:
-    memory    16·(S + X)/N bytes between two steps (parameters 4, gradients 4, Adam 8). While a block computes that has
+    memory    16·(S + X)/N bytes between two steps (parameters 4, gradients 4, AdamW 8). While a block computes that has
               s shared parameters and x of experts, up to 20·(s + x/ep) more. At the start 4·(S + X/ep) bytes in the
-              CPU's memory: `make_sharded_model` of min_Muon.py shows how to avoid that.
+              CPU's memory, and all experts of one block. `gpt.fill` avoids that for models without experts.
     sent      3·(N-1)/N · 4·S bytes in each step for the shared parameters, 3·(dp-1)/dp · 4·X/ep for the experts, and
               (ep-1)/ep · 16·L·top·D·B·T/N for the tokens if all experts are used evenly. gloo's reduce-scatter sends
               twice as much as it should.

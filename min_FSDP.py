@@ -14,16 +14,16 @@ Choose it if parameters, gradients and Adam's state do not fit into one device. 
 less. If only Adam's state does not fit, min_ZeRO.py shards just that and sends as little as DDP. min_FSDP_scratch.py
 shows what `fully_shard` does inside.
 
-Cost for P float32 parameters on N processes: a process holds 16·P/N bytes between two steps (parameters 4, gradients 4,
-Adam 8); with DDP it holds 16·P. While a block of B parameters computes, it holds up to 20·B bytes more: the block and
-its gradients, the next block, and the buffers that are sent. The parameters outside the blocks stay gathered from
-forward to backward. A process sends up to 3·(N-1)/N · 4·P bytes per step, for two gathers and one reduce-scatter. On
-gloo it sends up to 4·(N-1)/N · 4·P bytes, because gloo's reduce-scatter is an all-reduce.
+Cost per process, for P float32 parameters on N processes: 16·P/N bytes between two steps (parameters 4, gradients 4,
+AdamW 8); with DDP 16·P. While a block of B parameters computes, up to 20·B bytes more: the block and its gradients, the
+next block, and the buffers that are sent. The parameters outside the blocks stay gathered from forward to backward.
+Each step sends up to 3·(N-1)/N · 4·P bytes, for two gathers and one reduce-scatter. On gloo it sends up to
+4·(N-1)/N · 4·P bytes, because gloo's reduce-scatter is an all-reduce.
 
-    python min_FSDP.py --nproc 2                                     # two GPUs, or two processes on the CPU
+    python min_FSDP.py --nproc 2                                     # two processes; without --nproc, all GPUs
     python min_FSDP.py --nproc 2 --bf16                              # gather and compute in bfloat16
     python min_FSDP.py --nproc 2 --checkpoint-dir runs/fsdp          # save; run again to resume, with any --nproc
-    torchrun --standalone --nproc-per-node 2 min_FSDP.py             # processes started by torchrun
+    torchrun --standalone --nproc-per-node 2 min_FSDP.py             # torchrun starts the processes
 
 It prints `parameters held: 239,360 of 478,720 (0.500)`, and every --log-every steps a line like
 `step 50/400 | loss 3.1585 | held-out 2.9212 | 2,624 tokens/s | 548 MB`. Each checkpoint is a folder `step-N` in

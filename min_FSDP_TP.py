@@ -20,7 +20,7 @@ communicate most often and have consecutive ranks, so they are on the fastest li
   sequence do not fit.
 - R x S x T: on many machines.
 
-Cost per process, for P float32 parameters: 16·P/(S·T) bytes (parameters 4, gradients 4, Adam 8; T splits neither norms
+Cost per process, for P float32 parameters: 16·P/(S·T) bytes (parameters 4, gradients 4, AdamW 8; T splits neither norms
 nor the biases of RowwiseParallel layers), and up to 20·L/T more while a block of L parameters computes. Each step sends
 3·(S-1)/S · 4·P/T bytes along shard, 2·(R-1)/R · 4·P/(S·T) along replicate, and 8·(T-1)/T · A per block along tensor,
 where A = 4 · global batch size / (R·S) · length · width. With --recompute a block keeps only its input for
@@ -42,8 +42,9 @@ import warnings
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint as recompute
 

@@ -30,13 +30,13 @@ as SGD and AdamW do.
 Choose min_FSDP.py for real work: it also has mixed precision, checkpoints and models that no process could hold.
 
 Cost per process, for P float32 parameters, R of them in the root, on N processes: 16·P/N bytes between two steps
-(parameters 4, gradients 4, Adam 8). While a block of B parameters computes, up to 16·B bytes more, for two blocks and
+(parameters 4, gradients 4, AdamW 8). While a block of B parameters computes, up to 16·B bytes more, for two blocks and
 their gradients, and 8·R for the root. A step sends (N-1)/N · 4·(3·P - R) bytes. Of these, gloo sends those of the
 reduce-scatter twice, which is not printed. Sources: ZeRO (https://arxiv.org/abs/1910.02054), FSDP
 (https://arxiv.org/abs/2304.11277).
 
-    python min_FSDP_scratch.py --nproc 2                                      # two processes, on two GPUs or on the CPU
-    torchrun --standalone --nproc-per-node 2 min_FSDP_scratch.py              # two processes, started by torchrun
+    python min_FSDP_scratch.py --nproc 2                                      # two processes; without --nproc, all GPUs
+    torchrun --standalone --nproc-per-node 2 min_FSDP_scratch.py              # torchrun starts the processes
 
 It prints `parameters held: 239,360 of 478,720 (0.500)`, as min_FSDP.py does, lines of progress, and at the end
 `sent per step: 2,707,968 bytes | waited for the network and other ranks: 8 of 120 ms`. On GPUs both times are those of

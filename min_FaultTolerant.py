@@ -48,7 +48,7 @@ trips to the store for the last voter. The others ask for the decision every mil
 bytes are broadcast to all.
 
     python min_FaultTolerant.py --nproc 4        # then kill -9 one of the processes whose ids it prints
-    torchrun --standalone --nproc-per-node gpu min_FaultTolerant.py
+    torchrun --standalone --nproc-per-node 4 min_FaultTolerant.py
 
 It prints the loss of the last step, `step 50/400 | loss 2.9038 | 4 members`, and after a kill
 `quorum 1: 3 members, 0 of them new | step 58 took 0.15 s`.

@@ -340,7 +340,8 @@ def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     torch.manual_seed(args.seed)  # the same weights on all ranks
-    model = dist.prepare_ddp_model(gpt.GPT(**SIZES).to(dist.get_device()))
+    model = gpt.GPT(**SIZES).to(dist.get_device())
+    model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     imitate(model, args)
     held_out = evaluate(model, args.seed)

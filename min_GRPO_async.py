@@ -73,7 +73,7 @@ import gpt_generate
 import min_GRPO
 import options
 
-# ---- the move: from the boxes of one mesh to those of another -------------------------------------------------------
+# ---- the move: from the boxes of one mesh to those of another -----------------------------------------------------
 
 
 def box_of(param):
@@ -160,7 +160,7 @@ class Move:
         self.transfers = []
 
 
-# ---- training, on the first ranks -----------------------------------------------------------------------------------
+# ---- training, on the first ranks ---------------------------------------------------------------------------------
 
 
 def train(model, optimizer, move, group, args):
@@ -187,7 +187,7 @@ def is_moved(step, args):
     return step > 0 and step + args.staleness < args.steps
 
 
-# ---- generation, on the last ranks ----------------------------------------------------------------------------------
+# ---- generation, on the last ranks --------------------------------------------------------------------------------
 
 
 def generate(model, move, choose, n_trainers, args):
@@ -209,7 +209,7 @@ def choose_alike(group, logits, drawn, temperature):
     return chosen, log_probabilities
 
 
-# ---- answers: one message on the CPU for each trainer and step ------------------------------------------------------
+# ---- answers: one message on the CPU for each trainer and step ----------------------------------------------------
 
 
 def send_answers(answers, n_trainers, args):
@@ -239,7 +239,7 @@ def receive_answers(group, args):
     return tokens, answered, log_probabilities, rows[:, -1].to(torch.get_default_dtype())
 
 
-# ---- the model on two meshes ----------------------------------------------------------------------------------------
+# ---- the model on two meshes --------------------------------------------------------------------------------------
 
 
 def shard(model, mesh):
@@ -260,7 +260,7 @@ def split_layers(model, mesh):
     parallelize_module(model, mesh, plan)
 
 
-# ---- progress -------------------------------------------------------------------------------------------------------
+# ---- progress -----------------------------------------------------------------------------------------------------
 
 
 def evaluate(model, move, choose, n_trainers, args):
@@ -290,7 +290,7 @@ def print_line(step, recent, start, group, args):
     )
 
 
-# ---- options --------------------------------------------------------------------------------------------------------
+# ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
@@ -313,7 +313,7 @@ def parse_args():
     return args
 
 
-# ---- start ----------------------------------------------------------------------------------------------------------
+# ---- start --------------------------------------------------------------------------------------------------------
 
 
 def main_worker(local_rank, world_size, args):

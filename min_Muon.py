@@ -39,9 +39,9 @@ Cost per process, for P float32 parameters, X of them in the matrices, on N proc
               m and global batches of T tokens. The processes share it. N matrices take as long as the largest of them.
               With more processes than matrices, some are idle.
 
-    python min_Muon.py --nproc 2                                 # two GPUs, or two processes on the CPU
+    python min_Muon.py --nproc 2                                 # two processes; without --nproc, all GPUs
     python min_Muon.py --nproc 2 --checkpoint-dir runs/muon      # save; run again to resume, with any --nproc
-    torchrun --standalone --nproc-per-node 2 min_Muon.py         # two processes, started by torchrun
+    torchrun --standalone --nproc-per-node 2 min_Muon.py         # torchrun starts the processes
 
 It prints `parameters held: 239,360 of 478,720 (0.500)`, and then lines of loss, speed and memory. Each checkpoint is a
 folder `step-N` in --checkpoint-dir. Load only checkpoints that you trust, because parts of them are pickles.

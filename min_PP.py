@@ -32,7 +32,7 @@ No process ever holds the whole model: it is built without memory, on the device
 stages. On GPUs torch 2.15 sends to all neighbours on one stream. With `backend_override={"stage": "nccl-lazy"}`
 init_device_mesh makes a stream for each pair of neighbours.
 
-Cost, for P float32 parameters and A = 4 · batch size · length · width, the bytes of the activations between two blocks:
+Cost, for P float32 parameters and A = 4 · global batch size · length · width, the bytes that leave a block:
     memory    16·P/N bytes per process for parameters, gradients and AdamW's state; the first stage also has the
               embeddings, and the last one the head
     sent      in each step, by all processes together: 2·A·(N-1) bytes with one stage per process, 2·A·(2·N-1) with
@@ -43,14 +43,15 @@ Cost, for P float32 parameters and A = 4 · batch size · length · width, the b
     CUDA_VISIBLE_DEVICES=0,1 python min_PP.py --schedule GPipe     # GPUs 0 and 1
     torchrun --standalone --nproc-per-node 2 min_PP.py --schedule ZBVZeroBubble
 
-It prints `parameters held: 445,696 of 875,264 (0.509)` for the process that holds most. Every 50 steps it prints the
-loss, the loss on held-out text, the tokens per second and the largest process's peak memory.
+It prints `parameters held: 445,696 of 875,264 (0.509)` for the process that holds most. Every --log-every steps it
+prints the loss, the loss on held-out text, the tokens per second and the largest process's peak memory.
 """
 
 import torch
 import torch.distributed as torch_dist
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
 
 import distributed as dist
 import gpt
@@ -167,7 +168,7 @@ def remove_layers_without_memory(model):
 
 def make_pipeline(model, args):
     shape = (args.data_parallel, dist.get_world_size() // args.data_parallel)
-    mesh = torch_dist.init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("replica", "stage"))
+    mesh = init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("replica", "stage"))
     share = (mesh.get_local_rank("replica"), args.data_parallel)
     return Pipeline(model, args, mesh, share)
 

@@ -33,7 +33,7 @@ Choose it when the S x T processes of min_FSDP_TP.py cannot hold the model, or w
 GPUs one or two dimensions are enough. Set the others to 1, or copy the script that has only those.
 
 Cost per process, for P float32 parameters and A = 4 · global batch size / S · length · width:
-    memory    16·P/(K·S·T) bytes between steps (parameters 4, gradients 4, Adam 8). During a step it is up to 8·P/(K·T)
+    memory    16·P/(K·S·T) bytes between steps (parameters 4, gradients 4, AdamW 8). During a step it is up to 8·P/(K·T)
               more, for gathered parameters and their gradients. The first stage also has the embeddings and the last
               one the head, and T does not split norms.
     sent      2·(S-1)/S · 4·P/(K·T) bytes per step along shard, 8·(T-1)/T · A per block of its stage along tensor, and
@@ -52,8 +52,8 @@ folder `step-N` in --checkpoint-dir. With --keep 3 older ones are deleted. Load 
 import functools
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import init_device_mesh
 
 import checkpoint_sharded
 import distributed as dist

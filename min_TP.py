@@ -19,8 +19,8 @@ communicates inside every layer, so it needs fast links, as inside one machine. 
 too, but also divides the batch, and tolerates slower links. min_FSDP_TP.py combines both.
 
 Cost per process, for P float32 parameters, L layers of width D, B sequences of T bytes and N processes:
-    memory    16·P/N bytes (parameters 4, gradients 4, Adam 8; norms and some biases, under 1 %, are whole). Activations
-              take 1/N, except the input X of each pair, which is kept for backward, and the logits.
+    memory    16·P/N bytes (parameters 4, gradients 4, AdamW 8; norms and some biases, under 1 %, are whole).
+              Activations take 1/N, except the input X of each pair, which is kept for backward, and the logits.
     sent      (N-1)/N · ((8·L + 4)·B + 1) · 4·T·D bytes in each step, and (N-1)/N · 4·B·T·256 for the logits. The CPU's
               gloo sends 12·L + 5 for 8·L + 4, because its reduce-scatter is an all-reduce.
 No process ever holds the whole model: it is built without memory, on the device "meta", and each process fills its
@@ -39,7 +39,8 @@ import functools
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
