@@ -40,11 +40,11 @@ def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=Non
     """Write `folder`/step-N, where N is `step`, the next step to run, at least 1. Every rank must call it.
 
     `optimizer` is an optimizer, or a list of optimizers of different parameters. `settings` is a dict of options that a
-    resumed run must share. Without `frozen`, parameters that are not trained are left out: load it in the same
-    way, into a model that has them. Once the checkpoint is complete, only it and the newest of the others are kept,
-    `keep` in all; None keeps all of them. The buffers become rank 0's on all ranks, as in DDP. Raises DistributedError
-    on every rank if weights that should be equal differ between ranks, if a rank cannot write, or if machines do not
-    share the folder. What a failed save has written is deleted.
+    resumed run must share. With frozen=False, parameters that are not trained are left out: load with frozen=False too,
+    into a model whose frozen parameters are in place. Once the checkpoint is complete, only it and the newest of the
+    others are kept, `keep` in all; None keeps all of them. The buffers become rank 0's on all ranks, as in DDP. Raises
+    DistributedError on every rank if weights that should be equal differ between ranks, if a rank cannot write, or if
+    machines do not share the folder. What a failed save has written is deleted.
     """
     if step < 1 or (keep is not None and keep < 1):
         raise ValueError(f"step, the next one to run, and keep must be at least 1, got {step} and {keep}")

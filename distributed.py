@@ -111,7 +111,7 @@ def get_device():
         return torch.device("cpu")
     local_rank = get_local_rank()
     if local_rank >= gpus:
-        raise DistributedError(f"local rank {local_rank} has no GPU: this process sees {gpus} (srun: --gpu-bind=none)")
+        raise DistributedError(f"local rank {local_rank} has no GPU of {gpus}: start fewer (srun: --gpu-bind=none)")
     return torch.device("cuda", local_rank)
 
 
@@ -217,13 +217,13 @@ def data_sampler(dataset, distributed, shuffle, pad=True, seed=0):
 def prepare_ddp_model(model, device_ids=None, **kwargs):
     """`model`, which must be on its device, wrapped in DistributedDataParallel; `model` itself at world size 1.
 
-    `device_ids` may be left out, and is ignored on the CPU. `kwargs` go to DistributedDataParallel. If you pass
-    `gradient_as_bucket_view=True`, DDP needs less memory, but the next backward overwrites a gradient that you keep.
+    `device_ids` may be left out, and is ignored for a model on the CPU. `kwargs` go to DistributedDataParallel. If you
+    pass `gradient_as_bucket_view=True`, DDP needs less memory, but the next backward overwrites a gradient you keep.
     https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
     if get_world_size() == 1:
         return model
-    device_ids = device_ids if get_device().type == "cuda" else None
+    device_ids = device_ids if any(param.is_cuda for param in model.parameters()) else None
     return DistributedDataParallel(model, device_ids=device_ids, **kwargs)
 
 

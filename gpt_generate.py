@@ -9,6 +9,7 @@ import functools
 import random
 
 import torch
+import torch.distributed as torch_dist
 from torch.nn import functional as F
 
 import distributed as dist
@@ -89,13 +90,20 @@ def choose(logits, drawn, temperature=1.0):
     return chosen[:, 0], chosen_log_probabilities[:, 0].to(logits.dtype)
 
 
+def choose_alike(group, logits, drawn, temperature):
+    """As `choose`, for processes that split a model: the first of `group` chooses, since rounding may differ."""
+    chosen, log_probabilities = choose(logits, drawn, temperature)
+    torch_dist.broadcast(chosen, group=group, group_src=0)
+    return chosen, log_probabilities
+
+
 @torch.no_grad()  # not inference_mode: its tensors cannot take part in a loss
 def generate(model, prompts, drawn, stop=None, temperature=1.0, samples=1, choose=choose):
     """Continue each of `prompts`, a list of bytes, `samples` times: by n bytes, or up to and with the byte `stop`.
 
     `drawn` (prompts · samples, n), float64 on the model's device, are numbers from [0, 1), as `uniform` gives them. A
     row's numbers alone decide what it draws, whatever rows are beside it. At temperature 0 only their shape is used.
-    Pass the plain model, because a DDP model communicates in forward. `choose` may be replaced, see min_Generate.py.
+    Pass the plain model, because a DDP model communicates in forward. `choose` may be replaced, as by `choose_alike`.
 
     Returns tokens, generated and log-probabilities, all (prompts · samples, length). A row of `tokens` is a prompt, its
     continuation, and zeros. `generated` is True where a byte was generated, and log-probabilities are 0 elsewhere.

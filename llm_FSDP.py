@@ -22,7 +22,7 @@ end. Another --epochs is refused while steps are left, because the learning rate
 checkpoints has the losses of the evaluations. --wandb and --tensorboard track the run.
 
 Before training, one check compares a document alone and in a row of --length tokens. It refuses models that mix packed
-documents, that see later tokens, as BERT does, or that scale long rows otherwise, as Phi-3 does without --pad. The
+documents, that see later tokens, as BERT does, or that treat long rows otherwise, as Phi-3 does: use --pad for it. The
 result has each weight in the type in which it was loaded. Routers that were loaded in float32 stay so, but --bf16
 gathers them in bfloat16 as all other parameters.
 

@@ -9,11 +9,11 @@
         fully_shard(layer)
     fully_shard(model)
     llm_hub.fill(model, whole)                     # rank 0 has the `whole` model; the other ranks pass None
-                                               # with add_lora above, `whole` needs add_lora too
+                                                   # with add_lora above, `whole` needs add_lora too
     llm_hub.begin("folder", tokenizer, whole)      # on rank 0
     ...
     llm_hub.save(model, whole, types, "folder")    # transformers.AutoModelForCausalLM.from_pretrained("folder")
-                                               # adapters: peft.AutoPeftModelForCausalLM.from_pretrained("folder")
+                                                   # adapters: peft.AutoPeftModelForCausalLM.from_pretrained("folder")
 
 Only rank 0 reads and writes files. It needs one whole model in the CPU's memory to write it. To read one it needs less,
 because safetensors maps the files into memory, and no rank ever holds a whole model on its device.

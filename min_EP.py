@@ -218,7 +218,7 @@ def train(model, optimizer, text, held_out, args):
         if args.clip:
             clip_gradients(model, args.clip)
         optimizer.step()
-        tokens = [block.mlp.tokens for block in model.blocks]  # now: `progress` may run the model on held-out text
+        tokens = [block.mlp.tokens for block in model.blocks]  # before `progress`, whose evaluation counts anew
         progress(loss)
         if progress.step % args.log_every == 0 or progress.step == args.steps:
             dist.print_primary("    tokens per expert:", *[counts.tolist() for counts in tokens])

@@ -79,6 +79,9 @@ def parallelize(model, args):
     fully_shard(model, mesh=everyone)  # the rest: embeddings, last norm and head
 
 
+# ---- gradients ----------------------------------------------------------------------------------------------------
+
+
 def backward(model, loss, expert_parallel):
     """The gradients of the mean of all ranks' losses. Call it once per step.
 

@@ -202,13 +202,6 @@ def generate(model, move, choose, n_trainers, args):
             send_answers(answers, n_trainers, args)
 
 
-def choose_alike(group, logits, drawn, temperature):
-    """As gpt_generate.choose. The first rank of `group` chooses for all, since rounding differs between ranks."""
-    chosen, log_probabilities = gpt_generate.choose(logits, drawn, temperature)
-    torch_dist.broadcast(chosen, group=group, group_src=0)
-    return chosen, log_probabilities
-
-
 # ---- answers: one message on the CPU for each trainer and step ----------------------------------------------------
 
 
@@ -326,8 +319,8 @@ def main_worker(local_rank, world_size, args):
     trainers = DeviceMesh(device.type, ranks[:n_trainers])
     generators = DeviceMesh(device.type, ranks[n_trainers:])
     trains = dist.get_rank() < n_trainers
-    with torch.device("meta"):
-        model = gpt.GPT(**min_GRPO.SIZES)  # shapes without memory: each rank makes its part only
+    sizes = argparse.Namespace(**min_GRPO.SIZES, seed=args.seed)
+    model = gpt.make_meta_model(sizes)  # shapes without memory: each rank makes its part only
     if trains:
         shard(model, trainers)
     elif args.generators > 1:
@@ -336,11 +329,11 @@ def main_worker(local_rank, world_size, args):
     move = Move(model.named_parameters(), ranks[:n_trainers], ranks[n_trainers:])
     choose = None
     if trains:
-        gpt.fill(model.named_parameters(), argparse.Namespace(**min_GRPO.SIZES, seed=args.seed))
+        gpt.fill(model.named_parameters(), sizes)
         torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each rank draws its own
         min_GRPO.imitate(model, args, trainers.get_group())
     else:
-        choose = functools.partial(choose_alike, generators.get_group())
+        choose = functools.partial(gpt_generate.choose_alike, generators.get_group())
     held_out = evaluate(model, move, choose, n_trainers, args)
     dist.print_primary(f"after {args.imitation_steps} steps of imitation | held-out {held_out:.3f}", flush=True)
     if trains:

@@ -48,6 +48,7 @@ of these files. The last line that is printed is like `500 answers | 3,778 new b
 """
 
 import datetime
+import functools
 import hashlib
 import json
 import mmap
@@ -78,13 +79,7 @@ def answer_missing(model, prompts, new_bytes, answers, group, folder, args):
 
     Returns the number of new bytes.
     """
-
-    def choose(logits, drawn, temperature):
-        chosen, log_probabilities = gpt_generate.choose(logits, drawn, temperature)
-        if args.tensor > 1:  # the first process of the group chooses: the others could choose otherwise by rounding
-            torch_dist.broadcast(chosen, group=group, group_src=0)
-        return chosen, log_probabilities
-
+    choose = gpt_generate.choose if args.tensor == 1 else functools.partial(gpt_generate.choose_alike, group)
     stop = os.fsencode(args.stop)  # one byte or none, as typed: it may be no UTF-8
     stop_byte = stop[0] if stop else None
     missing = [number for number in range(len(prompts)) if number not in answers]

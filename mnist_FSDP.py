@@ -250,8 +250,9 @@ def parse_args():
     parser.add_argument("--seed", type=options.whole_number(0, 2**32 - 1), default=0, help="random seed")
     parser.add_nproc()
     args = parser.parse_args()
-    if args.strategy == "local" and args.nproc > 1:
-        parser.error(f"argument --strategy: local trains in 1 process, not in {args.nproc}")
+    n = max(args.nproc, dist.get_world_size())
+    if args.strategy == "local" and n > 1:
+        parser.error(f"argument --strategy: local trains in 1 process, not in {n}")
     if args.checkpoint_dir is not None:
         checkpoint_sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
     if args.output is not None:
@@ -277,9 +278,11 @@ def main_worker(local_rank, world_size, args):
         print_units(model, args.min_num_params)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
 
+    # What a resumed run must share. --batch-size may change with the number of processes.
+    settings = {"--lr": args.lr, "--bf16": args.bf16, "--seed": args.seed, "training samples": len(loader.dataset)}
     first_epoch = 0
     if args.checkpoint_dir:
-        first_epoch = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer)
+        first_epoch = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer, settings=settings)
     for epoch in range(first_epoch, args.epochs):
         loader.sampler.set_epoch(epoch)
         # All randomness of an epoch depends on seed, epoch and rank, so a resumed run draws the same numbers.
@@ -293,7 +296,7 @@ def main_worker(local_rank, world_size, args):
             flush=True,
         )
         if args.checkpoint_dir:
-            checkpoint_sharded.save(args.checkpoint_dir, model, optimizer, epoch + 1)
+            checkpoint_sharded.save(args.checkpoint_dir, model, optimizer, epoch + 1, settings=settings)
 
     print_held(optimizer, n_params, device)
     if args.output:

@@ -24,8 +24,8 @@ latencies, kernels and slow machines are not in it. docs/costs.md compares it wi
 The first prints `1. FSDP 8: roughly 1.07 s per step, 7,690 tokens/s per GPU`, and seven other meshes.
 
 llm_FSDP.py trains the model itself. The other commands train gpt.py's model, which has as many layers, heads and
-features, but bytes as tokens. Replace it by yours. Of the
-scripts with the same mesh it names the fastest. Not planned: LoRA, mixtures of experts, ring attention, DiLoCo.
+features, but bytes as tokens. Replace it by yours. Of scripts with the same mesh the fastest is named. Not planned:
+LoRA, mixtures of experts, ring attention, DiLoCo.
 """
 
 import argparse

@@ -39,14 +39,14 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
     result = os.path.join(multiprocessing.util.get_temp_dir(), "result")  # a file: the store takes at most 8 MB
     if len(os.fsencode(result)) > 96:  # multiprocessing's sockets have 11 bytes more, and the limit is 107
         raise SystemExit(f"TMPDIR is too long, a socket in it would be {result}: choose a shorter one")
-    if not _one_job.acquire(blocking=False):
-        raise RuntimeError("another thread runs a job: a process runs one job at a time")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     store = start_store()
     pids, report_pid = context.Pipe(duplex=False)
     guard = context.Process(target=_guard, args=(pids,))
     started = []
+    if not _one_job.acquire(blocking=False):
+        raise RuntimeError("another thread runs a job: a process runs one job at a time")
     try:
         work = pickle.dumps((worker_fn, args))  # a copy for each: multiprocessing would share the tensors in it
         # pickle writes a name behind its length, so a text with the word in it does not count.

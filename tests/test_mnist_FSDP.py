@@ -364,8 +364,8 @@ def first_epoch_of(uninterrupted, folder):
     return str(folder)
 
 
-def again_worker(local_rank, world_size, folder, model=Net):
-    train(local_rank, world_size, folder, model=model, checkpoint_dir=folder)
+def again_worker(local_rank, world_size, folder, **changes):
+    train(local_rank, world_size, folder, checkpoint_dir=folder, **changes)
 
 
 class Smaller(Net):
@@ -377,7 +377,7 @@ class Smaller(Net):
 
 
 def resume_worker(local_rank, world_size, folder):
-    """Resume after the first epoch: from the same state, to the same end, with another rate, and with other models."""
+    """Resume after the first epoch: from the same state, to the same end, with other models, and with other options."""
     dist.init_process_group()
     for strategy in ("fsdp", "ddp"):
         train(local_rank, world_size, folder, strategy, strategy=strategy, checkpoint_dir=f"{folder}/{strategy}")
@@ -388,8 +388,8 @@ def resume_worker(local_rank, world_size, folder):
         changes = {"model": Pooled, "epochs": epochs, "checkpoint_dir": here}
         train(local_rank, world_size, folder, part, "layerwise", **changes)
 
-    for another in (mnist.ShallowNet, Smaller):
-        message = exit_message(again_worker, local_rank, world_size, f"{folder}/other", another)
+    for another in ({"model": mnist.ShallowNet}, {"model": Smaller}, {"lr": 0.3}, {"bf16": True}, {"seed": 4}):
+        message = exit_message(again_worker, local_rank, world_size, f"{folder}/other", **another)
         assert f"{folder}/other/step-1" in message
 
 
@@ -418,9 +418,9 @@ def test_resume_on_another_number_of_ranks(nprocs, uninterrupted, references, tm
 def killed_worker(local_rank, world_size, folder, rank, how):
     save = checkpoint_sharded.save
 
-    def save_or_die(folder, model, optimizer, epoch):
+    def save_or_die(folder, model, optimizer, epoch, **settings):
         with killed_in(*how) if (epoch, local_rank) == (2, rank) else contextlib.nullcontext():
-            save(folder, model, optimizer, epoch)
+            save(folder, model, optimizer, epoch, **settings)
 
     with mock.patch("checkpoint_sharded.save", save_or_die):
         again_worker(local_rank, world_size, folder)

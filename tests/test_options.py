@@ -61,6 +61,7 @@ REFUSED = {
     "mnist_FSDP.py": """
         --strategy local --nproc 2 | --strategy local 1 2
         RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 --strategy local | --strategy local 1 2
+        RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 --strategy local --nproc 1 | --strategy local 1 2
     """,
     "llm_FSDP.py": """
         --model folder | --data --model
