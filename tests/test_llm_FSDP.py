@@ -1259,6 +1259,7 @@ def test_options_that_go_together_and_the_defaults_that_depend_on_them(monkeypat
 @pytest.mark.slow
 def test_a_run_and_its_resumed_end_are_one_run_of_the_trackers(folder, group, tmp_path, monkeypatch, capsys):
     """W&B offline and TensorBoard have the numbers that are printed. The second call resumes the run."""
+    import wandb
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -1275,6 +1276,7 @@ def test_a_run_and_its_resumed_end_are_one_run_of_the_trackers(folder, group, tm
         with pytest.raises(Stopped):
             llm_FSDP.train(*begin_training(folder, **options))
         llm_FSDP.train(*begin_training(folder, **options))
+    assert wandb.run is None, "closed: W&B uploads what is left"
     printed = capsys.readouterr().out
     ids = {path.name.rpartition("-")[2] for path in tmp_path.glob("wandb/offline-run-*")}
     assert ids == {(tmp_path / "checkpoints" / "wandb-run.txt").read_text()}

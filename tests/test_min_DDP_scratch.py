@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+import time
 from unittest import mock
 
 import pytest
@@ -212,8 +213,11 @@ def step_with_watched_ring():
 
         model.module.blocks[0].norm1.weight.register_post_accumulate_grad_hook(first_block_is_reached)
 
+    begin = time.perf_counter()
     with mock.patch.object(min_DDP_scratch, "send_and_receive", gated):
-        transformer.run_main_worker(min_DDP_scratch, arguments({"steps": 1}), "SGD", before_training=watch)
+        result = transformer.run_main_worker(min_DDP_scratch, arguments({"steps": 1}), "SGD", before_training=watch)
+    seconds = time.perf_counter() - begin
+    assert 0 < result.model.busy < seconds and 0 < result.model.waited < seconds
 
 
 def mistakes():
