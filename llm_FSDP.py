@@ -576,7 +576,7 @@ def main_worker(local_rank, world_size, args):
     llm_hub.check_rows(model, rows.shape[2], args.pad)
     train(model, rows, held_out, args)
     llm_hub.save(model, whole, types, args.output)
-    dist.print_primary(f"Written to {args.output}")
+    dist.print_primary(f"Wrote {args.output}")
 
 
 if __name__ == "__main__":

@@ -323,7 +323,7 @@ def make_parser(doc):
     parser.add_argument("--accumulate", type=options.whole_number(1), default=1, help="micro-batches per step")
     help_text = "samples per process and step of the test"
     parser.add_argument("--test-batch-size", type=options.whole_number(1), default=1000, help=help_text)
-    parser.add_argument("--num-workers", type=options.whole_number(0), default=0, help="loading processes per process")
+    parser.add_argument("--num-workers", type=options.whole_number(0), default=0, help="loader processes per rank")
     parser.add_argument("--epochs", type=options.whole_number(1), default=5, help="passes over the data")
     parser.add_argument("--lr", type=options.positive_number, default=0.05, help="learning rate")
     help_text = "largest norm of the gradient; 0 does not clip"

@@ -207,7 +207,7 @@ def parse_args():
     parser.add_argument("--global-batch-size", "--global_batch_size", type=positive_int, default=64, help=batch_help)
     path_help = "save to this file, and resume from it (default: %(default)s)"
     parser.add_argument("--snapshot-path", "--snapshot_path", default="snapshot.pt", help=path_help)
-    workers_help = "data loaders per process (default: %(default)s)"
+    workers_help = "loader processes per rank (default: %(default)s)"
     parser.add_argument("--num-workers", "--num_workers", type=int, default=0, help=workers_help)
     parser.add_argument(
         "--timeout", type=positive_int, default=300, help="seconds until a hung step fails (default: %(default)s)"

@@ -1149,7 +1149,7 @@ def test_a_model_without_sdpa_is_trained_and_written(name, folder, group, tmp_pa
     options["pad"] = "gemma" not in name  # the others do not keep packed documents apart
     with mock.patch("torch.set_float32_matmul_precision"):
         llm_FSDP.main_worker(0, 1, arguments(tmp_path, name, **options))
-    assert f"Written to {tmp_path}/out\n" in capsys.readouterr().out
+    assert f"Wrote {tmp_path}/out\n" in capsys.readouterr().out
     written = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     before = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
     assert type(written) is type(before)
