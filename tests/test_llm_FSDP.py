@@ -709,6 +709,7 @@ LONG_CHAT = {"messages": [{"role": "user", "content": 100 * "a"}, {"role": "assi
 def test_what_does_not_fit(folder, tmp_path, group):
     args = arguments(folder, "llama", length=257)
     assert exit_message(llm_FSDP.prepare, args).endswith("llama: --length 257 is more than its 256 positions")
+    assert llm_FSDP.load_tokenizer_and_config(arguments(folder, "llama", length=256))[2] == 256
     conversations = [record for record in language.records() if "messages" in record]
     args = arguments(folder, "llama", length=4, data=[language.write_jsonl(tmp_path / "chats.jsonl", conversations)])
     line = "--data, --eval-data: too few lines fit into --length {}"
