@@ -1,6 +1,7 @@
 """min_EP.py: experts on several processes equal one process, in which every expert sees every token."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import transformer
 from conftest import guards, slow
 from torch.nn import functional as F
 
+import distributed as dist
 import gpt
 import min_EP
 
@@ -33,6 +35,10 @@ def train(optimizer, changes):
     """Losses, parameters, and how many tokens each block's experts have had."""
     args = arguments(changes)
     run = transformer.run_main_worker(min_EP, args, optimizer, lambda model: leave_idle(model, args.idle))
+    lines = re.findall("^    tokens per expert: (.*)$", run.stdout, re.M)
+    assert len(lines) == (2 if dist.is_primary() else 0), "one below each line of progress"
+    for counts in re.findall(r"\[(.*?)]", " ".join(lines)):
+        assert sum(map(int, counts.split(", "))) == args.top * args.global_batch_size * args.length
     return run.losses, transformer.full_parameters(run.model), [block.mlp.tokens for block in run.model.blocks]
 
 
