@@ -385,6 +385,9 @@ def change(module, args):
     if module.__name__ == "mnist_FSDP":  # FSDP moves a module by `.data`, which a fake tensor cannot take
         wrap = module.wrap
         module.wrap = lambda model, *args: wrap(model.to(sys.modules["distributed"].get_device()), *args)
+    if module.__name__ == "min_EP_FSDP":  # the same
+        shard = module.fully_shard
+        module.fully_shard = lambda part, mesh: shard(part.to(sys.modules["distributed"].get_device()), mesh=mesh)
     if "mnist" in sys.modules:
         draw_digits = sys.modules["mnist"]._draw_digits
         sys.modules["mnist"]._draw_digits = lambda n, seed: draw_digits(n // 100, seed)
