@@ -138,12 +138,11 @@ def _refuse_unloadable(file, path):
 def load(path, model, optimizer, scheduler=None, settings=None, **more):
     """Restore the newest snapshot of any node on every rank.
 
-    Returns epoch and step, and then each plain value of `more`. If no node has a snapshot, it changes nothing and
-    returns (0, 0) and the given values. Every rank calls it, with the names in `more` as in `save`. A tensor that
+    Returns epoch and step, and then each plain value of `more`. If no node has a snapshot, it makes the folder for it,
+    and returns (0, 0) and the given values. Every rank calls it, with the names in `more` as in `save`. A tensor that
     requires a gradient is filled, and returned. The optimizer gets the options of the snapshot, such as the learning
-    rate. If there is none, its folder is made. Raises DistributedError on every rank if a file is damaged, was saved
-    from another model, other parts or other settings, or if the folder is not writable. All settings are compared,
-    those of the snapshot and the given ones.
+    rate. Raises DistributedError on every rank if a file is damaged, was saved from another model, other parts or other
+    settings, or if that folder is not writable. All settings are compared, those of the snapshot and the given ones.
     """
     parts = _parts(model, optimizer, scheduler, more)
     snapshot, error = None, None

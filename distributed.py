@@ -111,7 +111,7 @@ def get_device():
         return torch.device("cpu")
     local_rank = get_local_rank()
     if local_rank >= gpus:
-        raise DistributedError(f"local rank {local_rank} has no GPU of {gpus}: start fewer (srun: --gpu-bind=none)")
+        raise DistributedError(f"local rank {local_rank} has no GPU: {gpus} seen (start fewer; srun: --gpu-bind=none)")
     return torch.device("cuda", local_rank)
 
 

@@ -186,6 +186,8 @@ def test_a_second_job_in_another_thread_is_refused_and_the_first_goes_on(tmp_pat
         path.touch()
         thread.join(timeout=60)
     assert values == ["finished"]
+    with mock.patch.object(spawn, "start_store", side_effect=OSError("too many open files")), pytest.raises(OSError):
+        dist.launch(print, nprocs=2)
     dist.launch(print, nprocs=2)  # now there is none
 
 

@@ -258,6 +258,6 @@ def test_device_is_the_local_rank_and_must_exist(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(
         dist.DistributedError,
-        match="local rank 1 has no GPU of 1: start fewer ",
+        match="local rank 1 has no GPU: 1 seen ",
     ):
         dist.get_device()
