@@ -4,6 +4,8 @@
     first_step = checkpoint_sharded.load(folder, model, optimizer)              # 0 if there is no checkpoint
     checkpoint_sharded.save(folder, model, optimizer, step + 1, keep=3)         # every rank calls it
 
+A `Saver` does this for a script with the options --checkpoint-dir, --save-every and --keep.
+
 The model may be sharded by fully_shard, split by tensor parallelism, a stage of a pipeline, wrapped in DDP, or plain.
 Each checkpoint is a folder `step-N`, which all machines must share. Any number of processes can load what any number
 has saved. Its index, `.metadata`, is written last, and a folder without it is ignored. So a kill at any moment leaves
@@ -25,6 +27,36 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
 
 import distributed as dist
+import options
+
+
+def add_options(parser):
+    """Add --checkpoint-dir, --save-every and --keep, which `Saver` reads, to an options.ArgumentParser."""
+    dir_help = "save in this folder, and resume from its newest checkpoint"
+    parser.add_argument("--checkpoint-dir", help=dir_help)
+    parser.add_argument("--save-every", type=options.whole_number(1), default=100, help="steps between checkpoints")
+    parser.add_argument("--keep", type=options.whole_number(1), help="checkpoints to keep (default: all)")
+
+
+class Saver:
+    """Loads the newest checkpoint of --checkpoint-dir, and saves one every --save-every steps and after the last one.
+
+    `first_step` is the next step to run. Without --checkpoint-dir nothing is loaded and nothing is saved.
+    """
+
+    def __init__(self, model, optimizer, args, settings):
+        self.parts = (model, optimizer)
+        self.args = args
+        self.settings = settings
+        self.first_step = 0
+        if args.checkpoint_dir:
+            self.first_step = load(args.checkpoint_dir, model, optimizer, settings=settings)
+
+    def save_if_due(self, done):
+        """Every rank must call it when `done` steps are complete."""
+        args = self.args
+        if args.checkpoint_dir and (done % args.save_every == 0 or done == args.steps):
+            save(args.checkpoint_dir, *self.parts, done, settings=self.settings, keep=args.keep)
 
 
 def check_folder(option, folder):
@@ -86,8 +118,8 @@ def load(folder, model, optimizer, scheduler=None, settings=None, frozen=True):
     _refuse_unknown(path, saved, planner.state_dict)
     set_model_state_dict(dist.unwrapped(model), state["model"], options=StateDictOptions(strict=False))
     groups = [group for each in _as_list(optimizer) for group in each.param_groups]
-    for group, options in zip(groups, state["optimizer"]["param_groups"], strict=True):
-        group.update(options)
+    for group, saved_options in zip(groups, state["optimizer"]["param_groups"], strict=True):
+        group.update(saved_options)
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"][0])
     dist.print_primary(f"Resuming from {path}")

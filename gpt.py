@@ -1,10 +1,13 @@
 """Model, text and progress of the transformer scripts: a small GPT that reads Python's own standard library.
 
-text, held_out = gpt.load_text()                                   # bytes, the same on every rank
-x, y = gpt.batch(text, step, args.global_batch_size, args.length)  # bytes, and what follows each: (batch, length)
-x, y = gpt.batch(..., share=(rank, world_size))                    # this process's share of the global batch
 model = gpt.GPT(args.layers, args.width, args.heads, args.length)
-loss = gpt.loss_fn(model(x), y)                                    # the mean, in nats per byte
+data = gpt.Data(args)                          # this process's share of each global batch
+progress = gpt.Progress(model, data, args)
+for step in range(args.steps):
+    x, y = data.batch(step)                    # bytes, and what follows each: (share of the batch, length)
+    loss = gpt.loss_fn(model(x), y)            # the mean, in nats per byte
+    ...                                        # backward, and the optimizer's step
+    progress(step, loss)
 
 Of held-out text a blind guess has a loss of log(256) = 5.545 nats per byte. Guesses by the frequencies of single bytes
 have 3.15, by the byte before 2.46, and by the two bytes before 1.89.
@@ -111,13 +114,11 @@ def loss_fn(logits, targets):
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
+def model_loss(model, x, y):
+    return loss_fn(model(x), y)
+
+
 # ---- a model that no process could hold ---------------------------------------------------------------------------
-
-
-def settings_of(args):
-    """The `settings` of a checkpoint: options that a resumed run must share, though no shape depends on them."""
-    names = ("heads", "global_batch_size", "seed", "lr", "clip")
-    return {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
 
 
 def make_meta_model(args):
@@ -172,6 +173,38 @@ def initial_weights(args):
 
 
 # ---- text ---------------------------------------------------------------------------------------------------------
+
+
+class Data:
+    """Batches of text: this process's share i of n of each, for `share` (i, n). By default each process has another.
+
+    Shares are equally large, so the mean of the losses over all processes is the loss of the global batch.
+    """
+
+    def __init__(self, args, share=None, device=None):
+        self.text, self.held_out = load_text()
+        self.args = args
+        self.share = share or (dist.get_rank(), dist.get_world_size())
+        self.device = device or dist.get_device()
+
+    def batch(self, step):
+        """See `batch`."""
+        args = self.args
+        return batch(self.text, step, args.global_batch_size, args.length, args.seed, self.device, self.share)
+
+    def held_out_batches(self):
+        """This process's share of 8 batches of held-out text, a list of (x, y) as `batch` gives them."""
+        args = self.args
+        starts = torch.linspace(0, len(self.held_out) - args.length - 1, 8 * args.global_batch_size).long()
+        i, n = self.share
+        own_starts = starts.view(8, -1).chunk(n, dim=1)[i]  # (8, sequences of this process)
+        rows = self.held_out[own_starts[:, :, None] + torch.arange(args.length + 1)].to(self.device).long()
+        return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in rows]
+
+    def settings(self):
+        """The `settings` of a checkpoint: what a resumed run must share, though no shape depends on it."""
+        names = ("heads", "global_batch_size", "seed", "lr", "clip")
+        return {f"--{name.replace('_', '-')}": getattr(self.args, name) for name in names}
 
 
 def load_text():
@@ -247,54 +280,53 @@ def report_held(params, total):
 
 
 class Progress:
-    """Call `progress(loss)` after each step with this process's loss. It prints a line every `args.log_every` steps.
+    """Call `progress(step, loss)` after each step with this process's loss. It prints a line after some of the steps.
 
-    `local_loss(x, y)` gives a loss on this process whose mean over all processes is the loss of a global batch, where
-    (x, y) is this process's `share` of the batch, as `batch` takes it. It is used for the loss of 8 batches of held-out
-    text. When all steps are done, `losses`, (steps,), has the loss of each step over all processes.
-    Raises DistributedError if `first_step` is beyond `args.steps`.
+    `loss_of(model, x, y)` gives a loss on this process whose mean over all processes is the loss of a global batch,
+    where (x, y) is this process's share of the batch. It is used for held-out text. When all steps are done, `losses`,
+    (steps,), has the loss of each step over all processes. Raises DistributedError if `first_step` is beyond
+    `args.steps`.
     """
 
-    def __init__(self, local_loss, text, held_out, args, first_step=0, share=(0, 1)):
+    def __init__(self, model, data, args, first_step=0, loss_of=model_loss):
         if first_step > args.steps:
             line = f"the checkpoint has {first_step} steps, more than --steps {args.steps}"
             raise dist.DistributedError(line)
-        self.local_loss = local_loss
+        self.model = model
+        self.loss_of = loss_of
         self.args = args
-        self.device = dist.get_device()
-        self.step = first_step
+        self.batches = data.held_out_batches()
+        self.losses = torch.zeros(args.steps, device=dist.get_device())  # this process's, until they are printed
         self.first_unprinted = first_step
-        self.losses = torch.zeros(args.steps, device=self.device)  # this process's, until they are printed
-        starts = torch.linspace(0, len(held_out) - args.length - 1, 8 * args.global_batch_size).long()
-        i, n = share
-        own_starts = starts.view(8, -1).chunk(n, dim=1)[i]  # (8, sequences of this process)
-        rows = held_out[own_starts[:, :, None] + torch.arange(args.length + 1)].to(self.device).long()
-        self.batches = []
-        for part in rows:
-            self.batches.append((part[:, :-1].contiguous(), part[:, 1:].contiguous()))
         self.start = time.perf_counter()
 
     @torch.no_grad()
-    def __call__(self, loss):
-        self.losses[self.step] = loss
-        self.step += 1
-        if self.step % self.args.log_every == 0 or self.step == self.args.steps:
-            self.print_line()
+    def __call__(self, step, loss):
+        self.losses[step] = loss
+        if self.is_due(step):
+            self.print_line(step + 1)
 
-    def print_line(self):
-        recent = dist.reduce(self.losses[self.first_unprinted : self.step])
-        self.losses[self.first_unprinted : self.step] = recent
+    def is_due(self, step):
+        """Is a line printed after this step? After every `args.log_every` steps, and after the last one."""
+        done = step + 1
+        return done % self.args.log_every == 0 or done == self.args.steps
+
+    def print_line(self, done):
+        recent = dist.reduce(self.losses[self.first_unprinted : done])
+        self.losses[self.first_unprinted : done] = recent
         loss = recent.mean().item()  # waits for the device, so the clock is read after it
         tokens = len(recent) * self.args.global_batch_size * self.args.length
         speed = tokens / (time.perf_counter() - self.start)
-        held_out = dist.reduce(torch.stack([self.local_loss(x, y) for x, y in self.batches]).mean()).item()
-        peak = dist.all_reduce(torch.tensor(peak_memory(self.device), device=self.device), "max").item()
+        held_out = torch.stack([self.loss_of(self.model, x, y) for x, y in self.batches]).mean()
+        held_out = dist.reduce(held_out).item()
+        device = dist.get_device()
+        peak = dist.all_reduce(torch.tensor(peak_memory(device), device=device), "max").item()
         dist.print_primary(
-            f"step {self.step}/{self.args.steps} | loss {loss:.4f} | held-out {held_out:.4f} | "
+            f"step {done}/{self.args.steps} | loss {loss:.4f} | held-out {held_out:.4f} | "
             f"{speed:,.0f} tokens/s | {peak / 1e6:.0f} MB",
             flush=True,
         )
-        self.first_unprinted = self.step
+        self.first_unprinted = done
         self.start = time.perf_counter()
 
 

@@ -39,8 +39,6 @@ sends (N-1)/N · 32·L·B·T·D/N bytes, with all-gather (N-1)/N · 16·L·B·T�
 It prints lines of loss, speed and memory: `step 400/400 | loss 2.1925 | held-out 2.2289 | …`.
 """
 
-import functools
-
 import torch
 import torch.distributed as torch_dist
 from torch import nn
@@ -117,18 +115,18 @@ def local_loss(model, x, y):
     return gpt.loss_fn(logits, y[:, piece])
 
 
-def train(model, optimizer, text, held_out, args):
+def train(model, optimizer, data, args):
     """Returns the loss of every step over all processes, (steps,)."""
-    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
+    progress = gpt.Progress(model, data, args, loss_of=local_loss)
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
+        x, y = data.batch(step)
         optimizer.zero_grad()
         loss = local_loss(model, x, y)
         loss.backward()
         if args.clip:  # DDP has averaged the gradients, so every rank finds the same norm
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
-        progress(loss)
+        progress(step, loss)
     return progress.losses
 
 
@@ -152,14 +150,14 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    text, held_out = gpt.load_text()
+    data = gpt.Data(args, share=(0, 1))  # the whole batch, of which each process takes its piece of each sequence
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
     model = parallelize(model, args.attention)
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    train(model, optimizer, text, held_out, args)
+    train(model, optimizer, data, args)
 
 
 if __name__ == "__main__":

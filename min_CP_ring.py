@@ -347,18 +347,18 @@ def number_documents(x, whole=False):
     return (torch.arange(x.shape[1]) * begins).cummax(dim=1).values
 
 
-def train(model, optimizer, text, held_out, args):
+def train(model, optimizer, data, args):
     """Returns the loss of every step over all processes, (steps,)."""
-    progress = gpt.Progress(functools.partial(local_loss, model, whole=args.whole), text, held_out, args)
+    progress = gpt.Progress(model, data, args, loss_of=functools.partial(local_loss, whole=args.whole))
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed)
+        x, y = data.batch(step)
         optimizer.zero_grad()
         loss = local_loss(model, x, y, args.whole)
         loss.backward()
         if args.clip:  # DDP has averaged the gradients, so every rank finds the same norm
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
-        progress(loss)
+        progress(step, loss)
     return progress.losses
 
 
@@ -380,14 +380,16 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    text, held_out = gpt.load_text()
+    data = gpt.Data(
+        args, share=(0, 1), device="cpu"
+    )  # the whole batch, of which each process takes its share of each row
     torch.manual_seed(args.seed)
     model = RingGPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
     model = parallelize(model)
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    train(model, optimizer, text, held_out, args)
+    train(model, optimizer, data, args)
 
 
 if __name__ == "__main__":

@@ -236,11 +236,6 @@ def parallelize(model, args):
     return RingDDP(model, args.bucket_mb * 1e6, dtype)
 
 
-def local_loss(model, x, y):
-    """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
-    return gpt.loss_fn(model(x), y)
-
-
 def train_step(model, optimizer, x, y, args):
     """Returns the loss on this process's sequences."""
     optimizer.zero_grad()
@@ -248,7 +243,7 @@ def train_step(model, optimizer, x, y, args):
     micro_batches = zip(x.chunk(args.accumulate), y.chunk(args.accumulate), strict=True)
     for number, (micro_x, micro_y) in enumerate(micro_batches, 1):
         model.sync = number == args.accumulate  # only the last micro-batch's backward reduces the accumulated gradients
-        loss = local_loss(model, micro_x, micro_y) / args.accumulate
+        loss = gpt.loss_fn(model(micro_x), micro_y) / args.accumulate
         loss.backward()
         losses.append(loss.detach())
     model.wait()
@@ -258,14 +253,13 @@ def train_step(model, optimizer, x, y, args):
     return torch.stack(losses).sum()
 
 
-def train(model, optimizer, text, held_out, args):
+def train(model, optimizer, data, args):
     """Returns the loss of every step over all processes, (steps,)."""
-    share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, share=share)
+    progress = gpt.Progress(model, data, args)
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
+        x, y = data.batch(step)
         loss = train_step(model, optimizer, x, y, args)
-        progress(loss)
+        progress(step, loss)
     return progress.losses
 
 
@@ -303,13 +297,13 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    text, held_out = gpt.load_text()
+    data = gpt.Data(args)  # this process's share of each global batch
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     model = parallelize(model, args)
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    train(model, optimizer, text, held_out, args)
+    train(model, optimizer, data, args)
     report_communication(model, args.steps)
 
 

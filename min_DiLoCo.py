@@ -32,7 +32,6 @@ The last line of two processes is `sent by each process: 76.6 MB in 40 outer ste
 lines before are means over the processes, each with its own copy.
 """
 
-import functools
 import math
 
 import torch
@@ -67,27 +66,21 @@ class Outer:
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def local_loss(model, x, y):
-    """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
-    return gpt.loss_fn(model(x), y)
-
-
-def train(model, optimizer, text, held_out, args):
+def train(model, optimizer, data, args):
     """Returns the loss of every step over all processes, (steps,)."""
-    share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, share=share)
+    progress = gpt.Progress(model, data, args)
     outer = Outer(model, args.outer_lr, args.outer_momentum)
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
+        x, y = data.batch(step)
         optimizer.zero_grad()
-        loss = local_loss(model, x, y)
+        loss = gpt.loss_fn(model(x), y)
         loss.backward()
         if args.clip:  # each process clips its own gradients
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()  # its state is never averaged, and never reset
         if (step + 1) % args.sync_every == 0 or step + 1 == args.steps:
             outer.step()
-        progress(loss)
+        progress(step, loss)
     return progress.losses
 
 
@@ -130,12 +123,12 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    text, held_out = gpt.load_text()
+    data = gpt.Data(args)  # this process's share of each global batch
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    train(model, optimizer, text, held_out, args)
+    train(model, optimizer, data, args)
     report_sent(model, args)
 
 

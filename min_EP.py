@@ -42,8 +42,6 @@ memory, `step 50/400 | loss 3.1652 | held-out 2.8792 | 4,645 tokens/s | …`. Th
 expert of each block got.
 """
 
-import functools
-
 import torch
 import torch.distributed as torch_dist
 from torch import nn
@@ -200,27 +198,21 @@ class AllToAll(torch.autograd.Function):
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def local_loss(model, x, y):
-    """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
-    return gpt.loss_fn(model(x), y)
-
-
-def train(model, optimizer, text, held_out, args):
+def train(model, optimizer, data, args):
     """Returns the loss of every step over all processes, (steps,), without the load-balancing loss."""
-    share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, share=share)
+    progress = gpt.Progress(model, data, args)
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
+        x, y = data.batch(step)
         optimizer.zero_grad()
-        loss = local_loss(model, x, y)
+        loss = gpt.loss_fn(model(x), y)
         balance = sum(block.mlp.balance for block in model.blocks)
         backward(model, loss + args.balance * balance)
         if args.clip:
             clip_gradients(model, args.clip)
         optimizer.step()
         tokens = [block.mlp.tokens for block in model.blocks]  # before `progress`, whose evaluation counts anew
-        progress(loss)
-        if progress.step % args.log_every == 0 or progress.step == args.steps:
+        progress(step, loss)
+        if progress.is_due(step):
             dist.print_primary("    tokens per expert:", *[counts.tolist() for counts in tokens])
     return progress.losses
 
@@ -251,7 +243,7 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    text, held_out = gpt.load_text()
+    data = gpt.Data(args)  # this process's share of each global batch
     torch.manual_seed(args.seed)  # the same weights on all ranks, before each keeps its experts
     model = gpt.GPT(args.layers, args.width, args.heads, args.length)
     add_experts(model, args)
@@ -261,7 +253,7 @@ def main_worker(local_rank, world_size, args):
     n_params = sum(param.numel() for param in shared) + world_size * sum(param.numel() for param in experts)
     gpt.report_held(model.parameters(), n_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    train(model, optimizer, text, held_out, args)
+    train(model, optimizer, data, args)
 
 
 if __name__ == "__main__":

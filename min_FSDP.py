@@ -31,8 +31,6 @@ It prints `parameters held: 239,360 of 478,720 (0.500)`, and every --log-every s
 that you trust, because parts of them are pickles.
 """
 
-import functools
-
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -87,34 +85,22 @@ def make_sharded_model(args):
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def local_loss(model, x, y):
-    """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
-    return gpt.loss_fn(model(x), y)
-
-
-def train(model, optimizer, text, held_out, args):
+def train(model, optimizer, data, args):
     """Returns the loss of every step since the newest checkpoint over all processes, (steps,)."""
-    first_step = 0
-    if args.checkpoint_dir:
-        settings = gpt.settings_of(args)
-        first_step = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer, settings=settings)
-    share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, first_step, share)
-    for step in range(first_step, args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
+    saver = checkpoint_sharded.Saver(model, optimizer, args, data.settings())
+    progress = gpt.Progress(model, data, args, saver.first_step)
+    for step in range(saver.first_step, args.steps):
+        x, y = data.batch(step)
         optimizer.zero_grad()
-        loss = local_loss(model, x, y)
+        loss = gpt.loss_fn(model(x), y)
         loss.backward()
         if args.clip:
             # The gradients are DTensors, so this is the norm over all processes.
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
-        progress(loss)
-        if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
-            checkpoint_sharded.save(
-                args.checkpoint_dir, model, optimizer, progress.step, settings=settings, keep=args.keep
-            )
-    return progress.losses[first_step:]
+        progress(step, loss)
+        saver.save_if_due(step + 1)
+    return progress.losses[saver.first_step :]
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
@@ -124,9 +110,7 @@ def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, keep parameters in float32")
-    parser.add_argument("--checkpoint-dir", help="save in this folder, and resume from its newest checkpoint")
-    parser.add_argument("--save-every", type=options.whole_number(1), default=100, help="steps between checkpoints")
-    parser.add_argument("--keep", type=options.whole_number(1), help="checkpoints to keep (default: all)")
+    checkpoint_sharded.add_options(parser)
     args = parser.parse_args()
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
     if args.bf16 and args.nproc == 1:
@@ -142,7 +126,7 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    text, held_out = gpt.load_text()
+    data = gpt.Data(args)  # this process's share of each global batch
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}")
     torch.manual_seed(args.seed)
     model = make_sharded_model(args)
@@ -150,7 +134,7 @@ def main_worker(local_rank, world_size, args):
     gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
     # Built after sharding, because it steps the shards.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    train(model, optimizer, text, held_out, args)
+    train(model, optimizer, data, args)
 
 
 if __name__ == "__main__":

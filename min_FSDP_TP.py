@@ -116,35 +116,22 @@ def silence_false_alarms():
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def local_loss(model, x, y):
-    """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
-    return gpt.loss_fn(model(x), y)
-
-
-def train(model, optimizer, text, held_out, args):
+def train(model, optimizer, data, args):
     """Returns the loss of every step since the newest checkpoint over all processes, (steps,)."""
-    first_step = 0
-    if args.checkpoint_dir:
-        settings = gpt.settings_of(args)
-        first_step = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer, settings=settings)
-    # Tensor neighbours, whose ranks are consecutive, take the same share of the batch.
-    share = (dist.get_rank() // args.tensor, args.replicate * args.shard)
-    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, first_step, share)
-    for step in range(first_step, args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
+    saver = checkpoint_sharded.Saver(model, optimizer, args, data.settings())
+    progress = gpt.Progress(model, data, args, saver.first_step)
+    for step in range(saver.first_step, args.steps):
+        x, y = data.batch(step)
         optimizer.zero_grad()
-        loss = local_loss(model, x, y)
+        loss = gpt.loss_fn(model(x), y)
         loss.backward()
         if args.clip:
             # The gradients are DTensors, so this is the norm over all processes.
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
-        progress(loss)
-        if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
-            checkpoint_sharded.save(
-                args.checkpoint_dir, model, optimizer, progress.step, settings=settings, keep=args.keep
-            )
-    return progress.losses[first_step:]
+        progress(step, loss)
+        saver.save_if_due(step + 1)
+    return progress.losses[saver.first_step :]
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
@@ -160,9 +147,7 @@ def parse_args():
     parser.add_argument("--tensor", type=options.whole_number(1), default=1, help=tensor_help)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, keep parameters in float32")
     parser.add_argument("--recompute", action="store_true", help="recompute activations in backward, to save memory")
-    parser.add_argument("--checkpoint-dir", help="save in this folder, and resume from its newest checkpoint")
-    parser.add_argument("--save-every", type=options.whole_number(1), default=100, help="steps between checkpoints")
-    parser.add_argument("--keep", type=options.whole_number(1), help="checkpoints to keep (default: all)")
+    checkpoint_sharded.add_options(parser)
     args = parser.parse_args()
     if args.bf16 and args.nproc == 1:
         parser.error("argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)")
@@ -185,7 +170,8 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    text, held_out = gpt.load_text()
+    # Tensor neighbours, whose ranks are consecutive, take the same share of the batch.
+    data = gpt.Data(args, share=(dist.get_rank() // args.tensor, args.replicate * args.shard))
     mesh = f"replicate {args.replicate} x shard {args.shard} x tensor {args.tensor}"
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {mesh}")
     model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
@@ -195,7 +181,7 @@ def main_worker(local_rank, world_size, args):
     gpt.fill(model.named_parameters(), args)
     gpt.report_held(model.parameters(), n_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    train(model, optimizer, text, held_out, args)
+    train(model, optimizer, data, args)
 
 
 if __name__ == "__main__":

@@ -275,24 +275,18 @@ class Network:
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def local_loss(model, x, y):
-    """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
-    return gpt.loss_fn(model(x), y)
-
-
-def train(zero, optimizer, text, held_out, args):
+def train(zero, optimizer, data, args):
     """Returns the loss of every step over all processes, (steps,)."""
-    share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(functools.partial(local_loss, zero), text, held_out, args, share=share)
+    progress = gpt.Progress(zero, data, args)
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
-        loss = local_loss(zero, x, y)
+        x, y = data.batch(step)
+        loss = gpt.loss_fn(zero(x), y)
         loss.backward()
         zero.finish_backward()
         if args.clip:
             clip_gradients(zero, args.clip)
         optimizer.step()
-        progress(loss)
+        progress(step, loss)
     return progress.losses
 
 
@@ -303,11 +297,12 @@ def clip_gradients(zero, max_norm):
         unit.own_grad *= (max_norm / (norm + 1e-6)).clamp(max=1)
 
 
-def report_communication(zero, x, y):
+def report_communication(zero, data):
     """Print what a rank sends in a step, and how long it waits for the network. On the CPU the rest is hidden."""
+    x, y = data.batch(0)
     zero.network.sent = zero.network.waited = 0
     start = time.perf_counter()
-    local_loss(zero, x, y).backward()
+    gpt.loss_fn(zero(x), y).backward()
     zero.finish_backward()
     times = f"{1000 * zero.network.waited:.0f} of {1000 * (time.perf_counter() - start):.0f} ms"
     dist.print_primary(f"sent per step: {zero.network.sent:,} bytes | waited for the network and other ranks: {times}")
@@ -330,16 +325,15 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    text, held_out = gpt.load_text()
+    data = gpt.Data(args)  # this process's share of each global batch
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     zero = ZeRO3(model)
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     gpt.report_held(zero.pieces(), sum(param.numel() for param in model.parameters()))
     optimizer = torch.optim.AdamW(zero.pieces(), lr=args.lr, fused=True)
-    train(zero, optimizer, text, held_out, args)
-    x, y = gpt.batch(text, 0, args.global_batch_size // world_size, args.length, args.seed, dist.get_device())
-    report_communication(zero, x, y)
+    train(zero, optimizer, data, args)
+    report_communication(zero, data)
 
 
 if __name__ == "__main__":

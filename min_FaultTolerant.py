@@ -96,7 +96,7 @@ class Trainer:
         self.step = 0
         self.last_commit = time.perf_counter()
         self.last_error = "a process was killed"
-        self.text, _ = gpt.load_text()
+        self.data = gpt.Data(args, share=(0, 1))  # the whole batch, of which each member takes its rows
         self.args = args
 
     def train_in(self, quorum):
@@ -137,8 +137,7 @@ class Trainer:
     def sum_gradients(self, quorum, step):
         """Compute the gradients and the loss of the global batch, each member from its own rows."""
         self.gradients.zero_()
-        args = self.args
-        x, y = gpt.batch(self.text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
+        x, y = self.data.batch(step)
         own_x = x[quorum.rank :: len(quorum.members)]
         own_y = y[quorum.rank :: len(quorum.members)]
         if len(own_x) > 0:

@@ -39,8 +39,6 @@ It prints `batches of each process: [400, 300]`. Its tokens/s counts every batch
 too high once a process has run out of data.
 """
 
-import functools
-
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -95,12 +93,7 @@ def number_of_batches(args):
     return args.steps - missing
 
 
-def local_loss(model, x, y):
-    """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
-    return gpt.loss_fn(model(x), y)
-
-
-def train(model, optimizer, text, held_out, args):
+def train(model, optimizer, data, args):
     """Returns the loss of every step over all processes, (steps,).
 
     Printing a line needs collectives, which Join does not allow inside. So training is cut into rounds of --log-every
@@ -109,13 +102,12 @@ def train(model, optimizer, text, held_out, args):
     n_batches = number_of_batches(args)
     all_n_batches = dist.gather_objects(n_batches)
     dist.print_primary(f"batches of each process: {all_n_batches}")
-    share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(functools.partial(local_loss, dist.unwrapped(model)), text, held_out, args, share=share)
+    progress = gpt.Progress(dist.unwrapped(model), data, args)
     for start in range(0, args.steps, args.log_every):
         stop = min(start + args.log_every, args.steps)
         batches = []
         for step in range(start, min(stop, n_batches)):
-            batch = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
+            batch = data.batch(step)
             batches.append(batch)
         sums = torch.zeros(stop - start, 2, device=dist.get_device())
         if args.method == "join" and dist.get_world_size() > 1:  # a single process has no DDP model to join
@@ -123,8 +115,8 @@ def train(model, optimizer, text, held_out, args):
         else:
             train_with_weights(model, optimizer, batches, sums, args.clip)
         losses, sizes = dist.all_reduce(sums).unbind(1)
-        for loss in losses / sizes:
-            progress(loss)
+        for step, loss in enumerate(losses / sizes, start):
+            progress(step, loss)
     return progress.losses
 
 
@@ -153,13 +145,13 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    text, held_out = gpt.load_text()
+    data = gpt.Data(args)  # this process's share of each global batch
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    train(model, optimizer, text, held_out, args)
+    train(model, optimizer, data, args)
 
 
 if __name__ == "__main__":

@@ -176,11 +176,11 @@ def make_pipeline(model, args):
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def train(pipeline, optimizer, text, held_out, args):
+def train(pipeline, optimizer, data, args):
     """Returns the loss of every step over all processes, (steps,)."""
-    progress = gpt.Progress(pipeline.evaluate, text, held_out, args, share=pipeline.share)
+    progress = gpt.Progress(pipeline, data, args, loss_of=Pipeline.evaluate)
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), pipeline.share)
+        x, y = data.batch(step)
         optimizer.zero_grad()
         loss = pipeline.step(x, y)
         if args.data_parallel > 1:
@@ -188,7 +188,7 @@ def train(pipeline, optimizer, text, held_out, args):
         if args.clip:
             clip_gradients(pipeline, args.clip)
         optimizer.step()
-        progress(loss)
+        progress(step, loss)
     return progress.losses
 
 
@@ -258,14 +258,13 @@ def check_stages(parser, args, n_ranks):
 def main_worker(local_rank, world_size, args):
     dist.init_process_group(even_alone=True)  # PipelineStage needs a process group, in one process too
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    text, held_out = gpt.load_text()
     model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
     n_params = sum(param.numel() for param in model.parameters())
     pipeline = make_pipeline(model, args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {args.schedule}")
     gpt.report_held(model.parameters(), n_params)
-    train(pipeline, optimizer, text, held_out, args)
+    train(pipeline, optimizer, gpt.Data(args, pipeline.share), args)
 
 
 if __name__ == "__main__":

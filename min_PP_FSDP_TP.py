@@ -93,28 +93,22 @@ def make_pipeline(model, args):
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def train(pipeline, optimizer, text, held_out, args):
+def train(pipeline, optimizer, data, args):
     """Returns the loss of every step since the newest checkpoint over all processes, (steps,)."""
     model = pipeline.model
-    first_step = 0
-    if args.checkpoint_dir:
-        settings = gpt.settings_of(args)
-        first_step = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer, settings=settings)
-    progress = gpt.Progress(pipeline.evaluate, text, held_out, args, first_step, pipeline.share)
-    for step in range(first_step, args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), pipeline.share)
+    saver = checkpoint_sharded.Saver(model, optimizer, args, data.settings())
+    progress = gpt.Progress(pipeline, data, args, saver.first_step, Pipeline.evaluate)
+    for step in range(saver.first_step, args.steps):
+        x, y = data.batch(step)
         optimizer.zero_grad()
         # FSDP averages the gradients over the shares of the batch, and the schedule over the micro-batches.
         loss = pipeline.step(x, y)
         if args.clip:
             clip_gradients(pipeline, args.clip)
         optimizer.step()
-        progress(loss)
-        if args.checkpoint_dir and (progress.step % args.save_every == 0 or progress.step == args.steps):
-            checkpoint_sharded.save(
-                args.checkpoint_dir, model, optimizer, progress.step, settings=settings, keep=args.keep
-            )
-    return progress.losses[first_step:]
+        progress(step, loss)
+        saver.save_if_due(step + 1)
+    return progress.losses[saver.first_step :]
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
@@ -135,9 +129,7 @@ def parse_args():
     parser.add_argument("--shard", type=options.whole_number(1), help=shard_help)
     parser.add_argument("--tensor", type=options.whole_number(1), help=tensor_help)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, keep parameters in float32")
-    parser.add_argument("--checkpoint-dir", help="save in this folder, and resume from its newest checkpoint")
-    parser.add_argument("--save-every", type=options.whole_number(1), default=100, help="steps between checkpoints")
-    parser.add_argument("--keep", type=options.whole_number(1), help="checkpoints to keep (default: all)")
+    checkpoint_sharded.add_options(parser)
     parser.set_defaults(steps=600, layers=None)  # 4 blocks, or one per stage
     args = parser.parse_args()
     check_options(parser, args)
@@ -174,7 +166,6 @@ def main_worker(local_rank, world_size, args):
     dist.init_process_group(even_alone=True)  # PipelineStage needs a process group, in one process too
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     silence_false_alarms()
-    text, held_out = gpt.load_text()
     mesh = f"stages {args.stages} x shard {args.shard} x tensor {args.tensor}"
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {mesh}, {args.schedule}")
     model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
@@ -182,7 +173,7 @@ def main_worker(local_rank, world_size, args):
     pipeline = make_pipeline(model, args)
     gpt.report_held(model.parameters(), n_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    train(pipeline, optimizer, text, held_out, args)
+    train(pipeline, optimizer, gpt.Data(args, pipeline.share), args)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,6 @@ It prints `parameters held: 240,256 of 478,720 (0.502)`, and then lines of loss,
 `step 400/400 | loss 2.2577 | held-out 2.2450 | …`.
 """
 
-import functools
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -83,25 +81,20 @@ def split_layers(model):
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def local_loss(model, x, y):
-    """The loss of the batch. Every process takes the whole batch."""
-    return gpt.loss_fn(model(x), y)
-
-
-def train(model, optimizer, text, held_out, args):
+def train(model, optimizer, data, args):
     """Returns the loss of every step over all processes, (steps,)."""
-    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args)
+    progress = gpt.Progress(model, data, args)
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device())
+        x, y = data.batch(step)
         optimizer.zero_grad()
-        loss = local_loss(model, x, y)
+        loss = gpt.loss_fn(model(x), y)
         loss.backward()
         if args.clip:
             # The gradients are DTensors, so this is the norm over all processes. With foreach=True, torch 2.11 would
             # scale the gradients of the norms before they are summed over the processes, and forget the sum.
             nn.utils.clip_grad_norm_(model.parameters(), args.clip, foreach=False)
         optimizer.step()
-        progress(loss)
+        progress(step, loss)
     return progress.losses
 
 
@@ -123,7 +116,7 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    text, held_out = gpt.load_text()
+    data = gpt.Data(args, share=(0, 1))  # each process takes the whole batch
     model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
     n_params = sum(param.numel() for param in model.parameters())
     split_layers(model)
@@ -131,7 +124,7 @@ def main_worker(local_rank, world_size, args):
     gpt.fill(model.named_parameters(), args)
     gpt.report_held(model.parameters(), n_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    train(model, optimizer, text, held_out, args)
+    train(model, optimizer, data, args)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ different options, make one ZeRO for each group of them. Each of these clips its
 The last line of two processes is `optimizer state held: 1,914,880 of 3,829,760 bytes (0.500)`.
 """
 
-import functools
 import math
 
 import torch
@@ -114,22 +113,16 @@ def flatten(params, world_size):
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def local_loss(model, x, y):
-    """The loss on this process's share. Shares are equal, so the mean over processes is the loss of the batch."""
-    return gpt.loss_fn(model(x), y)
-
-
-def train(model, optimizer, text, held_out, args):
+def train(model, optimizer, data, args):
     """Returns the loss of every step over all processes, (steps,)."""
-    share = (dist.get_rank(), dist.get_world_size())
-    progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, share=share)
+    progress = gpt.Progress(model, data, args)
     for step in range(args.steps):
-        x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed, dist.get_device(), share)
+        x, y = data.batch(step)
         optimizer.zero_grad()
-        loss = local_loss(model, x, y)
+        loss = gpt.loss_fn(model(x), y)
         loss.backward()
         optimizer.step()
-        progress(loss)
+        progress(step, loss)
     return progress.losses
 
 
@@ -159,14 +152,14 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    text, held_out = gpt.load_text()
+    data = gpt.Data(args)  # this process's share of each global batch
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     n_params = sum(param.numel() for param in model.parameters())
     gpt.report_held(model.parameters(), n_params)
     optimizer = ZeRO(model.parameters(), torch.optim.AdamW, args.clip, lr=args.lr, fused=True)
-    train(model, optimizer, text, held_out, args)
+    train(model, optimizer, data, args)
     report_state(optimizer.optim, n_params)
 
 

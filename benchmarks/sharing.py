@@ -45,7 +45,7 @@ def make_model(args):
 
 def held_out_loss(local_loss, args):
     """Over all processes."""
-    batches = gpt.Progress(local_loss, *gpt.load_text(), args).batches
+    batches = gpt.Data(args, share=(0, 1)).held_out_batches()
     with torch.no_grad():
         return dist.reduce(torch.stack([local_loss(x, y) for x, y in batches]).mean()).item()
 
@@ -72,7 +72,7 @@ def state_worker(local_rank, world_size, case, args, report):
     gpt.Progress = transformer.Clock
     dist.init_process_group()
     model, optimizer = prepare(case, args)
-    times = min_ZeRO.train(model, optimizer, *gpt.load_text(), args)
+    times = min_ZeRO.train(model, optimizer, gpt.Data(args), args)
     seconds = (times[-1] - times[transformer.WARM_UP - 1]) / (len(times) - transformer.WARM_UP)
     numbers = [state_bytes(optimizer) / 1e6, seconds * 1e3, gpt.peak_memory(dist.get_device()) / 1e6]
     largest = dist.all_reduce(torch.tensor(numbers, dtype=torch.float64, device=dist.get_device()), "max")
@@ -122,7 +122,7 @@ def talk_worker(local_rank, world_size, train, args, report):
     if train is min_ZeRO.train:
         model = dist.prepare_ddp_model(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    train(model, optimizer, *gpt.load_text(), args)
+    train(model, optimizer, gpt.Data(args), args)
     sent = min_DiLoCo.report_sent(model, args)
     loss = held_out_loss(lambda x, y: gpt.loss_fn(model(x), y), args)
     report({"held-out": loss, "sent MB": sent / 1e6})
@@ -152,15 +152,15 @@ def tokens_worker(local_rank, world_size, args, report):
     shares = [{} for _ in model.blocks]
 
     class Counting(gpt.Progress):
-        def __call__(self, loss):
-            if self.step + 1 in MARKS:
+        def __call__(self, step, loss):
+            if step + 1 in MARKS:
                 for block, rows in zip(model.blocks, shares, strict=True):
-                    rows[self.step + 1] = (block.mlp.tokens / block.mlp.tokens.sum()).tolist()
-            super().__call__(loss)
+                    rows[step + 1] = (block.mlp.tokens / block.mlp.tokens.sum()).tolist()
+            super().__call__(step, loss)
 
     gpt.Progress = Counting
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    min_EP.train(model, optimizer, *gpt.load_text(), args)
+    min_EP.train(model, optimizer, gpt.Data(args), args)
     report([held_out_loss(lambda x, y: gpt.loss_fn(model(x), y), args), *shares])
 
 

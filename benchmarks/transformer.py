@@ -42,10 +42,10 @@ LAYERS, LENGTH, BATCH, WARM_UP = 4, 256, 8, 2
 class Clock:
     """In the place of gpt.Progress: when each step ended."""
 
-    def __init__(self, *args, share=None):
+    def __init__(self, *args, **kwargs):
         self.losses = []
 
-    def __call__(self, loss):
+    def __call__(self, step, loss):
         common.wait_for(dist.get_device())
         self.losses.append(time.perf_counter())
 
@@ -73,7 +73,9 @@ def split(how, args):
     return model
 
 
-# How the model is made, and what trains it: min_FSDP_TP.py's gives each data-parallel rank its part of a batch.
+SHARES = ("one process", "DDP", "FSDP")  # each process takes its share of a batch
+
+# How the model is made, and what trains it.
 CASES = {
     "one process": (whole, min_FSDP_TP.train),
     "DDP": (lambda args: dist.prepare_ddp_model(whole(args), gradient_as_bucket_view=True), min_FSDP_TP.train),
@@ -139,28 +141,28 @@ def worker(local_rank, world_size, case, args, threads, report):
     make, train = CASES[case]
     model = make(args)
     optimizer = torch.optim.AdamW((model.model if case == "PP" else model).parameters(), lr=args.lr, fused=True)
-    text, held_out = gpt.load_text()
+    data = gpt.Data(args, share=None if case in SHARES else (0, 1))
     waits = Waits(case)
-    times = train(model, optimizer, text, held_out, args)
+    times = train(model, optimizer, data, args)
     waiting = waits.percent(times[WARM_UP - 1], times[-1])
     steps_per_second = (len(times) - WARM_UP) / (times[-1] - times[WARM_UP - 1])
     speed = steps_per_second * args.global_batch_size * args.length
     loss_of = {
-        "one process": functools.partial(min_FSDP_TP.local_loss, model),
+        "one process": functools.partial(gpt.model_loss, model),
         "CP": functools.partial(min_CP.local_loss, model),
         "all-gather": functools.partial(min_CP.local_loss, model),
         "ring": functools.partial(min_CP_ring.local_loss, model, whole=True),
     }
-    saved = saved_bytes(loss_of[case], text, args) if case in loss_of else 0
+    saved = saved_bytes(loss_of[case], data) if case in loss_of else 0
     device = dist.get_device()
     numbers = torch.tensor([gpt.peak_memory(device), saved, waiting], dtype=torch.float64, device=device)
     peak, saved, waiting = dist.all_reduce(numbers, "max").tolist()
     report([speed, peak / 1e6, saved / 1e6, sent_by_attention(case, args) / 1e6, waiting])
 
 
-def saved_bytes(local_loss, text, args):
+def saved_bytes(local_loss, data):
     """What a forward pass keeps for the backward pass, without the parameters; each storage once."""
-    x, y = gpt.batch(text, 0, args.global_batch_size, args.length, args.seed, dist.get_device())
+    x, y = data.batch(0)
     sizes = {}
 
     def pack(tensor):

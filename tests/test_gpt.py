@@ -39,17 +39,16 @@ def test_batches_reach_from_the_first_byte_to_the_last():
 
 
 def test_a_process_reads_only_its_share(monkeypatch):
-    text, held_out = transformer.small_text()
     moved = []
     monkeypatch.setattr(gpt, "to_device", lambda rows, device: moved.append(rows.shape) or rows)
-    whole = gpt.batch(text, 3, 12, 5)
-    shares = [gpt.batch(text, 3, 12, 5, share=(i, 4)) for i in range(4)]
+    args = transformer.arguments(global_batch_size=12, length=5)
+    whole = transformer.small_data(args).batch(3)
+    shares = [transformer.small_data(args, (i, 4)).batch(3) for i in range(4)]
     for part, wholes in zip(zip(*shares, strict=True), whole, strict=True):
         assert torch.equal(torch.cat(part), wholes)
     assert moved == [(12, 6), *[(3, 6)] * 4]
-    args = transformer.arguments()
-    whole = gpt.Progress(None, text, held_out, args).batches
-    shares = [gpt.Progress(None, text, held_out, args, share=(i, 2)).batches for i in range(2)]
+    whole = transformer.small_data(args).held_out_batches()
+    shares = [transformer.small_data(args, (i, 2)).held_out_batches() for i in range(2)]
     assert len(whole) == 8
     for number, batch in enumerate(whole):
         for which, wholes in enumerate(batch):
@@ -58,9 +57,9 @@ def test_a_process_reads_only_its_share(monkeypatch):
 
 def test_a_checkpoint_beyond_the_last_step_is_refused():
     args = transformer.arguments(steps=4)
-    gpt.Progress(None, *transformer.small_text(), args, first_step=4)
+    gpt.Progress(None, transformer.small_data(args), args, first_step=4)
     with pytest.raises(dist.DistributedError, match=r"^the checkpoint has 5 steps, more than --steps 4$"):
-        gpt.Progress(None, *transformer.small_text(), args, first_step=5)
+        gpt.Progress(None, transformer.small_data(args), args, first_step=5)
 
 
 def load_another_text(local_rank, world_size, folder):
@@ -140,17 +139,17 @@ def test_a_parameter_without_weights_is_an_error():
 
 def test_progress_prints_at_its_interval_and_after_the_last_step(capsys, monkeypatch):
     monkeypatch.setattr(gpt, "time", slow_clock())
-    text, held_out = transformer.small_text()
+    _, held_out = transformer.small_text()
     args = transformer.arguments(steps=5, log_every=2)
     seen = []
 
-    def local_loss(x, y):
+    def loss_of(model, x, y):
         seen.append(torch.cat([x, y[:, -1:]], 1))
         return torch.tensor(float(len(seen)))
 
-    progress = gpt.Progress(local_loss, text, held_out, args)
+    progress = gpt.Progress(None, transformer.small_data(args), args, loss_of=loss_of)
     for step in range(5):
-        progress(torch.tensor(float(step), requires_grad=True))
+        progress(step, torch.tensor(float(step), requires_grad=True))
     lines = transformer.progress_lines(capsys.readouterr().out)
     assert [line["step"] for line in lines] == [2, 4, 5]
     assert [line["loss"] for line in lines] == [0.5, 2.5, 4.0], "the mean since the line before"

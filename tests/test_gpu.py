@@ -190,7 +190,7 @@ def share_worker(local_rank, world_size, folder):
         args = transformer.arguments(world_size)
         model = min_CP.parallelize(transformer.make_model(args).to(dist.get_device()), "all-gather")
         optimizer = transformer.make_optimizer("SGD", model.parameters(), args.lr)
-        losses = min_CP.train(model, optimizer, *transformer.small_text(), args)
+        losses = min_CP.train(model, optimizer, transformer.small_data(args, (0, 1)), args)
     if dist.is_primary():
         parameters = {name: value.cpu() for name, value in transformer.full_parameters(model).items()}
         torch.save((losses.cpu(), parameters), f"{folder}/result.pt")

@@ -22,7 +22,7 @@ def saved_bytes(kind):
     """That a loss on one sequence of 2048 bytes saves in this process for its backward, parameters aside."""
     args = transformer.arguments(layers=2, width=64, length=2048)
     model = min_CP.parallelize(transformer.make_model(args).float(), kind)
-    return transformer.saved_bytes(min_CP, model, args)
+    return transformer.saved_bytes(min_CP.local_loss, model, args)
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ def train_odd(case, optimizer):
         if case == "bug":
             stack.enter_context(mock.patch.object(min_DDP_scratch.RingDDP, "on_gradient", reduce_too_early))
         wrapped = min_DDP_scratch.RingDDP(model, 20_000)
-        min_DDP_scratch.train(wrapped, optimizer, *transformer.small_text(), args)
+        min_DDP_scratch.train(wrapped, optimizer, transformer.small_data(args), args)
     return transformer.full_parameters(wrapped), sum(sent)
 
 

@@ -144,12 +144,12 @@ EVEN = {"experts": 4, "top": 4, "steps": 1}  # each token visits all experts, so
 
 def watch_step(ep):
     torch.set_default_dtype(torch.float32)
-    args, text = arguments(EVEN, ep), transformer.small_text()
+    args = arguments(EVEN, ep)
     model = transformer.make_model(args)
     min_EP_FSDP.parallelize(model, args)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     with mock.patch("gpt.Progress"), Watch() as watch:
-        min_EP_FSDP.train(model, optimizer, *text, args)
+        min_EP_FSDP.train(model, optimizer, transformer.small_data(args), args)
     torch.set_default_dtype(torch.float64)
     return watch.sent
 

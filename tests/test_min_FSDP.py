@@ -58,7 +58,7 @@ def look_inside(bf16):
     share = (dist.get_rank(), dist.get_world_size())
     x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length, args.seed, share=share)
     with Watch() as forward:
-        loss = min_FSDP.local_loss(model, x, y)
+        loss = gpt.loss_fn(model(x), y)
     with Watch() as backward:
         loss.backward()
     optimizer.step()
@@ -89,7 +89,7 @@ def host_reads():
     model = min_FSDP.make_sharded_model(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     with mock.patch("gpt.Progress"), Watch() as watch:
-        min_FSDP.train(model, optimizer, *transformer.small_text(), args)
+        min_FSDP.train(model, optimizer, transformer.small_data(args), args)
     return watch.host_reads, len(watch.types_of("reduce"))
 
 

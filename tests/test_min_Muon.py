@@ -148,7 +148,7 @@ def train_groups():
     adamw = torch.optim.AdamW(rest, lr=args.lr, fused=True)
     for optimizer in (muon, adamw):
         schedule(optimizer)
-    losses = min_Muon.train(model, (muon, adamw), *transformer.small_text(), args)
+    losses = min_Muon.train(model, (muon, adamw), transformer.small_data(args), args)
     return losses, transformer.full_parameters(model), momentum_held(muon)
 
 
@@ -203,7 +203,7 @@ def watch_step():
     model = min_Muon.make_sharded_model(args)
     muon, adamw = min_Muon.make_optimizers(model, args.lr, args.muon_lr)
     with mock.patch("gpt.Progress"), Watch() as training:
-        min_Muon.train(model, (muon, adamw), *transformer.small_text(), args)
+        min_Muon.train(model, (muon, adamw), transformer.small_data(args), args)
     with Watch() as watch:
         muon.step()
     assert watch.others == 0

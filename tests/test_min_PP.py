@@ -71,7 +71,7 @@ def train(optimizer, own, changes):
     """Losses, parameters, the held-out loss, and what was printed."""
     args = transformer.arguments(**own, **changes)
     run = transformer.run_main_worker(min_PP, args, optimizer)
-    batches = gpt.Progress(None, *transformer.small_text(), args, share=run.model.share).batches
+    batches = transformer.small_data(args, run.model.share).held_out_batches()
     with torch.no_grad(), mock.patch.object(gpt, "loss_fn", wraps=gpt.loss_fn) as loss_fn:
         held_out = dist.reduce(torch.stack([run.model.evaluate(x, y) for x, y in batches]).mean()).item()
     rows = {len(call.args[0]) for call in loss_fn.call_args_list}  # of logits in memory

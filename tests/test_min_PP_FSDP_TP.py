@@ -49,7 +49,7 @@ def train(mesh, optimizer, changes):
     """Losses and whole parameters of the script's main_worker, and its held-out loss."""
     args = arguments(mesh, **changes)
     result = transformer.run_main_worker(min_PP_FSDP_TP, args, optimizer)
-    batches = gpt.Progress(None, *transformer.small_text(), args, share=result.model.share).batches[:2]
+    batches = transformer.small_data(args, result.model.share).held_out_batches()[:2]
     with torch.no_grad(), mock.patch.object(gpt, "loss_fn", wraps=gpt.loss_fn) as loss_fn:
         held_out = dist.reduce(torch.stack([result.model.evaluate(x, y) for x, y in batches]).mean()).item()
     rows = {len(call.args[0]) for call in loss_fn.call_args_list}  # of logits in memory
@@ -73,7 +73,7 @@ def check_all(folder, nprocs, cases):
         with transformer.float64(), torch.no_grad():
             model = transformer.make_model(args)
             model.load_state_dict(parameters)
-            batches = gpt.Progress(None, *transformer.small_text(), args).batches[:2]
+            batches = transformer.small_data(args, (0, 1)).held_out_batches()[:2]
             expected = torch.stack([transformer.plain_loss(model, x, y) for x, y in batches]).mean().item()
         assert abs(held_out - expected) <= 1e-9
 

@@ -72,7 +72,7 @@ def train_groups():
         optimizer = min_ZeRO.ZeRO(params, torch.optim.AdamW, args.clip, fused=True, **options)
         schedule(optimizer.optim)
         optimizers.append(optimizer)
-    losses = min_ZeRO.train(model, Both(*optimizers), *transformer.small_text(), args)
+    losses = min_ZeRO.train(model, Both(*optimizers), transformer.small_data(args), args)
     return losses, transformer.full_parameters(model), sum(elements_held(optimizer.optim) for optimizer in optimizers)
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, finish, run, start
-from transformer import BIGRAM, arguments, make_model, make_optimizer, progress_lines, small_text
+from transformer import BIGRAM, arguments, make_model, make_optimizer, n_shares, progress_lines, small_data
 
 import distributed as dist
 import gpt
@@ -110,10 +110,12 @@ def report(script, expected, **changes):
     sizes, totals = {"layers": LAYERS, "length": LENGTH, "width": WIDTH, "log_every": 100}, []
     args = arguments(dist.get_world_size(), **{**sizes, **changes})
     model, optimizer = prepare(script, make_model(args), args)
+    share = (0, 1) if n_shares(script, args) == 1 else getattr(model, "share", None)
+    data = small_data(args, share)
     for steps in (2, 2, 6, 2, 6):  # the first one also sets up things once
         before, args.steps = sent_on_loopback(), steps
         with contextlib.redirect_stdout(io.StringIO()):
-            script.train(model, optimizer, *small_text(), args)
+            script.train(model, optimizer, data, args)
         totals.append(sent_on_loopback() - before)
     sent = (min(totals[2::2]) - min(totals[1::2])) / 4 / dist.get_world_size()
     dist.print_primary(json.dumps([f"{script.__name__} {changes}", sent, expected]))

@@ -49,6 +49,13 @@ def small_text():
     return text[:200_000], held_out[:20_000]
 
 
+def small_data(args, share=None):
+    """gpt.Data of the small text."""
+    text = small_text()
+    with mock.patch.object(gpt, "load_text", lambda: text):
+        return gpt.Data(args, share)
+
+
 def make_optimizer(name, params, lr):
     """AdamW, or SGD, which shows a gradient of the wrong size as Adam does not. It has no fused form for DTensors."""
     if name == "SGD":
@@ -118,7 +125,7 @@ def held_out_loss(parameters, args):
     with float64(), torch.no_grad():
         model = make_model(args)
         model.load_state_dict(parameters)
-        batches = gpt.Progress(None, *small_text(), args).batches
+        batches = small_data(args, (0, 1)).held_out_batches()
         return torch.stack([plain_loss(model, x, y) for x, y in batches]).mean().item()
 
 
@@ -249,8 +256,8 @@ def progress_lines(stdout):
     return [{name: float(value.replace(",", "")) for name, value in line.items()} for line in lines]
 
 
-def saved_bytes(script, model, args):
-    """What the script's loss on one sequence saves in this process for its backward, parameters aside."""
+def saved_bytes(loss_of, model, args):
+    """What `loss_of`, a script's loss, saves of one sequence in this process for its backward, parameters aside."""
     storages = {}
 
     def pack(tensor):
@@ -259,7 +266,7 @@ def saved_bytes(script, model, args):
 
     x, y = gpt.batch(small_text()[0], 0, 1, args.length)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = script.local_loss(model, x, y)  # alive, as are its saved tensors: no address is used again
+        loss = loss_of(model, x, y)  # alive, as are its saved tensors: no address is used again
     for param in model.parameters():
         storages.pop(param.untyped_storage().data_ptr(), None)
     loss.backward()
