@@ -75,7 +75,7 @@ def test_workers_see_what_the_caller_sees_at_each_launch(tmp_path, monkeypatch, 
 
 def test_without_a_gpu_or_under_a_launcher_it_runs_in_this_process(monkeypatch, capsys):
     """What another one printed, capsys would not see."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     dist.launch(print, "a")
     monkeypatch.setenv("WORLD_SIZE", "8")  # alone, it is left from something else
     dist.launch(print, "b", nprocs=1)
@@ -88,7 +88,7 @@ def test_without_a_gpu_or_under_a_launcher_it_runs_in_this_process(monkeypatch, 
 
 
 def test_one_process_per_visible_gpu_by_default(monkeypatch, capfd):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
     dist.launch(print)
     assert sorted(capfd.readouterr().out.splitlines()) == ["0 3", "1 3", "2 3"]
 

@@ -64,6 +64,7 @@ SMALLER = {
     "make test": "make --dry-run test",
     "_node gpu": "_node 2",
     "-node gpu": "-node 2",
+    "-node auto": "-node 2",
     "--model deep": "--model simple",
     "--data mnist": f"--data mnist --data-dir {os.environ.get('MNIST_ROOT', 'data')}",
     "--nnodes 1:4": "--nnodes 1:4 --rdzv-conf last_call_timeout=1",
