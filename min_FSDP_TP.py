@@ -83,25 +83,22 @@ def parallelize(model, args):
 def split_layers(model, mesh):
     """Split the layers of a GPT, or of a pipeline's stage of it, in place over the processes of `mesh`.
 
-    Between the split layers features are split along the sequence, which is dimension 1. The plan names every
-    parameter, in the norms too: the norm of the gradients needs DTensors of one mesh.
+    The plan names every parameter, in the norms too: the norm of the gradients needs DTensors of one mesh.
     """
-    sequence = Shard(1)
+    sequence = Shard(1)  # between the layers: dimension 1 of (batch, length, width) is split
     plan = {
+        "token": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
+        "position": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),  # (length, width)
         "blocks.*.norm1": SequenceParallel(),
-        "blocks.*.attention.qkv": ColwiseParallel(input_layouts=sequence),  # a slice is whole heads: see Attention
+        "blocks.*.attention.qkv": ColwiseParallel(input_layouts=sequence),  # a slice is whole heads: see gpt.Attention
         "blocks.*.attention.out": RowwiseParallel(output_layouts=sequence),
         "blocks.*.norm2": SequenceParallel(),
         "blocks.*.mlp.up": ColwiseParallel(input_layouts=sequence),
         "blocks.*.mlp.down": RowwiseParallel(output_layouts=sequence),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),
     }
-    if hasattr(model, "token"):  # the first stage
-        plan["token"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence)
-        # It has no batch dimension.
-        plan["position"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
-    if hasattr(model, "head"):  # the last stage
-        plan["norm"] = SequenceParallel()
-        plan["head"] = ColwiseParallel(input_layouts=sequence, output_layouts=Replicate())
+    plan = {name: style for name, style in plan.items() if hasattr(model, name.partition(".")[0])}  # a stage lacks some
     parallelize_module(model, mesh, plan)
 
 

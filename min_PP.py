@@ -25,8 +25,7 @@ The gradient of the batch is the mean of the micro-batches' gradients, so the re
 
 Choose it when one device cannot hold the model and links are slow, as between machines: only neighbours communicate,
 and they send little. Over fast links FSDP (min_FSDP.py) is simpler: it has no bubble and no stages to balance.
---data-parallel D trains D pipelines, each on its share of the batch, and averages their gradients. N is then the
-number of processes of one pipeline.
+min_PP_FSDP_TP.py trains several pipelines side by side, each on its share of the batch.
 
 No process ever holds the whole model: it is built without memory, on the device "meta", and each process fills its own
 stages. On GPUs torch 2.15 sends to all neighbours on one stream. With `backend_override={"stage": "nccl-lazy"}`
@@ -36,10 +35,9 @@ Cost, for P float32 parameters and A = 4 · global batch size · length · width
     memory    16·P/N bytes per process for parameters, gradients and AdamW's state; the first stage also has the
               embeddings, and the last one the head
     sent      in each step, by all processes together: 2·A·(N-1) bytes with one stage per process, 2·A·(2·N-1) with
-              Interleaved…, 4·A·(N-1) with ZBVZeroBubble and DualPipeV; for D pipelines, 2·(D-1)·4·P more
+              Interleaved…, 4·A·(N-1) with ZBVZeroBubble and DualPipeV
 
     python min_PP.py --nproc 2                                     # two processes; without --nproc, all GPUs
-    python min_PP.py --nproc 4 --data-parallel 2                   # two pipelines of two processes
     CUDA_VISIBLE_DEVICES=0,1 python min_PP.py --schedule GPipe     # GPUs 0 and 1
     torchrun --standalone --nproc-per-node 2 min_PP.py --schedule ZBVZeroBubble
 
@@ -94,14 +92,12 @@ class Pipeline:
     """This process's stages of a GPT, and the schedule that runs them with the other processes of the pipeline.
 
     `model` is the GPT with shapes but without memory. Afterwards it has memory, for this process's layers alone. `mesh`
-    has a dimension "stage". `share` is the pipeline's share of the global batch, as gpt.batch takes it.
-    `parallelize(stage)` may split a stage further, before it has memory.
+    has a dimension "stage". `parallelize(stage)` may split a stage further, before it has memory.
     """
 
-    def __init__(self, model, args, mesh, share, parallelize=None):
+    def __init__(self, model, args, mesh, parallelize=None):
         self.model = model
         self.mesh = mesh
-        self.share = share
         self.group = mesh.get_group("stage")
         ranks = stage_ranks(args.schedule, self.group.size())
         n_stages = len(ranks)
@@ -125,7 +121,7 @@ class Pipeline:
             self.schedule = schedule_class(parts, args.micro_batches, gpt.loss_fn)
 
     def step(self, x, y):
-        """All forwards and backwards. (x, y) is this pipeline's share of the global batch.
+        """All forwards and backwards. All processes of the pipeline pass the same batch (x, y).
 
         Returns a loss whose mean over all processes is the loss of the global batch.
         """
@@ -167,10 +163,8 @@ def remove_layers_without_memory(model):
 
 
 def make_pipeline(model, args):
-    shape = (args.data_parallel, dist.get_world_size() // args.data_parallel)
-    mesh = init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("replica", "stage"))
-    share = (mesh.get_local_rank("replica"), args.data_parallel)
-    return Pipeline(model, args, mesh, share)
+    mesh = init_device_mesh(dist.get_device().type, (dist.get_world_size(),), mesh_dim_names=("stage",))
+    return Pipeline(model, args, mesh)
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
@@ -183,8 +177,6 @@ def train(pipeline, optimizer, data, args):
         x, y = data.batch(step)
         optimizer.zero_grad()
         loss = pipeline.step(x, y)
-        if args.data_parallel > 1:
-            gpt.reduce_gradients(pipeline.model.parameters(), "avg", pipeline.mesh.get_group("replica"))
         if args.clip:
             clip_gradients(pipeline, args.clip)
         optimizer.step()
@@ -216,25 +208,15 @@ def parse_args():
     parser.add_argument("--schedule", choices=schedules, default="1F1B", help="order of forwards and backwards")
     micro_help = "parts of a pipeline's batch (default: 8, or what fits)"
     parser.add_argument("--micro-batches", type=options.whole_number(1), help=micro_help)
-    parser.add_argument("--data-parallel", type=options.whole_number(1), default=1, help="number of pipelines")
     parser.set_defaults(steps=600, layers=None)  # 4 blocks, or one per stage
     args = parser.parse_args()
-    check_options(parser, args)
+    check_stages(parser, args, args.nproc)
+    gpt.check_model_options(parser, args, batch=(args.micro_batches, "--micro-batches"))
     return args
 
 
-def check_options(parser, args):
-    """End the program with one line if the options do not fit. Fill in those that were not given."""
-    if args.nproc % args.data_parallel:
-        line = f"{args.data_parallel} does not divide {args.nproc}, the number of processes"
-        parser.error(f"argument --data-parallel: {line}")
-    check_stages(parser, args, args.nproc // args.data_parallel)
-    parts = args.micro_batches * args.data_parallel
-    gpt.check_model_options(parser, args, batch=(parts, "--micro-batches x --data-parallel"))
-
-
 def check_stages(parser, args, n_ranks):
-    """The same for the options of a pipeline of `n_ranks` processes."""
+    """Check the options of a pipeline of `n_ranks` processes, and fill in those that were not given."""
     if torch.__version__ < "2.12" and args.schedule in INTERLEAVED and n_ranks == 1:
         line = f"{args.schedule} needs at least two processes in a pipeline before torch 2.12"
         parser.error(f"argument --schedule: {line}")
@@ -264,7 +246,8 @@ def main_worker(local_rank, world_size, args):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {args.schedule}")
     gpt.report_held(model.parameters(), n_params)
-    train(pipeline, optimizer, gpt.Data(args, pipeline.share), args)
+    data = gpt.Data(args, share=(0, 1))  # the whole batch, which the schedule cuts into micro-batches
+    train(pipeline, optimizer, data, args)
 
 
 if __name__ == "__main__":

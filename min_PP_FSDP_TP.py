@@ -86,8 +86,7 @@ def make_pipeline(model, args):
     """`model`, with shapes but without memory, as min_PP.py's pipeline of stages that are split further."""
     shape = (args.stages, args.shard, args.tensor)
     mesh = init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("stage", "shard", "tensor"))
-    share = (mesh.get_local_rank("shard"), args.shard)  # tensor neighbours take the same share of the global batch
-    return Pipeline(model, args, mesh, share, functools.partial(parallelize, mesh=mesh, args=args))
+    return Pipeline(model, args, mesh, functools.partial(parallelize, mesh=mesh, args=args))
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
@@ -173,7 +172,9 @@ def main_worker(local_rank, world_size, args):
     pipeline = make_pipeline(model, args)
     gpt.report_held(model.parameters(), n_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    train(pipeline, optimizer, gpt.Data(args, pipeline.share), args)
+    # Tensor neighbours, and the stages of a pipeline, take the same share of the batch.
+    data = gpt.Data(args, share=(pipeline.mesh.get_local_rank("shard"), args.shard))
+    train(pipeline, optimizer, data, args)
 
 
 if __name__ == "__main__":

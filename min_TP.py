@@ -21,8 +21,8 @@ too, but also divides the batch, and tolerates slower links. min_FSDP_TP.py comb
 Cost per process, for P float32 parameters, L layers of width D, B sequences of T bytes and N processes:
     memory    16·P/N bytes (parameters 4, gradients 4, AdamW 8; norms and some biases, under 1 %, are whole).
               Activations take 1/N, except the input X of each pair, which is kept for backward, and the logits.
-    sent      (N-1)/N · ((8·L + 4)·B + 1) · 4·T·D bytes in each step, and (N-1)/N · 4·B·T·256 for the logits. The CPU's
-              gloo sends 12·L + 5 for 8·L + 4, because its reduce-scatter is an all-reduce.
+    sent      (N-1)/N · ((8·L + 4)·B + 2) · 4·T·D bytes in each step, and (N-1)/N · 4·B·T·256 for the logits. The CPU's
+              gloo sends up to twice as much, because its reduce-scatter is an all-reduce.
 No process ever holds the whole model: it is built without memory, on the device "meta", and each process fills its
 part. Each process has all logits and computes the same loss. With a vocabulary larger than these 256 bytes the logits
 can stay split: see `loss_parallel` in torch.distributed.tensor.parallel.
@@ -39,13 +39,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import distributed as dist
 import gpt
@@ -54,26 +48,23 @@ import options
 # ---- split layers -------------------------------------------------------------------------------------------------
 
 
-def split_layers(model):
-    """Cut the layers of `model` in place, over all processes. In one process the model stays as it is."""
-    if dist.get_world_size() == 1:
-        return
-    mesh = init_device_mesh(dist.get_device().type, (dist.get_world_size(),))
-    pieces = Shard(1)  # between the layers: dimension 1 of (batch, length, width) is split
+def split_layers(model, mesh):
+    """Split the layers of a GPT in place over the processes of `mesh`.
+
+    The plan names every parameter, in the norms too: the norm of the gradients needs DTensors of one mesh.
+    """
+    sequence = Shard(1)  # between the layers: dimension 1 of (batch, length, width) is split
     plan = {
-        "token": ColwiseParallel(output_layouts=Replicate()),
-        "position": ColwiseParallel(output_layouts=Replicate()),
-        "blocks.0": PrepareModuleInput(  # each process takes its piece of the embedded sequence
-            input_layouts=Replicate(), desired_input_layouts=pieces, use_local_output=True
-        ),
+        "token": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
+        "position": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),  # (length, width)
         "blocks.*.norm1": SequenceParallel(),
-        "blocks.*.attention.qkv": ColwiseParallel(input_layouts=pieces),  # a slice is whole heads: see gpt.Attention
-        "blocks.*.attention.out": RowwiseParallel(output_layouts=pieces),
+        "blocks.*.attention.qkv": ColwiseParallel(input_layouts=sequence),  # a slice is whole heads: see gpt.Attention
+        "blocks.*.attention.out": RowwiseParallel(output_layouts=sequence),
         "blocks.*.norm2": SequenceParallel(),
-        "blocks.*.mlp.up": ColwiseParallel(input_layouts=pieces),
-        "blocks.*.mlp.down": RowwiseParallel(output_layouts=pieces),
+        "blocks.*.mlp.up": ColwiseParallel(input_layouts=sequence),
+        "blocks.*.mlp.down": RowwiseParallel(output_layouts=sequence),
         "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=pieces, output_layouts=Replicate()),
+        "head": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),
     }
     parallelize_module(model, mesh, plan)
 
@@ -119,7 +110,8 @@ def main_worker(local_rank, world_size, args):
     data = gpt.Data(args, share=(0, 1))  # each process takes the whole batch
     model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
     n_params = sum(param.numel() for param in model.parameters())
-    split_layers(model)
+    if world_size > 1:
+        split_layers(model, init_device_mesh(dist.get_device().type, (world_size,)))
     model.to_empty(device=dist.get_device())  # memory for this process's part
     gpt.fill(model.named_parameters(), args)
     gpt.report_held(model.parameters(), n_params)

@@ -236,7 +236,7 @@ SCRIPTS = {  # the axes of each, and its options for them
     "min_FSDP.py": (("shard",), ""),
     "min_ZeRO.py": (("replicate",), ""),
     "min_CP.py": (("context",), ""),
-    "min_PP.py": (("stages", "replicate"), "--data-parallel {replicate}"),
+    "min_PP.py": (("stages",), ""),
     "min_FSDP_TP.py": (("replicate", "shard", "tensor"), "--replicate {replicate} --shard {shard} --tensor {tensor}"),
     "min_PP_FSDP_TP.py": (("stages", "shard", "tensor"), "--stages {stages} --shard {shard} --tensor {tensor}"),
 }

@@ -24,6 +24,7 @@ from concurrent import futures
 import torch
 import torch.distributed as torch_dist
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
 
 import distributed as dist
 import gpt
@@ -53,7 +54,7 @@ class Clock:
 def make_args(nproc, steps, **changes):
     shape = {"layers": LAYERS, "width": 128, "heads": 4, "length": LENGTH, "global_batch_size": BATCH}
     split = {"replicate": 1, "shard": nproc, "tensor": 1, "checkpoint_dir": None, "recompute": False}
-    split |= {"attention": "ulysses", "schedule": "1F1B", "micro_batches": 8, "data_parallel": 1, "log_every": steps}
+    split |= {"attention": "ulysses", "schedule": "1F1B", "micro_batches": 8, "log_every": steps}
     split |= {"whole": True}  # of min_CP_ring.py
     training = {"steps": steps, "lr": 0.001, "clip": None, "seed": 0, "nproc": nproc, "bf16": False}
     return argparse.Namespace(**{**shape, **split, **training, **changes})
@@ -75,12 +76,17 @@ def split(how, args):
 
 SHARES = ("one process", "DDP", "FSDP")  # each process takes its share of a batch
 
+
+def tensor_parallel(model):
+    min_TP.split_layers(model, init_device_mesh(dist.get_device().type, (dist.get_world_size(),)))
+
+
 # How the model is made, and what trains it.
 CASES = {
     "one process": (whole, min_FSDP_TP.train),
     "DDP": (lambda args: dist.prepare_ddp_model(whole(args), gradient_as_bucket_view=True), min_FSDP_TP.train),
     "FSDP": (lambda args: split(functools.partial(min_FSDP_TP.parallelize, args=args), args), min_FSDP_TP.train),
-    "TP": (lambda args: split(min_TP.split_layers, args), min_TP.train),
+    "TP": (lambda args: split(tensor_parallel, args), min_TP.train),
     "PP": (lambda args: min_PP.make_pipeline(gpt.make_meta_model(args), args), min_PP.train),
     "CP": (lambda args: min_CP.parallelize(whole(args), args.attention), min_CP.train),
     "all-gather": (lambda args: min_CP.parallelize(whole(args), "all-gather"), min_CP.train),

@@ -357,7 +357,7 @@ def reduce_bucket(state, bucket: torch_dist.GradBucket) -> torch.futures.Future[
 
 def pipeline_stage(args):
     """PipelineStage, told of all shapes, which the stages would send to each other as objects."""
-    pipelines = args.data_parallel if hasattr(args, "data_parallel") else args.shard  # min_PP or min_PP_FSDP_TP
+    pipelines = getattr(args, "shard", 1)  # of min_PP_FSDP_TP
     rows = args.global_batch_size // args.micro_batches // pipelines
     piece = args.length // getattr(args, "tensor", 1)
 

@@ -50,7 +50,7 @@ CASES = [
     ("min_Muon", 2, *STEPS, "--layers", 2),  # so that both ranks own matrices of one size
     ("min_PP", 2, *STEPS, "--layers", 2),
     ("min_PP", 2, *STEPS, "--layers", 4, "--schedule", "ZBVZeroBubble"),
-    ("min_PP", 4, *STEPS, "--layers", 4, "--schedule", "Interleaved1F1B", "--data-parallel", 2),
+    ("min_PP", 4, *STEPS, "--layers", 4, "--schedule", "Interleaved1F1B"),
     ("min_Packing", 2, *STEPS, "--accumulate", 2),
     ("min_CP_ring", 2, *STEPS),
     ("min_Stream", 2, *STEPS, "--num-workers", 0, "--snapshot-path", "snapshot.pt"),

@@ -49,7 +49,9 @@ def train(mesh, optimizer, changes):
     """Losses and whole parameters of the script's main_worker, and its held-out loss."""
     args = arguments(mesh, **changes)
     result = transformer.run_main_worker(min_PP_FSDP_TP, args, optimizer)
-    batches = transformer.small_data(args, result.model.share).held_out_batches()[:2]
+    batches = transformer.small_data(args, (result.model.mesh.get_local_rank("shard"), args.shard)).held_out_batches()[
+        :2
+    ]
     with torch.no_grad(), mock.patch.object(gpt, "loss_fn", wraps=gpt.loss_fn) as loss_fn:
         held_out = dist.reduce(torch.stack([result.model.evaluate(x, y) for x, y in batches]).mean()).item()
     rows = {len(call.args[0]) for call in loss_fn.call_args_list}  # of logits in memory

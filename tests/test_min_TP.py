@@ -6,7 +6,9 @@ from unittest import mock
 import pytest
 import transformer
 from conftest import slow
+from torch.distributed.device_mesh import init_device_mesh
 
+import distributed as dist
 import gpt
 import min_TP
 
@@ -36,7 +38,7 @@ def held_fractions():
         args = min_TP.parse_args()
     model = transformer.make_model(args)
     total = sum(param.numel() for param in model.parameters())
-    min_TP.split_layers(model)
+    min_TP.split_layers(model, init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = transformer.make_optimizer("AdamW", model.parameters(), args.lr)
     x, y = gpt.batch(transformer.small_text()[0], 0, 1, args.length)
     gpt.loss_fn(model(x), y).backward()

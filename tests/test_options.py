@@ -131,13 +131,12 @@ REFUSED = {
         --nproc 3 --global-batch-size 16 | --global-batch-size 16 3
     """,
     "min_PP.py": """
-        --nproc 4 --data-parallel 3 | --data-parallel 3 4
         --nproc 5 --layers 4 | --layers 4 5 1F1B
         --nproc 2 --schedule DualPipeV --layers 3 | --layers 3 4 DualPipeV
         --nproc 2 --micro-batches 1 | --micro-batches 1 2 1F1B
         --nproc 2 --schedule DualPipeV --micro-batches 2 | --micro-batches 2 4 DualPipeV
         --nproc 2 --schedule Interleaved1F1B --micro-batches 5 | --micro-batches 5 2
-        --nproc 2 --global-batch-size 12 --micro-batches 4 --data-parallel 2 | --global-batch-size 12 8 --data-parallel
+        --nproc 2 --global-batch-size 12 --micro-batches 8 | --global-batch-size 12 8 --micro-batches
     """,
     "min_TP.py": """
         --nproc 3 --heads 4 | --heads 4 3

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, finish, run, start
+from torch.distributed.device_mesh import init_device_mesh
 from transformer import BIGRAM, arguments, make_model, make_optimizer, n_shares, progress_lines, small_data
 
 import distributed as dist
@@ -53,14 +54,9 @@ def test_it_learns_more_than_pairs_of_bytes_within_minutes(script):
 # ---- bytes sent, counted where nobody else sends any ---------------------------------------------------------------
 
 N, LAYERS, BATCH, LENGTH, WIDTH, LR = 2, 2, 8, 128, 64, 0.01  # of all cases but the pipelines
-PIPELINES = [  # nprocs, options, and by the docstring, in units of A, the passes over a boundary, and pipelines
-    (2, {"schedule": "1F1B", "data_parallel": 1}, 2, 1),
-    (2, {"schedule": "GPipe", "data_parallel": 2}, 0, 2),
-    (2, {"schedule": "InterleavedZeroBubble", "data_parallel": 1}, 6, 1),
-    (4, {"schedule": "1F1B", "data_parallel": 2}, 2, 2),
-]
+PIPELINES = [("1F1B", 2), ("GPipe", 2), ("InterleavedZeroBubble", 6)]  # and, by the docstring, what is sent, / A
 if torch.__version__ >= "2.12":  # min_PP.py refuses it before
-    PIPELINES.append((2, {"schedule": "ZBVZeroBubble", "data_parallel": 1}, 4, 1))
+    PIPELINES.append(("ZBVZeroBubble", 4))
 
 
 def sent_on_loopback():
@@ -84,7 +80,7 @@ def prepare(script, model, args):
     if script is min_FSDP:
         min_FSDP.shard(model, args)
     elif script is min_TP:
-        min_TP.split_layers(model)
+        min_TP.split_layers(model, init_device_mesh("cpu", (N,)))
     elif script is min_CP:
         model = min_CP.parallelize(model, args.attention)
     elif script is min_DDP_scratch:
@@ -110,8 +106,7 @@ def report(script, expected, **changes):
     sizes, totals = {"layers": LAYERS, "length": LENGTH, "width": WIDTH, "log_every": 100}, []
     args = arguments(dist.get_world_size(), **{**sizes, **changes})
     model, optimizer = prepare(script, make_model(args), args)
-    share = (0, 1) if n_shares(script, args) == 1 else getattr(model, "share", None)
-    data = small_data(args, share)
+    data = small_data(args, (0, 1) if n_shares(script, args) == 1 else None)
     for steps in (2, 2, 6, 2, 6):  # the first one also sets up things once
         before, args.steps = sent_on_loopback(), steps
         with contextlib.redirect_stdout(io.StringIO()):
@@ -123,17 +118,12 @@ def report(script, expected, **changes):
 
 def count_worker(local_rank, world_size):
     dist.init_process_group()
-    for nprocs, options, passes, pipelines in PIPELINES:
-        if nprocs == world_size:
-            sizes = {"layers": 4, "width": 128, "length": 128, "global_batch_size": 16, "clip": 1.0}
-            n_params = sum(param.numel() for param in make_model(arguments(**sizes)).parameters())
-            expected = (passes * 4 * 16 * 128 * 128 + 2 * (pipelines - 1) * 4 * n_params) / nprocs
-            report(min_PP, expected, micro_batches=4, **options, **sizes)
-    if world_size != N:
-        return
+    for schedule, passes in PIPELINES:
+        sizes = {"layers": 4, "width": 128, "length": 128, "global_batch_size": 16, "clip": 1.0}
+        report(min_PP, passes * 4 * 16 * 128 * 128 / N, micro_batches=4, schedule=schedule, **sizes)
     features = (N - 1) / N * 4 * LENGTH * WIDTH
     logits = (N - 1) / N * 4 * BATCH * LENGTH * 256
-    report(min_TP, ((12 * LAYERS + 5) * BATCH + 1) * features + logits)  # 8 L + 4, with gloo's reduce-scatter
+    report(min_TP, ((12 * LAYERS + 6) * BATCH + 3) * features + logits)  # (8 L + 4) B + 2, with gloo's reduce-scatter
     model = make_model(arguments(layers=2, length=LENGTH, width=WIDTH))
     n_params = sum(param.numel() for param in model.parameters())
     ddp, on_gloo = 2 * (N - 1) / N * 4 * n_params, 1.5  # whose reduce-scatter is an all-reduce
@@ -171,8 +161,7 @@ def count_worker(local_rank, world_size):
 
 def count():
     """Run in a network namespace of its own."""
-    for nprocs in (2, 4):
-        dist.launch(count_worker, nprocs=nprocs)
+    dist.launch(count_worker, nprocs=N)
 
 
 @pytest.mark.guard

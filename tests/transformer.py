@@ -21,7 +21,7 @@ SAME_DROPOUT = (
     "min_PP",
     "min_TP",
 )  # tensor neighbours and stages work on the same sequences
-WHOLE_BATCH = ("min_CP", "min_CP_ring", "min_TP")  # each process takes the whole global batch
+WHOLE_BATCH = ("min_CP", "min_CP_ring", "min_PP", "min_TP")  # each process takes the whole global batch
 BIGRAM = 2.46  # the held-out loss of guesses by the byte before, in nats
 HELD = re.compile(r"parameters held: ([\d,]+) of ([\d,]+) \((\d\.\d{3})\)")
 LINE = re.compile(
@@ -207,8 +207,6 @@ def n_shares(script, args):
         return args.replicate * args.shard
     if name == "min_PP_FSDP_TP":
         return args.shard
-    if name == "min_PP":
-        return args.data_parallel
     return dist.get_world_size()
 
 
