@@ -77,7 +77,9 @@ def train_epoch(ddp_model, loader, optimizer, device):
     """Returns the mean loss of the steps, and how many samples were classified correctly, of how many, on all ranks."""
     ddp_model.train()
     losses = []
-    correct = []
+    # These stay on the GPU until the epoch ends. To read a number, the CPU would wait for the GPU in each step.
+    correct = torch.zeros((), dtype=torch.long, device=device)
+    total = torch.zeros_like(correct)
     for x, y in loader:
         x = x.to(device, non_blocking=True)
         y = y.to(device, non_blocking=True)
@@ -86,13 +88,13 @@ def train_epoch(ddp_model, loader, optimizer, device):
         loss = nn.functional.cross_entropy(logits, y)
         loss.backward()
         optimizer.step()
-        # These stay on the GPU until the epoch ends. To read a number, the CPU would wait for the GPU in each step.
         losses.append(loss.detach())
-        correct.append(logits.argmax(dim=1) == y)
+        correct += (logits.argmax(dim=1) == y).sum()
+        total += len(y)
 
     loss = dist.reduce(torch.stack(losses).mean())  # the average over all ranks
-    correct = torch.cat(dist.gather(torch.cat(correct)))  # the samples of all ranks
-    return loss.item(), correct.sum().item(), len(correct)
+    correct, total = dist.all_reduce(torch.stack([correct, total])).tolist()  # the sums over all ranks
+    return loss.item(), correct, total
 
 
 @torch.no_grad()
@@ -101,7 +103,7 @@ def evaluate(model, dataset, batch_size, device):
     sampler = dist.data_sampler(dataset, distributed=True, shuffle=False, pad=False)  # no sample is counted twice
     loader = DataLoader(dataset, batch_size, sampler=sampler)
     model.eval()
-    correct = torch.zeros((), dtype=torch.long, device=device)  # stays on the GPU, so no step waits for it
+    correct = torch.zeros((), dtype=torch.long, device=device)
     for x, y in loader:
         predictions = model(x.to(device)).argmax(dim=1)
         correct += (predictions == y.to(device)).sum()

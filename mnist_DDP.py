@@ -11,8 +11,8 @@ its share, and splits it into K micro-batches, where K is --accumulate:
     rank 1   forward backward   forward backward --+
              (no_sync)          on every rank the gradient is  g = 1/B * sum of the gradients of all B samples
 
-Four places say CHANGE HERE: the data, the model, the loss, the optimizer. For another task also change `evaluate`,
-which counts correct predictions, and `test`, which shows images to the trackers. Keep the rest.
+What you change stands first, under CHANGE HERE: data, model, loss, metric and optimizer. For another task also change
+`test`, which shows images to the trackers. Keep the rest.
 
 Choose min_DDP.py to learn DDP, flyte_workflow.py to run this experiment as the task of an orchestrator, and
 multinode_torchrun.py for machines that come and go.
@@ -52,6 +52,56 @@ import mnist
 import options
 import tracking
 import watch
+
+# ---- CHANGE HERE: data, model, loss, metric, optimizer ------------------------------------------------------------
+
+
+def load_datasets(args):
+    """Any two Datasets with a length, whose samples are (input, label). Change their options in `make_parser` too.
+
+    Every rank calls this. If you download, let one process per machine do it while the others wait, as mnist.load_data
+    does. Augment with torch's random numbers: each micro-batch has a seed of its own. A `collate_fn` of your own takes
+    the place of mnist.collate and default_collate, in four lines.
+    """
+    train_set = mnist.load_data(args.data, args.data_dir, train=True, seed=args.seed)
+    test_set = mnist.load_data(args.data, args.data_dir, train=False, seed=args.seed)
+    return train_set, test_set
+
+
+def make_model():
+    """Any nn.Module."""
+    return mnist.SimpleCNN()
+
+
+def forward(model, inputs, labels, device, bf16):
+    """Outputs, labels and losses of a batch, on `device`. If `inputs` is a dict, move each of its tensors.
+
+    There is one loss per sample, not their mean, since ranks may have unequal shares.
+    """
+    inputs = inputs.to(device, non_blocking=True)
+    labels = labels.to(device, non_blocking=True)
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        outputs = model(mnist.normalize(inputs))  # bytes become floats; leave it out if yours are floats already
+        losses = F.cross_entropy(outputs, labels, reduction="none")
+    return outputs, labels, losses
+
+
+def count_hits(outputs, labels):
+    """The number of correct predictions in a batch. Its sum over all samples is what the test prints."""
+    return (outputs.argmax(dim=1) == labels).sum()
+
+
+def make_optimizer(model, lr, steps):
+    """The optimizer, and a scheduler that is stepped after each of `steps` steps."""
+    # fused=True is faster, but not every optimizer has it.
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, fused=True)
+
+    def cosine(step):
+        """The learning rate of `step`, as a fraction of --lr."""
+        return (1 + math.cos(math.pi * step / steps)) / 2
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, cosine)
+
 
 # ---- one step: several micro-batches, one all-reduce --------------------------------------------------------------
 
@@ -223,7 +273,7 @@ def evaluate(net, test_set, device, args):
     for inputs, labels in checkpoint.shielded(loader):
         outputs, labels, losses = forward(net, inputs, labels, device, args.bf16)
         loss_sum += losses.sum(dtype=torch.float64)
-        hits += (outputs.argmax(dim=1) == labels).sum()
+        hits += count_hits(outputs, labels)
     loss_sum, hits = dist.all_reduce(torch.stack([loss_sum, hits])).tolist()
     n = len(test_set)
     return loss_sum / n, int(hits), n
@@ -265,50 +315,6 @@ def resume(model, optimizer, scheduler, settings, steps_per_epoch, args):
     if step > 0:
         dist.print_primary(f"Resuming from {path} at step {step}", flush=True)
     return step, accuracies, run_id
-
-
-# ---- data, model, loss and optimizer ------------------------------------------------------------------------------
-
-
-# CHANGE HERE, 1 of 4: the data, and its options in `make_parser`.
-def load_datasets(args):
-    """Any two Datasets with a length, whose samples are (input, label).
-
-    Every rank calls this. If you download, let one process per machine do it while the others wait, as mnist.load_data
-    does. Augment with torch's random numbers: each micro-batch has a seed of its own. A `collate_fn` of your own takes
-    the place of mnist.collate and default_collate, in four lines.
-    """
-    train_set = mnist.load_data(args.data, args.data_dir, train=True, seed=args.seed)
-    test_set = mnist.load_data(args.data, args.data_dir, train=False, seed=args.seed)
-    return train_set, test_set
-
-
-# CHANGE HERE, 2 of 4: the model. Any nn.Module.
-def make_model():
-    return mnist.SimpleCNN()
-
-
-# CHANGE HERE, 3 of 4: the loss. One number per sample, not their mean, since ranks may have unequal shares.
-def forward(model, inputs, labels, device, bf16):
-    """Outputs, labels and losses of a batch, on `device`. If `inputs` is a dict, move each of its tensors."""
-    inputs = inputs.to(device, non_blocking=True)
-    labels = labels.to(device, non_blocking=True)
-    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-        outputs = model(mnist.normalize(inputs))  # bytes become floats; leave it out if yours are floats already
-        losses = F.cross_entropy(outputs, labels, reduction="none")
-    return outputs, labels, losses
-
-
-# CHANGE HERE, 4 of 4: the optimizer. fused=True is faster, but not every optimizer has it.
-def make_optimizer(model, lr, steps):
-    """The optimizer, and a scheduler that is stepped after each of `steps` steps."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, fused=True)
-
-    def cosine(step):
-        """The learning rate of `step`, as a fraction of --lr."""
-        return (1 + math.cos(math.pi * step / steps)) / 2
-
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, cosine)
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
