@@ -36,6 +36,7 @@ The second prints `parameters held: 120,128 of 478,720 (0.251)`. Each checkpoint
 --checkpoint-dir. With --keep 3 older ones are deleted. Load only checkpoints that you trust.
 """
 
+import fnmatch
 import functools
 import logging
 import warnings
@@ -45,7 +46,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint as recompute
 
 import checkpoint_sharded
@@ -87,8 +94,11 @@ def split_layers(model, mesh):
     """
     sequence = Shard(1)  # between the layers: dimension 1 of (batch, length, width) is split
     plan = {
-        "token": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
-        "position": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),  # (length, width)
+        "token": ColwiseParallel(output_layouts=Replicate()),
+        "position": ColwiseParallel(output_layouts=Replicate()),
+        "blocks.0": PrepareModuleInput(  # each process takes its piece of the embedded sequence
+            input_layouts=Replicate(), desired_input_layouts=sequence, use_local_output=True
+        ),
         "blocks.*.norm1": SequenceParallel(),
         "blocks.*.attention.qkv": ColwiseParallel(input_layouts=sequence),  # a slice is whole heads: see gpt.Attention
         "blocks.*.attention.out": RowwiseParallel(output_layouts=sequence),
@@ -98,7 +108,8 @@ def split_layers(model, mesh):
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),
     }
-    plan = {name: style for name, style in plan.items() if hasattr(model, name.partition(".")[0])}  # a stage lacks some
+    names = dict(model.named_modules())
+    plan = {name: style for name, style in plan.items() if fnmatch.filter(names, name)}  # a stage lacks some
     parallelize_module(model, mesh, plan)
 
 

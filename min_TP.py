@@ -21,8 +21,8 @@ too, but also divides the batch, and tolerates slower links. min_FSDP_TP.py comb
 Cost per process, for P float32 parameters, L layers of width D, B sequences of T bytes and N processes:
     memory    16·P/N bytes (parameters 4, gradients 4, AdamW 8; norms and some biases, under 1 %, are whole).
               Activations take 1/N, except the input X of each pair, which is kept for backward, and the logits.
-    sent      (N-1)/N · ((8·L + 4)·B + 2) · 4·T·D bytes in each step, and (N-1)/N · 4·B·T·256 for the logits. The CPU's
-              gloo sends up to twice as much, because its reduce-scatter is an all-reduce.
+    sent      (N-1)/N · ((8·L + 4)·B + 1) · 4·T·D bytes in each step, and (N-1)/N · 4·B·T·256 for the logits. The CPU's
+              gloo sends 12·L + 5 for 8·L + 4, because its reduce-scatter is an all-reduce.
 No process ever holds the whole model: it is built without memory, on the device "meta", and each process fills its
 part. Each process has all logits and computes the same loss. With a vocabulary larger than these 256 bytes the logits
 can stay split: see `loss_parallel` in torch.distributed.tensor.parallel.
@@ -39,7 +39,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import distributed as dist
 import gpt
@@ -55,8 +61,11 @@ def split_layers(model, mesh):
     """
     sequence = Shard(1)  # between the layers: dimension 1 of (batch, length, width) is split
     plan = {
-        "token": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
-        "position": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),  # (length, width)
+        "token": ColwiseParallel(output_layouts=Replicate()),
+        "position": ColwiseParallel(output_layouts=Replicate()),
+        "blocks.0": PrepareModuleInput(  # each process takes its piece of the embedded sequence
+            input_layouts=Replicate(), desired_input_layouts=sequence, use_local_output=True
+        ),
         "blocks.*.norm1": SequenceParallel(),
         "blocks.*.attention.qkv": ColwiseParallel(input_layouts=sequence),  # a slice is whole heads: see gpt.Attention
         "blocks.*.attention.out": RowwiseParallel(output_layouts=sequence),

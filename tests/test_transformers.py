@@ -123,7 +123,7 @@ def count_worker(local_rank, world_size):
         report(min_PP, passes * 4 * 16 * 128 * 128 / N, micro_batches=4, schedule=schedule, **sizes)
     features = (N - 1) / N * 4 * LENGTH * WIDTH
     logits = (N - 1) / N * 4 * BATCH * LENGTH * 256
-    report(min_TP, ((12 * LAYERS + 6) * BATCH + 3) * features + logits)  # (8 L + 4) B + 2, with gloo's reduce-scatter
+    report(min_TP, ((12 * LAYERS + 5) * BATCH + 1) * features + logits)  # 8 L + 4, with gloo's reduce-scatter
     model = make_model(arguments(layers=2, length=LENGTH, width=WIDTH))
     n_params = sum(param.numel() for param in model.parameters())
     ddp, on_gloo = 2 * (N - 1) / N * 4 * n_params, 1.5  # whose reduce-scatter is an all-reduce
