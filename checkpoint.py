@@ -102,7 +102,7 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0, settings=None,
         if isinstance(part, nn.Module):
             dist.sync_params(part.buffers())
         snapshot[name] = part.state_dict() if _has_state(part) else part
-    dist.check_in_sync(nn.Module(), **_leaves(snapshot))  # no model: its names would not say which part it is
+    dist.check_in_sync(None, **_leaves(snapshot))  # without a model: its names would not say which part it is
     error = None
     if dist.get_local_rank() == 0:
         try:

@@ -294,13 +294,13 @@ def sync_params(params, src=0):
 def check_in_sync(model, optimizer=None, /, **values):
     """Raise DistributedError on every rank if a parameter that all ranks should hold alike differs between ranks.
 
-    Call it on every rank, for example after each epoch, and once for each model. With `optimizer` the parameters that
-    it trains outside `model` are compared too. Further `values` are tensors, numbers, strings, and lists and dicts of
-    these, under names that no parameter has. Other types raise DistributedError too. Of each tensor a checksum is
-    compared, its type and shape, and whether it is trained. Shards and buffers are not compared. Ranks that hold
-    different pipeline stages may pass different models.
+    Call it on every rank, for example after each epoch, and once for each model, which may be None. With `optimizer`
+    the parameters that it trains outside `model` are compared too. Further `values` are tensors, numbers, strings, and
+    lists and dicts of these, under names that no parameter has. Other types raise DistributedError too. Of each tensor
+    a checksum is compared, its type and shape, and whether it is trained. Shards and buffers are not compared. Ranks
+    that hold different pipeline stages may pass different models.
     """
-    params = dict(unwrapped(model).named_parameters())
+    params = dict(unwrapped(model).named_parameters()) if model is not None else {}
     if optimizer is not None:
         known = set(params.values())
         trained = [param for group in optimizer.param_groups for param in group["params"]]
@@ -314,7 +314,9 @@ def check_in_sync(model, optimizer=None, /, **values):
             first_rank, expected = first.setdefault(name, (rank, value))
             if value != expected:
                 line = f"{name} of rank {rank} differs from rank {first_rank}'s"
-                raise DistributedError(f'{line}: see "Ranks drift apart" in docs/mistakes.md')
+                raise DistributedError(
+                    f"{line}: was it changed on some ranks only, or trained outside of the DDP model?"
+                )
 
 
 def _summary(name, tensor):
@@ -392,7 +394,7 @@ def gather(tensor):
 def _refuse_gradient(tensor):
     if tensor.requires_grad and torch.is_grad_enabled():
         line = "no gradient flows through reduce, all_reduce and gather: pass loss.detach().clone() for a metric"
-        raise ValueError(f'{line}, and for a loss see "A loss over the global batch" in docs/recipes.md')
+        raise ValueError(f"{line}, and call all_reduce in forward and backward of an autograd.Function for a loss")
 
 
 def gather_objects(value):

@@ -213,7 +213,7 @@ def load_text():
     Every rank must call it. Raises DistributedError if the libraries of two ranks differ: use one version of Python.
     """
     text = b"".join(path.read_bytes() for path in sorted(LIBRARY.glob("*.py")))
-    dist.check_in_sync(nn.Module(), **{"Python's standard library": zlib.crc32(text)})
+    dist.check_in_sync(None, **{"Python's standard library": zlib.crc32(text)})
     n_held_out = len(text) // 10
     tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return tensor[:-n_held_out], tensor[-n_held_out:]

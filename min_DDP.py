@@ -10,8 +10,8 @@ gradients of the N processes:
     rank 1:  its share of the batch -> forward -> backward -> g_1 --+--> g -> optimizer step
 
 So every process takes the same step, and it is the step that one process would take on the whole batch. --batch-size
-is the size of a share. N processes therefore take N times fewer steps per epoch, here with the same learning rate. See
-"Batch size and learning rate" in docs/port.md.
+is the size of a share. N processes therefore take N times fewer steps per epoch, here with the same learning rate. For
+the steps of one process, divide --batch-size by N.
 
 Choose DDP when the model, its gradients and the optimizer's state fit into one GPU. If they do not, see min_FSDP.py.
 If the run must survive a crash, see multigpu_torchrun.py.

@@ -14,7 +14,7 @@ momentum, and all copies continue from its result (arXiv:2311.08105):
 Choose it when the links are too slow for an exchange in every step: between machines without a fast network, or between
 sites. On fast links min_DDP.py learns more from each batch. Typical H are tens to hundreds of steps. The larger H is,
 the further the copies drift apart. With the default outer options a small H learns more slowly too, because the outer
-momentum of 0.9 is meant for rare outer steps (docs/results.md).
+momentum of 0.9 is meant for rare outer steps.
 
 With --sync-every 1 --outer-lr 1 --outer-momentum 0 the parameters are averaged after every step. With SGD as the inner
 optimizer this equals DDP on the global batch, because the mean of the steps is the step along the mean gradient. It

@@ -51,7 +51,9 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
         work = pickle.dumps((worker_fn, args))  # a copy for each: multiprocessing would share the tensors in it
         # pickle writes a name behind its length, so a text with the word in it does not count.
         if b"\x08__main__" in work and not os.path.isfile(getattr(sys.modules["__main__"], "__file__", "")):
-            raise SystemExit("launch needs a script: new processes import worker_fn from a file, see docs/recipes.md")
+            raise SystemExit(
+                "launch needs a script: write worker_fn into a .py file, from which new processes import it"
+            )
         shared = (work, result, report_pid, _environment(nprocs, store.port), torch.initial_seed(), _numpy_state())
         workers = [context.Process(target=_worker, args=(rank, *shared)) for rank in range(nprocs)]
         for process in (guard, *workers):
