@@ -314,9 +314,7 @@ def check_in_sync(model, optimizer=None, /, **values):
             first_rank, expected = first.setdefault(name, (rank, value))
             if value != expected:
                 line = f"{name} of rank {rank} differs from rank {first_rank}'s"
-                raise DistributedError(
-                    f"{line}: was it changed on some ranks only, or trained outside of the DDP model?"
-                )
+                raise DistributedError(f"{line}: change and train it alike on all ranks, as DDP does")
 
 
 def _summary(name, tensor):

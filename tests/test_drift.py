@@ -138,7 +138,7 @@ def check_mistakes(local_rank, world_size, folder):
         first = next(name for name, param in model.named_parameters() if not torch.equal(*dist.gather(param)))
         theirs, ours = dist.gather(model.get_parameter(first))
         assert (theirs - ours).abs().max().item() > 1e-3, mistake.__name__
-        expected = f"{first} of rank 1 differs from rank 0's: was it changed on some ranks only, or trained outside of the DDP model?"
+        expected = f"{first} of rank 1 differs from rank 0's: change and train it alike on all ranks, as DDP does"
         assert message == expected, mistake.__name__
         # A snapshot of one of them is not written.
         path = f"{folder}/{mistake.__name__}"
