@@ -37,6 +37,8 @@ class Attention(nn.Module):
 
     def __init__(self, width, heads):
         super().__init__()
+        if width % heads:
+            raise ValueError(f"a width of {width} is not a multiple of {heads} heads")
         self.head_width = width // heads
         self.qkv = nn.Linear(width, 3 * width)  # rows ordered by head, then q, k, v: a slice of rows is whole heads
         self.out = nn.Linear(width, width)
@@ -114,10 +116,12 @@ def loss_fn(logits, targets):
 # ---- a model that no process could hold ---------------------------------------------------------------------------
 
 
-def settings_of(args):
-    """The `settings` of a checkpoint: options that a resumed run must share, though no shape depends on them."""
+def settings_of(args, text):
+    """The `settings` of a checkpoint: options and the text, which a resumed run must share. No shape tells them."""
     names = ("heads", "global_batch_size", "seed", "lr", "clip")
-    return {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    settings = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    settings["text (checksum)"] = zlib.crc32(text.numpy())
+    return settings
 
 
 def make_meta_model(args):
@@ -190,14 +194,24 @@ def batch(text, step, batch_size, length, seed=0, device="cpu", share=(0, 1)):
     """Bytes, and the byte that follows each, both int64 (batch_size / n, length): share i of n, for `share` (i, n).
 
     Where the sequences of the global batch start depends on `seed` and `step` alone. So all processes know it without
-    communication, and each one reads only its share. `batch_size` must be a multiple of n.
+    communication, and each one reads only its share.
     """
     starts = random.Random(f"{seed} {step}").choices(range(len(text) - length), k=batch_size)
-    i, n = share
-    own_starts = torch.tensor(starts).chunk(n)[i]
+    own_starts = own_share(torch.tensor(starts), share)
     rows = text[own_starts[:, None] + torch.arange(length + 1)]
     rows = to_device(rows, device).long()
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def own_share(tensor, share):
+    """Share i of n, for `share` (i, n), of the last dimension. Raises DistributedError if shares are not equally long.
+
+    Means over unequal shares would not average to the mean of the whole.
+    """
+    i, n = share
+    if tensor.shape[-1] % n:
+        raise dist.DistributedError(f"{tensor.shape[-1]} is not a multiple of {n}, the number of equal shares")
+    return tensor.chunk(n, dim=-1)[i]
 
 
 def to_device(tensor, device):
@@ -252,13 +266,15 @@ class Progress:
     `local_loss(x, y)` gives a loss on this process whose mean over all processes is the loss of a global batch, where
     (x, y) is this process's `share` of the batch, as `batch` takes it. It is used for the loss of 8 batches of held-out
     text. When all steps are done, `losses`, (steps,), has the loss of each step over all processes.
-    Raises DistributedError if `first_step` is beyond `args.steps`.
+    Raises DistributedError if `first_step` is beyond `args.steps`, or if a sequence is longer than the held-out text.
     """
 
     def __init__(self, local_loss, text, held_out, args, first_step=0, share=(0, 1)):
         if first_step > args.steps:
             line = f"the checkpoint has {first_step} steps, more than --steps {args.steps}"
             raise dist.DistributedError(line)
+        if len(held_out) <= args.length:
+            raise dist.DistributedError(f"--length {args.length}: the held-out text has only {len(held_out)} bytes")
         self.local_loss = local_loss
         self.args = args
         self.device = dist.get_device()
@@ -266,8 +282,7 @@ class Progress:
         self.first_unprinted = first_step
         self.losses = torch.zeros(args.steps, device=self.device)  # this process's, until they are printed
         starts = torch.linspace(0, len(held_out) - args.length - 1, 8 * args.global_batch_size).long()
-        i, n = share
-        own_starts = starts.view(8, -1).chunk(n, dim=1)[i]  # (8, sequences of this process)
+        own_starts = own_share(starts.view(8, -1), share)  # (8, sequences of this process)
         rows = held_out[own_starts[:, :, None] + torch.arange(args.length + 1)].to(self.device).long()
         self.batches = []
         for part in rows:

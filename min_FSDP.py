@@ -96,7 +96,7 @@ def train(model, optimizer, text, held_out, args):
     """Returns the loss of every step since the newest checkpoint over all processes, (steps,)."""
     first_step = 0
     if args.checkpoint_dir:
-        settings = gpt.settings_of(args)
+        settings = gpt.settings_of(args, text)
         first_step = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer, settings=settings)
     share = (dist.get_rank(), dist.get_world_size())
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, first_step, share)

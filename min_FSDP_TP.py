@@ -83,7 +83,8 @@ def parallelize(model, args):
 def split_layers(model, mesh):
     """Split the layers of a GPT, or of a pipeline's stage of it, in place over the processes of `mesh`.
 
-    Between the split layers features are split along the sequence, which is dimension 1. The plan names every
+    Between the split layers features are split along the sequence, which is dimension 1. So the length of each batch
+    must be a multiple of the processes of `mesh`, and so must the number of heads. The plan names every
     parameter, in the norms too: the norm of the gradients needs DTensors of one mesh.
     """
     sequence = Shard(1)
@@ -125,7 +126,7 @@ def train(model, optimizer, text, held_out, args):
     """Returns the loss of every step since the newest checkpoint over all processes, (steps,)."""
     first_step = 0
     if args.checkpoint_dir:
-        settings = gpt.settings_of(args)
+        settings = gpt.settings_of(args, text)
         first_step = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer, settings=settings)
     # Tensor neighbours, whose ranks are consecutive, take the same share of the batch.
     share = (dist.get_rank() // args.tensor, args.replicate * args.shard)

@@ -209,7 +209,7 @@ def train(model, optimizers, text, held_out, args):
     muon, adamw = optimizers
     first_step = 0
     if args.checkpoint_dir:
-        settings = {**gpt.settings_of(args), "--muon-lr": args.muon_lr}
+        settings = {**gpt.settings_of(args, text), "--muon-lr": args.muon_lr}
         first_step = checkpoint_sharded.load(args.checkpoint_dir, model, optimizers, settings=settings)
     share = (dist.get_rank(), dist.get_world_size())
     progress = gpt.Progress(functools.partial(local_loss, model), text, held_out, args, first_step, share)

@@ -125,7 +125,7 @@ class Pipeline:
             self.schedule = schedule_class(parts, args.micro_batches, gpt.loss_fn)
 
     def step(self, x, y):
-        """All forwards and backwards. (x, y) is this pipeline's share of the global batch.
+        """All forwards and backwards. (x, y) is this pipeline's share of the global batch, in equal micro-batches.
 
         Returns a loss whose mean over all processes is the loss of the global batch.
         """

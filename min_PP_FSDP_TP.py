@@ -98,7 +98,7 @@ def train(pipeline, optimizer, text, held_out, args):
     model = pipeline.model
     first_step = 0
     if args.checkpoint_dir:
-        settings = gpt.settings_of(args)
+        settings = gpt.settings_of(args, text)
         first_step = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer, settings=settings)
     progress = gpt.Progress(pipeline.evaluate, text, held_out, args, first_step, pipeline.share)
     for step in range(first_step, args.steps):

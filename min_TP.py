@@ -57,7 +57,10 @@ import options
 
 
 def split_layers(model):
-    """Cut the layers of `model` in place, over all processes. In one process the model stays as it is."""
+    """Cut the layers of `model` in place, over all N processes. In one process the model stays as it is.
+
+    Heads, and the length of each batch, must be multiples of N.
+    """
     if dist.get_world_size() == 1:
         return
     mesh = init_device_mesh(dist.get_device().type, (dist.get_world_size(),))
