@@ -37,8 +37,7 @@ class Attention(nn.Module):
 
     def __init__(self, width, heads):
         super().__init__()
-        if width % heads:
-            raise ValueError(f"a width of {width} is not a multiple of {heads} heads")
+        assert width % heads == 0, f"a width of {width} is not a multiple of {heads} heads"
         self.head_width = width // heads
         self.qkv = nn.Linear(width, 3 * width)  # rows ordered by head, then q, k, v: a slice of rows is whole heads
         self.out = nn.Linear(width, width)
@@ -120,8 +119,7 @@ def settings_of(args, text):
     """The `settings` of a checkpoint: options and the text, which a resumed run must share. No shape tells them."""
     names = ("heads", "global_batch_size", "seed", "lr", "clip")
     settings = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
-    settings["text (checksum)"] = zlib.crc32(text.numpy())
-    return settings
+    return {**settings, "text (checksum)": zlib.crc32(text.numpy())}
 
 
 def make_meta_model(args):
@@ -266,15 +264,13 @@ class Progress:
     `local_loss(x, y)` gives a loss on this process whose mean over all processes is the loss of a global batch, where
     (x, y) is this process's `share` of the batch, as `batch` takes it. It is used for the loss of 8 batches of held-out
     text. When all steps are done, `losses`, (steps,), has the loss of each step over all processes.
-    Raises DistributedError if `first_step` is beyond `args.steps`, or if a sequence is longer than the held-out text.
+    Raises DistributedError if `first_step` is beyond `args.steps`.
     """
 
     def __init__(self, local_loss, text, held_out, args, first_step=0, share=(0, 1)):
         if first_step > args.steps:
             line = f"the checkpoint has {first_step} steps, more than --steps {args.steps}"
             raise dist.DistributedError(line)
-        if len(held_out) <= args.length:
-            raise dist.DistributedError(f"--length {args.length}: the held-out text has only {len(held_out)} bytes")
         self.local_loss = local_loss
         self.args = args
         self.device = dist.get_device()

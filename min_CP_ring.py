@@ -341,7 +341,8 @@ def local_loss(model, x, y, whole=False):
 def number_documents(x, whole=False):
     """For each byte the place where its document begins, which serves as the document's number: (rows, length).
 
-    A blank line ends a document, unless rows are `whole`.
+    A blank line ends a document, unless rows are `whole`. The last byte of a document predicts the first byte of the
+    next one, which follows it in the text. min_Packing.py, whose documents are unrelated, leaves this target out.
     """
     begins = torch.zeros_like(x)
     if not whole:

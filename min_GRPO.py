@@ -289,7 +289,7 @@ def count_solved(model, prompts, choose=gpt_generate.choose):
     unused = torch.zeros(len(prompts), LONGEST, dtype=torch.double, device=dist.get_device())
     tokens, answered, _ = gpt_generate.generate(model, prompts, unused, STOP, temperature=0, choose=choose)
     answers = gpt_generate.generated_bytes(tokens, answered)
-    return math.fsum(checked_reward(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True))
+    return sum(checked_reward(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True))
 
 
 def print_line(step, recent, start, model, args):
