@@ -40,6 +40,7 @@ class Attention(nn.Module):
 
     def __init__(self, width, heads):
         super().__init__()
+        assert width % heads == 0, f"a width of {width} is not a multiple of {heads} heads"
         self.head_width = width // heads
         self.qkv = nn.Linear(width, 3 * width)  # rows ordered by head, then q, k, v: a slice of rows is whole heads
         self.out = nn.Linear(width, width)
@@ -196,15 +197,15 @@ class Data:
         """This process's share of 8 batches of held-out text, a list of (x, y) as `batch` gives them."""
         args = self.args
         starts = torch.linspace(0, len(self.held_out) - args.length - 1, 8 * args.global_batch_size).long()
-        i, n = self.share
-        own_starts = starts.view(8, -1).chunk(n, dim=1)[i]  # (8, sequences of this process)
+        own_starts = own_share(starts.view(8, -1), self.share)  # (8, sequences of this process)
         rows = self.held_out[own_starts[:, :, None] + torch.arange(args.length + 1)].to(self.device).long()
         return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in rows]
 
     def settings(self):
-        """The `settings` of a checkpoint: what a resumed run must share, though no shape depends on it."""
+        """The `settings` of a checkpoint: options and the text, which a resumed run must share. No shape tells them."""
         names = ("heads", "global_batch_size", "seed", "lr", "clip")
-        return {f"--{name.replace('_', '-')}": getattr(self.args, name) for name in names}
+        settings = {f"--{name.replace('_', '-')}": getattr(self.args, name) for name in names}
+        return {**settings, "text (checksum)": zlib.crc32(self.text.numpy())}
 
 
 def load_text():
@@ -223,14 +224,24 @@ def batch(text, step, batch_size, length, seed=0, device="cpu", share=(0, 1)):
     """Bytes, and the byte that follows each, both int64 (batch_size / n, length): share i of n, for `share` (i, n).
 
     Where the sequences of the global batch start depends on `seed` and `step` alone. So all processes know it without
-    communication, and each one reads only its share. `batch_size` must be a multiple of n.
+    communication, and each one reads only its share.
     """
     starts = random.Random(f"{seed} {step}").choices(range(len(text) - length), k=batch_size)
-    i, n = share
-    own_starts = torch.tensor(starts).chunk(n)[i]
+    own_starts = own_share(torch.tensor(starts), share)
     rows = text[own_starts[:, None] + torch.arange(length + 1)]
     rows = to_device(rows, device).long()
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def own_share(tensor, share):
+    """Share i of n, for `share` (i, n), of the last dimension. Raises DistributedError if shares are not equally long.
+
+    Means over unequal shares would not average to the mean of the whole.
+    """
+    i, n = share
+    if tensor.shape[-1] % n:
+        raise dist.DistributedError(f"{tensor.shape[-1]} is not a multiple of {n}, the number of equal shares")
+    return tensor.chunk(n, dim=-1)[i]
 
 
 def to_device(tensor, device):

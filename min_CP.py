@@ -110,7 +110,7 @@ def parallelize(model, attention):
 def local_loss(model, x, y):
     """The loss of this process's piece. Pieces are equally long, so the mean over processes is the batch's loss."""
     positions = torch.arange(x.shape[1], device=x.device)
-    piece = positions.chunk(dist.get_world_size())[dist.get_rank()]
+    piece = gpt.own_share(positions, (dist.get_rank(), dist.get_world_size()))
     logits = model(x[:, piece], piece)  # positions count from the start of the whole sequence
     return gpt.loss_fn(logits, y[:, piece])
 

@@ -92,6 +92,8 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, plan, group):
+        if q.dtype not in (torch.float32, torch.float64):
+            raise dist.DistributedError(f"RingAttention takes float32 and float64, not {q.dtype}: leave out autocast")
         ctx.plan = plan
         ctx.group = group
         out = torch.zeros_like(q)
@@ -188,7 +190,7 @@ def make_plan(owners):
     """The steps of this rank. `owners`, (rows, length), on the CPU, numbers the document of each position."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     documents = find_documents(owners)
-    piece = owners.shape[1] // (2 * world_size)
+    piece = gpt.own_share(owners, (rank, 2 * world_size)).shape[1]  # positions
     plan = []
     for step in range(world_size):
         blocks = visible(documents, piece, rank, (rank - step) % world_size)
@@ -318,9 +320,10 @@ def parallelize(model):
 
 def local_positions(length):
     """The positions of this rank's share in a row of `length`: two of 2·N pieces, dealt in a zigzag."""
-    pieces = torch.arange(length).chunk(2 * dist.get_world_size())
-    first = dist.get_rank()
-    return torch.cat([pieces[first], pieces[-1 - first]])
+    positions = torch.arange(length)
+    first, n_pieces = dist.get_rank(), 2 * dist.get_world_size()
+    pieces = [gpt.own_share(positions, (piece, n_pieces)) for piece in (first, n_pieces - 1 - first)]
+    return torch.cat(pieces)
 
 
 def local_loss(model, x, y, whole=False):
@@ -338,7 +341,8 @@ def local_loss(model, x, y, whole=False):
 def number_documents(x, whole=False):
     """For each byte the place where its document begins, which serves as the document's number: (rows, length).
 
-    A blank line ends a document, unless rows are `whole`.
+    A blank line ends a document, unless rows are `whole`. The last byte of a document predicts the first byte of the
+    next one, which follows it in the text. min_Packing.py, whose documents are unrelated, leaves this target out.
     """
     begins = torch.zeros_like(x)
     if not whole:

@@ -240,7 +240,8 @@ def train_step(model, optimizer, x, y, args):
     """Returns the loss on this process's sequences."""
     optimizer.zero_grad()
     losses = []
-    micro_batches = zip(x.chunk(args.accumulate), y.chunk(args.accumulate), strict=True)
+    equal_parts = (args.accumulate, -1)  # torch raises an error if the rows do not divide evenly
+    micro_batches = zip(x.unflatten(0, equal_parts), y.unflatten(0, equal_parts), strict=True)
     for number, (micro_x, micro_y) in enumerate(micro_batches, 1):
         model.sync = number == args.accumulate  # only the last micro-batch's backward reduces the accumulated gradients
         loss = gpt.loss_fn(model(micro_x), micro_y) / args.accumulate

@@ -181,6 +181,7 @@ class ZeRO3:
 
     Its weights must be equal on all ranks. Each block must compute exactly once in a step, in the order of
     `model.blocks`, and `finish_backward` must follow each backward. To recompute activations, do it inside a block.
+    A parameter must have a gradient on all ranks, or on none: see docs/mistakes.md.
     Blocks must not share parameters. The root may, as with tied weights.
     """
 

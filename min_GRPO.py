@@ -58,6 +58,7 @@ step.
 """
 
 import copy
+import math
 import random
 import time
 
@@ -117,7 +118,7 @@ def draw_answers(model, step, numbers, args, choose=gpt_generate.choose):
     )
     rewards = []
     for row, answer in enumerate(gpt_generate.generated_bytes(tokens, answered)):
-        rewards.append(reward(prompts[row // args.samples], answer))
+        rewards.append(checked_reward(prompts[row // args.samples], answer))
     return tokens, answered, log_probabilities, torch.tensor(rewards)
 
 
@@ -190,8 +191,16 @@ def log_probabilities_of(model, tokens, answered, temperature):
 
 
 def reward(prompt, answer):
-    """Any program that checks an answer will do."""
-    return float(answer == bytes(sorted(prompt[:-1])) + bytes([STOP]))
+    """Any program that checks an answer will do. It returns a finite number, or a bool."""
+    return answer == bytes(sorted(prompt[:-1])) + bytes([STOP])
+
+
+def checked_reward(prompt, answer):
+    """A float, so that all ranks compute with one type. Raises DistributedError if it is not finite."""
+    value = float(reward(prompt, answer))
+    if not math.isfinite(value):
+        raise dist.DistributedError(f"the reward of the answer {answer} to the prompt {prompt} is {value}")
+    return value
 
 
 def make_prompts(name, number, seed):
@@ -280,7 +289,7 @@ def count_solved(model, prompts, choose=gpt_generate.choose):
     unused = torch.zeros(len(prompts), LONGEST, dtype=torch.double, device=dist.get_device())
     tokens, answered, _ = gpt_generate.generate(model, prompts, unused, STOP, temperature=0, choose=choose)
     answers = gpt_generate.generated_bytes(tokens, answered)
-    return sum(reward(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True))
+    return sum(checked_reward(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True))
 
 
 def print_line(step, recent, start, model, args):

@@ -56,6 +56,7 @@ after, it prints the share of held-out prompts that the model solves.
 
 import argparse
 import functools
+import itertools
 import math
 import time
 
@@ -81,14 +82,14 @@ def box_of(param):
     offsets = [0] * param.ndim
     sizes = list(param.shape)
     if isinstance(param, DTensor):
-        placements = zip(param.placements, param.device_mesh.shape, param.device_mesh.get_coordinate(), strict=True)
-        for placement, n_parts, part in placements:
-            if placement.is_shard():
-                dim = placement.dim
-                full = math.ceil(sizes[dim] / n_parts)  # as torch.chunk: the last parts may be smaller, or empty
-                begin = min(part * full, sizes[dim])
-                offsets[dim] = begin
-                sizes[dim] = min(full, sizes[dim] - begin)
+        (placement,) = param.placements  # an error if the mesh has two dimensions
+        if placement.is_shard():
+            dim = placement.dim
+            # As torch.chunk: the last parts may be smaller, or empty.
+            full = math.ceil(sizes[dim] / param.device_mesh.size())
+            begin = min(param.device_mesh.get_local_rank() * full, sizes[dim])
+            offsets[dim] = begin
+            sizes[dim] = min(full, sizes[dim] - begin)
     return offsets, sizes
 
 
@@ -106,10 +107,20 @@ def intersection(first, second):
     return offsets, sizes
 
 
+def check_equal(kinds):
+    """Raise DistributedError if the parameters of a rank are not those of rank 0, in the same order."""
+    of_ranks = dist.gather_objects(kinds)
+    for rank, others in enumerate(of_ranks):
+        for first, other in itertools.zip_longest(of_ranks[0], others, fillvalue="no parameter"):
+            if first != other:
+                raise dist.DistributedError(f"rank {rank} has {other}, where rank 0 has {first}: nothing can be moved")
+
+
 class Move:
     """Copies parameters from the ranks `senders`, which hold different parts, to the ranks `receivers`.
 
     Every rank makes one when its parameters have memory, and calls it. `params` are this rank's, with their names.
+    Raises DistributedError if their names, order, types or shapes differ between ranks. Buffers are not moved.
     Between a call and `wait` a sender must not change its parameters, and a receiver must not read them. On a GPU
     `wait` makes the work wait that is queued after it, and not the CPU. `parts` lists what is sent, alike on all ranks:
     name, sender, receiver, box.
@@ -118,10 +129,13 @@ class Move:
     def __init__(self, params, senders, receivers):
         self.tensors = {}
         self.boxes = {}
+        kinds = []
         for name, param in params:
             param = param.detach()
             self.tensors[name] = param.to_local() if isinstance(param, DTensor) else param
             self.boxes[name] = box_of(param)
+            kinds.append(f"{name} ({param.dtype}, {tuple(param.shape)})")
+        check_equal(kinds)
         boxes = dist.gather_objects(self.boxes)
         self.works = []  # in progress
         self.parts = []

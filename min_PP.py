@@ -121,7 +121,7 @@ class Pipeline:
             self.schedule = schedule_class(parts, args.micro_batches, gpt.loss_fn)
 
     def step(self, x, y):
-        """All forwards and backwards. All processes of the pipeline pass the same batch (x, y).
+        """All forwards and backwards. All processes of the pipeline pass the same (x, y), to be cut into equal parts.
 
         Returns a loss whose mean over all processes is the loss of the global batch.
         """

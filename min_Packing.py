@@ -167,7 +167,8 @@ def fill_rows(lists, length):
             row[TOKENS, start:end] = text[:-1]
             row[POSITIONS, start:end] = torch.arange(end - start)
             row[OWNERS, start:end] = number
-            row[TARGETS, end - len(answer) : end] = text[-len(answer) :]
+            n_targets = min(len(answer), end - start)  # without a prompt, nothing predicts the first byte
+            row[TARGETS, end - n_targets : end] = text[len(text) - n_targets :]
             start = end
     return rows
 

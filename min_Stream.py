@@ -72,14 +72,14 @@ class Stream(Dataset):
         self.args = args
         self.counts = [len(places) - 1 for _, places in shards]
         self.n_documents = sum(self.counts)
-        self.share = args.global_batch_size // dist.get_world_size()
-        self.rank = dist.get_rank()  # here, since a loader process belongs to no process group
+        batch = torch.arange(args.global_batch_size)
+        # Here, since a loader process belongs to no process group.
+        self.own = gpt.own_share(batch, (dist.get_rank(), dist.get_world_size())).tolist()  # places in a global batch
 
     def __getitem__(self, position):
-        first = position + self.rank * self.share
         texts = []
-        for own_position in range(first, first + self.share):
-            shard, document = self.locate(own_position)
+        for place in self.own:
+            shard, document = self.locate(position + place)
             path, places = self.shards[shard]
             texts.append(read_document(path, places[document], places[document + 1]))
         return pad_texts(texts, self.args.length)

@@ -55,9 +55,10 @@ import options
 
 
 def split_layers(model, mesh):
-    """Split the layers of a GPT in place over the processes of `mesh`.
+    """Split the layers of a GPT in place over the N processes of `mesh`.
 
-    The plan names every parameter, in the norms too: the norm of the gradients needs DTensors of one mesh.
+    Heads, and the length of each batch, must be multiples of N. The plan names every parameter, in the norms too: the
+    norm of the gradients needs DTensors of one mesh.
     """
     sequence = Shard(1)  # between the layers: dimension 1 of (batch, length, width) is split
     plan = {

@@ -47,6 +47,7 @@ class Trainer:
         self.name = f"GPU{device.index}" if device.type != "cpu" else "CPU"
         self.save_every = save_every
         self.snapshot_path = snapshot_path
+        self.settings = {"training samples": len(loader.dataset)}
 
     def run_epoch(self, epoch):
         self.loader.sampler.set_epoch(epoch)  # a new order in each epoch, the same after a restart
@@ -70,7 +71,7 @@ class Trainer:
 
     def load_snapshot(self):
         """Returns the next epoch to run."""
-        epoch, step = checkpoint.load(self.snapshot_path, self.model, self.optimizer)
+        epoch, step = checkpoint.load(self.snapshot_path, self.model, self.optimizer, settings=self.settings)
         if step > 0:
             raise dist.DistributedError(
                 f"{self.snapshot_path} was saved inside Epoch {epoch}: resume it with multinode_torchrun.py"
@@ -92,7 +93,8 @@ class Trainer:
         return self.compute_loss(x, y)
 
     def save_snapshot(self, epoch):
-        checkpoint.save(self.snapshot_path, self.model, self.optimizer, epoch=epoch + 1)  # the next epoch to run
+        next_epoch = epoch + 1
+        checkpoint.save(self.snapshot_path, self.model, self.optimizer, epoch=next_epoch, settings=self.settings)
         dist.print_primary(f"Epoch {epoch} | Snapshot saved at {self.snapshot_path}")
 
 

@@ -73,6 +73,7 @@ class Trainer:
         self.num_workers = args.num_workers
         self.save_every = args.save_every
         self.snapshot_path = args.snapshot_path
+        self.settings = {"training samples": len(dataset)}
 
     def loader(self, epoch, first_step):
         """Loads this rank's share of each global batch of the epoch, from `first_step` on."""
@@ -128,7 +129,7 @@ class Trainer:
 
     def load_snapshot(self):
         """Returns the next epoch and step to run."""
-        epoch, samples = checkpoint.load(self.snapshot_path, self.model, self.optimizer)
+        epoch, samples = checkpoint.load(self.snapshot_path, self.model, self.optimizer, settings=self.settings)
         step = samples // self.global_batch_size
         if samples % self.global_batch_size != 0 or step >= self.steps:
             raise dist.DistributedError(
@@ -159,7 +160,8 @@ class Trainer:
 
     def save_snapshot(self, epoch, step):
         samples = step * self.global_batch_size  # samples, as the next run may have another batch size
-        checkpoint.save(self.snapshot_path, self.model, self.optimizer, epoch=epoch, step=samples)
+        position = {"epoch": epoch, "step": samples}
+        checkpoint.save(self.snapshot_path, self.model, self.optimizer, settings=self.settings, **position)
         if dist.is_primary():
             log(f"Snapshot saved at {self.snapshot_path}: next is Epoch {epoch}, Step {step}")
 

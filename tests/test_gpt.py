@@ -55,6 +55,16 @@ def test_a_process_reads_only_its_share(monkeypatch):
             assert torch.equal(torch.cat([share[number][which] for share in shares]), wholes)
 
 
+def test_sizes_that_do_not_fit_are_one_line():
+    text, held_out = transformer.small_text()
+    with pytest.raises(dist.DistributedError, match=r"^5 is not a multiple of 2, the number of equal shares$"):
+        gpt.batch(text, 0, 5, 8, share=(0, 2))
+    with pytest.raises(dist.DistributedError, match=r"^8 is not a multiple of 3, the number of equal shares$"):
+        gpt.Progress(None, text, held_out, transformer.arguments(), share=(0, 3))
+    with pytest.raises(AssertionError, match=r"^a width of 10 is not a multiple of 4 heads$"):
+        gpt.GPT(1, 10, 4, 8)  # would have 5 heads
+
+
 def test_a_checkpoint_beyond_the_last_step_is_refused():
     args = transformer.arguments(steps=4)
     gpt.Progress(None, transformer.small_data(args), args, first_step=4)

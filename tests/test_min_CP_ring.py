@@ -31,6 +31,7 @@ CASES = [  # paragraphs are short, and rows `whole` are one document
     ("train", "SGD", {"whole": True}),
     ("probe_attention",),
     ("probe_costs",),
+    ("mistakes",),
 ]
 
 
@@ -149,6 +150,23 @@ def with_gradients(attend, q, k, v, grad):
     result = attend(*leaves)
     result.backward(grad)
     return [result.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def refused(function, *args):
+    with pytest.raises(dist.DistributedError) as caught:
+        function(*args)
+    return str(caught.value)
+
+
+def mistakes():
+    """The lines that answer a length that 2·N does not divide, and 16-bit numbers."""
+    length = 2 * dist.get_world_size() + 1
+    q = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16)
+    return [
+        refused(min_CP_ring.local_positions, length),
+        refused(min_CP_ring.make_plan, owners_of([[length]])),
+        refused(min_CP_ring.RingAttention.apply, q, q, q, [], None),
+    ]
 
 
 def probe_attention():
@@ -322,6 +340,9 @@ def test_equal_to_one_process_in_results_and_work(nprocs, tmp_path, plain_saved_
         transformer.assert_equal(losses, parameters, reference(nprocs, optimizer, **changes))
     for results in ranks:
         check_attention(results[3])
+        *lines, of_type = results[5]
+        assert lines == 2 * [f"{2 * nprocs + 1} is not a multiple of {2 * nprocs}, the number of equal shares"]
+        assert of_type == "RingAttention takes float32 and float64, not torch.bfloat16: leave out autocast"
     check_costs([results[4] for results in ranks], plain_saved_bytes)
 
 

@@ -243,6 +243,8 @@ def mistakes():
     transformer.plain_loss(model, x, y).backward()
     refused(model.wait)
     model.background.wait()  # its ring must not meet the next model's
+    with pytest.raises(RuntimeError, match="unflatten"):  # 4 rows in 3 micro-batches would weigh differently
+        min_DDP_scratch.train_step(model, torch.optim.SGD(module.parameters()), x, y, arguments({"accumulate": 3}))
     return lines
 
 

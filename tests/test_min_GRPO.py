@@ -346,6 +346,22 @@ def test_the_divergence_and_its_gradient_are_exact_in_expectation():
         assert (torch.autograd.grad(estimate, logits)[0] - exact).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("value", [True, 1, torch.tensor(1)])
+def test_rewards_are_floats_whatever_the_program_returns(value, monkeypatch):
+    """On a rank where all are whole numbers too, since ranks must reduce one type."""
+    monkeypatch.setattr(min_GRPO, "reward", lambda prompt, answer: value)
+    model = gpt.GPT(**min_GRPO.SIZES)
+    *_, rewards = min_GRPO.draw_answers(model, 0, [0, 1], arguments())
+    assert rewards.dtype == torch.get_default_dtype() and rewards.tolist() == [1] * 6
+    assert type(min_GRPO.count_solved(model, [b"21="])) is float
+
+
+def test_a_reward_that_is_not_finite_is_named(monkeypatch):
+    monkeypatch.setattr(min_GRPO, "reward", lambda prompt, answer: float("nan"))
+    with pytest.raises(dist.DistributedError, match=r"^the reward of the answer b'.*' to the prompt b'21=' is nan$"):
+        min_GRPO.count_solved(gpt.GPT(**min_GRPO.SIZES), [b"21="])
+
+
 def test_the_task():
     prompts = min_GRPO.make_prompts("any", 400, 0)
     assert prompts == min_GRPO.make_prompts("any", 400, 0) != min_GRPO.make_prompts("other", 400, 0)

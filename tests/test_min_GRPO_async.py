@@ -99,6 +99,26 @@ def test_every_shard_arrives_bit_for_bit_and_nothing_else_is_sent(mesh, tmp_path
     assert (sum(empty) > 0) == (mesh in [(3, 2), (2, 4)]), "some ranks hold nothing of a tensor"
 
 
+def refuse_models_that_differ(local_rank, world_size):
+    dist.init_process_group()
+    first = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    mistakes = {
+        "b (torch.float32, (4,)), where rank 0 has a": {"b": torch.zeros(4), "a": torch.zeros(4)},
+        "a (torch.float64, (4,)), where rank 0 has a (torch.float32, (4,))": {**first, "a": torch.zeros(4).double()},
+        "a (torch.float32, (5,)), where rank 0 has a (torch.float32, (4,))": {**first, "a": torch.zeros(5)},
+        "no parameter, where rank 0 has b": {"a": torch.zeros(4)},
+        "c (torch.float32, (4,)), where rank 0 has no parameter": {**first, "c": torch.zeros(4)},
+    }
+    for line, other in mistakes.items():
+        params = first if local_rank == 0 else other
+        with pytest.raises(dist.DistributedError, match=re.escape(f"rank 1 has {line}")):
+            min_GRPO_async.Move(params.items(), [0], [1])
+
+
+def test_models_that_differ_are_refused():
+    dist.launch(refuse_models_that_differ, nprocs=2)
+
+
 def test_the_intersection_of_two_boxes():
     assert min_GRPO_async.intersection(([2, 0], [2, 4]), ([0, 2], [6, 2])) == ([2, 2], [2, 2])
     assert min_GRPO_async.intersection(([2], [2]), ([4], [3])) is None, "they touch"

@@ -315,6 +315,9 @@ def test_what_no_shape_shows_must_not_change(tmp_path):
         ({"muon_lr": 0.5}, f"--muon-lr {arguments().muon_lr}, not 0.5"),
     ):
         assert f"{tmp_path}/step-2 was saved with {line}: use the same" in exit_message(run, steps=3, **changes)
+    text, held_out = gpt.load_text()
+    with mock.patch("gpt.load_text", lambda: (text[:-1], held_out)):
+        assert f"{tmp_path}/step-2 was saved with text (checksum) " in exit_message(run, steps=3)
 
 
 def test_it_saves_every_so_many_steps_and_at_the_end(tmp_path):

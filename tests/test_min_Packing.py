@@ -176,6 +176,12 @@ def test_rows_hold_each_document_once():
     assert min_Packing.wasted(rows) < 0.1 < 0.5 < min_Packing.wasted(alone)
 
 
+def test_without_a_prompt_all_bytes_but_the_first_are_targets():
+    """And the targets of the document before are its own."""
+    (row,) = min_Packing.fill_rows([[(b"ab", b"cd"), (b"", b"xyz"), (b"", b"e")]], 8)
+    assert row[min_Packing.TARGETS].tolist() == [-100, *b"cd", *b"yz", -100, -100, -100]
+
+
 def test_functions_become_documents():
     source = b'''
 class A:

@@ -357,6 +357,13 @@ def test_the_speed_counts_documents(tmp_path, monkeypatch, capsys):
     assert speeds == [f"{3 * BATCH / 2:,.0f}", f"{2 * BATCH / 2:,.0f}"]
 
 
+def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path, monkeypatch):
+    """Its last documents would be left out."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    with pytest.raises(dist.DistributedError, match=r"^10 is not a multiple of 4, the number of equal shares$"):
+        min_Stream.Stream([], arguments(tmp_path, global_batch_size=10))
+
+
 def test_what_the_order_depends_on_must_not_change(tmp_path):
     folder = write_shards(tmp_path / "many", SIZES["many"])
     path = str(tmp_path / "snapshot.pt")

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import datetime
+import functools
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 import checkpoint_sharded
 import distributed as dist
+import min_FSDP_scratch
 
 X = torch.randn(12, 4, dtype=torch.float64, generator=torch.manual_seed(0))
 Y = torch.arange(12) % 4
@@ -356,6 +358,65 @@ def pass_objects_between_shards(wrap):
     return gap(gradients(model), gradients(alone))
 
 
+class TwoHeads(nn.Module):
+    """Each rank uses the head of its task, and with `also` the other one, without an effect."""
+
+    def __init__(self, also):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.also = also
+
+    def forward(self, x):
+        task = self.task
+        return x + self.heads[task](x) + (0 * self.heads[1 - task](x) if self.also else 0)
+
+
+def use_other_heads(shard, also=False):
+    """How far the weights are from right after a step in which each rank uses another head of a block."""
+    torch.manual_seed(1)
+    model = nn.Sequential()
+    model.add_module("first", nn.Linear(4, 4))
+    model.add_module("blocks", nn.Sequential(TwoHeads(also)))
+    alone = copy.deepcopy(model)
+    tasks = (1, 0)  # rank 0, which holds the first head in min_FSDP_scratch.py, uses the second one
+    model.blocks[0].task = tasks[dist.get_rank()]
+    sharded, params = shard(model)
+    (x,) = share(X)
+    sharded(x).square().mean().backward()
+    loss = 0
+    for task, part in zip(tasks, X.chunk(2), strict=True):
+        alone.blocks[0].task = task
+        loss += alone(part).square().mean() / 2
+    loss.backward()
+    if hasattr(sharded, "finish_backward"):
+        sharded.finish_backward()
+    torch.optim.SGD(params, lr=0.5).step()
+    torch.optim.SGD(alone.parameters(), lr=0.5).step()
+    if hasattr(sharded, "units"):
+        for unit in sharded.units:
+            unit.wait()
+    return gap(torch.cat([whole(param.detach()).flatten() for param in model.parameters()]), weights(alone))
+
+
+def shard_by_hand(model):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    return model, model.parameters()
+
+
+def shard_by_the_helper(model, **units):
+    dist.prepare_fsdp_model(model, **units)
+    return model, model.parameters()
+
+
+def shard_from_scratch(model):
+    zero = min_FSDP_scratch.ZeRO3(model)
+    return zero, zero.pieces()
+
+
 def worker(local_rank, world_size, folder):
     dist.init_process_group()
     with float64():
@@ -384,6 +445,12 @@ def worker(local_rank, world_size, folder):
             "norms after the step": look_up_with_a_largest_norm(in_forward=False),
             "a dataclass between shards": pass_objects_between_shards(Output),
             "an own class between shards": pass_objects_between_shards(Hidden),
+            "other heads, by hand": use_other_heads(shard_by_hand),
+            "other heads, from scratch": use_other_heads(shard_from_scratch),
+            "other heads, by the helper": use_other_heads(functools.partial(shard_by_the_helper, blocks=(TwoHeads,))),
+            "all heads, by hand": use_other_heads(shard_by_hand, also=True),
+            "all heads, from scratch": use_other_heads(shard_from_scratch, also=True),
+            "heads are units": use_other_heads(shard_by_the_helper),
         }
     torch.save(results, f"{folder}/{local_rank}.pt")
 
@@ -504,6 +571,19 @@ def test_fsdp_finds_tensors_in_known_objects_only(results):
         if torch.__version__ >= "2.14":
             assert result["a dataclass between shards"] < 1e-12
         assert "storage" in result["an own class between shards"]
+
+
+def test_under_fsdp_ranks_use_the_same_parameters(results):
+    """Without an error a shard receives another parameter's gradient. From torch 2.14 on the helper fills in zeros."""
+    check(results, "other heads, by hand", "all heads, by hand")
+    check(results, "other heads, from scratch", "all heads, from scratch")
+    if torch.__version__ >= "2.14":
+        assert all(result["other heads, by the helper"] < 1e-12 for result in results)
+
+
+def test_under_fsdp_a_unit_computes_on_all_ranks(results):
+    """Or the weights that are gathered are halves of two heads, with torch 2.14 too. Entries of a list are units."""
+    assert all(result["heads are units"] > 1e-3 for result in results)
 
 
 def test_a_set_has_another_order_in_each_process():

@@ -64,9 +64,23 @@ def test_two_processes_learn_and_one_goes_on(tmp_path, capfd):
 def test_a_snapshot_inside_an_epoch_is_refused(tmp_path):
     path = str(tmp_path / "snapshot.pt")
     model = nn.Linear(20, 1)
-    checkpoint.save(path, model, torch.optim.SGD(model.parameters(), lr=5e-3), epoch=3, step=64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=5e-3)
+    checkpoint.save(path, model, optimizer, epoch=3, step=64, settings={"training samples": 2048})
     with pytest.raises(SystemExit, match=f"{path} was saved inside Epoch 3"):
         dist.launch(multigpu_torchrun.main_worker, options(path, 5), nprocs=2)
+
+
+def test_a_data_set_of_another_length_is_refused(tmp_path):
+    samples = multigpu_torchrun.ToyDataset()
+    path, model = tmp_path / "snapshot.pt", nn.Linear(20, 1)
+    trainer(model, make_sgd, path, samples).train(1)
+    shorter = torch.utils.data.Subset(samples, range(1984))
+    with pytest.raises(dist.DistributedError, match="was saved with training samples 2048, not 1984: use the same"):
+        trainer(model, make_sgd, path, shorter).train(2)
+
+
+def make_sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=5e-3)
 
 
 # ---- exact ----------------------------------------------------------------------------------------------------------

@@ -215,13 +215,19 @@ def test_sigterm_to_a_single_process(tmp_path):
 def test_another_batch_size_inside_an_epoch_is_refused(tmp_path):
     path = str(tmp_path / "snapshot.pt")
     model = nn.Linear(20, 1)
-    checkpoint.save(path, model, torch.optim.SGD(model.parameters(), lr=5e-3), epoch=1, step=1920)
+    optimizer = torch.optim.SGD(model.parameters(), lr=5e-3)
+    checkpoint.save(path, model, optimizer, epoch=1, step=1920, settings={"training samples": 2048})
     with pytest.raises(SystemExit, match=f"^{path} is 1920 samples into an epoch: use the --global-batch-size .*$"):
         dist.launch(multinode_torchrun.main_worker, options(path, 2, global_batch_size=50), nprocs=2)
     for wrong in (50, 1920, 960):  # no step begins there, or the epoch is over by then
         with pytest.raises(SystemExit, match="is 1920 samples into an epoch"):
             dist.launch(multinode_torchrun.main_worker, options(path, 2, global_batch_size=wrong), nprocs=1)
     dist.launch(multinode_torchrun.main_worker, options(path, 2, global_batch_size=48), nprocs=2)
+    samples = torch.utils.data.Subset(multinode_torchrun.ToyDataset(), range(1984))
+    args = options(path, 3, global_batch_size=48)
+    other = multinode_torchrun.Trainer(model, samples, optimizer, dist.get_device(), None, args)
+    with pytest.raises(dist.DistributedError, match="was saved with training samples 2048, not 1984: use the same"):
+        other.load_snapshot()
 
 
 def stopped_worker(local_rank, world_size, args):
