@@ -213,12 +213,13 @@ def to_device(tensor, device):
 def reduce_gradients(params, op, group=None):
     """Replace the gradients of `params` by their "avg" or "sum" over the processes of `group`, in one all-reduce.
 
-    By default `group` is the job's own. All its processes must call it, and all `params` need a gradient. DDP does
-    this during backward. Use this function where DDP does not fit, because processes hold different parameters.
+    By default `group` is the job's own. All its processes must call it, with gradients of the same parameters: those
+    without one, as frozen ones, are left out. DDP does this during backward. Use this function where DDP does not fit,
+    because processes hold different parameters.
     """
-    if dist.get_world_size() == 1:
+    grads = [param.grad for param in params if param.grad is not None]
+    if dist.get_world_size() == 1 or not grads:
         return
-    grads = [param.grad for param in params]
     flat = nn.utils.parameters_to_vector(grads)
     torch_dist.all_reduce(flat, getattr(torch_dist.ReduceOp, op.upper()), group)
     for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):

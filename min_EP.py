@@ -153,11 +153,16 @@ def split_params(model):
     return shared, experts
 
 
+def gradients(params):
+    """Frozen parameters have none."""
+    return [param.grad for param in params if param.grad is not None]
+
+
 def clip_gradients(model, max_norm):
     """As nn.utils.clip_grad_norm_, with the experts of all ranks in the norm, and the shared parameters once."""
     shared, experts = split_params(model)
-    shared_norm = nn.utils.get_total_norm([param.grad for param in shared])
-    experts_norm = nn.utils.get_total_norm([param.grad for param in experts])
+    shared_norm = nn.utils.get_total_norm(gradients(shared))
+    experts_norm = nn.utils.get_total_norm(gradients(experts)).to(dist.get_device())  # if all are frozen, on the CPU
     norm = (shared_norm**2 + dist.all_reduce(experts_norm**2)).sqrt()
     nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
 

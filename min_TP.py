@@ -57,7 +57,10 @@ import options
 
 
 def split_layers(model):
-    """Cut the layers of `model` in place, over all processes. In one process the model stays as it is."""
+    """Cut the layers of `model` in place, over all processes. In one process the model stays as it is.
+
+    Freeze parameters and build the optimizer afterwards: SequenceParallel unfreezes the norms (torch 2.11 to 2.15).
+    """
     if dist.get_world_size() == 1:
         return
     mesh = init_device_mesh(dist.get_device().type, (dist.get_world_size(),))
