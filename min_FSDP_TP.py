@@ -57,7 +57,7 @@ import options
 
 
 def parallelize(model, args):
-    """Split `model` in place. Freeze parameters and build the optimizer afterwards: split_layers unfreezes the norms."""
+    """Split `model` in place. Freeze parameters and build the optimizer afterwards: SequenceParallel unfreezes norms."""
     if args.recompute:
         for block in model.blocks:  # each keeps only its input for backward, and recomputes everything else there
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)

@@ -59,7 +59,7 @@ import options
 def split_layers(model):
     """Cut the layers of `model` in place, over all processes. In one process the model stays as it is.
 
-    Freeze parameters and build the optimizer afterwards: SequenceParallel unfreezes the norms (torch 2.11 to 2.15).
+    Freeze parameters and build the optimizer afterwards: SequenceParallel unfreezes norms (torch 2.14).
     """
     if dist.get_world_size() == 1:
         return
