@@ -57,7 +57,10 @@ import options
 
 
 def parallelize(model, args):
-    """Split `model` in place. Freeze parameters and build the optimizer afterwards: SequenceParallel unfreezes norms."""
+    """Split `model` in place. Build the optimizer afterwards.
+
+    Freeze parameters afterwards too: SequenceParallel unfreezes norms (torch 2.14).
+    """
     if args.recompute:
         for block in model.blocks:  # each keeps only its input for backward, and recomputes everything else there
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
