@@ -47,6 +47,7 @@ import os
 import sys
 import traceback
 import zlib
+from collections import Counter
 
 import torch
 import torch.distributed as torch_dist
@@ -239,13 +240,14 @@ def prepare_fsdp_model(model, blocks=(), min_num_params=None, **kwargs):
     FSDP gathers the weights of one unit at a time: before the unit computes, and it frees them afterwards. The units
     are the modules of the classes `blocks`, for instance `(LlamaDecoderLayer,)`, or by default the entries of each
     ModuleList and Sequential. With `min_num_params`, the units are chosen by size, from the inside out: a module is a
-    unit if it has at least that many parameters outside the units in it. A model without a ModuleList or Sequential is
-    cut in this way too, with 20,000. The model itself is a unit, to which all other parameters belong. The weights of a
-    unit may be read only while it computes.
+    unit if it has at least that many parameters outside the units in it, and shares none of them with a module outside
+    of it. A model without a ModuleList or Sequential is cut in this way too, with 20,000. The model itself is a unit,
+    to which all other parameters belong. The weights of a unit may be read only while it computes.
 
     All ranks start from rank 0's weights. `kwargs` go to fully_shard. At world size 1 the model is not sharded. From
     torch 2.14 on, a parameter without a gradient on some ranks, or on all, gets a zero there, as if it had been used.
-    Freeze what is never used: AdamW would decay it. Raises DistributedError if two blocks share a parameter.
+    Freeze what is never used: AdamW would decay it. Raises DistributedError if two blocks share a parameter, unless
+    units are chosen by size.
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     assert not (blocks and min_num_params), "pass blocks or min_num_params, not both"
@@ -275,9 +277,11 @@ def _units(model, blocks, min_num_params):
     if blocks or (units and not min_num_params):
         return units
     units, in_units = [], set()
+    n_uses = Counter(param for _, param in model.named_parameters(remove_duplicate=False))
     for module in possible:
-        rest = [param for param in module.parameters() if param not in in_units]
-        if sum(param.numel() for param in rest) >= (min_num_params or 20_000):
+        rest = Counter(param for _, param in module.named_parameters(remove_duplicate=False) if param not in in_units)
+        # If a parameter has fewer uses in the module than in the model, a larger module must gather it.
+        if rest.items() <= n_uses.items() and sum(param.numel() for param in rest) >= (min_num_params or 20_000):
             units.append(module)
             in_units.update(rest)
     return units

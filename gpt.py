@@ -22,7 +22,6 @@ import zlib
 from pathlib import Path
 
 import torch
-import torch.distributed as torch_dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -249,24 +248,6 @@ def to_device(tensor, device):
     if torch.device(device).type != "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
-
-
-# ---- gradients ----------------------------------------------------------------------------------------------------
-
-
-def reduce_gradients(params, op, group=None):
-    """Replace the gradients of `params` by their "avg" or "sum" over the processes of `group`, in one all-reduce.
-
-    By default `group` is the job's own. All its processes must call it, and all `params` need a gradient. DDP does
-    this during backward. Use this function where DDP does not fit, because processes hold different parameters.
-    """
-    if dist.get_world_size() == 1:
-        return
-    grads = [param.grad for param in params]
-    flat = nn.utils.parameters_to_vector(grads)
-    torch_dist.all_reduce(flat, getattr(torch_dist.ReduceOp, op.upper()), group)
-    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(part.view_as(grad))
 
 
 # ---- progress -----------------------------------------------------------------------------------------------------

@@ -141,7 +141,18 @@ def backward(model, loss):
     (loss / dist.get_world_size()).backward()
     # The shared parameters' gradients are summed over the ranks. DDP has no public way to leave out the experts.
     shared, _ = split_params(model)
-    gpt.reduce_gradients(shared, "sum")
+    sum_gradients(shared)
+
+
+def sum_gradients(params):
+    """Replace the gradients by their sums over all ranks, in one all-reduce."""
+    grads = gradients(params)
+    if dist.get_world_size() == 1 or not grads:
+        return
+    flat = nn.utils.parameters_to_vector(grads)
+    torch_dist.all_reduce(flat)
+    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
 
 
 def split_params(model):
@@ -151,11 +162,16 @@ def split_params(model):
     return shared, experts
 
 
+def gradients(params):
+    """Frozen parameters have none."""
+    return [param.grad for param in params if param.grad is not None]
+
+
 def clip_gradients(model, max_norm):
     """As nn.utils.clip_grad_norm_, with the experts of all ranks in the norm, and the shared parameters once."""
     shared, experts = split_params(model)
-    shared_norm = nn.utils.get_total_norm([param.grad for param in shared])
-    experts_norm = nn.utils.get_total_norm([param.grad for param in experts])
+    shared_norm = nn.utils.get_total_norm(gradients(shared))
+    experts_norm = nn.utils.get_total_norm(gradients(experts)).to(dist.get_device())  # if all are frozen, on the CPU
     norm = (shared_norm**2 + dist.all_reduce(experts_norm**2)).sqrt()
     nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
 

@@ -27,13 +27,16 @@ Choose it when the shared parameters with Adam's state do not fit into a device 
 ep be the processes of one machine: tokens travel in each block, forward and backward. min_FSDP.py sends no tokens, but
 gathers all experts of a block on every process.
 
-Cost per process, for S shared float32 parameters and X of experts, L layers of width D, B sequences of T bytes:
+Cost per process, for S shared float32 parameters, R of them outside the blocks, and X of experts, L layers of width D,
+B sequences of T bytes:
     memory    16·(S + X)/N bytes between two steps (parameters 4, gradients 4, AdamW 8). While a block computes that has
-              s shared parameters and x of experts, up to 20·(s + x/ep) more. At the start 4·(S + X/ep) bytes in the
-              CPU's memory, and all experts of one block. `gpt.fill` avoids that for models without experts.
-    sent      3·(N-1)/N · 4·S bytes in each step for the shared parameters, 3·(dp-1)/dp · 4·X/ep for the experts, and
-              (ep-1)/ep · 16·L·top·D·B·T/N for the tokens if all experts are used evenly. gloo's reduce-scatter sends
-              twice as much as it should.
+              s shared parameters and x of experts, up to 20·(s + x/ep) more. Parameters outside the blocks stay
+              gathered from forward to backward, 4·R bytes, and after an evaluation until the next backward. At the
+              start 4·(S + X/ep) bytes in the CPU's memory, and all experts of one block. `gpt.fill` avoids that for
+              models without experts.
+    sent      (N-1)/N · 4·(3·S - R) bytes in each step for the shared parameters, 3·(dp-1)/dp · 4·X/ep for the experts,
+              and (ep-1)/ep · 16·L·top·D·B·T/N for the tokens if all experts are used evenly. gloo's reduce-scatter
+              sends twice as much as it should.
 
     python min_EP_FSDP.py --nproc 2                              # two processes; without --nproc, all GPUs
     python min_EP_FSDP.py --nproc 4 --expert-parallel 2          # 2 x 2 processes
@@ -87,14 +90,14 @@ def backward(model, loss, expert_parallel):
     """
     loss.backward()
     _, experts = min_EP.split_params(model)
-    for param in experts:
+    for grad in min_EP.gradients(experts):
         # fully_shard could do it (set_gradient_divide_factor), but torch 2.14 divides twice on gloo if dp is 1.
-        param.grad /= expert_parallel
+        grad /= expert_parallel
 
 
 def clip_gradients(model, max_norm):
     """As nn.utils.clip_grad_norm_. Each element of a gradient is on one rank, so the norm is one sum over all ranks."""
-    shards = [local(param.grad) for param in model.parameters()]
+    shards = [local(grad) for grad in min_EP.gradients(model.parameters())]
     norm = dist.all_reduce(nn.utils.get_total_norm(shards) ** 2).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1)
     for shard in shards:
@@ -172,8 +175,7 @@ def main_worker(local_rank, world_size, args):
     # A DTensor's numel is that of the whole tensor.
     n_params += args.expert_parallel * sum(param.numel() for param in experts)
     gpt.report_held(model.parameters(), n_params)
-    # Two groups: AdamW steps all parameters of a group in one call, and they must be of one mesh.
-    optimizer = torch.optim.AdamW([{"params": shared}, {"params": experts}], lr=args.lr, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, data, args)
 
 

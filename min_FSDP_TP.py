@@ -64,7 +64,10 @@ import options
 
 
 def parallelize(model, args):
-    """Split `model` in place. Build the optimizer afterwards."""
+    """Split `model` in place. Build the optimizer afterwards.
+
+    Freeze parameters afterwards too: SequenceParallel unfreezes norms (torch 2.14).
+    """
     if args.recompute:
         for block in model.blocks:  # each keeps only its input for backward, and recomputes everything else there
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
@@ -92,6 +95,7 @@ def split_layers(model, mesh):
 
     Heads, and the length of each batch, must be multiples of N. The plan names every parameter, in the norms too: the
     norm of the gradients needs DTensors of one mesh.
+    Freeze parameters and build the optimizer afterwards: SequenceParallel unfreezes norms (torch 2.14).
     """
     sequence = Shard(1)  # between the layers: dimension 1 of (batch, length, width) is split
     plan = {

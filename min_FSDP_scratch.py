@@ -79,7 +79,6 @@ class BeforeBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.unit.free()
         if ctx.unit.following:
             ctx.unit.following.finish()  # it was sent while this block computed
         ctx.unit.reduce()  # while the previous block computes
@@ -104,6 +103,21 @@ class AfterBlock(torch.autograd.Function):
 # ---- what is gathered and reduced together ------------------------------------------------------------------------
 
 
+class Freed(nn.Parameter):
+    """A parameter that has no memory now. torch would read from address 0, or save a file without weights."""
+
+    # They need no memory. parity.py calls most of them.
+    allowed = (torch.Tensor.numel, torch.Tensor.untyped_storage, torch.Tensor.requires_grad_)
+    allowed += (torch.Tensor.grad.__get__, torch.Tensor.nbytes.__get__, torch.Tensor.requires_grad.__get__)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in cls.allowed:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        name = torch.overrides.resolve_name(func)
+        raise ValueError(f"{name}: a parameter has no memory until its unit computes, and units must not share one")
+
+
 class Unit:
     """Parameters that are gathered and freed together. Each rank holds 1/N of them, `own`, and of their gradients.
 
@@ -115,6 +129,8 @@ class Unit:
     reducing = None  # the reduce-scatter in progress
 
     def __init__(self, params, network):
+        if len({param.dtype for param in params}) > 1:
+            raise ValueError("a block, or the root, has parameters of several types, and one vector has one")
         self.params = params
         self.network = network
         flat = nn.utils.parameters_to_vector(params).detach()
@@ -135,7 +151,8 @@ class Unit:
             self.pieces.append(nn.Parameter(self.own[place]))
             self.piece_grads.append(self.own_grad[place])
             start = stop
-        self.full.untyped_storage().resize_(0)
+        self.events = []
+        self.free()
         self.events = []  # what it did in this step
 
     def gather(self):
@@ -148,24 +165,29 @@ class Unit:
     def wait(self):
         self.gather()
         self.network.wait(self.gathering)
+        for param in self.params:
+            param.__class__ = nn.Parameter
 
     def free(self):
-        """The parameters keep their shapes, without memory.
+        """The parameters keep their shapes, without memory. Until the next `wait` nothing may use them.
 
         Autograd has saved them for backward. It refuses a saved tensor that was changed in place. But `gather` changes
         `full`, and autograd does not know that the parameters share its memory.
         """
         self.events.append("free")
         self.full.untyped_storage().resize_(0)
+        for param in self.params:
+            param.__class__ = Freed
 
     def reduce(self):
-        """Start the reduce-scatter of the gradients of this rank's share of the batch. Then they are freed."""
-        self.events.append("reduce")
+        """Free the parameters. Start the reduce-scatter of the gradients of this rank's share of the batch."""
         grads = []
         for param, piece, piece_grad in zip(self.params, self.pieces, self.piece_grads, strict=True):
             piece.grad = None if param.grad is None else piece_grad  # a gradient is on all ranks or on none
             grads.append(torch.zeros_like(param) if param.grad is None else param.grad)
             param.grad = None
+        self.free()
+        self.events.append("reduce")
         flat = nn.utils.parameters_to_vector([*grads, self.padding])
         self.reducing = self.network.start(reduce_scatter_single, self.own_grad, flat)
 
@@ -181,17 +203,20 @@ class ZeRO3:
 
     Its weights must be equal on all ranks. Each block must compute exactly once in a step, in the order of
     `model.blocks`, and `finish_backward` must follow each backward. To recompute activations, do it inside a block.
-    A parameter must have a gradient on all ranks, or on none: see docs/mistakes.md.
-    Blocks must not share parameters. The root may, as with tied weights.
+    A parameter must have a gradient on all ranks, or on none. Blocks must not share parameters, nor use a parameter of
+    the root. The root may use one twice, as with tied weights.
+
+    While a unit does not compute, its parameters are `Freed`: to use one raises ValueError. So evaluate with ZeRO3,
+    give `pieces()` to the optimizer, clip with `clip_gradients`, and load weights before. To save, use min_FSDP.py.
     """
 
     def __init__(self, model):
-        check_unshared(model)
         self.model = model
         self.network = Network()
         self.units = []
-        in_blocks = set(model.blocks.parameters())
-        self.root = Unit([param for param in model.parameters() if param not in in_blocks], self.network)
+        named = model.named_parameters(remove_duplicate=False)
+        in_root = dict.fromkeys(param for name, param in named if not name.startswith("blocks."))  # tied ones once
+        self.root = Unit(list(in_root), self.network)
         for block in model.blocks:
             unit = Unit(list(block.parameters()), self.network)
             if self.units:
@@ -222,7 +247,6 @@ class ZeRO3:
 
     def finish_backward(self):
         """Call it after backward. Each piece then has its gradient, the mean over all ranks, without `zero_grad`."""
-        self.root.free()
         self.root.reduce()
         self.end_step(["gather", "free", "gather", "free", "reduce"])
         self.units[0].finish()
@@ -239,15 +263,6 @@ class ZeRO3:
     def pieces(self):
         """What this rank holds and the optimizer steps."""
         return [piece for unit in self.units for piece in unit.pieces if piece.numel() > 0]
-
-
-def check_unshared(model):
-    """Raises ValueError if a parameter is in two units: the second one would compute while it has no memory."""
-    unit_of = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        unit = name.split(".")[1] if name.startswith("blocks.") else "the root"
-        if unit_of.setdefault(param, unit) != unit:
-            raise ValueError(f"{name} is also a parameter of another unit: blocks must not share parameters")
 
 
 class Network:

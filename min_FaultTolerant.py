@@ -170,9 +170,9 @@ def make_gradients(model):
     """All gradients as one vector, which one all-reduce sums, and after them a place for the loss.
 
     Each `grad` is a view of it. So clear gradients by `zero_` of the vector. After optimizer.zero_grad() backward would
-    make new gradients outside of it, and each process would train alone, without an error.
+    make new gradients outside of it, and each process would train alone, without an error. Freeze parameters before.
     """
-    params = list(model.parameters())
+    params = [param for param in model.parameters() if param.requires_grad]  # weight decay would change a frozen one
     gradients = torch.zeros(sum(param.numel() for param in params) + 1, device=params[0].device)
     offset = 0
     for param in params:

@@ -31,7 +31,8 @@ place of the second.
 
 Cost per process, for P float32 parameters, X of them in the matrices, on N processes:
     memory    (12·X + 16·(P-X))/N bytes between two steps: parameters 4, gradients 4, momentum 4 or Adam's state 8. In
-              forward and backward as much more as min_FSDP.py. In Muon's step about 30·E more, with any number of
+              forward and backward as much more as min_FSDP.py, and after an evaluation 4 bytes for each parameter
+              outside the blocks, until the next backward. In Muon's step about 30·E more, with any number of
               processes, where the largest matrix has E elements.
     sent      8·(N-1)/N² · X bytes on average in each step by Muon, besides what min_FSDP.py sends: at least 1.5·N times
               as much.

@@ -187,10 +187,10 @@ def train(pipeline, optimizer, data, args):
 def clip_gradients(pipeline, max_norm):
     """As nn.utils.clip_grad_norm_, by the norm over all stages."""
     params = list(pipeline.model.parameters())
-    norm = nn.utils.get_total_norm([param.grad for param in params])
+    norm = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
     if hasattr(norm, "full_tensor"):  # in min_PP_FSDP_TP.py gradients are DTensors: the sum over a stage's processes
         norm = norm.full_tensor()
-    squares = norm**2
+    squares = norm.to(dist.get_device()) ** 2  # if all is frozen, it was on the CPU
     torch_dist.all_reduce(squares, group=pipeline.group)
     nn.utils.clip_grads_with_norm_(params, max_norm, squares.sqrt())
 

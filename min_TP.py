@@ -59,6 +59,7 @@ def split_layers(model, mesh):
 
     Heads, and the length of each batch, must be multiples of N. The plan names every parameter, in the norms too: the
     norm of the gradients needs DTensors of one mesh.
+    Freeze parameters and build the optimizer afterwards: SequenceParallel unfreezes norms (torch 2.14).
     """
     sequence = Shard(1)  # between the layers: dimension 1 of (batch, length, width) is split
     plan = {

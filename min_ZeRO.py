@@ -55,7 +55,8 @@ class ZeRO:
     """An optimizer whose state is split over all processes. A learning-rate scheduler takes its attribute `optim`.
 
     `optim_class` and `defaults` make the optimizer of the part that this process owns. `clip`, if given, is the largest
-    norm of all gradients together.
+    norm of all gradients together. Freeze parameters before. One that is not frozen and not used has zeros as gradient,
+    so weight decay changes it.
     """
 
     def __init__(self, params, optim_class, clip=None, **defaults):

@@ -119,7 +119,8 @@ def train(model, dataset, device, ranks, args):
             loss = F.cross_entropy(model(mnist.normalize(images.to(device))), labels.to(device))
             model.zero_grad()
             loss.backward()
-            gradient = parameters_to_vector(p.grad for p in model.parameters()).cpu()
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]  # none if frozen
+            gradient = parameters_to_vector(grads).cpu()
             if args.mode == "hogwild":
                 updates, params = rpc_remote.call("server", push, gradient, updates)
             else:

@@ -56,11 +56,11 @@ def test_a_process_reads_only_its_share(monkeypatch):
 
 
 def test_sizes_that_do_not_fit_are_one_line():
-    text, held_out = transformer.small_text()
+    text, _ = transformer.small_text()
     with pytest.raises(dist.DistributedError, match=r"^5 is not a multiple of 2, the number of equal shares$"):
         gpt.batch(text, 0, 5, 8, share=(0, 2))
     with pytest.raises(dist.DistributedError, match=r"^8 is not a multiple of 3, the number of equal shares$"):
-        gpt.Progress(None, text, held_out, transformer.arguments(), share=(0, 3))
+        transformer.small_data(transformer.arguments(), (0, 3)).held_out_batches()
     with pytest.raises(AssertionError, match=r"^a width of 10 is not a multiple of 4 heads$"):
         gpt.GPT(1, 10, 4, 8)  # would have 5 heads
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed as dist
+import gpt
 import min_EP
 import min_EP_FSDP
 
@@ -111,6 +112,59 @@ def test_processes_do_what_one_does_and_hold_their_share(nprocs, tmp_path):
         assert ranks[0][case][4].startswith(line)
 
 
+# ---- frozen parameters ----------------------------------------------------------------------------------------------
+
+FROZEN = [
+    (".experts.",),
+    (".router.",),
+    (".experts.0.", ".experts.1.", "token"),
+    ("token", "norm", "attention", "head"),
+]
+
+
+def freeze(model, names):
+    for name, param in model.named_parameters():
+        param.requires_grad_(not any(part in name for part in names))
+
+
+def clipped_gradients(module, frozen):
+    """Of one step on this rank's share, by name, by the functions of min_EP or min_EP_FSDP."""
+    args = arguments({"experts": 4}, dist.get_world_size())
+    model = transformer.make_model(args)
+    (min_EP_FSDP.parallelize if module == "min_EP_FSDP" else min_EP.add_experts)(model, args)
+    freeze(model, frozen)
+    share = (dist.get_rank(), dist.get_world_size())
+    x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length, share=share)
+    if module == "min_EP":
+        min_EP.backward(model, gpt.loss_fn(model(x), y))
+        min_EP.clip_gradients(model, 0.1)
+    else:
+        min_EP_FSDP.backward(model, gpt.loss_fn(model(x), y), args.expert_parallel)
+        min_EP_FSDP.clip_gradients(model, 0.1)
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+
+
+def test_frozen_experts_and_a_frozen_router_are_left_out(tmp_path):
+    cases = [(module, frozen) for module in ("min_EP", "min_EP_FSDP") for frozen in FROZEN]
+    ranks = transformer.train_on(2, clipped_gradients, cases, tmp_path)
+    for number, (_, frozen) in enumerate(cases):
+        args = arguments({"experts": 4})
+        with transformer.float64():
+            model = transformer.make_model(args)
+            for block in model.blocks:
+                block.mlp = DenseExperts(args.width, args.experts, args.top)
+            freeze(model, frozen)
+            x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length)
+            transformer.plain_loss(model, x, y).backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
+        expected = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        assert expected.keys() == ranks[0][number].keys() | ranks[1][number].keys()
+        for results in ranks:
+            for name, grad in results[number].items():
+                torch.testing.assert_close(grad, expected[name], rtol=0, atol=1e-12)
+
+
 # ---- bytes sent -----------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +209,7 @@ def watch_step(ep):
 
 
 def formula(n, ep):
-    """Bytes of parameters and of tokens, by the docstring. What is outside the blocks is gathered once, not twice."""
+    """Bytes of parameters and of tokens, by the docstring."""
     args = arguments(EVEN)
     model = transformer.make_model(args)
     min_EP.add_experts(model, args)

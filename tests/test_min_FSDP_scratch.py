@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import io
 from pathlib import Path
 from unittest import mock
 
@@ -321,6 +322,20 @@ def one_step(zero, x, y):
     zero.finish_backward()
 
 
+def penalize(zero, x, y):
+    (gpt.loss_fn(zero(x), y) + sum(param.square().sum() for param in zero.model.parameters())).backward()
+
+
+def between_steps(use):
+    """`use(model)` after a step: it would read from address 0, or silently do nothing."""
+
+    def step(zero, x, y):
+        one_step(zero, x, y)
+        use(zero.model)
+
+    return step
+
+
 WRONG = {
     "a block twice": (in_order(0, 1, 1, 2), one_step),
     "all blocks twice": (in_order(0, 1, 2, 0, 1, 2), one_step),
@@ -338,6 +353,20 @@ WRONG = {
     "two forwards": (gpt.GPT.forward, two_losses),
     "without finish_backward": (gpt.GPT.forward, without_finish),
 }
+FREED = {
+    "a penalty": penalize,
+    "saved": between_steps(lambda model: torch.save(model.state_dict(), io.BytesIO())),
+    "loaded": between_steps(lambda model: model.load_state_dict(small_model(gpt.GPT)[0].state_dict())),
+    "copied": between_steps(copy.deepcopy),
+    "pickled": between_steps(lambda model: torch.save(model, io.BytesIO())),
+    "moved": between_steps(nn.Module.float),
+    "wrapped twice": between_steps(min_FSDP_scratch.ZeRO3),
+    "the plain model is evaluated": between_steps(lambda model: model(torch.zeros(1, 2, dtype=torch.long))),
+    "the optimizer has the plain parameters": between_steps(lambda model: torch.optim.AdamW(model.parameters())),
+    "transposed": between_steps(lambda model: model.head.weight.T),
+    "compared": between_steps(dist.check_in_sync),
+}
+WRONG.update({name: (gpt.GPT.forward, step) for name, step in FREED.items()})
 
 
 def error_of(name):
@@ -348,7 +377,7 @@ def error_of(name):
     with mock.patch.object(gpt.GPT, "forward", forward):
         try:
             step(zero, x, y)
-        except dist.DistributedError as error:
+        except (dist.DistributedError, ValueError) as error:
             return str(error)
     return "no error"
 
@@ -357,7 +386,10 @@ def error_of(name):
 def test_a_unit_that_is_not_gathered_and_reduced_exactly_once_is_an_error(nprocs, tmp_path):
     for errors in transformer.train_on(nprocs, error_of, [(name,) for name in WRONG], tmp_path):
         for name, error in zip(WRONG, errors, strict=True):
-            assert "must compute once" in error or "finish_backward must follow" in error, (name, error)
+            if name in FREED:
+                assert "a parameter has no memory until its unit computes" in error, (name, error)
+            else:
+                assert "must compute once" in error or "finish_backward must follow" in error, (name, error)
 
 
 def same_block(model):
@@ -378,6 +410,21 @@ def test_a_parameter_in_two_units_is_refused(share):
     share(model)
     with pytest.raises(ValueError, match="must not share"):
         min_FSDP_scratch.ZeRO3(model)
+
+
+def test_a_unit_of_several_types_is_refused_and_a_block_may_be_frozen_later():
+    model, args = small_model(gpt.GPT)
+    model.blocks[1].mlp.bfloat16()
+    with pytest.raises(ValueError, match="several types"):
+        min_FSDP_scratch.ZeRO3(model)
+    model, _ = small_model(gpt.GPT)
+    zero = min_FSDP_scratch.ZeRO3(model)
+    x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length)
+    one_step(zero, x, y)
+    model.blocks[1].requires_grad_(False)
+    one_step(zero, x, y)
+    for number, unit in enumerate(zero.units):
+        assert [piece.grad is None for piece in unit.pieces] == [number == 1] * len(unit.pieces)
 
 
 def test_the_script_prints_its_lines(job_of):

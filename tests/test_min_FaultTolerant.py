@@ -1,6 +1,7 @@
 """min_FaultTolerant.py: whoever is killed, and whenever, the others train on, to the parameters of one process."""
 
 import contextlib
+import copy
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as torch_dist
 import transformer
 from conftest import LAUNCHER_VARIABLES, ROOT, exit_message, finish, start, wait_for, wait_until, without_name_server
+from torch import nn
 from transformer import full_parameters, make_optimizer, reference, small_text
 
 import distributed as dist
@@ -319,6 +321,18 @@ def test_killed_or_stopped_anywhere_they_end_as_one_process(optimizer, tmp_path,
 
 
 # ---- the ends of a job ----------------------------------------------------------------------------------------------
+
+
+def test_weight_decay_does_not_change_a_frozen_parameter():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    before = copy.deepcopy(model)
+    gradients = min_FaultTolerant.make_gradients(model)
+    assert len(gradients) == 3 + 1 + 1, "and a place for the loss"
+    model(torch.ones(1, 2)).sum().backward()
+    torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1).step()
+    for layer, is_equal in ((0, True), (1, False)):
+        assert torch.equal(model[layer].weight, before[layer].weight) == is_equal
 
 
 def failure(plan, folder, nprocs=2, **changes):

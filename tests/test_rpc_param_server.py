@@ -35,6 +35,12 @@ LINE = re.compile(
 BATCH, EPOCHS, SEED, LR, SIZES = 8, 2, 3, 0.02, (192, 101)  # 2 trainers: 2 epochs of 192 / 16 = 12 steps
 
 
+class PartlyFrozen(mnist.SimpleCNN):
+    def __init__(self):
+        super().__init__()
+        self.conv1.bias.requires_grad_(False)
+
+
 def run_role(local_rank, world_size, mode, timeout=60.0, epochs=EPOCHS):
     """The script's own main_worker on few digits."""
     options = {"epochs": epochs, "batch_size": BATCH, "lr": LR, "seed": SEED, "timeout": timeout, "model": "simple"}
@@ -75,6 +81,7 @@ def train_and_record(local_rank, world_size, folder, mode):
         return result
 
     through_sockets()
+    mnist.MODELS["simple"] = PartlyFrozen
     rpc_remote.call = recording_call
     rpc_param_server.evaluate = recording_evaluate
     run_role(local_rank, world_size, mode)
@@ -92,7 +99,7 @@ def test_one_round_trip_a_step_and_sync_equals_one_process(mode, tmp_path, capfd
     epochs = [LINE.fullmatch(line).groups() for line in lines]
     assert [(epoch[0], epoch[4]) for epoch in epochs] == [("1", "101"), ("2", "101")]
     if mode == "sync":
-        state, _, tests = train_alone(make_sgd, [LR] * EPOCHS, SIZES, 2 * BATCH, seed=SEED, model=mnist.SimpleCNN)
+        state, _, tests = train_alone(make_sgd, [LR] * EPOCHS, SIZES, 2 * BATCH, seed=SEED, model=PartlyFrozen)
         assert_equal_states(torch.load(tmp_path / "0.pt", weights_only=True)[-1], state)
         assert [(epoch[1], int(epoch[3])) for epoch in epochs] == [(f"{loss:.4f}", hits) for loss, hits, _ in tests]
         assert [epoch[5] for epoch in epochs] == ["0.00", "0.00"], "a synchronous gradient is never stale"

@@ -212,6 +212,8 @@ def cases_of_units():
     # 16,384 parameters in attention, 33,792 in the rest
     small = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=2, **sizes))
     decoders = [f"model.layers.{i}.mlp" for i in range(2)]
+    by_size = {"min_num_params": 20_000}
+    linear = nn.Linear(200, 200)
     return [
         (gpt2, {}, [f"transformer.h.{i}" for i in range(3)]),  # embedding and head are tied, and belong to the root
         (nested, {}, ["0", "2", "2.0", "2.1"]),
@@ -221,8 +223,11 @@ def cases_of_units():
         (mnist.ShallowNet(), {}, ["fc1"]),
         (encoder(), {}, ["layers.0", "layers.1"]),
         (encoder(), {"min_num_params": 1_000}, parts),  # not out_proj, whose weights attention reads itself
-        (small, {"min_num_params": 20_000}, [*decoders, "model.embed_tokens", "lm_head", "model"]),
+        (small, by_size, [*decoders, "model.embed_tokens", "lm_head", "model"]),
         (WithoutList(tied=False), {}, ["embedding", "body", "back", "head"]),
+        (WithoutList(tied=True), {}, ["body", "back"]),  # embedding and head belong to the root
+        (nn.Sequential(WithoutList(tied=True), nn.Linear(500, 60)), by_size, ["0", "0.body", "0.back", "1"]),
+        (nn.Sequential(nn.Sequential(linear, nn.ReLU()), linear), by_size, []),  # not the first one, which has a linear
     ]
 
 
@@ -233,7 +238,7 @@ def outputs_of(model):
         inputs = torch.rand(2, 1, 28, 28, generator=generator)
     elif isinstance(model, nn.TransformerEncoder):
         inputs = torch.rand(2, 5, 64, generator=generator)
-    elif isinstance(model, WithoutList):
+    elif any(isinstance(module, WithoutList) for module in model.modules()):
         inputs = torch.randint(500, (2, 5), generator=generator)
     else:
         return torch.zeros(0)
@@ -257,9 +262,8 @@ def unit_worker(local_rank, world_size):
         torch.testing.assert_close(outputs_of(model), expected)
     tied = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9, bias=False))
     tied[1].weight = tied[0].weight
-    for model in (tied, WithoutList(tied=True)):
-        with pytest.raises(dist.DistributedError, match="two blocks share a parameter: name in `blocks` a class"):
-            dist.prepare_fsdp_model(model)
+    with pytest.raises(dist.DistributedError, match="two blocks share a parameter: name in `blocks` a class"):
+        dist.prepare_fsdp_model(tied)
     with pytest.raises(dist.DistributedError, match='a shard, nor a tensor on "meta"'):
         dist.prepare_fsdp_model(nn.Sequential(nn.Linear(2, 2, device="meta")))
     with pytest.raises(AssertionError, match="not both"):
