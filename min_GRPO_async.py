@@ -197,7 +197,7 @@ def train(model, optimizer, move, group, args):
 
 
 def is_moved(step, args):
-    """Do the weights before `step` move? `evaluate` has moved those before step 0. The last ones draw no answers."""
+    """Do the weights before `step` move? `solve_held_out` has moved those before step 0. The last ones draw no answers."""
     return step > 0 and step + args.staleness < args.steps
 
 
@@ -270,18 +270,21 @@ def split_layers(model, mesh):
 # ---- progress -----------------------------------------------------------------------------------------------------
 
 
-def evaluate(model, move, choose, n_trainers, args):
-    """Move the weights, and let the generators solve the held-out prompts. Returns the share they solve, on all ranks.
-
-    In the first move NCCL connects the ranks, and may block them. All ranks come here at the same point.
-    """
+def ask_held_out(title, move, n_trainers):
+    """What a trainer does while the generators `solve_held_out`. It prints which share of the prompts they solve."""
     move()
     move.wait()
-    solved = 0
-    if dist.get_rank() >= n_trainers:
-        prompts = min_GRPO.make_prompts("held-out", min_GRPO.HELD_OUT, args.seed)
-        solved = min_GRPO.count_solved(model, prompts, choose)
-    return dist.broadcast_object(solved, src=n_trainers) / min_GRPO.HELD_OUT
+    solved = dist.broadcast_object(None, src=n_trainers)
+    dist.print_primary(f"after {title} | held-out {solved / min_GRPO.HELD_OUT:.3f}", flush=True)
+
+
+def solve_held_out(model, move, choose, n_trainers, args):
+    """In the first move NCCL connects the ranks, and may block them. So all ranks come here at the same point."""
+    move()
+    move.wait()
+    prompts = min_GRPO.make_prompts("held-out", min_GRPO.HELD_OUT, args.seed)
+    solved = min_GRPO.count_solved(model, prompts, choose)
+    dist.broadcast_object(solved, src=n_trainers)  # of the first generator; the others have solved the same
 
 
 def print_line(step, recent, start, group, args):
@@ -326,37 +329,44 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    device = dist.get_device()
     ranks = list(range(world_size))
     n_trainers = world_size - args.generators
     # Every rank makes both meshes, since each of them makes a process group.
-    trainers = DeviceMesh(device.type, ranks[:n_trainers])
-    generators = DeviceMesh(device.type, ranks[n_trainers:])
-    trains = dist.get_rank() < n_trainers
+    trainers = DeviceMesh(dist.get_device().type, ranks[:n_trainers])
+    generators = DeviceMesh(dist.get_device().type, ranks[n_trainers:])
+    if dist.get_rank() < n_trainers:
+        be_trainer(trainers, ranks, args)
+    else:
+        be_generator(generators, ranks, args)
+
+
+def be_trainer(mesh, ranks, args):
+    n_trainers = mesh.size()
     sizes = argparse.Namespace(**min_GRPO.SIZES, seed=args.seed)
     model = gpt.make_meta_model(sizes)  # shapes without memory: each rank makes its part only
-    if trains:
-        shard(model, trainers)
-    elif args.generators > 1:
-        split_layers(model, generators)
-    model.to_empty(device=device)  # memory for this rank's part
+    shard(model, mesh)
+    model.to_empty(device=dist.get_device())  # memory for this rank's shards
+    gpt.fill(model.named_parameters(), sizes)
+    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each rank draws its own
     move = Move(model.named_parameters(), ranks[:n_trainers], ranks[n_trainers:])
-    choose = None
-    if trains:
-        gpt.fill(model.named_parameters(), sizes)
-        torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each rank draws its own
-        min_GRPO.imitate(model, args, trainers.get_group())
-    else:
-        choose = functools.partial(gpt_generate.choose_alike, generators.get_group())
-    held_out = evaluate(model, move, choose, n_trainers, args)
-    dist.print_primary(f"after {args.imitation_steps} steps of imitation | held-out {held_out:.3f}", flush=True)
-    if trains:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-        train(model, optimizer, move, trainers.get_group(), args)
-    else:
-        generate(model, move, choose, n_trainers, args)
-    held_out = evaluate(model, move, choose, n_trainers, args)
-    dist.print_primary(f"after {args.steps} steps of reinforcement learning | held-out {held_out:.3f}", flush=True)
+    min_GRPO.imitate(model, args, mesh.get_group())
+    ask_held_out(f"{args.imitation_steps} steps of imitation", move, n_trainers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    train(model, optimizer, move, mesh.get_group(), args)
+    ask_held_out(f"{args.steps} steps of reinforcement learning", move, n_trainers)
+
+
+def be_generator(mesh, ranks, args):
+    n_trainers = len(ranks) - mesh.size()
+    model = gpt.make_meta_model(argparse.Namespace(**min_GRPO.SIZES))
+    if mesh.size() > 1:
+        split_layers(model, mesh)
+    model.to_empty(device=dist.get_device())  # memory for this rank's part, which the first move fills
+    move = Move(model.named_parameters(), ranks[:n_trainers], ranks[n_trainers:])
+    choose = functools.partial(gpt_generate.choose_alike, mesh.get_group())  # all generators choose the same bytes
+    solve_held_out(model, move, choose, n_trainers, args)
+    generate(model, move, choose, n_trainers, args)
+    solve_held_out(model, move, choose, n_trainers, args)
 
 
 if __name__ == "__main__":
