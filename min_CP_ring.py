@@ -26,27 +26,15 @@ Under the causal mask later queries see more keys. So a row is cut into 2·N pie
 
     c: the same piece, causal mask    x: an earlier piece, no mask    .: a later piece, skipped
 
-A row packs documents of any lengths, and no document sees another. Here rows are cut from one long text, and a document
-ends with a blank line. Rows of min_Packing.py work too: `make_plan` needs their OWNERS. Two different pieces share at
-most one document: the one that covers all between them. All its queries in the later piece see all its keys in the
-earlier one, so attention needs no mask. Here documents A to E fill a row of 16 positions:
-
-    piece            0       | 1       | 2       | 3                 keys seen on the other rank
-    row              A A A B | B B B C | C C D D | D D D E
-    share of rank 0  A A A B |         |         | D D D E           D sees D
-    share of rank 1          | B B B C | C C D D |                   B sees B
-
-If two ranks share no document in any row, nothing is sent between them. If they share one, the whole share of all rows
-is sent. Every rank knows where the documents of all shares lie, so sender and receiver agree without a message.
+A row may pack several documents, and no document sees another: see "packed rows" below.
 
 The backward pass needs only the final out and lse, so a process saves nothing of other shares. It receives the same
-keys and values again, and returns their gradients to the owner.
+keys and values again, and returns their gradients to the owner. The ring of the paper (arXiv:2310.01889) hands all keys
+on from neighbour to neighbour. Here each rank sends its keys to each rank that needs them.
 
 Choose this script over min_CP.py if there are more processes than heads, if rows pack documents, or if sending takes
 long: the computation that hides it grows with T² and the bytes with T. With enough heads and fast links choose Ulysses
-in min_CP.py, which sends fewer bytes of one long document. The ring of the paper (arXiv:2310.01889) hands all keys on
-from neighbour to neighbour. Then fewer shares at a time leave a machine with several processes, but nothing is skipped
-that only a later rank needs. This script has not run on a GPU yet.
+in min_CP.py, which sends fewer bytes of one long document.
 
 Cost per process, for P float32 parameters, L layers of width D, B rows of T bytes, N processes: 16·P bytes, as with
 DDP, and 1/N of the activations. Each step sends DDP's 2·(N-1)/N · 4·P bytes. Attention sends up to
@@ -174,7 +162,62 @@ def merge(out, lse, block_out, block_lse):
     lse.copy_(torch.logaddexp(lse, block_lse))
 
 
-# ---- who sees what ------------------------------------------------------------------------------------------------
+# ---- attention to one block of keys -------------------------------------------------------------------------------
+# F.scaled_dot_product_attention does not give the lse, so its kernels are called here.
+
+
+def attend_to_block(q, k, v, causal):
+    """Returns out, and lse (batch, heads, queries)."""
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
+    out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=causal
+    )
+    return out, lse[:, :, : q.shape[2]]  # it is padded to a multiple of 32 queries
+
+
+def gradients_of_block(grad, q, k, v, out, lse, causal):
+    """The gradients of q, k and v, where `grad`, `out` and `lse` are of attention to all keys.
+
+    So exp(scores - lse) is this block's part of the softmax over all keys.
+    """
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, dropout_p=0.0, is_causal=causal
+        )
+    padding = -lse.shape[2] % 32  # the kernel reads lse up to a multiple of 32 queries
+    no_dropout = torch.zeros((), dtype=torch.long, device=q.device)
+    *grads, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        attn_bias=None,
+        out=out,
+        logsumexp=F.pad(lse, (0, padding), value=math.inf).contiguous(),
+        philox_seed=no_dropout,
+        philox_offset=no_dropout,
+        dropout_p=0.0,
+        grad_input_mask=[True, True, True, False],
+        is_causal=causal,
+    )
+    return grads
+
+
+# ---- packed rows: who sees what (skip it on a first reading) ------------------------------------------------------
+#
+# A row packs documents of any lengths, and no document sees another. Here rows are cut from one long text, and a
+# document ends with a blank line. Rows of min_Packing.py work too: `make_plan` needs their OWNERS. Two different pieces
+# share at most one document: the one that covers all between them. All its queries in the later piece see all its keys
+# in the earlier one, so attention needs no mask. Here documents A to E fill a row of 16 positions:
+#
+#     piece            0       | 1       | 2       | 3                 keys seen on the other rank
+#     row              A A A B | B B B C | C C D D | D D D E
+#     share of rank 0  A A A B |         |         | D D D E           D sees D
+#     share of rank 1          | B B B C | C C D D |                   B sees B
+#
+# If two ranks share no document in any row, nothing is sent between them. If they share one, the whole share of all
+# rows is sent. Every rank knows where the documents of all shares lie, so sender and receiver agree without a message.
 
 
 @dataclasses.dataclass
@@ -247,48 +290,6 @@ def place(position, piece, rank):
     in_first = min(max(position - start_of_first, 0), piece)
     in_second = min(max(position - start_of_second, 0), piece)
     return in_first + in_second
-
-
-# ---- attention to one block of keys -------------------------------------------------------------------------------
-# F.scaled_dot_product_attention does not give the lse, so its kernels are called here.
-
-
-def attend_to_block(q, k, v, causal):
-    """Returns out, and lse (batch, heads, queries)."""
-    if q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
-    out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=causal
-    )
-    return out, lse[:, :, : q.shape[2]]  # it is padded to a multiple of 32 queries
-
-
-def gradients_of_block(grad, q, k, v, out, lse, causal):
-    """The gradients of q, k and v, where `grad`, `out` and `lse` are of attention to all keys.
-
-    So exp(scores - lse) is this block's part of the softmax over all keys.
-    """
-    if q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, dropout_p=0.0, is_causal=causal
-        )
-    padding = -lse.shape[2] % 32  # the kernel reads lse up to a multiple of 32 queries
-    no_dropout = torch.zeros((), dtype=torch.long, device=q.device)
-    *grads, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        grad,
-        q,
-        k,
-        v,
-        attn_bias=None,
-        out=out,
-        logsumexp=F.pad(lse, (0, padding), value=math.inf).contiguous(),
-        philox_seed=no_dropout,
-        philox_offset=no_dropout,
-        dropout_p=0.0,
-        grad_input_mask=[True, True, True, False],
-        is_causal=causal,
-    )
-    return grads
 
 
 # ---- training -----------------------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ def train(model, optimizer, move, group, args):
 
 
 def is_moved(step, args):
-    """Do the weights before `step` move? `solve_held_out` has moved those before step 0. The last ones draw no answers."""
+    """Do the weights before `step` move? Those before step 0 have moved already. The last ones draw no answers."""
     return step > 0 and step + args.staleness < args.steps
 
 
