@@ -76,7 +76,7 @@ def test_the_stages_of_a_pipeline_hold_about_as_much():
 
 
 def test_what_is_gathered_is_that_of_the_docs():
-    """In bfloat16 half of 20 bytes per parameter of a block; in a pipeline 8·P/(stages · tensor), with 2 bytes for parameters."""
+    """In bfloat16 half of 20 bytes per parameter of a block; in a pipeline 8 of a stage, with 2 for parameters."""
     assert cell("min_FSDP.py", 2).endswith(", and up to 20·block")
     assert cell("min_PP_FSDP_TP.py", 2).endswith(", and up to 8·P/(stages · tensor) in a step")
     layout = mesh(shard=N, tensor=2, number_bytes=2)
