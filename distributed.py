@@ -104,15 +104,20 @@ def print_primary(*args, **kwargs):
         print(*args, **kwargs)
 
 
+def device_count():
+    """Visible GPUs. Apple's is not counted: it has no process group of several ranks, no float64, no pinned memory."""
+    return 0 if torch.backends.mps.is_available() else torch.accelerator.device_count()
+
+
 def get_device():
     """GPU number `local_rank`, or the CPU if no GPU is visible. Raises DistributedError if there are too few GPUs."""
-    gpus = torch.cuda.device_count()
+    gpus = device_count()
     if gpus == 0:
         return torch.device("cpu")
     local_rank = get_local_rank()
     if local_rank >= gpus:
         raise DistributedError(f"local rank {local_rank} has no GPU: {gpus} seen (start fewer; srun: --gpu-bind=none)")
-    return torch.device("cuda", local_rank)
+    return torch.device(torch.accelerator.current_accelerator().type, local_rank)
 
 
 # ---- process group ------------------------------------------------------------------------------------------------
@@ -133,16 +138,17 @@ def init_process_group(rank=None, world_size=None, backend=None, timeout=None, e
         os.environ.setdefault("LOCAL_RANK", str(rank))
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # a DataLoader's processes look there too
     device = get_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
     is_alone = not is_launched() or (get_world_size() == 1 and "MASTER_ADDR" not in os.environ)
     if is_alone and not even_alone:
         return
     # With GPUs, tensors on the CPU go through gloo, and so do the objects of gather_objects and broadcast_object.
-    backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    own = torch_dist.get_default_backend_for_device(device)
+    backend = backend or ("gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}")
     store = torch_dist.HashStore() if is_alone else _fresh_store()
     job = {"store": store, "rank": get_rank(), "world_size": get_world_size(), "timeout": timeout}
-    torch_dist.init_process_group(backend, **job, device_id=device if "nccl" in backend else None)
+    torch_dist.init_process_group(backend, **job, device_id=device if own in backend and own != "gloo" else None)
     torch_dist.barrier()  # until all ranks are connected: if a rank exits before that, the others fail
 
 
@@ -223,7 +229,7 @@ def prepare_ddp_model(model, device_ids=None, **kwargs):
     """
     if get_world_size() == 1:
         return model
-    device_ids = device_ids if any(param.is_cuda for param in model.parameters()) else None
+    device_ids = device_ids if any(param.device.type != "cpu" for param in model.parameters()) else None
     return DistributedDataParallel(model, device_ids=device_ids, **kwargs)
 
 
@@ -451,7 +457,7 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
         if int(os.environ.get(name, 1)) > 1 and not is_launched():
             line = f"{name} is {os.environ[name]}, but RANK and WORLD_SIZE are not set, so every task would train alone"
             raise SystemExit(f"{line}: start one torchrun per node instead, as launchers/slurm.sbatch does")
-    nprocs = nprocs or max(1, torch.cuda.device_count())
+    nprocs = nprocs or max(1, device_count())
     if is_launched() or nprocs == 1:
         return _run_worker(worker_fn, *args)
     import spawn  # a script that torchrun starts can be copied without it

@@ -27,7 +27,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from dataclasses_json import Undefined, dataclass_json
 from flytekit import Resources, current_context, task, workflow
 from flytekit.types.file import FlyteFile
@@ -97,7 +96,7 @@ def train(hp):
     folder = Path(current_context().working_directory)
     words = ["--output", str(folder / "mnist_cnn.pt")]
     if not dist.is_launched():  # the elastic agent has not started processes
-        words += ["--nproc", str(torch.cuda.device_count() or GPUS)]
+        words += ["--nproc", str(dist.device_count() or GPUS)]
     for name, value in asdict(hp).items():
         option = "--" + name.replace("_", "-")
         if value is True:

@@ -202,7 +202,7 @@ def batch(text, step, batch_size, length, seed=0, device="cpu", share=(0, 1)):
 
 def to_device(tensor, device):
     """Copy to a GPU without blocking the CPU, which needs pinned memory. To the CPU it is an ordinary copy."""
-    if torch.device(device).type == "cuda":
+    if torch.device(device).type != "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
@@ -230,8 +230,8 @@ def reduce_gradients(params, op, group=None):
 
 def peak_memory(device):
     """Bytes: the most that this process has had allocated on its GPU, or resident in memory on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 

@@ -45,7 +45,7 @@ gathered model and its whole gradients. It is faster for a small model.
     python llm_FSDP.py --nproc 2                                               # no network: a small Llama, from scratch
     python llm_FSDP.py --model Qwen/Qwen3-8B --data chats.jsonl --lora 16      # all GPUs of this machine
     python llm_FSDP.py --model folder --data chats.jsonl --checkpoint-dir runs/a   # the same command again resumes
-    torchrun --nnodes 2 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint HOST:29400 llm_FSDP.py \
+    torchrun --nnodes 2 --nproc-per-node auto --rdzv-backend c10d --rdzv-endpoint HOST:29400 llm_FSDP.py \
         --model Qwen/Qwen3-0.6B --from-scratch --data books/*.jsonl            # two machines
 
 The data are .jsonl files, up to 1 GB together, as `Dataset.to_json` of Hugging Face writes them: {"messages": [...]} or
@@ -331,8 +331,8 @@ def report(step, samples, taken, start, norm, lr, tracker):
 
 def peak_memory():
     """Bytes: the most that this process has had allocated on its GPU, or resident in memory on the CPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+    if torch.accelerator.is_available():
+        return torch.accelerator.max_memory_allocated()
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -502,7 +502,7 @@ def parse_args(argv=None):
     add("--weight-decay", type=options.number(0), default=0.0, help="weight decay of the matrices")
     add("--clip", type=options.number(0), default=1.0, help="largest norm of the gradient; 0 does not clip")
     bf16_help = "compute in bfloat16, keep parameters in float32 (default: on GPUs)"
-    add("--bf16", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available(), help=bf16_help)
+    add("--bf16", action=argparse.BooleanOptionalAction, default=torch.accelerator.is_available(), help=bf16_help)
     kernels = ("sdpa", "eager", "flex_attention", "flash_attention_2")
     add("--attention", choices=kernels, default="sdpa", help="kernel of attention; some models have no sdpa")
     add("--gather-once", action="store_true", help="gather the layers once per step, not for each row: less is sent")

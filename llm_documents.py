@@ -466,7 +466,7 @@ def on_device(row):
     places = (targets != IGNORED).nonzero()[:, 0]
     tensors = tokens.clamp(min=0)[None], positions[None], places, targets[places]
     device = dist.get_device()
-    if device.type == "cuda":
+    if device.type != "cpu":
         tensors = [tensor.pin_memory() for tensor in tensors]
     return Row(*(tensor.to(device, non_blocking=True) for tensor in tensors), n_tokens)
 

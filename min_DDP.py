@@ -45,7 +45,7 @@ def main_worker(local_rank, world_size, args):
 
     dataset = DummyDataset(args.seed)
     sampler = dist.data_sampler(dataset, distributed=True, shuffle=True, seed=args.seed)  # this rank's share
-    loader = DataLoader(dataset, args.batch_size, sampler=sampler, pin_memory=device.type == "cuda")
+    loader = DataLoader(dataset, args.batch_size, sampler=sampler, pin_memory=device.type != "cpu")
 
     # Each rank draws its own dropout, if your model has dropout. The weights are equal anyway: DDP copies rank 0's.
     torch.manual_seed(args.seed + dist.get_rank())

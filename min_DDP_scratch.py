@@ -116,7 +116,7 @@ class RingDDP(nn.Module):
         for param in self.names:
             param.register_post_accumulate_grad_hook(self.on_gradient)
         self.begin_step()
-        self.background = BackgroundStream() if dist.get_device().type == "cuda" else BackgroundThread()
+        self.background = BackgroundStream() if dist.get_device().type != "cpu" else BackgroundThread()
         self.n_bytes = 0  # sent by this process so far
         self.busy = 0.0  # seconds in which the ring ran
         self.waited = 0.0  # seconds in which `wait` waited for it
@@ -217,15 +217,15 @@ class BackgroundStream:
     """The same on a GPU, on a second stream. `wait` lets the current stream wait for it, and not the host."""
 
     def __init__(self):
-        self.stream = torch.cuda.Stream()
+        self.stream = torch.Stream(dist.get_device())
 
     def start(self, function):
-        self.stream.wait_stream(torch.cuda.current_stream())  # which computes the gradients
-        with torch.cuda.stream(self.stream):
+        self.stream.wait_stream(torch.accelerator.current_stream())  # which computes the gradients
+        with self.stream:
             function()
 
     def wait(self):
-        torch.cuda.current_stream().wait_stream(self.stream)
+        torch.accelerator.current_stream().wait_stream(self.stream)
 
 
 # ---- training -----------------------------------------------------------------------------------------------------

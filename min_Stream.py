@@ -115,7 +115,7 @@ def make_loader(stream, position, args):
         batch_size=None,  # an item of the stream is a batch
         sampler=range(position, end, args.global_batch_size),  # DataLoader keeps this order for any num_workers
         num_workers=args.num_workers,
-        pin_memory=dist.get_device().type == "cuda",
+        pin_memory=dist.get_device().type != "cpu",
     )
 
 

@@ -91,7 +91,7 @@ def load_batches(train_set, first_step, steps, device, args):
         batch_size=None,  # each item is a whole micro-batch
         sampler=micro_batches(len(train_set), first_step, steps, args),
         num_workers=args.num_workers,
-        pin_memory=device.type == "cuda",
+        pin_memory=device.type != "cpu",
     )
     return checkpoint.shielded(loader)  # its processes do not get a SIGTERM
 
@@ -216,7 +216,7 @@ def evaluate(net, test_set, device, args):
         sampler=dist.data_sampler(test_set, True, shuffle=False, pad=False),
         collate_fn=mnist.collate,
         num_workers=args.num_workers,
-        pin_memory=device.type == "cuda",
+        pin_memory=device.type != "cpu",
     )
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     hits = torch.zeros((), dtype=torch.float64, device=device)

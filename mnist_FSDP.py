@@ -91,8 +91,8 @@ def print_held(optimizer, n_params, device):
 
 def peak_memory(device):
     """Bytes: the most that this process has had allocated on its GPU, or resident in memory on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -203,7 +203,7 @@ def make_loaders(args, device):
     # One process uses a sampler too: the order, and so the result, is then the same for any number of processes.
     sampler = dist.data_sampler(train_set, True, shuffle=True, seed=args.seed)
     test_sampler = dist.data_sampler(test_set, True, shuffle=False)
-    pin_memory = device.type == "cuda"
+    pin_memory = device.type != "cpu"
     loader = DataLoader(train_set, args.batch_size, sampler=sampler, collate_fn=mnist.collate, pin_memory=pin_memory)
     test_loader = DataLoader(
         test_set, args.test_batch_size, sampler=test_sampler, collate_fn=mnist.collate, pin_memory=pin_memory

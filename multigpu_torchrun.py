@@ -44,7 +44,7 @@ class Trainer:
         self.loader = loader
         self.optimizer = optimizer
         self.device = device
-        self.name = f"GPU{device.index}" if device.type == "cuda" else "CPU"
+        self.name = f"GPU{device.index}" if device.type != "cpu" else "CPU"
         self.save_every = save_every
         self.snapshot_path = snapshot_path
 
@@ -154,7 +154,7 @@ def main_worker(local_rank, world_size, args):
         args.batch_size,
         sampler=dist.data_sampler(dataset, distributed=True, shuffle=True),  # this rank's share
         collate_fn=tuple,  # the dataset has already made the batch
-        pin_memory=device.type == "cuda",
+        pin_memory=device.type != "cpu",
     )
     model = torch.nn.Linear(20, 1).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=5e-3, fused=True)

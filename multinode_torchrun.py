@@ -63,7 +63,7 @@ class Trainer:
         self.dataset = dataset
         self.optimizer = optimizer
         self.device = device
-        self.name = f"GPU{device.index}" if device.type == "cuda" else "CPU"
+        self.name = f"GPU{device.index}" if device.type != "cpu" else "CPU"
         self.preemption = preemption
         self.global_batch_size = args.global_batch_size
         self.steps = len(dataset) // args.global_batch_size  # per epoch
@@ -84,7 +84,7 @@ class Trainer:
             batch_sampler=shares,
             collate_fn=tuple,  # the dataset has already made the batch
             num_workers=self.num_workers,
-            pin_memory=self.device.type == "cuda",
+            pin_memory=self.device.type != "cpu",
         )
 
     def batches(self, epoch, first_step):

@@ -13,8 +13,6 @@ import contextlib
 import math
 import re
 
-import torch
-
 import distributed as dist
 
 LARGEST = 2**31 - 1
@@ -31,7 +29,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def add_nproc(self):
         """Add --nproc. Under a launcher `args.nproc` is the number of processes that the launcher started."""
-        gpus = torch.cuda.device_count()
+        gpus = dist.device_count()
         default = dist.get_world_size() if dist.is_launched() else max(1, gpus)
         help_text = "processes to start on this machine (default: one per visible GPU, or 1)"
         self.add_argument("--nproc", type=whole_number(1, gpus or LARGEST), default=default, help=help_text)

@@ -228,7 +228,7 @@ def row_ids(x, n_rows):
 
 def parse_args():
     parser = options.ArgumentParser(__doc__)
-    gpus = torch.cuda.device_count()
+    gpus = dist.device_count()
     trainers_help = "number of trainers, at most one per GPU; ignored under torchrun"
     log_help = "steps between lines of progress"
     servers_help = "processes that share the rows of the table"
@@ -275,7 +275,8 @@ def main_worker(local_rank, world_size, args):
         n_rows = len(range(rank, args.rows, args.servers))  # rows rank, rank + S, rank + 2·S, ...
         table_server = TableServer(n_rows, args)  # before it joins, because then the first call may come
     rpc_remote.join(name_of(rank, args.servers), args.timeout)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    kind = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    backend = torch_dist.get_default_backend_for_device(kind)
     trainers_group = torch_dist.new_group(range(args.servers, world_size), backend=backend)  # a collective of all ranks
     text, held_out = gpt.load_text()  # a collective of all ranks, too
     if rank == 0:

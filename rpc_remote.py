@@ -41,11 +41,11 @@ def add_timeout(parser):
 
 def get_device():
     """This process's device, which becomes torch's current one. Several processes share a GPU if there are too few."""
-    gpus = torch.cuda.device_count()
+    gpus = dist.device_count()
     if gpus == 0:
         return torch.device("cpu")
-    device = torch.device("cuda", dist.get_local_rank() % gpus)
-    torch.cuda.set_device(device)  # else torch would also use GPU 0
+    device = torch.device(torch.accelerator.current_accelerator().type, dist.get_local_rank() % gpus)
+    torch.accelerator.set_device_index(device)  # else torch would also use GPU 0
     return device
 
 

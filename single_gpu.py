@@ -31,7 +31,7 @@ class Trainer:
         self.loader = loader
         self.optimizer = optimizer
         self.device = device
-        self.name = f"GPU{device.index}" if device.type == "cuda" else "CPU"
+        self.name = "GPU0" if device.type != "cpu" else "CPU"
         self.save_every = save_every
 
     def run_epoch(self, epoch):
@@ -128,7 +128,7 @@ def parse_args():
 
 
 def main(args):
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.manual_seed(0)
     dataset = ToyDataset()
     loader = DataLoader(
@@ -136,7 +136,7 @@ def main(args):
         args.batch_size,
         shuffle=True,
         collate_fn=tuple,  # the dataset has already made the batch
-        pin_memory=device.type == "cuda",
+        pin_memory=device.type != "cpu",
     )
     model = torch.nn.Linear(20, 1).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=5e-3, fused=True)

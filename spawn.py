@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 
 import torch
 import torch.distributed as torch_dist
@@ -66,6 +66,8 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
         for process in started:
             process.join()
         with contextlib.suppress(FileNotFoundError):
+            # Wait for the server's end: the next job would take a server that is still about to end for alive.
+            forkserver._forkserver._stop()
             os.remove(result)
         _one_job.release()
 

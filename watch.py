@@ -138,11 +138,9 @@ def _work_done(clock):
         for device in group._device_types:
             with contextlib.suppress(RuntimeError):  # this backend does not count
                 work += group._get_backend(device)._get_sequence_number_for_group()
-    if not torch.cuda.is_initialized():
-        return work + time.clock_gettime(clock)
-    for gpu in range(torch.cuda.device_count()):
-        work += torch.cuda.memory_stats(gpu)["allocation.all.allocated"]
-    return work
+    gpus = [torch.accelerator.memory_stats(gpu) for gpu in range(torch.accelerator.device_count())]
+    allocated = sum(stats.get("allocation.all.allocated", 0) for stats in gpus)
+    return work + (allocated or time.clock_gettime(clock))
 
 
 def _describe(place):

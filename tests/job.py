@@ -97,8 +97,22 @@ def give_up(local_rank, world_size):
     dist.raise_on_all("no room")
 
 
+def try_out(local_rank, world_size, trial):
+    """One trial of a study."""
+    return trial, world_size
+
+
+def study(trials):
+    """As a search for parameters does: one job after the other, in one process."""
+    for trial in range(int(trials)):
+        nprocs = 2 + trial % 2
+        assert dist.launch(try_out, trial, nprocs=nprocs) == (trial, nprocs)
+
+
 if __name__ == "__main__":
     spawn.PRELOADED = ["torch"]  # the fork server starts sooner
+    if sys.argv[1] == "study":
+        sys.exit(study(*sys.argv[2:]))
     dist.launch(globals()[sys.argv[1]], *sys.argv[2:], nprocs=2)
     if sys.argv[1] in ("ddp_step", "leave_early"):
         print(f"after:{gloo_threads()}", flush=True)

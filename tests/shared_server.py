@@ -2,6 +2,7 @@
 
 import functools
 import os
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 
 import spawn
@@ -31,3 +32,4 @@ def end_workers(pids):
 
 spawn._worker = Worker()
 spawn._guard = end_workers
+forkserver._forkserver._stop = lambda: None  # run_processes must not wait for the end of this server

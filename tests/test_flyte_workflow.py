@@ -141,7 +141,7 @@ def test_a_task_trains_in_a_process_per_gpu_of_its_container(flyte_workflow, mon
     monkeypatch.setattr("distributed.launch", launch := mock.Mock())
     (tmp_path / "mnist_cnn_accuracies.json").write_text("[0.5]")
     for gpus, nprocs in ((0, flyte_workflow.GPUS), (3, 3)):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda gpus=gpus: gpus)
         outputs = flyte_workflow.train(flyte_workflow.Hyperparameters(epochs=7, bf16=True))
         (worker, args), kwargs = launch.call_args
         assert worker == mnist_DDP.main_worker and kwargs == {"nprocs": nprocs}

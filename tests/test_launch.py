@@ -75,7 +75,7 @@ def test_workers_see_what_the_caller_sees_at_each_launch(tmp_path, monkeypatch, 
 
 def test_without_a_gpu_or_under_a_launcher_it_runs_in_this_process(monkeypatch, capsys):
     """What another one printed, capsys would not see."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     dist.launch(print, "a")
     monkeypatch.setenv("WORLD_SIZE", "8")  # alone, it is left from something else
     dist.launch(print, "b", nprocs=1)
@@ -88,7 +88,7 @@ def test_without_a_gpu_or_under_a_launcher_it_runs_in_this_process(monkeypatch, 
 
 
 def test_one_process_per_visible_gpu_by_default(monkeypatch, capfd):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
     dist.launch(print)
     assert sorted(capfd.readouterr().out.splitlines()) == ["0 3", "1 3", "2 3"]
 
@@ -653,6 +653,20 @@ def test_what_reads_the_output_of_a_job_ends_with_it():
     assert process.communicate(timeout=60) == ("", "")
     assert time.monotonic() - begin < 1
     wait_for_the_end_of(mark, seconds=2)
+
+
+@pytest.mark.guard
+@pytest.mark.slow
+@pytest.mark.parametrize(("trials", "busy"), [(20, 0), (60, 2)])
+def test_one_job_after_the_other_starts_in_a_process(trials, busy):
+    """A server that is about to end must not be taken for the next job's. `busy` processes make its end take longer."""
+    load = [start("-c", "while True: pass") for _ in range(busy)]
+    try:
+        assert run(JOB, "study", trials, timeout=540) == (0, "", "")
+    finally:
+        for process in load:
+            process.kill()
+            process.communicate(timeout=30)
 
 
 # ---- the end of a job under torchrun --------------------------------------------------------------------------------

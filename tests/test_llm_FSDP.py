@@ -1233,7 +1233,7 @@ TOGETHER = {
 
 def test_an_option_that_needs_another_one_is_refused(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     for options, refused in TOGETHER.items():
         with pytest.raises(SystemExit):
             llm_FSDP.parse_args(options.split())
@@ -1252,7 +1252,7 @@ def test_options_that_go_together_and_the_defaults_that_depend_on_them(monkeypat
     found = {options: llm_FSDP.parse_args(options.split()) for options in rates}
     assert {options: args.lr for options, args in found.items()} == rates
     assert [args.lora_alpha for args in found.values()] == [None, None, None, 8.0, 2.0]
-    assert (found[WITH_MODEL].clip, found[WITH_MODEL].bf16) == (1.0, torch.cuda.is_available())
+    assert (found[WITH_MODEL].clip, found[WITH_MODEL].bf16) == (1.0, torch.accelerator.is_available())
     assert llm_FSDP.parse_args(["--bf16"]).bf16 and not llm_FSDP.parse_args(["--no_bf16"]).bf16
 
 

@@ -133,7 +133,7 @@ def check_identity(rank, n):
     assert dist.get_local_rank() == rank
     assert dist.is_dist_avail_and_initialized() == (n > 1)
     model = torch.nn.Linear(2, 2)
-    with mock.patch.object(torch.cuda, "device_count", lambda: 1):  # rpc_ddp.py may have more processes than GPUs
+    with mock.patch("torch.accelerator.device_count", lambda: 1):  # rpc_ddp.py may have more processes than GPUs
         wrapped = dist.prepare_ddp_model(model, device_ids=[rank])  # ignored for a model on the CPU
     assert (wrapped is model) == (n == 1)
     kept = [gradient_of(wrapped, model, scale) for scale in (1.0, 3.0)]
@@ -248,16 +248,29 @@ def test_a_collective_without_its_group_is_an_error(monkeypatch):
         dist.reduce(torch.ones(1))
 
 
-def test_device_is_the_local_rank_and_must_exist(monkeypatch):
+@pytest.mark.parametrize("kind, backend", [("cuda", "nccl"), ("xpu", "xccl")])
+def test_device_is_the_local_rank_and_must_exist(kind, backend, monkeypatch):
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     assert dist.get_device() == torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert dist.get_device() == torch.device("cuda", 1)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(
-        dist.DistributedError,
-        match="local rank 1 has no GPU: 1 seen ",
-    ):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    device = torch.device(kind, 1)
+    assert dist.get_device() == device
+    for name in ("barrier", "init_process_group"):
+        monkeypatch.setattr(f"torch.distributed.{name}", init := mock.Mock())
+    monkeypatch.setattr(dist, "_fresh_store", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", choose := mock.Mock())
+    for given, used, bound in ((None, f"cpu:gloo,{kind}:{backend}", device), ("gloo", "gloo", None)):
+        dist.init_process_group(backend=given)
+        assert init.call_args.args == (used,) and init.call_args.kwargs["device_id"] == bound
+        choose.assert_called_with(device)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert (dist.device_count(), dist.get_device()) == (0, torch.device("cpu")), "Apple's GPU"
+    monkeypatch.undo()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    with pytest.raises(dist.DistributedError, match="local rank 1 has no GPU: 1 seen "):
         dist.get_device()

@@ -22,7 +22,7 @@ def test_the_snippet_gives_the_metrics_of_one_process_on_1_2_and_4(capfd, monkey
     output = seed_snippet.build_model()(x)
     correct = (output.argmax(dim=1) == y).sum().item()
     expected = f"{torch.nn.functional.cross_entropy(output, y).item():.6f} {correct}/24\n"
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     for options in ({}, {"nprocs": 2}, {"nprocs": 4}):
         dist.launch(seed_snippet.main_worker, **options)
         assert capfd.readouterr().out == expected

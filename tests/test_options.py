@@ -155,7 +155,7 @@ REFUSED = {
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     monkeypatch.chdir(tmp_path)
 
 
@@ -215,17 +215,17 @@ def launched(monkeypatch, script, *options):
 @pytest.mark.parametrize("script", NPROC)
 def test_nproc_is_the_number_of_processes(script, main_of, monkeypatch):
     for gpus, given, nprocs in ((0, (), 1), (0, ("--nproc", 4), 4), (4, (), 4), (4, ("--nproc", 1), 1)):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda gpus=gpus: gpus)
         assert launched(monkeypatch, script, *given).kwargs == {"nprocs": nprocs}
     status, line = main_of(f"{script}.py", "--nproc", "8")
     assert status == 2 and "argument --nproc: '8' " in line and " 4\n" in line
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
     assert launched(monkeypatch, script).kwargs == {"nprocs": 4}, "the launcher's number"
     assert launched(monkeypatch, script, "--nproc", 2).kwargs == {"nprocs": 2}, "which `launch` refuses"
     assert "argument --nproc: '0' " in main_of(f"{script}.py", "--nproc", "0")[1]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     assert launched(monkeypatch, script).kwargs == {"nprocs": 4}, "on two machines with two GPUs each"
 
 
@@ -247,7 +247,7 @@ def test_other_numbers_of_processes(monkeypatch):
     assert launched(monkeypatch, "rpc_model_parallel").kwargs == {"nprocs": 2}
     assert launched(monkeypatch, "rpc_param_server", "--trainers", 4).kwargs["nprocs"] == 5
     for gpus, layers in ((0, 4), (2, 4), (8, 8)):  # enough for a stage on each
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda gpus=gpus: gpus)
         assert launched(monkeypatch, "min_PP").args[1].layers == layers
 
 

@@ -65,6 +65,7 @@ SMALLER = {
     "make test": "make --dry-run test",
     "_node gpu": "_node 2",
     "-node gpu": "-node 2",
+    "-node auto": "-node 2",
     "--model deep": "--model simple",
     "--data mnist": f"--data mnist --data-dir {os.environ.get('MNIST_ROOT', 'data')}",
     "--nnodes 1:4": "--nnodes 1:4 --rdzv-conf last_call_timeout=1",
@@ -315,9 +316,12 @@ ALONE = [
 ]
 
 
+GUARDS = ("min_FSDP.py", "multigpu_torchrun.py")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1100)
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.guard] * (name in GUARDS)) for name in ALONE])
 def test_a_script_alone_in_a_folder_and_in_a_package(name, tmp_path):
     """With the files that AGENTS.md names, and without anything else of this project, its first command runs."""
     (needed,) = re.findall(rf"^\| `{name}` \| (.*?) ?\| \d+ \|$", PAGES[AGENTS], re.M)

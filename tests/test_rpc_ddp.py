@@ -31,7 +31,7 @@ def arguments(trainers, servers, optimizer):
 
 
 def test_a_mistake_is_one_line(main_of, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     for option, value in (("--trainers", "3"), ("--global-batch-size", "5"), ("--servers", "2")):
         if option == "--servers":
             monkeypatch.setenv("RANK", "0")
