@@ -76,8 +76,9 @@ def test_the_stages_of_a_pipeline_hold_about_as_much():
 
 
 def test_what_is_gathered_is_that_of_the_docs():
-    """In bfloat16 half of 20 bytes per parameter of a block; in a pipeline 8·P/(K·T), with 2 bytes for parameters."""
-    assert "up to 20·L bytes more" in COSTS and "8·P/(K·T) more" in COSTS
+    """In bfloat16 half of 20 bytes per parameter of a block; in a pipeline 8 of a stage, with 2 for parameters."""
+    assert cell("min_FSDP.py", 2).endswith(", and up to 20·block")
+    assert cell("min_PP_FSDP_TP.py", 2).endswith(", and up to 8·P/(stages · tensor) in a step")
     layout = mesh(shard=N, tensor=2, number_bytes=2)
     wider = dataclasses.replace(MODEL, hidden=2 * MODEL.hidden)
     difference = plan.memory(wider, layout)["gathered"] - plan.memory(MODEL, layout)["gathered"]
@@ -100,7 +101,8 @@ def test_bytes_sent_are_those_of_the_docs():
 
 
 def test_in_two_and_three_dimensions_it_sends_what_the_docs_say():
-    assert "3·(S-1)/S · 4·P/T" in COSTS and "11 bytes for every 8" in COSTS and "2·(S-1)/S · 4·P/(K·T)" in COSTS
+    assert cell("min_FSDP_TP.py", 3).startswith("3·(shard-1)/shard · 4·P/tensor, ") and "11 for 8 with" in COSTS
+    assert cell("min_PP_FSDP_TP.py", 3).startswith("2·(shard-1)/shard · 4·P/(stages · tensor), ")
     layout = mesh("min_FSDP_TP.py", shard=4, tensor=2)
     assert plan.sent_bytes(MODEL, layout)["shard"] == pytest.approx(3 * 3 / 4 * 4 * P / 2)
     deeper = dataclasses.replace(MODEL, layers=MODEL.layers + 1)

@@ -1,6 +1,7 @@
 """Every command of README.md, of docs/*.md and of a script's docstring runs, and prints lines of the quoted form."""
 
 import ast
+import fnmatch
 import importlib
 import os
 import re
@@ -260,6 +261,15 @@ def section(page, heading):
     return page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
+def test_the_file_tree_marks_what_is_run_and_what_is_imported():
+    run, imported = re.search(r"^run +(.*)\nimported (.*?)^```", PAGES[README], re.M | re.S).groups()
+    imported = set(re.findall(r"\w+\.py", imported))
+    assert imported == FOUNDATION
+    assert {name for pattern in run.split() for name in fnmatch.filter(SCRIPTS, pattern)} - imported == (
+        SCRIPTS.keys() - FOUNDATION
+    )
+
+
 def test_every_script_and_page_is_named_and_every_named_test_exists():
     costs = PAGES[ROOT / "docs" / "costs.md"]
     for name in SCRIPTS.keys() - FOUNDATION:
@@ -314,7 +324,7 @@ GUARDS = ("min_FSDP.py", "multigpu_torchrun.py")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.guard] * (name in GUARDS)) for name in ALONE])
 def test_a_script_alone_in_a_folder_and_in_a_package(name, tmp_path):
     """With the files that AGENTS.md names, and without anything else of this project, its first command runs."""
-    (needed,) = re.findall(rf"^\| `{name}` \| (.*) \|$", PAGES[AGENTS], re.M)
+    (needed,) = re.findall(rf"^\| `{name}` \| (.*?) ?\| \d+ \|$", PAGES[AGENTS], re.M)
     files = [name, *re.findall(r"`(.*?)`", needed)]
     command = smaller(docstring_commands(SCRIPTS[name])[0])
     (tmp_path / "folder").mkdir()

@@ -7,20 +7,15 @@ the others: its processes leave the process group, and all meet in a new one, or
 import contextlib
 import copy
 import datetime
-import functools
-import gzip
 import io
 import json
 import linecache
 import math
 import os
-import pty
 import random
 import re
-import select
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -32,12 +27,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conftest import ROOT, CollectiveCounter, float64, free_port, run, whole
+from conftest import ROOT, CollectiveCounter, float64, run, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
-from tqdm import tqdm
 from transformer import full_parameters
 
 import checkpoint
@@ -215,51 +209,6 @@ def n_all_reduces(counts):
     return counts.get("allreduce", 0)
 
 
-# ---- first of all ---------------------------------------------------------------------------------------------------
-
-
-@recipe
-def equal_to_one_process():
-    """And the block sees a model that is not."""
-    block, _ = blocks_of("How do I check that my script still computes the same?")
-    expected = plain_steps(16)
-    if dist.is_primary():
-        torch.save(expected, "weights_of_one_process.pt")
-    dist.barrier()
-    model = make_model()
-    train_steps(dist.prepare_ddp_model(model))
-    wrong = make_model()
-    train_steps(wrong)
-    for trained, largest in ((model, (0, 1e-12)), (wrong, (1e-5, 1))):
-        load = mock.Mock(wraps=torch.load)
-        with contextlib.redirect_stdout(io.StringIO()) as stdout, mock.patch.object(torch, "load", load):
-            execute(block, model=trained)
-        assert load.call_args.kwargs == {"map_location": dist.get_device()}
-        differences = [float(number) for number in re.findall(r" differs by (.*)\n", stdout.getvalue())]
-        if dist.is_primary():
-            assert len(differences) == len(expected) and largest[0] <= max(differences) <= largest[1]
-        else:
-            assert not stdout.getvalue()
-
-
-@recipe
-def the_order_of_one_process():
-    """With shuffling, each step of two processes has the samples of a step of the original, in two epochs."""
-    _, block = blocks_of("How do I check that my script still computes the same?")
-    expected = []
-    train_set = range(128)
-    execute(block, train_set=train_set, epochs=2, train_step=lambda batch: expected.append(sorted(batch.tolist())))
-    sampler = dist.data_sampler(train_set, distributed=True, shuffle=True)
-    own_batches = []
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        loader = DataLoader(train_set, batch_size=64 // dist.get_world_size(), sampler=sampler)
-        own_batches.extend(batch.tolist() for batch in loader)
-    steps = zip(*dist.gather_objects(own_batches), strict=True)
-    assert [sorted(first + second) for first, second in steps] == expected
-    assert expected[0] != list(range(64)) and expected[0] != expected[2]
-
-
 # ---- the training step ----------------------------------------------------------------------------------------------
 
 
@@ -271,53 +220,28 @@ def own_micro_batches():
 
 @recipe
 def accumulation_under_fsdp():
+    """And under HSDP, with two replicas of one shard each: each of three units is sent once."""
     (block,) = blocks_of("How do I accumulate gradients under FSDP2?")
-    model = shard(make_model())
-    with count_collectives() as counts:
-        execute(block, fsdp_model=model, optimizer=sgd(model), micro_batches=own_micro_batches())
-    check_equal(full_parameters(model), plain_step())
-    assert counts["reduce_scatter"] == 3, "for each of three units once"
-
-
-@recipe
-def accumulation_under_hsdp():
-    """Two replicas of one shard each."""
-    (block,) = blocks_of("How do I accumulate gradients under HSDP?")
-    model = shard(make_model(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
-    with count_collectives() as counts:
-        execute(block, hsdp_model=model, optimizer=sgd(model), micro_batches=own_micro_batches())
-    check_equal(full_parameters(model), plain_step())
-    assert n_all_reduces(counts) == 3, "each of three units once"
+    replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    changed = block.replace("set_requires_gradient_sync", "set_requires_all_reduce")
+    for text, mesh, sent in ((block, None, "reduce_scatter"), (changed, replicas, "allreduce")):
+        model = shard(make_model(), mesh)
+        with count_collectives() as counts:
+            execute(text, fsdp_model=model, optimizer=sgd(model), micro_batches=own_micro_batches())
+        check_equal(full_parameters(model), plain_step())
+        assert counts[sent] == 3
 
 
 @recipe
 def unequal_numbers():
     """Rank 0 has 2 samples and rank 1 has 10."""
-    block, _ = blocks_of("My batches have unequal numbers of samples or tokens. How do I average the loss?")
+    (block,) = blocks_of("My batches have unequal numbers of samples or tokens. How do I average the loss?")
     model = make_model()
     x, y = (tensor.split([2, 10])[dist.get_rank()] for tensor in make_batch())
     result = execute(block, ddp_model=dist.prepare_ddp_model(model), optimizer=sgd(model), x=x, y=y)
     check_equal(full_parameters(model), plain_step())
     x, y = make_batch()
     assert (result.total_loss - F.cross_entropy(make_model()(x), y)).abs() < 1e-12
-
-
-@recipe
-def unequal_numbers_of_batches():
-    """Rank 0 has two batches, and rank 1 has three, in two epochs."""
-    _, block = blocks_of("My batches have unequal numbers of samples or tokens. How do I average the loss?")
-    x, y = make_batch(13)
-    shares = [[slice(0, 2), slice(2, 4)], [slice(4, 8), slice(8, 12), slice(12, 13)]]
-    model = make_model()
-    ddp_model = dist.prepare_ddp_model(model)
-    loader = [(x[part], y[part]) for part in shares[dist.get_rank()]]
-    for _ in range(2):
-        execute(block, ddp_model=ddp_model, optimizer=sgd(model), loader=loader)
-    dist.check_in_sync(model)
-    alone = make_model()
-    for rows in 2 * ([0, 1, 4, 5, 6, 7], [2, 3, 8, 9, 10, 11], [12]):
-        expected = train_alone(alone, lambda model, rows=rows: F.cross_entropy(model(x[rows]), y[rows]))
-    check_equal(full_parameters(model), expected)
 
 
 @recipe
@@ -342,15 +266,6 @@ def norm_of_gradients():
     check_equal(full_parameters(model), full_parameters(alone))
     assert type(result.norm) is torch.Tensor and (result.norm - norm).abs() < 1e-12
     assert stdout.getvalue() == (f"gradient norm {norm:.4f}\n" if dist.is_primary() else "")
-
-
-def float32_step(tolerance_of):
-    """The parameters of one process in float32, and how far one step moves them."""
-    x, y = make_batch()
-    model = make_model().float()
-    before = full_parameters(model)
-    after = train_alone(model, lambda model: F.cross_entropy(model(x.float()), y))
-    return after, max((after[name] - before[name]).abs().max().item() for name in before) * tolerance_of
 
 
 class TwoBranches(nn.Module):
@@ -386,20 +301,6 @@ def unused_parameters():
 
 
 @recipe
-def bfloat16_under_ddp():
-    (block,) = blocks_of("How do I use bfloat16 under DDP?")
-    expected, tolerance = float32_step(0.02)
-    model = make_model().float()
-    types_seen = set()
-    model.outer.register_forward_hook(lambda module, inputs, output: types_seen.add(output.dtype))
-    x, y = own(*make_batch())
-    execute(block, ddp_model=dist.prepare_ddp_model(model), optimizer=sgd(model), x=x.float(), y=y)
-    check_equal(full_parameters(model), expected, tolerance)
-    assert types_seen == {torch.bfloat16}
-    assert {tensor.dtype for param in model.parameters() for tensor in (param, param.grad)} == {torch.float32}
-
-
-@recipe
 def drawing_under_fsdp():
     """Rank 1 takes five forwards, and rank 0 one."""
     (block,) = blocks_of("How do I draw answers or samples from a model under FSDP2?")
@@ -422,22 +323,6 @@ def drawing_under_fsdp():
     assert (result.answers - make_model()(x)).abs().max() > 1e-3, "the model has moved"
 
 
-@recipe
-def bfloat16_under_fsdp():
-    (block,) = blocks_of("How do I use bfloat16 under FSDP2?")
-    expected, tolerance = float32_step(0.02)
-    model = make_model().float()
-    execute(block, model=model, mesh=make_mesh())
-    types_seen = set()
-    model.outer.register_forward_hook(lambda module, inputs, output: types_seen.add(module.weight.dtype))
-    optimizer = sgd(model)
-    x, y = own(*make_batch())
-    take_step(optimizer, model(x.float()).float(), y)
-    check_equal(full_parameters(model), expected, tolerance)
-    assert types_seen == {torch.bfloat16}, "gathered in half of the bytes"
-    assert {tensor.dtype for param in model.parameters() for tensor in (param, param.grad)} == {torch.float32}
-
-
 class TwoTowers(nn.Module):
     """Features of two kinds, as of images and of texts."""
 
@@ -452,8 +337,7 @@ class TwoTowers(nn.Module):
 
 @recipe
 def contrastive_loss():
-    """With a learnable temperature and without one."""
-    block, temperature = blocks_of("My loss compares each sample with all others (contrastive loss). What do I gather?")
+    (block,) = blocks_of("My loss compares each sample with all others (contrastive loss). What do I gather?")
     x, _ = make_batch()
 
     def whole_loss(model):
@@ -461,22 +345,16 @@ def contrastive_loss():
         targets = torch.arange(len(x))
         return F.cross_entropy(images @ texts.T, targets) + F.cross_entropy(texts @ images.T, targets)
 
-    def plain():
+    def make():
         torch.manual_seed(1)
         return TwoTowers()
 
-    def with_temperature():
-        return execute(temperature, model=plain()).model
-
+    model = make()
+    optimizer = sgd(model)
     (x_own,) = own(x)
-    for build in (plain, with_temperature):
-        expected = train_alone(build(), whole_loss)
-        model = build()
-        optimizer = sgd(model)
-        execute(block, ddp_model=dist.prepare_ddp_model(model), x=x_own)
-        optimizer.step()
-        check_equal(full_parameters(model), expected)
-    assert abs(expected["log_scale"] - math.log(1 / 0.07)) > 1e-3
+    execute(block, ddp_model=dist.prepare_ddp_model(model), x=x_own)
+    optimizer.step()
+    check_equal(full_parameters(model), train_alone(make(), whole_loss))
 
 
 @recipe
@@ -503,7 +381,7 @@ def global_sums():
 @recipe
 def batch_norm():
     """The statistics of the global batch, forward and backward, with shares of 7 and 5 samples."""
-    block, _ = blocks_of("How do I use BatchNorm?")
+    (block,) = blocks_of("How do I use BatchNorm?")
     (sums,) = blocks_of("A loss over the global batch")
     (quoted,) = re.findall(r"such a model raises `(.*?)`", " ".join(PAGE.read_text().split()))
     classes = execute(sums.partition("\n\n\n")[0] + "\n\n\n" + block)
@@ -529,43 +407,6 @@ def batch_norm():
     assert torch.allclose(model.eval()(x), reference.eval()(x), rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match=quoted):
         dist.prepare_ddp_model(nn.SyncBatchNorm.convert_sync_batchnorm(network(nn.BatchNorm1d)))
-
-
-def check_resumed_average(block, make, batches, expected):
-    """Two epochs of two steps each; each is run by a model and an average that are new."""
-    block = block.replace("snapshot.pt", "average.pt")  # other recipes begin without a snapshot
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-    for epochs in (1, 2):
-        model = make().eval()
-        optimizer = sgd(model)
-        ddp_model = dist.prepare_ddp_model(model)
-        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99), use_buffers=True)
-        trained = []
-
-        def train_epoch(epoch, optimizer=optimizer, ddp_model=ddp_model, ema=ema, trained=trained):
-            for x, y in batches[2 * epoch :][:2]:
-                take_step(optimizer, ddp_model(x), y)
-                ema.update_parameters(ddp_model.module)
-            trained.append(epoch)
-
-        names = {"ddp_model": ddp_model, "optimizer": optimizer, "ema": ema}
-        execute(block, **names, train_epoch=train_epoch, epochs=epochs)
-        assert trained == [epochs - 1]
-    check_equal(dict(ema.module.state_dict()), expected)
-
-
-@recipe
-def statistics_of_an_average():
-    *_, block = blocks_of("How do I use BatchNorm?")
-    train_set = list(torch.randn(64, 3))
-    average = nn.Sequential(nn.BatchNorm1d(3))
-    expected = copy.deepcopy(average)
-    execute(block, train_set=train_set, swa_model=average)
-    expected.train()
-    expected[0].momentum = None
-    expected(torch.stack(train_set))
-    check_equal(dict(average.state_dict()), dict(expected.state_dict()))
 
 
 @recipe
@@ -602,17 +443,6 @@ def buffers_of_forward():
 
 
 @recipe
-def environments():
-    (block,) = blocks_of("My data are played in environments (PPO). What must differ between processes?")
-    names = execute(block, make_env=lambda seed: seed, seed=5)
-    assert names.env == torch.initial_seed() == 5 + dist.get_rank()
-    own_advantages = torch.randn(6 + dist.get_rank()) + dist.get_rank()
-    everything = torch.cat(dist.gather(own_advantages))
-    expected = (everything - everything.mean()) / (everything.std() + 1e-8)
-    check_equal({"": torch.cat(dist.gather(names.normalized(own_advantages)))}, {"": expected})
-
-
-@recipe
 def noise_of_the_global_batch():
     (block,) = blocks_of("My model gets noise or random times (diffusion)")
     names = {"seed": 3, "step": 4, "global_batch_size": 6}
@@ -625,28 +455,14 @@ def noise_of_the_global_batch():
 
 @recipe
 def moving_average():
-    replicated, resumed, sharded = blocks_of("How do I keep an exponential moving average (EMA) of the weights?")
+    """Of a sharded model and of BatchNorm's buffers."""
+    (sharded,) = blocks_of("How do I keep an exponential moving average (EMA) of the weights?")
 
     def make():
         torch.manual_seed(1)
         return nn.Sequential(Net(), nn.BatchNorm1d(5))
 
     batches = [make_batch(seed=seed) for seed in range(4)]
-    alone, model = make().eval(), make().eval()  # statistics of its own batch would differ from rank to rank
-    average = {name: value.detach().clone() for name, value in alone.state_dict().items()}
-    for number, (x, y) in enumerate(batches):
-        train_alone(alone, lambda model, x=x, y=y: F.cross_entropy(model(x), y))
-        for name, value in alone.state_dict().items():
-            keep = 0.99 if number and value.is_floating_point() else 0  # the first average is the model itself
-            average[name] = (keep * average[name] + (1 - keep) * value).to(value.dtype)
-    own_batches = [own(*batch) for batch in batches]
-    ddp_model = dist.prepare_ddp_model(model)
-    with count_collectives() as counts:
-        execute(replicated, model=model, ddp_model=ddp_model, optimizer=sgd(model), batches=own_batches)
-    dist.barrier()
-    check_equal(torch.load("ema.pt", weights_only=True), average)
-    assert n_all_reduces(counts) == len(batches), "the average sends nothing"
-    check_resumed_average(resumed, make, own_batches, average)
 
     def make_sharded():
         from torch.distributed.fsdp import fully_shard
@@ -683,7 +499,7 @@ def generator_loss(scores):
 
 @recipe
 def two_optimizers():
-    block, sampling = blocks_of("My script has two models and two optimizers, like a GAN. What do I wrap?")
+    (block,) = blocks_of("My script has two models and two optimizers, like a GAN. What do I wrap?")
     torch.manual_seed(3)
     batches = [(torch.randn(8, 6), torch.randn(8, 6)) for _ in range(3)]
 
@@ -719,34 +535,6 @@ def two_optimizers():
     assert n_all_reduces(counts) == 2 * len(batches), "one of each model per step"
 
     assert len(computed) == len(batches), "the generator's step needs no gradients of the critic"
-    with count_collectives() as counts:
-        names = execute(sampling, generator=models["generator"], fixed_noise=batches[0][1])
-    assert not counts and hasattr(names, "samples") == dist.is_primary()
-
-
-@recipe
-def gradient_penalty():
-    """The step equals one process's."""
-    (block,) = blocks_of("My critic has a gradient penalty. How do I compute it?")
-    torch.manual_seed(3)
-    real, fake, mixing = torch.randn(8, 6), torch.randn(8, 6), torch.rand(8, 1)
-
-    def loss_and_penalty(critic):
-        mixed = (real + mixing * (fake - real)).requires_grad_()
-        (slopes,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
-        scores = critic(torch.cat([real, fake]))
-        return critic_loss(scores) + 10 * (slopes.norm(dim=1) - 1).square().mean()
-
-    def step(block):
-        critic = make_model(outputs=1)
-        names = {"critic": critic, "ddp_critic": dist.prepare_ddp_model(critic), "critic_optimizer": sgd(critic)}
-        own_real, own_fake, own_mixing = own(real, fake, mixing)
-        execute(block, **names, real=own_real, fake=own_fake, mixing=own_mixing, critic_loss=critic_loss)
-        return critic
-
-    critic = step(block)
-    check_equal(full_parameters(critic), train_alone(make_model(outputs=1), loss_and_penalty))
-    dist.check_in_sync(critic)
 
 
 @recipe
@@ -778,20 +566,6 @@ def unfreezing():
     check_equal(full_parameters(model), full_parameters(alone))
     dist.check_in_sync(model)
     assert not torch.equal(model.inner.weight, make_model().inner.weight)
-
-
-@recipe
-def evaluation():
-    """65 samples, so that ranks have unequal numbers of batches."""
-    (block,) = blocks_of("How do I evaluate on each sample exactly once?")
-    x, y = make_batch(129)
-    model = make_model()
-    result = execute(block, model=model, test_set=TensorDataset(x, y))
-    with torch.no_grad():
-        outputs = model(x)
-    assert abs(result.loss - F.cross_entropy(outputs, y).item()) < 1e-12
-    assert abs(result.accuracy - (outputs.argmax(dim=1) == y).double().mean().item()) < 1e-12
-    assert len({len(batches) for batches in dist.gather_objects(list(result.loader))}) == 2
 
 
 def area_under_curve(labels, scores):
@@ -837,57 +611,6 @@ def download():
 
 
 @recipe
-def number_of_gpus():
-    """The same steps as one process; and at N times the batch and rate, nearly as N steps."""
-    keep, scale, followed = blocks_of("The number of GPUs changes. What about batch size and learning rate?")
-    x, y = make_batch(200)
-    result = execute(keep, train_set=TensorDataset(x, torch.arange(200)))
-    result.sampler.set_epoch(1)
-    steps = [torch.cat(dist.gather(indices)) for _, indices in result.loader]
-    order = torch.randperm(200, generator=torch.Generator().manual_seed(1))
-    assert [sorted(step.tolist()) for step in steps] == [sorted(step.tolist()) for step in order.split(64)[:3]]
-    with pytest.raises(dist.DistributedError, match="64 samples cannot be split evenly among 3 processes"):
-        execute(keep, train_set=TensorDataset(x, y), world_size=3)
-
-    rate = 1e-4
-    small_steps = make_model()
-    optimizer = torch.optim.SGD(small_steps.parameters(), lr=rate)
-    for part_x, part_y in zip(x.chunk(4), y.chunk(4), strict=True):
-        take_step(optimizer, small_steps(part_x), part_y)
-    one_step = make_model()
-    before = full_parameters(one_step)
-    optimizer = torch.optim.SGD(one_step.parameters(), lr=rate)
-    result = execute(scale, optimizer=optimizer, global_batch_size=50, new_global_batch_size=200)
-    assert abs(optimizer.param_groups[0]["lr"] - rate) < 1e-12, "the first step is of the old rate"
-    for _ in range(100):
-        optimizer.step()
-        result.warmup.step()
-    assert abs(optimizer.param_groups[0]["lr"] - 4 * rate) < 1e-12
-    check_schedule_after_warmup(scale, followed)
-    F.cross_entropy(one_step(x), y).backward()
-    optimizer.step()
-    expected, actual = full_parameters(small_steps), full_parameters(one_step)
-    for name, start_value in before.items():
-        moved = (expected[name] - start_value).norm()
-        assert (actual[name] - expected[name]).norm() < 0.01 * moved, name
-
-
-def check_schedule_after_warmup(scale, followed):
-    """From a quarter of the new rate up to it in 100 steps, then 200 steps of half a cosine."""
-    optimizer = torch.optim.SGD(make_model().parameters(), lr=1.0)
-    first = execute(scale, optimizer=optimizer, global_batch_size=50, new_global_batch_size=200)
-    second = execute(followed, optimizer=optimizer, warmup=first.warmup, n_steps=300)
-    rates = []
-    for _ in range(301):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        second.scheduler.step()
-    rising = [1 + 3 * step / 100 for step in range(100)]
-    falling = [2 + 2 * math.cos(math.pi * step / 200) for step in range(201)]
-    assert rates == pytest.approx(rising + falling, abs=1e-9)
-
-
-@recipe
 def own_sampler():
     """The steps of one process, in any epoch first. The rest is dropped."""
     (block,) = blocks_of("I have a sampler of my own (`WeightedRandomSampler`, buckets)")
@@ -927,7 +650,7 @@ class Augmented(Dataset):
 @recipe
 def loader_processes():
     """No two samples of two ranks with two loader processes each draw the same, in two epochs."""
-    block, _ = blocks_of("How many loader processes, and how do I seed augmentation?")
+    (block,) = blocks_of("How many loader processes, and how do I seed augmentation?")
     torch.manual_seed(0)  # the same on all ranks
     sampler = dist.data_sampler(Augmented(), distributed=True, shuffle=True)
     result = execute(block, train_set=Augmented(), sampler=sampler, seed=0)
@@ -936,24 +659,6 @@ def loader_processes():
     assert drawn.shape == (128, 3)
     for kind in drawn.T:
         assert len(kind.unique()) == 128
-
-
-@recipe
-def augmentation_without_loader_processes():
-    """No two samples of two ranks draw the same, in two epochs."""
-    _, block = blocks_of("How many loader processes, and how do I seed augmentation?")
-    sampler = dist.data_sampler(Augmented(), distributed=True, shuffle=True)
-    loader = DataLoader(Augmented(), batch_size=8, sampler=sampler)
-    drawn = []
-
-    def train_epoch(epoch):
-        drawn.extend(loader)
-
-    for seed in (torch.manual_seed, random.seed, np.random.seed):
-        seed(0)  # the same on all ranks
-    execute(block, epochs=2, train_epoch=train_epoch)
-    for kind in torch.cat(dist.gather(torch.cat(drawn))).T:
-        assert len(kind.unique()) == len(kind) == 128
 
 
 @recipe
@@ -1017,36 +722,6 @@ def early_stop():
     assert (model.outer.bias == 9).all()
     result = execute(ending, model=model, evaluate=lambda model: model.outer.bias[0].item())
     assert result.test_loss == 5 and (model.outer.bias == 5).all(), "of the best epoch, on all ranks"
-
-
-@recipe
-def two_models():
-    """Interrupted after three epochs, both models and optimizers continue."""
-    (block,) = blocks_of("How do I resume two models?")
-    trained = []
-
-    def run(path, epochs):
-        generator, critic = make_model(outputs=6), make_model(outputs=1)
-        optimizers = [torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9) for model in (generator, critic)]
-
-        def train_epoch(epoch):
-            x, _ = make_batch(seed=epoch)
-            for model, optimizer in zip((generator, critic), optimizers, strict=True):
-                optimizer.zero_grad()
-                model(x).square().mean().backward()
-                optimizer.step()
-            trained.append(epoch)
-
-        wrapped = {"ddp_generator": dist.prepare_ddp_model(generator), "ddp_critic": dist.prepare_ddp_model(critic)}
-        names = {**wrapped, "generator_optimizer": optimizers[0], "critic_optimizer": optimizers[1]}
-        execute(block.replace("snapshot.pt", path), **names, train_epoch=train_epoch, epochs=epochs)
-        return full_parameters(generator), full_parameters(critic)
-
-    run("two_models.pt", 3)
-    resumed = run("two_models.pt", 5)
-    assert trained == list(range(5))
-    for actual, expected in zip(resumed, run("two_models_at_once.pt", 5), strict=True):
-        check_equal(actual, expected, tolerance=0)
 
 
 class Left(Exception):
@@ -1116,7 +791,7 @@ def preemption():
 
 def resume(epochs):
     """Run the recipe to resume, to epoch `epochs`, with momentum and a schedule; returns parameters and epochs."""
-    block, _ = blocks_of("How do I resume, perhaps with another number of GPUs?")
+    (block,) = blocks_of("How do I resume, perhaps with another number of GPUs?")
     torch.manual_seed(dist.get_rank())  # rank 0's weights are taken
     model = Net()
     ddp_model = dist.prepare_ddp_model(model)
@@ -1143,64 +818,6 @@ def another_number_of_gpus():
     parameters, trained = resume(2)
     assert trained == [], "the next epoch is stored"
     check_same_on_all_ranks(parameters)
-
-
-@recipe
-def resumed_with_another_number_of_epochs():
-    """It is refused."""
-    _, block = blocks_of("How do I resume, perhaps with another number of GPUs?")
-    model = make_model()
-    names = {"ddp_model": dist.prepare_ddp_model(model), "seed": 0}
-
-    def rates_of(epochs):
-        found = []
-        optimizer = sgd(model)
-
-        def train_epoch(epoch):
-            found.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-
-        text = block.replace("snapshot.pt", "with_epochs.pt")
-        execute(text, **names, optimizer=optimizer, train_epoch=train_epoch, epochs=epochs)
-        return [round(rate / RATE, 3) for rate in found]
-
-    assert rates_of(2) == [1, 0.5]
-    with pytest.raises(dist.DistributedError, match="was saved with --epochs 2, not 4"):
-        rates_of(4)
-
-
-@recipe
-def asynchronous_save():
-    """The checkpoint holds the model of its step, although steps follow at once."""
-    block, loading = blocks_of("How do I save without stopping the training?")
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-    model = shard(make_model(width=400))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    x, y = own(*make_batch())
-    history = []
-
-    def train_step():
-        take_step(optimizer, model(x), y)
-        history.append(full_parameters(model))
-
-    execute(block, fsdp_model=model, optimizer=optimizer, train_step=train_step, steps=9, save_every=3)
-    assert len(history) == 9
-    for step in (3, 6, 9):
-        state = {"model": get_model_state_dict(model)}
-        dcp.load(state, checkpoint_id=f"runs/step-{step}")
-        loaded = {name: value.full_tensor() for name, value in state["model"].items()}
-        check_equal(loaded, history[step - 1], tolerance=0)
-
-    torch.manual_seed(9)
-    resumed = shard(Net(width=400))
-    new_optimizer = torch.optim.AdamW(resumed.parameters(), lr=0.5)
-    execute(loading, fsdp_model=resumed, optimizer=new_optimizer, last_step=6)
-    check_equal(full_parameters(resumed), history[5], tolerance=0)
-    for expected in history[6:]:
-        take_step(new_optimizer, resumed(x), y)
-        check_equal(full_parameters(resumed), expected, tolerance=0)
 
 
 def split_two_layers(model):
@@ -1240,33 +857,6 @@ def weights_of_somebody_else():
         assert (model(x) - expected).abs().max() < 1e-12, name
         with pytest.raises(RuntimeError):
             model.load_state_dict(weights)
-
-
-@recipe
-def continue_from_one_process():
-    """Two steps in one process and two in two processes are four steps in one, with momentum."""
-    (block,) = blocks_of("How do I continue from the checkpoint of my script for one GPU?")
-
-    def train(model, optimizer, x, y, steps):
-        for _ in range(steps):
-            take_step(optimizer, model(x), y)
-
-    x, y = make_batch()
-    reference = two_layers(seed=7)
-    optimizer = torch.optim.SGD(reference.parameters(), lr=RATE, momentum=0.9)
-    train(reference, optimizer, x, y, steps=2)
-    if dist.is_primary():
-        torch.save({"model": reference.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}, "old.pt")
-    dist.barrier()
-    train(reference, optimizer, x, y, steps=2)
-
-    model = two_layers(seed=dist.get_rank())
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-    result = execute(block, model=model, optimizer=optimizer)
-    assert result.first_epoch == 2
-    share = slice(dist.get_rank(), None, dist.get_world_size())
-    train(result.ddp_model, optimizer, x[share], y[share], steps=2)
-    check_equal(full_parameters(model), full_parameters(reference))
 
 
 @recipe
@@ -1331,76 +921,29 @@ def compile_under_ddp():
 
 @recipe
 def compile_under_fsdp():
-    """The two blocks share one graph, and are computed again in backward."""
+    """The two blocks share one graph, and are computed again in backward. torch compiles no partial."""
     from torch._dynamo.testing import CompileCounter
 
     _, block = blocks_of("Where do I put `torch.compile`?")
-    (definition,) = blocks_of("How do I recompute activations in backward to save memory (activation checkpointing)?")
-    recompute_in_backward = execute(definition, model=make_model()).recompute_in_backward
-    counter = CompileCounter()
-    with compile_with(counter):
-        model = make_model()
-        execute(block, model=model, mesh=make_mesh(), recompute_in_backward=recompute_in_backward)
-        check_equal(train_steps(model), plain_steps(16))
-    assert counter.frame_count == 1
+    partial = "import functools\n\n" + block.replace(
+        "recompute_in_backward(block)\n    block.compile",
+        "block.forward = functools.partial(recompute, block.forward, use_reentrant=False)\n    block.compile",
+    )
+    assert partial.count("partial") == 1
+    for text, n_graphs in ((block, 1), (partial, 0)):
+        counter = CompileCounter()
+        with compile_with(counter):
+            model = make_model()
+            names = execute(text, model=model, mesh=make_mesh())
+            check_equal(train_steps(model), plain_steps(16))
+        assert counter.frame_count == n_graphs
 
-
-def recompute_blocks(model):
-    (block,) = blocks_of("How do I recompute activations in backward to save memory (activation checkpointing)?")
-    execute(block, model=model)
-
-
-@recipe
-def activation_checkpointing():
-    """The same gradients under DDP. A block runs again in backward."""
     model, calls = make_model(), []
     model.blocks[0][0].register_forward_pre_hook(lambda *_: calls.append(None))
-    recompute_blocks(model)
+    for each in model.blocks:
+        names.recompute_in_backward(each)
     check_equal(train_steps(dist.prepare_ddp_model(model)), plain_steps(16))
     assert len(calls) == 2 * 2, "in each of two steps twice"
-
-
-@recipe
-def offload():
-    """Each tensor that backward needs is packed."""
-    (block,) = blocks_of("How do I move activations to the CPU's memory?")
-    model = make_model()
-    optimizer = sgd(model)
-    packed = []
-    save_on_cpu = torch.autograd.graph.save_on_cpu
-
-    class Counting(save_on_cpu):
-        def __init__(self, pin_memory):
-            super().__init__(pin_memory)
-            pack = self.pack_hook
-            self.pack_hook = lambda tensor: packed.append(pack(tensor)) or packed[-1]
-
-    x, y = own(*make_batch())
-    with mock.patch.object(torch.autograd.graph, "save_on_cpu", Counting):
-        execute(block, ddp_model=dist.prepare_ddp_model(model), x=x, y=y)
-    optimizer.step()
-    check_equal(full_parameters(model), plain_step())
-    assert len(packed) > 5
-
-
-@recipe
-def out_of_memory():
-    """What each rank holds."""
-    (block,) = blocks_of("I am out of memory. What do I do, in which order?")
-    model = shard(make_model())
-    optimizer = torch.optim.Adam(model.parameters())
-    x, y = own(*make_batch())
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    n_params = sum(param.numel() for param in make_model().parameters())
-    with contextlib.redirect_stdout(io.StringIO()) as stdout:
-        result = execute(block, model=model, optimizer=optimizer)
-    held = sum(dist.gather_objects(result.megabytes(result.params)))
-    assert abs(held - 8 * n_params / 1e6) < 1e-9, "float64, half of it on each of two ranks"
-    numbers = re.findall(r"[a-z]+ (\d+\.\d)", stdout.getvalue())
-    assert stdout.getvalue().startswith(f"rank {dist.get_rank()}: parameters ") and len(numbers) == 3
-    assert abs(result.megabytes(result.gradients) - result.megabytes(result.params)) < 1e-9
-    assert abs(result.megabytes(result.state) - 2 * result.megabytes(result.params)) < 0.001
 
 
 # ---- language models ------------------------------------------------------------------------------------------------
@@ -1501,24 +1044,6 @@ def preferences():
 
 
 @recipe
-def reward_model():
-    block = blocks_of("How do I train a reward model?")[0]
-    names = execute(block)
-    model, whole, _ = tiny_llama(names.with_reward_head)
-    lists, rows = pairs()
-    loss = 0
-    for row in own_pairs(rows):
-        loss = loss + names.reward_loss(model, row) / len(lists) * dist.get_world_size()
-    loss.backward()
-    expected = 0
-    for found in lists:
-        chosen, rejected = (whole(torch.tensor(tokens, dtype=torch.long)[None]).logits[0, -1, 0] for tokens, _ in found)
-        expected = expected - F.logsigmoid(chosen - rejected) / len(lists)
-    expected.backward()
-    check_equal(whole_gradients(model), whole_gradients(whole), 1e-7)
-
-
-@recipe
 def frozen_layers():
 
     import llm_hub
@@ -1545,21 +1070,6 @@ def step_of(model, args):
 
 
 @recipe
-def longer_context():
-    import language
-
-    import llm_hub
-
-    (block,) = blocks_of("How do I train on a longer context than the model was trained on?")
-    config = execute(block).stretch(language.CONFIGS["llama"](), 4)
-    assert config.max_position_embeddings == 1024
-    plain = llm_hub.build_model(language.CONFIGS["llama"](), torch.float64)
-    stretched = llm_hub.build_model(config, torch.float64)
-    assert not torch.equal(plain.model.rotary_emb.inv_freq, stretched.model.rotary_emb.inv_freq)
-    assert stretched(torch.arange(200).repeat(4)[None]).logits.isfinite().all()
-
-
-@recipe
 def hsdp_of_a_language_model():
     """Two replicas of one shard each give the gradients of two shards."""
     (block,) = blocks_of("How do I shard within a machine and replicate between machines?")
@@ -1575,47 +1085,6 @@ def hsdp_of_a_language_model():
 
 
 # ---- watch, debug and measure ---------------------------------------------------------------------------------------
-
-
-@recipe
-def weights_and_biases():
-    """One run, of rank 0, with the mean loss of both ranks."""
-    (block,) = blocks_of("How do I use Weights & Biases with several processes?")
-    calls = []
-
-    class Run:
-        def log(self, values):
-            calls.append(values)
-
-        def finish(self):
-            calls.append("finished")
-
-    def init(project, config):
-        calls.append(project)
-        return Run()
-
-    def train_step(x, y):
-        return torch.tensor(x + dist.get_rank(), requires_grad=True, dtype=torch.float64)
-
-    batches = [(step, None) for step in range(11)]
-    with mock.patch.dict(sys.modules, wandb=types.SimpleNamespace(init=init)):
-        execute(block, batches=batches, train_step=train_step)
-    expected = ["my project", {"loss": 0.5}, {"loss": 10.5}, "finished"]
-    assert calls == (expected if dist.is_primary() else [])
-
-
-@recipe
-def profile_of_a_run():
-    """A trace of each rank, of its own: three steps, which all-reduce."""
-    (block,) = blocks_of("How do I profile a distributed run?")
-    model = dist.prepare_ddp_model(make_model())
-    execute(block, train_step=lambda: train_steps(model, 1))
-    dist.barrier()
-    for rank in range(dist.get_world_size()):
-        trace = json.loads(Path(f"trace-{rank}.json").read_text())
-        assert trace["distributedInfo"]["rank"] == rank
-        names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
-        assert names.count("gloo:all_reduce") == 3, names
 
 
 @recipe
@@ -1638,16 +1107,6 @@ def communication_that_is_not_hidden():
     assert result.alone < 0.04
     printed = r"\d\.\d{4} s per step, \d\.\d{4} s of it wait for communication\n"
     assert re.fullmatch(printed if dist.is_primary() else "", stdout.getvalue())
-
-
-@recipe
-def progress_bar():
-    """Rank 0 alone draws."""
-    (block,) = blocks_of("How do I show one progress bar, and not one per process?")
-    drawn = io.StringIO()
-    execute(block, tqdm=functools.partial(tqdm, file=drawn), loader=[(1, 2)] * 3)
-    assert ("3/3" in drawn.getvalue()) == dist.is_primary()
-    assert bool(drawn.getvalue()) == dist.is_primary()
 
 
 @pytest.mark.guard
@@ -1679,43 +1138,21 @@ CONVERSATION = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "cont
 PAIRS = [{"prompt": f"{n}+1?", "chosen": f"{n + 1}.", "rejected": "No " * n + "idea."} for n in range(60)]
 
 
-def converted(number, written="chats.jsonl"):
-    """The lines that a block under the recipe about formats writes."""
-    execute(blocks_of("My data have another format")[number])
-    return [json.loads(line) for line in Path(written).read_text().splitlines()]
-
-
 @pytest.fixture
 def in_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_seven_other_formats(in_folder):
+def test_another_format(in_folder):
+    """Of the fields, the prompt and the completion are taken, and others left out."""
     import language
 
     import llm_documents
 
-    system = {"role": "system", "content": "Be kind."}
     question, answer = (message["content"] for message in CONVERSATION)
-    language.write_jsonl(Path("completions.jsonl"), [{"prompt": question, "completion": answer}])
-    assert converted(0) == [{"messages": CONVERSATION}]
-    turns = zip(("system", "human", "gpt"), (system["content"], question, answer), strict=True)
-    turns = [{"from": role, "value": words} for role, words in turns]
-    Path("sharegpt.json").write_text(json.dumps([{"id": "1", "conversations": turns}]))
-    assert converted(1) == [{"messages": [system, *CONVERSATION]}]
-    alpaca = [{"instruction": "Add.", "input": question, "output": answer}]
-    alpaca.append({"instruction": question, "input": "", "output": answer})
-    Path("alpaca.json").write_text(json.dumps(alpaca))
-    asked = {"role": "user", "content": "Add.\n\n2+2?"}
-    assert converted(2) == [{"messages": [asked, CONVERSATION[1]]}, {"messages": CONVERSATION}]
-    records = list(language.records(5))
-    Path("chats.json").write_text(json.dumps(records))
-    assert converted(4) == records
-    with gzip.open("chats.jsonl.gz", "wt") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records[:3])
-    assert converted(5) == records[:3]
-    language.write_jsonl(Path("export.jsonl"), [{"id": 1, "messages": CONVERSATION, "source": "web"}])
-    assert converted(6) == [{"messages": CONVERSATION}]
+    language.write_jsonl(Path("completions.jsonl"), [{"id": 1, "prompt": question, "completion": answer}])
+    execute(*blocks_of("My data have another format"))
+    assert [json.loads(line) for line in Path("chats.jsonl").read_text().splitlines()] == [{"messages": CONVERSATION}]
     assert llm_documents.read(llm_documents.lines_of(["chats.jsonl"]), language.byte_tokenizer(), 200)
 
 
@@ -1741,11 +1178,12 @@ def test_preference_pairs_become_rows_of_two_documents(in_folder):
 
     import llm_documents
 
-    language.write_jsonl(Path("preferences.jsonl"), PAIRS)
-    chosen = converted(3, "chosen.jsonl")
-    rejected = converted(3, "rejected.jsonl")
-    assert [line["messages"][1]["content"] for line in chosen] == [pair["chosen"] for pair in PAIRS]
-    assert [line["messages"][1]["content"] for line in rejected] == [pair["rejected"] for pair in PAIRS]
+    for name in ("chosen", "rejected"):
+        records = []
+        for pair in PAIRS:
+            question = {"role": "user", "content": pair["prompt"]}
+            records.append({"messages": [question, {"role": "assistant", "content": pair[name]}]})
+        language.write_jsonl(Path(f"{name}.jsonl"), records)
     loading, _ = blocks_of(PREFERENCES)
     names = execute(loading, llm_documents=llm_documents)
     tokenizer = language.byte_tokenizer()
@@ -1779,44 +1217,6 @@ def test_the_best_checkpoint_becomes_the_newest(in_folder):
     assert names == {"step-10", "step-20", "behind-the-best-30", "behind-the-best-40"}
 
 
-def logits_of(model, n_tokens=259):
-    with torch.no_grad():
-        return model(torch.arange(40)[None]).logits[..., :n_tokens]
-
-
-def test_adapters_are_merged(in_folder):
-    import language
-    import peft
-    import transformers
-
-    language.make_folder("llama", Path("base"))
-    model = transformers.AutoModelForCausalLM.from_pretrained("base")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-    model = peft.get_peft_model(model, config)
-    model.save_pretrained("adapters")
-    language.byte_tokenizer().save_pretrained("adapters")
-    (block,) = blocks_of("How do I merge adapters, or train them further?")
-    execute(block)
-    merged = transformers.AutoModelForCausalLM.from_pretrained("merged")
-    assert (logits_of(merged) - logits_of(model.eval())).abs().max() < 1e-4
-    assert not torch.allclose(logits_of(merged), logits_of(model.unload()), atol=0.1)
-    assert transformers.AutoTokenizer.from_pretrained("merged").chat_template
-
-
-def test_tokens_are_added(in_folder):
-    import language
-    import transformers
-
-    language.make_folder("llama", Path("model"))
-    (block,) = blocks_of("How do I add tokens?")
-    execute(block)
-    model, extended = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in ("model", "extended"))
-    assert extended.get_input_embeddings().num_embeddings == 261
-    assert torch.equal(logits_of(extended), logits_of(model))
-    assert transformers.AutoTokenizer.from_pretrained("extended")("</plan>").input_ids == [260]
-
-
 # ---- accumulation, on one, two and three processes ------------------------------------------------------------------
 
 ACCUMULATION = "How do I accumulate gradients over several batches?"
@@ -1825,7 +1225,7 @@ ACCUMULATION = "How do I accumulate gradients over several batches?"
 def accumulate(local_rank, world_size):
     """Two epochs of the page's two loops. Micro-batches have 12 samples over all processes."""
     dist.init_process_group()
-    load, drop, keep = blocks_of(ACCUMULATION)
+    load, drop = blocks_of(ACCUMULATION)
     results = {}
 
     def train(name, block, loader, k):
@@ -1849,14 +1249,10 @@ def accumulate(local_rank, world_size):
         parts = zip(x[:36].split(12), y[:36].split(12), strict=True)
         return [(part_x[local_rank::world_size], part_y[local_rank::world_size]) for part_x, part_y in parts]
 
-    cut = "len(train_set) // global_batch_size * global_batch_size"
-    cut_to_processes = "len(train_set) // world_size * world_size"
-    assert f"`Subset(train_set, range({cut_to_processes}))`" in PAGE.read_text() and load.count(cut) == 1
     with float64():
         x, y = make_batch(335)
         train("cut", drop, load_by(load, 119, 2), 2)
         train("left over", drop, own_parts(), 2)  # one micro-batch more than a step has
-        train("all samples", keep, load_by(load.replace(cut, cut_to_processes), 126, 3), 3)
     return dist.gather_objects(results)
 
 
@@ -1881,15 +1277,12 @@ def test_accumulation(nprocs):
     with float64():
         cut = train_steps_of(steps_of_one_process(119 // 24 * 24, 24))
         left_over = train_steps_of(2 * [torch.arange(24)])
-        all_samples = train_steps_of(steps_of_one_process(126, 36))
     sends = nprocs > 1
     for results in ranks:
         check_equal(results["cut"]["parameters"], cut)
         assert (results["cut"]["steps"], results["cut"]["sent"]) == (8, 8 * sends)
         check_equal(results["left over"]["parameters"], left_over)
         assert results["left over"]["steps"] == 2
-        check_equal(results["all samples"]["parameters"], all_samples)
-        assert (results["all samples"]["steps"], results["all samples"]["sent"]) == (8, 2 * 8 * sends)
 
 
 # ---- as a user would type it ----------------------------------------------------------------------------------------
@@ -1911,102 +1304,3 @@ def test_two_cells_of_a_notebook(tmp_path):
     status, stdout, stderr = run("train.py", cwd=tmp_path, env={"PYTHONPATH": ""})
     assert status == 0 and not stderr, stderr
     assert sorted(re.findall(r"rank \d of 2", stdout)) == ["rank 0 of 2", "rank 1 of 2"]
-
-
-class Trial:
-    """Instead of Optuna's: what the recipe uses of it."""
-
-    def __init__(self, lr):
-        self.lr = lr
-
-    def suggest_float(self, name, low, high, log):
-        assert (name, log) == ("lr", True) and low <= self.lr <= high
-        return self.lr
-
-
-class Study:
-    def optimize(self, objective, n_trials):
-        assert n_trials == 20
-        losses = {lr: objective(Trial(lr)) for lr in (0.002, 0.1)}
-        self.best_params = {"lr": min(losses, key=losses.get)}
-
-
-def test_a_search_for_hyperparameters(tmp_path, monkeypatch, capfd):
-    """Each trial is a job of two processes, and its loss comes back."""
-    (block,) = blocks_of("How do I search for hyperparameters (Optuna)?")
-    (tmp_path / "search.py").write_text(block.replace('if __name__ == "__main__":', "def search():"))
-    (tmp_path / "optuna.py").write_text("create_study = None")
-    monkeypatch.syspath_prepend(tmp_path)
-    import optuna
-    import search
-
-    monkeypatch.setattr(optuna, "create_study", Study)
-    search.search()
-    assert capfd.readouterr().out == "{'lr': 0.1}\n"
-
-
-SCRIPT_TO_DEBUG = """import torch.distributed as torch_dist
-
-import distributed as dist
-
-
-def main(local_rank, world_size):
-    dist.init_process_group()
-    value = 40 + local_rank
-    {line}
-    print(f"rank {local_rank} continues", flush=True)
-
-
-if __name__ == "__main__":
-    dist.launch(main, nprocs=2)
-"""
-
-
-@pytest.mark.slow
-def test_a_breakpoint_on_one_rank(tmp_path):
-    """In a terminal."""
-    (block,) = blocks_of("How do I stop in a debugger on one rank?")
-    write_script(tmp_path, SCRIPT_TO_DEBUG.replace("{line}", block.strip()))
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "PYTHONPATH": ""}
-    command = [sys.executable, "train.py"]
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **streams)
-    os.close(theirs)
-    try:
-        read_until(ours, "(Pdb) ")
-        for line, answer in (("up", "-> torch_dist.breakpoint(rank=1)"), ("p value * 2", "82")):
-            os.write(ours, f"{line}\n".encode())
-            assert answer in read_until(ours, "(Pdb) ")
-        os.write(ours, b"c\n")
-        printed = read_until(ours, "continues", 2)
-        assert "rank 0 continues" in printed and "rank 1 continues" in printed
-        assert process.wait(timeout=60) == 0
-    finally:
-        process.terminate()
-        os.close(ours)
-
-
-def read_until(terminal, text, times=1):
-    """What a terminal prints until it has printed `text`."""
-    printed = ""
-    end = time.monotonic() + 120
-    while printed.count(text) < times:
-        assert time.monotonic() < end, printed
-        if select.select([terminal], [], [], 1)[0]:
-            printed += os.read(terminal, 4096).decode()
-    return printed
-
-
-@pytest.mark.slow
-def test_two_terminals(tmp_path):
-    (block,) = blocks_of("How do I stop in a debugger on one rank?", "text")
-    write_script(tmp_path, SCRIPT_TO_DEBUG.replace("{line}", "pass"))
-    first, second = block.replace("29500", str(free_port())).replace("python", sys.executable).splitlines()
-    environment = {**os.environ, "PYTHONPATH": ""}
-    options = {"cwd": tmp_path, "env": environment, "text": True, "shell": True, "stdout": subprocess.PIPE}
-    with subprocess.Popen(first, stdin=subprocess.DEVNULL, **options) as rank_0:
-        rank_1 = subprocess.run(second, input="b 9\nc\np value * 2\nc\nq\n", timeout=120, **options)
-        stdout, _ = rank_0.communicate(timeout=60)
-    assert stdout == "rank 0 continues\n" and rank_0.returncode == 0
-    assert "(Pdb) 82\n" in rank_1.stdout and "rank 1 continues" in rank_1.stdout

@@ -198,11 +198,11 @@ def test_nothing_is_defined_for_one_caller_in_a_shared_file():
 def table(page):
     """The table with each row's files as they are, in the order of the page, and new scripts at its end."""
     known = re.findall(r"^\| `(\w+)\.py` \|", page, re.M)
-    lines = ["| script | copy with it |", "|---|---|"]
+    lines = ["| script | copy with it | lines of code of all |", "|---|---|---|"]
     for script in dict.fromkeys([*known, *SCRIPTS]):
         if script in SCRIPTS:
             names = " ".join(f"`{name}.py`" for name in carried(script))
-            lines.append(f"| `{script}.py` | {names} |")
+            lines.append(f"| `{script}.py` | {names} | {sum(map(code_lines, [script, *carried(script)]))} |")
     return "\n".join(lines)
 
 
@@ -213,25 +213,35 @@ def test_agents_says_what_each_script_carries():
         assert (ROOT / "tests" / f"test_{script}.py").exists()
 
 
-def with_sizes(page):
-    """README.md with the number of helpers that each script of its table needs, and the lines of code of all."""
+OF_A_GPT = ["distributed", "gpt", "options", "spawn"]
+
+
+def with_files(page):
+    """README.md with what each script of its tables imports, in brackets, unless this is what every GPT needs."""
+
+    def files(match):
+        names = carried(match[2])
+        plus = set(names) >= set(OF_A_GPT)
+        named = [f"`{name}`" for name in names if not plus or name not in OF_A_GPT]
+        if plus and not named:
+            return match[1]
+        return f"{match[1]} ({'+ ' * plus}{', '.join(named) or 'nothing'})"
 
     def row(match):
-        helpers = carried(match[2])
-        number = len(helpers) or "no"
-        word = "helper" if len(helpers) == 1 else "helpers"
-        return f"{match[1]} {number} {word}, {sum(map(code_lines, [match[2], *helpers]))} lines |"
+        return re.sub(r"(\[`(\w+)\.py`\]\(\S+?\))(?: \((?:\+ |nothing|`)[^)]*\))?", files, match[0])
 
-    return re.sub(r"^(\|.*\| \[`(\w+)\.py`\]\(\S+\) \|[^|]*\|)[^|]*\|$", row, page, flags=re.M)
+    return re.sub(r"^\|.*\|$", row, page, flags=re.M)
 
 
-def test_the_front_page_says_how_much_each_script_carries():
+def test_the_front_page_says_what_each_script_needs_beside_a_gpt():
     page = (ROOT / "README.md").read_text()
-    assert page == with_sizes(page), "run `python -m tests.test_small`"
+    assert page == with_files(page), "run `python -m tests.test_small`"
+    (sentence,) = re.findall(r"Every script that trains a GPT imports (.*?)\. ", page.replace("\n", " "))
+    assert sorted(re.findall(r"`(\w+)\.py`", sentence)) == OF_A_GPT
 
 
 if __name__ == "__main__":
     agents, readme = ROOT / "AGENTS.md", ROOT / "README.md"
     text = agents.read_text()
     agents.write_text(TABLE.sub(lambda match: table(text), text))
-    readme.write_text(with_sizes(readme.read_text()))
+    readme.write_text(with_files(readme.read_text()))
