@@ -93,8 +93,8 @@ class Trainer:
         return self.compute_loss(x, y)
 
     def save_snapshot(self, epoch):
-        next_epoch = epoch + 1
-        checkpoint.save(self.snapshot_path, self.model, self.optimizer, epoch=next_epoch, settings=self.settings)
+        # Its epoch is the next one to run.
+        checkpoint.save(self.snapshot_path, self.model, self.optimizer, epoch=epoch + 1, settings=self.settings)
         dist.print_primary(f"Epoch {epoch} | Snapshot saved at {self.snapshot_path}")
 
 

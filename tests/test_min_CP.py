@@ -1,9 +1,11 @@
 """min_CP.py: equal to one process, and activations split for real."""
 
 import pytest
+import torch
 import transformer
 from conftest import slow
 
+import distributed as dist
 import min_CP
 
 CASES = [(kind, *how) for kind in min_CP.ATTENTIONS for how in (("AdamW", None), ("SGD", 1.5))]
@@ -28,6 +30,13 @@ def saved_bytes(kind):
 @pytest.fixture(scope="module")
 def plain_saved_bytes():
     return saved_bytes("ulysses")
+
+
+def test_a_length_that_the_ranks_cannot_share_is_refused(monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    rows = torch.zeros(1, 5, dtype=torch.long)
+    with pytest.raises(dist.DistributedError, match=r"^5 is not a multiple of 2, the number of equal shares$"):
+        min_CP.local_loss(None, rows, rows)
 
 
 @pytest.mark.parametrize("nprocs", [2, *slow(1, 4)])
