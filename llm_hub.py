@@ -134,6 +134,8 @@ def load_model(name, config):
     config = copy.deepcopy(config)
     config.dtype = None  # may be another one than that of the files
     dtype = statistics.mode(types or ["auto"])  # of most; routers may be in float32
+    logger = transformers.utils.logging.get_logger("transformers.modeling_utils")
+    logger.addFilter(lambda record: "LOAD REPORT" not in record.getMessage())  # refused below in one line
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
     model, info = transformers.AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, **options)
     for key, in_files, in_model in info["mismatched_keys"]:
@@ -295,9 +297,7 @@ def add_lora(model, rank, alpha):
 CONFIGS = {"config.json": "a whole model", "adapter_config.json": "adapters"}  # nothing loads a folder without them
 # The other files of a result, which transformers and PEFT would read together with those of another one.
 OLD = r"((generation|processor|preprocessor|tokenizer)_config|tokenizer|vocab|special_tokens_map|added_tokens)\.json"
-OLD += (
-    r"|(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|chat_template\.(jinja|json)"
-)
+OLD += r"|((pytorch_|adapter_)?model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|chat_template\.(jinja|json)"
 OLD += r"|additional_chat_templates|(tokenizer|spiece|sentencepiece\.bpe)\.model|(vocab|merges)\.txt|tekken\.json"
 
 
