@@ -422,7 +422,7 @@ def load_tokenizer_and_config(args):
         tokenizer = llm_documents.library_tokenizer()
         return tokenizer, small_llama(tokenizer, length, args.attention), length
     tokenizer, config = llm_hub.load_tokenizer_and_config(args.model, args.attention)
-    # The strftime_now of chat templates.
+    # Chat templates write today's date by strftime_now, which looks here.
     chat_template_utils.datetime = SimpleNamespace(now=functools.partial(first_start, args.checkpoint_dir))
     if args.chat_template:
         with llm_hub.one_line(f"--chat-template {args.chat_template}"):
@@ -434,9 +434,8 @@ def load_tokenizer_and_config(args):
     return tokenizer, config, length
 
 
-@functools.cache
 def first_start(checkpoint_dir):
-    """When this training was first started: a resume on another day must render the same texts."""
+    """When this training was started first: texts with that date are the same after a resume on another day."""
     now = datetime.datetime.now()
     file = Path(checkpoint_dir or "", "first-start.txt")
     if checkpoint_dir and file.exists():
@@ -498,17 +497,15 @@ def warn_if_answers_do_not_end(found, generation_config, tokenizer):
 
 
 def warn_if_rows_are_alike(found, head, tokenizer):
-    """Print a line if targets have the same row of the frozen `head` as other tokens, or 0: were they ever trained?"""
+    """Print a line if rows of targets in the frozen `head` equal other rows, or are 0: they were never trained."""
     targets = torch.from_numpy(np.unique(np.concatenate([targets for _, targets in found]))).long()
     targets = targets[targets != llm_documents.IGNORED]
-    # Rows that are trained differ in their first numbers.
+    # Rows that were trained differ in their first numbers.
     _, groups, sizes = head[:, :64].float().unique(dim=0, return_inverse=True, return_counts=True)
     alike = targets[(sizes[groups[targets]] > 1) | (head[targets] == 0).all(dim=1)]
     if len(alike):
-        line = (
-            f"{len(alike)} tokens in the loss, such as {tokenizer.decode(alike[:1])!r}, cannot be learned with --lora"
-        )
-        print(f"{line}: their rows of the output layer, which is not trained, equal others or are 0", flush=True)
+        line = f"{len(alike)} tokens of the data, such as {tokenizer.decode(alike[:1])!r}, cannot be learned by --lora"
+        print(f"{line}: their rows of the output layer, which stays as it is, equal others or are 0", flush=True)
 
 
 # ---- options ------------------------------------------------------------------------------------------------------

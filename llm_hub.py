@@ -285,6 +285,7 @@ def add_lora(model, rank, alpha):
     with warnings.catch_warnings():
         # PEFT 0.21 reads a property that transformers 5.24 has renamed.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+        warnings.simplefilter("ignore", RuntimeWarning)  # of other layers than these: refused below
         model = peft.get_peft_model(model, config)
     adapted = {name for name, module in model.get_base_model().named_modules() if hasattr(module, "lora_A")}
     if adapted != set(linears):
@@ -322,9 +323,9 @@ def refuse(folder, whole):
     for name, kind in CONFIGS.items():
         if name in old and (name == "config.json") == isinstance(whole, peft.PeftModel):
             raise dist.DistributedError(f"{folder} holds {kind} already: choose another folder")
-    is_result = any(re.search('"(model|peft)_type"', Path(folder, name).read_text()) for name in CONFIGS if name in old)
+    text = "".join(Path(folder, name).read_text("latin-1") for name in CONFIGS if name in old)
     was_killed = any(name.startswith(".incomplete") for name in os.listdir(folder))  # perhaps between two results
-    if old and not is_result and not was_killed:
+    if old and not was_killed and not re.search('"(model|peft)_type"', text):
         raise dist.DistributedError(f"{folder} holds {old[0]}, which is of no result: choose another folder")
     if old:
         print(f"{folder} holds a result already, which this run will replace", flush=True)
@@ -384,7 +385,10 @@ def complete(folder, whole, weights):
     """
     with one_line(f"cannot write {folder}"):
         write(whole, incomplete(folder), weights)
-        for name in old_files(folder):
+        old = old_files(folder)
+        if old:
+            print(f"replacing the result that {folder} holds", flush=True)
+        for name in old:
             remove(Path(folder, name))
         for path in sorted(incomplete(folder).iterdir(), key=lambda path: path.name in CONFIGS):
             remove(Path(folder, path.name))
