@@ -63,6 +63,7 @@ import resource
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -72,6 +73,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
+from transformers.utils import chat_template_utils
 
 import checkpoint
 import checkpoint_sharded
@@ -289,15 +291,20 @@ def settings_of(model, rows, args):
     settings = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
     settings["--length"] = rows.shape[2]
     settings["--data (checksum)"] = zlib.crc32(rows.numpy())
-    settings["--model (checksum)"] = checksum_of_weights(model)
+    if args.model and not args.from_scratch:
+        settings["--model (checksum)"] = checksum_of_weights(model)
     return settings
 
 
 def checksum_of_weights(model):
-    """The memory of all weights, read as 16-bit integers and summed. It does not depend on the number of ranks."""
+    """The memory of all weights of files, read as 16-bit integers and summed. It does not depend on the ranks.
+
+    Adapters are left out: random numbers are others on another kind of CPU.
+    """
     total = torch.zeros((), dtype=torch.int64, device=dist.get_device())
-    for param in model.parameters():
-        total += param.detach().to_local().view(torch.int16).sum(dtype=torch.int64)
+    for name, param in model.named_parameters():
+        if ".lora_" not in name:
+            total += param.detach().to_local().view(torch.int16).sum(dtype=torch.int64)
     return dist.all_reduce(total).item()
 
 
@@ -373,6 +380,8 @@ def read_all(args):
         whole = load_whole_model(config, args)
     refuse_unknown_tokens(training + held_out, whole, tokenizer, args.model)
     warn_if_answers_do_not_end(training, whole.generation_config, tokenizer)
+    if args.lora:
+        warn_if_rows_are_alike(training, whole.get_output_embeddings().weight, tokenizer)
     llm_hub.begin(args.output, tokenizer, whole)  # writes all but the weights, to see now that it can be written
     return whole, rows, held_out_rows
 
@@ -413,6 +422,8 @@ def load_tokenizer_and_config(args):
         tokenizer = llm_documents.library_tokenizer()
         return tokenizer, small_llama(tokenizer, length, args.attention), length
     tokenizer, config = llm_hub.load_tokenizer_and_config(args.model, args.attention)
+    # Chat templates write today's date by strftime_now, which looks here.
+    chat_template_utils.datetime = SimpleNamespace(now=functools.partial(first_start, args.checkpoint_dir))
     if args.chat_template:
         with llm_hub.one_line(f"--chat-template {args.chat_template}"):
             tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")
@@ -421,6 +432,17 @@ def load_tokenizer_and_config(args):
     if length > longest:
         raise ValueError(f"--length {length} is more than its {longest} positions")
     return tokenizer, config, length
+
+
+def first_start(checkpoint_dir):
+    """When this training was started first: texts with that date are the same after a resume on another day."""
+    now = datetime.datetime.now()
+    file = Path(checkpoint_dir or "", "first-start.txt")
+    if checkpoint_dir and file.exists():
+        now = datetime.datetime.fromisoformat(file.read_text())
+    elif checkpoint_dir:
+        file.write_text(now.isoformat())
+    return now
 
 
 def small_llama(tokenizer, length, attention="sdpa"):
@@ -472,6 +494,18 @@ def warn_if_answers_do_not_end(found, generation_config, tokenizer):
     elif answers and not np.isin(np.concatenate(answers), ends).any():
         line = "which is in no answer of the data: `generate` runs on after an answer"
         print(f"generation_config ends generation at {tokenizer.decode(ends)!r}, {line}", flush=True)
+
+
+def warn_if_rows_are_alike(found, head, tokenizer):
+    """Print a line if rows of targets in the frozen `head` equal other rows, or are 0: they were never trained."""
+    targets = torch.from_numpy(np.unique(np.concatenate([targets for _, targets in found]))).long()
+    targets = targets[targets != llm_documents.IGNORED]
+    # Rows that were trained differ in their first numbers.
+    _, groups, sizes = head[:, :64].float().unique(dim=0, return_inverse=True, return_counts=True)
+    alike = targets[(sizes[groups[targets]] > 1) | (head[targets] == 0).all(dim=1)]
+    if len(alike):
+        line = f"{len(alike)} tokens of the data, such as {tokenizer.decode(alike[:1])!r}, cannot be learned by --lora"
+        print(f"{line}: their rows of the output layer, which stays as it is, equal others or are 0", flush=True)
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
@@ -565,7 +599,8 @@ def main_worker(local_rank, world_size, args):
     dist.init_process_group(timeout=datetime.timedelta(hours=4), even_alone=True)
     watch.start()  # if the job stands still, one line says where each rank stands
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    transformers.utils.logging.set_verbosity_error()
+    if not dist.is_primary():
+        transformers.utils.logging.set_verbosity_error()  # rank 0 loads, and may warn of tokens or rotary positions
     transformers.utils.logging.disable_progress_bar()
     whole, config, types, rows, held_out = prepare(args)
     model = make_model(whole, config, types, args)

@@ -18,15 +18,16 @@ tokens that end its turn.
 """
 
 import ast
+import bisect
 import collections
 import contextlib
 import copy
 import functools
-import itertools
 import json
 import os
 import re
 import sysconfig
+import time
 from pathlib import Path
 
 import jinja2
@@ -42,6 +43,7 @@ IGNORED = -100  # a target that is not in the loss
 PADDING = -1  # the token of a position that no document uses
 TOKENS, POSITIONS, TARGETS = range(3)  # the second dimension of a tensor of rows
 LINES_AT_A_TIME = 1000  # the tokenizer's threads share them
+BYTES_AT_A_TIME = 10**6  # of these lines together: while they are tokenized, a token needs 200 bytes
 MOST_BYTES = 10**9  # rank 0 reads all files, and every rank holds 12 bytes per token
 
 # ---- lines of files -----------------------------------------------------------------------------------------------
@@ -70,34 +72,46 @@ def read(lines, tokenizer, length):
     """A list of documents for each of `lines`, pairs of a place and bytes. No document is longer than `length`.
 
     A text that is too long becomes several documents. Conversations that are too long are left out, and their number is
-    printed. Raises DistributedError, which names the place, for a line that is neither.
+    printed. Every half minute it prints how far it is. Raises DistributedError, which names the place, for a line that
+    is neither.
     """
-    lines = iter(lines)
     found = []
     n_too_long = 0
-    while True:
-        some_lines = list(itertools.islice(lines, LINES_AT_A_TIME))
-        if not some_lines:
-            break
+    last_told = time.monotonic()
+    for some_lines in in_parts(lines):
         texts = []  # (number of the line, text, spans of what the assistant says, or None)
         for place, line in some_lines:
             for text, spans in texts_of(place, line, tokenizer):
                 texts.append((len(found), text, spans))
             found.append([])
+            if time.monotonic() > last_told + 30:
+                last_told = time.monotonic()
+                print(f"{len(found):,} lines are read, up to {place}", flush=True)
         # The chat template has written all special tokens, and `pieces` adds those of a text.
-        encoded = tokenizer([text for _, text, _ in texts], add_special_tokens=False, return_offsets_mapping=True)
-        for (number, text, spans), tokens, offsets in zip(
-            texts, encoded.input_ids, encoded.offset_mapping, strict=True
-        ):
+        encoded = tokenizer([text for _, text, _ in texts], add_special_tokens=False)
+        for (number, text, spans), tokens, encoding in zip(texts, encoded.input_ids, encoded.encodings, strict=True):
             if spans is None:
                 found[number] += pieces(text, tokens, tokenizer, length)
             elif len(tokens) <= length + 1:
-                found[number].append(tokens_and_targets(tokens, offsets, spans))
+                found[number].append(tokens_and_targets(tokens, encoding.offsets, spans))
             else:
                 n_too_long += 1
     if n_too_long:
         print(f"{n_too_long:,} conversations have more than --length {length} tokens and are left out", flush=True)
     return found
+
+
+def in_parts(lines):
+    """Lists of LINES_AT_A_TIME lines, or of fewer that have BYTES_AT_A_TIME together. No line is divided."""
+    part, n_bytes = [], 0
+    for place, line in lines:
+        part.append((place, line))
+        n_bytes += len(line)
+        if len(part) == LINES_AT_A_TIME or n_bytes >= BYTES_AT_A_TIME:
+            yield part
+            part, n_bytes = [], 0
+    if part:
+        yield part
 
 
 def tokens_and_targets(tokens, offsets, spans):
@@ -172,19 +186,20 @@ def texts_of(place, line, tokenizer):
     Raises DistributedError, which names the place, if the line cannot be read, or if a part of it would be ignored.
     """
     try:
-        record = json.loads(line, object_pairs_hook=object_of)
+        record = json.loads(line, object_pairs_hook=without_nulls)
         if not isinstance(record, dict):
             raise ValueError("it is no JSON object")
-        if "messages" in record:
-            refuse_ignored(record, {"messages", "tools", "chat_template_kwargs"})
-            found = conversation(record, tokenizer)
-        elif "text" in record:
-            refuse_ignored(record, {"text"})
+        given = without_nothing(record)
+        if "messages" in given:
+            refuse_ignored(given, {"messages", "tools", "chat_template_kwargs"})
+            found = conversation(given, tokenizer)
+        elif "text" in record:  # may be ""
+            refuse_ignored(given, {"text"})
             if not isinstance(record["text"], str):
                 raise ValueError("its text is no string")
             found = [(record["text"], None)]
         else:
-            fields = ", ".join(record) or "nothing"
+            fields = ", ".join(given) or "nothing"
             raise ValueError(f"it has neither, but {fields}: docs/recipes.md converts other formats")
         for text, _ in found:
             text.encode()  # JSON may contain half of a surrogate pair, which is no character
@@ -207,9 +222,19 @@ def object_of(pairs):
     return found
 
 
+def without_nulls(pairs):
+    """As `object_of`. Arrow gives all objects of a column the same fields, and writes null where one has none."""
+    return {key: value for key, value in object_of(pairs).items() if value is not None}
+
+
+def without_nothing(record):
+    """The fields of a line or a message that say something."""
+    return {field: value for field, value in record.items() if value not in (None, "", [], {})}
+
+
 def refuse_ignored(record, used):
     """Other trainers obey fields that are not used here, such as `weight`, and nobody knows all of their names."""
-    ignored = [field for field, value in record.items() if field not in used and value not in (None, "", [])]
+    ignored = [field for field in record if field not in used]
     if ignored:
         raise ValueError(f"{', '.join(ignored)} would be ignored: leave it out, as docs/recipes.md shows")
 
@@ -219,12 +244,15 @@ def conversation(record, tokenizer):
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: give one by --chat-template, or use texts")
     options = parsed(record.get("chat_template_kwargs")) or {}
-    tools = parsed(record.get("tools"))
+    tools = [parsed(tool) for tool in parsed(record.get("tools")) or []]
     if tools:
         options["tools"] = tools
     refuse_unread(options, "the line", tokenizer)
     render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **options)
-    pairs = [normalized(message, tokenizer) for message in record["messages"]]
+    messages = parsed(record["messages"])
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError("its messages are no list of objects")
+    pairs = [normalized(message, tokenizer) for message in messages]
     messages = [message for message, _ in pairs]
     trained = [number for number, (_, is_trained) in enumerate(pairs) if is_trained]  # they are in the loss
     if not trained:
@@ -245,7 +273,7 @@ def parsed(value):
 
 def normalized(message, tokenizer):
     """The message as chat templates expect it, and whether its words are in the loss."""
-    message = {name: value for name, value in message.items() if value is not None}
+    message = without_nothing(message)
     role = message["role"]
     is_trained = role == "assistant"
     for name in ("weight", "train"):  # in the formats of OpenAI and of axolotl
@@ -263,6 +291,8 @@ def normalized(message, tokenizer):
     message["content"] = content
     if not isinstance(content, str):
         raise ValueError(f"the content of the role {role} is no string")
+    if "tool_calls" in message:
+        message["tool_calls"] = parsed(message["tool_calls"])
     for call in message.get("tool_calls", []):
         function = call.get("function", call)
         function["arguments"] = parsed(function.get("arguments")) or {}
@@ -278,15 +308,15 @@ def refuse_unread(names, place, tokenizer):
             raise ValueError(f"the chat template ignores {name} of {place}")
 
 
-def refuse_hidden(earlier, new, render):
-    """Raise TemplateError if the chat template does not show all that the messages `new` say, which follow `earlier`.
+def refuse_hidden(messages, first, end, trained, render):
+    """Raise TemplateError if the chat template does not show all that messages[first:end] say, after those before.
 
-    Each part gets a mark, which must be in the text. The last message is an answer that is in the loss.
+    Each part gets a mark, which must be in the text. `trained` are the numbers of the answers that are in the loss.
     """
-    marked = copy.deepcopy(new)
+    marked = copy.deepcopy(messages[first:end])
     parts = []
-    for message in marked:
-        if message["role"] == "assistant" and message is not marked[-1]:
+    for number, message in enumerate(marked, first):
+        if message["role"] == "assistant" and number not in trained:
             continue  # its thoughts may be hidden once another turn follows
         for name in message.keys() - NOT_SHOWN:
             if isinstance(message[name], str) and message[name].strip():
@@ -299,7 +329,7 @@ def refuse_hidden(earlier, new, render):
                 parts.append(f"the arguments of the tool call {function['name']}")
             function["name"] += f"(mark {len(parts)})"
             parts.append("the name of a tool call")
-    shown = render([*earlier, *marked])
+    shown = render([*messages[:first], *marked])
     for number, part in enumerate(parts):
         if f"(mark {number})" not in shown:
             raise jinja2.TemplateError(f"the chat template does not show {part}")
@@ -321,35 +351,40 @@ def turns(messages, trained, render, special):
     do, also one without {% generation %}. Some templates show an earlier turn in another way, for example without its
     thoughts. Then each turn becomes a text of its own.
     """
-    found = []
+    found = {}  # by the number of the last answer
     open_text = ""  # the text before, without what ends a conversation
-    n_checked = 0
     for number in trained:
         if number == 0:
             raise ValueError("its first message is the assistant's, and answers nothing")
-        refuse_hidden(messages[:n_checked], messages[n_checked : number + 1], render)
-        n_checked = number + 1
         text = render(messages[: number + 1], add_generation_prompt=False)
         prompt = render(messages[:number], add_generation_prompt=True)
-        before = render(messages[:number], add_generation_prompt=False)
-        closing = end_of_conversation(before, prompt, text, special)
-        before = before.removesuffix(closing)
+        if number == trained[0]:
+            before = render(messages[:number], add_generation_prompt=False)
+            closing = end_of_conversation(before, prompt, text, special)
         start = n_common(text, prompt)  # not the whole prompt, if that also opens a thought
-        if start < len(before):
-            line = "the chat template shows the messages before an answer in another way once the answer follows"
-            raise ValueError(f"{line}, so the answer cannot be located")
-        refuse_cut(messages[number], text[len(before) :])
+        if start < len(prompt) or words_not_in(text[start:], messages[number]):
+            before = render(messages[:number], add_generation_prompt=False).removesuffix(closing)
+            if start < len(before):
+                line = "the chat template shows the messages before an answer in another way once the answer follows"
+                raise ValueError(f"{line}, so the answer cannot be located")
+            words = words_not_in(text[len(before) :], messages[number])
+            if words:
+                raise ValueError(f"the chat template does not show all that the assistant says: {words[:50]!r}")
         if not text.rstrip().endswith(special):
             text += end_of_answer(messages[number], render, special)
         spans = []
         if found and text.startswith(open_text):
-            _, spans = found.pop()  # this text contains the one before
+            _, (_, spans) = found.popitem()  # this text contains the one before
             spans[-1] = spans[-1][0], len(open_text)
-        found.append((text, [*spans, (start, len(text))]))
+        found[number] = text, [*spans, (start, len(text))]
         open_text = text
         if text.removesuffix(closing).rstrip().endswith(special):  # the turn has an end of its own
             open_text = text.removesuffix(closing)
-    return found
+    first = 0
+    for number in found:
+        refuse_hidden(messages, first, number + 1, trained, render)
+        first = number + 1
+    return list(found.values())
 
 
 def end_of_conversation(before, prompt, text, special):
@@ -362,12 +397,14 @@ def end_of_conversation(before, prompt, text, special):
     return ""
 
 
-def refuse_cut(message, shown):
-    """Raise ValueError if the chat template leaves out something that the assistant says. It may change white space."""
-    said = [message[name] for name in message.keys() - NOT_SHOWN if isinstance(message[name], str)]
-    for words in said:
-        if "".join(words.split()) not in "".join(shown.split()):
-            raise ValueError(f"the chat template does not show all that the assistant says: {words[:50]!r}")
+def words_not_in(shown, message):
+    """Something that the assistant says and the chat template does not show, or None. It may change white space."""
+    shown = "".join(shown.split())
+    for name in message.keys() - NOT_SHOWN:
+        words = message[name]
+        if isinstance(words, str) and "".join(words.split()) not in shown:
+            return words
+    return None
 
 
 def end_of_answer(message, render, special):
@@ -389,11 +426,9 @@ def end_of_answer(message, render, special):
 
 
 def n_common(first, second):
-    """The number of characters with which both begin."""
-    for count, (a, b) in enumerate(zip(first, second, strict=False)):
-        if a != b:
-            return count
-    return min(len(first), len(second))
+    """The number of characters with which both begin, by bisection: long texts are compared often."""
+    lengths = range(1, min(len(first), len(second)) + 1)
+    return bisect.bisect(lengths, False, key=lambda length: first[:length] != second[:length])
 
 
 @functools.lru_cache(maxsize=1)

@@ -22,10 +22,13 @@ because safetensors maps the files into memory, and no rank ever holds a whole m
 import contextlib
 import copy
 import os
+import re
 import shutil
+import statistics
 import warnings
 from pathlib import Path
 
+import huggingface_hub
 import peft
 import torch
 import transformers
@@ -43,6 +46,7 @@ import llm_documents
 ADVICE = {  # on errors of transformers that name an argument of its own
     "attn_implementation": "use --attention eager",
     "trust_remote_code": "this script runs no code from a model's folder",
+    "backend tokenizer": "there is no tokenizer.json in the folder, and no other tokenizer that is known here",
 }
 
 
@@ -52,10 +56,12 @@ def one_line(what):
     try:
         yield
     except Exception as failure:
-        cause = str(failure).strip().partition("\n")[0] or type(failure).__name__
+        cause = str(failure).strip().partition("\n")[0].strip() or type(failure).__name__
+        if cause.endswith(":"):
+            cause = " ".join(str(failure).split())[:300]
         for argument, advice in ADVICE.items():
             if argument in str(failure):
-                cause = f"{cause.partition('. ')[0]}: {advice}"
+                cause = f"{re.split(r'[.] | from one of', cause)[0]}: {advice}"
         raise dist.DistributedError(f"{what}: {cause}") from None
 
 
@@ -101,7 +107,14 @@ def load_tokenizer_and_config(name, attention):
     """
     if Path(name, "adapter_config.json").exists():
         raise ValueError("it holds adapters: merge them into their model first, by merge_and_unload of PEFT")
+    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ValueError("there is no such folder")  # a name on the Hub has another form
+    for file in sorted(Path(name).glob("*.*")):
+        if file.is_file() and file.open("rb").read(40).startswith(b"version https://git-lfs"):
+            raise ValueError(f"{file.name} is a pointer of git-lfs: run `git lfs pull` in the folder")
     config = transformers.AutoConfig.from_pretrained(name, attn_implementation=attention, trust_remote_code=False)
+    if config.is_encoder_decoder:
+        raise ValueError("it is an encoder-decoder, whose encoder would be left out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise ValueError("its tokenizer is not a fast one, which knows at which character a token starts")
@@ -110,15 +123,32 @@ def load_tokenizer_and_config(name, attention):
 
 def load_model(name, config):
     """The whole model of a folder, or of a name on the Hub, on the CPU, in the type of its files."""
-    for file in sorted(Path(name).glob("*.safetensors")):
-        with one_line(file):
-            safe_open(file, framework="pt")  # raises if a part of the file is missing
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        name, config=copy.deepcopy(config), dtype="auto", output_loading_info=True, trust_remote_code=False
-    )
-    missing = sorted(info["missing_keys"])
+    folder = Path(name)
+    if not folder.is_dir():
+        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns="model*.safetensors"))
+    weights = {}  # mapped into memory
+    for file in sorted(folder.glob("model*.safetensors")):
+        with one_line(file), safe_open(file, framework="pt") as opened:  # raises if a part of the file is missing
+            weights |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    types = [weight.dtype for weight in weights.values() if weight.is_floating_point() and weight.itemsize > 1]
+    config = copy.deepcopy(config)
+    config.dtype = None  # may be another one than that of the files
+    dtype = statistics.mode(types or ["auto"])  # of most; routers may be in float32
+    logger = transformers.utils.logging.get_logger("transformers.modeling_utils")
+    logger.addFilter(lambda record: "LOAD REPORT" not in record.getMessage())  # refused below in one line
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, **options)
+    for key, in_files, in_model in info["mismatched_keys"]:
+        raise ValueError(f"{key} is {tuple(in_files)} in its files, and {tuple(in_model)} by its config.json")
+    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if missing:
         raise ValueError(f"its files lack {len(missing)} weights, such as {missing[0]}")
+    if unexpected:
+        raise ValueError(f"its files have {len(unexpected)} weights that the model lacks, such as {unexpected[0]}")
+    patterns = "|".join(model._keys_to_ignore_on_load_unexpected or ["$^"])
+    left_out = [key for key in weights if re.search(patterns, key) and key not in model.state_dict()]
+    if left_out:
+        print(f"transformers leaves out {len(left_out)} weights of {name}, such as {left_out[0]}", flush=True)
     if getattr(model, "is_quantized", False):
         raise ValueError("its weights are quantized, and cannot be trained")
     if not model.all_tied_weights_keys:
@@ -255,33 +285,74 @@ def add_lora(model, rank, alpha):
     with warnings.catch_warnings():
         # PEFT 0.21 reads a property that transformers 5.24 has renamed.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
-        return peft.get_peft_model(model, config)
+        warnings.simplefilter("ignore", RuntimeWarning)  # of other layers than these: refused below
+        model = peft.get_peft_model(model, config)
+    adapted = {name for name, module in model.get_base_model().named_modules() if hasattr(module, "lora_A")}
+    if adapted != set(linears):
+        raise ValueError(f"PEFT would adapt other layers than the linear ones, such as {min(adapted ^ set(linears))}")
+    return model
 
 
 # ---- write --------------------------------------------------------------------------------------------------------
 
 CONFIGS = {"config.json": "a whole model", "adapter_config.json": "adapters"}  # nothing loads a folder without them
-# What tells a tokenizer or a model what it is, by the names that transformers and PEFT read.
-OLD = ["generation_config.json", "model*.safetensors*", "pytorch_model*", "adapter_model*", "*chat_template*"]
-OLD += ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "tekken.json"]
-OLD += ["*processor_config.json"]
+# The other files of a result, which transformers and PEFT would read together with those of another one.
+OLD = r"((generation|processor|preprocessor|tokenizer)_config|tokenizer|vocab|special_tokens_map|added_tokens)\.json"
+OLD += r"|((pytorch_|adapter_)?model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|chat_template\.(jinja|json)"
+OLD += r"|additional_chat_templates|(tokenizer|spiece|sentencepiece\.bpe)\.model|(vocab|merges)\.txt|tekken\.json"
 
 
 def begin(folder, tokenizer, whole):
-    """Before training, on rank 0: write a result without its weights to `folder`/.incomplete.
+    """Before training, on rank 0: write a result without its weights to a folder of this process in `folder`.
 
-    So what cannot be written fails here. Raises DistributedError, also if `folder` has a result of the other kind, a
-    model or adapters: transformers would load it together with this one.
+    So what cannot be written fails here. Raises DistributedError, also if the disk has no room for the weights, if
+    `folder` has files of another kind that would be replaced, or a result of the other kind, a model or adapters:
+    transformers would load it together with this one.
     """
-    temporary = Path(folder, ".incomplete")
+    refuse(folder, whole)
     with one_line(f"cannot write {folder}"):
-        shutil.rmtree(temporary, ignore_errors=True)
-        tokenizer.save_pretrained(temporary)
-        write(whole, temporary, {})
+        shutil.rmtree(incomplete(folder), ignore_errors=True)
+        tokenizer.save_pretrained(incomplete(folder))
+        write(whole, incomplete(folder), {})
+
+
+def refuse(folder, whole):
+    """Raise DistributedError if the result, which `whole` will be, may not or cannot be written to `folder`."""
+    os.makedirs(folder, exist_ok=True)
+    old = old_files(folder)
     for name, kind in CONFIGS.items():
-        if Path(folder, name).exists() and not Path(temporary, name).exists():
-            shutil.rmtree(temporary)
+        if name in old and (name == "config.json") == isinstance(whole, peft.PeftModel):
             raise dist.DistributedError(f"{folder} holds {kind} already: choose another folder")
+    text = "".join(Path(folder, name).read_text("latin-1") for name in CONFIGS if name in old)
+    was_killed = any(name.startswith(".incomplete") for name in os.listdir(folder))  # perhaps between two results
+    if old and not was_killed and not re.search('"(model|peft)_type"', text):
+        raise dist.DistributedError(f"{folder} holds {old[0]}, which is of no result: choose another folder")
+    if old:
+        print(f"{folder} holds a result already, which this run will replace", flush=True)
+    n_bytes = sum(tensor.nbytes for _, tensor in written(whole))
+    free = shutil.disk_usage(folder).free
+    if n_bytes > free:
+        line = f"the result has {n_bytes / 1e6:,.1f} MB, and the disk has room for {free / 1e6:,.1f} MB"
+        raise dist.DistributedError(f"cannot write {folder}: {line}")
+
+
+def incomplete(folder):
+    """The folder to which this process writes. Another run may write to the same `folder`."""
+    return Path(folder, f".incomplete-{os.uname().nodename}-{os.getpid()}")
+
+
+def old_files(folder):
+    """The names of the files of a result, the configuration first."""
+    names = [name for name in os.listdir(folder) if name in CONFIGS or re.fullmatch(OLD, name)]
+    return sorted(names, key=lambda name: name not in CONFIGS)
+
+
+def written(model):
+    """Pairs of the name and the tensor of each weight of the result: of adapters these alone."""
+    for name, tensor in model.state_dict().items():
+        is_frozen = isinstance(model, peft.PeftModel) and ".lora_" not in name
+        if name not in model.all_tied_weights_keys and not is_frozen:  # from_pretrained ties again
+            yield name, tensor
 
 
 def save(model, whole, types, folder):
@@ -290,13 +361,8 @@ def save(model, whole, types, folder):
     `whole` is rank 0's model, which may have moved to "meta". Rank 0 collects the weights in the CPU's memory, each in
     the type in which it was loaded, or the adapters alone. Raises DistributedError on every rank if it cannot write.
     """
-    is_lora = isinstance(model, peft.PeftModel)
     weights = {}
-    for name, tensor in model.state_dict().items():
-        if name in model.all_tied_weights_keys:
-            continue  # from_pretrained ties it again
-        if is_lora and ".lora_" not in name:
-            continue  # frozen
+    for name, tensor in written(model):
         tensor = tensor.to(types[name])
         if hasattr(tensor, "full_tensor"):
             tensor = tensor.full_tensor()
@@ -308,24 +374,26 @@ def save(model, whole, types, folder):
 def write(whole, folder, weights):
     # PEFT would ask the Hub whether the model had other embeddings there.
     whole.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
+    Path(folder, "README.md").unlink(missing_ok=True)  # of PEFT: it says nothing, and would replace the user's
 
 
 def complete(folder, whole, weights):
     """Write `weights` into the folder that `begin` has made, and move all of its files to `folder`.
 
     The configuration is removed first and moved last. Nothing loads the folder without it, so a kill at any moment
-    leaves a complete result or none. All of an older result is removed.
+    leaves a complete result or none. All of an older result is removed, by the names of its files.
     """
-    temporary = Path(folder, ".incomplete")
     with one_line(f"cannot write {folder}"):
-        write(whole, temporary, weights)
-        for old in (*CONFIGS, *OLD):
-            for path in Path(folder).glob(old):
-                remove(path)
-        for path in sorted(temporary.iterdir(), key=lambda path: path.name in CONFIGS):
+        write(whole, incomplete(folder), weights)
+        old = old_files(folder)
+        if old:
+            print(f"replacing the result that {folder} holds", flush=True)
+        for name in old:
+            remove(Path(folder, name))
+        for path in sorted(incomplete(folder).iterdir(), key=lambda path: path.name in CONFIGS):
             remove(Path(folder, path.name))
             os.replace(path, Path(folder, path.name))
-        temporary.rmdir()
+        incomplete(folder).rmdir()
 
 
 def remove(path):

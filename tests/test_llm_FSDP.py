@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import datetime
 import functools
 import io
 import itertools
@@ -12,6 +13,7 @@ import random
 import re
 import shutil
 import threading
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -675,6 +677,34 @@ def with_a_model_of_its_own(path):
     change_json(path / "config.json", model_type="vit", auto_map={"AutoModelForCausalLM": "code.Model"})
 
 
+def with_another_weight(path):
+    file = sorted(path.glob("*.safetensors"))[0]
+    weights = {**safetensors.torch.load_file(file), "model.layers.0.mlp.up_proj.bias": torch.zeros(64)}
+    safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
+
+
+def with_a_pointer_of_git_lfs(path):
+    file = sorted(path.glob("*.safetensors"))[0]
+    file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{32 * '4d'}\nsize 12345\n")
+
+
+def with_other_embeddings(path):
+    change_json(path / "config.json", vocab_size=300)
+
+
+def without_a_tokenizer(path):
+    for file in path.glob("tokenizer*"):
+        file.unlink()
+
+
+def with_an_encoder(path):
+    change_json(path / "config.json", model_type="bart", is_encoder_decoder=True)
+
+
+def elsewhere(path):
+    path.rename(f"{path} of another name")
+
+
 def change_json(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -682,6 +712,18 @@ def change_json(path, **changes):
 @pytest.mark.parametrize(
     "spoil, cause",
     [
+        (elsewhere, "--model .*/llama: there is no such folder"),
+        (
+            with_another_weight,
+            r"--model .*/llama: its files have 1 weights that the model lacks, such as .*up_proj.bias",
+        ),
+        (
+            with_a_pointer_of_git_lfs,
+            r"--model .*/llama: model-.*safetensors is a pointer of git-lfs: run `git lfs pull`.*",
+        ),
+        (with_other_embeddings, r"--model .*/llama: .*\(259, 32\) in its files, and \(300, 32\) by its config.json"),
+        (without_a_tokenizer, r"--model .*/llama: .*: there is no tokenizer.json in the folder.*"),
+        (with_an_encoder, r"--model .*/llama: it is an encoder-decoder, whose encoder would be left out"),
         (without_everything, r"--model .*/llama: .*"),
         (without_template, r".*/data.jsonl: line 1 is no .*the tokenizer has no chat template: give one by .*"),
         (without_weights, r"--model .*/llama: .*no file named model.safetensors.*"),
@@ -1167,7 +1209,8 @@ def test_what_can_be_written_before_training_is_written_before(lora, folder, gro
     assert exit_message(llm_FSDP.main_worker, 0, 1, arguments(folder, "llama", **options)) == "it trains"
     expected = {"tokenizer.json", "chat_template.jinja"}
     expected |= {"adapter_config.json"} if lora else {"config.json", "generation_config.json"}
-    assert expected <= set(os.listdir(output / ".incomplete"))
+    (incomplete,) = output.glob(".incomplete-*")
+    assert expected <= set(os.listdir(incomplete))
     name = "PreTrainedTokenizerFast" if lora else "GenerationConfig"
     with mock.patch(f"transformers.{name}.save_pretrained", side_effect=KeyError("it is invalid:\n- temperature")):
         message = exit_message(llm_FSDP.main_worker, 0, 1, arguments(folder, "llama", **options))
@@ -1195,6 +1238,115 @@ def test_a_result_is_not_quantized(folder, group, tmp_path):
     with mock.patch("transformers.LlamaForCausalLM.is_quantized", True, create=True):
         line = f"--model {folder}/llama: its weights are quantized, and cannot be trained"
         assert exit_message(llm_FSDP.prepare, arguments(folder, "llama")) == line
+
+
+@pytest.mark.parametrize("in_files", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_type_is_that_of_most_weights_of_the_files(in_files, folder, group, tmp_path):
+    """Whatever config.json says. A router in float32, the first in its file, does not make the model float32."""
+    says = "float16" if in_files == torch.bfloat16 else "bfloat16"
+    path = language.make_folder("llama", tmp_path / "llama", in_files)
+    change_json(path / "config.json", dtype=says)
+    expected = {}
+    for file in path.glob("*.safetensors"):
+        weights = safetensors.torch.load_file(file)
+        expected |= weights
+        for name in weights:
+            if "norm" in name:
+                weights[name] = weights[name].float()
+        safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
+    whole = llm_hub.load_model(str(path), transformers.AutoConfig.from_pretrained(path))
+    assert whole.config.dtype == in_files
+    for name, value in whole.state_dict().items():
+        assert value.dtype == in_files and torch.equal(value, expected[name]), name
+
+
+def test_weights_that_transformers_leaves_out_on_purpose_are_one_line(group, tmp_path, capsys):
+    """As the layer of GLM-4.5 that predicts the next but one token."""
+    config = transformers.Glm4MoeConfig(**MOE, head_dim=8)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    weights |= {"model.layers.46.a": torch.zeros(2), "model.layers.46.b": torch.zeros(2)}
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    llm_hub.load_model(str(tmp_path), config)
+    line = f"transformers leaves out 2 weights of {tmp_path}, such as model.layers.46.a\n"
+    assert capsys.readouterr().out == line
+
+
+def test_a_model_on_the_hub_is_read_as_a_folder_is(folder, group, tmp_path, monkeypatch):
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(folder / "llama")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    config = transformers.AutoConfig.from_pretrained(folder / "llama")
+    load = mock.Mock(side_effect=ValueError)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", load)
+    with pytest.raises(ValueError):
+        llm_hub.load_model("nobody/nothing", config)
+    assert asked == [("nobody/nothing", "model*.safetensors")]
+    assert load.call_args.args == ("nobody/nothing",) and load.call_args.kwargs["dtype"] == torch.float32
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_lora_is_refused_where_peft_would_adapt_experts(name, group):
+    """PEFT takes the names of linear layers that end in gate_proj for those of experts, also when it loads adapters."""
+    mla = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    config = {
+        "glm4_moe": transformers.Glm4MoeConfig(**MOE, head_dim=8, n_shared_experts=1),
+        "deepseek_v3": transformers.DeepseekV3Config(
+            **MOE | {"num_key_value_heads": 4}, **mla, topk_method="noaux_tc", n_shared_experts=1
+        ),
+    }[name]
+    with torch.device("meta"):
+        model = llm_hub.build_model(config, torch.float32)
+    with pytest.raises(ValueError, match="PEFT would adapt other layers than the linear ones, such as "):
+        llm_hub.add_lora(model, 2, 4.0)
+
+
+@pytest.mark.parametrize("row", [1.0, 0.0])
+def test_tokens_whose_rows_were_never_trained_are_named_before_lora(row, folder, group, tmp_path, capsys):
+    path = copy_of(folder, tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[[256, 3] if row else [256]] = row  # 256 ends an answer
+    for file in path.glob("model*"):
+        file.unlink()
+    model.save_pretrained(path)
+    for lora, expected in ((2, 1), (None, 0)):
+        llm_FSDP.prepare(arguments(tmp_path, "llama", lora=lora, lora_alpha=4.0, output=str(tmp_path / f"{lora}")))
+        found = [line for line in capsys.readouterr().out.splitlines() if "cannot be learned" in line]
+        assert len(found) == expected
+        if found:
+            assert found[0].startswith("1 tokens of the data, such as '<|end|>', cannot be learned by --lora: ")
+    llm_FSDP.prepare(arguments(folder, "llama", lora=2, lora_alpha=4.0, output=str(tmp_path / "right")))
+    assert "cannot be learned" not in capsys.readouterr().out
+
+
+class Tomorrow(datetime.datetime):
+    @classmethod
+    def now(cls):
+        return super().now() + datetime.timedelta(days=1)
+
+
+@pytest.mark.parametrize("options", [{}, {"lora": 2, "lora_alpha": 4.0}, {"from_scratch": True}])
+def test_what_is_compared_on_resume_is_equal_on_another_day_and_on_another_cpu(options, folder, group, tmp_path):
+    """Chat templates may write the date. Other kinds of CPUs draw other random numbers from the same seed."""
+    template = tmp_path / "template"
+    template.write_text("{{ strftime_now('%A %d %B') }}" + llm_documents.CHAT_TEMPLATE)
+    settings = []
+    for number in range(2):
+        args = arguments(folder, "llama", chat_template=template, checkpoint_dir=str(tmp_path / "runs"), **options)
+        clock = (datetime.datetime, Tomorrow)[number]
+        args.seed = number  # as on another kind of CPU, the same rows and other random weights
+        with mock.patch("datetime.datetime", clock):
+            whole, config, types, rows, _ = llm_FSDP.prepare(args)
+        settings.append(llm_FSDP.settings_of(llm_FSDP.make_model(whole, config, types, args), rows, args))
+    assert settings[0] | {"--seed": 1} == settings[1]
+    with mock.patch("datetime.datetime", Tomorrow):
+        *_, rows, _ = llm_FSDP.prepare(arguments(folder, "llama", chat_template=template, **options))
+    assert zlib.crc32(rows.numpy()) != settings[0]["--data (checksum)"], "without checkpoints it is the day's date"
 
 
 def test_few_steps_warm_up_over_a_tenth_of_them():
@@ -1416,5 +1568,74 @@ def test_a_disk_that_is_full_is_one_line(folder, tmp_path):
         with mock.patch(f"transformers.{name}", side_effect=full):
             message = exit_message(save_whole, model, language.byte_tokenizer(), tmp_path)
         assert message == f"cannot write {tmp_path}: [Errno 28] No space left on device"
-        left = {path.name for path in tmp_path.iterdir()} - {".incomplete"}
+        left = [path.name for path in tmp_path.iterdir() if not path.name.startswith(".incomplete-")]
         assert sorted(left) == before and result_in(tmp_path) is not None
+
+
+def test_weights_that_do_not_fit_on_the_disk_are_one_line_before_training(folder, group, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
+    adapters = llm_hub.add_lora(copy.deepcopy(model), 2, 4.0)
+    n_bytes = 4 * model.num_parameters()
+    n_of_adapters = 4 * adapters.num_parameters(only_trainable=True)
+    for whole, needed in ((model, n_bytes), (adapters, n_of_adapters)):
+        with mock.patch("shutil.disk_usage", lambda path, free=needed - 1: SimpleNamespace(free=free)):
+            message = exit_message(llm_hub.begin, tmp_path, language.byte_tokenizer(), whole)
+        assert re.fullmatch(
+            f"cannot write {tmp_path}: the result has 0.. MB, and the disk has room for 0.. MB", message
+        )
+        assert not os.listdir(tmp_path)
+    with mock.patch("shutil.disk_usage", lambda path: SimpleNamespace(free=n_bytes)):
+        llm_hub.begin(tmp_path, language.byte_tokenizer(), model)
+    save_whole(model, language.byte_tokenizer(), tmp_path)
+    assert n_bytes <= (tmp_path / "model.safetensors").stat().st_size < n_bytes + 10_000
+
+
+OWN = ("tokenizer.py", "tokenizers/bpe.py", "vocab.py", "spm.model", "pytorch_model_zoo/a.py", "README.md")
+OWN += ("my_chat_template_notes.md", "model-of-the-world.safetensors.txt", "held-out.txt")
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_users_own_files_stay(lora, folder, group, tmp_path, capsys):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
+    if lora:
+        model = llm_hub.add_lora(model, 2, 4.0)
+    for name in OWN:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    save_whole(model, language.byte_tokenizer(), tmp_path)
+    assert "result" not in capsys.readouterr().out
+    save_whole(model, language.byte_tokenizer(), tmp_path)
+    line = f"{tmp_path} holds a result already, which this run will replace"
+    assert capsys.readouterr().out == f"{line}\nreplacing the result that {tmp_path} holds\n"
+    assert all((tmp_path / name).read_text() == "mine" for name in OWN)
+    for number, name in enumerate(("config.json", "tokenizer.json", "vocab.txt", "model.safetensors")):
+        other = tmp_path / str(number)
+        other.mkdir()
+        (other / name).write_text('{"lr": 1}')
+        message = exit_message(llm_hub.begin, other, language.byte_tokenizer(), model)
+        assert f"{other} holds " in message and message.endswith(": choose another folder")
+        assert os.listdir(other) == [name], "it is as it was"
+
+
+def test_two_runs_that_write_to_one_folder_do_not_mix(folder, group, tmp_path, capsys):
+    """Each result is of one run: what the other one has written before training is elsewhere."""
+    first = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
+    second = transformers.AutoModelForCausalLM.from_pretrained(folder / "qwen3")
+    template = "{# of the second #}" + llm_documents.CHAT_TEMPLATE
+    tokenizer = language.byte_tokenizer()
+    tokenizer.chat_template = template
+    pids = {"first": os.getpid(), "second": os.getpid() + 1}
+    with mock.patch("os.getpid", lambda: pids["first"]):
+        llm_hub.begin(tmp_path, language.byte_tokenizer(), first)
+    with mock.patch("os.getpid", lambda: pids["second"]):
+        llm_hub.begin(tmp_path, tokenizer, second)
+        llm_hub.save(second, second, llm_hub.types_of(second), tmp_path)
+    assert transformers.AutoConfig.from_pretrained(tmp_path).model_type == "qwen3"
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).chat_template == template
+    capsys.readouterr()
+    with mock.patch("os.getpid", lambda: pids["first"]):
+        llm_hub.save(first, first, llm_hub.types_of(first), tmp_path)
+    assert capsys.readouterr().out == f"replacing the result that {tmp_path} holds\n"
+    assert transformers.AutoConfig.from_pretrained(tmp_path).model_type == "llama"
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).chat_template == llm_documents.CHAT_TEMPLATE
+    assert not list(tmp_path.glob(".incomplete*"))

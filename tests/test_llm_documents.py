@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import language
 import numpy as np
@@ -162,6 +163,32 @@ def test_many_lines(tokenizer, monkeypatch):
         assert [tokens.tolist() for tokens, _ in a] == [tokens.tolist() for tokens, _ in b]
 
 
+def test_the_tokenizer_gets_few_bytes_at_a_time(tokenizer, monkeypatch):
+    """While a text is tokenized, it takes far more memory than afterwards."""
+    sizes = []
+
+    class Watched(type(tokenizer)):
+        def __call__(self, text, **options):
+            if isinstance(text, list):
+                sizes.append([len(each) for each in text])
+            return super().__call__(text, **options)
+
+    tokenizer = language.byte_tokenizer()
+    tokenizer.__class__ = Watched
+    monkeypatch.setattr(llm_documents, "BYTES_AT_A_TIME", 1000)
+    found = read(tokenizer, *[{"text": 600 * "a"}] * 5, {"text": 5000 * "b"}, {"text": "c"})
+    assert sizes == [[600, 600], [600, 600], [600, 5000], [1]]
+    assert [sum(len(tokens) for tokens, _ in line) for line in found] == [600] * 5 + [5000, 1]
+
+
+def test_it_prints_how_far_it_has_read(tokenizer, monkeypatch, capsys):
+    now = iter([0, 1, 31.5, 31.5, 61, 62, 62])
+    monkeypatch.setattr(llm_documents, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    read(tokenizer, *[{"text": "a"}] * 4)
+    lines = [f"{n} lines are read, up to data.jsonl: line {n}\n" for n in (2, 4)]
+    assert capsys.readouterr().out == "".join(lines)
+
+
 def test_documents_share_rows_and_none_is_lost(tokenizer):
     length = 48
     found = [document for line in read(tokenizer, *language.records(80), length=length) for document in line]
@@ -193,8 +220,10 @@ BAD = [
     ('{"prompt": "x", "completion": "y"}', "it has neither, but prompt, completion: docs/recipes.md"),
     ('{"text": 3}', "its text is no string"),
     ('{"text": "a", "text": "b"}', "an object of it has the key text twice"),
-    ('{"messages": [], "tools": "[{\\"a\\": 1, \\"a\\": 2}]"}', "an object of it has the key a twice"),
-    ('{"messages": "x"}', "AttributeError"),
+    ('{"messages": [1], "tools": "[{\\"a\\": 1, \\"a\\": 2}]"}', "an object of it has the key a twice"),
+    ('{"messages": "x"}', "JSONDecodeError"),
+    ('{"messages": "{}"}', "its messages are no list of objects"),
+    ('{"messages": ["x"]}', "its messages are no list of objects"),
     ('{"messages": [{"role": "user", "content": "x"}]}', "the assistant says nothing in it"),
     ('{"messages": [{"content": "x"}]}', "KeyError: 'role'"),
     ('{"messages": [{"role": "assistant", "content": "x"}]}', "its first message is the assistant's"),
@@ -232,6 +261,23 @@ def test_a_template_that_cannot_be_used(template, cause):
 
 
 # ---- what would be ignored -----------------------------------------------------------------------------------------
+
+
+def test_in_a_conversation_of_many_answers_each_answer_is_rendered_twice(tokenizer):
+    """The conversation up to each answer, with and without the answer; and the whole of it once, with marks."""
+    n_messages = []
+
+    def render(messages, add_generation_prompt=False):
+        n_messages.append(len(messages))
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+    n, messages = 30, []
+    for number in range(n):
+        messages += [{"role": "user", "content": f"q {number}"}, says(f"a {number}")]
+    special = llm_documents.special_tokens(tokenizer)
+    ((text, spans),) = llm_documents.turns(messages, range(1, 2 * n, 2), render, special)
+    assert [text[first:end] for first, end in spans] == [f"a {number}<|end|>" for number in range(n)]
+    assert sorted(n_messages) == sorted([1, *range(1, 2 * n), 2 * n, 2 * n])
 
 
 USER = {"role": "user", "content": "Hi."}
@@ -286,6 +332,39 @@ def test_arguments_and_tools_may_be_json_in_json():
     message = exit_message(read, tokenizer, chat(says("", tool_calls=[call("[1]")])))
     assert "the arguments of the tool call add are no JSON object" in message
     assert "JSONDecodeError" in exit_message(read, tokenizer, chat(says("", tool_calls=[call("a=2")])))
+
+
+def test_null_in_an_object_is_no_field():
+    """Arrow gives all objects of a column the same fields. In JSON inside of JSON, which it keeps, a null may stay."""
+    tokenizer = with_template(WITH_TOOLS)
+    expected = 'add{"a": 2}<|end|>'
+    for nulls in ({}, {"b": None, "c": None}):
+        parameters = {"type": "object", "properties": {"a": {"type": "number", "enum": [None, 2]}, **nulls}}
+        tool = {"type": "function", "function": {"name": "add", "parameters": parameters, **nulls}}
+        record = chat(says(None, tool_calls=[{**call({"a": 2, **nulls}), **nulls}]), tools=[tool], **nulls)
+        ((document,),) = read(tokenizer, record, length=500)
+        assert said(tokenizer, document) == [expected]
+        prompt = tokenizer.decode(document[0])
+        assert prompt.count("null") == 1 and '"enum": [null, 2]' in prompt, "an element of a list is no field"
+    record = chat(says("", tool_calls=[call(json.dumps({"a": None}))]), tools=[json.dumps(tool)])
+    ((document,),) = read(tokenizer, record, length=500)
+    assert said(tokenizer, document) == ['add{"a": null}<|end|>'] and '"b": null' in tokenizer.decode(document[0])
+
+
+@pytest.mark.parametrize("nothing", [None, "", [], {}])
+def test_a_field_that_says_nothing_is_no_field(nothing, tokenizer):
+    expected = read(tokenizer, chat(says()))[0][0][0].tolist()
+    for record in (
+        chat(says(tool_calls=nothing, annotations=nothing, reasoning_content=nothing, weight=nothing, name=nothing)),
+        chat(says(), text=nothing, prompt=nothing, tools=nothing),
+        {"messages": json.dumps([USER, says(refusal=nothing)])},
+    ):
+        assert read(tokenizer, record)[0][0][0].tolist() == expected
+    assert len(read(tokenizer, {"text": "abc", "messages": nothing, "id": nothing})[0]) == 1
+    ((document,),) = read(with_template(WITH_TOOLS), chat(says(nothing, tool_calls=json.dumps([call({})]))))
+    assert said(tokenizer, document) == ["add{}<|end|>"]
+    assert "it has neither, but nothing" in exit_message(read, tokenizer, {"messages": nothing})
+    assert read(tokenizer, {"text": ""}) == [[]], "a text may be empty"
 
 
 @pytest.mark.parametrize("field", [{"weight": 0}, {"train": False}])
