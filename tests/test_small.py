@@ -37,7 +37,7 @@ PUBLIC = {
 }
 MOST = {
     "distributed": 237,
-    "spawn": 124,
+    "spawn": 129,
     "checkpoint": 190,
     "checkpoint_sharded": 126,
     "watch": 95,
