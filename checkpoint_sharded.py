@@ -7,7 +7,8 @@
 The model may be sharded by fully_shard, split by tensor parallelism, a stage of a pipeline, wrapped in DDP, or plain.
 Each checkpoint is a folder `step-N`, which all machines must share. Any number of processes can load what any number
 has saved. Its index, `.metadata`, is written last, and a folder without it is ignored. So a kill at any moment leaves
-the old checkpoint. But `save` first deletes a checkpoint of the same step.
+the old checkpoint. But `save` first deletes a checkpoint of the same step. Two jobs must not use one folder at a time:
+their parts would mix.
 
 No random state is saved: derive randomness from the step and the rank. There are no checksums: changed bits are not
 noticed. Parts of a checkpoint are pickles, so load only folders that you trust.
@@ -28,12 +29,14 @@ import distributed as dist
 
 
 def check_folder(option, folder):
-    """Make `folder`, before any training. Raises SystemExit, naming `option`, if nothing can be written there."""
+    """Make `folder`, before any training, and try a save. Raises SystemExit, naming `option`, if that fails."""
     try:
         os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise SystemExit(f"{option}: cannot write to {os.path.abspath(folder)}: {error.strerror}") from None
+        with tempfile.TemporaryDirectory(dir=folder) as path:
+            _run(dcp.save, Path(path), {"step": 0}, storage_writer=_Writer(path), no_dist=True)
+    except (OSError, dist.DistributedError) as error:
+        line = f"{option}: cannot write to {folder or repr('')}: {getattr(error, 'strerror', error)}"
+        raise SystemExit(line) from None
 
 
 def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=None, frozen=True):
@@ -57,7 +60,7 @@ def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=Non
         _delete(path)
     dist.barrier()
     _run(dcp.save, path, _state(model, optimizer, scheduler, settings, frozen), storage_writer=_Writer(path))
-    error = f"rank {dist.get_rank()} does not see {path}, as rank 0 does: all machines must share the folder"
+    error = f"rank {dist.get_rank()} does not see {path}, as rank 0 does: all machines must share the folder, and no other job"
     dist.raise_on_all(None if (path / ".metadata").exists() else error)
     if keep is not None and dist.is_primary():
         others = [other for other in _steps(folder) if other != step]  # may be higher ones, of an earlier run
@@ -196,7 +199,8 @@ def _refuse_unknown(path, saved, loaded):
 def _steps(folder):
     """The steps of all complete checkpoints, the newest last."""
     complete = [path.parent.name.removeprefix("step-") for path in Path(folder).glob("step-*/.metadata")]
-    return sorted(int(name) for name in complete if name.isdecimal())  # a copy may be called step-4.bak
+    # A copy may be called step-4.bak or step-04.
+    return sorted(int(name) for name in complete if name.isdecimal() and name == str(int(name)))
 
 
 def _delete(path):
