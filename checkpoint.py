@@ -34,8 +34,8 @@ def atomic(path):
     """Write to a temporary file, and rename it to `path` if the block succeeds. Gives the file, open to write and read.
 
     A kill or a power cut leaves the old file or the new one; a block that fails leaves the old one. A killed process
-    also leaves the temporary file, `path.RANK.tmp`, which its next save writes over. Two jobs must not save to one path.
-    Raises DistributedError if the disk is full or refuses, or if `path` is a folder or a device.
+    also leaves the temporary file, `path.RANK.tmp`, which its next save writes over. Two jobs must not save to one
+    path. Raises DistributedError if the disk is full or refuses, or if `path` is a folder or a device.
     """
     target = os.path.realpath(path)  # if `path` is a symbolic link, the file to which it points
     if os.path.exists(target) and not os.path.isfile(target):

@@ -60,7 +60,7 @@ def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=Non
         _delete(path)
     dist.barrier()
     _run(dcp.save, path, _state(model, optimizer, scheduler, settings, frozen), storage_writer=_Writer(path))
-    error = f"rank {dist.get_rank()} does not see {path}, as rank 0 does: all machines must share the folder, and no other job"
+    error = f"rank {dist.get_rank()} does not see {path}, as rank 0 does: all machines must share the folder"
     dist.raise_on_all(None if (path / ".metadata").exists() else error)
     if keep is not None and dist.is_primary():
         others = [other for other in _steps(folder) if other != step]  # may be higher ones, of an earlier run
