@@ -325,8 +325,8 @@ def test_a_path_may_begin_with_the_home_folder(monkeypatch, tmp_path):
         ("multigpu_torchrun", "snapshot-path"),
     ):
         module = importlib.import_module(script)
-        monkeypatch.setattr(sys, "argv", [script, *POSITIONAL.get(script, []), f"--{option}=~/new/file"])
-        assert getattr(module.parse_args(), option.replace("-", "_")) == f"{tmp_path}/new/file"
+        monkeypatch.setattr(sys, "argv", [script, *POSITIONAL.get(script, []), f"--{option}=~/{script}/file"])
+        assert getattr(module.parse_args(), option.replace("-", "_")) == f"{tmp_path}/{script}/file"
 
 
 def test_single_gpu_says_so_when_it_saves(monkeypatch):
