@@ -12,7 +12,6 @@ is executed. For a model that fully_shard has sharded, see checkpoint_sharded.py
 """
 
 import contextlib
-import errno
 import multiprocessing
 import os
 import signal
@@ -35,10 +34,12 @@ def atomic(path):
     """Write to a temporary file, and rename it to `path` if the block succeeds. Gives the file, open to write and read.
 
     A kill or a power cut leaves the old file or the new one; a block that fails leaves the old one. A killed process
-    also leaves the temporary file, `path.RANK.tmp`, which its next save writes over. Raises DistributedError if the
-    disk is full or refuses.
+    also leaves the temporary file, `path.RANK.tmp`, which its next save writes over. Two jobs must not save to one
+    path. Raises DistributedError if the disk is full or refuses, or if `path` is a folder or a device.
     """
     target = os.path.realpath(path)  # if `path` is a symbolic link, the file to which it points
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise dist.DistributedError(f"cannot save {target}: it is not a regular file")
     temporary = f"{target}.{dist.get_rank()}.tmp"  # the rank, because nodes may share the folder
     try:
         with open(temporary, "w+b") as file:
@@ -46,13 +47,12 @@ def atomic(path):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-        folder = os.open(os.path.dirname(target), os.O_RDONLY)
-        try:
-            os.fsync(folder)  # writes the rename to the disk
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems have no fsync for folders
-                raise
-        os.close(folder)
+        with contextlib.suppress(OSError):  # the new file is in place, also if its folder cannot be read or flushed
+            folder = os.open(os.path.dirname(target), os.O_RDONLY)
+            try:
+                os.fsync(folder)  # writes the rename to the disk
+            finally:
+                os.close(folder)
     except BaseException as failure:
         with contextlib.suppress(OSError):
             os.remove(temporary)
@@ -64,7 +64,10 @@ def atomic(path):
 
 
 def check_writable(option, path):
-    """Before any training: make the folder of the file `path`. Raises SystemExit, naming `option`, if it cannot."""
+    """Before any training: make the folder of the file `path`. Raises SystemExit, naming `option`, if no save can work.
+
+    It does in the folder all that a save does: it writes a file, and renames it to one that exists.
+    """
     problem = _problem_of(path)
     if problem:
         raise SystemExit(f"{option}: {problem}")
@@ -72,14 +75,15 @@ def check_writable(option, path):
 
 def _problem_of(path):
     """Why the file `path` could not be written, or None. Makes its folder."""
-    if not path or os.path.isdir(path):
+    if not path or (os.path.exists(path) and not os.path.isfile(path)):
         return f"{path!r} is not the name of a file"
     folder = os.path.dirname(os.path.realpath(path))
     try:
         os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        return f"cannot write to {folder}: {error.strerror}"
+        with tempfile.NamedTemporaryFile(dir=folder) as existing, atomic(existing.name) as file:
+            file.write(b"as a save does")
+    except (OSError, dist.DistributedError) as error:
+        return f"cannot write to {folder}: {getattr(error, 'strerror', error)}"
     return None
 
 

@@ -9,7 +9,8 @@ A `Saver` does this for a script with the options --checkpoint-dir, --save-every
 The model may be sharded by fully_shard, split by tensor parallelism, a stage of a pipeline, wrapped in DDP, or plain.
 Each checkpoint is a folder `step-N`, which all machines must share. Any number of processes can load what any number
 has saved. Its index, `.metadata`, is written last, and a folder without it is ignored. So a kill at any moment leaves
-the old checkpoint. But `save` first deletes a checkpoint of the same step.
+the old checkpoint. But `save` first deletes a checkpoint of the same step. Two jobs must not use one folder at a time:
+their parts would mix.
 
 No random state is saved: derive randomness from the step and the rank. There are no checksums: changed bits are not
 noticed. Parts of a checkpoint are pickles, so load only folders that you trust.
@@ -60,12 +61,14 @@ class Saver:
 
 
 def check_folder(option, folder):
-    """Make `folder`, before any training. Raises SystemExit, naming `option`, if nothing can be written there."""
+    """Make `folder`, before any training, and try a save. Raises SystemExit, naming `option`, if that fails."""
     try:
         os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise SystemExit(f"{option}: cannot write to {os.path.abspath(folder)}: {error.strerror}") from None
+        with tempfile.TemporaryDirectory(dir=folder) as path:
+            _run(dcp.save, Path(path), {"step": 0}, storage_writer=_Writer(path), no_dist=True)
+    except (OSError, dist.DistributedError) as error:
+        line = f"{option}: cannot write to {folder or repr('')}: {getattr(error, 'strerror', error)}"
+        raise SystemExit(line) from None
 
 
 def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=None, frozen=True):
@@ -228,7 +231,8 @@ def _refuse_unknown(path, saved, loaded):
 def _steps(folder):
     """The steps of all complete checkpoints, the newest last."""
     complete = [path.parent.name.removeprefix("step-") for path in Path(folder).glob("step-*/.metadata")]
-    return sorted(int(name) for name in complete if name.isdecimal())  # a copy may be called step-4.bak
+    # A copy may be called step-4.bak or step-04.
+    return sorted(int(name) for name in complete if name.isdecimal() and name == str(int(name)))
 
 
 def _delete(path):

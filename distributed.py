@@ -69,8 +69,8 @@ class DistributedError(RuntimeError):
 
 
 def is_launched():
-    """Did torchrun, `launch` or another launcher start this process? Both RANK and WORLD_SIZE must be set."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Did torchrun, `launch` or another launcher start this process? RANK and WORLD_SIZE must be set, and not empty."""
+    return bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE"))
 
 
 def get_rank():
@@ -82,9 +82,9 @@ def get_rank():
 
 def get_local_rank():
     """This process's number on its machine. It decides which GPU is used."""
-    if is_launched() and os.environ["WORLD_SIZE"] != "1" and "LOCAL_RANK" not in os.environ:
+    if is_launched() and os.environ["WORLD_SIZE"] != "1" and not os.environ.get("LOCAL_RANK"):
         raise DistributedError("RANK is set, but LOCAL_RANK is not: set it to the number of the process on its machine")
-    return int(os.environ.get("LOCAL_RANK", 0))
+    return int(os.environ.get("LOCAL_RANK") or 0)
 
 
 def get_world_size():
@@ -461,7 +461,7 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
         line = f"{nprocs} processes are asked for, but RANK and WORLD_SIZE={get_world_size()} are set"
         raise SystemExit(f"{line}: leave the number out under torchrun, or unset both variables")
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if int(os.environ.get(name, 1)) > 1 and not is_launched():
+        if os.environ.get(name, "") not in ("", "0", "1") and not is_launched():
             line = f"{name} is {os.environ[name]}, but RANK and WORLD_SIZE are not set, so every task would train alone"
             raise SystemExit(f"{line}: start one torchrun per node instead, as launchers/slurm.sbatch does")
     nprocs = nprocs or max(1, device_count())

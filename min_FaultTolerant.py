@@ -406,7 +406,7 @@ def main_worker(local_rank, world_size, args):
     if int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) != world_size:
         raise dist.DistributedError("this script is for one machine: start it with one launcher there")
     if not dist.is_launched():  # one process alone, for which no launcher has started a store
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", spawn.loopback())
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME") or "lo"
         server = spawn.start_store()  # lives as long as this variable
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(server.port))
     store = connect()

@@ -26,6 +26,7 @@ of all processes, and a line for each snapshot. Batch size and steps are per pro
 """
 
 import argparse
+import os
 
 import torch
 from torch.nn import functional as F
@@ -138,6 +139,7 @@ def parse_args():
     path_help = "save to this file, and resume from it (default: %(default)s)"
     parser.add_argument("--snapshot-path", "--snapshot_path", default="snapshot.pt", help=path_help)
     args = parser.parse_args()
+    args.snapshot_path = os.path.expanduser(args.snapshot_path)
     checkpoint.check_writable("--snapshot-path", args.snapshot_path)
     return args
 

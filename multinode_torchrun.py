@@ -42,6 +42,7 @@ Each rank prints where it starts, and rank 0 prints the average loss of each epo
 """
 
 import argparse
+import os
 import socket
 from datetime import timedelta
 
@@ -220,6 +221,7 @@ def parse_args():
         parser.error(f"argument --global-batch-size: {size} is less than {dist.get_world_size()}, the number of ranks")
     if args.num_workers < 0:
         parser.error(f"argument --num-workers: {args.num_workers} is less than 0")
+    args.snapshot_path = os.path.expanduser(args.snapshot_path)
     checkpoint.check_writable("--snapshot-path", args.snapshot_path)
     return args
 

@@ -11,6 +11,7 @@ dist.launch(main_worker, args, nprocs=args.nproc)
 import argparse
 import contextlib
 import math
+import os
 import re
 
 import distributed as dist
@@ -21,7 +22,7 @@ LARGEST = 2**31 - 1
 class ArgumentParser(argparse.ArgumentParser):
     """argparse with the first line of `doc` and the defaults in its help, and errors of one line.
 
-    Each option may be typed with underscores too: --batch_size is --batch-size.
+    Each option may be typed with underscores too: --batch_size is --batch-size. A value `~/...` is in the home folder.
     """
 
     def __init__(self, doc):
@@ -36,6 +37,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def _parse_optional(self, word):  # argparse asks it what each word of the command line is
         return super()._parse_optional(re.sub("^--[^=]+", lambda option: option[0].replace("_", "-"), word))
+
+    def _get_value(self, action, text):  # argparse converts each value with it; no shell expands --output=~/model.pt
+        return super()._get_value(action, os.path.expanduser(text) if text.startswith("~/") else text)
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n")

@@ -29,7 +29,6 @@ from torch.distributed import rpc
 
 import distributed as dist
 import options
-import spawn
 
 
 def add_timeout(parser):
@@ -79,9 +78,8 @@ def join(name, timeout):
 def _choose_interface():
     """Listen on loopback if all processes are on one machine and the user has named no interface."""
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        loopback = spawn.loopback()
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME") or "lo"
+        os.environ["TP_SOCKET_IFNAME"] = os.environ.get("TP_SOCKET_IFNAME") or "lo"
     interface = os.environ.get("TP_SOCKET_IFNAME", f"the address of {socket.gethostname()}")
     if dist.is_primary() and not interface.startswith("lo"):
         print(f"warning: RPC listens on {interface}, without authentication: trust its network", file=sys.stderr)

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from multiprocessing import connection, forkserver
+from unittest import mock
 
 import torch
 import torch.distributed as torch_dist
@@ -44,56 +45,58 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
     store = start_store()
     pids, report_pid = context.Pipe(duplex=False)
     guard = context.Process(target=_guard, args=(pids,))
-    started = []
+    work = pickle.dumps((worker_fn, args))  # a copy for each: multiprocessing would share the tensors in it
+    # pickle writes a name behind its length, so a text with the word in it does not count.
+    if b"\x08__main__" in work and not os.path.isfile(getattr(sys.modules["__main__"], "__file__", "")):
+        raise SystemExit("launch needs a script: write worker_fn into a .py file, from which new processes import it")
+    shared = (work, result, report_pid, _environment(nprocs, store.port), torch.initial_seed(), _numpy_state())
+    workers = [context.Process(target=_worker, args=(rank, *shared)) for rank in range(nprocs)]
     if not _one_job.acquire(blocking=False):
         raise RuntimeError("another thread runs a job: a process runs one job at a time")
+    # The fork server hears of the end of a process by this signal, and inherits the caller's mask.
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     try:
-        work = pickle.dumps((worker_fn, args))  # a copy for each: multiprocessing would share the tensors in it
-        # pickle writes a name behind its length, so a text with the word in it does not count.
-        if b"\x08__main__" in work and not os.path.isfile(getattr(sys.modules["__main__"], "__file__", "")):
-            raise SystemExit(
-                "launch needs a script: write worker_fn into a .py file, from which new processes import it"
-            )
-        shared = (work, result, report_pid, _environment(nprocs, store.port), torch.initial_seed(), _numpy_state())
-        workers = [context.Process(target=_worker, args=(rank, *shared)) for rank in range(nprocs)]
-        for process in (guard, *workers):
-            process.start()
-            started.append(process)
+        # Else the server would import modules from the working folder, such as a queue.py. Python 3.11 and later.
+        with mock.patch.dict(os.environ, PYTHONSAFEPATH="1"):
+            for process in (guard, *workers):
+                process.start()
         _wait(workers, store, tolerate_killed)
         return torch.load(result, map_location="cpu", weights_only=False) if os.path.exists(result) else None
     finally:
-        for process in started[1:]:
-            process.kill()
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for process in workers:
+            if process.pid:  # it has started
+                process.kill()
         report_pid.close()  # then the guard ends their children and the fork server
-        for process in started:
-            process.join()
         with contextlib.suppress(FileNotFoundError):
+            os.remove(result)
+        with contextlib.suppress(FileNotFoundError, ChildProcessError):
             # Wait for the server's end: the next job would take a server that is still about to end for alive.
             forkserver._forkserver._stop()
-            os.remove(result)
         _one_job.release()
 
 
 def start_store():
     """A rendezvous store in this process, on a port of loopback that no other job can take: it listens already."""
     listener = socket.create_server(("127.0.0.1", 0))
-    address, fd = listener.getsockname(), listener.detach()
-    return torch_dist.TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=fd)
-
-
-def loopback():
-    """The name of the loopback interface: "lo" on Linux, "lo0" on macOS."""
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    address = listener.getsockname()
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        if probe.connect_ex(address):  # sends nothing
+            raise SystemExit("the loopback interface is down, over which the processes talk: `ip link set lo up`")
+    return torch_dist.TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _environment(nprocs, port):
-    defaults = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), loopback())
+    """The workers' variables. An empty default is a missing one, and those of an outer torchrun are for another job."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    defaults = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "lo")
     defaults["THP_MEM_ALLOC_ENABLE"] = "1"  # huge pages: FSDP allocates new memory for each gather
-    defaults["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // nprocs))
+    environment |= {name: environment.get(name) or value for name, value in defaults.items()}
+    if not environment.get("OMP_NUM_THREADS", "").split(",")[0].lstrip("0").isdecimal():  # OpenMP ignores it too
+        environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // nprocs))
     # With this flag rank 0 connects to the launcher's store instead of opening one, as it does under torchrun.
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    job |= {"WORLD_SIZE": str(nprocs), "LOCAL_WORLD_SIZE": str(nprocs)}
-    return {**defaults, **os.environ, **job}
+    return environment | job | {"WORLD_SIZE": str(nprocs), "LOCAL_WORLD_SIZE": str(nprocs)}
 
 
 def _numpy_state():

@@ -8,9 +8,11 @@
     checkpoint.save(path, model, optimizer, epoch=epoch, run_id=tracker.run_id)
     tracker.close()
 
+If the disk is full, one line says so, and training goes on without the tracker.
 Needs requirements-tracking.txt; without --wandb and --tensorboard, neither package is imported.
 """
 
+import contextlib
 import importlib.util
 import sys
 
@@ -52,13 +54,26 @@ class Tracker:
             # Remove what an interrupted run has written after its last snapshot, at `purge_step` or later.
             self.writer = SummaryWriter(args.tensorboard, purge_step=samples + 1)
 
+    @contextlib.contextmanager
+    def _going_on(self, tracker):
+        """Say once that `tracker`, "run" or "writer", cannot write, as on a full disk, and train on without it."""
+        try:
+            yield
+        except OSError as error:
+            name = {"run": "W&B", "writer": "TensorBoard"}[tracker]
+            line = f"{name} cannot write ({error.strerror or error}): training goes on without it"
+            print(line, file=sys.stderr, flush=True)
+            setattr(self, tracker, None)
+
     def log(self, samples, **scalars):
         """Log numbers that are known after `samples` samples of training."""
         if self.run is not None:
-            self.run.log({"samples": samples, **scalars})
+            with self._going_on("run"):
+                self.run.log({"samples": samples, **scalars})
         if self.writer is not None:
-            for name, value in scalars.items():
-                self.writer.add_scalar(name, value, samples)
+            with self._going_on("writer"):
+                for name, value in scalars.items():
+                    self.writer.add_scalar(name, value, samples)
 
     def watch(self, model, every, what="all"):
         """Let W&B log histograms of rank 0's "gradients", of the "parameters", or of "all", every so many passes.
@@ -78,14 +93,17 @@ class Tracker:
             table = wandb.Table(["image", "guess", "truth", *(f"score_{i}" for i in range(scores.shape[1]))])
             for image, guess, truth, row in zip(images, guesses, truths, scores.tolist(), strict=True):
                 table.add_data(wandb.Image(image), guess, truth, *row)
-            self.run.log({"samples": samples, "test_images": table})
+            with self._going_on("run"):
+                self.run.log({"samples": samples, "test_images": table})
         if self.writer is not None:
-            self.writer.add_images("test_images", images, samples)
-            self.writer.add_text("test_images", f"guesses {guesses}, truths {truths}", samples)
+            with self._going_on("writer"):
+                self.writer.add_images("test_images", images, samples)
+                self.writer.add_text("test_images", f"guesses {guesses}, truths {truths}", samples)
 
     def close(self):
         """Rank 0 may upload for minutes, and the others do not wait for it."""
         if self.run is not None:
             self.run.finish()
         if self.writer is not None:
-            self.writer.close()
+            with self._going_on("writer"):
+                self.writer.close()

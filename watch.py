@@ -27,7 +27,10 @@ import traceback
 import torch
 import torch.distributed as torch_dist
 
-STILL_SECONDS = float(os.environ.get("WATCH_SECONDS", 30))
+_SECONDS = os.environ.get("WATCH_SECONDS") or "30"
+if not _SECONDS.replace(".", "", 1).isdecimal() or float(_SECONDS) == 0:
+    raise SystemExit(f"WATCH_SECONDS is {_SECONDS!r}: it must be a number of seconds above 0, such as 30 or 0.5")
+STILL_SECONDS = float(_SECONDS)
 ASK_SECONDS = 1.3 * STILL_SECONDS  # other ranks may have stopped a little later
 LOOK_SECONDS = STILL_SECONDS / 20
 INSTALLED = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"), "<frozen")

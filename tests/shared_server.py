@@ -1,6 +1,7 @@
 """The jobs of all tests share a fork server, which `launch` would otherwise start and end with each job."""
 
 import functools
+import multiprocessing
 import os
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -30,6 +31,13 @@ def end_workers(pids):
     guard(pids)
 
 
+def join_children():
+    """Instead of waiting for the end of the fork server: wait for all processes of a job."""
+    for process in multiprocessing.active_children():
+        if not process.daemon:
+            process.join()
+
+
 spawn._worker = Worker()
 spawn._guard = end_workers
-forkserver._forkserver._stop = lambda: None  # run_processes must not wait for the end of this server
+forkserver._forkserver._stop = join_children

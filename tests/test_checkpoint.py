@@ -440,23 +440,60 @@ def test_the_disk_has_the_file_and_its_name_before_the_save_ends(tmp_path, monke
     assert events[-3:] == ["file of 3 bytes", "rename", "folder"]
 
 
-def test_a_file_system_without_fsync_for_folders_can_be_saved_to(tmp_path, monkeypatch):
-    """The file is complete by then. Other errors are the disk's."""
-    fsync, numbers = os.fsync, []
+def test_a_folder_that_cannot_be_flushed_can_be_saved_to(tmp_path, monkeypatch):
+    """The new file is in place by then. A folder may also be writable, but not readable."""
+    fsync, open_folder, opened = os.fsync, os.open, []
 
     def fails_for_folders(fd):
         if stat.S_ISDIR(os.fstat(fd).st_mode):
-            raise OSError(numbers[-1], os.strerror(numbers[-1]))
+            opened.append(fd)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         fsync(fd)
 
-    monkeypatch.setattr(os, "fsync", fails_for_folders)
+    def no_folders(path, flags, *args, **kwargs):
+        if path == str(tmp_path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return open_folder(path, flags, *args, **kwargs)
+
     path = tmp_path / "snapshot.pt"
-    for number in (errno.EINVAL, errno.ENOTSUP):
-        numbers.append(number)
-        checkpoint.save(path, *objects(1), epoch=1)
-        assert checkpoint.load(path, *objects()) == (1, 0)
-    numbers.append(errno.EIO)
-    assert os.strerror(errno.EIO) in exit_message(checkpoint.save, path, *objects(1), epoch=1)
+    for step, (name, function) in enumerate((("fsync", fails_for_folders), ("open", no_folders)), start=1):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, function)
+            checkpoint.save(path, *objects(1), epoch=step)
+        assert checkpoint.load(path, *objects()) == (step, 0)
+    with pytest.raises(OSError):
+        os.fstat(opened[0])  # it is closed
+
+
+def test_the_check_before_training_does_what_a_save_does(tmp_path, monkeypatch):
+    """A folder may refuse each rename, as a bucket does, or one onto a file, or to flush a file."""
+    path, replace = tmp_path / "result.pt", os.replace
+
+    def refuse(*args):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    def refuse_if_it_exists(source, target):
+        if os.path.exists(target):
+            refuse()
+        replace(source, target)
+
+    for name, function in (("replace", refuse), ("replace", refuse_if_it_exists), ("fsync", refuse)):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, function)
+            message = exit_message(checkpoint.check_writable, "--output", str(path))
+        assert message.startswith(f"--output: cannot write to {tmp_path}: ") and "not implemented" in message
+        assert os.listdir(tmp_path) == []
+    checkpoint.check_writable("--output", str(path))
+
+
+def test_what_is_no_regular_file_is_not_replaced(tmp_path):
+    pipe = str(tmp_path / "pipe")
+    os.mkfifo(pipe)
+    assert exit_message(checkpoint.check_writable, "--save", pipe) == f"--save: {pipe!r} is not the name of a file"
+    assert exit_message(checkpoint.save, pipe, *objects(1)) == f"cannot save {pipe}: it is not a regular file"
+    for device in ("/dev/null", str(tmp_path)):
+        assert "is not" in exit_message(checkpoint.check_writable, "--save", device)
+    assert stat.S_ISFIFO(os.stat(pipe).st_mode) and os.listdir(tmp_path) == ["pipe"]
 
 
 def test_another_optimizer_scheduler_or_settings_are_one_line(tmp_path):

@@ -369,6 +369,13 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     for path, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "folder", "Not a directory")):
         line = exit_message(checkpoint_sharded.check_folder, "--checkpoint-dir", path)
         assert line == f"--checkpoint-dir: cannot write to {path}: {reason}"
+    line = exit_message(checkpoint_sharded.check_folder, "--checkpoint-dir", "")
+    assert line == "--checkpoint-dir: cannot write to '': No such file or directory"
+    new = tmp_path / "new"
+    with mock.patch("pathlib.Path.rename", side_effect=OSError(errno.ENOSYS, "not implemented")):
+        line = exit_message(checkpoint_sharded.check_folder, "--checkpoint-dir", new)
+    assert line.startswith(f"--checkpoint-dir: cannot write to {new}: ") and "not implemented" in line
+    assert os.listdir(new) == ["folder"], "the try leaves nothing"
 
 
 # ---- which checkpoints there are ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import io
 import json
 import math
@@ -42,6 +43,7 @@ import distributed as dist
 import mnist
 import mnist_DDP
 import spawn
+import tracking
 
 SCRIPT = "mnist_DDP.py"
 DEFAULTS = vars(mnist_DDP.make_parser("").parse_args([]))
@@ -604,6 +606,25 @@ def test_bf16_reaches_where_it_counts(tmp_path):
 
 
 # ---- tracking -------------------------------------------------------------------------------------------------------
+
+
+def test_a_tracker_that_cannot_write_says_so_once_and_training_goes_on(capsys):
+    tracker = tracking.Tracker("project", argparse.Namespace(wandb=False, tensorboard=None))
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    full = mock.Mock(**{f"{name}.side_effect": error for name in ("log", "add_scalar", "add_images", "close")})
+
+    def log():
+        tracker.log(1, loss=0.5)
+
+    def log_images():
+        tracker.log_images(1, torch.zeros(1, 1, 2, 2), torch.zeros(1, 2), torch.zeros(1))
+
+    for name, call in (("run", log), ("writer", log), ("writer", log_images), ("writer", tracker.close)):
+        setattr(tracker, name, full)
+        call()
+        call()
+        line = r"(W&B|TensorBoard) cannot write \(No space left on device\): .*\n"
+        assert re.fullmatch(line, capsys.readouterr().err)
 
 
 def test_tensorboard_alone(tmp_path):

@@ -315,6 +315,19 @@ def test_an_empty_path_is_one_line(option, main_of):
         assert re.match(f"{option}: (cannot write to |'' is not the name of a file$)", message) and stderr == ""
 
 
+def test_a_path_may_begin_with_the_home_folder(monkeypatch, tmp_path):
+    """No shell replaces the ~ in --output=~/model.pt."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for script, option in (
+        ("mnist_DDP", "output"),
+        ("min_FSDP", "checkpoint-dir"),
+        ("multigpu_torchrun", "snapshot-path"),
+    ):
+        module = importlib.import_module(script)
+        monkeypatch.setattr(sys, "argv", [script, *POSITIONAL.get(script, []), f"--{option}=~/{script}/file"])
+        assert getattr(module.parse_args(), option.replace("-", "_")) == f"{tmp_path}/{script}/file"
+
+
 def test_single_gpu_says_so_when_it_saves(monkeypatch):
     monkeypatch.chdir("/sys")
     monkeypatch.setattr(sys, "argv", ["single_gpu.py", "1", "1"])

@@ -353,3 +353,18 @@ def test_the_file_alone_under_torchrun(tmp_path):
         process.wait()
     ranks = ["rank 0 in train.py:9 dist.all_reduce(torch.ones(1))", "rank 1 in train.py:10 dist.barrier()"]
     assert told(log) == [" | ".join(ranks)]
+
+
+def test_a_number_of_seconds_that_is_none_is_one_line(monkeypatch):
+    try:
+        for value in ("0", "0.0", "-1", "nan", "inf", "soon"):
+            monkeypatch.setenv("WATCH_SECONDS", value)
+            with pytest.raises(SystemExit, match=rf"^WATCH_SECONDS is '{value}': [^\n]*$"):
+                importlib.reload(watch)
+        for value, seconds in {"": 30, "0.5": 0.5, "12": 12}.items():
+            monkeypatch.setenv("WATCH_SECONDS", value)
+            importlib.reload(watch)
+            assert seconds == watch.STILL_SECONDS
+    finally:
+        monkeypatch.undo()
+        importlib.reload(watch)
