@@ -132,6 +132,7 @@ class Unit:
         if len({param.dtype for param in params}) > 1:
             raise ValueError("a block, or the root, has parameters of several types, and one vector has one")
         self.params = params
+        self.classes = [param.__class__ for param in params]
         self.network = network
         flat = nn.utils.parameters_to_vector(params).detach()
         self.padding = flat.new_zeros(-len(flat) % dist.get_world_size())  # makes all parts equally long
@@ -165,8 +166,8 @@ class Unit:
     def wait(self):
         self.gather()
         self.network.wait(self.gathering)
-        for param in self.params:
-            param.__class__ = nn.Parameter
+        for param, its_class in zip(self.params, self.classes, strict=True):
+            param.__class__ = its_class
 
     def free(self):
         """The parameters keep their shapes, without memory. Until the next `wait` nothing may use them.
