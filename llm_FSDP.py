@@ -19,7 +19,11 @@ layers are trained. The result is a folder that `from_pretrained` of transformer
 on any number of processes. If the newest one is the end of the training or beyond it, its result is written and nothing
 is trained. To write the result of an earlier one, move the newer folders away, and choose --epochs so that it is the
 end. Another --epochs is refused while steps are left, because the learning rate would jump. held-out.txt beside the
-checkpoints has the losses of the evaluations. --wandb and --tensorboard track the run.
+checkpoints has the losses of the evaluations. first-start.txt has the date that chat templates write as today's, so
+that the rows are the same on another day. --wandb and --tensorboard track the run.
+
+A result replaces an older one in --output, and no other files. Until it is complete it is in a folder
+.incomplete-HOST-PID there. A run that is killed leaves that folder, which may be deleted.
 
 Before training, one check compares a document alone and in a row of --length tokens. It refuses models that mix packed
 documents, that see later tokens, as BERT does, or that treat long rows otherwise, as Phi-3 does: use --pad for it. The
@@ -29,8 +33,9 @@ gathers them in bfloat16 as all other parameters.
 In the words of TRL, --length is max_length, --global-batch-size is per_device_train_batch_size ·
 gradient_accumulation_steps · N, and packing and assistant_only_loss are on. Not offered: a base in 4 bits, code from
 the Hub, tokenizers that are not fast, the router's loss of a mixture of experts, training adapters further. --lora
-adapts linear layers, but not experts that are stored as one 3-D tensor. It does not train embeddings, so train a model
-with new tokens without it. PEFT merges adapters into their model: see docs/recipes.md.
+adapts linear layers, but not experts that are stored as one 3-D tensor. It refuses models for which PEFT would adapt
+the experts instead, such as GLM-4.5 and DeepSeek-V3. It trains neither embeddings nor the output layer, so train a
+model with new tokens without it. PEFT merges adapters into their model: see docs/recipes.md.
 
 Choose mnist_DDP.py for images, and min_FSDP.py or min_Packing.py to learn one of the ideas.
 
