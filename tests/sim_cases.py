@@ -2,7 +2,7 @@
 
     SIM_DEVICES=2 python -m tests.sim_cases one      # those of one process
     SIM_DEVICES=2 python -m tests.sim_cases ranks    # those of two ranks
-    SIM_DEVICES=2 python -m tests.sim_cases late     # a rank that does not come to a collective; also `killed`
+    SIM_DEVICES=2 python -m tests.sim_cases late     # a rank that does not come; also `killed` and `watched`
 
 `one` and `ranks` print a dict in JSON for each rank: by name, the error of each case or None.
 """
@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import distributed as dist
+import watch
 
 MISTAKES, RIGHT = {}, {}  # of one process: by name, the function, with what the error of a mistake says
 RANKS_MISTAKES, RANKS_RIGHT = {}, {}
@@ -858,6 +859,35 @@ def killed(local_rank, world_size):
         os.kill(os.getpid(), signal.SIGKILL)
     torch_dist.all_reduce(x)
     x.sum().item()
+
+
+class Told:
+    """stderr, which says in the job's store that watch.py has told where the ranks stand."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def write(self, text):
+        sys.__stderr__.write(text)
+        if "no progress" in text:
+            self.store.set("told", "")
+
+    def flush(self):
+        sys.__stderr__.flush()
+
+
+def watched(local_rank, world_size):
+    """Rank 0 waits for its device, whose collective waits for rank 1."""
+    dist.init_process_group()
+    store = torch_dist.distributed_c10d._get_default_store()
+    sys.stderr = Told(store)
+    watch.start()
+    x = ones(3)
+    if local_rank == 1:
+        store.wait(["told"], datetime.timedelta(seconds=100))
+    torch_dist.all_reduce(x)
+    x.sum().item()
+    sys.stderr = sys.__stderr__
 
 
 # ---- run them -------------------------------------------------------------------------------------------------------
