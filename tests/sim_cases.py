@@ -251,6 +251,26 @@ def a_gradient_hook_on_a_side_stream_that_does_not_wait():
     (weight * 3).sum().backward()
 
 
+@mistake("called a synchronizing sim operation: aten::_local_scalar_dense")
+def a_number_read_where_waits_are_errors():
+    x = ones(1)
+    torch.sim.set_sync_debug_mode("error")
+    try:
+        x.item()
+    finally:
+        torch.sim.set_sync_debug_mode("default")
+
+
+@mistake("called a synchronizing sim operation: aten::index")
+def a_mask_as_index_where_waits_are_errors():
+    x, mask = ones(3), ones(3) > 0
+    torch.sim.set_sync_debug_mode("error")
+    try:
+        x[mask]
+    finally:
+        torch.sim.set_sync_debug_mode("default")
+
+
 def in_child(function):
     """Run it in a forked process. Raises what happened there."""
     read_end, write_end = os.pipe()
@@ -399,6 +419,21 @@ def a_pinned_buffer_there_and_back():
 
 
 @right
+def a_step_without_waits():
+    weight, x = ones(3, 3).requires_grad_(), torch.ones(2, 3).pin_memory()
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    torch.sim.set_sync_debug_mode("error")
+    try:
+        (x.to(device(), non_blocking=True) @ weight).sum().backward()
+        optimizer.step()
+        total = weight.detach().sum().to("cpu", non_blocking=True)
+    finally:
+        torch.sim.set_sync_debug_mode("default")
+    torch.accelerator.synchronize()
+    assert total.isfinite()
+
+
+@right
 def a_prefetcher():
     side, held = side_stream(), None
     for i in range(5):
@@ -486,6 +521,7 @@ def numbers_and_indices_of_the_cpu():
     x = ones(3)
     check(x * torch.tensor(2.0), 2)
     check(x[torch.tensor([0, 1])], 1)
+    check(ones(2, 3)[:, torch.tensor([0, 2], device=device())], 1)
     x[torch.tensor([True, False, False])] = 5
     check(torch.where(x > 2, torch.tensor(7.0), x), [7, 1, 1])
 

@@ -35,7 +35,8 @@ MAIN = [
     ("min_Join", *STEPS, "--least", 3),
     (*DIGITS, "--accumulate", 2, "--clip", 1, "--num-workers", 1),
     ("mnist_FSDP", *IMAGES, "--batch-size", 32),
-    (*LLM, "--no-bf16", "--lora", 2),
+    (*LLM, "--no-bf16", "--output", "../llm"),
+    (*LLM, "--no-bf16", "--model", "../llm", "--lora", 2),
 ]
 MORE = [
     ("min_Join", *STEPS, "--least", 0, "--method", "weights"),
@@ -60,7 +61,6 @@ MORE = [
     ("mnist_FSDP", *IMAGES, "--batch-size", 32, "--bf16"),
     ("multigpu_torchrun", 2, 1, "--batch-size", 256),
     ("multinode_torchrun", 2, 1, "--num-workers", 1),
-    (*LLM, "--no-bf16"),
     (*LLM, "--bf16", "--recompute", "--gather-once"),
 ]
 FOUR = [

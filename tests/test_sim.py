@@ -66,6 +66,34 @@ def test_a_failed_rank_is_named():
     assert status == 1 and "ZeroDivisionError: the cause" in stderr
 
 
+PAGE = (ROOT / "docs" / "sim.md").read_text()
+EXAMPLES = re.findall(r"^```python\n(.*?)^```\n`(.*?)`$", PAGE, re.M | re.S)
+JOIN = """
+import os, torch
+torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+torch.distributed.init_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("i", range(len(EXAMPLES)))
+def test_the_examples_of_the_page(i, tmp_path):
+    code, line = EXAMPLES[i]
+    path = tmp_path / "train.py"
+    if "all_reduce" in code:
+        path.write_text(JOIN + code)
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "auto", path)
+        status, _, stderr = run(*torchrun, env={**simulated_gpus(2), "OMP_NUM_THREADS": "1"}, timeout=200)
+    else:
+        path.write_text("import torch\n" + code)
+        status, _, stderr = run(path, env=simulated_gpus(2))
+    assert status != 0 and line in stderr, stderr
+
+
+def test_the_page_is_short_and_has_an_example_of_each_kind():
+    assert len(EXAMPLES) == 4 and len(PAGE.splitlines()) <= 60
+
+
 def test_without_the_variable_there_is_no_device():
     env = {**simulated_gpus(0), "CUDA_VISIBLE_DEVICES": ""}
     code = "import sys, torch; print(torch.accelerator.is_available(), 'simgpu._C' in sys.modules)"

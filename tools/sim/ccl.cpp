@@ -378,6 +378,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Group, c10d::Backend, c10::intrusive_ptr<Group>>(m, "Group").def(py::init(make_group));
   m.def("default_generator", [](int device) { return sim::default_generator(device); });
   m.def("synchronize", [](int device) { sim::synchronize(sim::checked(device)); });
+  m.def("raise_on_wait", sim::raise_on_wait);
   m.def("current_device", [] { return int(sim::current_device()); });
   m.def("device_count", [] { return int(sim::device_count()); });
 }

@@ -95,7 +95,7 @@ static Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking)
   } else {
     drain(stream);
     target.copy_(source);
-    if (host) host_learns(clock_of(stream));
+    if (host) host_waits(stream, "copy_");
   }
   return to;
 }
@@ -136,6 +136,7 @@ struct Call {
     bool is_written;
   };
   std::vector<Pair> pairs;
+  bool is_waited_for = waits.count(schema.name());  // the host needs a shape, or a number
 
   IValue& argument(size_t i) { return stack[first + i]; }
   bool is_written(size_t i) const {
@@ -148,10 +149,11 @@ struct Call {
       if (value.isTensor()) {
         if (value.toTensor().defined()) f(value.toTensor(), is_written(i));
       } else if (value.isTensorList()) {
-        for (const Tensor& t : value.toTensorVector()) f(t, is_written(i));
+        for (const Tensor& t : value.toTensorVector())
+          if (t.defined()) f(t, is_written(i));
       } else if (value.isOptionalTensorList()) {
         for (const optional<Tensor>& t : value.toOptionalTensorVector())
-          if (t) f(*t, is_written(i));
+          if (t && t->defined()) f(*t, is_written(i));
       }
     }
   }
@@ -169,6 +171,10 @@ struct Call {
       if (value.isDevice() && value.toDevice().type() == kSim) device = value.toDevice();
     }
     if (!device || !device->has_index()) device = Device(kSim, current_device());
+    for (auto& value : schema.returns()) {
+      auto kind = value.type()->kind();
+      is_waited_for |= kind != c10::TypeKind::TensorType && kind != c10::TypeKind::ListType;
+    }
     each_tensor([&](const Tensor& t, bool is_written) {
       bool is_bad = t.device().is_cpu() && (t.dim() > 0 || is_written) && !takes_cpu.count(schema.name());
       TORCH_CHECK(!is_bad, line, *device, " and cpu! (", op.operator_name(), ")");
@@ -207,8 +213,10 @@ struct Call {
         value = list;
       } else if (value.isOptionalTensorList()) {
         c10::List<optional<Tensor>> list;
-        for (const optional<Tensor>& t : value.toOptionalTensorVector())
+        for (const optional<Tensor>& t : value.toOptionalTensorVector()) {
+          is_waited_for |= t && t->defined() && t->scalar_type() == at::kBool;  // x[mask]
           list.push_back(t ? optional<Tensor>(to_alias(*t, is_written(i))) : t);
+        }
         value = list;
       } else if (value.isDevice()) {
         if (value.toDevice().type() == kSim) value = Device(c10::kCPU);
@@ -262,11 +270,6 @@ struct Call {
     return result;
   }
   void move_results_back(Stream stream) {
-    bool host_waits = waits.count(schema.name());  // for the shape
-    for (auto& value : schema.returns()) {
-      auto kind = value.type()->kind();
-      host_waits |= kind != c10::TypeKind::TensorType && kind != c10::TypeKind::ListType;  // a number
-    }
     for (size_t i = stack.size() - schema.returns().size(); i < stack.size(); ++i) {
       auto& value = stack[i];
       if (value.isTensor()) {
@@ -277,7 +280,7 @@ struct Call {
         value = list;
       }
     }
-    if (host_waits) host_learns(clock_of(stream));
+    if (is_waited_for) host_waits(stream, schema.name());
   }
 };
 

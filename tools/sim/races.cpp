@@ -1,6 +1,7 @@
 // Vector clocks. Each launch is a step of its stream. A stream knows of every stream which step it comes after: it
 // learns that from the events that it waits for, and from what the host has waited for.
 #include "runtime.h"
+#include <atomic>
 #include <mutex>
 
 namespace sim {
@@ -29,6 +30,12 @@ void learn(Stream stream, const Clock& clock) {
 void host_learns(const Clock& clock) {
   std::lock_guard lock(mutex);
   merge(host, clock);
+}
+static std::atomic<bool> waits_are_errors{false};
+void raise_on_wait(bool is_error) { waits_are_errors = is_error; }
+void host_waits(Stream stream, const std::string& name) {
+  TORCH_CHECK(!waits_are_errors, "called a synchronizing sim operation: ", name);
+  host_learns(clock_of(stream));
 }
 bool is_ordered(Key owner, const Access& access) {
   std::lock_guard lock(mutex);

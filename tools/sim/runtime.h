@@ -79,6 +79,9 @@ Clock clock_of(c10::Stream stream);
 void learn(c10::Stream stream, const Clock& clock);  // it waits for all in `clock`
 void host_learns(const Clock& clock);
 bool is_ordered(Key owner, const Access& access);  // new launches of `owner` come after it
+// `name` makes the host wait for `stream`. Raises after raise_on_wait(true), as torch.cuda.set_sync_debug_mode.
+void host_waits(c10::Stream stream, const std::string& name);
+void raise_on_wait(bool is_error);
 
 // ---- memory.cpp ----
 

@@ -49,6 +49,11 @@ def get_device_properties(device=None):
     return types.SimpleNamespace(name="simulated", total_memory=total, major=9, minor=0, multi_processor_count=1)
 
 
+def set_sync_debug_mode(mode):
+    """With "error" an operation that makes the host wait raises."""
+    _C.raise_on_wait(mode in (2, "error"))
+
+
 # ---- streams and events ---------------------------------------------------------------------------------------------
 
 
@@ -114,7 +119,17 @@ def set_rng_state_all(states):
 def module():
     """torch.sim"""
     made = types.ModuleType("torch.sim", "The simulated accelerator, as torch.cuda is of GPUs.")
-    own = (set_device, get_device_properties, Stream, Event, stream, default_stream, generator, manual_seed)
+    own = (
+        set_device,
+        get_device_properties,
+        set_sync_debug_mode,
+        Stream,
+        Event,
+        stream,
+        default_stream,
+        generator,
+        manual_seed,
+    )
     own += (manual_seed_all, get_rng_state, set_rng_state, get_rng_state_all, set_rng_state_all)
     vars(made).update({function.__name__: function for function in own})
     of_memory = ("memory_stats", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
