@@ -1,6 +1,6 @@
 """Train scripts one after the other, on simulated GPUs or on CPU processes, and save what each process has trained.
 
-    SIM_DEVICES=2 python -m tests.on_devices FOLDER '[["min_FSDP", "--steps", 3], ...]'
+    SIM_DEVICES=2 python -m tests.on_devices FOLDER '[["min_FSDP", "--steps", 3], ...]' [without_waits]
 
 FOLDER/N-RANK.pt is a Result of the Nth script. Data are small. Numbers are float64 where the script allows it.
 """
@@ -14,15 +14,14 @@ import sys
 from pathlib import Path
 
 import torch
-from conftest import float64
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import distributed as dist
 
 
-def train(local_rank, world_size, cases, folder):
+def train(local_rank, world_size, cases, folder, meanwhile=contextlib.nullcontext):
     for i, case in enumerate(cases):
-        with in_folder(f"{folder}/{i}"):
+        with in_folder(f"{folder}/{i}"), meanwhile():
             result = train_one(local_rank, world_size, *case)
         torch.save(result, f"{folder}/{i}-{local_rank}.pt")
 
@@ -48,8 +47,8 @@ def train_one(local_rank, world_size, script, *options):
     is_on_device = torch.accelerator.is_available()
     if is_on_device:
         torch.accelerator.reset_peak_memory_stats(local_rank)
-    precision = float64() if "--bf16" not in options else contextlib.nullcontext()
-    with precision, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), stepped() as optimizers:
+    torch.set_default_dtype(torch.float32 if "--bf16" in options else torch.float64)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), stepped() as optimizers:
         module.main_worker(local_rank, world_size, args)
         params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
     result = {"params": [local(param).detach().cpu().clone() for param in params], "peak": 0}
@@ -78,6 +77,26 @@ def stepped():
         hook.remove()
 
 
+@contextlib.contextmanager
+def without_waits():
+    """Raise where steps 3 to 5 of a script make the host wait for the device."""
+    n_steps = 0
+
+    def after_step(optimizer, args, kwargs):
+        nonlocal n_steps
+        n_steps += 1
+        if n_steps in (2, 5):
+            torch.sim.set_sync_debug_mode("error" if n_steps == 2 else "default")
+
+    hook = register_optimizer_step_post_hook(after_step)
+    try:
+        yield
+    finally:
+        torch.sim.set_sync_debug_mode("default")
+        hook.remove()
+    assert n_steps >= 5
+
+
 def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
@@ -99,4 +118,5 @@ def read(folder, cases, n_processes):
 
 
 if __name__ == "__main__":
-    dist.launch(train, json.loads(sys.argv[2]), sys.argv[1], nprocs=torch.accelerator.device_count())
+    meanwhile = without_waits if "without_waits" in sys.argv else contextlib.nullcontext
+    dist.launch(train, json.loads(sys.argv[2]), sys.argv[1], meanwhile, nprocs=torch.accelerator.device_count())

@@ -117,6 +117,23 @@ def test_a_script_trains_as_on_cpus(case, trained):
             torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE[a.dtype])
 
 
+SIX = ("--steps", 6, "--log-every", 6, "--width", 32, "--layers", 2)
+# All transformer scripts but min_EP.py, which waits for the number of tokens of each expert.
+WITHOUT_WAITS = [(f"min_{name}", *SIX) for name in ("FSDP", "FSDP_scratch", "DDP_scratch", "ZeRO", "Muon", "TP", "PP")]
+WITHOUT_WAITS += [
+    (f"min_{name}", *SIX, "--clip", 1) for name in ("CP", "CP_ring", "DiLoCo", "Join", "Packing", "Stream")
+]
+WITHOUT_WAITS += [("min_DDP", "--epochs", 1, "--batch-size", 2), DIGITS, ("mnist_FSDP", *IMAGES, "--batch-size", 32)]
+WITHOUT_WAITS += [("multigpu_torchrun", 1, 1, "--batch-size", 64)]
+
+
+@pytest.mark.slow
+def test_no_step_waits_for_the_device(tmp_path):
+    command = ("-m", "tests.on_devices", tmp_path, json.dumps(WITHOUT_WAITS), "without_waits")
+    status, _, stderr = run(*command, env=simulated_gpus(2), timeout=550)
+    assert status == 0, stderr
+
+
 def formula(script, n):
     """From the script's docstring: the numbers of 4 bytes between two steps, and at most in a step. N is `n`."""
     model = gpt.GPT(4, 128, 4, 16)

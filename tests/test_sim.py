@@ -94,6 +94,7 @@ def test_the_page_is_short_and_has_an_example_of_each_kind():
     assert len(EXAMPLES) == 4 and len(PAGE.splitlines()) <= 60
 
 
+@pytest.mark.slow
 def test_without_the_variable_there_is_no_device():
     env = {**simulated_gpus(0), "CUDA_VISIBLE_DEVICES": ""}
     code = "import sys, torch; print(torch.accelerator.is_available(), 'simgpu._C' in sys.modules)"
