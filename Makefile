@@ -10,18 +10,21 @@ SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 # Where this is set, every worker of a test compiles the project's modules anew. Images of Python set it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-guard test-gpu test-versions soak mutants lint bench plots clean
+.PHONY: demo sim test test-slow test-guard test-gpu test-versions soak mutants lint bench plots clean
 
 demo: .venv/installed  ## train the minimal example
 	$(BIN)/python min_DDP.py
 
-test: .venv/installed-dev  ## the quick tests
+sim: .venv/installed  ## build the simulated GPUs into .sim/; tests that need them skip if g++ is missing
+	-@$(BIN)/python tools/sim/build.py
+
+test: .venv/installed-dev sim  ## the quick tests
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
-test-slow: .venv/installed-dev  ## the tests that need minutes
+test-slow: .venv/installed-dev sim  ## the tests that need minutes
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow
 
-test-guard: .venv/installed-dev  ## the slow tests that CI runs
+test-guard: .venv/installed-dev sim  ## the slow tests that CI runs
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "slow and guard"
 
 test-gpu: .venv/installed-dev  ## what needs a GPU
@@ -54,7 +57,7 @@ plots: .venv/installed-bench  ## draw what was measured
 	$(BIN)/python -m benchmarks.plots
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .sim
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv

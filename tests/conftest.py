@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed
 import tests.shared_server  # noqa: F401
+from tools.sim import build as sim
 
 ROOT = Path(__file__).parent.parent
 PRELOADED = ["torch._dynamo", "torch.distributed.nn.functional", "torchvision", "torch.distributed.checkpoint"]
@@ -194,6 +195,13 @@ def torchrun(nproc, script, *args, env=None, **kwargs):
     environment = {"OMP_NUM_THREADS": "1"}  # or torchrun says that it sets it
     environment.update(env or {})
     return run(*command, env=environment, **kwargs)
+
+
+def simulated_gpus(n):
+    """The environment of a command with `n` simulated GPUs. Skips the test where they cannot be built."""
+    if reason := sim.why_not():
+        pytest.skip(reason)
+    return {"SIM_DEVICES": str(n), "PYTHONPATH": f"{sim.build()}:{ROOT}"}
 
 
 def exit_message(function, *args, **kwargs):

@@ -58,7 +58,7 @@ def train_deterministically(local_rank, world_size, script, args):
 
 
 if __name__ == "__main__":
-    nprocs = torch.cuda.device_count()
+    nprocs = torch.accelerator.device_count()
     if sys.argv[1] == "share_one_gpu":
         nprocs = 2
     dist.launch(globals()[sys.argv[1]], nprocs=nprocs)

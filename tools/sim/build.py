@@ -1,0 +1,113 @@
+"""Build the simulated accelerator into .sim/, which goes on PYTHONPATH: `make sim`, or python tools/sim/build.py.
+
+`build()` does nothing if the folder is up to date. It needs g++, Python's headers and torch 2.14, but imports no torch.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FOLDER = HERE.parent.parent / ".sim"
+VERSION = "2.14"
+ENTRY_POINT = "[torch.backends]\nsim = simgpu:autoload\n"  # `import torch` calls it
+FLAGS = "-std=c++20 -O1 -fPIC -fvisibility=hidden -w -DUSE_DISTRIBUTED -DUSE_C10D_GLOO -DTORCH_EXTENSION_NAME=_C"
+
+
+def why_not():
+    """Why it cannot be built here, in a line, or None."""
+    version = importlib.metadata.version("torch")
+    if not version.startswith(VERSION + "."):
+        return f"simulated GPUs need torch {VERSION}, and this is {version}"
+    if shutil.which("g++") is None:
+        return "simulated GPUs need g++ (apt-get install g++)"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "simulated GPUs need the headers of Python (apt-get install python3-dev)"
+    return None
+
+
+def build():
+    """The folder for PYTHONPATH. Raises RuntimeError with the line of `why_not`, or with what g++ says."""
+    if reason := why_not():
+        raise RuntimeError(reason)
+    FOLDER.mkdir(exist_ok=True)
+    with open(FOLDER / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several processes of tests may want it at the same time
+        stamp, made_of = FOLDER / "made_of", _fingerprint()
+        if not stamp.exists() or stamp.read_text() != made_of:
+            stamp.unlink(missing_ok=True)
+            _compile()
+            _install()
+            stamp.write_text(made_of)
+    return FOLDER
+
+
+def _fingerprint():
+    digest = hashlib.sha256()
+    for path in [*sorted(HERE.glob("*.cpp")), HERE / "runtime.h", HERE / "build.py"]:
+        digest.update(path.read_bytes())
+    return f"{digest.hexdigest()} torch {importlib.metadata.version('torch')} python {sys.version}\n"
+
+
+def _compile():
+    torch = Path(importlib.util.find_spec("torch").submodule_search_locations[0])
+    objects = FOLDER / "objects"
+    objects.mkdir(exist_ok=True)
+    headers = [torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
+    flags = [*FLAGS.split(), *(f"-I{folder}" for folder in headers)]
+    shutil.copy(HERE / "runtime.h", objects)
+    # All files include this header, and most of their time would go to the headers of torch in it.
+    _run([["g++", *flags, "-x", "c++-header", str(objects / "runtime.h"), "-o", str(objects / "runtime.h.gch")]])
+    compilers, linked = [], []
+    for source in sorted(HERE.glob("*.cpp")):
+        linked.append(str(objects / f"{source.stem}.o"))
+        copy = shutil.copy(source, objects)  # where the header is compiled
+        compilers.append(["g++", *flags, "-c", str(copy), "-o", linked[-1]])
+    _run(compilers)
+    libraries = [f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", "-ltorch_cpu", "-ltorch_python", "-ltorch", "-lc10"]
+    _run([["g++", "-shared", *linked, *libraries, "-o", str(FOLDER / "_C.so")]])
+    shutil.rmtree(objects)
+
+
+def _run(commands):
+    """All commands, as many at a time as there are cores."""
+    waiting, running = list(commands), []
+    while waiting or running:
+        while waiting and len(running) < (os.cpu_count() or 1):
+            running.append(subprocess.Popen(waiting.pop(0), stderr=subprocess.PIPE, text=True))
+        process = running.pop(0)
+        _, stderr = process.communicate()
+        if process.returncode:
+            for other in running:
+                other.kill()
+                other.communicate()
+            raise RuntimeError(f"{' '.join(process.args)}\n{stderr}")
+
+
+def _install():
+    package, metadata = FOLDER / "simgpu", FOLDER / "simgpu-1.dist-info"
+    for folder in (package, metadata):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    for path in (HERE / "simgpu").glob("*.py"):
+        (package / path.name).symlink_to(path)
+    (FOLDER / "_C.so").rename(package / "_C.so")
+    (package / "built_for.txt").write_text(importlib.metadata.version("torch").partition("+")[0])
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: simgpu\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINT)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        try:
+            build()
+        except RuntimeError as error:
+            sys.exit(f"not built: {error}")

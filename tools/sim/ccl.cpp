@@ -1,0 +1,384 @@
+// The process group "simccl": collectives happen on a stream of the group, and gloo carries them between the CPUs.
+#include "runtime.h"
+#include <ATen/core/ivalue.h>
+#include <c10/core/DeviceGuard.h>
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+namespace sim {
+using at::Tensor, c10d::Work, c10d::OpType;
+using Tensors = std::vector<Tensor>;
+using WorkPtr = c10::intrusive_ptr<Work>;
+using Sizes = std::vector<int64_t>;
+using Finish = std::function<void()>;  // waits for gloo and completes the outputs
+using Milliseconds = std::chrono::milliseconds;
+
+struct NoTimer final : c10d::Timer {  // DDP asks for one, and warns without it
+  explicit NoTimer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+static bool has_timer = [] {
+  c10d::TimerRegistry()->Register(kSim, [](c10::Device d) { return std::unique_ptr<c10d::Timer>(new NoTimer(d)); });
+  return true;
+}();
+
+// As NCCL's: `wait` lets the current stream wait, and not the host. After a barrier the host waits too.
+struct SimWork final : Work {
+  Event end;
+  bool is_barrier;
+  Tensors inputs, outputs;  // kept until somebody waits
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+
+  SimWork(int rank, OpType type, c10::Stream stream, Tensors inputs, Tensors outputs)
+      : Work(rank, type), end(record(stream)), is_barrier(type == OpType::BARRIER), inputs(std::move(inputs)),
+        outputs(std::move(outputs)) {
+    future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                      std::vector<c10::Device>{stream.device()});
+    c10::StreamGuard guard(stream);
+    future->markCompleted(c10::IValue(this->outputs));
+  }
+  bool isCompleted() override {  // see Guard::ask
+    bool done = is_done(end);
+    if (!done) drain(end);
+    return done;
+  }
+  bool isSuccess() const override { return true; }
+  void synchronize() override {
+    sim::wait(current_stream(end.stream.first), end);
+    inputs.clear();
+    if (is_barrier) sim::synchronize(end);
+  }
+  bool wait(Milliseconds) override {
+    synchronize();
+    return true;
+  }
+  void blockCurrentStream() override { synchronize(); }
+  Tensors result() override { return outputs; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future; }
+};
+
+struct Group final : c10d::Backend {
+  c10::intrusive_ptr<Backend> gloo;
+  pybind11::function make_gloo;  // of store, rank, size and timeout
+  c10::intrusive_ptr<Options> options;
+  std::map<c10::DeviceIndex, c10::Stream> streams;
+  uint64_t sequence = 0;
+  bool coalesces = false;
+  Tensors coalesced;  // the tensors since startCoalescing
+
+  Group(c10::intrusive_ptr<Backend> gloo, int rank, int size, pybind11::function make_gloo, Milliseconds timeout)
+      : Backend(rank, size), gloo(gloo), make_gloo(make_gloo),
+        options(c10::make_intrusive<Options>("simccl", timeout)) {}
+  ~Group() override {
+    pybind11::gil_scoped_acquire gil;
+    make_gloo = {};
+  }
+  const std::string getBackendName() const override { return "simccl"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options; }
+  uint64_t getSequenceNumberForGroup() override { return sequence; }
+  void setSequenceNumberForGroup() override {}
+  void setTimeout(Milliseconds timeout) override {
+    options->timeout = timeout;
+    gloo->setTimeout(timeout);
+  }
+  void shutdown() override {
+    for (auto& [_, stream] : streams) drain(stream);
+    gloo->shutdown();
+  }
+  void abort() override { gloo->abort(); }
+
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                    const c10::intrusive_ptr<Options>& opts) override {
+    auto at = std::find(ranks.begin(), ranks.end(), rank_);
+    if (at == ranks.end()) return nullptr;
+    auto timeout = opts ? opts->timeout : options->timeout;
+    int rank = at - ranks.begin(), size = ranks.size();
+    pybind11::gil_scoped_acquire gil;
+    auto inner = make_gloo(store, rank, size, timeout).cast<c10::intrusive_ptr<Backend>>();
+    auto group = c10::make_intrusive<Group>(inner, rank, size, make_gloo, timeout);
+    group->setBoundDeviceId(bound_device_id_);
+    group->options->global_ranks_in_group = opts ? opts->global_ranks_in_group : std::vector<uint64_t>();
+    return group;
+  }
+
+  // Several collectives with one work. They start one by one here, which nobody can tell.
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override {
+    coalesces = true;
+    coalesced.clear();
+  }
+  WorkPtr endCoalescing() override {
+    coalesces = false;
+    auto device = coalesced.empty() ? c10::Device(kSim, current_device()) : coalesced[0].device();
+    auto kept = std::exchange(coalesced, {});
+    return c10::make_intrusive<SimWork>(rank_, OpType::COALESCED, stream_on(device), kept, Tensors{});
+  }
+
+  // ---- what all collectives do ----
+
+  c10::Device check(const Tensors& tensors, bool is_reduced) {
+    TORCH_CHECK(!tensors.empty(), "simccl: no tensor");
+    auto device = tensors[0].device();
+    for (auto& t : tensors) {
+      TORCH_CHECK(t.device().type() == kSim, "simccl: Tensors must be on a sim device and dense, not on ", t.device());
+      TORCH_CHECK(t.is_non_overlapping_and_dense(), "simccl: Tensors must be contiguous");
+      TORCH_CHECK(t.device() == device, "simccl: tensors of several devices");
+      auto type = t.scalar_type();
+      bool is_bad = type == at::kShort || (is_reduced && (at::isFloat8Type(type) || t.is_complex()));
+      TORCH_CHECK(!is_bad, "simccl: no support for ", type);
+    }
+    TORCH_CHECK(!bound_device_id_ || *bound_device_id_ == device, "Attempt to perform collective on tensor not on ",
+                "device passed to init_process_group: ", device, " is not ", *bound_device_id_);
+    return device;
+  }
+  c10::Stream stream_on(c10::Device device) {
+    auto at = streams.find(device.index());
+    if (at == streams.end()) at = streams.emplace(device.index(), new_stream(device.index())).first;
+    return at->second;
+  }
+  // Read `inputs` now, start the exchange between the CPUs, and write `outputs` when the group's stream gets there.
+  // `start(in, out)` has copies of both.
+  template <class Start>
+  WorkPtr run(OpType type, Tensors inputs, Tensors outputs, Start start, bool is_reduced = false) {
+    Tensors all = inputs;
+    all.insert(all.end(), outputs.begin(), outputs.end());
+    auto device = check(all, is_reduced);
+    c10::InferenceMode normal(false);
+    at::NoGradGuard no_grad;
+    auto stream = stream_on(device), current = current_stream(device.index());
+    wait(stream, record(current));
+    std::vector<Use> uses;
+    for (auto& t : inputs) uses.push_back({t, false});
+    for (auto& t : outputs) uses.push_back({t, true});
+    auto name = c10d::opTypeToString(type);
+    launch(stream, uses, name);
+    drain(current);  // what the inputs depend on
+    Tensors in, out;
+    for (auto& t : inputs) in.push_back(on_cpu(t).detach().clone());  // clone keeps dense strides
+    for (auto& t : outputs) out.push_back(at::empty_like(on_cpu(t)));
+    ++sequence;
+    Finish finish = start(in, out);
+    push(stream, [finish, name, out, outputs] {
+      c10::InferenceMode normal(false);
+      at::NoGradGuard no_grad;
+      try {
+        finish();
+      } catch (const c10::Error& error) {
+        C10_THROW_ERROR(DistBackendError, c10::str("simccl: ", name, ": ", error.what_without_backtrace()));
+      } catch (const std::exception& error) {
+        C10_THROW_ERROR(DistBackendError, c10::str("simccl: ", name, ": ", error.what()));
+      }
+      for (size_t i = 0; i < out.size(); ++i) on_cpu(outputs[i]).copy_(out[i]);
+    });
+    if (coalesces) coalesced.insert(coalesced.end(), all.begin(), all.end());
+    return c10::make_intrusive<SimWork>(rank_, type, stream, inputs, outputs);
+  }
+  // The memory of a dense tensor, in the order of its addresses.
+  static Tensor flat(const Tensor& t) { return t.as_strided({t.numel()}, {1}); }
+  static Tensor bytes(const Tensor& t) { return flat(t).view(at::kByte); }
+  static Tensors bytes(const Tensors& ts) { Tensors all; for (auto& t : ts) all.push_back(bytes(t)); return all; }
+
+  // gloo has neither AVG nor PREMUL_SUM.
+  c10d::ReduceOp before(const c10d::ReduceOp& op, Tensors& in) {
+    if (op.op_ == c10d::ReduceOp::PREMUL_SUM) {
+      auto* factor = static_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+      for (auto& t : in)
+        if (factor->tensor_factor.defined()) t.mul_(factor->tensor_factor.cpu()); else t.mul_(factor->double_factor);
+    }
+    bool is_sum = op.op_ == c10d::ReduceOp::AVG || op.op_ == c10d::ReduceOp::PREMUL_SUM;
+    return is_sum ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op;
+  }
+  void after(const c10d::ReduceOp& op, Tensor t) {
+    if (op.op_ != c10d::ReduceOp::AVG) return;
+    if (t.is_floating_point()) t.div_(size_); else t.div_(size_, "trunc");
+  }
+
+  // ---- the collectives ----
+
+  static Finish until(WorkPtr work) { return [work] { work->wait(); }; }
+  static Finish until(std::vector<WorkPtr> works) { return [works] { for (auto& w : works) w->wait(); }; }
+
+  WorkPtr reduce_all(Tensors& tensors, c10d::ReduceOp op, Milliseconds timeout) {
+    return run(OpType::ALLREDUCE, tensors, tensors, [&](Tensors in, Tensors out) {
+      c10d::AllreduceOptions opts;
+      opts.reduceOp = before(op, in);
+      opts.timeout = timeout;
+      std::vector<WorkPtr> works;
+      for (size_t i = 0; i < in.size(); ++i) {
+        Tensors one{flat(out[i]).copy_(flat(in[i]))};
+        works.push_back(gloo->allreduce(one, opts));
+      }
+      return [this, op, out, wait = until(works)]() mutable { wait(); for (auto& t : out) after(op, t); };
+    }, true);
+  }
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) override {
+    return reduce_all(tensors, o.reduceOp, o.timeout);
+  }
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) override {
+    return reduce_all(tensors, o.reduceOp, o.timeout);
+  }
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) override {
+    return run(OpType::BROADCAST, tensors, tensors, [&](Tensors in, Tensors out) {
+      Tensors one{bytes(out[0]).copy_(bytes(in[0]))};
+      return until(gloo->broadcast(one, o));
+    });
+  }
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& o) override {
+    bool is_root = rank_ == o.rootRank;
+    return run(OpType::REDUCE, tensors, is_root ? tensors : Tensors{}, [&](Tensors in, Tensors out) {
+      auto opts = o;
+      opts.reduceOp = before(o.reduceOp, in);
+      Tensors one{flat(in[0])};
+      auto wait = until(gloo->reduce(one, opts));
+      return [this, op = o.reduceOp, in, out, wait, is_root]() mutable {
+        wait();
+        if (is_root) after(op, out[0].copy_(in[0]));
+      };
+    }, true);
+  }
+  // Each rank's `in` in `out`, which holds size_ times as much, in one tensor or several.
+  Finish gather_all(const Tensor& in, const Tensors& out, const c10d::AllgatherOptions& o) {
+    auto from = bytes(in), to = at::empty({from.numel() * size_}, at::kByte);
+    auto wait = until(gloo->_allgather_base(to, from, o));
+    return [to, out, wait] {
+      wait();
+      int64_t done = 0;
+      for (auto& t : out) {
+        auto part = bytes(t);
+        part.copy_(to.narrow(0, done, part.numel()));
+        done += part.numel();
+      }
+    };
+  }
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) override {
+    for (auto& t : outputs.at(0))
+      TORCH_CHECK(t.numel() == inputs.at(0).numel(), "simccl: the parts must be of one size");
+    auto start = [&](Tensors in, Tensors out) { return gather_all(in[0], out, o); };
+    return run(OpType::ALLGATHER, inputs, outputs.at(0), start);
+  }
+  WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& o) override {
+    TORCH_CHECK(output.numel() == input.numel() * size_, "simccl: output must hold world size times the input");
+    auto start = [&](Tensors in, Tensors out) { return gather_all(in[0], out, o); };
+    return run(OpType::_ALLGATHER_BASE, {input}, {output}, start);
+  }
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) override {
+    return run(OpType::COALESCED, inputs, outputs, [&](Tensors in, Tensors out) {
+      std::vector<Finish> waits;
+      for (size_t i = 0; i < in.size(); ++i) waits.push_back(gather_all(in[i], {out[i]}, o));
+      return [waits] { for (auto& wait : waits) wait(); };
+    });
+  }
+  Finish scatter_sum(const Tensor& whole, const Tensor& out, const c10d::ReduceScatterOptions& o) {
+    Tensors from{whole};
+    auto opts = o;
+    opts.reduceOp = before(o.reduceOp, from);
+    auto to = flat(out);
+    auto wait = until(gloo->_reduce_scatter_base(to, from[0], opts));
+    return [this, op = o.reduceOp, out, from, wait]() mutable { wait(); after(op, out); };
+  }
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& o) override {
+    return run(OpType::REDUCE_SCATTER, inputs.at(0), outputs, [&](Tensors in, Tensors out) {
+      for (auto& t : in) t = flat(t);
+      return scatter_sum(at::cat(in), out[0], o);
+    }, true);
+  }
+  WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& o) override {
+    TORCH_CHECK(input.numel() == output.numel() * size_, "simccl: input must hold world size times the output");
+    auto start = [&](Tensors in, Tensors out) { return scatter_sum(flat(in[0]), out[0], o); };
+    return run(OpType::_REDUCE_SCATTER_BASE, {input}, {output}, start, true);
+  }
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& o) override {
+    return run(OpType::COALESCED, inputs, outputs, [&](Tensors in, Tensors out) {
+      std::vector<Finish> waits;
+      for (size_t i = 0; i < in.size(); ++i) waits.push_back(scatter_sum(flat(in[i]), out[i], o));
+      return [waits] { for (auto& wait : waits) wait(); };
+    }, true);
+  }
+  Finish exchange(Tensor from, Tensor to, Sizes from_sizes, Sizes to_sizes, const c10d::AllToAllOptions& o) {
+    return [to, from, wait = until(gloo->alltoall_base(to, from, to_sizes, from_sizes, o))] { wait(); };
+  }
+  WorkPtr alltoall_base(Tensor& output, Tensor& input, Sizes& to_sizes, Sizes& from_sizes,
+                        const c10d::AllToAllOptions& o) override {
+    return run(OpType::ALLTOALL_BASE, {input}, {output}, [&](Tensors in, Tensors out) {
+      auto in_bytes = [&](const Tensor& t, const Sizes& rows) {
+        int64_t all = t.numel() * t.itemsize(), row = t.dim() && t.size(0) ? all / t.size(0) : 0;
+        Sizes sizes;
+        for (int i = 0; i < size_; ++i) sizes.push_back(rows.empty() ? all / size_ : rows[i] * row);
+        return sizes;
+      };
+      return exchange(bytes(in[0]), bytes(out[0]), in_bytes(in[0], from_sizes), in_bytes(out[0], to_sizes), o);
+    });
+  }
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& o) override {
+    return run(OpType::ALLTOALL, inputs, outputs, [&](Tensors in, Tensors out) {
+      Sizes from_sizes, to_sizes;
+      for (auto& t : in) from_sizes.push_back(bytes(t).numel());
+      for (auto& t : out) to_sizes.push_back(bytes(t).numel());
+      auto from = at::cat(bytes(in)), to = at::empty_like(at::cat(bytes(out)));
+      auto wait = exchange(from, to, from_sizes, to_sizes, o);
+      return [wait, to, to_sizes, out] {
+        wait();
+        auto parts = to.split_with_sizes(to_sizes);
+        for (size_t i = 0; i < out.size(); ++i) bytes(out[i]).copy_(parts[i]);
+      };
+    });
+  }
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& o) override {
+    bool is_root = rank_ == o.rootRank;
+    return run(OpType::GATHER, inputs, is_root ? outputs.at(0) : Tensors{}, [&](Tensors in, Tensors out) {
+      auto from = bytes(in);
+      std::vector<Tensors> to;
+      if (is_root) to.push_back(bytes(out));
+      return until(gloo->gather(to, from, o));
+    });
+  }
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& o) override {
+    return run(OpType::SCATTER, rank_ == o.rootRank ? inputs.at(0) : Tensors{}, outputs, [&](Tensors in, Tensors out) {
+      auto to = bytes(out);
+      std::vector<Tensors> from;
+      if (rank_ == o.rootRank) from.push_back(bytes(in));
+      return until(gloo->scatter(to, from, o));
+    });
+  }
+  WorkPtr send(Tensors& tensors, int to, int tag) override {
+    return run(OpType::SEND, tensors, {}, [&](Tensors in, Tensors) {
+      auto from = bytes(in);
+      auto wait = until(gloo->send(from, to, tag));
+      return [from, wait] { wait(); };
+    });
+  }
+  WorkPtr recv(Tensors& tensors, int from, int tag) override {
+    return run(OpType::RECV, {}, tensors, [&](Tensors, Tensors out) {
+      auto to = bytes(out);
+      return until(gloo->recv(to, from, tag));
+    });
+  }
+  WorkPtr barrier(const c10d::BarrierOptions& o) override {
+    auto device = o.device ? *o.device : bound_device_id_ ? *bound_device_id_ : c10::Device(kSim, current_device());
+    auto one = at::empty({1}, at::TensorOptions(device));
+    return run(OpType::BARRIER, {}, {one}, [&](Tensors, Tensors) { return until(gloo->barrier(o)); });
+  }
+};
+}  // namespace sim
+
+PYBIND11_MODULE(_C, m) {
+  namespace py = pybind11;
+  using sim::Group;
+  auto make_group = [](c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, py::function make_gloo,
+                       std::chrono::milliseconds timeout) {
+    return c10::make_intrusive<Group>(gloo, rank, size, make_gloo, timeout);
+  };
+  py::class_<Group, c10d::Backend, c10::intrusive_ptr<Group>>(m, "Group").def(py::init(make_group));
+  m.def("default_generator", [](int device) { return sim::default_generator(device); });
+  m.def("synchronize", [](int device) { sim::synchronize(sim::checked(device)); });
+  m.def("raise_on_wait", sim::raise_on_wait);
+  m.def("current_device", [] { return int(sim::current_device()); });
+  m.def("device_count", [] { return int(sim::device_count()); });
+}

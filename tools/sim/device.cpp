@@ -1,0 +1,147 @@
+// What torch asks of an accelerator: its guard (devices, streams, events), its hooks and its generators of numbers.
+#include "runtime.h"
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/GeneratorForPrivateuseone.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <chrono>
+
+namespace sim {
+using c10::Device, c10::DeviceIndex, c10::Stream;
+
+DeviceIndex device_count() {
+  static DeviceIndex count = setting("SIM_DEVICES", 0);
+  return count;
+}
+DeviceIndex& current_device() {
+  static thread_local DeviceIndex device = 0;
+  return device;
+}
+DeviceIndex checked(DeviceIndex device) {
+  if (device == -1) device = current_device();
+  TORCH_CHECK(device >= 0 && device < device_count(), "sim error: invalid device ordinal ", int(device));
+  return device;
+}
+
+// ---- generators: each has one of the CPU inside, so that the numbers are the CPU's ----
+
+struct Generator final : c10::GeneratorImpl {
+  at::Generator inner;
+  Generator(DeviceIndex device, at::Generator inner = at::make_generator<at::CPUGeneratorImpl>())
+      : c10::GeneratorImpl(Device(kSim, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), inner(inner) {}
+  void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
+  void set_offset(uint64_t) override { TORCH_CHECK(false, "sim: a generator has no offset"); }
+  uint64_t get_offset() const override { TORCH_CHECK(false, "sim: a generator has no offset"); }
+  uint64_t current_seed() const override { return inner.current_seed(); }
+  uint64_t seed() override { return inner.seed(); }
+  void set_state(const c10::TensorImpl& state) override { inner.unsafeGetGeneratorImpl()->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return inner.unsafeGetGeneratorImpl()->get_state(); }
+  Generator* clone_impl() const override { return new Generator(device().index(), inner.clone()); }
+};
+const at::Generator& default_generator(DeviceIndex device) {
+  static auto& all = *[] {
+    auto* made = new std::vector<at::Generator>;
+    for (int i = 0; i < device_count(); ++i) made->push_back(at::make_generator<Generator>(i));
+    return made;
+  }();
+  return all.at(checked(device));
+}
+at::Generator inner_generator(const at::Generator& generator) {
+  return static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->inner;
+}
+
+// ---- the guard ----
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  struct TimedEvent {
+    Event event;
+    std::chrono::steady_clock::time_point at;
+  };
+  static Event& of(void* event) { return static_cast<TimedEvent*>(event)->event; }
+  // Whether it is done. If it is not, it runs now, and is done at the next question: nobody asks forever.
+  static bool ask(const Event& event) {
+    bool done = is_done(event);
+    if (done) host_learns(*event.clock);
+    else drain(event);
+    return done;
+  }
+
+  c10::DeviceType type() const override { return kSim; }
+  DeviceIndex deviceCount() const noexcept override { return device_count(); }
+  Device getDevice() const override { return Device(kSim, current_device()); }
+  void setDevice(Device device) const override { current_device() = checked(device.index()); }
+  void uncheckedSetDevice(Device device) const noexcept override { current_device() = device.index(); }
+  Device exchangeDevice(Device device) const override {
+    Device old = getDevice();
+    setDevice(device);
+    return old;
+  }
+
+  Stream getStream(Device device) const override { return current_stream(device.index()); }
+  Stream getDefaultStream(Device device) const override {
+    return Stream(Stream::DEFAULT, Device(kSim, checked(device.index())));
+  }
+  Stream getNewStream(Device device, int) const override { return new_stream(device.index()); }
+  Stream getStreamFromGlobalPool(Device device, bool) const override { return new_stream(device.index()); }
+  Stream exchangeStream(Stream stream) const override {
+    Stream old = current_stream(stream.device_index());
+    set_current_stream(stream);
+    return old;
+  }
+  bool queryStream(const Stream& stream) const override { return ask(sim::record(stream)); }
+  void synchronizeStream(const Stream& stream) const override { synchronize(sim::record(stream)); }
+  void synchronizeDevice(DeviceIndex device) const override { synchronize(checked(device)); }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
+    record_stream(data, stream);
+  }
+
+  // An event that was never recorded is done.
+  void record(void** event, const Stream& stream, DeviceIndex, c10::EventFlag) const override {
+    if (!*event) *event = new TimedEvent;
+    *static_cast<TimedEvent*>(*event) = {sim::record(stream), std::chrono::steady_clock::now()};
+  }
+  void block(void* event, const Stream& stream) const override {
+    if (event) wait(stream, of(event));
+  }
+  bool queryEvent(void* event) const override { return !event || ask(of(event)); }
+  void synchronizeEvent(void* event) const override {
+    if (event) synchronize(of(event));
+  }
+  void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<TimedEvent*>(event); }
+  double elapsedTime(void* from, void* to, DeviceIndex) const override {
+    auto time = static_cast<TimedEvent*>(to)->at - static_cast<TimedEvent*>(from)->at;
+    return std::chrono::duration<double, std::milli>(time).count();
+  }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+// ---- the hooks ----
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return device_count() > 0; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  void init() const override {}
+  DeviceIndex deviceCount() const override { return device_count(); }
+  DeviceIndex getCurrentDevice() const override { return current_device(); }
+  void setCurrentDevice(DeviceIndex device) const override { current_device() = checked(device); }
+  DeviceIndex exchangeDevice(DeviceIndex device) const override {
+    return std::exchange(current_device(), checked(device));
+  }
+  DeviceIndex maybeExchangeDevice(DeviceIndex device) const override {
+    return device < 0 ? current_device() : exchangeDevice(device);
+  }
+  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
+  Device getDeviceFromPtr(void* data) const override { return device_of(data); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t n) const override { resize_storage(storage, n); }
+  const at::Generator& getDefaultGenerator(DeviceIndex device) const override { return default_generator(device); }
+  at::Generator getNewGenerator(DeviceIndex device) const override {
+    return at::make_generator<Generator>(checked(device));
+  }
+};
+static int registered = [] {
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+  return 0;
+}();
+}  // namespace sim

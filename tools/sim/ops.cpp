@@ -1,0 +1,378 @@
+// Operators. Memory, views and copies are the device's own; all others run the CPU's kernel on the same memory.
+#include "runtime.h"
+#include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/DispatchStub.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/view_native.h>
+#include <torch/library.h>
+#include <unordered_set>
+
+namespace sim {
+using at::IntArrayRef, at::Tensor, c10::Device, c10::IValue, c10::Stream, std::optional;
+
+static bool is_sim(const Tensor& t) { return t.defined() && t.device().type() == kSim; }
+static c10::DispatchKeySet keys() { return c10::DispatchKeySet(c10::DispatchKey::PrivateUse1); }
+
+// ---- memory and views ----
+
+static Tensor empty_strided(IntArrayRef size, IntArrayRef stride, optional<at::ScalarType> dtype,
+                            optional<at::Layout>, optional<Device> device, optional<bool>) {
+  c10::DeviceGuard guard(device.value_or(Device(kSim, -1)));
+  return at::detail::empty_strided_generic(size, stride, c10::GetAllocator(kSim), keys(), c10::dtype_or_default(dtype));
+}
+static Tensor empty(IntArrayRef size, optional<at::ScalarType> dtype, optional<at::Layout>, optional<Device> device,
+                    optional<bool>, optional<at::MemoryFormat> format) {
+  c10::DeviceGuard guard(device.value_or(Device(kSim, -1)));
+  return at::detail::empty_generic(size, c10::GetAllocator(kSim), keys(), c10::dtype_or_default(dtype), format);
+}
+static void set_shape(const Tensor& t, IntArrayRef size, IntArrayRef stride, int64_t offset) {
+  t.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
+  size_t bytes = at::detail::computeStorageNbytes(size, stride, t.itemsize(), offset);
+  if (t.numel() && bytes > t.storage().nbytes()) resize_storage(t.storage(), bytes);
+}
+static std::vector<int64_t> strides_of(IntArrayRef size, optional<at::MemoryFormat> format = {}) {
+  auto options = at::TensorOptions(c10::kMeta).memory_format(format.value_or(at::MemoryFormat::Contiguous));
+  return at::empty(size, options).strides().vec();
+}
+static const Tensor& resize_(const Tensor& t, IntArrayRef size, optional<at::MemoryFormat> format) {
+  if (t.sizes() != size || format) set_shape(t, size, strides_of(size, format), t.storage_offset());
+  return t;
+}
+static Tensor& set_storage_shape(Tensor& t, at::Storage source, int64_t offset, IntArrayRef size, IntArrayRef stride) {
+  t.unsafeGetTensorImpl()->set_storage_keep_dtype(source);
+  set_shape(t, size, stride.empty() ? strides_of(size) : stride.vec(), offset);
+  return t;
+}
+static Tensor& set_storage(Tensor& t, at::Storage source) {
+  int64_t n = source.nbytes() / t.itemsize();
+  return set_storage_shape(t, source, 0, {n}, {1});
+}
+static Tensor& set_tensor(Tensor& t, const Tensor& source) {
+  return set_storage_shape(t, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+static Tensor& set_nothing(Tensor& t) { return set_tensor(t, empty({0}, t.scalar_type(), {}, t.device(), {}, {})); }
+static void record_tensor(Tensor& t, Stream stream) { record_stream(t.storage().data_ptr(), stream); }
+
+// For `cpu_tensor.data = sim_tensor`, with which FSDP and Module.to move parameters. Without an own answer torch says
+// no for devices other than its own.
+static bool can_become(const Tensor& t, const Tensor& other) {
+  auto is_plain = [](const Tensor& t) {
+    return (t.device().is_cpu() || is_sim(t)) && t.layout() == c10::kStrided && !t.is_nested();
+  };
+  return is_plain(t) && is_plain(other);
+}
+
+// ---- copies ----
+
+static Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  auto stream = current_stream((is_sim(to) ? to : from).device().index());
+  auto source = is_sim(from) ? on_cpu(from) : from, target = is_sim(to) ? on_cpu(to) : to;
+  if (is_sim(from) && is_sim(to) && from.device() != to.device()) {  // each device waits for the other, as in CUDA
+    auto other = current_stream(from.device().index());
+    wait(stream, record(other));
+  }
+  std::vector<Use> uses;
+  if (is_sim(from)) uses.push_back({from, false});
+  if (is_sim(to)) uses.push_back({to, true});
+  launch(stream, uses, "copy_");
+  if (is_sim(from) && is_sim(to) && from.device() != to.device())
+    wait(current_stream(from.device().index()), record(stream));
+  bool same = from.dtype() == to.dtype() && from.sizes() == to.sizes() && from.strides() == to.strides() &&
+              from.is_non_overlapping_and_dense() && from.is_conj() == to.is_conj() && from.is_neg() == to.is_neg();
+  const Tensor* host = !is_sim(from) ? &from : !is_sim(to) ? &to : nullptr;
+  if (host && non_blocking && same && host->numel() && is_pinned(host->storage().data())) {
+    // `keep`: pinned memory is not used again before its copy is done. Memory of the device may be.
+    auto copy = [source = source.detach(), target = target.detach(), keep = *host]() mutable {
+      c10::InferenceMode guard(false);
+      at::NoGradGuard no_grad;
+      target.copy_(source);
+    };
+    push(stream, watch_host(*host, host == &to, name_of(key_of(stream)), copy));
+  } else {
+    drain(stream);
+    target.copy_(source);
+    if (host) host_waits(stream, "copy_");
+  }
+  return to;
+}
+static Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
+  if (to.sizes() != from.sizes()) to.resize_(from.sizes());
+  return copy_from(from, to, false);
+}
+
+// ---- all other operators ----
+
+// CUDA's kernels take tensors of the CPU here.
+static const std::unordered_set<std::string> takes_cpu = {
+    "aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index",
+    "aten::_unsafe_index_put", "aten::_pack_padded_sequence", "aten::tensor_split"};
+// The host waits, since the shape of the result depends on the values.
+static const std::unordered_set<std::string> waits = {
+    "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"};
+
+static Tensor from_kernel(const Tensor& made, Device device, const std::string& name) {
+  if (!made.defined()) return made;
+  auto result = empty_strided(made.sizes(), made.strides(), made.scalar_type(), {}, device, {});
+  on_cpu(result).copy_(made);
+  launch(current_stream(device.index()), {{result, true}}, name);
+  return result;
+}
+
+// A call of an operator, with its arguments on the stack.
+struct Call {
+  const c10::OperatorHandle& op;
+  torch::jit::Stack& stack;
+  const c10::FunctionSchema& schema = op.schema();
+  const size_t n = schema.arguments().size();
+  const size_t first = stack.size() - n;
+  optional<Device> device;
+  struct Pair {
+    Tensor original, alias;  // the same memory, of sim and of the CPU
+    const void* data;
+    bool is_written;
+  };
+  std::vector<Pair> pairs;
+  bool is_waited_for = waits.count(schema.name());  // the host needs a shape, or a number
+
+  IValue& argument(size_t i) { return stack[first + i]; }
+  bool is_written(size_t i) const {
+    auto* info = schema.arguments()[i].alias_info();
+    return info && info->isWrite();
+  }
+  template <class F> void each_tensor(F f) {  // f(tensor, whether it is written)
+    for (size_t i = 0; i < n; ++i) {
+      auto& value = argument(i);
+      if (value.isTensor()) {
+        if (value.toTensor().defined()) f(value.toTensor(), is_written(i));
+      } else if (value.isTensorList()) {
+        for (const Tensor& t : value.toTensorVector())
+          if (t.defined()) f(t, is_written(i));
+      } else if (value.isOptionalTensorList()) {
+        for (const optional<Tensor>& t : value.toOptionalTensorVector())
+          if (t && t->defined()) f(*t, is_written(i));
+      }
+    }
+  }
+
+  // Raises as CUDA does if its tensors are not all on one device.
+  void find_device() {
+    const char* line = "Expected all tensors to be on the same device, but found at least two devices, ";
+    each_tensor([&](const Tensor& t, bool) {
+      if (!is_sim(t)) return;
+      TORCH_CHECK(!device || *device == t.device(), line, *device, " and ", t.device(), "! (", op.operator_name(), ")");
+      device = t.device();
+    });
+    for (size_t i = 0; i < n && !device; ++i) {
+      auto& value = argument(i);
+      if (value.isDevice() && value.toDevice().type() == kSim) device = value.toDevice();
+    }
+    if (!device || !device->has_index()) device = Device(kSim, current_device());
+    for (auto& value : schema.returns()) {
+      auto kind = value.type()->kind();
+      is_waited_for |= kind != c10::TypeKind::TensorType && kind != c10::TypeKind::ListType;
+    }
+    each_tensor([&](const Tensor& t, bool is_written) {
+      bool is_bad = t.device().is_cpu() && (t.dim() > 0 || is_written) && !takes_cpu.count(schema.name());
+      TORCH_CHECK(!is_bad, line, *device, " and cpu! (", op.operator_name(), ")");
+    });
+  }
+  void launch_on(Stream stream) {
+    bool is_view = false;  // it touches no memory
+    for (auto& value : schema.returns()) is_view |= value.alias_info() && !value.alias_info()->isWrite();
+    std::vector<Use> uses;
+    if (!is_view) each_tensor([&](const Tensor& t, bool is_written) {
+      if (is_sim(t)) uses.push_back({t, is_written});
+    });
+    launch(stream, uses, schema.name());
+    drain(stream);
+  }
+
+  Tensor to_alias(const Tensor& t, bool is_written) {
+    if (!is_sim(t)) return t;
+    for (auto& pair : pairs)
+      if (pair.original.is_same(t)) return pair.alias;
+    auto made = on_cpu(t);
+    for (auto& pair : pairs)
+      if (pair.original.storage().is_alias_of(t.storage()))
+        made.unsafeGetTensorImpl()->set_storage_keep_dtype(pair.alias.storage());
+    pairs.push_back({t, made, made.storage().data(), is_written});
+    return made;
+  }
+  void move_arguments_to_cpu() {
+    for (size_t i = 0; i < n; ++i) {
+      auto& value = argument(i);
+      if (value.isTensor()) {
+        if (value.toTensor().defined()) value = to_alias(value.toTensor(), is_written(i));
+      } else if (value.isTensorList()) {
+        c10::List<Tensor> list;
+        for (const Tensor& t : value.toTensorVector()) list.push_back(to_alias(t, is_written(i)));
+        value = list;
+      } else if (value.isOptionalTensorList()) {
+        c10::List<optional<Tensor>> list;
+        for (const optional<Tensor>& t : value.toOptionalTensorVector()) {
+          is_waited_for |= t && t->defined() && t->scalar_type() == at::kBool;  // x[mask]
+          list.push_back(t ? optional<Tensor>(to_alias(*t, is_written(i))) : t);
+        }
+        value = list;
+      } else if (value.isDevice()) {
+        if (value.toDevice().type() == kSim) value = Device(c10::kCPU);
+      } else if (value.isGenerator()) {
+        auto generator = value.toGenerator();
+        TORCH_CHECK(!generator.defined() || generator.device().type() == kSim,
+                    "Expected a 'sim' device type for generator but found 'cpu'");
+        if (generator.defined()) value = inner_generator(generator);
+      } else if (value.isNone()) {
+        auto type = schema.arguments()[i].type()->cast<c10::OptionalType>();
+        if (type && type->getElementType()->kind() == c10::TypeKind::GeneratorType)
+          value = inner_generator(default_generator(device->index()));
+      }
+    }
+  }
+
+  // An argument may have been resized.
+  void move_shapes_back() {
+    for (auto& [t, made, data, is_written] : pairs) {
+      if (!is_written) continue;
+      if (made.storage().data() != data) {
+        resize_storage(t.storage(), made.storage().nbytes());
+        auto bytes = empty({0}, at::kByte, {}, *device, {}, {});
+        set_storage(bytes, t.storage());
+        auto source = at::empty({0}, at::kByte);
+        source.set_(made.storage());
+        on_cpu(bytes).copy_(source);
+      }
+      if (made.sizes() != t.sizes() || made.strides() != t.strides() || made.storage_offset() != t.storage_offset())
+        t.unsafeGetTensorImpl()->set_sizes_and_strides(made.sizes(), made.strides(), made.storage_offset());
+    }
+  }
+  // The tensor of sim for one that the kernel returns: an argument, a view of one, or new.
+  Tensor to_original(const Tensor& made) {
+    if (!made.defined() || !made.device().is_cpu()) return made;
+    for (auto& pair : pairs)
+      if (pair.alias.is_same(made)) return pair.original;
+    if (!made.has_storage()) return made;
+    for (auto& pair : pairs) {
+      bool is_same_memory = pair.data && pair.data == made.storage().data();
+      if (!is_same_memory && !pair.alias.storage().is_alias_of(made.storage())) continue;
+      auto storage = c10::Storage(pair.original.storage());
+      Tensor view = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys(), made.dtype());
+      view.unsafeGetTensorImpl()->set_sizes_and_strides(made.sizes(), made.strides(), made.storage_offset());
+      if (made.is_conj()) view._set_conj(true);
+      if (made.is_neg()) view._set_neg(true);
+      return view;
+    }
+    auto result = from_kernel(made, *device, schema.name());
+    if (made.unsafeGetTensorImpl()->is_wrapped_number()) result.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return result;
+  }
+  void move_results_back(Stream stream) {
+    for (size_t i = stack.size() - schema.returns().size(); i < stack.size(); ++i) {
+      auto& value = stack[i];
+      if (value.isTensor()) {
+        value = to_original(value.toTensor());
+      } else if (value.isTensorList()) {
+        c10::List<Tensor> list;
+        for (const Tensor& t : value.toTensorVector()) list.push_back(to_original(t));
+        value = list;
+      }
+    }
+    if (is_waited_for) host_waits(stream, schema.name());
+  }
+};
+
+static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Call call{op, *stack};
+  call.find_device();
+  auto stream = current_stream(call.device->index());
+  call.launch_on(stream);
+  call.move_arguments_to_cpu();
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  call.move_shapes_back();
+  call.move_results_back(stream);
+}
+
+// ---- operators for which torch asks devices other than its own to choose: the CPU's choice ----
+
+static Tensor maybe_on_cpu(const Tensor& t) { return is_sim(t) ? on_cpu(t) : t; }
+static optional<Tensor> maybe_on_cpu(const optional<Tensor>& t) {
+  return t && t->defined() ? optional<Tensor>(maybe_on_cpu(*t)) : std::nullopt;
+}
+static void check_devices(const Tensor& a, const Tensor& b) {
+  TORCH_CHECK(a.device() == b.device(), "Expected all tensors to be on the same device, but found at least two ",
+              "devices, ", a.device(), " and ", b.device(), "! (convolution)");
+}
+static Tensor convolution(const Tensor& input, const Tensor& weight, const optional<Tensor>& bias, IntArrayRef stride,
+                          IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
+                          int64_t groups) {
+  check_devices(input, weight);
+  auto stream = current_stream(input.device().index());
+  launch(stream, {{input, false}, {weight, false}}, "aten::convolution");
+  drain(stream);
+  auto made = at::convolution(on_cpu(input), on_cpu(weight), maybe_on_cpu(bias), stride, padding, dilation, transposed,
+                              output_padding, groups);
+  return from_kernel(made, input.device(), "aten::convolution");
+}
+static std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& grad, const Tensor& input, const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
+    IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
+  const char* name = "aten::convolution_backward";
+  auto stream = current_stream(input.device().index());
+  launch(stream, {{grad, false}, {input, false}, {weight, false}}, name);
+  drain(stream);
+  std::vector<int64_t> bias_sizes{transposed ? weight.size(1) * groups : weight.size(0)};
+  auto [a, b, c] = at::convolution_backward(on_cpu(grad), on_cpu(input), on_cpu(weight), bias_sizes, stride, padding,
+                                            dilation, transposed, output_padding, groups, mask);
+  auto device = input.device();
+  return {from_kernel(a, device, name), from_kernel(b, device, name), from_kernel(c, device, name)};
+}
+static int64_t attention_choice(const Tensor& q, const Tensor& k, const Tensor& v, const optional<Tensor>& mask,
+                                double p, bool is_causal, optional<double> scale, bool gqa) {
+  auto like = [](const Tensor& t) { return maybe_on_cpu(t).detach().requires_grad_(t.requires_grad()); };
+  return at::_fused_sdp_choice(like(q), like(k), like(v), maybe_on_cpu(mask), p, is_causal, scale, gqa);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("resize_", resize_);
+  m.impl("set_.source_Storage_storage_offset", set_storage_shape);
+  m.impl("set_.source_Storage", set_storage);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_", set_nothing);
+  m.impl("view", at::native::view);
+  m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("_reshape_alias", at::native::_reshape_alias);
+  m.impl("record_stream", record_tensor);
+  m.impl("_has_compatible_shallow_copy_type", can_become);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
+}
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("_has_compatible_shallow_copy_type", can_become); }
+}  // namespace sim
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &sim::attention_choice)
+}  // namespace at::native
+
+// torch.autocast("sim"): the lists of operators are those of all devices.
+namespace at::autocast {
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+#define LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define FLOAT(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define OPTIONAL(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+#define PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+  AT_FORALL_LOWER_PRECISION_FP(LOWER)
+  AT_FORALL_FP32(FLOAT)
+  AT_FORALL_FP32_SET_OPT_DTYPE(OPTIONAL)
+  AT_FORALL_PROMOTE(PROMOTE)
+  AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
+}
+}  // namespace at::autocast

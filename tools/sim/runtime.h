@@ -1,0 +1,100 @@
+// What the files of the simulated accelerator share. README.md says how they fit together.
+#pragma once
+#include <ATen/ATen.h>
+#include <Python.h>
+#include <c10/core/Stream.h>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace sim {
+constexpr auto kSim = c10::DeviceType::PrivateUse1;
+
+// An environment variable.
+int64_t setting(const char* name, int64_t default_value);
+
+// ---- device.cpp ----
+
+c10::DeviceIndex device_count();
+c10::DeviceIndex& current_device();                        // of this thread
+c10::DeviceIndex checked(c10::DeviceIndex device);         // -1 is the current one; raises if it does not exist
+const at::Generator& default_generator(c10::DeviceIndex device);
+at::Generator inner_generator(const at::Generator& generator);  // the CPU's generator that makes its numbers
+
+// ---- streams.cpp: a stream is a queue of work, which runs when somebody needs its results ----
+
+using Key = std::pair<c10::DeviceIndex, c10::StreamId>;  // of a stream
+using Clock = std::map<Key, uint64_t>;                   // by stream, the last of its launches that has surely ended
+Key key_of(c10::Stream stream);
+std::string name_of(Key stream);
+
+// A position in a stream: everything that was pushed before it.
+struct Event {
+  Key stream;
+  uint64_t position = 0;
+  std::shared_ptr<const Clock> clock;
+};
+
+c10::Stream current_stream(c10::DeviceIndex device);  // of this thread
+void set_current_stream(c10::Stream stream);
+c10::Stream new_stream(c10::DeviceIndex device);
+Event record(c10::Stream stream);
+bool is_done(const Event& event);
+void push(c10::Stream stream, std::function<void()> work);  // queue it
+void wait(c10::Stream stream, const Event& event);          // what comes later in `stream` comes after `event`
+void drain(const Event& event);                             // run now what is queued before it
+void drain(c10::Stream stream);
+void synchronize(const Event& event);  // the same, and the host knows that it is done
+void synchronize(c10::DeviceIndex device);
+
+// A work may need Python's lock, or wait for a process whose partner is another thread of Python.
+struct WithoutGil {
+  PyThreadState* state = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  ~WithoutGil() {
+    if (state) PyEval_RestoreThread(state);
+  }
+};
+
+// ---- races.cpp: who used which memory, and what is ordered after it ----
+
+struct Access {
+  Key stream;
+  uint64_t step = 0;  // which launch of that stream
+  std::string name;   // of the operator
+};
+struct History {  // of one block of memory
+  Access write;   // the last one
+  std::map<Key, Access> reads;    // since then, the last one of each stream
+  std::vector<Access> unordered;  // uses of the same memory before it was freed and given out again
+};
+struct Use {
+  at::Tensor tensor;
+  bool is_written;
+};
+// An operator is launched. Raises if another stream uses its memory and nothing makes this one wait.
+void launch(c10::Stream stream, const std::vector<Use>& uses, const std::string& name);
+Clock clock_of(c10::Stream stream);
+void learn(c10::Stream stream, const Clock& clock);  // it waits for all in `clock`
+void host_learns(const Clock& clock);
+bool is_ordered(Key owner, const Access& access);  // new launches of `owner` come after it
+// `name` makes the host wait for `stream`. Raises after raise_on_wait(true), as torch.cuda.set_sync_debug_mode.
+void host_waits(c10::Stream stream, const std::string& name);
+void raise_on_wait(bool is_error);
+
+// ---- memory.cpp ----
+
+History* history_of(const at::Tensor& tensor);    // nullptr for memory that is not this device's
+at::Tensor on_cpu(const at::Tensor& tensor);      // the same memory as a tensor of the CPU, for kernels only
+void record_stream(const c10::DataPtr& data, c10::Stream stream);
+void resize_storage(const c10::Storage& storage, size_t n_bytes);
+bool owns(const void* data);
+c10::Device device_of(const void* data);
+at::Allocator* pinned_allocator();
+bool is_pinned(const void* data);
+// A copy from or to pinned memory is queued. Until it runs, the host may not write its source, nor touch its target.
+// `run` is called with the copy's work when its turn comes.
+std::function<void()> watch_host(const at::Tensor& host, bool is_written, const std::string& stream,
+                                 std::function<void()> copy);
+}  // namespace sim

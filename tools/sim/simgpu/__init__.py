@@ -1,0 +1,44 @@
+"""The device "sim", as torch.sim, and its process group "simccl". `import torch` calls `autoload`: see ../README.md.
+
+Without SIM_DEVICES nothing happens.
+"""
+
+import faulthandler
+import os
+from pathlib import Path
+
+import torch
+
+
+def autoload():
+    """The entry point in the group torch.backends."""
+    if not int(os.environ.get("SIM_DEVICES") or 0):
+        return
+    built_for = (Path(__file__).parent / "built_for.txt").read_text()
+    if built_for != torch.__version__.partition("+")[0]:
+        raise RuntimeError(f"simulated GPUs are built for torch {built_for}, not {torch.__version__}: run `make sim`")
+    faulthandler.enable()  # a touch of a device's memory then shows the line of Python
+    if seconds := os.environ.get("SIM_DUMP_AFTER"):
+        faulthandler.dump_traceback_later(float(seconds))
+    torch.utils.rename_privateuse1_backend("sim")
+    import torch.distributed as torch_dist  # before _C, whose Group is a Backend of it
+
+    from . import device
+
+    torch._register_device_module("sim", device.module())
+    torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
+    from . import cuda_ops  # noqa: F401
+
+    torch_dist.Backend.register_backend("simccl", _make_group, devices=["sim"])
+
+
+def _make_gloo(store, rank, size, timeout):
+    from torch.distributed import PrefixStore, ProcessGroupGloo
+
+    return ProcessGroupGloo(PrefixStore("gloo of simccl", store), rank, size, timeout)
+
+
+def _make_group(store, rank, size, timeout):
+    from . import _C
+
+    return _C.Group(_make_gloo(store, rank, size, timeout), rank, size, _make_gloo, timeout)
