@@ -343,7 +343,7 @@ def report(step, samples, taken, start, norm, lr, tracker):
 
 def peak_memory():
     """Bytes: the most that this process has had allocated on its GPU, or resident in memory on the CPU."""
-    if torch.accelerator.is_available():
+    if dist.get_device().type != "cpu":
         return torch.accelerator.max_memory_allocated()
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -541,7 +541,7 @@ def parse_args(argv=None):
     add("--weight-decay", type=options.number(0), default=0.0, help="weight decay of the matrices")
     add("--clip", type=options.number(0), default=1.0, help="largest norm of the gradient; 0 does not clip")
     bf16_help = "compute in bfloat16, keep parameters in float32 (default: on GPUs)"
-    add("--bf16", action=argparse.BooleanOptionalAction, default=torch.accelerator.is_available(), help=bf16_help)
+    add("--bf16", action=argparse.BooleanOptionalAction, default=dist.device_count() > 0, help=bf16_help)
     kernels = ("sdpa", "eager", "flex_attention", "flash_attention_2")
     add("--attention", choices=kernels, default="sdpa", help="kernel of attention; some models have no sdpa")
     add("--gather-once", action="store_true", help="gather the layers once per step, not for each row: less is sent")
