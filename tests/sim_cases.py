@@ -260,7 +260,7 @@ def a_number_read_where_waits_are_errors():
         torch.sim.set_sync_debug_mode("default")
 
 
-@mistake("called a synchronizing sim operation: aten::index")
+@mistake("called a synchronizing sim operation: aten::nonzero")
 def a_mask_as_index_where_waits_are_errors():
     x, mask = ones(3), ones(3) > 0
     torch.sim.set_sync_debug_mode("error")

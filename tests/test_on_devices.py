@@ -20,7 +20,7 @@ STEPS = ("--steps", 3, "--log-every", 3, "--clip", 1, "--width", 32, "--layers",
 IMAGES = ("--epochs", 1, "--test-batch-size", 20)
 DIGITS = ("mnist_DDP", *IMAGES, "--global-batch-size", 64)
 GRPO = ("--steps", 3, "--prompts", 4, "--imitation-steps", 3)
-LLM = ("llm_FSDP", "--epochs", 0.02, "--length", 64, "--warmup", 1, "--log-every", 2, "--eval-every", 4)
+LLM = ("llm_FSDP", "--data", "../documents-0.jsonl", "--epochs", 0.5, "--length", 64, "--warmup", 1, "--log-every", 2)
 QUICK = [
     ("min_DDP", "--epochs", 1),
     ("min_FSDP_scratch", *STEPS, "--layers", 2),

@@ -213,10 +213,8 @@ struct Call {
         value = list;
       } else if (value.isOptionalTensorList()) {
         c10::List<optional<Tensor>> list;
-        for (const optional<Tensor>& t : value.toOptionalTensorVector()) {
-          is_waited_for |= t && t->defined() && t->scalar_type() == at::kBool;  // x[mask]
+        for (const optional<Tensor>& t : value.toOptionalTensorVector())
           list.push_back(t ? optional<Tensor>(to_alias(*t, is_written(i))) : t);
-        }
         value = list;
       } else if (value.isDevice()) {
         if (value.toDevice().type() == kSim) value = Device(c10::kCPU);
