@@ -351,6 +351,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
+  // torch would give it an output of the wrong shape for its kernel to resize, which warns.
+  m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("_has_compatible_shallow_copy_type", can_become); }
 }  // namespace sim
