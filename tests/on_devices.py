@@ -20,6 +20,9 @@ import distributed as dist
 
 
 def train(local_rank, world_size, cases, folder, meanwhile=contextlib.nullcontext):
+    lines = [json.dumps({"text": f"{i} times {i + 1} is {i * i + i}. " * 8}) for i in range(64)]
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(f"{folder}/documents-{local_rank}.jsonl").write_text("\n".join(lines))
     for i, case in enumerate(cases):
         with in_folder(f"{folder}/{i}"), meanwhile():
             result = train_one(local_rank, world_size, *case)

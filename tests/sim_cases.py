@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 
 import torch
 import torch.distributed as torch_dist
@@ -260,7 +261,7 @@ def a_number_read_where_waits_are_errors():
         torch.sim.set_sync_debug_mode("default")
 
 
-@mistake("called a synchronizing sim operation: aten::index")
+@mistake("called a synchronizing sim operation: aten::nonzero")
 def a_mask_as_index_where_waits_are_errors():
     x, mask = ones(3), ones(3) > 0
     torch.sim.set_sync_debug_mode("error")
@@ -568,6 +569,13 @@ def convolutions_and_attention_equal_the_cpu():
         F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         check(b.grad, a.grad)
+
+
+@right
+def a_loss_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(F.mse_loss(ones(3, 1), ones(3, 1) * 3), 4)
 
 
 @right

@@ -213,10 +213,8 @@ struct Call {
         value = list;
       } else if (value.isOptionalTensorList()) {
         c10::List<optional<Tensor>> list;
-        for (const optional<Tensor>& t : value.toOptionalTensorVector()) {
-          is_waited_for |= t && t->defined() && t->scalar_type() == at::kBool;  // x[mask]
+        for (const optional<Tensor>& t : value.toOptionalTensorVector())
           list.push_back(t ? optional<Tensor>(to_alias(*t, is_written(i))) : t);
-        }
         value = list;
       } else if (value.isDevice()) {
         if (value.toDevice().type() == kSim) value = Device(c10::kCPU);
@@ -353,6 +351,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
+  // torch would give it an output of the wrong shape for its kernel to resize, which warns.
+  m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("_has_compatible_shallow_copy_type", can_become); }
 }  // namespace sim
