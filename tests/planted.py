@@ -1,6 +1,6 @@
-"""A training script with one planted mistake, or an unusual but right one: planted.py NAME torch|helper.
+"""A training script with one planted mistake, or an unusual but right one: planted.py NAME torch|helper [TYPE].
 
-The comments say what is wrong. `torch` uses torch's own DDP and gloo, and `helper` uses distributed.py. On one process
+TYPE is that of weights and inputs, float32 or bfloat16, with a rate as fine-tuning has. The comments say what is wrong. `torch` uses torch's own DDP and gloo, and `helper` uses distributed.py. On one process
 every case is a plain loop. tests/test_parity.py lists what parity.py must say of each.
 """
 
@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 CASE, FLAVOUR = sys.argv[1:3]
+TYPE = getattr(torch, sys.argv[3]) if len(sys.argv) > 3 else None
+RATE = 1e-5 if TYPE else 0.01
 STEPS = 6
 BATCH = 16
 if FLAVOUR == "helper":
@@ -136,25 +138,26 @@ def batches(rank, world_size):
         loader = DataLoader(dataset, batch_size, sampler=sampler_of(dataset))
     n_steps = STEPS // world_size if CASE == "fewer_steps" else STEPS
     for _, (x, y) in zip(range(n_steps), loader, strict=False):
-        yield x, y.roll(rank) if CASE == "labels_of_other_rows" else y
+        yield x.to(TYPE), y.roll(rank) if CASE == "labels_of_other_rows" else y
 
 
 def inputs_of(step, x, rank, world_size):
     """Further arguments of the model: noise that is drawn by each rank, or for the batch; a mask on one rank."""
     if CASE == "noise_of_each_rank":
         torch.manual_seed(100 * step + rank)
-        return {"noise": torch.randn(len(x), 12)}
+        return {"noise": torch.randn(len(x), 12).to(TYPE)}
     if CASE == "noise_for_the_batch":
         torch.manual_seed(100 * step)
-        return {"noise": torch.randn(BATCH, 12)[rank::world_size]}  # as the sampler gives rows
+        return {"noise": torch.randn(BATCH, 12)[rank::world_size].to(TYPE)}  # as the sampler gives rows
     if CASE == "mask_on_one_rank":
-        return {"mask": torch.full((len(x), 12), 0.5) if rank == 0 else None}
+        return {"mask": torch.full((len(x), 12), 0.5, dtype=TYPE) if rank == 0 else None}
     if CASE == "keywords":
-        return {"mask": torch.full((len(x), 12), 0.5)}
+        return {"mask": torch.full((len(x), 12), 0.5, dtype=TYPE)}
     return {}
 
 
 def loss_of(logits, y, rank, world_size):
+    logits = logits.float() if TYPE else logits
     if CASE == "loss_is_a_sum":
         return F.cross_entropy(logits, y, reduction="sum")
     if CASE == "loss_divided_by_n":
@@ -171,6 +174,7 @@ def loss_of(logits, y, rank, world_size):
 def make_model(rank, world_size):
     torch.manual_seed(world_size if CASE == "seed_of_the_model" else 1)
     model = Special() if CASE in ("tied", "dict", "recompute", "rnn") else Net()
+    model.to(TYPE)
     if CASE in ("unfrozen_later", "frozen"):
         model.first.requires_grad_(False)
     return model
@@ -178,20 +182,20 @@ def make_model(rank, world_size):
 
 def make_optimizer(model, params, world_size):
     if CASE == "learning_rate_times_n":
-        return torch.optim.AdamW(params, lr=0.01 * world_size)
+        return torch.optim.AdamW(params, lr=RATE * world_size)
     if CASE == "weight_decay_times_n":
-        return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1 * world_size)
+        return torch.optim.AdamW(params, lr=RATE, weight_decay=0.1 * world_size)
     if CASE == "zero_redundancy":
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01)
+        return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=RATE)
     if CASE == "closure":
-        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        return torch.optim.SGD(params, lr=10 * RATE, momentum=0.9)
     if CASE == "lbfgs":
-        return torch.optim.LBFGS(params, lr=0.1, max_iter=4)
+        return torch.optim.LBFGS(params, lr=10 * RATE, max_iter=4)
     if CASE in ("loss_is_a_sum", "rmsprop"):
-        return torch.optim.RMSprop(params, lr=0.01)
-    return torch.optim.AdamW(params, lr=0.01)
+        return torch.optim.RMSprop(params, lr=RATE)
+    return torch.optim.AdamW(params, lr=RATE)
 
 
 def train(rank, world_size):
@@ -217,7 +221,7 @@ def train(rank, world_size):
     if CASE == "compiled":
         wrapped = torch.compile(wrapped, backend="eager")
     average = copy.deepcopy(model) if CASE == "ema" else None
-    temperature = nn.Parameter(torch.ones(()))
+    temperature = nn.Parameter(torch.ones((), dtype=TYPE))
     params = [*model.parameters()] + ([temperature] if CASE == "parameter_outside" else [])
     if optimizer is None:
         optimizer = make_optimizer(model, params, world_size)
@@ -297,8 +301,8 @@ def average_and_clip(model, rank, world_size):
 def two_models(rank, world_size):
     """An encoder and a decoder, each wrapped, and one optimizer for each."""
     torch.manual_seed(1)
-    encoder, decoder = wrap(nn.Linear(8, 6)), wrap(nn.Linear(6, 3))
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (encoder, decoder)]
+    encoder, decoder = wrap(nn.Linear(8, 6).to(TYPE)), wrap(nn.Linear(6, 3).to(TYPE))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=10 * RATE) for model in (encoder, decoder)]
     for x, y in batches(rank, world_size):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -309,10 +313,11 @@ def two_models(rank, world_size):
 
 def gan(rank, world_size):
     torch.manual_seed(1)
-    generator, critic = wrap(nn.Linear(4, 8)), wrap(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)))
-    of_generator, of_critic = (torch.optim.Adam(model.parameters(), lr=0.01) for model in (generator, critic))
+    generator = wrap(nn.Linear(4, 8).to(TYPE))
+    critic = wrap(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).to(TYPE))
+    of_generator, of_critic = (torch.optim.Adam(model.parameters(), lr=RATE) for model in (generator, critic))
     for x, _ in batches(rank, world_size):
-        z = torch.randn(BATCH, 4).chunk(world_size)[rank]
+        z = torch.randn(BATCH, 4).chunk(world_size)[rank].to(TYPE)
         of_critic.zero_grad()
         (F.softplus(critic(generator(z).detach())).mean() + F.softplus(-critic(x)).mean()).backward()
         of_critic.step()
@@ -324,8 +329,8 @@ def gan(rank, world_size):
 def padded(rank, world_size):
     """Each rank pads its texts to its own longest one."""
     torch.manual_seed(1)
-    model = wrap(nn.EmbeddingBag(9, 4, padding_idx=0))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model = wrap(nn.EmbeddingBag(9, 4, padding_idx=0).to(TYPE))
+    optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
     for _ in range(STEPS):
         lengths = torch.randint(1, 9, (BATCH,))
         texts = [torch.randint(1, 9, (length,)) for length in lengths.tolist()]
