@@ -52,6 +52,7 @@ from torch.utils.data import DataLoader
 
 ALLOWED = 1e-10  # the largest relative difference in float64
 ALLOWED_IN_LOW_TYPES = 0.1  # right scripts were up to 0.02 there, and wrong ones at least 0.67
+SUSPICIOUS_IN_LOW_TYPES = 0.02  # of a gradient, if something else differs by more than what is allowed
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # SyncBatchNorm is none of these
 DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
@@ -105,7 +106,7 @@ class Recorder:
 
     def begin_step(self, number):
         self.stepped = False
-        self.called = set()  # modules
+        self.called = set()  # ids of modules, which must not live longer because of this
         self.step = Step(number)
 
     def install(self):
@@ -151,7 +152,7 @@ class Recorder:
 
     def before_module(self, args, kwargs):
         module, *inputs = args
-        self.called.add(module)
+        self.called.add(id(module))
         if isinstance(module, nn.RNNBase):
             module.dropout = 0.0
         is_random_depth = type(module).__name__.endswith(("DropPath", "StochasticDepth"))
@@ -162,7 +163,7 @@ class Recorder:
             return None
         if self.stepped:
             self.begin_step(self.step.number + 1)
-            self.called.add(module)
+            self.called.add(id(module))
         root = unwrapped(module)
         if root not in self.roots:
             self.make_float64(root)
@@ -228,7 +229,7 @@ class Recorder:
         step.replicated = {name for name, param in self.named_params().items() if param in self.replicated}
         for root in self.roots:
             for name, module in root.named_modules():
-                if module in self.called:
+                if id(module) in self.called:
                     names = [each for each, _ in module.named_parameters(name, recurse=False)]
                     step.used |= {self.prefix(root) + without_wrappers(each) for each in names}
         pickle.dump(vars(step), self.file)  # the class itself is not importable while the script is __main__
@@ -450,8 +451,8 @@ def is_low(name, *tensors):
     return any(each[name].dtype != torch.float64 for each in tensors if name in each)
 
 
-def allowed(name, *tensors):
-    return ALLOWED_IN_LOW_TYPES if is_low(name, *tensors) else ALLOWED
+def allowed(name, *tensors, low=ALLOWED_IN_LOW_TYPES):
+    return low if is_low(name, *tensors) else ALLOWED
 
 
 def nearest(expected, ranks):
@@ -504,18 +505,15 @@ class Comparison:
         self.unaveraged = list(apart(step, "gradients"))
         self.types = {each.dtype for record in step for each in record.weights.values()}
 
-    def wrong(self, key):
+    def wrong(self, key, low=ALLOWED_IN_LOW_TYPES):
         """The names of tensors that no rank has as one process has them."""
         records = [getattr(each, "weights" if key == "changes" else key) for each in (self.expected, *self.got)]
-        return [name for name, far in self.distances[key].items() if not far <= allowed(name, *records)]
+        return [name for name, far in self.distances[key].items() if not far <= allowed(name, *records, low=low)]
 
     def largest(self):
-        return max(
-            far
-            for key, by_name in self.distances.items()
-            for name, far in by_name.items()
-            if name not in self.wrong(key)
-        )
+        """The largest distance of what is not wrong."""
+        right = {key: by_name.keys() - self.wrong(key) for key, by_name in self.distances.items()}
+        return max((self.distances[key][name] for key, names in right.items() for name in names), default=0.0)
 
     def forgiven(self):
         """The names of gradients that differ between ranks, though the weights have moved, and on all ranks alike.
@@ -604,16 +602,16 @@ OTHER_GRADIENT = (
 
 def without_training(one):
     """Yield why the steps of one process show nothing."""
-    gradients = one[0].gradients
     for step in one:
         for name, each in step.gradients.items():
             if not each.sums.isfinite().all():
                 yield f"nothing can be compared: the gradient of {name} is NaN or infinite on one process too"
     has_changed = any(each.sums.any() for each in changes(one[0], one[-1]).values())
-    if not any(each.sums.any() for each in gradients.values()):
+    rounds_less = all(each.dtype == torch.float64 for each in one[0].weights.values())  # so any rate changes something
+    if not any(each.sums.any() for each in one[0].gradients.values()):
         yield f"nothing is trained, on one process too: all gradients are 0, or {STALE}"
-    elif len(one) > 1 and not has_changed:
-        yield f"nothing is trained, on one process too: the rate is 0, or too small for the type, or {STALE}"
+    elif len(one) > 1 and rounds_less and not has_changed:
+        yield f"nothing is trained, on one process too: the rate is 0, or {STALE}"
 
 
 def other_start(expected, *got):
@@ -623,7 +621,7 @@ def other_start(expected, *got):
     begins = "the first step begins with other weights"
     for name, rank, _ in apart((expected, *got), "weights"):
         yield f"{begins} on rank {rank} than on other ranks ({name}): {SEEDS}"
-    hint = ". If the script sets none: --seed 0" if expected.seed != got[0].seed else ""
+    hint = " If the script sets none: --seed 0" if expected.seed != got[0].seed else ""
     for name, rank, distance in distances(expected.weights, [each.weights for each in got], each=True):
         if not distance <= allowed(name, expected.weights, got[rank].weights):
             advice = DRAWN_AS_SHARDS if got[rank].weights[name].is_dtensor else SEEDS + hint
@@ -638,7 +636,7 @@ def other_start(expected, *got):
 def causes(found):
     """Yield the likely reasons why a step is not equal, the likeliest first."""
     expected, got = found.expected, found.got
-    wrong = found.wrong("gradients")
+    wrong = found.wrong("gradients", low=SUSPICIOUS_IN_LOW_TYPES)
     for rank, each in enumerate(got):
         for name, gradient in each.gradients.items():
             if not gradient.sums.isfinite().all():
