@@ -52,7 +52,6 @@ from torch.utils.data import DataLoader
 
 ALLOWED = 1e-10  # the largest relative difference in float64
 ALLOWED_IN_LOW_TYPES = 0.1  # right scripts were up to 0.02 there, and wrong ones at least 0.67
-SUSPICIOUS_IN_LOW_TYPES = 0.02  # of a gradient, if something else differs by more than what is allowed
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # SyncBatchNorm is none of these
 DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
@@ -430,6 +429,11 @@ def run_rank(seed, is_module, **settings):
 # ---- compare the steps: `expected` is one process's, `got` are those of all ranks ----------------------------------
 
 
+def common(expected, tensors):
+    """The names of tensors that both have in one shape."""
+    return [name for name, each in expected.items() if name in tensors and tensors[name].shape == each.shape]
+
+
 def distances(expected, ranks, each=False):
     """Yield (name, rank, distance) of each tensor that a rank has in the expected shape, the farthest first.
 
@@ -437,22 +441,22 @@ def distances(expected, ranks, each=False):
     where a small tensor may be nothing but rounding, it is relative to all, unless `each` is asked.
     """
     for rank, tensors in enumerate(ranks):
-        names = [name for name in expected if name in tensors and tensors[name].shape == expected[name].shape]
+        names = common(expected, tensors)
         far = {name: (tensors[name].sums - expected[name].sums).norm().item() for name in names}
-        size = {name: expected[name].sums.norm().item() for name in names}
-        all_together = math.hypot(*size.values())
+        size = {name: expected[name].sums.norm().item() + 1e-300 for name in names}
+        size_of_all = math.hypot(*size.values())
         for name in sorted(names, key=far.get, reverse=True):
             is_relative_to_all = is_low(name, expected, tensors) and not each
-            scale = all_together if is_relative_to_all else size[name] + 1e-3 * all_together
-            yield name, rank, far[name] / (scale + 1e-300)
+            scale = size_of_all if is_relative_to_all else size[name] + 1e-3 * size_of_all
+            yield name, rank, far[name] / scale
 
 
 def is_low(name, *tensors):
     return any(each[name].dtype != torch.float64 for each in tensors if name in each)
 
 
-def allowed(name, *tensors, low=ALLOWED_IN_LOW_TYPES):
-    return low if is_low(name, *tensors) else ALLOWED
+def allowed(name, *tensors):
+    return ALLOWED_IN_LOW_TYPES if is_low(name, *tensors) else ALLOWED
 
 
 def nearest(expected, ranks):
@@ -475,20 +479,21 @@ def apart(step, key):
     whole, *ranks = [getattr(each, key) for each in step]
     first = {}
     for tensors in reversed(ranks):
-        first |= {name: each for name, each in tensors.items() if name in whole and each.shape == whole[name].shape}
+        first |= {name: tensors[name] for name in common(whole, tensors)}
     for name, rank, distance in distances(first, ranks, each=True):
         limit = 0 if name in step[1 + rank].replicated else allowed(name, first)
         if not distance <= limit:
             yield name, rank, distance
 
 
+def with_sums(sketch, sums):
+    return SimpleNamespace(**vars(sketch) | {"sums": sums})
+
+
 def changes(start, later):
     """How far the weights have moved, as sketches."""
-    moved = {}
-    for name, now in later.weights.items():
-        if name in start.weights and start.weights[name].shape == now.shape:
-            moved[name] = SimpleNamespace(**vars(now) | {"sums": now.sums - start.weights[name].sums})
-    return moved
+    before, now = start.weights, later.weights
+    return {name: with_sums(now[name], now[name].sums - before[name].sums) for name in common(before, now)}
 
 
 class Comparison:
@@ -496,57 +501,53 @@ class Comparison:
 
     def __init__(self, start, step, later):
         self.expected, *self.got = step
-        of_one, *of_ranks = map(changes, start, later)
-        self.distances = {"changes": nearest(of_one, of_ranks)}
-        for key in ("gradients", "clipped"):
-            self.distances[key] = nearest(getattr(self.expected, key), [getattr(each, key) for each in self.got])
-        self.moved = {name for each in of_ranks for name, change in each.items() if change.sums.any()}
+        self.tensors = {key: [getattr(each, key) for each in step] for key in ("gradients", "clipped")}
+        self.tensors["changes"] = list(map(changes, start, later))
+        self.distances = {key: nearest(whole, ranks) for key, (whole, *ranks) in self.tensors.items()}
         self.drifted = list(apart(later, "weights"))
         self.unaveraged = list(apart(step, "gradients"))
-        self.types = {each.dtype for record in step for each in record.weights.values()}
+        self.are_low = any(is_low(name, each.weights) for each in step for name in each.weights)
+        # Gradients may differ between ranks where the weights move on all alike: then the optimizer averages them, or
+        # the owner of a parameter sends it to the others.
+        moved = {name for each in self.tensors["changes"][1:] for name, change in each.items() if change.sums.any()}
+        self.averaged_later = moved - {name for name, _, _ in self.drifted}
 
-    def wrong(self, key, low=ALLOWED_IN_LOW_TYPES):
-        """The names of tensors that no rank has as one process has them."""
-        records = [getattr(each, "weights" if key == "changes" else key) for each in (self.expected, *self.got)]
-        return [name for name, far in self.distances[key].items() if not far <= allowed(name, *records, low=low)]
+    def wrong(self, key, share=1.0):
+        """The names of tensors of which no rank is near enough to one process: within a share of what is allowed."""
+        limits = {name: share * allowed(name, *self.tensors[key]) for name in self.distances[key]}
+        return [name for name, distance in self.distances[key].items() if not distance <= limits[name]]
 
     def largest(self):
         """The largest distance of what is not wrong."""
-        right = {key: by_name.keys() - self.wrong(key) for key, by_name in self.distances.items()}
-        return max((self.distances[key][name] for key, names in right.items() for name in names), default=0.0)
-
-    def forgiven(self):
-        """The names of gradients that differ between ranks, though the weights have moved, and on all ranks alike.
-
-        Then the optimizer averages them, or the owner of a parameter sends it to the others.
-        """
-        drifted = {name for name, _, _ in self.drifted}
-        return {name for name, _, _ in self.unaveraged if name in self.moved and name not in drifted}
+        right = [
+            far for key, names in self.distances.items() for name, far in names.items() if name not in self.wrong(key)
+        ]
+        return max(right, default=0.0)
 
 
 def evidence(found):
     """Yield in words what decides that a step is not equal."""
     for name, rank, _ in found.drifted:
         yield f"it ends with another {name} on rank {rank} than on other ranks"
-    gradients = [each.gradients for each in found.got]
-    far = distances(found.expected.gradients, gradients, each=True)
-    right = {name for name, _, distance in far if distance <= allowed(name, found.expected.gradients, *gradients)}
+    whole, *ranks = found.tensors["gradients"]
+    owned = {name for name, _, far in distances(whole, ranks, each=True) if far <= allowed(name, whole, *ranks)}
+    differing = {name for name, _, _ in found.unaveraged}
     for name, rank, distance in found.unaveraged:
-        is_owned = name in right and name not in found.got[rank].replicated
-        if not is_owned and name not in found.forgiven():
+        is_owned = name in owned and name not in found.got[rank].replicated
+        if not is_owned and name not in found.averaged_later:
             yield f"the gradient of {name} differs by {distance:.1e} between ranks"
     settings = list(other_settings(found.expected, found.got))
     changed = found.wrong("changes")
-    is_made_up_for = settings and found.moved and not changed  # as a gradient that is N times too large by the rate
+    is_made_up_for = settings and found.averaged_later and not changed  # as a gradient times N by a rate
     for key in ("gradients", "clipped"):
         for name in found.wrong(key):
-            if name not in found.forgiven() and not is_made_up_for:
+            if not is_made_up_for and not (name in differing and name in found.averaged_later):
                 yield f"the gradient of {name} differs by {found.distances[key][name]:.1e}"
     for name in changed:
         yield f"{name} has moved otherwise since the start, by {found.distances['changes'][name]:.1e}"
     numbers = [line for line in other_samples(found.expected, found.got) if N_SAMPLES in line]
-    if found.types != {torch.float64} and (numbers or (settings and not found.wrong("gradients"))):
-        yield f"rounding hides the result in {listed_types(found.types)}"
+    if found.are_low and (numbers or (settings and not found.wrong("gradients"))):
+        yield "rounding may hide what it does"
 
 
 def compare(one, ranks, have_ended=True):
@@ -568,7 +569,7 @@ def compare(one, ranks, have_ended=True):
     if have_ended and set(counts) != {len(one)}:
         return f"the ranks take {listed(counts)} steps, and one process takes {len(one)}", len(steps) - 1, largest
     if len(steps) > 1 and any(
-        last.n_collectives == first.n_collectives for first, last in zip(start[1:], end[1:], strict=True)
+        now.n_collectives == before.n_collectives for before, now in zip(start[1:], end[1:], strict=True)
     ):
         return f"a rank communicates with no other rank: {ALONE}", 0, largest
     return None, max(len(steps) - 1, 1), largest
@@ -576,10 +577,6 @@ def compare(one, ranks, have_ended=True):
 
 def listed(values):
     return " and ".join(", ".join(map(str, values)).rsplit(", ", 1))
-
-
-def listed_types(types):
-    return listed(sorted(str(each).removeprefix("torch.") for each in types))
 
 
 # ---- name the cause ------------------------------------------------------------------------------------------------
@@ -602,16 +599,19 @@ OTHER_GRADIENT = (
 
 def without_training(one):
     """Yield why the steps of one process show nothing."""
-    for step in one:
-        for name, each in step.gradients.items():
-            if not each.sums.isfinite().all():
-                yield f"nothing can be compared: the gradient of {name} is NaN or infinite on one process too"
+    for name in not_finite(*one):
+        yield f"nothing can be compared: the gradient of {name} is NaN or infinite on one process too"
     has_changed = any(each.sums.any() for each in changes(one[0], one[-1]).values())
-    rounds_less = all(each.dtype == torch.float64 for each in one[0].weights.values())  # so any rate changes something
+    are_low = any(is_low(name, one[0].weights) for name in one[0].weights)  # then rounding may undo small changes
     if not any(each.sums.any() for each in one[0].gradients.values()):
-        yield f"nothing is trained, on one process too: all gradients are 0, or {STALE}"
-    elif len(one) > 1 and rounds_less and not has_changed:
+        reason = "all gradients are 0" if one[0].gradients else STALE
+        yield f"nothing is trained, on one process too: {reason}"
+    elif len(one) > 1 and not (has_changed or are_low):
         yield f"nothing is trained, on one process too: the rate is 0, or {STALE}"
+
+
+def not_finite(*steps):
+    return [name for step in steps for name, each in step.gradients.items() if not each.sums.isfinite().all()]
 
 
 def other_start(expected, *got):
@@ -636,19 +636,19 @@ def other_start(expected, *got):
 def causes(found):
     """Yield the likely reasons why a step is not equal, the likeliest first."""
     expected, got = found.expected, found.got
-    wrong = found.wrong("gradients", low=SUSPICIOUS_IN_LOW_TYPES)
+    wrong = found.wrong("gradients", share=0.2)
     for rank, each in enumerate(got):
-        for name, gradient in each.gradients.items():
-            if not gradient.sums.isfinite().all():
-                yield f"the gradient of {name} is NaN or infinite on rank {rank}"
+        for name in not_finite(each):
+            yield f"the gradient of {name} is NaN or infinite on rank {rank}"
     partly_used = set.union(*[each.used for each in got]) - set.intersection(*[each.used for each in got])
     suspects = wrong or [name for name, _, _ in found.drifted] or found.wrong("changes")
     if suspects and partly_used.issuperset(suspects):
         yield f"there is a parameter that only some ranks use ({suspects[0]}), and others have no gradient to average"
     if found.drifted:
         yield from unaveraged(found)
-    if wrong or found.types != {torch.float64}:
-        yield from other_samples(expected, got)
+    for line in other_samples(expected, got):
+        if wrong or N_SAMPLES in line:
+            yield line
     if wrong:
         yield from factor(found, wrong)
         yield from unaveraged(found)
@@ -716,10 +716,9 @@ def other_samples(expected, got):
 def how_drawn(expected, got):
     """Why samples may be other ones, from what is known of random draws."""
     reasons = []
-    if got[0].samplers != expected.samplers:
-        reasons.append(
-            f"their order is drawn by {listed(got[0].samplers)}, and by {listed(expected.samplers)} on one process"
-        )
+    samplers, samplers_of_one = listed(got[0].samplers), listed(expected.samplers)
+    if samplers != samplers_of_one:
+        reasons.append(f"their order is drawn by {samplers}, and by {samplers_of_one} on one process")
     if len({each.seed for each in got}) > 1:
         reasons.append("each rank has a seed of its own (torch.initial_seed())")
     elif got[0].seed != expected.seed:
@@ -743,24 +742,16 @@ def is_same(rows, others):
 
 def factor(found, wrong):
     """Yield that gradients are N or 1/N times those of one process."""
-    n = len(found.got)
-    copied = [
-        name
-        for name, rows, _, parts, _ in arguments(found.expected, found.got)
-        if all(is_same(part, rows) for part in parts)
-    ]
-    sum_of_copies = f", or all ranks have the same samples ({copied[0]}), and the loss is a sum" if copied else ""
-    for number, words, advice in ((n, f"{n}", SUM + sum_of_copies), (1 / n, f"1/{n}", DIVIDED)):
-        times = {}
-        for name in wrong:
-            gradient = found.expected.gradients[name]
-            times[name] = SimpleNamespace(**vars(gradient) | {"sums": number * gradient.sums})
-        ranks = [nearest(times, [each.gradients]) for each in found.got]
-        if all(
-            far <= allowed(name, times, *[each.gradients for each in found.got])
-            for each in ranks
-            for name, far in each.items()
-        ):
+    whole, *ranks = found.tensors["gradients"]
+    n = len(ranks)
+    added = SUM
+    for name, rows, _, parts, _ in arguments(found.expected, found.got):
+        if all(is_same(part, rows) for part in parts):
+            added = f"{SUM}, or all ranks have the same samples ({name}), and the loss is a sum"
+    for number, words, advice in ((n, f"{n}", added), (1 / n, f"1/{n}", DIVIDED)):
+        times = {name: with_sums(whole[name], number * whole[name].sums) for name in wrong}
+        far = [(name, each) for rank in ranks for name, each in nearest(times, [rank]).items()]
+        if all(each <= allowed(name, times, *ranks) for name, each in far):
             yield f"the gradient of {wrong[0]} is {words} times that of one process: {advice}"
 
 
@@ -887,7 +878,7 @@ def report(args, reference, ranks, failure):
             break
         line, n_steps, largest = compare(one, got, have_ended=not failure)
         begin, *begins = [steps[0].weights for steps in (one, *got)]
-        compared = {each for each, _, _ in distances(begin, begins)}
+        compared = {name for each in begins for name in common(begin, each)}
         types |= {tensors[each].dtype for tensors in (begin, *begins) for each in compared if each in tensors}
         left_out += [each for each in begin if each not in compared]
     if line:
@@ -902,30 +893,22 @@ def report(args, reference, ranks, failure):
     if line:
         return 1
     bound = ALLOWED if types == {torch.float64} else ALLOWED_IN_LOW_TYPES
-    judged = f"up to {largest:.1e} (allowed: {bound:g}), judged in {listed_types(types)}"
+    words = listed(sorted(str(each).removeprefix("torch.") for each in types))
+    judged = f"up to {largest:.1e} (allowed: {bound:g}), judged in {words}"
     print(f"{name} equal on {args.reference} and {args.nproc} processes for {n_steps} steps, {judged}")
     return 0
 
 
 def parse_args(argv):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage="%(prog)s [options] SCRIPT.py ...")
-    parser.add_argument("--nproc", type=int, default=2, help="number of processes to compare with one")
-    parser.add_argument(
-        "--reference", type=int, default=1, help="compare with this number of processes, and not with one"
-    )
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps to compare")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds that a run may take")
-    parser.add_argument(
-        "--seed",
-        type=int,
-        nargs="?",
-        const=0,
-        help="set the seed of rank r to this number + r, for scripts that set none",
-    )
-    parser.add_argument(
-        "--float32", action="store_true", help="leave torch's default type and float32 weights as they are"
-    )
-    parser.add_argument("--eval-norm", action="store_true", help="let BatchNorm use its running statistics")
+    add = parser.add_argument
+    add("--nproc", type=int, default=2, help="number of processes to compare with one")
+    add("--reference", type=int, default=1, help="number of processes to compare with, instead of one")
+    add("--steps", type=int, default=5, help="optimizer steps to compare")
+    add("--timeout", type=float, default=300, help="seconds that a run may take")
+    add("--seed", type=int, nargs="?", const=0, help="seed of rank 0, for scripts that set none. Rank 1 gets one more")
+    add("--float32", action="store_true", help="leave torch's default type, and weights of float32, as they are")
+    add("--eval-norm", action="store_true", help="let BatchNorm use its running statistics")
     script = next((number for number, arg in enumerate(argv) if arg == "-m" or arg.endswith(".py")), len(argv))
     args = parser.parse_args(argv[:script])
     args.is_module = argv[script : script + 1] == ["-m"]

@@ -234,7 +234,7 @@ def make_optimizer(model, params, world_size):
     if CASE == "closure":
         return torch.optim.SGD(params, lr=10 * RATE, momentum=0.9)
     if CASE == "lbfgs":
-        return torch.optim.LBFGS(params, lr=10 * RATE, max_iter=4)
+        return torch.optim.LBFGS(params, lr=10 * RATE, max_iter=4, tolerance_change=0, tolerance_grad=0)
     if CASE in ("loss_is_a_sum", "rmsprop"):
         return torch.optim.RMSprop(params, lr=RATE)
     return torch.optim.AdamW(params, lr=RATE)
