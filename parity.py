@@ -291,12 +291,14 @@ def has_memory(tensor):
 
 
 def count_collectives():
-    """The collectives of this process, in all its groups."""
+    """The collectives of this process, in all its groups. NaN, which equals no number, if a backend does not count."""
     count = 0
     for group in list(torch.distributed.distributed_c10d._world.pg_map):
         for device in group._device_types:
-            with contextlib.suppress(RuntimeError):  # this backend does not count
+            try:
                 count += group._get_backend(device)._get_sequence_number_for_group()
+            except RuntimeError:
+                return math.nan
     return count
 
 
@@ -538,7 +540,8 @@ def evidence(found):
             yield f"the gradient of {name} differs by {distance:.1e} between ranks"
     settings = list(other_settings(found.expected, found.got))
     changed = found.wrong("changes")
-    is_made_up_for = settings and found.averaged_later and not changed  # as a gradient times N by a rate
+    has_other_rate = any(" lr is " in line for line in settings)  # which may make up for a gradient times N
+    is_made_up_for = has_other_rate and found.averaged_later and not changed
     for key in ("gradients", "clipped"):
         for name in found.wrong(key):
             if not is_made_up_for and not (name in differing and name in found.averaged_later):
