@@ -56,9 +56,9 @@ class Forked:
 @pytest.fixture
 def judge(monkeypatch, capsys):
     """Do what `python parity.py arguments` does; returns the exit status and what is printed."""
+    monkeypatch.setattr(parity, "start", Forked)
 
     def call(*args):
-        monkeypatch.setattr(parity, "start", Forked)
         status = parity.main([str(arg) for arg in args])
         return status, capsys.readouterr().out
 
