@@ -1,32 +1,37 @@
 """Does a script train on N processes as on one? Run it on both, compare, and name the first thing that differs.
 
-    python parity.py train.py                                # on 1 and on 2 processes, on GPUs or on the CPU
-    python parity.py --nproc 2 4 --steps 10 train.py --epochs 1
-    python parity.py train.py --batch-size 64/N              # 64, and 32 on two processes: the global batch must stay
-    python parity.py train.py --snapshot-path run-N.pt       # a lone N becomes the number of processes
+    python parity.py train.py                          # on 1 and on 2 processes, on GPUs or on the CPU
+    python parity.py --nproc 4 --steps 10 train.py --epochs 1
+    python parity.py train.py --batch-size 64/N        # 64, and 32 on two processes: the global batch must stay
+    python parity.py train.py --snapshot-path run-N.pt # a lone N becomes the number of processes
+    python parity.py --seed 0 -m package.train         # a module, and a seed for a script that sets none
 
-    train.py: equal on 1 and 2 processes for 5 steps, up to 7.6e-16 (allowed: 1e-10)
-    train.py: on 2 processes step 2 begins with other weights than on one process (weight differs by 7.7e-02). In step 1
-    the global batch has 128 samples, and 64 on one process. It must be divided by the number of processes, once
+    train.py: equal on 1 and 2 processes for 5 steps, up to 7.6e-16 (allowed: 1e-10), judged in float64
+    train.py: not equal on 2 processes: in step 1 the global batch has 128 samples, and 64 on one process. It must be
+    divided by the number of processes, once (the gradient of weight differs by 6.6e-01)
 
 It works for every script that torchrun can start, also for one that uses nothing of this project. It needs only torch,
 and it does not change the script: hooks look at the outermost module that is trained, at clipping and at the optimizer.
-Numbers are float64 where the script leaves torch's default type alone, and dropout is off, so what should be equal is
-equal up to about 1e-12.
+Numbers are float64 where the script allows it, and dropout is off, so what should be equal is equal up to about 1e-12.
 
-The weights at the start of each step decide. Only if they differ, the step before is asked for the reason: see `why`.
-Gradients that are N or 1/N times those of one process are told in any case, because clipping and Adam hide them.
+Of each step these decide: the gradients, and how far the weights have moved since the start. They may differ by 1e-10
+of their size in float64, and by 10 % in lower types. Ranks that hold one parameter under DDP must agree in each bit.
+In lower types, where rounding hides much, the number of samples and the optimizer's settings decide too. `Comparison`
+finds what differs, `evidence` says what decides, and `causes` yields the reasons in the order in which they are asked.
 docs/parity.md says what it cannot see. The exit status is 0 if the runs are equal, 1 if they are not, and 2 if they
 could not be compared.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import inspect
 import json
+import math
 import os
 import pickle
+import random
 import re
 import runpy
 import signal
@@ -36,58 +41,90 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
-ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-3}  # the largest relative difference, by type
-ALLOWED_IN_OTHERS = 0.05
+ALLOWED = 1e-10  # the largest relative difference in float64
+ALLOWED_IN_LOW_TYPES = 0.1  # right scripts were up to 0.02 there, and wrong ones at least 0.67
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # SyncBatchNorm is none of these
 DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # as they are named in modules
+OWN_PROCESSES = "the script starts its own processes: start it so that torchrun could, one process for each rank"
 
 
 # ---- in each process: hooks that record every step -----------------------------------------------------------------
 
 
+@dataclasses.dataclass
+class Step:
+    """What a step of one rank begins with, and what it uses. Tensors are sketches, by name."""
+
+    number: int
+    weights: dict = dataclasses.field(default_factory=dict)
+    inputs: dict = dataclasses.field(default_factory=dict)
+    gradients: dict = dataclasses.field(default_factory=dict)
+    clipped: dict = dataclasses.field(default_factory=dict)
+    settings: list = dataclasses.field(default_factory=list)  # of each group of parameters
+    norms: list = dataclasses.field(default_factory=list)  # names of BatchNorms that use the mean of the batch
+    used: set = dataclasses.field(default_factory=set)  # names of the parameters of modules that were called
+    replicated: set = dataclasses.field(default_factory=set)  # names of the parameters under DDP
+    samplers: list = dataclasses.field(default_factory=list)  # classes of DataLoaders' samplers
+    seed: int = 0
+    is_alone: bool = False  # though several processes were started
+    n_collectives: int = 0  # since the start of the process
+
+
 class Recorder:
-    """Writes what each step begins with and uses into a file. After the last one the process stands still.
+    """Writes each step into a file. After the last one the process stands still.
 
     A step ends when a module that is trained is called after an optimizer has stepped.
     """
 
-    def __init__(self, folder, steps, eval_norm):
+    def __init__(self, folder, steps, eval_norm, float32):
         rank = os.environ["RANK"]
         self.file = open(Path(folder, f"records {rank}"), "wb")  # noqa: SIM115 - open until the process ends
         self.done = Path(folder, f"done {rank}")
+        self.n_started = int(os.environ["WORLD_SIZE"])
         self.steps = steps
         self.eval_norm = eval_norm
+        self.float32 = float32
         self.roots = []  # the outermost modules that are trained, in the order of their first calls
         self.optimizers = []  # in the order of their first steps
+        self.replicated = set()  # parameters under DDP
+        self.samplers = []
         self.depth = 0  # of calls of modules, and of backward, which calls modules to recompute activations
         self.optimizing = 0  # optimizers that are stepping, one inside the other
         self.begin_step(0)
 
     def begin_step(self, number):
         self.stepped = False
-        self.now = {"number": number, "settings": [], "norms": []}
-        self.now |= {"weights": {}, "inputs": {}, "gradients": {}, "clipped": {}}
+        self.called = set()  # ids of modules, which must not live longer because of this
+        self.step = Step(number)
 
     def install(self):
         nn.Module.__call__ = self.watched(nn.Module.__call__, self.before_module)
         # Activations that backward recomputes are no new step.
-        torch.autograd.backward = self.watched(torch.autograd.backward, lambda args, kwargs: (args, kwargs))
+        torch.autograd.backward = self.watched(torch.autograd.backward, lambda args, kwargs: None)
         for name in CLIPPING:
             setattr(nn.utils, name, self.watched(getattr(nn.utils, name), self.before_clipping))
+        DataLoader.__iter__ = self.watched(DataLoader.__iter__, self.before_loading)
+        DistributedDataParallel.__init__ = self.watched_ddp(DistributedDataParallel.__init__)
         register_optimizer_step_pre_hook(self.before_optimizer)
         register_optimizer_step_post_hook(self.after_optimizer)
 
     def watched(self, function, before):
+        """The function, which first calls `before(args, kwargs)`. That may return other arguments."""
+
         @functools.wraps(function)
         def call(*args, **kwargs):
-            args, kwargs = before(args, kwargs)
+            args, kwargs = before(args, kwargs) or (args, kwargs)
             self.depth += 1
             try:
                 return function(*args, **kwargs)
@@ -96,40 +133,67 @@ class Recorder:
 
         return call
 
+    def watched_ddp(self, init):
+        @functools.wraps(init)
+        def init_and_note(ddp, module, *args, **kwargs):
+            self.make_float64(module)
+            init(ddp, module, *args, **kwargs)
+            if ddp.process_group.size() == torch.distributed.get_world_size():
+                named = module.named_parameters()
+                self.replicated |= {param for name, param in named if name not in ddp.parameters_to_ignore}
+
+        return init_and_note
+
+    def before_loading(self, args, kwargs):
+        name = type(args[0].sampler).__name__
+        if name not in self.samplers:
+            self.samplers.append(name)
+
     def before_module(self, args, kwargs):
         module, *inputs = args
+        self.called.add(id(module))
         if isinstance(module, nn.RNNBase):
             module.dropout = 0.0
-        if self.eval_norm and isinstance(module, BATCH_NORM):
+        is_random_depth = type(module).__name__.endswith(("DropPath", "StochasticDepth"))
+        if is_random_depth or (self.eval_norm and isinstance(module, BATCH_NORM)):
             module.training = False
         is_trained = torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters())
         if self.depth > 0 or not is_trained:
-            return args, kwargs
+            return None
         if self.stepped:
-            self.begin_step(self.now["number"] + 1)
+            self.begin_step(self.step.number + 1)
+            self.called.add(id(module))
         root = unwrapped(module)
         if root not in self.roots:
+            self.make_float64(root)
             self.roots.append(root)
         self.record("weights")
         for name, layer in root.named_modules():
             if isinstance(layer, BATCH_NORM) and layer.training:
-                self.now["norms"].append(name)
+                self.step.norms.append(without_wrappers(name))
         self.record_inputs(root, inputs, kwargs)
         if next(root.parameters()).dtype == torch.float64:
-            args, kwargs = pytree.tree_map(as_double, (args, kwargs))
-        return args, kwargs
+            return pytree.tree_map(as_float64, (args, kwargs))
+        return None
+
+    def make_float64(self, module):
+        """Convert a model of float32. Parameters that are shards or views of one memory stay as they are."""
+        tensors = [each for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()]
+        is_float = all(each.dtype in (torch.float32, torch.float64) for each in tensors)
+        if is_float and not self.float32 and all(map(owns_memory, tensors)):
+            module.double()
 
     def record_inputs(self, root, args, kwargs):
         inputs = inspect.signature(root.forward).bind(*args, **kwargs).arguments
         for path, value in pytree.tree_flatten_with_path(dict(inputs))[0]:
             name = re.sub(r"\W+", ".", pytree.keystr(path)).strip(".")  # as batch.labels for ['batch']['labels']
+            name = self.prefix(root) + name
             rows, width = rows_of(value)
-            before, _ = self.now["inputs"].get(name, (rows[:0], width))
-            self.now["inputs"][name] = (torch.cat([before, rows]), width)
+            before, _ = self.step.inputs.get(name, (rows[:0], width))
+            self.step.inputs[name] = (torch.cat([before, rows]), width)
 
     def before_clipping(self, args, kwargs):
         self.record("gradients")
-        return args, kwargs
 
     def before_optimizer(self, optimizer, args, kwargs):
         self.optimizing += 1
@@ -143,17 +207,32 @@ class Recorder:
             self.record("gradients")
             self.record("clipped")
         for group in optimizer.param_groups:
-            self.now["settings"].append({key: repr(value) for key, value in group.items() if key != "params"})
+            self.step.settings.append({key: repr(value) for key, value in group.items() if key != "params"})
 
     def after_optimizer(self, optimizer, args, kwargs):
         self.optimizing -= 1
         if self.optimizing == 0:
             self.record("gradients")  # those of a closure
             self.stepped = True
-            pickle.dump(self.now, self.file)  # once more after each further optimizer: the last one counts
-            self.file.flush()
-            if self.now["number"] == self.steps:  # counted from 0: it begins with the result of the last one to compare
+            self.write_step()  # once more after each further optimizer: the last one counts
+            if self.step.number == self.steps:  # counted from 0: it begins with the result of the last one to compare
                 self.stand_still()
+
+    def write_step(self):
+        step = self.step
+        step.samplers = self.samplers
+        step.seed = torch.initial_seed()
+        n_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        step.is_alone = n_ranks < self.n_started
+        step.n_collectives = count_collectives()
+        step.replicated = {name for name, param in self.named_params().items() if param in self.replicated}
+        for root in self.roots:
+            for name, module in root.named_modules():
+                if id(module) in self.called:
+                    names = [each for each, _ in module.named_parameters(name, recurse=False)]
+                    step.used |= {self.prefix(root) + without_wrappers(each) for each in names}
+        pickle.dump(vars(step), self.file)  # the class itself is not importable while the script is __main__
+        self.file.flush()
 
     def stand_still(self):
         """Until this process is killed, since other ranks may still need it."""
@@ -163,16 +242,16 @@ class Recorder:
 
     def record(self, key):
         """Record the tensors that are not yet recorded in this step, but none whose memory the script has freed."""
+        sketches = getattr(self.step, key)
         for name, param in self.named_params().items():
             tensor = param if key == "weights" else param.grad
-            if tensor is not None and name not in self.now[key] and has_memory(tensor):
-                self.now[key][name] = sketch(tensor)
+            if tensor is not None and name not in sketches and has_memory(tensor):
+                sketches[name] = sketch(tensor)
 
     def named_params(self):
         named = {}
-        for number, root in enumerate(self.roots):
-            prefix = f"model {number + 1}." if number else ""
-            named |= {prefix + name: param for name, param in root.named_parameters()}
+        for root in self.roots:
+            named |= {self.prefix(root) + without_wrappers(name): param for name, param in root.named_parameters()}
         known = set(named.values())
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         others = [param for group in groups for param in group["params"] if param not in known]
@@ -180,22 +259,47 @@ class Recorder:
             named[f"parameter {number} of {len(others)} outside of the model"] = param
         return named
 
+    def prefix(self, root):
+        number = self.roots.index(root) + 1
+        return f"model {number}." if number > 1 else ""
+
 
 def unwrapped(module):
-    """The module inside the wrappers of torch.compile and DDP."""
-    for name in ("_orig_mod", "module", "_orig_mod"):
+    """The module inside wrappers, as those of torch.compile and DDP, that have no parameters of their own."""
+    for name in WRAPPERS * 2:
         inner = getattr(module, name, None)
-        if isinstance(inner, nn.Module):
+        if isinstance(inner, nn.Module) and len(list(inner.parameters())) == len(list(module.parameters())):
             module = inner
     return module
 
 
-def as_double(value):
+def without_wrappers(name):
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def as_float64(value):
     return value.double() if torch.is_tensor(value) and value.dtype == torch.float32 else value
 
 
+def owns_memory(tensor):
+    return not hasattr(tensor, "full_tensor") and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 def has_memory(tensor):
-    return hasattr(tensor, "full_tensor") or tensor.untyped_storage().nbytes() >= tensor.nbytes
+    is_whole = hasattr(tensor, "full_tensor") or tensor.layout != torch.strided
+    return is_whole or tensor.untyped_storage().nbytes() >= tensor.nbytes
+
+
+def count_collectives():
+    """The collectives of this process, in all its groups. NaN, which equals no number, if a backend does not count."""
+    count = 0
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        for device in group._device_types:
+            try:
+                count += group._get_backend(device)._get_sequence_number_for_group()
+            except RuntimeError:
+                return math.nan
+    return count
 
 
 @functools.lru_cache(maxsize=64)
@@ -207,28 +311,40 @@ def random_weights(n):
 
 
 def sketch(tensor):
-    """Shape, type, and 64 sums of a tensor with random signs, whose distance is about that of two tensors.
+    """Shape, type, square and 64 sums of a tensor with random signs, whose distance is about that of two tensors.
 
     All ranks that hold a part of a DTensor must call it.
     """
     tensor = tensor.detach()
-    if hasattr(tensor, "full_tensor"):
+    is_dtensor = hasattr(tensor, "full_tensor")
+    if is_dtensor:
         tensor = tensor.full_tensor()
-    flat = tensor.cpu().double().flatten()
-    flat = nn.functional.pad(flat * random_weights(len(flat)), (0, -len(flat) % 64))
-    return tuple(tensor.shape), tensor.dtype, flat.view(-1, 64).sum(dim=0)
+    flat = tensor.cpu().to_dense().double().flatten()
+    products = nn.functional.pad(flat * random_weights(len(flat)), (0, -len(flat) % 64))
+    sums = products.view(-1, 64).sum(dim=0)
+    square = flat.dot(flat).item()
+    return SimpleNamespace(
+        shape=tuple(tensor.shape), dtype=tensor.dtype, sums=sums, square=square, is_dtensor=is_dtensor
+    )
 
 
 def rows_of(value):
-    """A weighted sum of each row of an argument, which zeros at its end do not change, and the length of a row.
+    """Three numbers for each row of an argument, and the length of a row.
 
-    None has no rows, nor has what is no tensor.
+    They are a weighted sum of the row, the same without the last number and its repetitions, which may be padding, and
+    the last number. None has no rows, nor has what is no tensor.
     """
-    if not torch.is_tensor(value) or value.layout != torch.strided or hasattr(value, "full_tensor"):
-        return torch.zeros(0, dtype=torch.float64), 0
+    is_tensor = torch.is_tensor(value) and value.layout == torch.strided and not hasattr(value, "full_tensor")
+    if not is_tensor or value.numel() == 0:
+        return torch.zeros(0, 3, dtype=torch.float64), 0
     rows = value.detach().cpu().double()
     rows = rows.reshape(len(rows), -1) if rows.dim() else rows.view(1, 1)
-    return rows @ random_weights(rows.shape[1]), rows.shape[1]
+    weights = random_weights(rows.shape[1])
+    is_last = (rows == rows[:, -1:]).flip(1).cumprod(1).flip(1).bool()
+    return torch.stack([rows @ weights, rows.masked_fill(is_last, 0) @ weights, rows[:, -1]], dim=1), rows.shape[1]
+
+
+# ---- in each process: prepare it, and run the script ---------------------------------------------------------------
 
 
 def switch_off_dropout():
@@ -243,19 +359,46 @@ def switch_off_dropout():
     functional.scaled_dot_product_attention = without_dropout
 
 
-def watch_from_the_start():
-    """Let watch.py, if it is beside this file, begin when the script makes its process group."""
-    if not Path(__file__).with_name("watch.py").exists():
-        return
-    import watch
+def allow_fullgraph():
+    """torch.compile is off, by TORCH_COMPILE_DISABLE, with which it refuses `fullgraph`."""
+    compile = torch.compile
+    torch.compile = lambda *args, fullgraph=False, **kwargs: compile(*args, **kwargs)
 
+
+def look_at_process_group():
+    """Let watch.py, if it is beside this file, begin when the script makes its process group."""
+    pid = os.getpid()
     init_process_group = torch.distributed.init_process_group
+    watch = None
+    if Path(__file__).with_name("watch.py").exists():
+        import watch
 
     def init_and_watch(*args, **kwargs):
+        if os.getpid() != pid:
+            sys.exit(OWN_PROCESSES)
         init_process_group(*args, **kwargs)
-        watch.start()
+        if watch:
+            watch.start()
+
+    def run_here(function, args=(), nprocs=1, *_, **__):
+        """Instead of torch.multiprocessing.spawn."""
+        if nprocs != int(os.environ["WORLD_SIZE"]):
+            sys.exit(OWN_PROCESSES)
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # the script has chosen a port of its own
+        function(int(os.environ["RANK"]), *args)
 
     torch.distributed.init_process_group = init_and_watch
+    torch.multiprocessing.spawn = torch.multiprocessing.start_processes = run_here
+
+
+def set_seeds(seed):
+    """Those of a script that sets none differ between ranks. So do these."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    with contextlib.suppress(ImportError):
+        import numpy
+
+        numpy.random.seed(seed)
 
 
 def end_with_parent(parent):
@@ -265,20 +408,149 @@ def end_with_parent(parent):
     os.killpg(0, signal.SIGKILL)
 
 
-def run_and_record(float32, **settings):
+def run_rank(seed, is_module, **settings):
     """Run the script that sys.argv names, in this process."""
     threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
-    if not float32:
+    if not settings["float32"]:
         torch.set_default_dtype(torch.float64)
+        torch.Tensor.float = torch.Tensor.double  # or logits.float() would round them
     switch_off_dropout()
-    watch_from_the_start()
+    allow_fullgraph()
+    look_at_process_group()
     Recorder(**settings).install()
-    del sys.argv[0]
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if seed is not None:
+        set_seeds(seed + int(os.environ["RANK"]))
+    if is_module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-# ---- compare the records -------------------------------------------------------------------------------------------
+# ---- compare the steps: `expected` is one process's, `got` are those of all ranks ----------------------------------
+
+
+def common(expected, tensors):
+    """The names of tensors that both have in one shape."""
+    return [name for name, each in expected.items() if name in tensors and tensors[name].shape == each.shape]
+
+
+def distances(expected, ranks, each=False):
+    """Yield (name, rank, distance) of each tensor that a rank has in the expected shape, the farthest first.
+
+    A distance is relative to the tensor's size, or to a thousandth of all tensors, if that is larger. In low types,
+    where a small tensor may be nothing but rounding, it is relative to all, unless `each` is asked.
+    """
+    for rank, tensors in enumerate(ranks):
+        names = common(expected, tensors)
+        far = {name: (tensors[name].sums - expected[name].sums).norm().item() for name in names}
+        size = {name: expected[name].sums.norm().item() + 1e-300 for name in names}
+        size_of_all = math.hypot(*size.values())
+        for name in sorted(names, key=far.get, reverse=True):
+            is_relative_to_all = is_low(name, expected, tensors) and not each
+            scale = size_of_all if is_relative_to_all else size[name] + 1e-3 * size_of_all
+            yield name, rank, far[name] / scale
+
+
+def is_low(name, *tensors):
+    return any(each[name].dtype != torch.float64 for each in tensors if name in each)
+
+
+def allowed(name, *tensors):
+    return ALLOWED_IN_LOW_TYPES if is_low(name, *tensors) else ALLOWED
+
+
+def nearest(expected, ranks):
+    """By name, the distance of the nearest rank, and for tensors of low types the distance of all of them together.
+
+    One rank that has a gradient is enough: scripts that split the optimizer reduce each gradient to its owner only.
+    """
+    found = {}
+    for name, _, distance in distances(expected, ranks):
+        found[name] = min(distance, found.get(name, math.inf))
+    low = [name for name in found if is_low(name, expected, *ranks)]
+    return found | dict.fromkeys(low, math.hypot(*[found[name] for name in low]))
+
+
+def apart(step, key):
+    """Yield (name, rank, distance) of tensors that a rank holds otherwise than the first rank that holds them.
+
+    A tensor of another shape or name than on one process is a part that the script has cut, so ranks hold other parts.
+    """
+    whole, *ranks = [getattr(each, key) for each in step]
+    first = {}
+    for tensors in reversed(ranks):
+        first |= {name: tensors[name] for name in common(whole, tensors)}
+    for name, rank, distance in distances(first, ranks, each=True):
+        limit = 0 if name in step[1 + rank].replicated else allowed(name, first)
+        if not distance <= limit:
+            yield name, rank, distance
+
+
+def with_sums(sketch, sums):
+    return SimpleNamespace(**vars(sketch) | {"sums": sums})
+
+
+def changes(start, later):
+    """How far the weights have moved, as sketches."""
+    before, now = start.weights, later.weights
+    return {name: with_sums(now[name], now[name].sums - before[name].sums) for name in common(before, now)}
+
+
+class Comparison:
+    """What differs in one step. Steps are (Step of one process, Step of rank 0, Step of rank 1, …)."""
+
+    def __init__(self, start, step, later):
+        self.expected, *self.got = step
+        self.tensors = {key: [getattr(each, key) for each in step] for key in ("gradients", "clipped")}
+        self.tensors["changes"] = list(map(changes, start, later))
+        self.distances = {key: nearest(whole, ranks) for key, (whole, *ranks) in self.tensors.items()}
+        self.drifted = list(apart(later, "weights"))
+        self.unaveraged = list(apart(step, "gradients"))
+        self.are_low = any(is_low(name, each.weights) for each in step for name in each.weights)
+        # Gradients may differ between ranks where the weights move on all alike: then the optimizer averages them, or
+        # the owner of a parameter sends it to the others.
+        moved = {name for each in self.tensors["changes"][1:] for name, change in each.items() if change.sums.any()}
+        self.averaged_later = moved - {name for name, _, _ in self.drifted}
+
+    def wrong(self, key, share=1.0):
+        """The names of tensors of which no rank is near enough to one process: within a share of what is allowed."""
+        limits = {name: share * allowed(name, *self.tensors[key]) for name in self.distances[key]}
+        return [name for name, distance in self.distances[key].items() if not distance <= limits[name]]
+
+    def largest(self):
+        """The largest distance of what is not wrong."""
+        right = [
+            far for key, names in self.distances.items() for name, far in names.items() if name not in self.wrong(key)
+        ]
+        return max(right, default=0.0)
+
+
+def evidence(found):
+    """Yield in words what decides that a step is not equal."""
+    for name, rank, _ in found.drifted:
+        yield f"it ends with another {name} on rank {rank} than on other ranks"
+    whole, *ranks = found.tensors["gradients"]
+    owned = {name for name, _, far in distances(whole, ranks, each=True) if far <= allowed(name, whole, *ranks)}
+    differing = {name for name, _, _ in found.unaveraged}
+    for name, rank, distance in found.unaveraged:
+        is_owned = name in owned and name not in found.got[rank].replicated
+        if not is_owned and name not in found.averaged_later:
+            yield f"the gradient of {name} differs by {distance:.1e} between ranks"
+    settings = list(other_settings(found.expected, found.got))
+    changed = found.wrong("changes")
+    has_other_rate = any(" lr is " in line for line in settings)  # which may make up for a gradient times N
+    is_made_up_for = has_other_rate and found.averaged_later and not changed
+    for key in ("gradients", "clipped"):
+        for name in found.wrong(key):
+            if not is_made_up_for and not (name in differing and name in found.averaged_later):
+                yield f"the gradient of {name} differs by {found.distances[key][name]:.1e}"
+    for name in changed:
+        yield f"{name} has moved otherwise since the start, by {found.distances['changes'][name]:.1e}"
+    numbers = [line for line in other_samples(found.expected, found.got) if N_SAMPLES in line]
+    if found.are_low and (numbers or (settings and not found.wrong("gradients"))):
+        yield "rounding may hide what it does"
 
 
 def compare(one, ranks, have_ended=True):
@@ -286,268 +558,260 @@ def compare(one, ranks, have_ended=True):
 
     Returns a line about the first difference, or None; the number of equal steps; and the largest difference.
     """
-    steps = list(zip(one, *ranks, strict=False))  # (record of one process, record of rank 0, record of rank 1, …)
+    steps = list(zip(one, *ranks, strict=False))
+    start, end = steps[0], steps[-1]
+    for line in (*without_training(one[: len(steps)]), *other_start(*start)):
+        return line, 0, 0.0
     largest = 0.0
-    if is_nothing_trained(one[: len(steps)]):
-        return f"nothing is trained, on one process too: all gradients are 0, or {STALE}", 0, largest
-    for number, (expected, *got) in enumerate(steps):
-        line = other_weights(expected, got)
-        if line and number == 0:
-            return f"the first step begins with other weights{line}: {SEEDS}", 0, largest
-        if line:
-            before, *got_before = steps[number - 1]
-            reason = why(before, got_before)
-            return f"step {number + 1} begins with other weights{line}. In step {number} {reason}", number - 1, largest
-        largest = max([largest, *distances(expected["weights"], united(got, "weights")).values()])
-    for number, (expected, *got) in enumerate(steps):
-        line = factor(expected, got)
-        if line and not other_settings(expected, got):  # another learning rate may make up for the factor
-            return f"the weights agree, but in step {number + 1} {line}. Clipping or the optimizer hides it", 0, largest
+    for number, step in enumerate(steps):
+        found = Comparison(start, step, steps[min(number + 1, len(steps) - 1)])
+        for words in evidence(found):
+            return f"in step {number + 1} {next(causes(found))} ({words})", number, largest
+        largest = max(largest, found.largest())
     counts = list(map(len, ranks))
     if have_ended and set(counts) != {len(one)}:
         return f"the ranks take {listed(counts)} steps, and one process takes {len(one)}", len(steps) - 1, largest
-    return None, len(steps) - 1, largest
-
-
-SEEDS = "is the same seed set before the model is built, and are weights loaded before it is wrapped, or on all ranks?"
-STALE = "the optimizer was built before the model was sharded, and holds parameters that nobody uses"
+    if len(steps) > 1 and any(
+        now.n_collectives == before.n_collectives for before, now in zip(start[1:], end[1:], strict=True)
+    ):
+        return f"a rank communicates with no other rank: {ALONE}", 0, largest
+    return None, max(len(steps) - 1, 1), largest
 
 
 def listed(values):
     return " and ".join(", ".join(map(str, values)).rsplit(", ", 1))
 
 
-def is_nothing_trained(one):
-    has_gradients = any(sums.any() for _, _, sums in one[0]["gradients"].values())
-    has_changed = any(distances(one[0]["weights"], one[-1]["weights"]).values())
-    return not has_gradients or (len(one) > 1 and not has_changed)
+# ---- name the cause ------------------------------------------------------------------------------------------------
 
-
-def other_weights(expected, got):
-    rank, names = other_rank(expected, got, "weights")
-    if names:
-        return f" on rank {rank} than on other ranks ({names[0]})"
-    weights = united(got, "weights")
-    for name in differing(expected["weights"], weights):
-        return f" than on one process ({name} differs by {distances(expected['weights'], weights)[name]:.1e})"
-    return None
-
-
-def other_rank(expected, got, key):
-    """The first rank with other tensors than the ranks before it, and their names.
-
-    A tensor of another shape or name than on one process is a part that the script has cut, so ranks hold other parts.
-    """
-    for rank in range(1, len(got)):
-        names = differing(united(got[:rank], key), got[rank][key])
-        names = [name for name in names if name in distances(expected[key], got[rank][key])]
-        if names:
-            return rank, names
-    return None, []
-
-
-def united(got, key):
-    """The tensors of all ranks by name. Where several ranks have one, it is the first rank's."""
-    tensors = {}
-    for record in reversed(got):
-        tensors |= record[key]
-    return tensors
-
-
-def distances(expected, got):
-    """By name, how far apart two tensors are: relative to the first, or to a thousandth of all if that is larger.
-
-    Tensors of unlike shapes cannot be compared.
-    """
-    floor = 1e-3 * sum(sums.square().sum().item() for _, _, sums in expected.values()) ** 0.5 + 1e-300
-    found = {}
-    for name, (shape, _, sums) in expected.items():
-        if name in got and got[name][0] == shape:
-            found[name] = ((got[name][2] - sums).norm() / (sums.norm() + floor)).item()
-    return found
-
-
-def differing(expected, got):
-    """The names of the tensors that are farther apart than their type allows."""
-    far = distances(expected, got)
-    return [name for name, far_apart in far.items() if not far_apart <= allowed(expected[name])]
-
-
-def allowed(tensor):
-    return ALLOWED.get(tensor[1], ALLOWED_IN_OTHERS)
-
-
-# ---- name the cause: `expected` is a record of one process, `got` are those of all ranks ---------------------------
-
-
-def why(expected, got):
-    """What differs first in a step whose result differs."""
-    wrong = wrong_gradients(expected, got)
-    if wrong:
-        return (
-            other_inputs(expected, got)
-            or other_gradients_on_ranks(expected, got)
-            or factor(expected, got)
-            or batch_norm(expected)
-            or f"the samples are the same, and the gradient of {wrong[0]} is not: {OTHER_GRADIENT}"
-        )
-    return (
-        other_clipping(expected, got)
-        or other_settings(expected, got)
-        or stale_parameters(expected, got)
-        or other_gradients_on_ranks(expected, got)
-        or "samples, gradients and settings are the same: is the optimizer's state, and what follows its step?"
-    )
-
-
+ALONE = "each of them trains alone"
+N_SAMPLES = "samples, and"
+SEEDS = "is the same seed set before the model is built, and are weights loaded before it is wrapped, or on all ranks?"
+DRAWN_AS_SHARDS = (
+    "they are sharded (DTensor): are they drawn after sharding? Draw or load them before. On the CPU all ranks draw "
+    "the same numbers for their shards"
+)
+STALE = "the optimizer was built before the model was sharded, and holds parameters that nobody uses"
+SUM = "it is summed over the ranks, and not averaged"
+DIVIDED = "it is averaged, but the loss is a sum over the samples, or has been divided by the number of processes"
 OTHER_GRADIENT = (
     "are the labels, are random numbers drawn in the model, is it a mean over shares of unequal weight, "
     "or does the loss compare samples with each other?"
 )
 
 
-def wrong_gradients(expected, got, key="gradients"):
-    """The names of the gradients that no rank has as one process has them.
+def without_training(one):
+    """Yield why the steps of one process show nothing."""
+    for name in not_finite(*one):
+        yield f"nothing can be compared: the gradient of {name} is NaN or infinite on one process too"
+    has_changed = any(each.sums.any() for each in changes(one[0], one[-1]).values())
+    are_low = any(is_low(name, one[0].weights) for name in one[0].weights)  # then rounding may undo small changes
+    if not any(each.sums.any() for each in one[0].gradients.values()):
+        reason = "all gradients are 0" if one[0].gradients else STALE
+        yield f"nothing is trained, on one process too: {reason}"
+    elif len(one) > 1 and not (has_changed or are_low):
+        yield f"nothing is trained, on one process too: the rate is 0, or {STALE}"
 
-    One rank that has it is enough: scripts that split the optimizer reduce each gradient to its owner only.
-    """
-    right = set()
-    wrong = {}
-    for record in got:
-        names = differing(expected[key], record[key])
-        wrong |= dict.fromkeys(names)
-        right |= distances(expected[key], record[key]).keys() - set(names)
-    return [name for name in wrong if name not in right]
+
+def not_finite(*steps):
+    return [name for step in steps for name, each in step.gradients.items() if not each.sums.isfinite().all()]
 
 
-def other_inputs(expected, got):
-    """Is the global batch another one? Arguments are compared in order, and their rows in any order."""
+def other_start(expected, *got):
+    """Yield why the first step begins otherwise."""
+    if any(each.is_alone for each in got):
+        yield f"no process group is made: {ALONE}"
+    begins = "the first step begins with other weights"
+    for name, rank, _ in apart((expected, *got), "weights"):
+        yield f"{begins} on rank {rank} than on other ranks ({name}): {SEEDS}"
+    hint = " If the script sets none: --seed 0" if expected.seed != got[0].seed else ""
+    for name, rank, distance in distances(expected.weights, [each.weights for each in got], each=True):
+        if not distance <= allowed(name, expected.weights, got[rank].weights):
+            advice = DRAWN_AS_SHARDS if got[rank].weights[name].is_dtensor else SEEDS + hint
+            yield f"{begins} than on one process ({name} differs by {distance:.1e}): {advice}"
+    for name, whole in expected.weights.items():
+        parts = [each.weights[name] for each in got if name in each.weights]
+        is_cut = len(parts) > 1 and sum(math.prod(part.shape) for part in parts) == math.prod(whole.shape)
+        if is_cut and not abs(sum(part.square for part in parts) - whole.square) <= 1e-6 * whole.square:
+            yield f"{begins} than on one process ({name}, which is cut): is it drawn whole, and then cut?"
+
+
+def causes(found):
+    """Yield the likely reasons why a step is not equal, the likeliest first."""
+    expected, got = found.expected, found.got
+    wrong = found.wrong("gradients", share=0.2)
+    for rank, each in enumerate(got):
+        for name in not_finite(each):
+            yield f"the gradient of {name} is NaN or infinite on rank {rank}"
+    partly_used = set.union(*[each.used for each in got]) - set.intersection(*[each.used for each in got])
+    suspects = wrong or [name for name, _, _ in found.drifted] or found.wrong("changes")
+    if suspects and partly_used.issuperset(suspects):
+        yield f"there is a parameter that only some ranks use ({suspects[0]}), and others have no gradient to average"
+    if found.drifted:
+        yield from unaveraged(found)
+    for line in other_samples(expected, got):
+        if wrong or N_SAMPLES in line:
+            yield line
+    if wrong:
+        yield from factor(found, wrong)
+        yield from unaveraged(found)
+        for name in expected.norms:
+            line = f"the samples are the same, but BatchNorm ({name}) uses the mean of each rank's alone"
+            yield f"{line}. To judge the rest of the script: --eval-norm"
+        yield f"the samples are the same, and the gradient of {wrong[0]} is not: {OTHER_GRADIENT}"
+    for name in found.wrong("clipped"):
+        yield f"the gradient of {name} is the same before clipping, but not after: clip once in a step, at its end"
+    yield from other_settings(expected, got)
+    if len(got[0].weights) > len(expected.weights):
+        yield f"rank 0 has parameters outside of the model: {STALE}"
+    yield from unaveraged(found)
+    yield "samples, gradients and settings are the same: is the optimizer's state, and what follows its step?"
+
+
+def unaveraged(found):
+    """Yield why gradients differ between ranks."""
+    for _, rank, _ in found.unaveraged:
+        names = [name for name, each, _ in found.unaveraged if each == rank]
+        line = f"rank {rank} has another gradient of {names[0]} than other ranks"
+        if len(names) < len(found.got[rank].gradients):
+            yield f"{line}: is it outside of the wrapped model, or was it unfrozen after wrapping?"
+        if not list(apart((found.expected, *found.got), "clipped")):
+            yield f"{line} when they are clipped: average them first"
+        yield f"{line}. Nothing averages them: is the plain model trained, or is the last backward inside of no_sync()?"
+
+
+def arguments(expected, got):
+    """Yield (name, rows, width, rows of each rank, their widths) of each argument, by place if no name is common."""
+    named = [each.inputs for each in (expected, *got)]
+    if not named[0].keys() & named[1].keys():
+        named = [{f"number {place}": each for place, each in enumerate(inputs.values(), 1)} for inputs in named]
+    for name, (rows, width) in named[0].items():
+        of_ranks = [inputs.get(name, (rows[:0], width)) for inputs in named[1:]]
+        yield name, rows, width, [part for part, _ in of_ranks], {each for _, each in of_ranks}
+
+
+def other_samples(expected, got):
+    """Yield how the global batch differs. The rows of an argument may be in any order."""
     equal = []
-    for name, (rows, width) in expected["inputs"].items():
-        parts, widths = zip(*[record["inputs"].get(name, (rows[:0], width)) for record in got], strict=True)
+    for name, rows, width, parts, widths in arguments(expected, got):
         together = torch.cat(parts)
+        are_pieces = widths != {width} and len(together) * min(widths) == len(rows) * width
         if is_same(together, rows) or all(is_same(part, rows) for part in parts):
             equal.append(name)
-            continue
-        if not len(rows) or not all(map(len, parts)):
-            return f"the argument {name} is None, or missing, on one process or on some ranks only"
-        if set(widths) != {width} and len(together) * widths[0] == len(rows) * width:
-            return None  # these are pieces of a sequence, which cannot be compared
-        if len(together) != len(rows):
+        elif not len(rows) or not all(map(len, parts)):
+            yield f"the argument {name} is None, or missing, on one process or on some ranks only"
+        elif are_pieces:  # of a sequence, which cannot be compared
+            return
+        elif len(parts) > 1 and all(is_same(part, parts[0]) for part in parts):
+            yield f"all ranks have the same samples ({name}): is there a sampler that gives each rank its share?"
+        elif len(together) != len(rows):
             advice = "It must be divided by the number of processes, once"
             if 0 < len(together) - len(rows) < len(parts):
                 advice = "The sampler repeats some to make shares equal: drop the last batch, or weight it"
-            return f"the global batch has {len(together)} samples, and {len(rows)} on one process. {advice}"
-        if all(is_same(part, parts[0]) for part in parts):
-            return f"all ranks have the same samples ({name}): is there a sampler that gives each rank its share?"
-        if equal:
+            yield f"the global batch has {len(together)} {N_SAMPLES} {len(rows)} on one process. {advice}"
+        elif equal:
             advice = "if it is drawn at random, draw it for the global batch, and give each rank its share"
-            return f"the argument {equal[0]} is the same, but {name} is not: {advice}"
-        return f"the global batch has other samples ({name}): are the data and their order the same on all ranks?"
-    return None
+            yield f"the argument {equal[0]} is the same, but {name} is not: {advice}"
+        else:
+            yield f"the global batch has other samples ({name}): {how_drawn(expected, got)}"
+
+
+def how_drawn(expected, got):
+    """Why samples may be other ones, from what is known of random draws."""
+    reasons = []
+    samplers, samplers_of_one = listed(got[0].samplers), listed(expected.samplers)
+    if samplers != samplers_of_one:
+        reasons.append(f"their order is drawn by {samplers}, and by {samplers_of_one} on one process")
+    if len({each.seed for each in got}) > 1:
+        reasons.append("each rank has a seed of its own (torch.initial_seed())")
+    elif got[0].seed != expected.seed:
+        reasons.append("the seed is another one than on one process: set it, or use --seed")
+    generic = "are the data and their order the same on all ranks, and is nothing drawn at random, as augmentation is?"
+    return ". And ".join(reasons) or generic
 
 
 def is_same(rows, others):
+    """Are they the same samples, in any order? Numbers that are repeated at the ends of rows may be padding."""
     if len(rows) != len(others) or not len(rows):
         return len(rows) == len(others)
-    return torch.allclose(rows.sort()[0], others.sort()[0], rtol=1e-6, atol=1e-6 * others.abs().max().item())
+    last, counts = torch.cat([rows, others])[:, 2].unique(return_counts=True)
+    frequent = last[counts.argsort(descending=True)][:4]
+    for padding in (math.nan, *frequent.tolist()):
+        sums, expected = [torch.where(each[:, 2] == padding, each[:, 1], each[:, 0]) for each in (rows, others)]
+        if torch.allclose(sums.sort()[0], expected.sort()[0], rtol=1e-6, atol=1e-6 * expected.abs().max().item()):
+            return True
+    return False
 
 
-def other_gradients_on_ranks(expected, got):
-    rank, names = other_rank(expected, got, "gradients")
-    if not names:
-        return None
-    line = f"rank {rank} has another gradient of {names[0]} than other ranks"
-    if len(names) < len(got[rank]["gradients"]):
-        return f"{line}: is it outside of the wrapped model, or was it unfrozen after wrapping?"
-    if not other_rank(expected, got, "clipped")[1]:
-        return f"{line} when they are clipped: average them first"
-    return f"{line}. Nothing averages them: is the plain model trained, or is the last backward inside of no_sync()?"
-
-
-def factor(expected, got):
-    """Are gradients N or 1/N times those of one process?"""
-    wrong = wrong_gradients(expected, got)
-    for number, words, advice in ((len(got), f"{len(got)}", SUM), (1 / len(got), f"1/{len(got)}", DIVIDED)):
-        times = {name: (*expected["gradients"][name][:2], number * expected["gradients"][name][2]) for name in wrong}
-        if wrong and not any(differing(times, record["gradients"]) for record in got):
-            return f"the gradient of {wrong[0]} is {words} times that of one process: {advice}"
-    return None
-
-
-SUM = "it is summed over the ranks, and not averaged"
-DIVIDED = "it is averaged, but the loss is a sum over the samples, or has been divided by the number of processes"
-
-
-def batch_norm(expected):
-    if not expected["norms"]:
-        return None
-    line = f"the samples are the same, but BatchNorm ({expected['norms'][0]}) uses the mean of each rank's alone"
-    return f"{line}. To judge the rest of the script: --eval-norm"
-
-
-def other_clipping(expected, got):
-    for name in wrong_gradients(expected, got, "clipped"):
-        return f"the gradient of {name} is the same before clipping, but not after: clip once in a step, at its end"
-    return None
+def factor(found, wrong):
+    """Yield that gradients are N or 1/N times those of one process."""
+    whole, *ranks = found.tensors["gradients"]
+    n = len(ranks)
+    added = SUM
+    for name, rows, _, parts, _ in arguments(found.expected, found.got):
+        if all(is_same(part, rows) for part in parts):
+            added = f"{SUM}, or all ranks have the same samples ({name}), and the loss is a sum"
+    for number, words, advice in ((n, f"{n}", added), (1 / n, f"1/{n}", DIVIDED)):
+        times = {name: with_sums(whole[name], number * whole[name].sums) for name in wrong}
+        far = [(name, each) for rank in ranks for name, each in nearest(times, [rank]).items()]
+        if all(each <= allowed(name, times, *ranks) for name, each in far):
+            yield f"the gradient of {wrong[0]} is {words} times that of one process: {advice}"
 
 
 def other_settings(expected, got):
-    """Another learning rate, for example."""
-    for rank, record in enumerate(got):
-        if len(record["settings"]) != len(expected["settings"]):
-            return f"rank {rank} has another number of optimizers, or of groups of parameters, than one process"
-        for settings, expected_settings in zip(record["settings"], expected["settings"], strict=True):
+    """Yield another learning rate, for example."""
+    for rank, each in enumerate(got):
+        if len(each.settings) != len(expected.settings):
+            yield f"rank {rank} has another number of optimizers, or of groups of parameters, than one process"
+            continue
+        for settings, expected_settings in zip(each.settings, expected.settings, strict=True):
             for key, value in expected_settings.items():
                 if settings.get(key) != value:
-                    return f"the optimizer's {key} is {settings.get(key)} on rank {rank}, and {value} on one process"
-    return None
-
-
-def stale_parameters(expected, got):
-    if len(got[0]["weights"]) <= len(expected["weights"]):
-        return None
-    return f"rank 0 has parameters outside of the model: {STALE}"
+                    yield f"the optimizer's {key} is {settings.get(key)} on rank {rank}, and {value} on one process"
 
 
 # ---- start the processes -------------------------------------------------------------------------------------------
 
 
 def run(args, nproc):
-    """Returns each rank's records, what rank 0 has printed, and in one line what went wrong, or None."""
+    """Returns each rank's steps, and in one line what went wrong, or None."""
     print(f"running on {nproc} {'process' if nproc == 1 else 'processes'}", file=sys.stderr)
-    command = [sys.executable, __file__, args.script, *[for_processes(arg, nproc) for arg in args.args]]
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         settings = {"folder": folder, "steps": args.steps, "float32": args.float32, "eval_norm": args.eval_norm}
+        settings |= {"seed": args.seed, "is_module": args.is_module}
+        command = [sys.executable, __file__, IN_RANK, json.dumps(settings), args.script]
+        command += [for_processes(arg, nproc) for arg in args.args]
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         job |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "TORCHELASTIC_RUN_ID": "parity"}
-        job |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCH_COMPILE_DISABLE": "1"}
-        environment = {"OMP_NUM_THREADS": "1", "WATCH_SECONDS": "20"} | os.environ
-        environment |= job  # as torchrun does
-        environment |= {"PARITY": json.dumps(settings), "TMPDIR": folder}  # the script's temporary files end with ours
+        job |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCH_COMPILE_DISABLE": "1"}  # as torchrun does
+        job |= {"TMPDIR": folder}  # the script's temporary files end with ours
+        environment = {"OMP_NUM_THREADS": "1", "WATCH_SECONDS": "20"} | os.environ | job
+        logs = [Path(folder, f"printed {rank}") for rank in range(nproc)]
         processes = []
         try:
-            for rank in range(nproc):
-                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                processes.append(start(command, environment.copy(), Path(folder, f"printed {rank}")))
-            failure = wait(processes, Path(folder), args.timeout)
+            for rank, log in enumerate(logs):
+                processes.append(start(command, environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, log))
+            failure = wait(processes, logs, args.timeout)
         finally:
             for process in processes:
-                end(process)
-        ranks = [read_records(Path(folder, f"records {rank}")) for rank in range(nproc)]
-        printed = Path(folder, "printed 0").read_text(errors="replace")
-    taken = list(map(len, ranks))
-    if failure:
-        failure += f". Steps of each rank: {listed(taken)}"
-    elif not all(taken):
-        failure = "takes no step of an optimizer of torch.optim on some rank"
-    return ranks, printed, failure
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        ranks = [read_steps(Path(folder, f"records {rank}")) for rank in range(nproc)]
+        if failure:
+            failure += f". Steps of each rank: {listed(map(len, ranks))}"
+        elif not all(ranks):
+            rank = ranks.index([])
+            failure = (
+                f"takes no step of an optimizer of torch.optim on rank {rank}, which says last: {last_line(logs[rank])}"
+            )
+    return ranks, failure
 
 
 def for_processes(arg, nproc):
     arg = re.sub(r"\b(\d+)/N\b", lambda found: str(int(found[1]) // nproc), arg)
-    return re.sub(r"\bN\b", str(nproc), arg)
+    return re.sub(r"(?<!^-)\bN\b", str(nproc), arg)  # -N is an option of the script
 
 
 def start(command, environment, log):
@@ -557,133 +821,132 @@ def start(command, environment, log):
         return subprocess.Popen(command, env=environment, stdout=file, start_new_session=True, **files)
 
 
-def end(process):
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def wait(processes, folder, timeout):
+def wait(processes, logs, timeout):
     """Wait until each rank has ended, or stands still after its last step. Returns what went wrong, or None."""
     begin = time.monotonic()
-    logs = [folder / f"printed {rank}" for rank in range(len(processes))]
     while time.monotonic() < begin + timeout:
         statuses = [process.poll() for process in processes]
         if any(statuses):
-            return describe_failure(statuses, logs)
-        done = [(folder / f"done {rank}").exists() for rank in range(len(processes))]
+            # The one that has failed first is silent for longest.
+            rank = min(
+                (rank for rank, status in enumerate(statuses) if status), key=lambda rank: logs[rank].stat().st_mtime
+            )
+            print(*logs[rank].read_text(errors="replace").splitlines()[-20:], sep="\n", file=sys.stderr)
+            return f"fails on rank {rank}: {last_line(logs[rank]) or f'exit status {statuses[rank]}'}"
+        done = [log.with_name(log.name.replace("printed", "done")).exists() for log in logs]
         if all(is_done or status == 0 for is_done, status in zip(done, statuses, strict=True)):
             return None
         if any(done):
             timeout = min(timeout, 2 * (time.monotonic() - begin) + 10)  # for the others: they may never come
         told = re.findall("no progress for .*", "".join(log.read_text(errors="replace") for log in logs))
-        still = [line for line in told if "computing, or ended" not in line]
-        if still:
-            return f"stands still: {still[0]}"
+        for line in told:
+            if "computing, or ended" not in line:
+                return f"stands still: {line}"
         time.sleep(0.05)
     return f"stands still: it has not ended after {timeout:.0f} s"
 
 
-def describe_failure(statuses, logs):
-    """Print the end of the log of the rank that has failed first, which is silent for longest. Returns its error."""
-    rank = min((rank for rank, status in enumerate(statuses) if status), key=lambda rank: logs[rank].stat().st_mtime)
-    lines = logs[rank].read_text(errors="replace").splitlines()
-    print(*lines[-20:], sep="\n", file=sys.stderr)
-    errors = [line for line in lines if re.match(r"[\w.]+: ", line)] or lines or [f"exit status {statuses[rank]}"]
-    return f"fails on rank {rank}: {errors[-1]}"
+def last_line(log):
+    """The error behind the last traceback, where frames are indented, or the last line."""
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in log.read_text(errors="replace").splitlines()]
+    lines = [line for line in lines if line.strip()]
+    tracebacks = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    errors = [line for line in lines[tracebacks[-1] + 1 :] if not line.startswith(" ")] if tracebacks else lines[-1:]
+    return "".join(errors[:1])
 
 
-def read_records(path):
+def read_steps(path):
     """Of each step the last record. A process may have been killed while it wrote."""
-    records = {}
+    steps = {}
     with contextlib.suppress(FileNotFoundError, EOFError, pickle.UnpicklingError), open(path, "rb") as file:
         while True:
-            record = pickle.load(file)
-            records[record["number"]] = record
-    return list(records.values())
+            step = Step(**pickle.load(file))
+            steps[step.number] = step
+    return list(steps.values())
 
 
 # ---- report --------------------------------------------------------------------------------------------------------
 
-UNITS = r"\d[\d.,]*\s?(?:s|ms|sec|min|h|[kKMG]i?B|bytes|\S+/s)\b|\d+:[\d:.,]+"  # times, speeds, memory
-DECIMAL = r"-?\d+\.\d+(?:e[-+]?\d+)?"
+IN_RANK = "--in-a-rank"
 
 
-def other_prints(printed, printed_by_ranks):
-    """Pairs of lines with the same words, but other numbers with a decimal point."""
-    pairs = []
-    for line, other in zip(printed.splitlines(), printed_by_ranks.splitlines(), strict=False):
-        text, other_text = re.sub(UNITS, "", line), re.sub(UNITS, "", other)
-        numbers = zip(re.findall(DECIMAL, text), re.findall(DECIMAL, other_text), strict=False)
-        is_other = any(abs(float(a) - float(b)) > 2e-3 * (abs(float(a)) + abs(float(b))) for a, b in numbers)
-        if is_other and re.sub(DECIMAL, "", text) == re.sub(DECIMAL, "", other_text):
-            pairs.append((line, other))
-    return pairs
-
-
-def report(args, nproc, one, printed):
-    """Compare `nproc` processes with one. Prints the result, and returns the exit status."""
+def report(args, reference, ranks, failure):
+    """Compare the ranks with one process, or each with its rank of the reference. Returns the exit status."""
     name = f"{Path(args.script).name}:"
-    ranks, printed_by_ranks, failure = run(args, nproc)
-    for line, other in other_prints(printed, printed_by_ranks)[:3]:
-        print(f"printed by 1 process: {line}\nprinted by {nproc} processes: {other}")
-    line, n_steps, largest = compare(one, ranks, have_ended=not failure) if all(ranks) else (None, 0, 0.0)
+    words = "one process" if args.reference == 1 else f"{args.reference} processes"
+    line, types, left_out = None, set(), []
+    for number, one in enumerate(reference):
+        got = ranks[number :: args.reference]
+        if line or not all(got):
+            break
+        line, n_steps, largest = compare(one, got, have_ended=not failure)
+        begin, *begins = [steps[0].weights for steps in (one, *got)]
+        compared = {name for each in begins for name in common(begin, each)}
+        types |= {tensors[each].dtype for tensors in (begin, *begins) for each in compared if each in tensors}
+        left_out += [each for each in begin if each not in compared]
     if line:
-        print(f"{name} on {nproc} processes {line}")
-    weights = one[0]["weights"]
-    compared = distances(weights, united([records[0] for records in ranks if records], "weights"))
-    left_out = [each for each in weights if each not in compared]
-    if not (failure or line) and not (n_steps and compared):
-        failure = "takes one step only, or holds no weight as a whole: nothing can be compared"
+        print(f"{name} on {args.nproc} processes {line.replace('one process', words)}")
+    elif not failure and not types:
+        failure = "holds no weight as a whole, as under FSDP1: nothing can be compared"
     if failure:
-        print(f"{name} on {nproc} processes it {failure}")
+        print(f"{name} on {args.nproc} processes it {failure}")
         return 2
     if left_out:
         print(f"{name} not compared: {len(left_out)} tensors that the script cuts or names anew, as {left_out[0]}")
     if line:
         return 1
-    bound = max(allowed(weights[each]) for each in compared)
-    print(f"{name} equal on 1 and {nproc} processes for {n_steps} steps, up to {largest:.1e} (allowed: {bound:g})")
+    bound = ALLOWED if types == {torch.float64} else ALLOWED_IN_LOW_TYPES
+    words = listed(sorted(str(each).removeprefix("torch.") for each in types))
+    judged = f"up to {largest:.1e} (allowed: {bound:g}), judged in {words}"
+    print(f"{name} equal on {args.reference} and {args.nproc} processes for {n_steps} steps, {judged}")
     return 0
 
 
 def parse_args(argv):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage="%(prog)s [options] SCRIPT.py ...")
-    parser.add_argument("--nproc", type=int, nargs="+", default=[2], help="numbers of processes to compare with one")
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps to compare")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds that a run may take")
-    parser.add_argument("--float32", action="store_true", help="leave torch's default type as it is")
-    parser.add_argument("--eval-norm", action="store_true", help="let BatchNorm use its running statistics")
-    script = next((number for number, arg in enumerate(argv) if arg.endswith(".py")), len(argv))
+    add = parser.add_argument
+    add("--nproc", type=int, default=2, help="number of processes to compare with one")
+    add("--reference", type=int, default=1, help="number of processes to compare with, instead of one")
+    add("--steps", type=int, default=5, help="optimizer steps to compare")
+    add("--timeout", type=float, default=300, help="seconds that a run may take")
+    add("--seed", type=int, nargs="?", const=0, help="seed of rank 0, for scripts that set none. Rank 1 gets one more")
+    add("--float32", action="store_true", help="leave torch's default type, and weights of float32, as they are")
+    add("--eval-norm", action="store_true", help="let BatchNorm use its running statistics")
+    script = next((number for number, arg in enumerate(argv) if arg == "-m" or arg.endswith(".py")), len(argv))
     args = parser.parse_args(argv[:script])
-    args.script, *args.args = argv[script:] or [""]
-    if not Path(args.script).is_file():
+    args.is_module = argv[script : script + 1] == ["-m"]
+    args.script, *args.args = argv[script + args.is_module :] or [""]
+    if not args.is_module and not Path(args.script).is_file():
         parser.error(f"there is no script {args.script!r}: name a file that ends in .py, before its arguments")
-    if min(args.nproc) < 2:
-        parser.error(f"argument --nproc: {min(args.nproc)} must be at least 2, to be compared with one process")
+    if args.is_module and not args.script:
+        parser.error("-m needs the name of a module")
+    if args.reference < 1 or args.nproc <= args.reference or args.nproc % args.reference:
+        parser.error(f"argument --nproc: {args.nproc} must be a multiple of {args.reference}, and more")
     if args.steps < 1:
         parser.error(f"argument --steps: {args.steps} must be at least 1")
     for number in re.findall(r"\b(\d+)/N\b", " ".join(args.args)):
-        for nproc in args.nproc:
-            if int(number) % nproc:
-                parser.error(f"{number}/N: {number} is not a multiple of {nproc}, the number of processes")
+        if int(number) % args.nproc:
+            parser.error(f"{number}/N: {number} is not a multiple of {args.nproc}, the number of processes")
     return args
 
 
 def main(argv):
     args = parse_args(argv)
-    (one,), printed, failure = run(args, 1)
+    reference, failure = run(args, args.reference)
     if failure:
         is_about_types = re.search("dtype|Float|Double", failure)
         hint = ". If it runs without parity.py, try --float32" if is_about_types and not args.float32 else ""
-        print(f"{Path(args.script).name}: on one process it {failure}{hint}")
+        words = "one process" if args.reference == 1 else f"{args.reference} processes"
+        print(f"{Path(args.script).name}: on {words} it {failure}{hint}")
         return 2
-    return max([report(args, nproc, one, printed) for nproc in args.nproc])
+    return report(args, reference, *run(args, args.nproc))
 
 
 if __name__ == "__main__":
-    if "PARITY" in os.environ:
-        run_and_record(**json.loads(os.environ.pop("PARITY")))
+    if sys.argv[1:2] == [IN_RANK]:
+        settings = json.loads(sys.argv[2])
+        del sys.argv[:3]
+        run_rank(**settings)
     else:
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.default_int_handler)  # as Ctrl-C: all that was started is ended

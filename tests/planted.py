@@ -1,7 +1,8 @@
-"""A training script with one planted mistake, or an unusual but right one: planted.py NAME torch|helper.
+"""A training script with one planted mistake, or an unusual but right one: planted.py NAME torch|helper [TYPE].
 
-The comments say what is wrong. `torch` uses torch's own DDP and gloo, and `helper` uses distributed.py. On one process
-every case is a plain loop. tests/test_parity.py lists what parity.py must say of each.
+TYPE is that of weights and inputs, float32 or bfloat16, with a rate as fine-tuning has. The comments say what is wrong.
+`torch` uses torch's own DDP and gloo, and `helper` uses distributed.py. On one process every case is a plain loop.
+tests/test_parity.py lists what parity.py must say of each.
 """
 
 import contextlib
@@ -24,6 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 CASE, FLAVOUR = sys.argv[1:3]
+TYPE = getattr(torch, sys.argv[3], None) if len(sys.argv) > 3 else None
+RATE = 1e-5 if TYPE else 0.01
 STEPS = 6
 BATCH = 16
 if FLAVOUR == "helper":
@@ -47,8 +50,15 @@ class Net(nn.Module):
         return self.last(self.dropout(hidden))
 
 
+class DropPath(nn.Module):
+    """As timm has it: a sample skips the layer."""
+
+    def forward(self, x):
+        return x * torch.rand(len(x), 1).round() if self.training else x
+
+
 class Special(nn.Module):
-    """Models of right scripts: an RNN with dropout, recomputed layers, tied weights, a dict as input."""
+    """Models of right scripts: an RNN with dropout, recomputed layers, tied weights, a dict as input, random depth."""
 
     def __init__(self):
         super().__init__()
@@ -58,6 +68,7 @@ class Special(nn.Module):
             return
         self.first = nn.Linear(8, 8)
         self.second = nn.Linear(8, 8)
+        self.path = DropPath() if CASE == "random_depth" else nn.Identity()
         if CASE == "tied":
             self.second.weight = self.first.weight
 
@@ -69,21 +80,49 @@ class Special(nn.Module):
         if CASE == "rnn":
             x, _ = self.rnn(x.unsqueeze(1).expand(-1, 3, -1))
             return self.last(x[:, -1])
-        return self.last(self.second(torch.tanh(self.first(x))))
+        return self.last(self.path(self.second(torch.tanh(self.first(x)))))
+
+
+class Task(nn.Module):
+    """The outermost module, which holds a wrapped one and the loss. timm has such."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x)
+
+
+class Heads(nn.Module):
+    """Rows of an even number use one head, and the others another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
+
+    def forward(self, x, numbers):
+        hidden = torch.tanh(self.first(x))
+        return torch.cat([self.heads[number](hidden[numbers == number]) for number in numbers.unique().tolist()])
 
 
 # ---- start, wrap and average: with torch, or with the helper -------------------------------------------------------
 
 
 def start():
+    if CASE == "no_process_group":
+        return 0, 1
     if FLAVOUR == "helper":
         dist.init_process_group()
     else:
         torch_dist.init_process_group("gloo")
-    return torch_dist.get_rank(), torch_dist.get_world_size()
+    return (0, 1) if CASE == "copies" else (torch_dist.get_rank(), torch_dist.get_world_size())
 
 
 def wrap(model, **options):
+    if CASE in ("no_process_group", "copies"):
+        return model
     return (
         dist.prepare_ddp_model(model, **options) if FLAVOUR == "helper" else DistributedDataParallel(model, **options)
     )
@@ -99,6 +138,8 @@ def shard(model):
 
 
 def sampler_of(dataset):
+    if CASE in ("no_process_group", "copies"):
+        return DistributedSampler(dataset, num_replicas=1, rank=0)
     if FLAVOUR == "helper":
         return dist.data_sampler(dataset, distributed=True, shuffle=True)
     return DistributedSampler(dataset, shuffle=True)
@@ -136,26 +177,27 @@ def batches(rank, world_size):
         loader = DataLoader(dataset, batch_size, sampler=sampler_of(dataset))
     n_steps = STEPS // world_size if CASE == "fewer_steps" else STEPS
     for _, (x, y) in zip(range(n_steps), loader, strict=False):
-        yield x, y.roll(rank) if CASE == "labels_of_other_rows" else y
+        yield x.to(TYPE), y.roll(rank) if CASE == "labels_of_other_rows" else y
 
 
 def inputs_of(step, x, rank, world_size):
     """Further arguments of the model: noise that is drawn by each rank, or for the batch; a mask on one rank."""
     if CASE == "noise_of_each_rank":
         torch.manual_seed(100 * step + rank)
-        return {"noise": torch.randn(len(x), 12)}
+        return {"noise": torch.randn(len(x), 12).to(TYPE)}
     if CASE == "noise_for_the_batch":
         torch.manual_seed(100 * step)
-        return {"noise": torch.randn(BATCH, 12)[rank::world_size]}  # as the sampler gives rows
+        return {"noise": torch.randn(BATCH, 12)[rank::world_size].to(TYPE)}  # as the sampler gives rows
     if CASE == "mask_on_one_rank":
-        return {"mask": torch.full((len(x), 12), 0.5) if rank == 0 else None}
+        return {"mask": torch.full((len(x), 12), 0.5, dtype=TYPE) if rank == 0 else None}
     if CASE == "keywords":
-        return {"mask": torch.full((len(x), 12), 0.5)}
+        return {"mask": torch.full((len(x), 12), 0.5, dtype=TYPE)}
     return {}
 
 
 def loss_of(logits, y, rank, world_size):
-    if CASE == "loss_is_a_sum":
+    logits = logits.float() if TYPE else logits
+    if CASE in ("loss_is_a_sum", "rate_makes_up"):
         return F.cross_entropy(logits, y, reduction="sum")
     if CASE == "loss_divided_by_n":
         return F.cross_entropy(logits, y) / world_size
@@ -169,8 +211,10 @@ def loss_of(logits, y, rank, world_size):
 
 
 def make_model(rank, world_size):
-    torch.manual_seed(world_size if CASE == "seed_of_the_model" else 1)
-    model = Special() if CASE in ("tied", "dict", "recompute", "rnn") else Net()
+    if CASE != "no_seed":
+        torch.manual_seed(world_size if CASE == "seed_of_the_model" else 1)
+    model = Special() if CASE in ("tied", "dict", "recompute", "rnn", "random_depth") else Net()
+    model.to(TYPE)
     if CASE in ("unfrozen_later", "frozen"):
         model.first.requires_grad_(False)
     return model
@@ -178,20 +222,22 @@ def make_model(rank, world_size):
 
 def make_optimizer(model, params, world_size):
     if CASE == "learning_rate_times_n":
-        return torch.optim.AdamW(params, lr=0.01 * world_size)
+        return torch.optim.AdamW(params, lr=RATE * world_size)
     if CASE == "weight_decay_times_n":
-        return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1 * world_size)
+        return torch.optim.AdamW(params, lr=RATE, weight_decay=0.1 * world_size)
     if CASE == "zero_redundancy":
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01)
+        return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=RATE)
+    if CASE == "rate_makes_up":
+        return torch.optim.SGD(params, lr=RATE * world_size)
     if CASE == "closure":
-        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        return torch.optim.SGD(params, lr=10 * RATE, momentum=0.9)
     if CASE == "lbfgs":
-        return torch.optim.LBFGS(params, lr=0.1, max_iter=4)
+        return torch.optim.LBFGS(params, lr=10 * RATE, max_iter=4, tolerance_change=0, tolerance_grad=0)
     if CASE in ("loss_is_a_sum", "rmsprop"):
-        return torch.optim.RMSprop(params, lr=0.01)
-    return torch.optim.AdamW(params, lr=0.01)
+        return torch.optim.RMSprop(params, lr=RATE)
+    return torch.optim.AdamW(params, lr=RATE)
 
 
 def train(rank, world_size):
@@ -215,9 +261,11 @@ def train(rank, world_size):
     if CASE == "loaded_on_one_rank" and rank == world_size - 1:
         model.load_state_dict({name: 2 * tensor for name, tensor in model.state_dict().items()})
     if CASE == "compiled":
-        wrapped = torch.compile(wrapped, backend="eager")
+        wrapped = torch.compile(wrapped, backend="eager", fullgraph=True)
+    if CASE == "wrapped_inside":
+        wrapped = Task(wrapped)
     average = copy.deepcopy(model) if CASE == "ema" else None
-    temperature = nn.Parameter(torch.ones(()))
+    temperature = nn.Parameter(torch.ones((), dtype=TYPE))
     params = [*model.parameters()] + ([temperature] if CASE == "parameter_outside" else [])
     if optimizer is None:
         optimizer = make_optimizer(model, params, world_size)
@@ -297,8 +345,8 @@ def average_and_clip(model, rank, world_size):
 def two_models(rank, world_size):
     """An encoder and a decoder, each wrapped, and one optimizer for each."""
     torch.manual_seed(1)
-    encoder, decoder = wrap(nn.Linear(8, 6)), wrap(nn.Linear(6, 3))
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (encoder, decoder)]
+    encoder, decoder = wrap(nn.Linear(8, 6).to(TYPE)), wrap(nn.Linear(6, 3).to(TYPE))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=10 * RATE) for model in (encoder, decoder)]
     for x, y in batches(rank, world_size):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -309,10 +357,11 @@ def two_models(rank, world_size):
 
 def gan(rank, world_size):
     torch.manual_seed(1)
-    generator, critic = wrap(nn.Linear(4, 8)), wrap(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)))
-    of_generator, of_critic = (torch.optim.Adam(model.parameters(), lr=0.01) for model in (generator, critic))
+    generator = wrap(nn.Linear(4, 8).to(TYPE))
+    critic = wrap(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).to(TYPE))
+    of_generator, of_critic = (torch.optim.Adam(model.parameters(), lr=RATE) for model in (generator, critic))
     for x, _ in batches(rank, world_size):
-        z = torch.randn(BATCH, 4).chunk(world_size)[rank]
+        z = torch.randn(BATCH, 4).chunk(world_size)[rank].to(TYPE)
         of_critic.zero_grad()
         (F.softplus(critic(generator(z).detach())).mean() + F.softplus(-critic(x)).mean()).backward()
         of_critic.step()
@@ -324,14 +373,39 @@ def gan(rank, world_size):
 def padded(rank, world_size):
     """Each rank pads its texts to its own longest one."""
     torch.manual_seed(1)
-    model = wrap(nn.EmbeddingBag(9, 4, padding_idx=0))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model = wrap(nn.EmbeddingBag(9, 4, padding_idx=0).to(TYPE))
+    optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
     for _ in range(STEPS):
         lengths = torch.randint(1, 9, (BATCH,))
         texts = [torch.randint(1, 9, (length,)) for length in lengths.tolist()]
         own = texts[rank::world_size]
         optimizer.zero_grad()
         model(nn.utils.rnn.pad_sequence(own, batch_first=True)).square().mean().backward()
+        optimizer.step()
+
+
+def some_ranks_use(rank, world_size):
+    """FSDP2 averages what has a gradient, in the order of parameters: here one head with the other."""
+    torch.manual_seed(1)
+    model = Heads().to(TYPE)
+    shard(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
+    numbers = torch.arange(BATCH) % 2
+    for _ in range(STEPS):
+        x = torch.randn(BATCH, 8).to(TYPE)[rank::world_size]
+        optimizer.zero_grad()
+        model(x, numbers[rank::world_size]).square().mean().backward()
+        optimizer.step()
+
+
+def sparse(rank, world_size):
+    torch.manual_seed(1)
+    model = wrap(nn.Embedding(10, 3, sparse=True).to(TYPE))
+    optimizer = torch.optim.SGD(model.parameters(), lr=10 * RATE)
+    for _ in range(STEPS):
+        words = torch.randint(10, (BATCH,))[rank::world_size]
+        optimizer.zero_grad()
+        model(words).square().mean().backward()
         optimizer.step()
 
 
@@ -386,18 +460,43 @@ def children(rank, world_size):
     train(rank, world_size)
 
 
-LOOPS = (two_models, gan, padded, stand_still, crash, not_in_float64, no_optimizer, no_gradient, children)
+LOOPS = (
+    two_models,
+    gan,
+    padded,
+    some_ranks_use,
+    sparse,
+    stand_still,
+    crash,
+    not_in_float64,
+    no_optimizer,
+    no_gradient,
+    children,
+)
+
+
+def spawned(rank, world_size):
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": os.environ["PORT"]}
+    torch_dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    train(rank, world_size)
 
 
 def main(local_rank=None, world_size=None):
     rank, world_size = start()
     {loop.__name__: loop for loop in LOOPS}.get(CASE, train)(rank, world_size)
-    if FLAVOUR == "torch":
+    if FLAVOUR == "torch" and torch_dist.is_initialized():
         torch_dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     if FLAVOUR == "helper":
         dist.launch(main)
+    elif CASE in ("spawn", "spawn_as_many"):
+        n_processes = int(sys.argv[3]) if CASE == "spawn_as_many" else 2
+        torch.multiprocessing.spawn(spawned, args=(n_processes,), nprocs=n_processes)
+    elif CASE == "fork":
+        process = torch.multiprocessing.get_context("fork").Process(target=spawned, args=(0, 1))
+        process.start()
+        process.join()
     else:
         main()
