@@ -77,8 +77,8 @@ MEMORY = [(script, *LARGE) for script in ("min_FSDP", "min_FSDP_scratch", "min_Z
 MEMORY += [("min_DDP_scratch", *LARGE)]
 JOBS = {"quick": (2, QUICK), "main": (2, MAIN), "more": (2, MORE), "four": (4, FOUR), "memory": (2, MEMORY)}
 CASES = [(job, i) for job, (_, cases) in JOBS.items() for i in range(len(cases))]
-# Rounding grows with the steps of generation. In bfloat16 it may change the sign of a small gradient, and with it a step
-# of Adam.
+# Rounding grows with the steps of generation. In bfloat16 it may change the sign of a small gradient, and with it a
+# step of Adam.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 0.05}
 GENERATES = 1e-9
 
