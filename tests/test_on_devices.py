@@ -126,8 +126,8 @@ SIX = ("--steps", 6, "--log-every", 6, "--width", 32, "--layers", 2)
 # ranks that have batches left.
 WITHOUT_WAITS = [(f"min_{name}", *SIX) for name in ("FSDP", "FSDP_scratch", "DDP_scratch", "ZeRO", "Muon", "TP", "PP")]
 WITHOUT_WAITS += [(f"min_{name}", *SIX, "--clip", 1) for name in ("CP", "CP_ring", "DiLoCo", "Packing", "Stream")]
-WITHOUT_WAITS += [("min_DDP", "--epochs", 1, "--batch-size", 2), DIGITS, ("mnist_FSDP", *IMAGES, "--batch-size", 32)]
-WITHOUT_WAITS += [("multigpu_torchrun", 1, 1, "--batch-size", 64)]
+WITHOUT_WAITS += [("min_DDP", "--epochs", 1, "--batch-size", 2), ("multigpu_torchrun", 1, 1, "--batch-size", 64)]
+WITHOUT_WAITS += [("mnist_DDP", *IMAGES, "--global-batch-size", 8), ("mnist_FSDP", *IMAGES, "--batch-size", 4)]
 
 
 @pytest.mark.slow
