@@ -32,13 +32,13 @@ MAIN = [
     ("min_ZeRO", *STEPS),
     ("min_TP", *STEPS),
     ("min_PP", *STEPS, "--layers", 2),
-    ("min_Join", *STEPS, "--least", 3),
     (*DIGITS, "--accumulate", 2, "--clip", 1, "--num-workers", 1),
-    ("mnist_FSDP", *IMAGES, "--batch-size", 32),
     (*LLM, "--no-bf16", "--output", "../llm"),
     (*LLM, "--no-bf16", "--model", "../llm", "--lora", 2),
 ]
 MORE = [
+    ("min_Join", *STEPS, "--least", 3),
+    ("mnist_FSDP", *IMAGES, "--batch-size", 32),
     ("min_Join", *STEPS, "--least", 0, "--method", "weights"),
     ("min_DDP_scratch", *STEPS, "--compress", "bf16", "--accumulate", 2),
     ("min_FSDP", *STEPS, "--bf16"),
