@@ -32,13 +32,13 @@ MAIN = [
     ("min_ZeRO", *STEPS),
     ("min_TP", *STEPS),
     ("min_PP", *STEPS, "--layers", 2),
-    ("min_Join", *STEPS, "--least", 3),
     (*DIGITS, "--accumulate", 2, "--clip", 1, "--num-workers", 1),
-    ("mnist_FSDP", *IMAGES, "--batch-size", 32),
     (*LLM, "--no-bf16", "--output", "../llm"),
     (*LLM, "--no-bf16", "--model", "../llm", "--lora", 2),
 ]
 MORE = [
+    ("min_Join", *STEPS, "--least", 3),
+    ("mnist_FSDP", *IMAGES, "--batch-size", 32),
     ("min_Join", *STEPS, "--least", 0, "--method", "weights"),
     ("min_DDP_scratch", *STEPS, "--compress", "bf16", "--accumulate", 2),
     ("min_FSDP", *STEPS, "--bf16"),
@@ -77,8 +77,8 @@ MEMORY = [(script, *LARGE) for script in ("min_FSDP", "min_FSDP_scratch", "min_Z
 MEMORY += [("min_DDP_scratch", *LARGE)]
 JOBS = {"quick": (2, QUICK), "main": (2, MAIN), "more": (2, MORE), "four": (4, FOUR), "memory": (2, MEMORY)}
 CASES = [(job, i) for job, (_, cases) in JOBS.items() for i in range(len(cases))]
-# Rounding grows with the steps of generation. In bfloat16 it may change the sign of a small gradient, and with it a step
-# of Adam.
+# Rounding grows with the steps of generation. In bfloat16 it may change the sign of a small gradient, and with it a
+# step of Adam.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 0.05}
 GENERATES = 1e-9
 
@@ -126,8 +126,8 @@ SIX = ("--steps", 6, "--log-every", 6, "--width", 32, "--layers", 2)
 # ranks that have batches left.
 WITHOUT_WAITS = [(f"min_{name}", *SIX) for name in ("FSDP", "FSDP_scratch", "DDP_scratch", "ZeRO", "Muon", "TP", "PP")]
 WITHOUT_WAITS += [(f"min_{name}", *SIX, "--clip", 1) for name in ("CP", "CP_ring", "DiLoCo", "Packing", "Stream")]
-WITHOUT_WAITS += [("min_DDP", "--epochs", 1, "--batch-size", 2), DIGITS, ("mnist_FSDP", *IMAGES, "--batch-size", 32)]
-WITHOUT_WAITS += [("multigpu_torchrun", 1, 1, "--batch-size", 64)]
+WITHOUT_WAITS += [("min_DDP", "--epochs", 1, "--batch-size", 2), ("multigpu_torchrun", 1, 1, "--batch-size", 64)]
+WITHOUT_WAITS += [("mnist_DDP", *IMAGES, "--global-batch-size", 8), ("mnist_FSDP", *IMAGES, "--batch-size", 4)]
 
 
 @pytest.mark.slow

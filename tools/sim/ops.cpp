@@ -95,7 +95,8 @@ static Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking)
   } else {
     drain(stream);
     target.copy_(source);
-    if (host) host_waits(stream, "copy_");
+    if (host && !non_blocking) host_waits(stream, "copy_");
+    if (host) host_learns(clock_of(stream));
   }
   return to;
 }
