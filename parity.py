@@ -225,12 +225,13 @@ class Recorder:
         n_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         step.is_alone = n_ranks < self.n_started
         step.n_collectives = count_collectives()
-        step.replicated = {name for name, param in self.named_params().items() if param in self.replicated}
-        for root in self.roots:
-            for name, module in root.named_modules():
-                if id(module) in self.called:
-                    names = [each for each, _ in module.named_parameters(name, recurse=False)]
-                    step.used |= {self.prefix(root) + without_wrappers(each) for each in names}
+        called = [module for root in self.roots for module in root.modules() if id(module) in self.called]
+        used = {param for module in called for param in module.parameters(recurse=False)}
+        for name, param in self.named_params().items():
+            if param in used:
+                step.used.add(name)
+            if param in self.replicated:
+                step.replicated.add(name)
         pickle.dump(vars(step), self.file)  # the class itself is not importable while the script is __main__
         self.file.flush()
 
@@ -249,9 +250,13 @@ class Recorder:
                 sketches[name] = sketch(tensor)
 
     def named_params(self):
+        """By name, without what all names of a model begin with: another module may be the outermost on one process."""
         named = {}
         for root in self.roots:
-            named |= {self.prefix(root) + without_wrappers(name): param for name, param in root.named_parameters()}
+            names = [without_wrappers(name) for name, _ in root.named_parameters()]
+            while len({name.partition(".")[0] for name in names}) == 1 and all("." in name for name in names):
+                names = [name.partition(".")[2] for name in names]
+            named |= {self.prefix(root) + name: param for name, param in zip(names, root.parameters(), strict=True)}
         known = set(named.values())
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         others = [param for group in groups for param in group["params"] if param not in known]
@@ -506,13 +511,19 @@ class Comparison:
         self.tensors = {key: [getattr(each, key) for each in step] for key in ("gradients", "clipped")}
         self.tensors["changes"] = list(map(changes, start, later))
         self.distances = {key: nearest(whole, ranks) for key, (whole, *ranks) in self.tensors.items()}
+        whole, *ranks = self.tensors["gradients"]
+        self.owned = {
+            name for name, _, far in distances(whole, ranks, each=True) if far <= allowed(name, whole, *ranks)
+        }
         self.drifted = list(apart(later, "weights"))
         self.unaveraged = list(apart(step, "gradients"))
         self.are_low = any(is_low(name, each.weights) for each in step for name in each.weights)
         # Gradients may differ between ranks where the weights move on all alike: then the optimizer averages them, or
         # the owner of a parameter sends it to the others.
-        moved = {name for each in self.tensors["changes"][1:] for name, change in each.items() if change.sums.any()}
-        self.averaged_later = moved - {name for name, _, _ in self.drifted}
+        self.moved = {
+            name for each in self.tensors["changes"][1:] for name, change in each.items() if change.sums.any()
+        }
+        self.averaged_later = self.moved - {name for name, _, _ in self.drifted}
 
     def wrong(self, key, share=1.0):
         """The names of tensors of which no rank is near enough to one process: within a share of what is allowed."""
@@ -531,11 +542,9 @@ def evidence(found):
     """Yield in words what decides that a step is not equal."""
     for name, rank, _ in found.drifted:
         yield f"it ends with another {name} on rank {rank} than on other ranks"
-    whole, *ranks = found.tensors["gradients"]
-    owned = {name for name, _, far in distances(whole, ranks, each=True) if far <= allowed(name, whole, *ranks)}
     differing = {name for name, _, _ in found.unaveraged}
     for name, rank, distance in found.unaveraged:
-        is_owned = name in owned and name not in found.got[rank].replicated
+        is_owned = name in found.owned and name not in found.got[rank].replicated
         if not is_owned and name not in found.averaged_later:
             yield f"the gradient of {name} differs by {distance:.1e} between ranks"
     settings = list(other_settings(found.expected, found.got))
@@ -556,18 +565,21 @@ def evidence(found):
 def compare(one, ranks, have_ended=True):
     """Compare the steps of one process with those of each rank, and their number if all `have_ended`.
 
-    Returns a line about the first difference, or None; the number of equal steps; and the largest difference.
+    Returns a line about the first difference, or None; the number of equal steps, or 0 if nothing that is trained could
+    be compared; and the largest difference.
     """
     steps = list(zip(one, *ranks, strict=False))
     start, end = steps[0], steps[-1]
     for line in (*without_training(one[: len(steps)]), *other_start(*start)):
         return line, 0, 0.0
     largest = 0.0
+    is_compared = False
     for number, step in enumerate(steps):
         found = Comparison(start, step, steps[min(number + 1, len(steps) - 1)])
         for words in evidence(found):
             return f"in step {number + 1} {next(causes(found))} ({words})", number, largest
         largest = max(largest, found.largest())
+        is_compared |= bool(found.distances["gradients"] or found.moved & found.distances["changes"].keys())
     counts = list(map(len, ranks))
     if have_ended and set(counts) != {len(one)}:
         return f"the ranks take {listed(counts)} steps, and one process takes {len(one)}", len(steps) - 1, largest
@@ -575,7 +587,7 @@ def compare(one, ranks, have_ended=True):
         now.n_collectives == before.n_collectives for before, now in zip(start[1:], end[1:], strict=True)
     ):
         return f"a rank communicates with no other rank: {ALONE}", 0, largest
-    return None, max(len(steps) - 1, 1), largest
+    return None, is_compared * max(len(steps) - 1, 1), largest
 
 
 def listed(values):
@@ -629,11 +641,16 @@ def other_start(expected, *got):
         if not distance <= allowed(name, expected.weights, got[rank].weights):
             advice = DRAWN_AS_SHARDS if got[rank].weights[name].is_dtensor else SEEDS + hint
             yield f"{begins} than on one process ({name} differs by {distance:.1e}): {advice}"
+    cut_otherwise = []
     for name, whole in expected.weights.items():
         parts = [each.weights[name] for each in got if name in each.weights]
         is_cut = len(parts) > 1 and sum(math.prod(part.shape) for part in parts) == math.prod(whole.shape)
         if is_cut and not abs(sum(part.square for part in parts) - whole.square) <= 1e-6 * whole.square:
-            yield f"{begins} than on one process ({name}, which is cut): is it drawn whole, and then cut?"
+            are_copies = all(part.square == parts[0].square for part in parts)
+            cut_otherwise.append((not are_copies, name))
+    for are_different, name in sorted(cut_otherwise):
+        how = "is cut" if are_different else "is cut, and of which all ranks hold the same part"
+        yield f"{begins} than on one process ({name}, which {how}): is it drawn whole, and then cut?"
 
 
 def causes(found):
@@ -644,7 +661,11 @@ def causes(found):
         for name in not_finite(each):
             yield f"the gradient of {name} is NaN or infinite on rank {rank}"
     partly_used = set.union(*[each.used for each in got]) - set.intersection(*[each.used for each in got])
-    suspects = wrong or [name for name, _, _ in found.drifted] or found.wrong("changes")
+    suspects = (
+        [name for name in wrong if name not in found.owned]
+        or [name for name, _, _ in found.drifted]
+        or found.wrong("changes")
+    )
     if suspects and partly_used.issuperset(suspects):
         yield f"there is a parameter that only some ranks use ({suspects[0]}), and others have no gradient to average"
     if found.drifted:
@@ -801,6 +822,8 @@ def run(args, nproc):
         ranks = [read_steps(Path(folder, f"records {rank}")) for rank in range(nproc)]
         if failure:
             failure += f". Steps of each rank: {listed(map(len, ranks))}"
+            if re.search("dtype|Float|Double|data size", failure) and not args.float32:
+                failure += ". If it runs without parity.py, try --float32"
         elif not all(ranks):
             rank = ranks.index([])
             failure = (
@@ -848,7 +871,9 @@ def wait(processes, logs, timeout):
 
 def last_line(log):
     """The error behind the last traceback, where frames are indented, or the last line."""
-    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in log.read_text(errors="replace").splitlines()]
+    lines = [
+        re.sub(r"^\[rank\d+\]: ?|^ *what\(\): *", "", line) for line in log.read_text(errors="replace").splitlines()
+    ]
     lines = [line for line in lines if line.strip()]
     tracebacks = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     errors = [line for line in lines[tracebacks[-1] + 1 :] if not line.startswith(" ")] if tracebacks else lines[-1:]
@@ -886,8 +911,8 @@ def report(args, reference, ranks, failure):
         left_out += [each for each in begin if each not in compared]
     if line:
         print(f"{name} on {args.nproc} processes {line.replace('one process', words)}")
-    elif not failure and not types:
-        failure = "holds no weight as a whole, as under FSDP1: nothing can be compared"
+    elif not failure and not n_steps:
+        failure = "holds no weight that is trained under the same name and as a whole (as under FSDP1)"
     if failure:
         print(f"{name} on {args.nproc} processes it {failure}")
         return 2
@@ -934,10 +959,8 @@ def main(argv):
     args = parse_args(argv)
     reference, failure = run(args, args.reference)
     if failure:
-        is_about_types = re.search("dtype|Float|Double", failure)
-        hint = ". If it runs without parity.py, try --float32" if is_about_types and not args.float32 else ""
         words = "one process" if args.reference == 1 else f"{args.reference} processes"
-        print(f"{Path(args.script).name}: on {words} it {failure}{hint}")
+        print(f"{Path(args.script).name}: on {words} it {failure}")
         return 2
     return report(args, reference, *run(args, args.nproc))
 

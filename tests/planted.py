@@ -384,6 +384,18 @@ def padded(rank, world_size):
         optimizer.step()
 
 
+def redirected(rank, world_size):
+    """As Lightning: the outermost module is the model on one process, and on several the task that holds it."""
+    torch.manual_seed(1)
+    task = Task(nn.Linear(8, 1).to(TYPE))
+    called = wrap(task) if world_size > 1 else task.model
+    optimizer = torch.optim.Adam(task.parameters(), lr=RATE)
+    for x, _ in batches(rank, world_size):
+        optimizer.zero_grad()
+        called(x).square().mean().backward()
+        optimizer.step()
+
+
 def some_ranks_use(rank, world_size):
     """FSDP2 averages what has a gradient, in the order of parameters: here one head with the other."""
     torch.manual_seed(1)
@@ -464,6 +476,7 @@ LOOPS = (
     two_models,
     gan,
     padded,
+    redirected,
     some_ranks_use,
     sparse,
     stand_still,
