@@ -98,12 +98,13 @@ def train_odd(case, optimizer):
     with torch.no_grad():
         for param in model.parameters():
             param += dist.get_rank()  # all must start from rank 0's
+    data = transformer.small_data(args)
     with contextlib.ExitStack() as stack:
         sent = stack.enter_context(counted_sends())
         if case == "bug":
             stack.enter_context(mock.patch.object(min_DDP_scratch.RingDDP, "on_gradient", reduce_too_early))
         wrapped = min_DDP_scratch.RingDDP(model, 20_000)
-        min_DDP_scratch.train(wrapped, optimizer, transformer.small_data(args), args)
+        min_DDP_scratch.train(wrapped, optimizer, data, args)
     return transformer.full_parameters(wrapped), sum(sent)
 
 

@@ -202,8 +202,9 @@ def watch_step(ep):
     model = transformer.make_model(args)
     min_EP_FSDP.parallelize(model, args)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+    data = transformer.small_data(args)
     with mock.patch("gpt.Progress"), Watch() as watch:
-        min_EP_FSDP.train(model, optimizer, transformer.small_data(args), args)
+        min_EP_FSDP.train(model, optimizer, data, args)
     torch.set_default_dtype(torch.float64)
     return watch.sent
 

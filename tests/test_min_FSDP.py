@@ -88,8 +88,9 @@ def host_reads():
     args = transformer.arguments(dist.get_world_size(), **{**OPTIONS, "clip": CLIP, "steps": 2})
     model = min_FSDP.make_sharded_model(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    data = transformer.small_data(args)
     with mock.patch("gpt.Progress"), Watch() as watch:
-        min_FSDP.train(model, optimizer, transformer.small_data(args), args)
+        min_FSDP.train(model, optimizer, data, args)
     return watch.host_reads, len(watch.types_of("reduce"))
 
 

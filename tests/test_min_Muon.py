@@ -202,8 +202,9 @@ def watch_step():
     args = arguments(dist.get_world_size(), **EVEN)
     model = min_Muon.make_sharded_model(args)
     muon, adamw = min_Muon.make_optimizers(model, args.lr, args.muon_lr)
+    data = transformer.small_data(args)
     with mock.patch("gpt.Progress"), Watch() as training:
-        min_Muon.train(model, (muon, adamw), transformer.small_data(args), args)
+        min_Muon.train(model, (muon, adamw), data, args)
     with Watch() as watch:
         muon.step()
     assert watch.others == 0
