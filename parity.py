@@ -165,7 +165,8 @@ class Recorder:
             self.called.add(id(module))
         root = unwrapped(module)
         if root not in self.roots:
-            self.make_float64(root)
+            if root is module:  # no wrapper of the script's own, which may hold parts of its parameters
+                self.make_float64(root)
             self.roots.append(root)
         self.record("weights")
         for name, layer in root.named_modules():
@@ -177,10 +178,10 @@ class Recorder:
         return None
 
     def make_float64(self, module):
-        """Convert a model of float32. Parameters that are shards or views of one memory stay as they are."""
+        """Convert a model of float32, unless the script may hold parts of its parameters: see `is_untouched`."""
         tensors = [each for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()]
         is_float = all(each.dtype in (torch.float32, torch.float64) for each in tensors)
-        if is_float and not self.float32 and all(map(owns_memory, tensors)):
+        if is_float and not self.float32 and all(map(is_untouched, tensors)):
             module.double()
 
     def record_inputs(self, root, args, kwargs):
@@ -286,8 +287,12 @@ def as_float64(value):
     return value.double() if torch.is_tensor(value) and value.dtype == torch.float32 else value
 
 
-def owns_memory(tensor):
-    return not hasattr(tensor, "full_tensor") and tensor.untyped_storage().nbytes() == tensor.nbytes
+def is_untouched(tensor):
+    """Is it no shard, no view of a larger memory, and without hooks and a gradient or buffer in an attribute?"""
+    if hasattr(tensor, "full_tensor") or tensor.untyped_storage().nbytes() != tensor.nbytes:
+        return False
+    has_hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return not has_hooks and not any(map(torch.is_tensor, vars(tensor).values()))
 
 
 def has_memory(tensor):
@@ -826,9 +831,8 @@ def run(args, nproc):
                 failure += ". If it runs without parity.py, try --float32"
         elif not all(ranks):
             rank = ranks.index([])
-            failure = (
-                f"takes no step of an optimizer of torch.optim on rank {rank}, which says last: {last_line(logs[rank])}"
-            )
+            failure = f"takes no step of an optimizer of torch.optim on rank {rank}"
+            failure += f", which says last: {last_line(logs[rank]) or 'nothing'}"
     return ranks, failure
 
 
@@ -902,13 +906,17 @@ def report(args, reference, ranks, failure):
     line, types, left_out = None, set(), []
     for number, one in enumerate(reference):
         got = ranks[number :: args.reference]
-        if line or not all(got):
+        if not all(got):
             break
         line, n_steps, largest = compare(one, got, have_ended=not failure)
         begin, *begins = [steps[0].weights for steps in (one, *got)]
         compared = {name for each in begins for name in common(begin, each)}
         types |= {tensors[each].dtype for tensors in (begin, *begins) for each in compared if each in tensors}
         left_out += [each for each in begin if each not in compared]
+        if line:
+            break
+    if line and args.reference > 1:
+        line += f". Ranks {listed(range(number, args.nproc, args.reference))} are compared with rank {number}"
     if line:
         print(f"{name} on {args.nproc} processes {line.replace('one process', words)}")
     elif not failure and not n_steps:

@@ -445,7 +445,9 @@ def crash(rank, world_size):
 
 
 def not_in_float64(rank, world_size):
-    F.binary_cross_entropy(wrap(nn.Linear(2, 1))(torch.ones(2, 2)).sigmoid(), torch.ones(2, 1).float()).backward()
+    F.binary_cross_entropy(
+        wrap(nn.Linear(2, 1))(torch.ones(2, 2)).sigmoid(), torch.ones(2, 1).to(torch.float32)
+    ).backward()
 
 
 def no_optimizer(rank, world_size):

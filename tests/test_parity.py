@@ -235,7 +235,8 @@ def test_options(judge, monkeypatch):
     status, printed = judge("--reference", 2, "--nproc", 4, "--steps", 3, PLANTED, "sharded", "torch")
     assert status == 0 and "equal on 2 and 4 processes for 3 steps" in printed, printed
     status, printed = judge("--reference", 2, "--nproc", 4, PLANTED, "kept_batch_size", "torch")
-    assert status == 1 and "the global batch has 64 samples, and 32 on 2 processes" in printed, printed
+    assert status == 1 and "the global batch has 32 samples, and 16 on 2 processes" in printed, printed
+    assert "Ranks 0 and 2 are compared with rank 0" in printed
     monkeypatch.chdir(PLANTED.parent)
     status, printed = judge("-m", "planted", "clipped", "torch")
     assert status == 0, printed
