@@ -29,6 +29,7 @@ def run_rank(command, environment, log):
     os.dup2(file, 2)
     os.environ.clear()
     os.environ.update(environment)
+    torch.seed()  # a new process has a seed of its own
     torch._dynamo.config.disable = True  # TORCH_COMPILE_DISABLE, which the fork server has read before it was set
     sys.path.insert(0, "")  # which parity.py replaces by the script's folder
     sys.path.append(str(ROOT))
