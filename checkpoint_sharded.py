@@ -4,7 +4,7 @@
     first_step = checkpoint_sharded.load(folder, model, optimizer)              # 0 if there is no checkpoint
     checkpoint_sharded.save(folder, model, optimizer, step + 1, keep=3)         # every rank calls it
 
-A `Saver` does this for a script with the options --checkpoint-dir, --save-every and --keep.
+A `Saver` does the last two for a script with the options --checkpoint-dir, --save-every and --keep.
 
 The model may be sharded by fully_shard, split by tensor parallelism, a stage of a pipeline, wrapped in DDP, or plain.
 Each checkpoint is a folder `step-N`, which all machines must share. Any number of processes can load what any number
@@ -46,7 +46,8 @@ class Saver:
     """
 
     def __init__(self, model, optimizer, args, settings):
-        self.parts = (model, optimizer)
+        self.model = model
+        self.optimizer = optimizer
         self.args = args
         self.settings = settings
         self.first_step = 0
@@ -57,7 +58,7 @@ class Saver:
         """Every rank must call it when `done` steps are complete."""
         args = self.args
         if args.checkpoint_dir and (done % args.save_every == 0 or done == args.steps):
-            save(args.checkpoint_dir, *self.parts, done, settings=self.settings, keep=args.keep)
+            save(args.checkpoint_dir, self.model, self.optimizer, done, settings=self.settings, keep=args.keep)
 
 
 def check_folder(option, folder):

@@ -176,9 +176,10 @@ def initial_weights(args):
 
 
 class Data:
-    """Batches of text: this process's share i of n of each, for `share` (i, n). By default each process has another.
+    """Gives this process its share of each global batch of text: part i of n equal parts, for `share` (i, n).
 
-    Shares are equally large, so the mean of the losses over all processes is the loss of the global batch.
+    By default that is (rank, world size). As all shares are equally large, the mean of the losses over all processes
+    is the loss of the global batch.
     """
 
     def __init__(self, args, share=None, device=None):
@@ -188,7 +189,7 @@ class Data:
         self.device = device or dist.get_device()
 
     def batch(self, step):
-        """See `batch`."""
+        """(x, y) of this step: see the function `batch` below."""
         args = self.args
         return batch(self.text, step, args.global_batch_size, args.length, args.seed, self.device, self.share)
 
@@ -201,7 +202,7 @@ class Data:
         return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in rows]
 
     def settings(self):
-        """The `settings` of a checkpoint: options and the text, which a resumed run must share. No shape tells them."""
+        """The `settings` of a checkpoint: what a resumed run must share, and no tensor's shape would reveal."""
         names = ("heads", "global_batch_size", "seed", "lr", "clip")
         settings = {f"--{name.replace('_', '-')}": getattr(self.args, name) for name in names}
         return {**settings, "text (checksum)": zlib.crc32(self.text.numpy())}
@@ -272,7 +273,7 @@ def report_held(params, total):
 
 
 class Progress:
-    """Call `progress(step, loss)` after each step with this process's loss. It prints a line after some of the steps.
+    """Every rank calls `progress(step, loss)` after each step, with its own loss. After some it prints a line.
 
     `loss_of(model, x, y)` gives a loss on this process whose mean over all processes is the loss of a global batch,
     where (x, y) is this process's share of the batch. It is used for held-out text. When all steps are done, `losses`,
@@ -287,7 +288,7 @@ class Progress:
         self.model = model
         self.loss_of = loss_of
         self.args = args
-        self.batches = data.held_out_batches()
+        self.held_out_batches = data.held_out_batches()
         self.losses = torch.zeros(args.steps, device=dist.get_device())  # this process's, until they are printed
         self.first_unprinted = first_step
         self.start = time.perf_counter()
@@ -309,7 +310,7 @@ class Progress:
         loss = recent.mean().item()  # waits for the device, so the clock is read after it
         tokens = len(recent) * self.args.global_batch_size * self.args.length
         speed = tokens / (time.perf_counter() - self.start)
-        held_out = torch.stack([self.loss_of(self.model, x, y) for x, y in self.batches]).mean()
+        held_out = torch.stack([self.loss_of(self.model, x, y) for x, y in self.held_out_batches]).mean()
         held_out = dist.reduce(held_out).item()
         device = dist.get_device()
         peak = dist.all_reduce(torch.tensor(peak_memory(device), device=device), "max").item()

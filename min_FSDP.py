@@ -22,7 +22,7 @@ reduce-scatter. On gloo it sends up to 4·(N-1)/N · 4·P bytes, because gloo's 
 
     python min_FSDP.py --nproc 2                                     # two processes; without --nproc, all GPUs
     python min_FSDP.py --nproc 2 --bf16                              # gather and compute in bfloat16
-    python min_FSDP.py --nproc 2 --checkpoint-dir runs/fsdp          # save; run again to resume, with any --nproc
+    python min_FSDP.py --nproc 2 --checkpoint-dir runs/fsdp          # save; the same command resumes, with any --nproc
     torchrun --standalone --nproc-per-node 2 min_FSDP.py             # torchrun starts the processes
 
 It prints `parameters held: 239,360 of 478,720 (0.500)`, and every --log-every steps a line like
@@ -50,7 +50,7 @@ def shard(model, args):
     mesh = init_device_mesh(dist.get_device().type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
     if args.bf16:
-        # Only gathered parameters are bfloat16. Shards, reduced gradients and the optimizer's state stay float32.
+        # Gathered parameters and activations are bfloat16. Shards, reduced gradients and AdamW's state stay float32.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -86,7 +86,7 @@ def make_sharded_model(args):
 
 
 def train(model, optimizer, data, args):
-    """Returns the loss of every step since the newest checkpoint over all processes, (steps,)."""
+    """Returns the losses of the steps that this run has trained, each the mean over all processes."""
     saver = checkpoint_sharded.Saver(model, optimizer, args, data.settings())
     progress = gpt.Progress(model, data, args, saver.first_step)
     for step in range(saver.first_step, args.steps):
@@ -131,7 +131,8 @@ def main_worker(local_rank, world_size, args):
     torch.manual_seed(args.seed)
     model = make_sharded_model(args)
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
-    gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
+    n_params = sum(param.numel() for param in model.parameters())  # of whole tensors: DTensors count all their shards
+    gpt.report_held(model.parameters(), n_params)
     # Built after sharding, because it steps the shards.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, data, args)

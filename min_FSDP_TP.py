@@ -93,9 +93,9 @@ def parallelize(model, args):
 def split_layers(model, mesh):
     """Split the layers of a GPT, or of a pipeline's stage of it, in place over the N processes of `mesh`.
 
-    Heads, and the length of each batch, must be multiples of N. The plan names every parameter, in the norms too: the
-    norm of the gradients needs DTensors of one mesh.
-    Freeze parameters and build the optimizer afterwards: SequenceParallel unfreezes norms (torch 2.14).
+    Heads, and the length of each batch, must be multiples of N. The plan names every parameter, those
+    of the LayerNorms too: clipping needs DTensors of one mesh. Afterwards freeze what is frozen, which SequenceParallel
+    undoes in LayerNorms (torch 2.14), and then build the optimizer.
     """
     sequence = Shard(1)  # between the layers: dimension 1 of (batch, length, width) is split
     plan = {
@@ -119,7 +119,7 @@ def split_layers(model, mesh):
 
 
 def silence_false_alarms():
-    """Two warnings that torch 2.15 gives when FSDP and tensor parallelism meet. Neither applies here."""
+    """Silence two warnings that torch 2.15 gives when FSDP and tensor parallelism meet. Neither applies here."""
     # The logits are a view. To edit them in place would be wrong, and nothing here does.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     # The norm of all gradients is one number, summed in one all-reduce per mesh dimension, where one could do.
@@ -130,7 +130,7 @@ def silence_false_alarms():
 
 
 def train(model, optimizer, data, args):
-    """Returns the loss of every step since the newest checkpoint over all processes, (steps,)."""
+    """Returns the losses of the steps that this run has trained, each the mean over all processes."""
     saver = checkpoint_sharded.Saver(model, optimizer, args, data.settings())
     progress = gpt.Progress(model, data, args, saver.first_step)
     for step in range(saver.first_step, args.steps):

@@ -207,8 +207,8 @@ def is_moved(step, args):
 def generate(model, move, choose, n_trainers, args):
     """Draw and check the answers of each step, with weights that are --staleness steps old, and send them."""
     for step in range(args.steps):
-        drawn_by = step - args.staleness  # the weights before this step
-        if is_moved(drawn_by, args):
+        weights_step = step - args.staleness  # draw with the weights before that step
+        if is_moved(weights_step, args):
             move()
             move.wait()
         answers = min_GRPO.draw_answers(model, step, range(args.prompts), args, choose)
@@ -271,7 +271,7 @@ def split_layers(model, mesh):
 
 
 def ask_held_out(title, move, n_trainers):
-    """What a trainer does while the generators `solve_held_out`. It prints which share of the prompts they solve."""
+    """What a trainer does while the generators `solve_held_out`. Rank 0 prints which share of them they solve."""
     move()
     move.wait()
     solved = dist.broadcast_object(None, src=n_trainers)
@@ -279,8 +279,8 @@ def ask_held_out(title, move, n_trainers):
 
 
 def solve_held_out(model, move, choose, n_trainers, args):
-    """In the first move NCCL connects the ranks, and may block them. So all ranks come here at the same point."""
-    move()
+    """Solve the held-out prompts with the trainers' weights, and tell all ranks how many are solved."""
+    move()  # in the first one NCCL connects the ranks, and may block them, so all come here at the same point
     move.wait()
     prompts = min_GRPO.make_prompts("held-out", min_GRPO.HELD_OUT, args.seed)
     solved = min_GRPO.count_solved(model, prompts, choose)

@@ -201,7 +201,7 @@ def split_params(model):
 
 
 def train(model, optimizers, data, args):
-    """Returns the loss of every step since the newest checkpoint over all processes, (steps,)."""
+    """Returns the losses of the steps that this run has trained, each the mean over all processes."""
     muon, adamw = optimizers
     saver = checkpoint_sharded.Saver(model, optimizers, args, {**data.settings(), "--muon-lr": args.muon_lr})
     progress = gpt.Progress(model, data, args, saver.first_step)

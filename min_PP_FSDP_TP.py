@@ -93,7 +93,7 @@ def make_pipeline(model, args):
 
 
 def train(pipeline, optimizer, data, args):
-    """Returns the loss of every step since the newest checkpoint over all processes, (steps,)."""
+    """Returns the losses of the steps that this run has trained, each the mean over all processes."""
     model = pipeline.model
     saver = checkpoint_sharded.Saver(model, optimizer, args, data.settings())
     progress = gpt.Progress(pipeline, data, args, saver.first_step, Pipeline.evaluate)

@@ -11,7 +11,7 @@ rows, and f treats each part of the columns by itself:
     rank 1    X ──────► f(X A_1) ──────► f(X A_1) B_1 ──┘
 
 In an MLP, A is `up`, f is GELU and B is `down`. In attention, A is `qkv`, f is the attention of each head and B is
-`out`. Between these pairs each process holds T/N bytes of every sequence, for the norms and the residuals: this is
+`out`. Between these pairs each process holds T/N positions of every sequence, for the norms and the residuals: this is
 sequence parallelism. An all-gather joins the pieces to X. A reduce-scatter sums Y and leaves each process its piece.
 
 Choose it when a layer is too wide for one device, or when there are more devices than sequences in the batch. It
@@ -23,6 +23,7 @@ Cost per process, for P float32 parameters, L layers of width D, B sequences of 
               Activations take 1/N, except the input X of each pair, which is kept for backward, and the logits.
     sent      (N-1)/N · ((8·L + 4)·B + 1) · 4·T·D bytes in each step, and (N-1)/N · 4·B·T·256 for the logits. The CPU's
               gloo sends 12·L + 5 for 8·L + 4, because its reduce-scatter is an all-reduce.
+
 No process ever holds the whole model: it is built without memory, on the device "meta", and each process fills its
 part. Each process has all logits and computes the same loss. With a vocabulary larger than these 256 bytes the logits
 can stay split: see `loss_parallel` in torch.distributed.tensor.parallel.
@@ -57,9 +58,9 @@ import options
 def split_layers(model, mesh):
     """Split the layers of a GPT in place over the N processes of `mesh`.
 
-    Heads, and the length of each batch, must be multiples of N. The plan names every parameter, in the norms too: the
-    norm of the gradients needs DTensors of one mesh.
-    Freeze parameters and build the optimizer afterwards: SequenceParallel unfreezes norms (torch 2.14).
+    Heads, and the length of each batch, must be multiples of N. The plan names every parameter, those
+    of the LayerNorms too: clipping needs DTensors of one mesh. Afterwards freeze what is frozen, which SequenceParallel
+    undoes in LayerNorms (torch 2.14), and then build the optimizer.
     """
     sequence = Shard(1)  # between the layers: dimension 1 of (batch, length, width) is split
     plan = {

@@ -55,16 +55,17 @@ class ZeRO:
     """An optimizer whose state is split over all processes. A learning-rate scheduler takes its attribute `optim`.
 
     `optim_class` and `defaults` make the optimizer of the part that this process owns. `clip`, if given, is the largest
-    norm of all gradients together. Freeze parameters before. One that is not frozen and not used has zeros as gradient,
-    so weight decay changes it.
+    norm of all gradients together. Freeze parameters before. One that is neither frozen nor used has a gradient of 0,
+    so weight decay shrinks it.
     """
 
     def __init__(self, params, optim_class, clip=None, **defaults):
         rank = dist.get_rank()
         world_size = dist.get_world_size()
         self.clip = clip
+        params = list(params)
+        dist.sync_params(params)  # start from rank 0's weights, as DDP does
         self.flat, self.grad = flatten(params, world_size)  # all parameters and all gradients
-        dist.sync_params([self.flat])  # start from rank 0's weights, as DDP does
         self.own = self.flat.chunk(world_size)[rank]  # views of this process's part
         self.own_grad = self.grad.chunk(world_size)[rank]
         part = nn.Parameter(self.own)
@@ -91,9 +92,9 @@ class ZeRO:
 
 
 def flatten(params, world_size):
-    """Move all parameters into one vector and their gradients into another. Returns both, with the parameters as views.
+    """Move all trained parameters into one vector, and their gradients into another, of which they become views.
 
-    Zeros after the last parameter make all parts equally long.
+    Returns both vectors. Zeros after the last parameter make all parts equally long.
     """
     params = [param for param in params if param.requires_grad]  # weight decay would change a frozen one
     if len({param.dtype for param in params}) > 1:

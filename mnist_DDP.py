@@ -8,7 +8,7 @@ its share, and splits it into K micro-batches, where K is --accumulate:
     2 processes, --accumulate 2
 
     rank 0   forward backward   forward backward --+-- all-reduce --- clip --- optimizer --- next step
-    rank 1   forward backward   forward backward --+
+    rank 1   forward backward   forward backward --+-- all-reduce --- clip --- optimizer --- next step
              (no_sync)          on every rank the gradient is  g = 1/B * sum of the gradients of all B samples
 
 What you change stands first, under CHANGE HERE: data, model, loss, metric and optimizer. For another task also change
@@ -304,7 +304,7 @@ def resume(model, optimizer, scheduler, settings, steps_per_epoch, args):
     path = args.snapshot_path
     if path is None:
         return 0, [], None
-    # The values come back in the order in which they are named here.
+    # Epoch, which is not used, and step; then the values in the order in which they are named here.
     _, step, accuracies, run_id, epochs = checkpoint.load(
         path, model, optimizer, scheduler, settings, accuracies=[], run_id=None, epochs=args.epochs
     )
