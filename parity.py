@@ -84,7 +84,7 @@ class Step:
 class Recorder:
     """Writes each step into a file. After the last one the process stands still.
 
-    A step ends when a module that is trained is called after an optimizer has stepped.
+    A step ends when, after an optimizer has stepped, a module that is trained is called or that optimizer steps again.
     """
 
     def __init__(self, folder, steps, eval_norm, float32):
@@ -104,7 +104,7 @@ class Recorder:
         self.begin_step(0)
 
     def begin_step(self, number):
-        self.stepped = False
+        self.stepped = []  # optimizers, in this step
         self.called = set()  # ids of modules, which must not live longer because of this
         self.step = Step(number)
 
@@ -113,7 +113,9 @@ class Recorder:
         # Activations that backward recomputes are no new step.
         torch.autograd.backward = self.watched(torch.autograd.backward, lambda args, kwargs: None)
         for name in CLIPPING:
-            setattr(nn.utils, name, self.watched(getattr(nn.utils, name), self.before_clipping))
+            watched = self.watched(getattr(nn.utils, name), self.before_clipping)
+            setattr(nn.utils, name, watched)
+            setattr(nn.utils.clip_grad, name, watched)
         DataLoader.__iter__ = self.watched(DataLoader.__iter__, self.before_loading)
         DistributedDataParallel.__init__ = self.watched_ddp(DistributedDataParallel.__init__)
         register_optimizer_step_pre_hook(self.before_optimizer)
@@ -202,6 +204,8 @@ class Recorder:
             return
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
+        if optimizer in self.stepped:  # no module was called since
+            self.begin_step(self.step.number + 1)
         self.record("weights")
         has_closure = any(callable(each) for each in (*args[1:], *kwargs.values()))
         if not has_closure:
@@ -214,7 +218,7 @@ class Recorder:
         self.optimizing -= 1
         if self.optimizing == 0:
             self.record("gradients")  # those of a closure
-            self.stepped = True
+            self.stepped.append(optimizer)
             self.write_step()  # once more after each further optimizer: the last one counts
             if self.step.number == self.steps:  # counted from 0: it begins with the result of the last one to compare
                 self.stand_still()
@@ -578,8 +582,12 @@ def compare(one, ranks, have_ended=True):
         return line, 0, 0.0
     largest = 0.0
     is_compared = False
+    excused = set()
     for number, step in enumerate(steps):
         found = Comparison(start, step, steps[min(number + 1, len(steps) - 1)])
+        if step is end:  # its result is not known: only what was averaged later in the step before may be so again
+            found.averaged_later &= excused
+        excused = found.averaged_later.intersection(name for name, _, _ in found.unaveraged)
         for words in evidence(found):
             return f"in step {number + 1} {next(causes(found))} ({words})", number, largest
         largest = max(largest, found.largest())
@@ -903,11 +911,14 @@ def report(args, reference, ranks, failure):
     name = f"{Path(args.script).name}:"
     words = "one process" if args.reference == 1 else f"{args.reference} processes"
     line, types, left_out = None, set(), []
+    n_steps, largest = math.inf, 0.0
     for number, one in enumerate(reference):
         got = ranks[number :: args.reference]
         if not all(got):
             break
-        line, n_steps, largest = compare(one, got, have_ended=not failure)
+        line, n_equal, farthest = compare(one, got, have_ended=not failure)
+        n_steps = min(n_steps, n_equal)
+        largest = max(largest, farthest)
         begin, *begins = [steps[0].weights for steps in (one, *got)]
         compared = {name for each in begins for name in common(begin, each)}
         types |= {tensors[each].dtype for tensors in (begin, *begins) for each in compared if each in tensors}

@@ -63,17 +63,20 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
         _wait(workers, store, tolerate_killed)
         return torch.load(result, map_location="cpu", weights_only=False) if os.path.exists(result) else None
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        for process in workers:
-            if process.pid:  # it has started
-                process.kill()
-        report_pid.close()  # then the guard ends their children and the fork server
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(result)
-        with contextlib.suppress(FileNotFoundError, ChildProcessError):
-            # Wait for the server's end: the next job would take a server that is still about to end for alive.
-            forkserver._forkserver._stop()
-        _one_job.release()
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            for process in workers:
+                if process.pid:  # it has started
+                    process.kill()
+                    process.join()
+            report_pid.close()  # then the guard ends their children and the fork server
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(result)
+            with contextlib.suppress(FileNotFoundError, ChildProcessError):
+                # Wait for the server's end: the next job would take a server that is still about to end for alive.
+                forkserver._forkserver._stop()
+        finally:
+            _one_job.release()
 
 
 def start_store():

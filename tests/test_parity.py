@@ -404,6 +404,17 @@ def test_the_last_step_is_asked_for_its_gradients():
     )
 
 
+@pytest.mark.parametrize("before, is_right", [(1.0, False), (0.5, True)])
+def test_in_the_last_step_only_what_was_averaged_later_before_is_excused(before, is_right):
+    """The gradient of rank 0 is half of what it should be in the last step, and `before` in the steps before."""
+
+    def steps(*gradients):
+        return [make_step(number, 1.0 + number, gradient) for number, gradient in enumerate(gradients)]
+
+    line, _, _ = parity.compare(steps(1.0, 1.0, 1.0), [steps(before, before, 0.5), steps(2 - before, 2 - before, 1.5)])
+    assert line is None if is_right else line.startswith("in step 3 rank 1 has another gradient of a")
+
+
 def test_nothing_is_equal_if_nothing_is_compared():
     steps = [make_step(), make_step(1, 2.0)]
     for step in steps:

@@ -38,7 +38,7 @@ PUBLIC = {
 }
 MOST = {
     "distributed": 244,
-    "spawn": 130,
+    "spawn": 133,
     "checkpoint": 190,
     "checkpoint_sharded": 144,
     "watch": 96,
