@@ -453,8 +453,8 @@ def common(expected, tensors):
 def distances(expected, ranks, each=False):
     """Yield (name, rank, distance) of each tensor that a rank has in the expected shape, the farthest first.
 
-    A distance is relative to the tensor's size, or to a thousandth of all tensors, if that is larger. In low types,
-    where a small tensor may be nothing but rounding, it is relative to all, unless `each` is asked.
+    A distance is relative to the size of the tensor and a tenth of all tensors, as small ones may be nothing but
+    rounding. In low types it is relative to all, or to the tensor and a thousandth of all if `each` is asked.
     """
     for rank, tensors in enumerate(ranks):
         names = common(expected, tensors)
@@ -462,8 +462,9 @@ def distances(expected, ranks, each=False):
         size = {name: expected[name].sums.norm().item() + 1e-300 for name in names}
         size_of_all = math.hypot(*size.values())
         for name in sorted(names, key=far.get, reverse=True):
-            is_relative_to_all = is_low(name, expected, tensors) and not each
-            scale = size_of_all if is_relative_to_all else size[name] + 1e-3 * size_of_all
+            scale = size[name] + 0.1 * size_of_all
+            if is_low(name, expected, tensors):
+                scale = size[name] + 1e-3 * size_of_all if each else size_of_all
             yield name, rank, far[name] / scale
 
 
