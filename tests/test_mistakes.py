@@ -407,8 +407,10 @@ def shard_by_hand(model):
     return model, model.parameters()
 
 
-def shard_by_the_helper(model, **units):
+def shard_by_the_helper(model, zeros=False, **units):
     dist.prepare_fsdp_model(model, **units)
+    if zeros and torch.__version__ >= "2.14":
+        model.set_reduce_scatter_unused_params(True)
     return model, model.parameters()
 
 
@@ -447,10 +449,12 @@ def worker(local_rank, world_size, folder):
             "an own class between shards": pass_objects_between_shards(Hidden),
             "other heads, by hand": use_other_heads(shard_by_hand),
             "other heads, from scratch": use_other_heads(shard_from_scratch),
-            "other heads, by the helper": use_other_heads(functools.partial(shard_by_the_helper, blocks=(TwoHeads,))),
+            "other heads, by the helper": use_other_heads(
+                functools.partial(shard_by_the_helper, zeros=True, blocks=(TwoHeads,))
+            ),
             "all heads, by hand": use_other_heads(shard_by_hand, also=True),
             "all heads, from scratch": use_other_heads(shard_from_scratch, also=True),
-            "heads are units": use_other_heads(shard_by_the_helper),
+            "heads are units": use_other_heads(functools.partial(shard_by_the_helper, zeros=True)),
         }
     torch.save(results, f"{folder}/{local_rank}.pt")
 
@@ -574,7 +578,7 @@ def test_fsdp_finds_tensors_in_known_objects_only(results):
 
 
 def test_under_fsdp_ranks_use_the_same_parameters(results):
-    """Without an error a shard receives another parameter's gradient. From torch 2.14 on the helper fills in zeros."""
+    """Without an error a shard receives another parameter's gradient. From torch 2.14 on FSDP can fill in zeros."""
     check(results, "other heads, by hand", "all heads, by hand")
     check(results, "other heads, from scratch", "all heads, from scratch")
     if torch.__version__ >= "2.14":

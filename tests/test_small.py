@@ -37,7 +37,7 @@ PUBLIC = {
     *("reduce", "all_reduce", "gather", "gather_objects", "broadcast_object", "raise_on_all", "launch"),
 }
 MOST = {
-    "distributed": 244,
+    "distributed": 242,
     "spawn": 133,
     "checkpoint": 190,
     "checkpoint_sharded": 144,

@@ -147,8 +147,6 @@ def swap_worker(local_rank, world_size, which, tolerance):
                     continue
                 torch.manual_seed(local_rank)  # rank 0's weights are taken
                 model = wrap(make_model())
-                if (name, kind) == ("unused", "FSDP") and torch.__version__ >= "2.14":
-                    model.set_reduce_scatter_unused_params(False)  # else AdamW decays the unused layer
                 actual_losses, actual = train(model, make_batch, optimizer_class, local_rank, world_size)
                 what = f"{name} under {kind} with {optimizer_class.__name__}"
                 if (name, kind) == ("tied", "FSDP"):
