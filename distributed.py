@@ -244,10 +244,10 @@ def prepare_fsdp_model(model, blocks=(), min_num_params=None, **kwargs):
     of it. A model without a ModuleList or Sequential is cut in this way too, with 20,000. The model itself is a unit,
     to which all other parameters belong. The weights of a unit may be read only while it computes.
 
-    All ranks start from rank 0's weights. `kwargs` go to fully_shard. At world size 1 the model is not sharded. If ranks
-    use different parameters in a step, call the model's `set_reduce_scatter_unused_params(True)` (torch 2.14): without
-    it their gradients are mixed up. Raises DistributedError if two blocks share a parameter, unless units are chosen by
-    size.
+    All ranks start from rank 0's weights. `kwargs` go to fully_shard. At world size 1 the model is not sharded. If
+    ranks use different parameters in a step, call the model's `set_reduce_scatter_unused_params(True)` (torch 2.14):
+    without it their gradients are mixed up. Raises DistributedError if two blocks share a parameter, unless units are
+    chosen by size.
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     assert not (blocks and min_num_params), "pass blocks or min_num_params, not both"
