@@ -18,6 +18,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -131,8 +132,6 @@ def wrap(model, **options):
 def shard(model):
     if FLAVOUR == "helper":
         return dist.prepare_fsdp_model(model)
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cpu", (torch_dist.get_world_size(),))
     return fully_shard(model, mesh=mesh) if CASE != "optimizer_first" or mesh.size() > 1 else model
 
@@ -400,7 +399,7 @@ def some_ranks_use(rank, world_size):
     """FSDP2 averages what has a gradient, in the order of parameters: here one head with the other."""
     torch.manual_seed(1)
     model = Heads().to(TYPE)
-    shard(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
     numbers = torch.arange(BATCH) % 2
     for _ in range(STEPS):
