@@ -433,6 +433,7 @@ def stand_still(rank, world_size):
 
 
 def crash(rank, world_size):
+    torch.manual_seed(1)
     model = wrap(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step, (x, y) in enumerate(batches(rank, world_size)):
