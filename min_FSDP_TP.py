@@ -64,10 +64,7 @@ import options
 
 
 def parallelize(model, args):
-    """Split `model` in place. Build the optimizer afterwards.
-
-    Freeze parameters afterwards too: SequenceParallel unfreezes norms (torch 2.14).
-    """
+    """Split `model` in place. Freeze parameters and build the optimizer afterwards: see `split_layers`."""
     if args.recompute:
         for block in model.blocks:  # each keeps only its input for backward, and recomputes everything else there
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
@@ -93,9 +90,9 @@ def parallelize(model, args):
 def split_layers(model, mesh):
     """Split the layers of a GPT, or of a pipeline's stage of it, in place over the N processes of `mesh`.
 
-    Heads, and the length of each batch, must be multiples of N. The plan names every parameter, those
-    of the LayerNorms too: clipping needs DTensors of one mesh. Afterwards freeze what is frozen, which SequenceParallel
-    undoes in LayerNorms (torch 2.14), and then build the optimizer.
+    The number of heads and the sequence length must be multiples of N. The plan names every parameter, those of the
+    LayerNorms too, because clipping needs DTensors of one mesh. Freeze parameters after this call: SequenceParallel
+    unfreezes those of LayerNorms (torch 2.14). Then build the optimizer.
     """
     sequence = Shard(1)  # between the layers: dimension 1 of (batch, length, width) is split
     plan = {

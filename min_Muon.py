@@ -69,7 +69,7 @@ class Muon(torch.optim.Optimizer):
     """Muon for `matrices`: parameters of two dimensions, or groups of them, as torch.optim takes them.
 
     With several processes, fully_shard must have split their rows over all processes. All processes must call `step`,
-    and a matrix must have a gradient on all of them, or on none: see docs/mistakes.md.
+    and a matrix must have a gradient on all of them, or on none.
     """
 
     def __init__(self, matrices, lr, momentum=0.95, weight_decay=0.01):

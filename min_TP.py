@@ -58,9 +58,9 @@ import options
 def split_layers(model, mesh):
     """Split the layers of a GPT in place over the N processes of `mesh`.
 
-    Heads, and the length of each batch, must be multiples of N. The plan names every parameter, those
-    of the LayerNorms too: clipping needs DTensors of one mesh. Afterwards freeze what is frozen, which SequenceParallel
-    undoes in LayerNorms (torch 2.14), and then build the optimizer.
+    The number of heads and the sequence length must be multiples of N. The plan names every parameter, those of the
+    LayerNorms too, because clipping needs DTensors of one mesh. Freeze parameters after this call: SequenceParallel
+    unfreezes those of LayerNorms (torch 2.14). Then build the optimizer.
     """
     sequence = Shard(1)  # between the layers: dimension 1 of (batch, length, width) is split
     plan = {
