@@ -1,6 +1,7 @@
 """Small jobs, started as a user starts a script: python job.py NAME, or torchrun ... job.py NAME."""
 
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -99,14 +100,16 @@ def give_up(local_rank, world_size):
 
 def try_out(local_rank, world_size, trial):
     """One trial of a study."""
-    return trial, world_size
+    return trial, world_size, os.getppid()
 
 
 def study(trials):
     """As a search for parameters does: one job after the other, in one process."""
     for trial in range(int(trials)):
         nprocs = 2 + trial % 2
-        assert dist.launch(try_out, trial, nprocs=nprocs) == (trial, nprocs)
+        *seen, server = dist.launch(try_out, trial, nprocs=nprocs)
+        assert seen == [trial, nprocs]
+        assert not Path(f"/proc/{server}").exists(), "the next job would take this fork server for its own"
 
 
 if __name__ == "__main__":

@@ -688,14 +688,14 @@ def test_what_reads_the_output_of_a_job_ends_with_it():
     wait_for_the_end_of(mark, seconds=2)
 
 
-@pytest.mark.guard
 @pytest.mark.slow
-@pytest.mark.parametrize(("trials", "busy"), [(20, 0), (60, 2)])
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize(("trials", "busy"), [pytest.param(20, 0, marks=pytest.mark.guard), (60, 2)])
 def test_one_job_after_the_other_starts_in_a_process(trials, busy):
     """A server that is about to end must not be taken for the next job's. `busy` processes make its end take longer."""
     load = [start("-c", "while True: pass") for _ in range(busy)]
     try:
-        assert run(JOB, "study", trials, timeout=540) == (0, "", "")
+        assert run(JOB, "study", trials, timeout=1200) == (0, "", "")
     finally:
         for process in load:
             process.kill()

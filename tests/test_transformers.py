@@ -138,7 +138,8 @@ def count_worker(local_rank, world_size):
     report(min_ZeRO, on_gloo * ddp)
     report(min_DDP_scratch, ddp, bucket_mb=0.05, compress="none", accumulate=2)
     matrices, _ = min_Muon.split_params(model)
-    report(min_Muon, fsdp + 8 * (N - 1) / N**2 * sum(matrix.numel() for matrix in matrices), **whole)
+    muon = fsdp + 8 * (N - 1) / N**2 * sum(matrix.numel() for matrix in matrices)
+    report(min_Muon, muon, muon_lr=LR, **whole)
     mesh = {"micro_batches": 4, "schedule": "1F1B", "checkpoint_dir": None}
     report(min_PP_FSDP_TP, 4 * BATCH * LENGTH * WIDTH, **mesh, stages=2, shard=1, tensor=1)
     report(min_PP_FSDP_TP, on_gloo * ddp, **mesh, stages=1, shard=2, tensor=1)
