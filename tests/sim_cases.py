@@ -225,18 +225,53 @@ def a_prefetched_batch_used_too_early():
     x + 1
 
 
-@mistake("the host writes pinned memory that copy_ on stream 0 of sim:0 reads")
+@mistake("SIGSEGV: sim race: the host writes pinned memory that copy_ on stream 0 of sim:0 reads")
 def a_pinned_buffer_refilled_too_early():
     staging = torch.ones(3).pin_memory()
-    x = staging.to(device(), non_blocking=True)
-    staging.fill_(2)
+    staging.to(device(), non_blocking=True).sum()  # it runs, but the host has not waited
+    in_child(lambda: staging.fill_(2))
+
+
+@mistake("the host writes pinned memory that copy_ on stream 0 of sim:0 reads")
+def a_slot_of_a_pinned_buffer_refilled_too_early():
+    staging = torch.ones(2, 3).pin_memory()
+    x = staging[0].to(device(), non_blocking=True)
+    staging[0] = 2
     x.sum()
 
 
 @mistake("SIGSEGV: sim race: the host touches pinned memory that copy_ on stream 0 of sim:0 writes")
 def a_copy_read_by_the_host_too_early():
     x = ones(3).to("cpu", non_blocking=True)
+    ones(3).sum()  # the copy runs, but the host has not waited
     in_child(x.tolist)
+
+
+@mistake("race: aten::mul on stream 0 .* aten::fill_ on stream")
+def slices_of_one_buffer_that_overlap():
+    side, x = side_stream(), torch.zeros(10, device=device())
+    side.wait_stream(main_stream())
+    with side:
+        x[3:6].fill_(1)
+    x[5:] * 2
+
+
+@mistake("used before its memory was freed")
+def a_second_owner_of_memory_that_another_stream_uses():
+    side, x = side_stream(), torch.zeros(1000, device=device())
+    side.wait_stream(main_stream())
+    with side:
+        x * 2
+    del x
+    y = torch.empty(500, device=device())  # half of it
+    del y
+    torch.zeros(500, device=device())
+
+
+@mistake("found at least two devices")
+def a_bias_on_the_host():
+    layer = torch.nn.Conv1d(1, 1, 1)
+    torch.nn.functional.conv1d(ones(1, 1, 3), layer.weight.to(device()), layer.bias)
 
 
 @mistake("aten::mul on stream")
@@ -394,6 +429,44 @@ def slots_of_one_pinned_buffer():
         xs.append(ring[i].to(device(), non_blocking=True))
     for i, x in enumerate(xs):
         check(x, i)
+
+
+@right
+def a_slot_that_is_filled_and_read_in_one_stream():
+    ring, x = torch.zeros(2, 3).pin_memory(), ones(3) * 5
+    ring[0].copy_(x, non_blocking=True)
+    y = ring[0].to(device(), non_blocking=True)
+    ring[0].copy_(x * 2, non_blocking=True)
+    z = ring[0].to(device(), non_blocking=True)
+    check(y, 5)
+    check(z, 10)
+
+
+@right
+def a_buffer_that_two_streams_fill():
+    side, x = side_stream(), torch.zeros(10, device=device())
+    side.wait_stream(main_stream())
+    with side:
+        x[:5].fill_(1)
+    x[5:].fill_(1)
+    main_stream().wait_stream(side)
+    check(x, 1)
+
+
+@right
+def a_result_that_is_copied_and_freed():
+    x = torch.ones(500_000, device=device())
+    y = (x * 2).to("cpu", non_blocking=True)
+    torch.empty_like(x)
+    torch.accelerator.synchronize()
+    check(y, 2)
+
+
+@right
+def pinned_memory_that_the_device_has_filled_is_its_source():
+    staging = torch.zeros(3).pin_memory()
+    staging.copy_(ones(3) * 3, non_blocking=True)
+    check(staging.to(device()), 3)
 
 
 @right
@@ -781,6 +854,36 @@ def every_collective():
         torch_dist.recv(y, 0)
         check(y, 5)
     torch_dist.barrier()
+
+
+@right_on_ranks
+def a_send_that_nobody_waits_for():
+    if dist.get_rank() == 0:
+        torch_dist.isend(ones(3) * 7, 1)
+        torch.zeros(3, device=device())  # not in the memory that is sent
+    else:
+        y = ones(3)
+        torch_dist.recv(y, 0)
+        check(y, 7)
+
+
+@right_on_ranks
+def a_result_used_elsewhere_after_the_host_has_waited():
+    side, x, y = side_stream(), ones(3), ones(3)
+    torch_dist.all_reduce(x, async_op=True).wait(datetime.timedelta(seconds=60))
+    work = torch_dist.all_reduce(y, async_op=True)
+    while not work.is_completed():
+        pass
+    with side:
+        check(x + y, 4)
+
+
+@right_on_ranks
+def a_result_whose_memory_is_given_back_after_wait():
+    x = ones(3)
+    torch_dist.all_reduce(x, async_op=True).wait()
+    x.untyped_storage().resize_(0)
+    check(ones(3), 1)
 
 
 @right_on_ranks

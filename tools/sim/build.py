@@ -52,7 +52,7 @@ def build():
 
 def _fingerprint():
     digest = hashlib.sha256()
-    for path in [*sorted(HERE.glob("*.cpp")), HERE / "runtime.h", HERE / "build.py"]:
+    for path in [*sorted(HERE.glob("*.cpp")), HERE / "runtime.h", HERE / "build.py", *sorted(HERE.glob("simgpu/*.py"))]:
         digest.update(path.read_bytes())
     return f"{digest.hexdigest()} torch {importlib.metadata.version('torch')} python {sys.version}\n"
 

@@ -30,8 +30,8 @@ static bool has_timer = [] {
 // As NCCL's: `wait` lets the current stream wait, and not the host. After a barrier the host waits too.
 struct SimWork final : Work {
   Event end;
-  bool is_barrier;
-  Tensors inputs, outputs;  // kept until somebody waits
+  bool is_barrier, is_waited_for = false;
+  Tensors inputs, outputs;  // as of NCCL's: kept until somebody waits, or until they were used
   c10::intrusive_ptr<c10::ivalue::Future> future;
 
   SimWork(int rank, OpType type, c10::Stream stream, Tensors inputs, Tensors outputs)
@@ -42,19 +42,27 @@ struct SimWork final : Work {
     c10::StreamGuard guard(stream);
     future->markCompleted(c10::IValue(this->outputs));
   }
+  ~SimWork() override {
+    c10::Stream stream(c10::Stream::UNSAFE, c10::Device(kSim, end.stream.first), end.stream.second);
+    for (auto* kept : {&inputs, &outputs})
+      for (auto& t : *kept)
+        if (!is_waited_for) record_stream(t.storage().data_ptr(), stream);
+  }
   bool isCompleted() override {  // see Guard::ask
     bool done = is_done(end);
-    if (!done) drain(end);
+    done ? host_learns(*end.clock) : drain(end);
     return done;
   }
   bool isSuccess() const override { return true; }
   void synchronize() override {
     sim::wait(current_stream(end.stream.first), end);
+    is_waited_for = true;
     inputs.clear();
     if (is_barrier) sim::synchronize(end);
   }
-  bool wait(Milliseconds) override {
+  bool wait(Milliseconds timeout) override {
     synchronize();
+    if (timeout != kNoTimeout) sim::synchronize(end);
     return true;
   }
   void blockCurrentStream() override { synchronize(); }
@@ -63,10 +71,11 @@ struct SimWork final : Work {
 };
 
 struct Group final : c10d::Backend {
+  static constexpr int kAll = -1;
   c10::intrusive_ptr<Backend> gloo;
   pybind11::function make_gloo;  // of store, rank, size and timeout
   c10::intrusive_ptr<Options> options;
-  std::map<c10::DeviceIndex, c10::Stream> streams;
+  std::map<std::pair<c10::DeviceIndex, int>, c10::Stream> streams;  // by device and peer, or kAll
   uint64_t sequence = 0;
   bool coalesces = false;
   Tensors coalesced;  // the tensors since startCoalescing
@@ -137,21 +146,23 @@ struct Group final : c10d::Backend {
                 "device passed to init_process_group: ", device, " is not ", *bound_device_id_);
     return device;
   }
-  c10::Stream stream_on(c10::Device device) {
-    auto at = streams.find(device.index());
-    if (at == streams.end()) at = streams.emplace(device.index(), new_stream(device.index())).first;
+  // As NCCL's: pairs of ranks have streams of their own, but not in a batch.
+  c10::Stream stream_on(c10::Device device, int peer = kAll) {
+    std::pair key{device.index(), coalesces ? kAll : peer};
+    auto at = streams.find(key);
+    if (at == streams.end()) at = streams.emplace(key, new_stream(device.index())).first;
     return at->second;
   }
   // Read `inputs` now, start the exchange between the CPUs, and write `outputs` when the group's stream gets there.
   // `start(in, out)` has copies of both.
   template <class Start>
-  WorkPtr run(OpType type, Tensors inputs, Tensors outputs, Start start, bool is_reduced = false) {
+  WorkPtr run(OpType type, Tensors inputs, Tensors outputs, Start start, bool is_reduced = false, int peer = kAll) {
     Tensors all = inputs;
     all.insert(all.end(), outputs.begin(), outputs.end());
     auto device = check(all, is_reduced);
     c10::InferenceMode normal(false);
     at::NoGradGuard no_grad;
-    auto stream = stream_on(device), current = current_stream(device.index());
+    auto stream = stream_on(device, peer), current = current_stream(device.index());
     wait(stream, record(current));
     std::vector<Use> uses;
     for (auto& t : inputs) uses.push_back({t, false});
@@ -159,12 +170,13 @@ struct Group final : c10d::Backend {
     auto name = c10d::opTypeToString(type);
     launch(stream, uses, name);
     drain(current);  // what the inputs depend on
-    Tensors in, out;
+    Tensors in, out, targets;
     for (auto& t : inputs) in.push_back(on_cpu(t).detach().clone());  // clone keeps dense strides
-    for (auto& t : outputs) out.push_back(at::empty_like(on_cpu(t)));
+    for (auto& t : outputs) targets.push_back(on_cpu(t));  // now: its storage may be another one later
+    for (auto& t : targets) out.push_back(at::empty_like(t));
     ++sequence;
     Finish finish = start(in, out);
-    push(stream, [finish, name, out, outputs] {
+    push(stream, [finish, name, out, targets, outputs]() mutable {
       c10::InferenceMode normal(false);
       at::NoGradGuard no_grad;
       try {
@@ -174,7 +186,7 @@ struct Group final : c10d::Backend {
       } catch (const std::exception& error) {
         C10_THROW_ERROR(DistBackendError, c10::str("simccl: ", name, ": ", error.what()));
       }
-      for (size_t i = 0; i < out.size(); ++i) on_cpu(outputs[i]).copy_(out[i]);
+      for (size_t i = 0; i < out.size(); ++i) targets[i].copy_(out[i]);
     });
     if (coalesces) coalesced.insert(coalesced.end(), all.begin(), all.end());
     return c10::make_intrusive<SimWork>(rank_, type, stream, inputs, outputs);
@@ -352,13 +364,13 @@ struct Group final : c10d::Backend {
       auto from = bytes(in);
       auto wait = until(gloo->send(from, to, tag));
       return [from, wait] { wait(); };
-    });
+    }, false, to);
   }
   WorkPtr recv(Tensors& tensors, int from, int tag) override {
     return run(OpType::RECV, {}, tensors, [&](Tensors, Tensors out) {
       auto to = bytes(out);
       return until(gloo->recv(to, from, tag));
-    });
+    }, false, from);
   }
   WorkPtr barrier(const c10d::BarrierOptions& o) override {
     auto device = o.device ? *o.device : bound_device_id_ ? *bound_device_id_ : c10::Device(kSim, current_device());
@@ -377,7 +389,6 @@ PYBIND11_MODULE(_C, m) {
   };
   py::class_<Group, c10d::Backend, c10::intrusive_ptr<Group>>(m, "Group").def(py::init(make_group));
   m.def("default_generator", [](int device) { return sim::default_generator(device); });
-  m.def("synchronize", [](int device) { sim::synchronize(sim::checked(device)); });
   m.def("raise_on_wait", sim::raise_on_wait);
   m.def("current_device", [] { return int(sim::current_device()); });
   m.def("device_count", [] { return int(sim::device_count()); });

@@ -82,7 +82,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return Stream(Stream::DEFAULT, Device(kSim, checked(device.index())));
   }
   Stream getNewStream(Device device, int) const override { return new_stream(device.index()); }
-  Stream getStreamFromGlobalPool(Device device, bool) const override { return new_stream(device.index()); }
+  Stream getStreamFromGlobalPool(Device device, bool) const override { return pool_stream(device.index()); }
   Stream exchangeStream(Stream stream) const override {
     Stream old = current_stream(stream.device_index());
     set_current_stream(stream);

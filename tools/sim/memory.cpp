@@ -18,10 +18,6 @@ int64_t setting(const char* name, int64_t default_value) {
   const char* text = std::getenv(name);
   return text && *text ? std::atoll(text) : default_value;
 }
-static bool poisons() {
-  static const bool it = setting("SIM_POISON", 1);
-  return it;
-}
 
 // ---- the caching allocator of each device: memory that a stream has freed is for the same stream ----
 
@@ -30,7 +26,7 @@ struct Block {
   size_t size;
   Key stream;                    // which allocated it
   std::vector<Stream> used_by;   // record_stream
-  std::vector<Event> used_until;  // when it was freed, the ends of these
+  std::vector<Event> used_until;  // when it was freed, the ends of its own stream and of these
   History history;
 };
 struct Retired {  // a use by another stream, of memory that was freed
@@ -46,7 +42,7 @@ struct Arena {
   char* base = nullptr;
   size_t top = 0;                // the memory above was never used
   std::map<size_t, Free> free;   // by offset
-  std::vector<Block*> waiting;   // freed, but a stream of record_stream still uses it
+  std::vector<Block*> waiting;   // freed, but queued work still uses it
   std::vector<Retired> retired;
   c10::CachingDeviceAllocator::DeviceStats stats;
 };
@@ -156,7 +152,7 @@ struct Allocator final : c10::DeviceAllocator {
     remember_uses(arena, block);
     lock.unlock();
     // Not where somebody still uses it: the race is reported when its new owner uses it.
-    if (poisons() && block->history.unordered.empty()) std::memset(alias(data), 0xff, size);
+    if (block->history.unordered.empty()) std::memset(alias(data), 0xff, size);
     return {data, block, &release, Device(kSim, device)};
   }
   static void release(void* context) {
@@ -166,8 +162,9 @@ struct Allocator final : c10::DeviceAllocator {
     std::lock_guard lock(it.mutex);
     auto& arena = it.arenas[block->stream.first];
     it.count(arena, -int64_t(block->size));
-    it.give_pages_back(block);
+    block->used_by.push_back(Stream(Stream::UNSAFE, Device(kSim, block->stream.first), block->stream.second));
     for (auto stream : block->used_by) block->used_until.push_back(record(stream));
+    it.give_pages_back(block);
     it.retire(arena, block);
     arena.waiting.push_back(block);
     it.free_waiting(arena, false);
@@ -175,27 +172,24 @@ struct Allocator final : c10::DeviceAllocator {
   void give_pages_back(Block* block) {
     auto begin = (uintptr_t(alias(block->data)) + 4095) & ~uintptr_t(4095);
     auto end = uintptr_t(alias(block->data) + block->size) & ~uintptr_t(4095);
-    if (end > begin + (1 << 20) && block->used_by.empty()) madvise((void*)begin, end - begin, MADV_DONTNEED);
+    bool is_over = std::all_of(block->used_until.begin(), block->used_until.end(), is_done);
+    if (end > begin + (1 << 20) && is_over) madvise((void*)begin, end - begin, MADV_DONTNEED);
   }
   // Streams other than the owner may still use a freed block. Its next owner must come after them.
   void retire(Arena& arena, Block* block) {
     auto note = [&](const Access& use) {
       bool is_recorded = std::any_of(block->used_by.begin(), block->used_by.end(),
                                      [&](Stream stream) { return key_of(stream) == use.stream; });
-      if (use.step && !is_recorded && !is_ordered(block->stream, use))
+      if (!is_recorded && !is_ordered(block->stream, use))
         arena.retired.push_back({block->data, block->data + block->size, block->stream, use});
     };
-    note(block->history.write);
-    for (auto& [_, read] : block->history.reads) note(read);
+    for (auto& write : block->history.writes) note(write);
+    for (auto& read : block->history.reads) note(read);
   }
   void remember_uses(Arena& arena, Block* block) {
-    auto is_over = [&](const Retired& old) {
-      if (is_ordered(old.owner, old.use)) return true;
-      bool overlaps = old.begin < block->data + block->size && block->data < old.end;
-      if (overlaps) block->history.unordered.push_back(old.use);
-      return overlaps;
-    };
-    arena.retired.erase(std::remove_if(arena.retired.begin(), arena.retired.end(), is_over), arena.retired.end());
+    std::erase_if(arena.retired, [](const Retired& old) { return is_ordered(old.owner, old.use); });
+    for (auto& old : arena.retired)
+      if (old.begin < block->data + block->size && block->data < old.end) block->history.unordered.push_back(old.use);
   }
 
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -205,6 +199,7 @@ struct Allocator final : c10::DeviceAllocator {
   void recordStream(const c10::DataPtr& data, Stream stream) override {
     if (data.get_deleter() != &release || !data.get_context()) return;
     auto* block = static_cast<Block*>(data.get_context());
+    std::lock_guard lock(mutex);
     if (key_of(stream) != block->stream) block->used_by.push_back(stream);
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
@@ -272,13 +267,18 @@ at::Tensor on_cpu(const at::Tensor& t) {
   return result;
 }
 
-// ---- pinned memory: its own pages, so that they can be shut while a queued copy is to fill them ----
+// ---- pinned memory: its own pages, which are shut while a copy uses them that the host has not waited for ----
 
 struct Pinned final : c10::Allocator {
+  struct Copy {  // of the whole range
+    Access access;
+    bool is_written;
+  };
   struct Range {
     size_t size, pages;
-    int n_pending = 0;        // queued copies that fill all of it
-    char stream[64] = {};     // of the last one
+    std::vector<Copy> copies;      // for which the host has not waited
+    int n_fills = 0, n_reads = 0;  // queued copies of a part: others may use the rest of its pages
+    char line[160] = {};           // for SIGSEGV
   };
   std::map<char*, Range> ranges;
   std::mutex mutex;
@@ -292,7 +292,7 @@ struct Pinned final : c10::Allocator {
     size_t pages = (n + 4095) / 4096 * 4096;
     auto* data = (char*)mmap(nullptr, pages, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK_WITH(OutOfMemoryError, data != MAP_FAILED, "sim: no pinned memory of ", n, " bytes");
-    if (poisons()) std::memset(data, 0xff, n);
+    std::memset(data, 0xff, n);
     std::lock_guard lock(mutex);
     ranges[data] = {n, pages};
     return {data, data, &release, Device(c10::kCPU)};
@@ -308,26 +308,26 @@ struct Pinned final : c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
 
-  std::map<char*, Range>::iterator find(const void* data) {  // under `mutex`
+  // -- under `mutex` --
+
+  std::map<char*, Range>::iterator find(const void* data) {
     auto next = ranges.upper_bound((char*)data);
     if (next == ranges.begin()) return ranges.end();
     --next;
     return data < next->first + next->second.size ? next : ranges.end();
   }
-  Range& find_locked(const void* data) {
-    std::lock_guard lock(mutex);
-    return find(data)->second;
+  static bool is_filled(const Range& range) {
+    return std::any_of(range.copies.begin(), range.copies.end(), [](const Copy& copy) { return copy.is_written; });
   }
-  void shut(std::map<char*, Range>::iterator at, bool is_shut) {
-    mprotect(at->first, at->second.pages, is_shut ? PROT_NONE : PROT_READ | PROT_WRITE);
+  void shut(char* data, Range& range) {
+    int allowed = range.copies.empty() ? PROT_READ | PROT_WRITE : is_filled(range) ? PROT_NONE : PROT_READ;
+    mprotect(data, range.pages, allowed);
+    if (range.copies.empty()) return;
+    auto& [access, is_written] = range.copies.back();
+    std::snprintf(range.line, sizeof(range.line), "%s pinned memory that copy_ on %s %s",
+                  is_filled(range) ? "touches" : "writes", name_of(access.stream).c_str(), is_written ? "writes" : "reads");
   }
-  template <class F> void while_open(const void* data, F f) {
-    std::lock_guard lock(mutex);
-    auto at = find(data);
-    shut(at, false);
-    f();
-    if (at->second.n_pending) shut(at, true);
-  }
+  void open(char* data, Range& range) { mprotect(data, range.pages, PROT_READ | PROT_WRITE); }
 };
 at::Allocator* pinned_allocator() { return &Pinned::get(); }
 bool is_pinned(const void* data) {
@@ -335,34 +335,46 @@ bool is_pinned(const void* data) {
   std::lock_guard lock(it.mutex);
   return it.find(data) != it.ranges.end();
 }
-
-std::function<void()> watch_host(const at::Tensor& host, bool is_written, const std::string& stream,
-                                 std::function<void()> copy) {
+void open_pinned() {
   auto& it = Pinned::get();
+  std::lock_guard lock(it.mutex);
+  for (auto& [data, range] : it.ranges)
+    if (std::erase_if(range.copies, [](const Pinned::Copy& copy) { return host_knows(copy.access); }))
+      it.shut(data, range);
+}
+void while_open(const at::Tensor& host, const std::function<void()>& copy) {
+  auto& it = Pinned::get();
+  std::lock_guard lock(it.mutex);
+  auto at = it.find(host.data_ptr());
+  if (at == it.ranges.end()) return copy();
+  it.open(at->first, at->second);
+  copy();
+  it.shut(at->first, at->second);
+}
+
+std::function<void()> watch_host(const at::Tensor& host, bool is_written, Stream stream, std::function<void()> copy) {
+  auto& it = Pinned::get();
+  const Access access{key_of(stream), clock_of(stream)[key_of(stream)]};  // the copy was just launched
   auto* data = (char*)host.data_ptr();
   size_t n = host.numel() * host.itemsize();
   std::lock_guard lock(it.mutex);
   auto at = it.find(data);
   auto& range = at->second;
-  if (is_written && data == at->first && n == range.size) {
-    ++range.n_pending;
-    std::snprintf(range.stream, sizeof(range.stream), "%s", stream.c_str());
-    it.shut(at, true);
-    return [=, &it] {
-      --it.find_locked(data).n_pending;
-      it.while_open(data, copy);
-    };
+  if (data == at->first && n == range.size) {
+    range.copies.push_back({access, is_written});
+    it.shut(data, range);
+    return [=] { while_open(host, copy); };
   }
-  if (is_written) {  // others may use the rest of its pages
-    if (!range.n_pending && poisons()) std::memset(data, 0xff, n);
-    return [=, &it] { it.while_open(data, copy); };
-  }
-  std::shared_ptr<std::string> before;
-  if (!range.n_pending) before = std::make_shared<std::string>(data, n);  // else an earlier copy fills it first
-  return [=, &it] {
-    it.while_open(data, [&] {
+  auto* queued = is_written ? &range.n_fills : &range.n_reads;
+  if (is_written && !range.n_reads && range.copies.empty()) std::memset(data, 0xff, n);
+  std::shared_ptr<std::string> before;  // unless an earlier copy fills it first
+  if (!is_written && !range.n_fills && !Pinned::is_filled(range)) before = std::make_shared<std::string>(data, n);
+  ++*queued;
+  return [=, name = name_of(key_of(stream))] {
+    while_open(host, [&] {
+      --*queued;
       TORCH_CHECK(!before || std::memcmp(before->data(), data, n) == 0, "sim race: the host writes pinned memory that ",
-                  "copy_ on ", stream, " reads, and nothing makes it wait");
+                  "copy_ on ", name, " reads, and nothing makes it wait");
       copy();
     });
   };
@@ -379,9 +391,7 @@ static void on_fault(int, siginfo_t* info, void*) {
   } else {
     auto range = Pinned::get().find(at);
     if (range != Pinned::get().ranges.end())
-      std::snprintf(line, sizeof(line),
-                    "sim race: the host touches pinned memory that copy_ on %s writes, and nothing makes it wait\n",
-                    range->second.stream);
+      std::snprintf(line, sizeof(line), "sim race: the host %s, and nothing makes it wait\n", range->second.line);
   }
   [[maybe_unused]] auto written = write(STDERR_FILENO, line, std::strlen(line));
   sigaction(SIGSEGV, &previous, nullptr);  // the instruction is tried again, and its fault is handled there

@@ -85,18 +85,19 @@ static Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking)
               from.is_non_overlapping_and_dense() && from.is_conj() == to.is_conj() && from.is_neg() == to.is_neg();
   const Tensor* host = !is_sim(from) ? &from : !is_sim(to) ? &to : nullptr;
   if (host && non_blocking && same && host->numel() && is_pinned(host->storage().data())) {
-    // `keep`: pinned memory is not used again before its copy is done. Memory of the device may be.
+    // `keep`: pinned memory is not used again before its copy is done.
     auto copy = [source = source.detach(), target = target.detach(), keep = *host]() mutable {
       c10::InferenceMode guard(false);
       at::NoGradGuard no_grad;
       target.copy_(source);
     };
-    push(stream, watch_host(*host, host == &to, name_of(key_of(stream)), copy));
+    push(stream, watch_host(*host, host == &to, stream, copy));
   } else {
     drain(stream);
-    target.copy_(source);
+    auto copy = [&] { target.copy_(source); };
+    host ? while_open(*host, copy) : copy();
     if (host && !non_blocking) host_waits(stream, "copy_");
-    if (host) host_learns(clock_of(stream));
+    if (host == &to) host_learns(clock_of(stream));  // to memory that is not pinned CUDA copies at once
   }
   return to;
 }
@@ -113,7 +114,7 @@ static const std::unordered_set<std::string> takes_cpu = {
     "aten::_unsafe_index_put", "aten::_pack_padded_sequence", "aten::tensor_split"};
 // The host waits, since the shape of the result depends on the values.
 static const std::unordered_set<std::string> waits = {
-    "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"};
+    "aten::bincount", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"};
 
 static Tensor from_kernel(const Tensor& made, Device device, const std::string& name) {
   if (!made.defined()) return made;
@@ -308,8 +309,13 @@ static Tensor convolution(const Tensor& input, const Tensor& weight, const optio
                           IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
                           int64_t groups) {
   check_devices(input, weight);
+  std::vector<Use> uses{{input, false}, {weight, false}};
+  if (bias && bias->defined()) {
+    check_devices(input, *bias);
+    uses.push_back({*bias, false});
+  }
   auto stream = current_stream(input.device().index());
-  launch(stream, {{input, false}, {weight, false}}, "aten::convolution");
+  launch(stream, uses, "aten::convolution");
   drain(stream);
   auto made = at::convolution(on_cpu(input), on_cpu(weight), maybe_on_cpu(bias), stride, padding, dilation, transposed,
                               output_padding, groups);

@@ -28,8 +28,15 @@ void learn(Stream stream, const Clock& clock) {
   merge(streams[key_of(stream)], clock);
 }
 void host_learns(const Clock& clock) {
+  {
+    std::lock_guard lock(mutex);
+    merge(host, clock);
+  }
+  open_pinned();
+}
+bool host_knows(const Access& access) {
   std::lock_guard lock(mutex);
-  merge(host, clock);
+  return knows(host, access);
 }
 static std::atomic<bool> waits_are_errors{false};
 void raise_on_wait(bool is_error) { waits_are_errors = is_error; }
@@ -43,15 +50,13 @@ bool is_ordered(Key owner, const Access& access) {
 }
 
 void launch(Stream stream, const std::vector<Use>& uses, const std::string& name) {
-  static const bool is_enabled = setting("SIM_RACES", 1);
-  if (!is_enabled) return;
   const Key own = key_of(stream);
   std::lock_guard lock(mutex);
   auto& clock = streams[own];
   merge(clock, host);
-  const Access access{own, ++clock[own], name};
+  const uint64_t step = ++clock[own];
   auto check = [&](const Access& other, const char* did, const char* does) {
-    TORCH_CHECK(other.step == 0 || knows(clock, other), "sim race: ", name, " on ", name_of(own), " ", does,
+    TORCH_CHECK(knows(clock, other), "sim race: ", name, " on ", name_of(own), " ", does,
                 " a tensor that ", other.name, " on ", name_of(other.stream), " ", did,
                 ", and nothing makes it wait");
   };
@@ -61,14 +66,25 @@ void launch(Stream stream, const std::vector<Use>& uses, const std::string& name
     for (auto& use : history->unordered)
       check(use, "used before its memory was freed (without record_stream)", "uses");
     history->unordered.clear();
-    check(history->write, "writes", is_written ? "writes" : "reads");
-    if (!is_written) {
-      history->reads[own] = access;
-      continue;
+    const size_t begin = tensor.storage_offset() * tensor.itemsize();
+    const size_t end = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
+                                                        tensor.storage_offset());
+    if (begin >= end) continue;  // no element
+    auto overlaps = [&](const Access& other) { return other.begin < end && begin < other.end; };
+    // All that comes after this access comes after the accesses that this one comes after.
+    auto is_replaced = [&](const Access& other) {
+      bool is_inside = begin <= other.begin && other.end <= end;
+      return knows(host, other) || (is_inside && (is_written || other.stream == own));
+    };
+    for (auto& write : history->writes)
+      if (overlaps(write)) check(write, "writes", is_written ? "writes" : "reads");
+    if (is_written) {
+      for (auto& read : history->reads)
+        if (overlaps(read)) check(read, "reads", "writes");
+      std::erase_if(history->writes, is_replaced);
     }
-    for (auto& [_, read] : history->reads) check(read, "reads", "writes");
-    history->write = access;
-    history->reads.clear();
+    std::erase_if(history->reads, is_replaced);
+    (is_written ? history->writes : history->reads).push_back({own, step, name, begin, end});
   }
 }
 }  // namespace sim

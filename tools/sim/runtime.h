@@ -40,6 +40,7 @@ struct Event {
 c10::Stream current_stream(c10::DeviceIndex device);  // of this thread
 void set_current_stream(c10::Stream stream);
 c10::Stream new_stream(c10::DeviceIndex device);
+c10::Stream pool_stream(c10::DeviceIndex device);  // one of 32, as in CUDA
 Event record(c10::Stream stream);
 bool is_done(const Event& event);
 void push(c10::Stream stream, std::function<void()> work);  // queue it
@@ -63,10 +64,10 @@ struct Access {
   Key stream;
   uint64_t step = 0;  // which launch of that stream
   std::string name;   // of the operator
+  size_t begin = 0, end = 0;  // in bytes, from the start of the block
 };
-struct History {  // of one block of memory
-  Access write;   // the last one
-  std::map<Key, Access> reads;    // since then, the last one of each stream
+struct History {  // of one block of memory, as long as the host does not know that they are over
+  std::vector<Access> writes, reads;
   std::vector<Access> unordered;  // uses of the same memory before it was freed and given out again
 };
 struct Use {
@@ -78,6 +79,7 @@ void launch(c10::Stream stream, const std::vector<Use>& uses, const std::string&
 Clock clock_of(c10::Stream stream);
 void learn(c10::Stream stream, const Clock& clock);  // it waits for all in `clock`
 void host_learns(const Clock& clock);
+bool host_knows(const Access& access);             // the host has waited for it
 bool is_ordered(Key owner, const Access& access);  // new launches of `owner` come after it
 // `name` makes the host wait for `stream`. Raises after raise_on_wait(true), as torch.cuda.set_sync_debug_mode.
 void host_waits(c10::Stream stream, const std::string& name);
@@ -93,8 +95,10 @@ bool owns(const void* data);
 c10::Device device_of(const void* data);
 at::Allocator* pinned_allocator();
 bool is_pinned(const void* data);
-// A copy from or to pinned memory is queued. Until it runs, the host may not write its source, nor touch its target.
-// `run` is called with the copy's work when its turn comes.
-std::function<void()> watch_host(const at::Tensor& host, bool is_written, const std::string& stream,
+// `copy`, from or to pinned memory, is queued in `stream`: what it returns is queued in its place. Until the host has
+// waited for it, the host may not write its source, nor touch its target.
+std::function<void()> watch_host(const at::Tensor& host, bool is_written, c10::Stream stream,
                                  std::function<void()> copy);
+void while_open(const at::Tensor& host, const std::function<void()>& copy);  // though it is watched
+void open_pinned();  // what the host has waited for
 }  // namespace sim

@@ -13,6 +13,7 @@ struct Queue {
   std::atomic<uint64_t> pushed{0}, done{0};
 };
 static std::mutex queues_mutex;  // for the table of queues and their `work`
+constexpr StreamId kPool = 32;  // with the numbers -32 to -1
 static std::atomic<StreamId> last_stream{0};
 
 static Queue& queue(Key key) {
@@ -35,6 +36,10 @@ Stream current_stream(DeviceIndex device) {
 void set_current_stream(Stream stream) { current_id(stream.device_index()) = stream.id(); }
 Stream new_stream(DeviceIndex device) {
   return Stream(Stream::UNSAFE, Device(kSim, checked(device)), ++last_stream);
+}
+Stream pool_stream(DeviceIndex device) {
+  static std::atomic<StreamId> n_given{0};
+  return Stream(Stream::UNSAFE, Device(kSim, checked(device)), n_given++ % kPool - kPool);
 }
 
 Event record(Stream stream) {
@@ -59,8 +64,9 @@ void drain(const Event& event) {
   auto& q = queue(event.stream);
   if (q.done >= event.position) return;
   WithoutGil others_run;
-  std::lock_guard running(q.running);
   while (q.done < event.position) {
+    std::lock_guard running(q.running);  // not longer: a later work may wait for a stream that waits for this position
+    if (q.done >= event.position) return;
     std::function<void()> work;
     {
       std::lock_guard lock(queues_mutex);
@@ -83,6 +89,7 @@ void synchronize(const Event& event) {
   host_learns(*event.clock);
 }
 void synchronize(DeviceIndex device) {
-  for (StreamId id = 0; id <= last_stream; ++id) synchronize(record(Stream(Stream::UNSAFE, Device(kSim, device), id)));
+  for (StreamId id = -kPool; id <= last_stream; ++id)
+    synchronize(record(Stream(Stream::UNSAFE, Device(kSim, device), id)));
 }
 }  // namespace sim

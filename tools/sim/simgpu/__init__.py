@@ -18,8 +18,6 @@ def autoload():
     if built_for != torch.__version__.partition("+")[0]:
         raise RuntimeError(f"simulated GPUs are built for torch {built_for}, not {torch.__version__}: run `make sim`")
     faulthandler.enable()  # a touch of a device's memory then shows the line of Python
-    if seconds := os.environ.get("SIM_DUMP_AFTER"):
-        faulthandler.dump_traceback_later(float(seconds))
     torch.utils.rename_privateuse1_backend("sim")
     import torch.distributed as torch_dist  # before _C, whose Group is a Backend of it
 
