@@ -87,6 +87,7 @@ def share_fork_server(address):
 LONGEST = [f"test_{name}.py" for name in ("launch", "llm_FSDP", "readme", "mnist_DDP", "mnist_FSDP", "templates")]
 LONGEST += [f"test_min_{name}.py" for name in ("FSDP", "PP_FSDP_TP", "FSDP_TP", "PP", "DDP_scratch", "Stream", "GRPO")]
 LONGEST += ["test_rpc_param_server.py", "test_multigpu_torchrun.py", "test_gpt.py"]
+LONGEST += [f"test_{name}.py" for name in ("multinode_torchrun", "on_devices", "slurm", "transformers")]  # the guards
 
 
 def pytest_collection_finish():

@@ -158,7 +158,7 @@ def peak_of_the_root():
     zero = min_FSDP_scratch.ZeRO3(gpt.GPT(1, 64, 2, 100_000))
     tokens = torch.zeros(1, 8, dtype=torch.long)
     peaks = []
-    for _ in range(2):  # the allocator may keep something in the first step
+    for _ in range(4):
         before = bytes_in_memory("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak, VmHWM, begins anew
         gpt.loss_fn(zero(tokens), tokens).backward()
@@ -171,7 +171,7 @@ def peak_of_the_root():
 @pytest.mark.slow
 def test_the_root_takes_twice_its_bytes_while_it_is_reduced(tmp_path):
     ((peaks,),) = transformer.train_on(1, peak_of_the_root, [()], tmp_path)
-    assert 1.9 < peaks[-1] < 2.3
+    assert 1.9 < max(peaks[1:]) < 2.3  # not the first, and the allocator may keep something for the next step
 
 
 # ---- tied weights, and parameters without a gradient ----------------------------------------------------------------
