@@ -76,7 +76,7 @@ LARGE = ("--steps", 2, "--width", 128, "--layers", 4, "--heads", 4, "--length", 
 MEMORY = [(script, *LARGE) for script in ("min_FSDP", "min_FSDP_scratch", "min_ZeRO", "min_Muon", "min_TP")]
 MEMORY += [("min_DDP_scratch", *LARGE)]
 JOBS = {"quick": (2, QUICK), "main": (2, MAIN), "more": (2, MORE), "four": (4, FOUR), "memory": (2, MEMORY)}
-CASES = [(job, i) for job, (_, cases) in JOBS.items() for i in range(len(cases))]
+CASES = [(job, i) for job, (_, cases) in JOBS.items() if job != "memory" for i in range(len(cases))]
 # Rounding grows with the steps of generation. In bfloat16 it may change the sign of a small gradient, and with it a
 # step of Adam.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 0.05}
@@ -114,9 +114,9 @@ def test_a_script_trains_as_on_cpus(case, trained):
     on_gpus, on_cpus, stderr = trained(job)
     assert on_gpus[i], stderr
     assert all(each["peak"] for each in on_gpus[i])
+    assert any(each["params"] for each in on_gpus[i])  # a generator of min_GRPO_async trains nothing
     generates = "GRPO" in name(case)
     for ours, expected in zip(on_gpus[i], on_cpus[i], strict=True):
-        assert len(ours["params"]) == len(expected["params"]) > 0
         for a, b in zip(ours["params"], expected["params"], strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=GENERATES if generates else TOLERANCE[a.dtype])
 
