@@ -35,7 +35,8 @@ gradient_accumulation_steps · N, and packing and assistant_only_loss are on. No
 the Hub, tokenizers that are not fast, the router's loss of a mixture of experts, training adapters further. --lora
 adapts linear layers, but not experts that are stored as one 3-D tensor. It refuses models for which PEFT would adapt
 the experts instead, such as GLM-4.5 and DeepSeek-V3. It trains neither embeddings nor the output layer, so train a
-model with new tokens without it. PEFT merges adapters into their model: see docs/recipes.md.
+model with new tokens without it. `AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload()` of PEFT merges
+adapters into their model.
 
 Choose mnist_DDP.py for images, and min_FSDP.py or min_Packing.py to learn one of the ideas.
 
