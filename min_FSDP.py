@@ -15,10 +15,11 @@ less. If only Adam's state does not fit, min_ZeRO.py shards just that and sends 
 shows what `fully_shard` does inside.
 
 Cost per process, for P float32 parameters on N processes: 16·P/N bytes between two steps (parameters 4, gradients 4,
-AdamW 8); with DDP 16·P. While a block of B parameters computes, up to 20·B bytes more: the block and its gradients, the
-next block, and the buffers that are sent. The parameters outside the blocks stay gathered from forward to backward, and
-after an evaluation until the next backward. Each step sends up to 3·(N-1)/N · 4·P bytes, for two gathers and one
-reduce-scatter. On gloo it sends up to 4·(N-1)/N · 4·P bytes, because gloo's reduce-scatter is an all-reduce.
+AdamW 8); with DDP 16·P. While a block computes, up to 20 bytes more for each of its parameters: the block and its
+gradients, the next block, and the buffers that are sent. The parameters outside the blocks stay gathered from forward
+to backward, and after an evaluation until the next backward. Each step sends up to 3·(N-1)/N · 4·P bytes, for two
+gathers and one reduce-scatter. On gloo it sends up to 4·(N-1)/N · 4·P bytes, because gloo's reduce-scatter is an
+all-reduce.
 
     python min_FSDP.py --nproc 2                                     # two processes; without --nproc, all GPUs
     python min_FSDP.py --nproc 2 --bf16                              # gather and compute in bfloat16

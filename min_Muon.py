@@ -36,9 +36,9 @@ Cost per process, for P float32 parameters, X of them in the matrices, on N proc
               processes, where the largest matrix has E elements.
     sent      8·(N-1)/N² · X bytes on average in each step by Muon, besides what min_FSDP.py sends: at least 1.5·N times
               as much.
-    compute   Newton-Schulz adds at most 5·m/T to the work of forward and backward, for matrices whose smaller side is
-              m and global batches of T tokens. The processes share it. N matrices take as long as the largest of them.
-              With more processes than matrices, some are idle.
+    compute   Newton-Schulz adds at most 5·m/(B·T) to the work of forward and backward, for matrices whose smaller side
+              is m, and global batches of B sequences of T bytes. The processes share it. N matrices take as long as the
+              largest of them. With more processes than matrices, some are idle.
 
     python min_Muon.py --nproc 2                                 # two processes; without --nproc, all GPUs
     python min_Muon.py --nproc 2 --checkpoint-dir runs/muon      # save; run again to resume, with any --nproc
