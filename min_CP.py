@@ -57,13 +57,13 @@ import options
 def ulysses(q, k, v):
     qkv = torch.stack([q, k, v])  # (3, batch, heads, piece, head width)
     q, k, v = exchange(qkv, split=2, join=3)  # all heads of my piece -> my heads of all pieces
-    result = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, my heads, all pieces, head width)
+    result = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads/N, length, head width)
     return exchange(result, split=2, join=1)  # my heads of all pieces -> all heads of my piece
 
 
 def exchange(x, split, join):
-    """Cut x along dimension `split`, send piece r to rank r, and join the received pieces along dimension `join`."""
-    sent = torch.stack(x.chunk(dist.get_world_size(), split))
+    """Cut x along dimension `split`, send part r to rank r, and join the received parts along dimension `join`."""
+    sent = torch.stack(x.chunk(dist.get_world_size(), split))  # (ranks, …)
     received = AllToAll.apply(sent)
     return torch.cat(received.unbind(), join)
 
@@ -83,13 +83,13 @@ class AllToAll(torch.autograd.Function):
 
 
 def all_gather(q, k, v):
-    kv = torch.stack([k, v])
+    kv = torch.stack([k, v])  # (2, batch, heads, piece, head width)
     sent = kv.expand(dist.get_world_size(), *kv.shape).contiguous()  # a copy for each rank; their gradients are summed
     pieces = AllToAll.apply(sent)  # keys and values of all ranks: (ranks, 2, batch, heads, piece, head width)
-    k, v = torch.cat(pieces.unbind(), dim=3)  # in the order of the sequence
+    k, v = torch.cat(pieces.unbind(), dim=3)  # each (batch, heads, length, head width), in the order of the sequence
     piece = q.shape[2]
     end = (dist.get_rank() + 1) * piece  # where my piece ends in the whole sequence: no query may see further
-    mask = causal_lower_right(piece, end)
+    mask = causal_lower_right(piece, end)  # (piece, end)
     return F.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], attn_mask=mask)
 
 

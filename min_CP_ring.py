@@ -85,7 +85,7 @@ class RingAttention(torch.autograd.Function):
         ctx.plan = plan
         ctx.group = group
         out = torch.zeros_like(q)
-        lse = torch.full_like(q[..., 0], -math.inf)
+        lse = torch.full_like(q[..., 0], -math.inf)  # (rows, heads, positions)
         for step, (step_k, step_v) in enumerate(around_the_ring(torch.stack([k, v]), plan, group)):
             for mine, theirs in plan[step].blocks:
                 block_out, block_lse = attend_to_block(q[mine], step_k[theirs], step_v[theirs], causal=step == 0)
@@ -122,7 +122,10 @@ class RingAttention(torch.autograd.Function):
 
 
 def around_the_ring(kv, plan, group):
-    """Yields own keys and values, then those of ranks r-1, r-2, … The next ones travel while the caller computes."""
+    """Yields own keys and values, then those of ranks r-1, r-2, … The next ones travel while the caller computes.
+
+    Each is as `kv`: (2, rows, heads, positions, head width).
+    """
     step_kv = kv
     for step in range(1, len(plan)):
         hop = start_hop(kv, step, plan[step].sends, plan[step].receives, group)
@@ -167,7 +170,7 @@ def merge(out, lse, block_out, block_lse):
 
 
 def attend_to_block(q, k, v, causal):
-    """Returns out, and lse (batch, heads, queries)."""
+    """Returns out, (rows, heads, queries, head width), and lse, (rows, heads, queries)."""
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
     out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(

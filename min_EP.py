@@ -74,6 +74,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts({i: experts[i] for i in range(first, first + self.n_held)})
 
     def forward(self, x):
+        """Gives (batch, length, width), as `x`."""
         # Route.
         tokens = x.flatten(0, -2)  # (tokens, width)
         probabilities = self.router(tokens).softmax(dim=-1)  # (tokens, experts)
@@ -87,7 +88,7 @@ class MixtureOfExperts(nn.Module):
 
         # Sort by expert, one row for each visit. A rank holds consecutive experts, so this sorts by rank too.
         order = chosen.flatten().argsort(stable=True)
-        rows = tokens[order // self.top]
+        rows = tokens[order // self.top]  # (visits of this rank's tokens, width)
 
         # All-to-all, experts, all-to-all back. The host waits for the counts, to allocate memory.
         by_rank = counts.cpu()[self.ranks].view(len(self.ranks), -1, self.n_held)  # (from rank, to rank, to its expert)
@@ -95,9 +96,9 @@ class MixtureOfExperts(nn.Module):
         received = by_rank[:, self.place]  # (from rank, to this rank's expert)
         n_sent = sent.sum(dim=1).tolist()
         n_received = received.sum(dim=1).tolist()
-        visitors = all_to_all(rows, n_sent, n_received, self.group)
-        results = self.experts(visitors, received)
-        results = all_to_all(results, n_received, n_sent, self.group)
+        visitors = all_to_all(rows, n_sent, n_received, self.group)  # (visits to this rank's experts, width)
+        results = self.experts(visitors, received)  # the same shape
+        results = all_to_all(results, n_received, n_sent, self.group)  # as `rows`
 
         # Weighted sum: y = Σ_k p_k E_k(x).
         inverse = order.argsort()  # undoes the sorting: row order[i] went to place i
@@ -114,7 +115,10 @@ class Experts(nn.Module):
             self.add_module(str(number), expert)
 
     def forward(self, visitors, received):
-        """Each expert's results, in the order of `visitors`, which are sorted by rank and then by expert."""
+        """Each expert's results, in the order of `visitors`, (visits, width), which are sorted by rank, then by expert.
+
+        `received`, (ranks, held experts), says how many visits come from a rank to an expert.
+        """
         experts = list(self.children())
         numbers = torch.arange(len(experts)).repeat(len(received))  # the held experts, once per rank
         expert_of_row = numbers.repeat_interleave(received.flatten())

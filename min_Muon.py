@@ -93,7 +93,7 @@ class Muon(torch.optim.Optimizer):
 
     def step_together(self, matrices, group):
         """Step up to N matrices. Rank i orthogonalizes matrix i."""
-        directions = [self.direction(matrix, group["momentum"]) for matrix in matrices]
+        directions = [self.direction(matrix, group["momentum"]) for matrix in matrices]  # shards
         updates = orthogonalize_sharded(directions, [matrix.shape for matrix in matrices])
         for matrix, update in zip(matrices, updates, strict=True):
             rows, columns = matrix.shape
@@ -102,7 +102,7 @@ class Muon(torch.optim.Optimizer):
             shard.sub_(update, alpha=group["lr"] * max(1, rows / columns) ** 0.5)
 
     def direction(self, matrix, momentum):
-        """Add the gradient to M. Returns this process's shard of (1-μ) G + μ M."""
+        """Add the gradient to M. Returns this process's shard of (1-μ) G + μ M: (about rows/N, columns)."""
         state = self.state[matrix]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(matrix)  # sharded as the matrix is, in checkpoints too
@@ -118,7 +118,10 @@ def local(tensor):
 
 
 def orthogonalize_sharded(shards, shapes):
-    """`shards` are this process's rows of up to N matrices of these `shapes`. Returns its rows of their U Vᵀ."""
+    """`shards` are this process's rows of up to N matrices of these `shapes`. Returns its rows of their U Vᵀ.
+
+    A shape is (rows, columns), and a shard of it about (rows/N, columns).
+    """
     rank, n = dist.get_rank(), dist.get_world_size()
     sent_sizes = [shard.numel() for shard in shards]  # shard i to rank i
     sent_sizes += [0] * (n - len(shards))
@@ -129,7 +132,7 @@ def orthogonalize_sharded(shards, shapes):
         received_sizes = [size * columns for size in shard_sizes(rows)]
     received = all_to_all(torch.cat([shard.flatten() for shard in shards]), sent_sizes, received_sizes)
     if owns_one:
-        # Shards arrive in the order of ranks, which is the order of rows.
+        # (rows · columns,): shards arrive in the order of ranks, which is the order of rows.
         received = orthogonalize(received.view(rows, columns)).flatten()
     updates = all_to_all(received, received_sizes, sent_sizes).split(sent_sizes[: len(shards)])
     return [update.view_as(shard) for update, shard in zip(updates, shards, strict=True)]
