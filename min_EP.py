@@ -249,9 +249,8 @@ def parse_args():
     balance_help = "weight of the load-balancing loss"
     parser.add_argument("--balance", type=options.positive_number, default=0.01, help=balance_help)
     args = parser.parse_args()
-    processes = (args.nproc, "the number of processes")
-    gpt.check_model_options(parser, args, batch=processes)
-    gpt.require_multiple(parser, args, "experts", *processes, default=8)
+    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
+    gpt.require_multiple(parser, args, "experts", args.nproc, "the number of processes", default=8)
     if args.top > args.experts:
         parser.error(f"argument --top: {args.top} is more than the {args.experts} experts")
     return args
@@ -264,7 +263,7 @@ def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     data = gpt.Data(args)  # this process's share of each global batch
-    torch.manual_seed(args.seed)  # the same weights on all ranks, before each keeps its experts
+    torch.manual_seed(args.seed)  # the same weights on all ranks, before each keeps its part
     model = gpt.GPT(args.layers, args.width, args.heads, args.length)
     add_experts(model, args)
     model.to(dist.get_device())

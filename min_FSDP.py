@@ -87,7 +87,7 @@ def make_sharded_model(args):
 
 
 def train(model, optimizer, data, args):
-    """Returns the losses of the steps that this run has trained, each the mean over all processes."""
+    """Returns the loss of every step over all processes, (steps,)."""
     saver = checkpoint_sharded.Saver(model, optimizer, args, data.settings())
     progress = gpt.Progress(model, data, args, saver.first_step)
     for step in range(saver.first_step, args.steps):
@@ -101,7 +101,7 @@ def train(model, optimizer, data, args):
         optimizer.step()
         progress(step, loss)
         saver.save_if_due(step + 1)
-    return progress.losses[saver.first_step :]
+    return progress.losses
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
@@ -132,8 +132,7 @@ def main_worker(local_rank, world_size, args):
     torch.manual_seed(args.seed)
     model = make_sharded_model(args)
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
-    n_params = sum(param.numel() for param in model.parameters())  # of whole tensors: DTensors count all their shards
-    gpt.report_held(model.parameters(), n_params)
+    gpt.report_held(model.parameters())
     # Built after sharding, because it steps the shards.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, data, args)

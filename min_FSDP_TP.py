@@ -39,7 +39,6 @@ The second prints `parameters held: 120,128 of 478,720 (0.251)`. Each checkpoint
 --checkpoint-dir. With --keep 3 older ones are deleted. Load only checkpoints that you trust.
 """
 
-import fnmatch
 import functools
 import logging
 import warnings
@@ -91,7 +90,7 @@ def parallelize(model, args):
 
 
 def split_layers(model, mesh):
-    """Split the layers of a GPT, or of a pipeline's stage of it, in place over the N processes of `mesh`.
+    """Split the layers of a GPT in place over the N processes of `mesh`.
 
     The number of heads and the sequence length must be multiples of N. The plan names every parameter, those of the
     LayerNorms too, because clipping needs DTensors of one mesh. Freeze parameters after this call: SequenceParallel
@@ -114,8 +113,6 @@ def split_layers(model, mesh):
         "norm": SequenceParallel(),  # (B, T/N, D)
         "head": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),  # (B, T, 256)
     }
-    names = dict(model.named_modules())
-    plan = {name: style for name, style in plan.items() if fnmatch.filter(names, name)}  # a stage lacks some
     parallelize_module(model, mesh, plan)
 
 
@@ -131,7 +128,7 @@ def silence_false_alarms():
 
 
 def train(model, optimizer, data, args):
-    """Returns the losses of the steps that this run has trained, each the mean over all processes."""
+    """Returns the loss of every step over all processes, (steps,)."""
     saver = checkpoint_sharded.Saver(model, optimizer, args, data.settings())
     progress = gpt.Progress(model, data, args, saver.first_step)
     for step in range(saver.first_step, args.steps):
@@ -145,7 +142,7 @@ def train(model, optimizer, data, args):
         optimizer.step()
         progress(step, loss)
         saver.save_if_due(step + 1)
-    return progress.losses[saver.first_step :]
+    return progress.losses
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
@@ -189,12 +186,11 @@ def main_worker(local_rank, world_size, args):
     mesh = f"replicate {args.replicate} x shard {args.shard} x tensor {args.tensor}"
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {mesh}")
     model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
-    n_params = sum(param.numel() for param in model.parameters())
     parallelize(model, args)
     model.to_empty(device=dist.get_device())  # memory for this process's part
     gpt.fill(model.named_parameters(), args)
     torch.manual_seed(args.seed + share)  # this model has no dropout; in yours, each share of the batch draws its own
-    gpt.report_held(model.parameters(), n_params)
+    gpt.report_held(model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, data, args)
 

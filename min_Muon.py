@@ -204,7 +204,7 @@ def split_params(model):
 
 
 def train(model, optimizers, data, args):
-    """Returns the losses of the steps that this run has trained, each the mean over all processes."""
+    """Returns the loss of every step over all processes, (steps,)."""
     muon, adamw = optimizers
     saver = checkpoint_sharded.Saver(model, optimizers, args, {**data.settings(), "--muon-lr": args.muon_lr})
     progress = gpt.Progress(model, data, args, saver.first_step)
@@ -222,7 +222,7 @@ def train(model, optimizers, data, args):
         adamw.step()
         progress(step, loss)
         saver.save_if_due(step + 1)
-    return progress.losses[saver.first_step :]
+    return progress.losses
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def main_worker(local_rank, world_size, args):
     data = gpt.Data(args)  # this process's share of each global batch
     model = make_sharded_model(args)
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
-    gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
+    gpt.report_held(model.parameters())
     train(model, make_optimizers(model, args.lr, args.muon_lr), data, args)
 
 

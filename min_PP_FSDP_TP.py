@@ -53,6 +53,7 @@ folder `step-N` in --checkpoint-dir. With --keep 3 older ones are deleted. Load 
 """
 
 import functools
+import warnings
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -73,7 +74,9 @@ def parallelize(stage, mesh, args):
     if mesh["tensor"].size() > 1:
         # Between the split layers a process has only its part of the sequence, so it also sends only that part to the
         # next stage.
-        split_layers(stage, mesh["tensor"])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Parallelize plan key")  # a stage lacks layers of the plan
+            split_layers(stage, mesh["tensor"])
     policy = MixedPrecisionPolicy()
     if args.bf16:  # activations travel in bfloat16 too
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -96,7 +99,7 @@ def make_pipeline(model, args):
 
 
 def train(pipeline, optimizer, data, args):
-    """Returns the losses of the steps that this run has trained, each the mean over all processes."""
+    """Returns the loss of every step over all processes, (steps,)."""
     model = pipeline.model
     saver = checkpoint_sharded.Saver(model, optimizer, args, data.settings())
     progress = gpt.Progress(pipeline, data, args, saver.first_step, Pipeline.evaluate)
@@ -110,7 +113,7 @@ def train(pipeline, optimizer, data, args):
         optimizer.step()
         progress(step, loss)
         saver.save_if_due(step + 1)
-    return progress.losses[saver.first_step :]
+    return progress.losses
 
 
 # ---- options ------------------------------------------------------------------------------------------------------

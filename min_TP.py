@@ -122,12 +122,11 @@ def main_worker(local_rank, world_size, args):
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     data = gpt.Data(args, share=(0, 1))  # each process takes the whole batch
     model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
-    n_params = sum(param.numel() for param in model.parameters())
     if world_size > 1:
         split_layers(model, init_device_mesh(dist.get_device().type, (world_size,)))
     model.to_empty(device=dist.get_device())  # memory for this process's part
     gpt.fill(model.named_parameters(), args)
-    gpt.report_held(model.parameters(), n_params)
+    gpt.report_held(model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, data, args)
 
