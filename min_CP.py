@@ -1,8 +1,7 @@
 """Split the sequence: the minimum working example of context parallelism.
 
-Every process has the whole model and one piece, T/N bytes long, of every sequence of the batch. Embeddings, norms,
-linear layers and the loss treat each position by itself, so only attention needs communication. DDP averages the
-gradients.
+Every process has the whole model and one piece, 1/N, of every sequence of the batch. Embeddings, norms, linear layers
+and the loss treat each position by itself, so only attention needs communication. DDP averages the gradients.
 
 --attention ulysses (DeepSpeed Ulysses, arXiv:2309.14509) exchanges positions for heads. Before attention an all-to-all
 gives each process the whole sequence of some heads, and after attention another all-to-all reverses the exchange. With

@@ -1,8 +1,8 @@
 """Pass keys and values around a ring: ring attention, a form of context parallelism, for rows of packed documents.
 
-Every process has the whole model and its share, T/N positions, of every row of the batch. Only attention needs the
-other shares. Each process keeps its queries. In step s it computes attention to the keys of the rank s places before
-it, which that rank sends to it directly. Meanwhile the keys and values of the next step travel. On rank r of N = 4:
+Every process has the whole model and its share, 1/N, of every row of the batch. Only attention needs the other shares.
+Each process keeps its queries. In step s it computes attention to the keys of the rank s places before it, which that
+rank sends to it directly. Meanwhile the keys and values of the next step travel. On rank r of N = 4:
 
     step          0                 1                  2                  3
     compute       own keys          keys of r-1        keys of r-2        keys of r-3

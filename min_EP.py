@@ -57,7 +57,7 @@ class MixtureOfExperts(nn.Module):
     """Stands in the place of an MLP. `ranks`, by default all, split the experts: the one in place p holds `n_held`.
 
     They are numbers p · n_held and following, and `group` is the group of these ranks.
-    forward also sets `tokens`, how many tokens of all ranks each expert had, and `balance`, the load-balancing loss.
+    forward also sets `tokens_per_expert`, (experts,), of all ranks, and `balance`, the load-balancing loss.
     """
 
     def __init__(self, width, n_experts, top, ranks=None, group=None):
@@ -82,8 +82,8 @@ class MixtureOfExperts(nn.Module):
         counts = count_visits(chosen, self.n_experts)  # (ranks, experts)
 
         # Balance: smallest if all experts have as many tokens. Its mean over ranks is the loss of the batch.
-        self.tokens = counts.sum(dim=0)
-        shares = self.tokens / self.tokens.sum()
+        self.tokens_per_expert = counts.sum(dim=0)
+        shares = self.tokens_per_expert / self.tokens_per_expert.sum()
         self.balance = self.n_experts * (shares * probabilities.mean(dim=0)).sum()
 
         # Sort by expert, one row for each visit. A rank holds consecutive experts, so this sorts by rank too.
@@ -230,10 +230,10 @@ def train(model, optimizer, data, args):
         if args.clip:
             clip_gradients(model, args.clip)
         optimizer.step()
-        tokens = [block.mlp.tokens for block in model.blocks]  # before `progress`, whose evaluation counts anew
+        counts = [block.mlp.tokens_per_expert for block in model.blocks]  # taken here, because `progress` evaluates
         progress(step, loss)
         if progress.is_due(step):
-            dist.print_primary("    tokens per expert:", *[counts.tolist() for counts in tokens])
+            dist.print_primary("    tokens per expert:", *[of_block.tolist() for of_block in counts])
     return progress.losses
 
 

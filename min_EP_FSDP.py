@@ -124,10 +124,10 @@ def train(model, optimizer, data, args):
         if args.clip:
             clip_gradients(model, args.clip)
         optimizer.step()
-        tokens = [block.mlp.tokens for block in model.blocks]  # before `progress`, whose evaluation counts anew
+        counts = [block.mlp.tokens_per_expert for block in model.blocks]  # taken here, because `progress` evaluates
         progress(step, loss)
         if progress.is_due(step):
-            dist.print_primary("    tokens per expert:", *[counts.tolist() for counts in tokens])
+            dist.print_primary("    tokens per expert:", *[of_block.tolist() for of_block in counts])
     return progress.losses
 
 

@@ -11,8 +11,9 @@ rows, and f treats each part of the columns by itself:
     rank 1    X ──────► f(X V_1) ──────► f(X V_1) W_1 ──┘
 
 In an MLP, V is `up`, f is GELU and W is `down`. In attention, V is `qkv`, f is the attention of each head and W is
-`out`. Between these pairs each process holds T/N positions of every sequence, for the norms and the residuals: this is
-sequence parallelism. An all-gather joins the pieces to X. A reduce-scatter sums Y and leaves each process its piece.
+`out`. Between these pairs each process holds 1/N of the positions of every sequence, for the norms and the residuals:
+this is sequence parallelism. An all-gather joins the pieces to X. A reduce-scatter sums Y and leaves each process its
+piece.
 
 Choose it when a layer is too wide for one device, or when there are more devices than sequences in the batch. It
 communicates inside every layer, so it needs fast links, as inside one machine. FSDP (min_FSDP.py) splits the parameters
