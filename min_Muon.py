@@ -27,7 +27,8 @@ The rest of the parameters are embeddings, norms, biases and the head. AdamW ste
 Choose it over AdamW (min_FSDP.py) to reach a lower loss in the same number of steps. Muon needs a learning rate of its
 own, and a scheduler of its own. If the model fits into one device, you may use DDP instead: then every process has the
 whole gradients, rank i orthogonalizes matrix i without the first all-to-all, and an all-gather of the updates takes the
-place of the second.
+place of the second. The Muon of dion (https://github.com/microsoft/dion) also sends matrices while it orthogonalizes
+others, and orthogonalizes several of one shape in one batch. This script does neither.
 
 Cost per process, for P float32 parameters, X of them in the matrices, on N processes:
     memory    (12·X + 16·(P-X))/N bytes between two steps: parameters 4, gradients 4, momentum 4 or Adam's state 8. In
