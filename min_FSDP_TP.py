@@ -20,13 +20,13 @@ often and have consecutive ranks, so they are on the fastest links. Replicas com
   of one sequence do not fit.
 - replicate x shard x tensor: on many machines.
 
-Cost per process, for P float32 parameters, and A bytes of activations between two blocks, of the sequences of one share
-of the batch:
+Cost per process, for P float32 parameters, B sequences of T bytes, width D, and the a = 4·B·T·D/(replicate·shard) bytes
+that leave a block:
     memory    16·P/(shard·tensor) bytes (parameters 4, gradients 4, AdamW 8; tensor splits neither norms nor the biases
               of RowwiseParallel layers). While a block computes, up to 20/tensor bytes more for each of its parameters.
-              With --recompute a block keeps only its input for backward, A/tensor bytes, and computes a third more.
+              With --recompute a block keeps only its input for backward, a/tensor bytes, and computes a third more.
     sent      in each step 3·(shard-1)/shard · 4·P/tensor bytes along shard, 2·(replicate-1)/replicate ·
-              4·P/(shard·tensor) along replicate, and 8·(tensor-1)/tensor · A per block along tensor, or 11 for 8 with
+              4·P/(shard·tensor) along replicate, and 8·(tensor-1)/tensor · a per block along tensor, or 11 for 8 with
               --recompute
 
 No process ever holds the whole model: it is built without memory, on the device "meta", split, and then filled.

@@ -11,10 +11,9 @@ Every process has a place in a mesh of stages x shard x tensor processes. With 2
                 | /       | /
                 2 ------- 3            rank = (stage · 2 + shard) · 2 + tensor
 
-Ranks 0 to 3 hold the first half of the blocks, ranks 4 to 7 the second half. The batch is cut into a share for
-each of the --shard neighbours, and each share into M micro-batches, which follow each other through the stages. In each
-step a process gathers its layers (G) before its first forward and reduces their gradients (R) after its last backward.
-With M = 2 and 1F1B:
+Ranks 0 to 3 hold the first half of the blocks, ranks 4 to 7 the second half. The batch is cut into --shard shares, and
+each share into M micro-batches, which follow each other through the stages. In each step a process gathers its layers
+(G) before its first forward and reduces their gradients (R) after its last backward. With M = 2 and 1F1B:
 
     ranks 0 to 3   G F0 F1  .  . B0  . B1  R
     ranks 4 to 7   .  .  G F0 B0 F1 B1  R  .
@@ -34,13 +33,13 @@ Which dimension belongs on which links of a cluster:
 Choose it when the processes of min_FSDP_TP.py cannot hold the model, or would gather it over slow links. On few GPUs
 one or two dimensions are enough. Set the others to 1, or copy the script that has only those.
 
-Cost per process, for P float32 parameters, and A bytes of activations between two blocks, of the sequences of one share
-of the batch:
+Cost per process, for P float32 parameters, B sequences of T bytes, width D, and the a = 4·B·T·D/shard bytes that leave a
+block:
     memory    16·P/(stages·shard·tensor) bytes between steps (parameters 4, gradients 4, AdamW 8). During a step it is
               up to 8·P/(stages·tensor) more, for gathered parameters and their gradients. The first stage also has the
               embeddings and the last one the head, and tensor does not split norms.
-    sent      2·(shard-1)/shard · 4·P/(stages·tensor) bytes per step along shard, 8·(tensor-1)/tensor · A per block of
-              its stage along tensor, and A/tensor to each neighbour along stages, or twice as much with Interleaved1F1B
+    sent      2·(shard-1)/shard · 4·P/(stages·tensor) bytes per step along shard, 8·(tensor-1)/tensor · a per block of
+              its stage along tensor, and a/tensor to each neighbour along stages, or twice as much with Interleaved1F1B
 
 No process ever holds the whole model: it is built without memory, on the device "meta", split, and then filled.
 
