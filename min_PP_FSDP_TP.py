@@ -33,8 +33,8 @@ Which dimension belongs on which links of a cluster:
 Choose it when the processes of min_FSDP_TP.py cannot hold the model, or would gather it over slow links. On few GPUs
 one or two dimensions are enough. Set the others to 1, or copy the script that has only those.
 
-Cost per process, for P float32 parameters, B sequences of T bytes, width D, and the a = 4·B·T·D/shard bytes that leave a
-block:
+Cost per process, for P float32 parameters, B sequences of T bytes, width D, and the a = 4·B·T·D/shard bytes that
+leave a block:
     memory    16·P/(stages·shard·tensor) bytes between steps (parameters 4, gradients 4, AdamW 8). During a step it is
               up to 8·P/(stages·tensor) more, for gathered parameters and their gradients. The first stage also has the
               embeddings and the last one the head, and tensor does not split norms.
