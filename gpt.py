@@ -311,8 +311,9 @@ class Progress:
         return done % self.args.log_every == 0 or done == self.args.steps
 
     def print_line(self, done):
-        recent = dist.reduce(self.losses[self.first_unprinted : done - self.first_step])
-        self.losses[self.first_unprinted : done - self.first_step] = recent
+        n_taken = done - self.first_step  # by this run
+        recent = dist.reduce(self.losses[self.first_unprinted : n_taken])
+        self.losses[self.first_unprinted : n_taken] = recent
         loss = recent.mean().item()  # waits for the device, so the clock is read after it
         tokens = len(recent) * self.args.global_batch_size * self.args.length
         speed = tokens / (time.perf_counter() - self.start)
@@ -325,7 +326,7 @@ class Progress:
             f"{speed:,.0f} tokens/s | {peak / 1e6:.0f} MB",
             flush=True,
         )
-        self.first_unprinted = done - self.first_step
+        self.first_unprinted = n_taken
         self.start = time.perf_counter()
 
 
