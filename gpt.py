@@ -261,8 +261,13 @@ def peak_memory(device):
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def report_held(params, total):
-    """Print and return the largest number of the `total` parameters that any process holds."""
+def report_held(params, total=None):
+    """Print and return the largest number of the `total` parameters that any process holds.
+
+    Without `total` they add up to the whole model: a DTensor counts as the whole tensor.
+    """
+    params = list(params)
+    total = total or sum(param.numel() for param in params)
     held = 0
     for param in params:
         shard = param.to_local() if hasattr(param, "to_local") else param
@@ -277,8 +282,8 @@ class Progress:
 
     `loss_of(model, x, y)` gives a loss on this process whose mean over all processes is the loss of a global batch,
     where (x, y) is this process's share of the batch. It is used for held-out text. When all steps are done, `losses`,
-    (steps,), has the loss of each step over all processes. Raises DistributedError if `first_step` is beyond
-    `args.steps`.
+    (steps,), has the loss of each step from `first_step` on, over all processes. Raises DistributedError if
+    `first_step` is beyond `args.steps`.
     """
 
     def __init__(self, model, data, args, first_step=0, loss_of=model_loss):
@@ -289,13 +294,14 @@ class Progress:
         self.loss_of = loss_of
         self.args = args
         self.held_out_batches = data.held_out_batches()
-        self.losses = torch.zeros(args.steps, device=dist.get_device())  # this process's, until they are printed
-        self.first_unprinted = first_step
+        self.first_step = first_step
+        self.losses = torch.zeros(args.steps - first_step, device=dist.get_device())  # own ones, until they are printed
+        self.first_unprinted = 0
         self.start = time.perf_counter()
 
     @torch.no_grad()
     def __call__(self, step, loss):
-        self.losses[step] = loss
+        self.losses[step - self.first_step] = loss
         if self.is_due(step):
             self.print_line(step + 1)
 
@@ -305,8 +311,9 @@ class Progress:
         return done % self.args.log_every == 0 or done == self.args.steps
 
     def print_line(self, done):
-        recent = dist.reduce(self.losses[self.first_unprinted : done])
-        self.losses[self.first_unprinted : done] = recent
+        n_taken = done - self.first_step  # by this run
+        recent = dist.reduce(self.losses[self.first_unprinted : n_taken])
+        self.losses[self.first_unprinted : n_taken] = recent
         loss = recent.mean().item()  # waits for the device, so the clock is read after it
         tokens = len(recent) * self.args.global_batch_size * self.args.length
         speed = tokens / (time.perf_counter() - self.start)
@@ -319,7 +326,7 @@ class Progress:
             f"{speed:,.0f} tokens/s | {peak / 1e6:.0f} MB",
             flush=True,
         )
-        self.first_unprinted = done
+        self.first_unprinted = n_taken
         self.start = time.perf_counter()
 
 

@@ -1,9 +1,9 @@
 """The file to start from for language models: fine-tune or pretrain any causal LM of Hugging Face, sharded by FSDP.
 
-Begin with `make_model`, `train` and `backward`. Four places say CHANGE HERE: the model, the loss, the optimizer, the
-data. Each step takes one global batch of rows. A row holds several documents, and a document does not see the others.
-Each of N ranks computes every N-th row, and each row is a micro-batch: one forward and one backward. A rank holds 1/N
-of each layer: of the parameters, the gradients and Adam's state. A step is, on every rank at the same time:
+What you change stands first, under CHANGE HERE: data, model, loss and optimizer. Then read `make_model`, `train` and
+`backward`. Each step takes one global batch of rows. A row holds several documents, and a document does not see the
+others. Each of N ranks computes every N-th row, and each row is a micro-batch: one forward and one backward. A rank
+holds 1/N of each layer: of the parameters, the gradients and Adam's state. A step is, on every rank at the same time:
 
     forward of each row       layer by layer: gather the layer --- compute --- free the gathered copy, keep 1/N
     backward of each row      the last layer first: gather --- compute --- sum the gradients of all ranks, keep 1/N
@@ -35,7 +35,8 @@ gradient_accumulation_steps · N, and packing and assistant_only_loss are on. No
 the Hub, tokenizers that are not fast, the router's loss of a mixture of experts, training adapters further. --lora
 adapts linear layers, but not experts that are stored as one 3-D tensor. It refuses models for which PEFT would adapt
 the experts instead, such as GLM-4.5 and DeepSeek-V3. It trains neither embeddings nor the output layer, so train a
-model with new tokens without it. PEFT merges adapters into their model: see docs/recipes.md.
+model with new tokens without it. `AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload()` of PEFT merges
+adapters into their model.
 
 Choose mnist_DDP.py for images, and min_FSDP.py or min_Packing.py to learn one of the ideas.
 
@@ -89,6 +90,83 @@ import options
 import tracking
 import watch
 
+# ---- CHANGE HERE: data, model, loss and metric, optimizer -----------------------------------------------------------
+
+
+def load_documents(tokenizer, data, eval_data, length):
+    """The data, read by rank 0: documents to train on, and documents held out. Rows are `length` tokens long.
+
+    Both are lists of pairs of arrays, tokens and targets, as llm_documents.py makes them. Its `turns` finds the tokens
+    that are in the loss.
+    """
+    lines = llm_documents.lines_of_library()
+    if data:
+        lines = llm_documents.lines_of(data)
+    found = llm_documents.read(lines, tokenizer, length)
+    training = [of_line for of_line in found if of_line]  # without those that are too long
+    if eval_data:
+        held_out = llm_documents.read(llm_documents.lines_of(eval_data, "--eval-data"), tokenizer, length)
+    else:
+        every = max(20, len(training) // 500)
+        held_out = training[::every]
+        del training[::every]
+    training = [document for of_line in training for document in of_line]
+    held_out = [document for of_line in held_out for document in of_line]
+    if not training or not held_out:
+        line = f"--data, --eval-data: too few lines fit into --length {length} to train on and to hold out"
+        raise dist.DistributedError(f"{line}: give more, or name --eval-data")
+    return training, held_out
+
+
+def change_model(model, lora, lora_alpha):
+    """The model to train: here adapters beside a frozen model, or all of it. Freeze parameters and replace layers here.
+
+    Every rank calls it on a model without memory, before that is sharded. Rank 0 calls it on the whole model too, whose
+    values then fill the shards.
+    """
+    if lora:
+        return llm_hub.add_lora(model, lora, lora_alpha)
+    return model
+
+
+def sum_of_losses(model, row):
+    """The loss of a row, and the metric of a held-out row. In a conversation the targets are what the assistant says.
+
+    It is a sum and not a mean, since rows have unequal numbers of targets.
+    """
+    # Positions that start at 0 again keep documents apart, but only without a cache and without an attention mask.
+    # transformers looks for them at the start of each forward, and waits for the device there.
+    # Logits are computed for the targets of one row at a time: a large vocabulary makes them large.
+    output = model(row.tokens, position_ids=row.positions, use_cache=False, logits_to_keep=row.places)
+    logits = output.logits[0].to(torch.get_default_dtype())  # bfloat16 has too few digits for a sum of losses
+    return F.cross_entropy(logits, row.targets, reduction="sum")
+
+
+def make_optimizer(model, steps, lr, warmup, weight_decay):
+    """The optimizer of the trained weights, and a scheduler that is stepped after each of `steps` steps.
+
+    They are made after sharding, because the optimizer steps the shards.
+    """
+    trained = [param for param in model.parameters() if param.requires_grad]
+    groups = [{"params": [param for param in trained if param.dim() >= 2], "weight_decay": weight_decay}]
+    vectors = [param for param in trained if param.dim() < 2]
+    if vectors:
+        groups.append({"params": vectors, "weight_decay": 0.0})
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+    if warmup is None:
+        warmup = min(10, steps // 10)
+
+    def factor(step):
+        """The learning rate of `step`, as a fraction of --lr: it rises to 1, then falls to 0.1 along a cosine."""
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        progress = (step - warmup) / max(1, steps - warmup)
+        return 0.55 + 0.45 * math.cos(math.pi * progress)
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
 # ---- the model and its shards -------------------------------------------------------------------------------------
 
 
@@ -105,10 +183,7 @@ def make_model(whole, config, types, args):
         # Parameters are gathered in bfloat16. The shards of trained weights, and Adam's state, stay float32.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):  # shapes without memory
-        # CHANGE HERE, 1 of 4: the model. Freeze parameters here, on every rank, before they are sharded.
-        model = llm_hub.build_model(config, dtype)
-        if args.lora:
-            model = llm_hub.add_lora(model, args.lora, args.lora_alpha)
+        model = change_model(llm_hub.build_model(config, dtype), args.lora, args.lora_alpha)
     llm_hub.hold_as_loaded(model, types)  # what is frozen
     for layer in reversed(llm_hub.layers_of(model)):  # if one contains others, these come first
         if args.recompute:
@@ -213,40 +288,6 @@ def backward(model, own_rows, gather_once=False):
         (loss * dist.get_world_size()).backward()
         share += loss.detach()
     return share
-
-
-def sum_of_losses(model, row):
-    # In a conversation, the targets are what the assistant says: llm_documents.turns finds it.
-    # Positions that start at 0 again keep documents apart, but only without a cache and without an attention mask.
-    # transformers looks for them at the start of each forward, and waits for the device there.
-    # Logits are computed for the targets of one row at a time: a large vocabulary makes them large.
-    output = model(row.tokens, position_ids=row.positions, use_cache=False, logits_to_keep=row.places)
-    logits = output.logits[0].to(torch.get_default_dtype())  # bfloat16 has too few digits for a sum of losses
-    # CHANGE HERE, 2 of 4: the loss. A sum over targets, not a mean, since rows have unequal numbers of them.
-    return F.cross_entropy(logits, row.targets, reduction="sum")
-
-
-def make_optimizer(model, steps, lr, warmup, weight_decay):
-    """The optimizer of the trained weights, and a scheduler that is stepped after each of `steps` steps."""
-    trained = [param for param in model.parameters() if param.requires_grad]
-    groups = [{"params": [param for param in trained if param.dim() >= 2], "weight_decay": weight_decay}]
-    vectors = [param for param in trained if param.dim() < 2]
-    if vectors:
-        groups.append({"params": vectors, "weight_decay": 0.0})
-    # CHANGE HERE, 3 of 4: the optimizer. It is built after sharding, because it steps the shards.
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
-
-    if warmup is None:
-        warmup = min(10, steps // 10)
-
-    def factor(step):
-        """The learning rate of `step`, as a fraction of --lr: it rises to 1, then falls to 0.1 along a cosine."""
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        progress = (step - warmup) / max(1, steps - warmup)
-        return 0.55 + 0.45 * math.cos(math.pi * progress)
-
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def refuse_jump(first_step, steps, scheduler):
@@ -382,35 +423,14 @@ def read_all(args):
     before, in_loss = llm_documents.text_around_loss(training[0], tokenizer)
     print(f"in the loss, for example: {in_loss!r} after {before!r}", flush=True)
     with llm_hub.one_line(f"--model {args.model}"):
-        whole = load_whole_model(config, args)
+        name = None if args.from_scratch else args.model
+        whole = change_model(load_whole_model(name, config, args.seed), args.lora, args.lora_alpha)
     refuse_unknown_tokens(training + held_out, whole, tokenizer, args.model)
     warn_if_answers_do_not_end(training, whole.generation_config, tokenizer)
     if args.lora:
         warn_if_rows_are_alike(training, whole.get_output_embeddings().weight, tokenizer)
     llm_hub.begin(args.output, tokenizer, whole)  # writes all but the weights, to see now that it can be written
     return whole, rows, held_out_rows
-
-
-def load_documents(tokenizer, data, eval_data, length):
-    """Documents to train on, and documents held out: lists of pairs of arrays, tokens and targets."""
-    # CHANGE HERE, 4 of 4: the data. See llm_documents.py for the pairs, and its `turns` for the tokens in the loss.
-    lines = llm_documents.lines_of_library()
-    if data:
-        lines = llm_documents.lines_of(data)
-    found = llm_documents.read(lines, tokenizer, length)
-    training = [of_line for of_line in found if of_line]  # without those that are too long
-    if eval_data:
-        held_out = llm_documents.read(llm_documents.lines_of(eval_data, "--eval-data"), tokenizer, length)
-    else:
-        every = max(20, len(training) // 500)
-        held_out = training[::every]
-        del training[::every]
-    training = [document for of_line in training for document in of_line]
-    held_out = [document for of_line in held_out for document in of_line]
-    if not training or not held_out:
-        line = f"--data, --eval-data: too few lines fit into --length {length} to train on and to hold out"
-        raise dist.DistributedError(f"{line}: give more, or name --eval-data")
-    return training, held_out
 
 
 def rows_of(found, length, pad):
@@ -466,16 +486,12 @@ def small_llama(tokenizer, length, attention="sdpa"):
     )
 
 
-def load_whole_model(config, args):
-    """The model to begin with, on the CPU."""
-    torch.manual_seed(args.seed)
-    if args.model and not args.from_scratch:
-        whole = llm_hub.load_model(args.model, config)
-    else:
-        whole = llm_hub.build_model(config, torch.get_default_dtype())
-    if args.lora:
-        whole = llm_hub.add_lora(whole, args.lora, args.lora_alpha)
-    return whole
+def load_whole_model(name, config, seed):
+    """The model to begin with, on the CPU: that of the folder `name`, or an untrained one."""
+    torch.manual_seed(seed)
+    if name:
+        return llm_hub.load_model(name, config)
+    return llm_hub.build_model(config, torch.get_default_dtype())
 
 
 def refuse_unknown_tokens(found, whole, tokenizer, model_name):

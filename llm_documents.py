@@ -201,7 +201,7 @@ def texts_of(place, line, tokenizer):
             found = [(record["text"], None)]
         else:
             fields = ", ".join(given) or "nothing"
-            raise ValueError(f"it has neither, but {fields}: docs/recipes.md converts other formats")
+            raise ValueError(f"it has neither, but {fields}: write each text as a message with a role and a content")
         for text, _ in found:
             text.encode()  # JSON may contain half of a surrogate pair, which is no character
         return found
@@ -237,7 +237,8 @@ def refuse_ignored(record, used):
     """Other trainers obey fields that are not used here, such as `weight`, and nobody knows all of their names."""
     ignored = [field for field in record if field not in used]
     if ignored:
-        raise ValueError(f"{', '.join(ignored)} would be ignored: leave it out, as docs/recipes.md shows")
+        used = ", ".join(sorted(used))
+        raise ValueError(f"{', '.join(ignored)} would be ignored: write the data anew with no other fields than {used}")
 
 
 def conversation(record, tokenizer):

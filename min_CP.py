@@ -1,8 +1,7 @@
 """Split the sequence: the minimum working example of context parallelism.
 
-Every process has the whole model and one piece, T/N bytes long, of every sequence of the batch. Embeddings, norms,
-linear layers and the loss treat each position by itself, so only attention needs communication. DDP averages the
-gradients.
+Every process has the whole model and one piece, 1/N, of every sequence of the batch. Embeddings, norms, linear layers
+and the loss treat each position by itself, so only attention needs communication. DDP averages the gradients.
 
 --attention ulysses (DeepSpeed Ulysses, arXiv:2309.14509) exchanges positions for heads. Before attention an all-to-all
 gives each process the whole sequence of some heads, and after attention another all-to-all reverses the exchange. With
@@ -57,13 +56,13 @@ import options
 def ulysses(q, k, v):
     qkv = torch.stack([q, k, v])  # (3, batch, heads, piece, head width)
     q, k, v = exchange(qkv, split=2, join=3)  # all heads of my piece -> my heads of all pieces
-    result = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, my heads, all pieces, head width)
+    result = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads/N, length, head width)
     return exchange(result, split=2, join=1)  # my heads of all pieces -> all heads of my piece
 
 
 def exchange(x, split, join):
-    """Cut x along dimension `split`, send piece r to rank r, and join the received pieces along dimension `join`."""
-    sent = torch.stack(x.chunk(dist.get_world_size(), split))
+    """Cut x along dimension `split`, send part r to rank r, and join the received parts along dimension `join`."""
+    sent = torch.stack(x.chunk(dist.get_world_size(), split))  # (ranks, …)
     received = AllToAll.apply(sent)
     return torch.cat(received.unbind(), join)
 
@@ -83,13 +82,13 @@ class AllToAll(torch.autograd.Function):
 
 
 def all_gather(q, k, v):
-    kv = torch.stack([k, v])
+    kv = torch.stack([k, v])  # (2, batch, heads, piece, head width)
     sent = kv.expand(dist.get_world_size(), *kv.shape).contiguous()  # a copy for each rank; their gradients are summed
     pieces = AllToAll.apply(sent)  # keys and values of all ranks: (ranks, 2, batch, heads, piece, head width)
-    k, v = torch.cat(pieces.unbind(), dim=3)  # in the order of the sequence
+    k, v = torch.cat(pieces.unbind(), dim=3)  # each (batch, heads, length, head width), in the order of the sequence
     piece = q.shape[2]
     end = (dist.get_rank() + 1) * piece  # where my piece ends in the whole sequence: no query may see further
-    mask = causal_lower_right(piece, end)
+    mask = causal_lower_right(piece, end)  # (piece, end)
     return F.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], attn_mask=mask)
 
 
@@ -150,10 +149,10 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    data = gpt.Data(args, share=(0, 1))  # the whole batch, of which each process takes its piece of each sequence
+    data = gpt.Data(args, share=(0, 1))  # the whole batch; each process takes its piece of each sequence
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
-    gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
+    gpt.report_held(model.parameters())
     model = parallelize(model, args.attention)
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)

@@ -1,8 +1,8 @@
 """Pass keys and values around a ring: ring attention, a form of context parallelism, for rows of packed documents.
 
-Every process has the whole model and its share, T/N positions, of every row of the batch. Only attention needs the
-other shares. Each process keeps its queries. In step s it computes attention to the keys of the rank s places before
-it, which that rank sends to it directly. Meanwhile the keys and values of the next step travel. On rank r of N = 4:
+Every process has the whole model and its share, 1/N, of every row of the batch. Only attention needs the other shares.
+Each process keeps its queries. In step s it computes attention to the keys of the rank s places before it, which that
+rank sends to it directly. Meanwhile the keys and values of the next step travel. On rank r of N = 4:
 
     step          0                 1                  2                  3
     compute       own keys          keys of r-1        keys of r-2        keys of r-3
@@ -85,7 +85,7 @@ class RingAttention(torch.autograd.Function):
         ctx.plan = plan
         ctx.group = group
         out = torch.zeros_like(q)
-        lse = torch.full_like(q[..., 0], -math.inf)
+        lse = torch.full_like(q[..., 0], -math.inf)  # (rows, heads, positions)
         for step, (step_k, step_v) in enumerate(around_the_ring(torch.stack([k, v]), plan, group)):
             for mine, theirs in plan[step].blocks:
                 block_out, block_lse = attend_to_block(q[mine], step_k[theirs], step_v[theirs], causal=step == 0)
@@ -122,7 +122,10 @@ class RingAttention(torch.autograd.Function):
 
 
 def around_the_ring(kv, plan, group):
-    """Yields own keys and values, then those of ranks r-1, r-2, … The next ones travel while the caller computes."""
+    """Yields own keys and values, then those of ranks r-1, r-2, … The next ones travel while the caller computes.
+
+    Each is as `kv`: (2, rows, heads, positions, head width).
+    """
     step_kv = kv
     for step in range(1, len(plan)):
         hop = start_hop(kv, step, plan[step].sends, plan[step].receives, group)
@@ -167,7 +170,7 @@ def merge(out, lse, block_out, block_lse):
 
 
 def attend_to_block(q, k, v, causal):
-    """Returns out, and lse (batch, heads, queries)."""
+    """Returns out, (rows, heads, queries, head width), and lse, (rows, heads, queries)."""
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
     out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -385,12 +388,10 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    data = gpt.Data(
-        args, share=(0, 1), device="cpu"
-    )  # the whole batch, of which each process takes its share of each row
+    data = gpt.Data(args, share=(0, 1), device="cpu")  # the whole batch; each process takes its share of each row
     torch.manual_seed(args.seed)
     model = RingGPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
-    gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
+    gpt.report_held(model.parameters())
     model = parallelize(model)
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)

@@ -57,7 +57,7 @@ class MixtureOfExperts(nn.Module):
     """Stands in the place of an MLP. `ranks`, by default all, split the experts: the one in place p holds `n_held`.
 
     They are numbers p · n_held and following, and `group` is the group of these ranks.
-    forward also sets `tokens`, how many tokens of all ranks each expert had, and `balance`, the load-balancing loss.
+    forward also sets `tokens_per_expert`, (experts,), of all ranks, and `balance`, the load-balancing loss.
     """
 
     def __init__(self, width, n_experts, top, ranks=None, group=None):
@@ -74,6 +74,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts({i: experts[i] for i in range(first, first + self.n_held)})
 
     def forward(self, x):
+        """Gives (batch, length, width), as `x`."""
         # Route.
         tokens = x.flatten(0, -2)  # (tokens, width)
         probabilities = self.router(tokens).softmax(dim=-1)  # (tokens, experts)
@@ -81,13 +82,13 @@ class MixtureOfExperts(nn.Module):
         counts = count_visits(chosen, self.n_experts)  # (ranks, experts)
 
         # Balance: smallest if all experts have as many tokens. Its mean over ranks is the loss of the batch.
-        self.tokens = counts.sum(dim=0)
-        shares = self.tokens / self.tokens.sum()
+        self.tokens_per_expert = counts.sum(dim=0)
+        shares = self.tokens_per_expert / self.tokens_per_expert.sum()
         self.balance = self.n_experts * (shares * probabilities.mean(dim=0)).sum()
 
         # Sort by expert, one row for each visit. A rank holds consecutive experts, so this sorts by rank too.
         order = chosen.flatten().argsort(stable=True)
-        rows = tokens[order // self.top]
+        rows = tokens[order // self.top]  # (visits of this rank's tokens, width)
 
         # All-to-all, experts, all-to-all back. The host waits for the counts, to allocate memory.
         by_rank = counts.cpu()[self.ranks].view(len(self.ranks), -1, self.n_held)  # (from rank, to rank, to its expert)
@@ -95,9 +96,9 @@ class MixtureOfExperts(nn.Module):
         received = by_rank[:, self.place]  # (from rank, to this rank's expert)
         n_sent = sent.sum(dim=1).tolist()
         n_received = received.sum(dim=1).tolist()
-        visitors = all_to_all(rows, n_sent, n_received, self.group)
-        results = self.experts(visitors, received)
-        results = all_to_all(results, n_received, n_sent, self.group)
+        visitors = all_to_all(rows, n_sent, n_received, self.group)  # (visits to this rank's experts, width)
+        results = self.experts(visitors, received)  # the same shape
+        results = all_to_all(results, n_received, n_sent, self.group)  # as `rows`
 
         # Weighted sum: y = Σ_k p_k E_k(x).
         inverse = order.argsort()  # undoes the sorting: row order[i] went to place i
@@ -114,7 +115,10 @@ class Experts(nn.Module):
             self.add_module(str(number), expert)
 
     def forward(self, visitors, received):
-        """Each expert's results, in the order of `visitors`, which are sorted by rank and then by expert."""
+        """Each expert's results, in the order of `visitors`, (visits, width), which are sorted by rank, then by expert.
+
+        `received`, (ranks, held experts), says how many visits come from a rank to an expert.
+        """
         experts = list(self.children())
         numbers = torch.arange(len(experts)).repeat(len(received))  # the held experts, once per rank
         expert_of_row = numbers.repeat_interleave(received.flatten())
@@ -226,10 +230,10 @@ def train(model, optimizer, data, args):
         if args.clip:
             clip_gradients(model, args.clip)
         optimizer.step()
-        tokens = [block.mlp.tokens for block in model.blocks]  # before `progress`, whose evaluation counts anew
+        counts = [block.mlp.tokens_per_expert for block in model.blocks]  # taken here, because `progress` evaluates
         progress(step, loss)
         if progress.is_due(step):
-            dist.print_primary("    tokens per expert:", *[counts.tolist() for counts in tokens])
+            dist.print_primary("    tokens per expert:", *[of_block.tolist() for of_block in counts])
     return progress.losses
 
 
@@ -245,9 +249,8 @@ def parse_args():
     balance_help = "weight of the load-balancing loss"
     parser.add_argument("--balance", type=options.positive_number, default=0.01, help=balance_help)
     args = parser.parse_args()
-    processes = (args.nproc, "the number of processes")
-    gpt.check_model_options(parser, args, batch=processes)
-    gpt.require_multiple(parser, args, "experts", *processes, default=8)
+    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
+    gpt.require_multiple(parser, args, "experts", args.nproc, "the number of processes", default=8)
     if args.top > args.experts:
         parser.error(f"argument --top: {args.top} is more than the {args.experts} experts")
     return args
@@ -260,7 +263,7 @@ def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     data = gpt.Data(args)  # this process's share of each global batch
-    torch.manual_seed(args.seed)  # the same weights on all ranks, before each keeps its experts
+    torch.manual_seed(args.seed)  # the same weights on all ranks, before each keeps its part
     model = gpt.GPT(args.layers, args.width, args.heads, args.length)
     add_experts(model, args)
     model.to(dist.get_device())

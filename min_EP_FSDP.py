@@ -53,8 +53,8 @@ from torch.distributed.tensor import DTensor
 
 import distributed as dist
 import gpt
-import min_EP
 import options
+from min_EP import add_experts, gradients, split_params
 
 # ---- the mesh -----------------------------------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ def parallelize(model, args):
     In a single process the model only gets its experts.
     """
     if dist.get_world_size() == 1:
-        min_EP.add_experts(model, args)
+        add_experts(model, args)
         return
     device = dist.get_device().type
     n = dist.get_world_size()
@@ -73,7 +73,7 @@ def parallelize(model, args):
     mesh = init_device_mesh(device, (n // args.expert_parallel, args.expert_parallel), mesh_dim_names=("dp", "ep"))
     everyone = init_device_mesh(device, (n,))
     neighbours = mesh["ep"].mesh.tolist()  # the ranks with which this one splits the experts
-    min_EP.add_experts(model, args, neighbours, mesh["ep"].get_group())
+    add_experts(model, args, neighbours, mesh["ep"].get_group())
     for block in model.blocks:
         fully_shard(block.mlp.experts, mesh=mesh["dp"])
         fully_shard(block, mesh=everyone)  # all but the experts
@@ -89,15 +89,15 @@ def backward(model, loss, expert_parallel):
     For several micro-batches, call `loss.backward()` for each, and divide the experts' gradients after the last one.
     """
     loss.backward()
-    _, experts = min_EP.split_params(model)
-    for grad in min_EP.gradients(experts):
+    _, experts = split_params(model)
+    for grad in gradients(experts):
         # fully_shard could do it (set_gradient_divide_factor), but torch 2.14 divides twice on gloo if dp is 1.
         grad /= expert_parallel
 
 
 def clip_gradients(model, max_norm):
     """As nn.utils.clip_grad_norm_. Each element of a gradient is on one rank, so the norm is one sum over all ranks."""
-    shards = [local(grad) for grad in min_EP.gradients(model.parameters())]
+    shards = [local(grad) for grad in gradients(model.parameters())]
     norm = dist.all_reduce(nn.utils.get_total_norm(shards) ** 2).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1)
     for shard in shards:
@@ -124,10 +124,10 @@ def train(model, optimizer, data, args):
         if args.clip:
             clip_gradients(model, args.clip)
         optimizer.step()
-        tokens = [block.mlp.tokens for block in model.blocks]  # before `progress`, whose evaluation counts anew
+        counts = [block.mlp.tokens_per_expert for block in model.blocks]  # taken here, because `progress` evaluates
         progress(step, loss)
         if progress.is_due(step):
-            dist.print_primary("    tokens per expert:", *[counts.tolist() for counts in tokens])
+            dist.print_primary("    tokens per expert:", *[of_block.tolist() for of_block in counts])
     return progress.losses
 
 
@@ -170,10 +170,9 @@ def main_worker(local_rank, world_size, args):
     parallelize(model, args)
     model.to(dist.get_device())
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
-    shared, experts = min_EP.split_params(model)
-    n_params = sum(param.numel() for param in shared)
-    # A DTensor's numel is that of the whole tensor.
-    n_params += args.expert_parallel * sum(param.numel() for param in experts)
+    shared, experts = split_params(model)
+    # A DTensor counts as the whole tensor.
+    n_params = sum(param.numel() for param in shared) + args.expert_parallel * sum(param.numel() for param in experts)
     gpt.report_held(model.parameters(), n_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, data, args)

@@ -15,10 +15,11 @@ less. If only Adam's state does not fit, min_ZeRO.py shards just that and sends 
 shows what `fully_shard` does inside.
 
 Cost per process, for P float32 parameters on N processes: 16·P/N bytes between two steps (parameters 4, gradients 4,
-AdamW 8); with DDP 16·P. While a block of B parameters computes, up to 20·B bytes more: the block and its gradients, the
-next block, and the buffers that are sent. The parameters outside the blocks stay gathered from forward to backward, and
-after an evaluation until the next backward. Each step sends up to 3·(N-1)/N · 4·P bytes, for two gathers and one
-reduce-scatter. On gloo it sends up to 4·(N-1)/N · 4·P bytes, because gloo's reduce-scatter is an all-reduce.
+AdamW 8); with DDP 16·P. While a block computes, up to 20 bytes more for each of its parameters: the block and its
+gradients, the next block, and the buffers that are sent. The parameters outside the blocks stay gathered from forward
+to backward, and after an evaluation until the next backward. Each step sends up to 3·(N-1)/N · 4·P bytes, for two
+gathers and one reduce-scatter. On gloo it sends up to 4·(N-1)/N · 4·P bytes, because gloo's reduce-scatter is an
+all-reduce.
 
     python min_FSDP.py --nproc 2                                     # two processes; without --nproc, all GPUs
     python min_FSDP.py --nproc 2 --bf16                              # gather and compute in bfloat16
@@ -86,7 +87,7 @@ def make_sharded_model(args):
 
 
 def train(model, optimizer, data, args):
-    """Returns the losses of the steps that this run has trained, each the mean over all processes."""
+    """Returns the loss of every step over all processes, (steps,)."""
     saver = checkpoint_sharded.Saver(model, optimizer, args, data.settings())
     progress = gpt.Progress(model, data, args, saver.first_step)
     for step in range(saver.first_step, args.steps):
@@ -100,7 +101,7 @@ def train(model, optimizer, data, args):
         optimizer.step()
         progress(step, loss)
         saver.save_if_due(step + 1)
-    return progress.losses[saver.first_step :]
+    return progress.losses
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
@@ -131,8 +132,7 @@ def main_worker(local_rank, world_size, args):
     torch.manual_seed(args.seed)
     model = make_sharded_model(args)
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
-    n_params = sum(param.numel() for param in model.parameters())  # of whole tensors: DTensors count all their shards
-    gpt.report_held(model.parameters(), n_params)
+    gpt.report_held(model.parameters())
     # Built after sharding, because it steps the shards.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, data, args)

@@ -1,6 +1,6 @@
 """Several dimensions at once, on one DeviceMesh: hybrid sharding (HSDP), and FSDP with tensor parallelism.
 
-Every process has a place in a mesh of R x S x T processes. With 2 x 2 x 2 these are the ranks:
+Every process has a place in a mesh of replicate x shard x tensor processes. With 2 x 2 x 2 these are the ranks:
 
                     4 ------- 5
                   / |       / |
@@ -10,21 +10,24 @@ Every process has a place in a mesh of R x S x T processes. With 2 x 2 x 2 these
                 | /       | /
                 2 ------- 3
 
-The T neighbours along `tensor` take the same sequences. The S neighbours along `shard` hold different parts of the
-parameters, gradients and optimizer state. The R neighbours along `replicate` hold the same parts. Tensor neighbours
-communicate most often and have consecutive ranks, so they are on the fastest links. Replicas communicate once per step.
+Neighbours along `tensor` take the same sequences. Neighbours along `shard` hold different parts of the parameters,
+gradients and optimizer state. Neighbours along `replicate` hold the same parts. Tensor neighbours communicate most
+often and have consecutive ranks, so they are on the fastest links. Replicas communicate once per step.
 
-- R x S (HSDP): choose it when the S processes of one machine hold the model easily. Machines then exchange only the
-  gradients of a shard, once per step. min_FSDP.py over all machines would gather every layer across them.
-- S x T: choose it when min_FSDP.py has more processes than the batch has sequences, or when the activations of one
-  sequence do not fit.
-- R x S x T: on many machines.
+- replicate x shard (HSDP): choose it when the processes of one machine hold the model easily. Machines then exchange
+  only the gradients of a shard, once per step. min_FSDP.py over all machines would gather every layer across them.
+- shard x tensor: choose it when min_FSDP.py has more processes than the batch has sequences, or when the activations
+  of one sequence do not fit.
+- replicate x shard x tensor: on many machines.
 
-Cost per process, for P float32 parameters: 16·P/(S·T) bytes (parameters 4, gradients 4, AdamW 8; T splits neither norms
-nor the biases of RowwiseParallel layers), and up to 20·L/T more while a block of L parameters computes. Each step sends
-3·(S-1)/S · 4·P/T bytes along shard, 2·(R-1)/R · 4·P/(S·T) along replicate, and 8·(T-1)/T · A per block along tensor,
-where A = 4 · global batch size / (R·S) · length · width. With --recompute a block keeps only its input for
-backward, A/T bytes. It computes a third more, and sends 11 instead of 8 along tensor.
+Cost per process, for P float32 parameters, B sequences of T bytes, width D, and the a = 4·B·T·D/(replicate·shard) bytes
+that leave a block:
+    memory    16·P/(shard·tensor) bytes (parameters 4, gradients 4, AdamW 8; tensor splits neither norms nor the biases
+              of RowwiseParallel layers). While a block computes, up to 20/tensor bytes more for each of its parameters.
+              With --recompute a block keeps only its input for backward, a/tensor bytes, and computes a third more.
+    sent      in each step 3·(shard-1)/shard · 4·P/tensor bytes along shard, 2·(replicate-1)/replicate ·
+              4·P/(shard·tensor) along replicate, and 8·(tensor-1)/tensor · a per block along tensor, or 11 for 8 with
+              --recompute
 
 No process ever holds the whole model: it is built without memory, on the device "meta", split, and then filled.
 
@@ -36,7 +39,6 @@ The second prints `parameters held: 120,128 of 478,720 (0.251)`. Each checkpoint
 --checkpoint-dir. With --keep 3 older ones are deleted. Load only checkpoints that you trust.
 """
 
-import fnmatch
 import functools
 import logging
 import warnings
@@ -88,30 +90,29 @@ def parallelize(model, args):
 
 
 def split_layers(model, mesh):
-    """Split the layers of a GPT, or of a pipeline's stage of it, in place over the N processes of `mesh`.
+    """Split the layers of a GPT in place over the N processes of `mesh`.
 
     The number of heads and the sequence length must be multiples of N. The plan names every parameter, those of the
     LayerNorms too, because clipping needs DTensors of one mesh. Freeze parameters after this call: SequenceParallel
     unfreezes those of LayerNorms (torch 2.14). Then build the optimizer.
     """
-    sequence = Shard(1)  # between the layers: dimension 1 of (batch, length, width) is split
+    sequence = Shard(1)  # dimension 1 of (batch, length, width)
+    # Beside each layer: what it gives on a process, for a batch (B, T) and a model of width D.
     plan = {
-        "token": ColwiseParallel(output_layouts=Replicate()),
-        "position": ColwiseParallel(output_layouts=Replicate()),
-        "blocks.0": PrepareModuleInput(  # each process takes its piece of the embedded sequence
+        "token": ColwiseParallel(output_layouts=Replicate()),  # (B, T, D)
+        "position": ColwiseParallel(output_layouts=Replicate()),  # (T, D)
+        "blocks.0": PrepareModuleInput(  # each process takes its piece of the embedded sequence, (B, T/N, D)
             input_layouts=Replicate(), desired_input_layouts=sequence, use_local_output=True
         ),
-        "blocks.*.norm1": SequenceParallel(),
-        "blocks.*.attention.qkv": ColwiseParallel(input_layouts=sequence),  # a slice is whole heads: see gpt.Attention
-        "blocks.*.attention.out": RowwiseParallel(output_layouts=sequence),
-        "blocks.*.norm2": SequenceParallel(),
-        "blocks.*.mlp.up": ColwiseParallel(input_layouts=sequence),
-        "blocks.*.mlp.down": RowwiseParallel(output_layouts=sequence),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),
+        "blocks.*.norm1": SequenceParallel(),  # (B, T/N, D)
+        "blocks.*.attention.qkv": ColwiseParallel(input_layouts=sequence),  # (B, T, 3 D/N): whole heads, see gpt.py
+        "blocks.*.attention.out": RowwiseParallel(output_layouts=sequence),  # (B, T/N, D)
+        "blocks.*.norm2": SequenceParallel(),  # (B, T/N, D)
+        "blocks.*.mlp.up": ColwiseParallel(input_layouts=sequence),  # (B, T, 4 D/N)
+        "blocks.*.mlp.down": RowwiseParallel(output_layouts=sequence),  # (B, T/N, D)
+        "norm": SequenceParallel(),  # (B, T/N, D)
+        "head": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),  # (B, T, 256)
     }
-    names = dict(model.named_modules())
-    plan = {name: style for name, style in plan.items() if fnmatch.filter(names, name)}  # a stage lacks some
     parallelize_module(model, mesh, plan)
 
 
@@ -127,7 +128,7 @@ def silence_false_alarms():
 
 
 def train(model, optimizer, data, args):
-    """Returns the losses of the steps that this run has trained, each the mean over all processes."""
+    """Returns the loss of every step over all processes, (steps,)."""
     saver = checkpoint_sharded.Saver(model, optimizer, args, data.settings())
     progress = gpt.Progress(model, data, args, saver.first_step)
     for step in range(saver.first_step, args.steps):
@@ -141,7 +142,7 @@ def train(model, optimizer, data, args):
         optimizer.step()
         progress(step, loss)
         saver.save_if_due(step + 1)
-    return progress.losses[saver.first_step :]
+    return progress.losses
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
@@ -180,16 +181,16 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    # Tensor neighbours, whose ranks are consecutive, take the same share of the batch.
-    data = gpt.Data(args, share=(dist.get_rank() // args.tensor, args.replicate * args.shard))
+    share = dist.get_rank() // args.tensor  # tensor neighbours, whose ranks are consecutive, take the same one
+    data = gpt.Data(args, share=(share, args.replicate * args.shard))
     mesh = f"replicate {args.replicate} x shard {args.shard} x tensor {args.tensor}"
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {mesh}")
     model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
-    n_params = sum(param.numel() for param in model.parameters())
     parallelize(model, args)
     model.to_empty(device=dist.get_device())  # memory for this process's part
     gpt.fill(model.named_parameters(), args)
-    gpt.report_held(model.parameters(), n_params)
+    torch.manual_seed(args.seed + share)  # this model has no dropout; in yours, each share of the batch draws its own
+    gpt.report_held(model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, data, args)
 

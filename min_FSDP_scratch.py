@@ -30,9 +30,9 @@ as SGD and AdamW do.
 Choose min_FSDP.py for real work: it also has mixed precision, checkpoints and models that no process could hold.
 
 Cost per process, for P float32 parameters, R of them in the root, on N processes: 16·P/N bytes between two steps
-(parameters 4, gradients 4, AdamW 8). While a block of B parameters computes, up to 16·B bytes more, for two blocks and
-their gradients, and 8·R for the root. A step sends (N-1)/N · 4·(3·P - R) bytes. Of these, gloo sends those of the
-reduce-scatter twice, which is not printed. Sources: ZeRO (https://arxiv.org/abs/1910.02054), FSDP
+(parameters 4, gradients 4, AdamW 8). While a block computes, up to 16 bytes more for each of its parameters, for two
+blocks and their gradients, and 8·R for the root. A step sends (N-1)/N · 4·(3·P - R) bytes. Of these, gloo sends those
+of the reduce-scatter twice, which is not printed. Sources: ZeRO (https://arxiv.org/abs/1910.02054), FSDP
 (https://arxiv.org/abs/2304.11277).
 
     python min_FSDP_scratch.py --nproc 2                                      # two processes; without --nproc, all GPUs

@@ -92,12 +92,11 @@ def train(model, args):
     recent = []  # this process's sums of each step since the last line
     start = time.perf_counter()
     for step in range(args.steps):
+        # Tokens, where they are answers, and their log-probabilities: each (answers, length). Rewards: (answers,).
         tokens, answered, old, rewards = draw_answers(dist.unwrapped(model), step, own(range(args.prompts)), args)
         advantages = advantages_of(rewards, args.samples)
-        counts = update(model, optimizer, reference, tokens, answered, old, advantages, args)
-        no_signal = (advantages.view(-1, args.samples) == 0).all(dim=1)
-        checked = torch.stack([rewards.sum(), no_signal.sum()])  # both are on the CPU, and counts on the device
-        recent.append(torch.cat([counts, gpt.to_device(checked, counts.device)]))
+        sums = update(model, optimizer, reference, tokens, answered, old, advantages, args)
+        recent.append(add_rewards(sums, rewards, advantages, args.samples))
         if step == 0 or (step + 1) % args.log_every == 0 or step + 1 == args.steps:
             print_line(step, recent, start, model, args)
             recent = []
@@ -292,9 +291,15 @@ def count_solved(model, prompts, choose=gpt_generate.choose):
     return sum(checked_reward(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True))
 
 
+def add_rewards(sums, rewards, advantages, samples):
+    """The `sums` of `update`, then the sum of the rewards and the number of groups without signal: (6,)."""
+    no_signal = (advantages.view(-1, samples) == 0).all(dim=1)
+    checked = torch.stack([rewards.sum(), no_signal.sum()])  # on the CPU
+    return torch.cat([sums, gpt.to_device(checked, sums.device)])
+
+
 def print_line(step, recent, start, model, args):
-    """Print what the steps since `start` gave. `recent` has this process's sums of each of them. See `train`."""
-    # The first four are the sums of `update`.
+    """Print what the steps since `start` gave. `recent` has what `add_rewards` gave for each of them."""
     mismatch, _, clipped, n_bytes, rewarded, no_signal = dist.all_reduce(torch.stack(recent).sum(dim=0)).tolist()
     n_groups = len(recent) * args.prompts
     n_answers = n_groups * args.samples

@@ -13,7 +13,7 @@ The KV cache holds the keys and values of all earlier positions, so a new byte c
 of all. Prompts of unequal lengths share a batch: each row has positions of its own. A row that has ended is removed
 from the batch. This loop is `generate` in gpt_generate.py.
 
-With tensor parallelism (--tensor T) the T processes of a group split the weights of each block. Each caches the keys
+With tensor parallelism (--tensor) the processes of a group split the weights of each block. Each caches the keys
 and values of its own heads only. Two all-reduces per block sum the partial outputs, so the group takes every step
 together. Rounding may differ between its processes. Then they could choose different bytes and continue different
 texts, and no error would be raised. So the first process of the group chooses, and sends the bytes to the others.
@@ -32,10 +32,10 @@ Choose --tensor 1 if the model fits on one device, and more only if it does not,
 links. To serve many users, or models from the Hugging Face hub, choose vLLM or SGLang. They also admit new prompts
 while others are being answered.
 
-Cost per process, for P float32 parameters, L layers of width D, and R rows of up to B bytes: 4·P/T bytes of parameters
-(embeddings, norms and the head are whole) and 8·L·D·R·B/T bytes of keys and values. For each new byte of R rows, tensor
-parallelism makes 2·L all-reduces of 4·D·R bytes and a broadcast of 8·R bytes, one after the other. In the prefill
-each all-reduce is of 4·D·R bytes for each byte of the longest prompt.
+Cost per process, for P float32 parameters, L layers of width D, and R rows of up to T bytes: 4·P/tensor bytes of
+parameters (embeddings, norms and the head are whole) and 8·L·D·R·T/tensor bytes of keys and values. For each new byte
+of R rows, tensor parallelism makes 2·L all-reduces of 4·D·R bytes and a broadcast of 8·R bytes, one after the other. In
+the prefill each all-reduce is of 4·D·R bytes for each byte of the longest prompt.
 
     python min_Generate.py --nproc 2 --model model.pt --prompts prompts.jsonl
     python min_Generate.py --nproc 2 --tensor 2 --model model.pt --prompts prompts.jsonl --output b.jsonl
@@ -111,7 +111,7 @@ def answer_missing(model, prompts, new_bytes, answers, group, folder, args):
 
 
 def split_layers(model, n_parts):
-    """Keep this process's part of each block: Y = f(X A) B = Σ_i f(X A_i) B_i, as in min_TP.py. Returns the group.
+    """Keep this process's part of each block: Y = f(X V) W = Σ_i f(X V_i) W_i, as in min_TP.py. Returns the group.
 
     The sums are made by hand, because DTensor takes several times as long for a step of one byte.
     """
@@ -126,12 +126,12 @@ def split_layers(model, n_parts):
         return output
 
     for block in model.blocks:
-        # A. gpt.py orders the rows of qkv by head, so a part has whole heads, and the cache only these. If yours are
+        # V. gpt.py orders the rows of qkv by head, so a part has whole heads, and the cache only these. If yours are
         # all q, then all k, then all v, take a part of each.
         for linear in (block.attention.qkv, block.mlp.up):
             linear.weight = own_part(linear.weight, 0)
             linear.bias = own_part(linear.bias, 0)
-        for linear in (block.attention.out, block.mlp.down):  # B
+        for linear in (block.attention.out, block.mlp.down):  # W
             linear.weight = own_part(linear.weight, 1)
             if part > 0:
                 linear.bias = None  # the sum must contain it once

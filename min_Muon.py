@@ -27,7 +27,8 @@ The rest of the parameters are embeddings, norms, biases and the head. AdamW ste
 Choose it over AdamW (min_FSDP.py) to reach a lower loss in the same number of steps. Muon needs a learning rate of its
 own, and a scheduler of its own. If the model fits into one device, you may use DDP instead: then every process has the
 whole gradients, rank i orthogonalizes matrix i without the first all-to-all, and an all-gather of the updates takes the
-place of the second.
+place of the second. The Muon of dion (https://github.com/microsoft/dion) also sends matrices while it orthogonalizes
+others, and orthogonalizes several of one shape in one batch. This script does neither.
 
 Cost per process, for P float32 parameters, X of them in the matrices, on N processes:
     memory    (12·X + 16·(P-X))/N bytes between two steps: parameters 4, gradients 4, momentum 4 or Adam's state 8. In
@@ -36,9 +37,9 @@ Cost per process, for P float32 parameters, X of them in the matrices, on N proc
               processes, where the largest matrix has E elements.
     sent      8·(N-1)/N² · X bytes on average in each step by Muon, besides what min_FSDP.py sends: at least 1.5·N times
               as much.
-    compute   Newton-Schulz adds at most 5·m/T to the work of forward and backward, for matrices whose smaller side is
-              m and global batches of T tokens. The processes share it. N matrices take as long as the largest of them.
-              With more processes than matrices, some are idle.
+    compute   Newton-Schulz adds at most 5·m/(B·T) to the work of forward and backward, for matrices whose smaller side
+              is m, and global batches of B sequences of T bytes. The processes share it. N matrices take as long as the
+              largest of them. With more processes than matrices, some are idle.
 
     python min_Muon.py --nproc 2                                 # two processes; without --nproc, all GPUs
     python min_Muon.py --nproc 2 --checkpoint-dir runs/muon      # save; run again to resume, with any --nproc
@@ -93,7 +94,7 @@ class Muon(torch.optim.Optimizer):
 
     def step_together(self, matrices, group):
         """Step up to N matrices. Rank i orthogonalizes matrix i."""
-        directions = [self.direction(matrix, group["momentum"]) for matrix in matrices]
+        directions = [self.direction(matrix, group["momentum"]) for matrix in matrices]  # shards
         updates = orthogonalize_sharded(directions, [matrix.shape for matrix in matrices])
         for matrix, update in zip(matrices, updates, strict=True):
             rows, columns = matrix.shape
@@ -102,7 +103,7 @@ class Muon(torch.optim.Optimizer):
             shard.sub_(update, alpha=group["lr"] * max(1, rows / columns) ** 0.5)
 
     def direction(self, matrix, momentum):
-        """Add the gradient to M. Returns this process's shard of (1-μ) G + μ M."""
+        """Add the gradient to M. Returns this process's shard of (1-μ) G + μ M: (about rows/N, columns)."""
         state = self.state[matrix]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(matrix)  # sharded as the matrix is, in checkpoints too
@@ -118,7 +119,10 @@ def local(tensor):
 
 
 def orthogonalize_sharded(shards, shapes):
-    """`shards` are this process's rows of up to N matrices of these `shapes`. Returns its rows of their U Vᵀ."""
+    """`shards` are this process's rows of up to N matrices of these `shapes`. Returns its rows of their U Vᵀ.
+
+    A shape is (rows, columns), and a shard of it about (rows/N, columns).
+    """
     rank, n = dist.get_rank(), dist.get_world_size()
     sent_sizes = [shard.numel() for shard in shards]  # shard i to rank i
     sent_sizes += [0] * (n - len(shards))
@@ -129,7 +133,7 @@ def orthogonalize_sharded(shards, shapes):
         received_sizes = [size * columns for size in shard_sizes(rows)]
     received = all_to_all(torch.cat([shard.flatten() for shard in shards]), sent_sizes, received_sizes)
     if owns_one:
-        # Shards arrive in the order of ranks, which is the order of rows.
+        # (rows · columns,): shards arrive in the order of ranks, which is the order of rows.
         received = orthogonalize(received.view(rows, columns)).flatten()
     updates = all_to_all(received, received_sizes, sent_sizes).split(sent_sizes[: len(shards)])
     return [update.view_as(shard) for update, shard in zip(updates, shards, strict=True)]
@@ -201,7 +205,7 @@ def split_params(model):
 
 
 def train(model, optimizers, data, args):
-    """Returns the losses of the steps that this run has trained, each the mean over all processes."""
+    """Returns the loss of every step over all processes, (steps,)."""
     muon, adamw = optimizers
     saver = checkpoint_sharded.Saver(model, optimizers, args, {**data.settings(), "--muon-lr": args.muon_lr})
     progress = gpt.Progress(model, data, args, saver.first_step)
@@ -219,7 +223,7 @@ def train(model, optimizers, data, args):
         adamw.step()
         progress(step, loss)
         saver.save_if_due(step + 1)
-    return progress.losses[saver.first_step :]
+    return progress.losses
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
@@ -246,7 +250,7 @@ def main_worker(local_rank, world_size, args):
     data = gpt.Data(args)  # this process's share of each global batch
     model = make_sharded_model(args)
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
-    gpt.report_held(model.parameters(), sum(param.numel() for param in model.parameters()))
+    gpt.report_held(model.parameters())
     train(model, make_optimizers(model, args.lr, args.muon_lr), data, args)
 
 

@@ -31,7 +31,7 @@ No process ever holds the whole model: it is built without memory, on the device
 stages. On GPUs torch 2.15 sends to all neighbours on one stream. With `backend_override={"stage": "nccl-lazy"}`
 init_device_mesh makes a stream for each pair of neighbours.
 
-Cost, for P float32 parameters and A = 4 · global batch size · length · width, the bytes that leave a block:
+Cost, for P float32 parameters, B sequences of T bytes, width D, and the A = 4·B·T·D bytes that leave a block:
     memory    16·P/N bytes per process for parameters, gradients and AdamW's state; the first stage also has the
               embeddings, and the last one the head
     sent      in each step, by all processes together: 2·A·(N-1) bytes with one stage per process, 2·A·(2·N-1) with

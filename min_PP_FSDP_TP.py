@@ -1,7 +1,7 @@
 """Three dimensions: a pipeline of stages, each sharded by FSDP and split by tensor parallelism, on one DeviceMesh.
 
 The pipeline is imported from min_PP.py, and the split of the layers from min_FSDP_TP.py. This script combines them.
-Every process has a place in a mesh of K x S x T processes. With 2 x 2 x 2 these are the ranks:
+Every process has a place in a mesh of stages x shard x tensor processes. With 2 x 2 x 2 these are the ranks:
 
                     4 ------- 5
                   / |       / |
@@ -9,11 +9,11 @@ Every process has a place in a mesh of K x S x T processes. With 2 x 2 x 2 these
                 |   |     |   |        --shard    0-2  1-3  4-6  5-7    split the batch and the parameters (min_FSDP.py)
                 |   0 ----|-- 1        --stages   0-4  1-5  2-6  3-7    split the model by layers (min_PP.py)
                 | /       | /
-                2 ------- 3            rank = (stage · S + shard) · T + tensor
+                2 ------- 3            rank = (stage · 2 + shard) · 2 + tensor
 
-Ranks 0 to 3 hold the first half of the blocks, ranks 4 to 7 the second half. The batch is cut into S shares, and each
-share into M micro-batches, which follow each other through the stages. In each step a process gathers its layers (G)
-before its first forward and reduces their gradients (R) after its last backward. With M = 2 and 1F1B:
+Ranks 0 to 3 hold the first half of the blocks, ranks 4 to 7 the second half. The batch is cut into --shard shares, and
+each share into M micro-batches, which follow each other through the stages. In each step a process gathers its layers
+(G) before its first forward and reduces their gradients (R) after its last backward. With M = 2 and 1F1B:
 
     ranks 0 to 3   G F0 F1  .  . B0  . B1  R
     ranks 4 to 7   .  .  G F0 B0 F1 B1  R  .
@@ -24,20 +24,22 @@ reductions per step. Here the layers stay gathered during a step, and the micro-
 Which dimension belongs on which links of a cluster:
 
 - tensor: neighbours exchange activations eight times per block and micro-batch, and wait for them. They have
-  consecutive ranks, so they are in one machine if T divides its number of GPUs.
+  consecutive ranks, so they are in one machine if --tensor divides its number of GPUs.
 - shard: neighbours exchange every parameter and every gradient once per step.
 - stages: a process sends one activation per micro-batch to the next stage, and one gradient to the previous one. This
-  needs the least bandwidth, so the stages are outermost. With S x T GPUs per machine, each machine is a stage.
+  needs the least bandwidth, so the stages are outermost. With shard x tensor GPUs per machine, each machine is a
+  stage.
 
-Choose it when the S x T processes of min_FSDP_TP.py cannot hold the model, or would gather it over slow links. On few
-GPUs one or two dimensions are enough. Set the others to 1, or copy the script that has only those.
+Choose it when the processes of min_FSDP_TP.py cannot hold the model, or would gather it over slow links. On few GPUs
+one or two dimensions are enough. Set the others to 1, or copy the script that has only those.
 
-Cost per process, for P float32 parameters and A = 4 · global batch size / S · length · width:
-    memory    16·P/(K·S·T) bytes between steps (parameters 4, gradients 4, AdamW 8). During a step it is up to 8·P/(K·T)
-              more, for gathered parameters and their gradients. The first stage also has the embeddings and the last
-              one the head, and T does not split norms.
-    sent      2·(S-1)/S · 4·P/(K·T) bytes per step along shard, 8·(T-1)/T · A per block of its stage along tensor, and
-              A/T to each neighbour along stages, or 2·A/T with Interleaved1F1B
+Cost per process, for P float32 parameters, B sequences of T bytes, width D, and the a = 4·B·T·D/shard bytes that
+leave a block:
+    memory    16·P/(stages·shard·tensor) bytes between steps (parameters 4, gradients 4, AdamW 8). During a step it is
+              up to 8·P/(stages·tensor) more, for gathered parameters and their gradients. The first stage also has the
+              embeddings and the last one the head, and tensor does not split norms.
+    sent      2·(shard-1)/shard · 4·P/(stages·tensor) bytes per step along shard, 8·(tensor-1)/tensor · a per block of
+              its stage along tensor, and a/tensor to each neighbour along stages, or twice as much with Interleaved1F1B
 
 No process ever holds the whole model: it is built without memory, on the device "meta", split, and then filled.
 
@@ -50,6 +52,7 @@ folder `step-N` in --checkpoint-dir. With --keep 3 older ones are deleted. Load 
 """
 
 import functools
+import warnings
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -70,7 +73,9 @@ def parallelize(stage, mesh, args):
     if mesh["tensor"].size() > 1:
         # Between the split layers a process has only its part of the sequence, so it also sends only that part to the
         # next stage.
-        split_layers(stage, mesh["tensor"])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Parallelize plan key")  # a stage lacks layers of the plan
+            split_layers(stage, mesh["tensor"])
     policy = MixedPrecisionPolicy()
     if args.bf16:  # activations travel in bfloat16 too
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -93,7 +98,7 @@ def make_pipeline(model, args):
 
 
 def train(pipeline, optimizer, data, args):
-    """Returns the losses of the steps that this run has trained, each the mean over all processes."""
+    """Returns the loss of every step over all processes, (steps,)."""
     model = pipeline.model
     saver = checkpoint_sharded.Saver(model, optimizer, args, data.settings())
     progress = gpt.Progress(pipeline, data, args, saver.first_step, Pipeline.evaluate)
@@ -107,7 +112,7 @@ def train(pipeline, optimizer, data, args):
         optimizer.step()
         progress(step, loss)
         saver.save_if_due(step + 1)
-    return progress.losses[saver.first_step :]
+    return progress.losses
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
@@ -172,8 +177,9 @@ def main_worker(local_rank, world_size, args):
     pipeline = make_pipeline(model, args)
     gpt.report_held(model.parameters(), n_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    # Tensor neighbours, and the stages of a pipeline, take the same share of the batch.
-    data = gpt.Data(args, share=(pipeline.mesh.get_local_rank("shard"), args.shard))
+    share = pipeline.mesh.get_local_rank("shard")  # tensor neighbours, and the stages of a pipeline, take the same one
+    data = gpt.Data(args, share=(share, args.shard))
+    torch.manual_seed(args.seed + share)  # this model has no dropout; in yours, each share of the batch draws its own
     train(pipeline, optimizer, data, args)
 
 

@@ -1,18 +1,19 @@
 """Split every layer: tensor parallelism (TP), with the sequence split between the layers.
 
-A product with A, then f, then a product with B need only one sum over the processes, if A is cut by columns and B by
+A product with V, then f, then a product with W need only one sum over the processes, if V is cut by columns and W by
 rows, and f treats each part of the columns by itself:
 
-    Y = f(X A) B = Σ_i f(X A_i) B_i
+    Y = f(X V) W = Σ_i f(X V_i) W_i
 
                     cut by columns          cut by rows
-    rank 0    X ──────► f(X A_0) ──────► f(X A_0) B_0 ──┐
+    rank 0    X ──────► f(X V_0) ──────► f(X V_0) W_0 ──┐
                                                         +──► Y
-    rank 1    X ──────► f(X A_1) ──────► f(X A_1) B_1 ──┘
+    rank 1    X ──────► f(X V_1) ──────► f(X V_1) W_1 ──┘
 
-In an MLP, A is `up`, f is GELU and B is `down`. In attention, A is `qkv`, f is the attention of each head and B is
-`out`. Between these pairs each process holds T/N positions of every sequence, for the norms and the residuals: this is
-sequence parallelism. An all-gather joins the pieces to X. A reduce-scatter sums Y and leaves each process its piece.
+In an MLP, V is `up`, f is GELU and W is `down`. In attention, V is `qkv`, f is the attention of each head and W is
+`out`. Between these pairs each process holds 1/N of the positions of every sequence, for the norms and the residuals:
+this is sequence parallelism. An all-gather joins the pieces to X. A reduce-scatter sums Y and leaves each process its
+piece.
 
 Choose it when a layer is too wide for one device, or when there are more devices than sequences in the batch. It
 communicates inside every layer, so it needs fast links, as inside one machine. FSDP (min_FSDP.py) splits the parameters
@@ -62,21 +63,22 @@ def split_layers(model, mesh):
     LayerNorms too, because clipping needs DTensors of one mesh. Freeze parameters after this call: SequenceParallel
     unfreezes those of LayerNorms (torch 2.14). Then build the optimizer.
     """
-    sequence = Shard(1)  # between the layers: dimension 1 of (batch, length, width) is split
+    sequence = Shard(1)  # dimension 1 of (batch, length, width)
+    # Beside each layer: what it gives on a process, for a batch (B, T) and a model of width D.
     plan = {
-        "token": ColwiseParallel(output_layouts=Replicate()),
-        "position": ColwiseParallel(output_layouts=Replicate()),
-        "blocks.0": PrepareModuleInput(  # each process takes its piece of the embedded sequence
+        "token": ColwiseParallel(output_layouts=Replicate()),  # (B, T, D)
+        "position": ColwiseParallel(output_layouts=Replicate()),  # (T, D)
+        "blocks.0": PrepareModuleInput(  # each process takes its piece of the embedded sequence, (B, T/N, D)
             input_layouts=Replicate(), desired_input_layouts=sequence, use_local_output=True
         ),
-        "blocks.*.norm1": SequenceParallel(),
-        "blocks.*.attention.qkv": ColwiseParallel(input_layouts=sequence),  # a slice is whole heads: see gpt.Attention
-        "blocks.*.attention.out": RowwiseParallel(output_layouts=sequence),
-        "blocks.*.norm2": SequenceParallel(),
-        "blocks.*.mlp.up": ColwiseParallel(input_layouts=sequence),
-        "blocks.*.mlp.down": RowwiseParallel(output_layouts=sequence),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),
+        "blocks.*.norm1": SequenceParallel(),  # (B, T/N, D)
+        "blocks.*.attention.qkv": ColwiseParallel(input_layouts=sequence),  # (B, T, 3 D/N): whole heads, see gpt.py
+        "blocks.*.attention.out": RowwiseParallel(output_layouts=sequence),  # (B, T/N, D)
+        "blocks.*.norm2": SequenceParallel(),  # (B, T/N, D)
+        "blocks.*.mlp.up": ColwiseParallel(input_layouts=sequence),  # (B, T, 4 D/N)
+        "blocks.*.mlp.down": RowwiseParallel(output_layouts=sequence),  # (B, T/N, D)
+        "norm": SequenceParallel(),  # (B, T/N, D)
+        "head": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),  # (B, T, 256)
     }
     parallelize_module(model, mesh, plan)
 
@@ -121,12 +123,11 @@ def main_worker(local_rank, world_size, args):
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     data = gpt.Data(args, share=(0, 1))  # each process takes the whole batch
     model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
-    n_params = sum(param.numel() for param in model.parameters())
     if world_size > 1:
         split_layers(model, init_device_mesh(dist.get_device().type, (world_size,)))
     model.to_empty(device=dist.get_device())  # memory for this process's part
     gpt.fill(model.named_parameters(), args)
-    gpt.report_held(model.parameters(), n_params)
+    gpt.report_held(model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, data, args)
 

@@ -128,12 +128,12 @@ def train(model, optimizer, data, args):
     return progress.losses
 
 
-def report_state(optim, n_params):
+def report_state(optim, model):
     """Print the bytes of Adam's state on each process, whose parts are equally long, and those that DDP would hold."""
     held = 0
     for state in optim.state.values():
         held += sum(value.nbytes for value in state.values() if value.dim())  # the step number has no dimension
-    total = 8 * n_params
+    total = 8 * sum(param.numel() for param in model.parameters())
     dist.print_primary(f"optimizer state held: {held:,} of {total:,} bytes ({held / total:.3f})")
 
 
@@ -158,11 +158,10 @@ def main_worker(local_rank, world_size, args):
     torch.manual_seed(args.seed)
     model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
     torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
-    n_params = sum(param.numel() for param in model.parameters())
-    gpt.report_held(model.parameters(), n_params)
+    gpt.report_held(model.parameters())
     optimizer = ZeRO(model.parameters(), torch.optim.AdamW, args.clip, lr=args.lr, fused=True)
     train(model, optimizer, data, args)
-    report_state(optimizer.optim, n_params)
+    report_state(optimizer.optim, model)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ Choose fsdp if the model does not fit into one device together with its gradient
 ddp: it sends a third less.
 
 Cost for P float32 parameters on N processes, trained by Adam: with fsdp a process holds 16·P/N bytes between two steps
-(parameters 4, gradients 4, Adam 8). While a unit of L parameters computes, it holds about 12·L bytes more: the unit,
-its gradients, and a buffer that is sent (min_FSDP.py adds 8·L for the next unit, which is small here). With ddp a
-process holds 16·P bytes. A step sends up to 3·(N-1)/N · 4·P bytes with fsdp and 2·(N-1)/N · 4·P bytes with ddp. The
-last line shows what each process really holds. The peak of --model deep is far above its share, because one layer has
-88 % of its parameters.
+(parameters 4, gradients 4, Adam 8). While a unit computes, it holds about 12 bytes more for each of the unit's
+parameters: the unit, its gradients, and a buffer that is sent (min_FSDP.py adds 8 for the next unit, which is small
+here). With ddp a process holds 16·P bytes. A step sends up to 3·(N-1)/N · 4·P bytes with fsdp and 2·(N-1)/N · 4·P bytes
+with ddp. The last line shows what each process really holds. The peak of --model deep is far above its share, because
+one layer has 88 % of its parameters.
 
     python mnist_FSDP.py --nproc 2 --model deep                               # two GPUs, or two processes on the CPU
     python mnist_FSDP.py --nproc 2 --model deep --strategy ddp                # the same training, replicated

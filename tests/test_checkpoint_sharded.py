@@ -19,6 +19,7 @@ from torch.multiprocessing import ProcessExitedException
 
 import checkpoint_sharded
 import distributed as dist
+import options
 
 RATE = 0.1
 SETTINGS = {"--heads": 4, "--seed": 0}
@@ -103,6 +104,38 @@ def assert_equal(state, expected, tolerance=0):
 
 
 # ---- resume -------------------------------------------------------------------------------------------------------
+
+
+def saver_of(*words, steps=5, settings=SETTINGS, seed=0):
+    """Parts and their Saver, for a script with these words on its command line."""
+    parser = options.ArgumentParser("Train.")
+    checkpoint_sharded.add_options(parser)
+    args = parser.parse_args(list(words))
+    args.steps = steps
+    parts = make_parts("AdamW", "plain", seed)
+    return parts, checkpoint_sharded.Saver(*parts[:2], args, settings)
+
+
+def test_a_saver_saves_when_it_is_due_and_loads_the_newest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ("--checkpoint-dir", "runs", "--save-every", "2", "--keep", "2")
+    parts, saver = saver_of(*words)
+    assert saver.first_step == 0
+    found = []
+    for step in range(5):
+        train(*parts, step, step + 1)
+        saver.save_if_due(step + 1)
+        found.append(sorted(path.name for path in Path().glob("runs/*")))
+    assert found == [[], ["step-2"], ["step-2"], ["step-2", "step-4"], ["step-4", "step-5"]], "the last one too"
+    resumed, saver = saver_of(*words, steps=6, seed=1)
+    assert saver.first_step == 5
+    assert_equal(state_of(*resumed[:2]), state_of(*parts[:2]))
+    line = exit_message(saver_of, *words, settings={**SETTINGS, "--heads": 8})
+    assert line.startswith(f"{tmp_path}/runs/step-5 was saved with --heads 4, not 8")
+    monkeypatch.chdir(tmp_path / "runs")
+    _, saver = saver_of()
+    saver.save_if_due(5)
+    assert saver.first_step == 0 and set(os.listdir()) == {"step-4", "step-5"}, "no folder is named"
 
 
 # Processes, how they wrap the model, and the step at which they stop.

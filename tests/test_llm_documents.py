@@ -217,7 +217,7 @@ BAD = [
     ("{", "JSONDecodeError"),
     ('"text"', "it is no JSON object"),
     ("{}", "it has neither, but nothing"),
-    ('{"prompt": "x", "completion": "y"}', "it has neither, but prompt, completion: docs/recipes.md"),
+    ('{"prompt": "x", "completion": "y"}', "it has neither, but prompt, completion: write each text as a"),
     ('{"text": 3}', "its text is no string"),
     ('{"text": "a", "text": "b"}', "an object of it has the key text twice"),
     ('{"messages": [1], "tools": "[{\\"a\\": 1, \\"a\\": 2}]"}', "an object of it has the key a twice"),
@@ -415,7 +415,7 @@ def test_a_field_of_a_line_that_is_not_used_is_refused(field, tokenizer):
         if field in record:
             continue
         message = exit_message(read, tokenizer, {**record, field: 0, "source": "web", "score": None})
-        assert f"({field}, source would be ignored: leave it out, as docs/recipes.md shows)" in message
+        assert f"({field}, source would be ignored: write the data anew with no other fields than " in message
         for nothing in (None, "", []):
             assert len(read(tokenizer, {**record, field: nothing})[0]) == 1, "Dataset.to_json writes null"
 

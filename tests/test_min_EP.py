@@ -39,7 +39,8 @@ def train(optimizer, changes):
     assert len(lines) == (2 if dist.is_primary() else 0), "one below each line of progress"
     for counts in re.findall(r"\[(.*?)]", " ".join(lines)):
         assert sum(map(int, counts.split(", "))) == args.top * args.global_batch_size * args.length
-    return run.losses, transformer.full_parameters(run.model), [block.mlp.tokens for block in run.model.blocks]
+    tokens = [block.mlp.tokens_per_expert for block in run.model.blocks]
+    return run.losses, transformer.full_parameters(run.model), tokens
 
 
 class DenseExperts(torch.nn.Module):

@@ -74,9 +74,9 @@ def train(optimizer, changes, expert_parallel):
         sharded = [isinstance(param, DTensor) for param in model.parameters()]
         assert all(sharded) or dist.get_world_size() == 1
 
-    with mock.patch.object(min_EP, "add_experts", add_and_leave_idle):
+    with mock.patch.object(min_EP_FSDP, "add_experts", add_and_leave_idle):
         run = transformer.run_main_worker(min_EP_FSDP, args, optimizer, count)
-    tokens = [block.mlp.tokens for block in run.model.blocks]
+    tokens = [block.mlp.tokens_per_expert for block in run.model.blocks]
     return run.losses, transformer.full_parameters(run.model), tokens, held[0], run.stdout
 
 

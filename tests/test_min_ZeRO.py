@@ -47,9 +47,9 @@ def train(optimizer):
     args = transformer.arguments(dist.get_world_size(), log_every=4, **ODD)
     report, held = min_ZeRO.report_state, []
 
-    def recorded_report(optim, n_params):
+    def recorded_report(optim, model):
         held.append(elements_held(optim))
-        report(optim, n_params)
+        report(optim, model)
 
     with mock.patch.object(min_ZeRO, "report_state", recorded_report):
         result = transformer.run_main_worker(min_ZeRO, args, optimizer)

@@ -949,7 +949,7 @@ def compile_under_fsdp():
 # ---- language models ------------------------------------------------------------------------------------------------
 
 
-def tiny_llama(change=None):
+def tiny_llama(change=lambda model: model):
     """The shards of llm_FSDP.py, the whole model, and the configuration."""
     import language
 
@@ -960,21 +960,10 @@ def tiny_llama(change=None):
     config.dtype = torch.float64
     torch.manual_seed(0)
     whole = llm_hub.build_model(config, torch.float64)
-    args = types.SimpleNamespace(lora=None, bf16=False, attention="sdpa", recompute=False, compile=False)
-    with mock.patch.object(llm_hub, "build_model", changed(llm_hub.build_model, change)):
-        if change:
-            whole = change(whole) or whole
+    whole = change(whole)
+    args = types.SimpleNamespace(lora=None, lora_alpha=None, bf16=False, recompute=False, compile=False)
+    with mock.patch("llm_FSDP.change_model", lambda model, *lora: change(model)):
         return llm_FSDP.make_model(whole, config, llm_hub.types_of(whole), args), copy.deepcopy(whole), args
-
-
-def changed(build, change):
-    def build_changed(*args):
-        model = build(*args)
-        if change:
-            model = change(model) or model
-        return model
-
-    return build_changed
 
 
 def pairs():
@@ -1050,7 +1039,12 @@ def frozen_layers():
 
     (block,) = blocks_of("How do I freeze some layers?")
     names = execute(block, llm_hub=llm_hub)
-    model, _, args = tiny_llama(lambda model: names.freeze_first_layers(model, 1))
+
+    def change(model):
+        names.freeze_first_layers(model, 1)
+        return model
+
+    model, _, args = tiny_llama(change)
     frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
     assert frozen == {name for name, _ in model.named_parameters() if "layers.0." in name or "embed_tokens" in name}
     before = full_parameters(model)
