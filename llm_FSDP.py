@@ -461,13 +461,12 @@ def load_tokenizer_and_config(args):
 
 def first_start(checkpoint_dir):
     """When this training was started first: texts with that date are the same after a resume on another day."""
-    now = datetime.datetime.now()
-    file = Path(checkpoint_dir or "", "first-start.txt")
-    if checkpoint_dir and file.exists():
-        now = datetime.datetime.fromisoformat(file.read_text())
-    elif checkpoint_dir:
-        file.write_text(now.isoformat())
-    return now
+    if not checkpoint_dir:
+        return datetime.datetime.now()
+    file = Path(checkpoint_dir, "first-start.txt")
+    if not file.exists():
+        file.write_text(datetime.datetime.now().isoformat())
+    return datetime.datetime.fromisoformat(file.read_text())
 
 
 def small_llama(tokenizer, length, attention="sdpa"):

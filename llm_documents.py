@@ -43,8 +43,7 @@ import distributed as dist
 IGNORED = -100  # a target that is not in the loss
 PADDING = -1  # the token of a position that no document uses
 TOKENS, POSITIONS, TARGETS = range(3)  # the second dimension of a tensor of rows
-LINES_AT_A_TIME = 1000  # the tokenizer's threads share them
-BYTES_AT_A_TIME = 10**6  # of these lines together: while they are tokenized, a token needs 200 bytes
+BYTES_AT_A_TIME = 10**6  # the tokenizer's threads share them; while it works on them, a token needs 200 bytes
 MOST_BYTES = 10**9  # rank 0 reads all files, and every rank holds 12 bytes per token
 
 # ---- lines of files -----------------------------------------------------------------------------------------------
@@ -103,12 +102,12 @@ def read(lines, tokenizer, length):
 
 
 def in_parts(lines):
-    """Lists of LINES_AT_A_TIME lines, or of fewer that have BYTES_AT_A_TIME together. No line is divided."""
+    """Lists of lines that have BYTES_AT_A_TIME together, or more. No line is divided."""
     part, n_bytes = [], 0
     for place, line in lines:
         part.append((place, line))
         n_bytes += len(line)
-        if len(part) == LINES_AT_A_TIME or n_bytes >= BYTES_AT_A_TIME:
+        if n_bytes >= BYTES_AT_A_TIME:
             yield part
             part, n_bytes = [], 0
     if part:

@@ -181,9 +181,9 @@ def _worker(rank, work, result, report_pid, environment, torch_seed, numpy_state
             torch.save(value, result)
     except SystemExit as error:
         message = error.code if isinstance(error.code, str) else f"rank {rank} exited with status {error.code}"
-        failure = SystemExit(message) if error.code else None
+        failure = SystemExit(message[:1_000_000]) if error.code else None  # the store takes at most 8 MB
     except BaseException:
-        trace = traceback.format_exc()[-1_000_000:]  # the store takes at most 8 MB
+        trace = traceback.format_exc()[-1_000_000:]
         failure = ProcessRaisedException(f"rank {rank} raised:\n\n{trace}", rank, os.getpid())
     if failure:
         sys.stdout.flush()

@@ -454,11 +454,12 @@ def kept_worker(local_rank, world_size, folder):
     # The step just written stays, although an earlier run has left higher ones. A copy under another name is none.
     dist.barrier()
     if dist.is_primary():
-        shutil.copytree(f"{folder}/step-11", f"{folder}/step-4.bak")
+        for name in ("step-4.bak", "step-012"):
+            shutil.copytree(f"{folder}/step-11", f"{folder}/{name}")
     checkpoint_sharded.save(folder, *parts, 10, keep=2)
     checkpoint_sharded.save(folder, *parts, 1, keep=2)
     dist.barrier()
-    assert set(os.listdir(folder)) == {"step-1", "step-11", "step-4.bak"}
+    assert set(os.listdir(folder)) == {"step-1", "step-11", "step-4.bak", "step-012"}
     for keep in (0, -1):
         with pytest.raises(ValueError, match=f"keep must be at least 1, got 2 and {keep}"):
             checkpoint_sharded.save(folder, *parts, 2, keep=keep)

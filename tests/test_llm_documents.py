@@ -154,7 +154,7 @@ def test_too_long_conversations_are_left_out_and_counted(tokenizer, capsys):
 
 
 def test_many_lines(tokenizer, monkeypatch):
-    monkeypatch.setattr(llm_documents, "LINES_AT_A_TIME", 7)
+    monkeypatch.setattr(llm_documents, "BYTES_AT_A_TIME", 1000)
     records = list(language.records(30))
     together = read(tokenizer, *records)
     alone = [read(tokenizer, record)[0] for record in records]
