@@ -8,7 +8,7 @@
 
     train.py: equal on 1 and 2 processes for 5 steps, up to 7.4e-16 (allowed: 1e-10), judged in float64
     other.py: on 2 processes in step 1 the global batch has 128 samples, and 64 on one process. It must be divided by
-    the number of processes, once (the gradient of weight differs by 4.2e-01)
+    the number of processes, once, and no sample may be repeated (the gradient of weight differs by 4.2e-01)
 
 It works for every script that torchrun can start, also for one that uses nothing of this project. It needs only torch,
 and it does not change the script: hooks look at the outermost module that is trained, at clipping and at the optimizer.
@@ -702,9 +702,7 @@ def other_samples(expected, got):
         elif len(parts) > 1 and is_whole(parts[0], parts):
             yield f"all ranks have the same samples ({name}): is there a sampler that gives each rank its share?"
         elif n_rows != len(rows):
-            advice = "It must be divided by the number of processes, once"
-            if 0 < n_rows - len(rows) < len(parts):
-                advice = "The sampler repeats some to make shares equal: drop the last batch, or weight it"
+            advice = "It must be divided by the number of processes, once, and no sample may be repeated"
             yield f"the global batch has {n_rows} {N_SAMPLES} {len(rows)} on one process. {advice}"
         elif equal:
             advice = "if it is drawn at random, draw it for the global batch, and give each rank its share"

@@ -100,7 +100,7 @@ MISTAKES = {
     "drawn_after_wrapping": "on rank 1 than on other ranks",
     "loaded_on_one_rank": "are weights loaded before it is wrapped",
     "fewer_steps": "3 steps, and one process takes 6",
-    "some_ranks_use": "a parameter that only some ranks use (heads.",
+    "some_ranks_use": "there is a parameter that only some ranks use",
     "no_process_group": "no process group is made: each of them trains alone",
     "copies": "a rank communicates with no other rank: each of them trains alone",
 }
@@ -320,7 +320,7 @@ def test_equal_steps_are_equal():
     ("ranks", "cause"),
     [
         ([{"rows": [1.0, 2.0]}, {"rows": [3.0, 4.0]}], "the global batch has 4 samples, and 2 on one process"),
-        ([{"rows": [1.0, 2.0]}, {"rows": [2.0]}], "and 2 on one process. The sampler repeats some"),
+        ([{"rows": [1.0, 2.0]}, {"rows": [2.0]}], "and 2 on one process"),
         ([{"rows": [1.0]}, {"rows": [3.0]}], "the global batch has other samples (x)"),
         ([{"rows": [2.0]}, {"rows": [2.0]}], "all ranks have the same samples (x)"),
     ],
