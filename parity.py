@@ -206,9 +206,8 @@ class Recorder:
             self.record("gradients")  # those of a closure
             self.stepped.append(optimizer)
             self.write_step()  # once more after each further optimizer: the last one counts
-            if (
-                self.step.number == self.args.steps
-            ):  # counted from 0: it begins with the result of the last one to compare
+            # Counted from 0: it begins with the result of the last step to compare.
+            if self.step.number == self.args.steps:
                 sys.stdout.flush()
                 self.done.touch()
                 threading.Event().wait()  # until this process is killed, since other ranks may still need it
@@ -437,8 +436,10 @@ def aligned(expected, step):
 
 
 def distances(expected, tensors):
-    """By name, the farthest first. They are relative to the size of the tensor and a tenth of all tensors, as small
-    ones may be nothing but rounding."""
+    """By name, the farthest first.
+
+    They are relative to the size of the tensor and a tenth of all tensors, as small ones may be nothing but rounding.
+    """
     far = {name: expected[name].dist(tensors[name]).item() for name in expected if name in tensors}
     sizes = {name: expected[name].norm().item() for name in far}
     tenth = 0.1 * math.hypot(*sizes.values()) + 1e-300
