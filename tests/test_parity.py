@@ -383,6 +383,53 @@ def test_replicas_under_ddp_must_agree_in_each_bit():
         assert bool(line) == is_told
 
 
+@pytest.mark.parametrize("apart, is_told", [(0.005, False), (0.05, True)])
+def test_in_low_types_other_ranks_may_be_one_percent_apart(apart, is_told):
+    """In their gradients, and in what the weights have moved, though one process may be farther away."""
+    for gradient, weight in ((1 + apart, 2.0), (1.0, 2.0 + apart), (1 + apart, 2.0 + apart)):
+        ranks = [[make_step(), make_step(1, 2.0)], [make_step(gradient=gradient), make_step(1, weight)]]
+        for step in (*ranks[0], *ranks[1]):
+            step.types = {"float32"}
+        line, _ = compare([make_step(), make_step(1, 2.0)], ranks)
+        is_averaged_later = weight == 2.0
+        assert bool(line) == (is_told and not is_averaged_later)
+
+
+def test_weights_are_compared_since_the_step_in_which_they_are_first_seen():
+    """A module that is first called in step 2 begins and moves on the ranks as on one process."""
+
+    def steps(*weights):
+        steps = [make_step(number, 1.0 + number) for number in range(3)]
+        del steps[0].weights["b"], steps[0].gradients["b"], steps[0].clipped["b"]
+        for step, weight in zip(steps[1:], weights, strict=True):
+            step.weights["b"] = parity.sketch(torch.full((2, 2), weight, dtype=torch.float64))
+        return steps
+
+    assert compare(steps(2.0, 3.0), [steps(2.0, 3.0)] * 2)[0] is None
+    assert "begins with other weights than on one process (b" in compare(steps(2.0, 3.0), [steps(2.5, 3.5)] * 2)[0]
+    assert "b has moved otherwise since the start" in compare(steps(2.0, 3.0), [steps(2.0, 3.5)] * 2)[0]
+
+
+def test_most_of_what_is_trained_must_be_compared(capsys):
+    one, ranks = [make_step(), make_step(1, 2.0)], [[make_step(), make_step(1, 2.0)] for _ in range(2)]
+    for step in (*ranks[0], *ranks[1]):
+        for key in ("weights", "gradients", "clipped"):
+            getattr(step, key)["other"] = getattr(step, key).pop("b")  # four numbers, and a has three
+    assert parity.report(parity.parse_args([str(PLANTED)]), [one], ranks, None) == 2
+    assert "not compared: 1 tensors that the script cuts or names anew, as b" in capsys.readouterr().out
+
+
+def test_a_name_of_a_wrapper_within_the_model_hides_no_parameter():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 2)
+            self.module = torch.nn.ModuleDict({"layer": torch.nn.Linear(2, 2)})
+
+    recorder = mock.Mock(roots=[Model()], optimizers=[], prefix=lambda root: "")
+    assert len(parity.Recorder.named_params(recorder)) == 4
+
+
 def test_a_factor_is_told_though_the_weights_agree():
     line = line_about({}, [{"gradient": 0.5}] * 2, weights_of_ranks=2.0)
     assert line.startswith("in step 1 the gradient of a is 1/2 times")
@@ -482,6 +529,8 @@ def test_a_sketch_sees_one_number_and_an_exchange():
     for each in (other, exchanged, -tensor):
         assert distance(each) > parity.ALLOWED
     assert distance(tensor * (1 + 1e-12)) < parity.ALLOWED
+    imaginary = torch.complex(torch.ones(3), torch.ones(3))
+    assert not parity.sketch(imaginary)[1].equal(parity.sketch(imaginary.conj().resolve_conj())[1])
 
 
 def test_padding_at_the_ends_of_rows_changes_nothing():
