@@ -578,8 +578,8 @@ ALONE = "each of them trains alone"
 N_SAMPLES = "samples, and"
 BEGINS = "the first step begins with other weights"
 SEEDS = (
-    "is the same seed set before the model is built, and are weights drawn or loaded before it is wrapped or sharded, "
-    "or on all ranks? If the script sets no seed: --seed 0"
+    "is the same seed set before the model is built, and are weights loaded before it is wrapped, or on all ranks, "
+    "and drawn before it is sharded? If the script sets no seed: --seed 0"
 )
 STALE = "the optimizer was built before the model was sharded, and holds parameters that nobody uses"
 SUM = "it is summed over the ranks, and not averaged"
