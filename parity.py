@@ -497,8 +497,10 @@ class Comparison:
             self.apart[key] = list(apart(ranks, are_low, replicated))
         self.moved = {name for each in tensors["changes"][1:] for name, change in each.items() if change.any()}
         # Ranks may have other gradients and the same weights: the optimizer averages, or the owner sends its weights.
-        drifted = {name for name, _, _ in self.apart["changes"]}
-        self.averaged_later = {name for name, _, _ in self.apart["gradients"] if name not in drifted}
+        names = {key: {name for name, _, _ in found} for key, found in self.apart.items()}
+        self.averaged_later = names["gradients"] - names["changes"]
+        if are_low:  # 10 % would hide that they are averaged between clipping and the optimizer's step
+            self.averaged_later -= self.far["clipped"].keys() - names["clipped"]
         self.settings = list(other_settings(self.expected, self.got))
 
 

@@ -395,6 +395,16 @@ def test_in_low_types_other_ranks_may_be_one_percent_apart(apart, is_told):
         assert bool(line) == (is_told and not is_averaged_later)
 
 
+def test_in_low_types_gradients_are_averaged_before_they_are_clipped():
+    """The mean of the clipped gradients is near to the right one, and the weights are right."""
+    for number_type, clipped, is_told in (("float64", 1.0, False), ("float32", 1.0, True), ("float32", None, False)):
+        ranks = [[make_step(gradient=each, clipped=clipped), make_step(1, 2.0)] for each in (0.5, 1.5)]
+        for step in (*ranks[0], *ranks[1]):
+            step.types = {number_type}
+        line, _ = compare([make_step(), make_step(1, 2.0)], ranks)
+        assert ("when they are clipped: average them first" in (line or "")) == is_told
+
+
 def test_weights_are_compared_since_the_step_in_which_they_are_first_seen():
     """A module that is first called in step 2 begins and moves on the ranks as on one process."""
 
