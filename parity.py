@@ -490,10 +490,9 @@ class Comparison:
         tensors = {"gradients": [each.gradients for each in step], "clipped": [each.clipped for each in step]}
         tensors["changes"] = [changes(begin, each) for each in later]
         replicated = set().union(*[each.replicated for each in self.got])
-        self.far, self.wrong, self.largest, self.apart = {}, {}, 0.0, {}
+        self.far, self.wrong, self.largest, self.apart = {}, {}, {}, {}
         for key, (whole, *ranks) in tensors.items():
-            self.far[key], self.wrong[key], largest = judge(whole, ranks, are_low)
-            self.largest = max(self.largest, largest)
+            self.far[key], self.wrong[key], self.largest[key] = judge(whole, ranks, are_low)
             self.apart[key] = list(apart(ranks, are_low, replicated))
         self.moved = {name for each in tensors["changes"][1:] for name, change in each.items() if change.any()}
         # Ranks may have other gradients and the same weights: the optimizer averages, or the owner sends its weights.
@@ -554,7 +553,7 @@ def differences(one, ranks, have_ended, result):
         averaged_later = found.averaged_later
         for words in evidence(found):
             yield f"in step {number + 1} {next(causes(found))} ({words})"
-        result.largest = max(result.largest, found.largest)
+        result.largest = max(result.largest, *found.largest.values())
         result.compared |= found.far["gradients"].keys() | (found.far["changes"].keys() & found.moved)
     counts = list(map(len, ranks))
     if have_ended and set(counts) != {len(one)}:
@@ -629,6 +628,8 @@ def other_start(weights, got, are_low):
 def causes(found):
     """Yield the likely reasons why a step is not equal, the likeliest first."""
     wrong = found.wrong["gradients"]
+    if found.largest["gradients"] > 0.2 * ALLOWED_IN_LOW_TYPES:  # enough to move the weights otherwise
+        wrong = list(found.far["gradients"])
     drifted = [name for name, _, _ in found.apart["changes"]]
     for rank, step in enumerate(found.got):
         for name in not_finite(step):
@@ -642,7 +643,7 @@ def causes(found):
         if wrong or N_SAMPLES in line:
             yield line
     if wrong:
-        yield from factor(found)
+        yield from factor(found, wrong)
         yield from unaveraged(found)
         for name in found.expected.norms:
             line = f"the samples are the same, but BatchNorm ({name}) uses the mean of each rank's alone"
@@ -738,14 +739,13 @@ def is_whole(rows, parts):
     return all(is_same(part, rows) for part in parts)
 
 
-def factor(found):
-    """Yield that gradients are N or 1/N times those of one process."""
+def factor(found, wrong):
+    """Yield that wrong gradients are N or 1/N times those of one process."""
     n = len(found.got)
     added = SUM
     for name, rows, parts in arguments(found.expected, *found.got):
         if is_whole(rows, parts):
             added = f"{SUM}, or all ranks have the same samples ({name}), and the loss is a sum"
-    wrong = found.wrong["gradients"]
     for number, words, advice in ((n, f"{n}", added), (1 / n, f"1/{n}", DIVIDED)):
         times = {name: number * found.expected.gradients[name] for name in wrong}
         if not any(judge(times, [each.gradients], found.are_low)[1] for each in found.got):
