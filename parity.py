@@ -469,15 +469,18 @@ def judge(expected, ranks, are_low):
     return far, [name for name in far if not far[name] <= ALLOWED_IN_LOW_TYPES] or list(far), 0.0
 
 
-def apart(ranks, are_low, replicated=()):
-    """Yield (name, rank, distance) of tensors that a rank holds otherwise than the first rank that holds them."""
+def apart(ranks, are_low, exact=()):
+    """Yield (name, rank, distance) of tensors that a rank holds otherwise than the first rank that holds them.
+
+    Those with names in `exact` must agree in each bit.
+    """
     first = {}
     for tensors in reversed(ranks):
         first |= tensors
     for rank, tensors in enumerate(ranks):
         for name, distance in distances(first, tensors).items():
             allowed = ALLOWED_BETWEEN_RANKS if are_low else ALLOWED
-            if not distance <= (0 if name in replicated else allowed):
+            if not distance <= (0 if name in exact else allowed):
                 yield name, rank, distance
 
 
@@ -495,12 +498,15 @@ class Comparison:
             self.far[key], self.wrong[key], self.largest[key] = judge(whole, ranks, are_low)
             self.apart[key] = list(apart(ranks, are_low, replicated))
         self.moved = {name for each in tensors["changes"][1:] for name, change in each.items() if change.any()}
-        # Ranks may have other gradients and the same weights: the optimizer averages, or the owner sends its weights.
-        names = {key: {name for name, _, _ in found} for key, found in self.apart.items()}
-        self.averaged_later = names["gradients"] - names["changes"]
-        if are_low:  # 10 % would hide that they are averaged between clipping and the optimizer's step
-            self.averaged_later -= self.far["clipped"].keys() - names["clipped"]
+        # Ranks may have other gradients and the same weights: the optimizer averages, or the owner sends its weights. Then
+        # they are the same in each bit. Adam moves weights nearly alike for other gradients of one sign.
+        moved_apart = names_of(apart(tensors["changes"][1:], are_low, exact=begin))
+        self.averaged_later = names_of(self.apart["gradients"]) - moved_apart
         self.settings = list(other_settings(self.expected, self.got))
+
+
+def names_of(tensors):
+    return {name for name, _, _ in tensors}
 
 
 def changes(begin, step):
@@ -518,7 +524,7 @@ def evidence(found):
     is_made_up_for = found.settings and found.moved and found.wrong["gradients"] and not found.wrong["changes"]
     for key in ("gradients", "clipped"):
         for name in found.wrong[key]:
-            if not is_made_up_for and name not in found.averaged_later:
+            if not is_made_up_for and name not in found.averaged_later & names_of(found.apart[key]):
                 yield f"the gradient of {name} differs by {found.far[key][name]:.1e}"
     for name in found.wrong["changes"]:
         yield f"{name} has moved otherwise since the start, by {found.far['changes'][name]:.1e}"
@@ -580,7 +586,7 @@ N_SAMPLES = "samples, and"
 BEGINS = "the first step begins with other weights"
 SEEDS = (
     "is the same seed set before the model is built, and are weights loaded before it is wrapped, or on all ranks, "
-    "and drawn before it is sharded? If the script sets no seed: --seed 0"
+    "and drawn before it is sharded? If the script sets none: --seed 0"
 )
 STALE = "the optimizer was built before the model was sharded, and holds parameters that nobody uses"
 SUM = "it is summed over the ranks, and not averaged"
