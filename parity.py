@@ -498,8 +498,8 @@ class Comparison:
             self.far[key], self.wrong[key], self.largest[key] = judge(whole, ranks, are_low)
             self.apart[key] = list(apart(ranks, are_low, replicated))
         self.moved = {name for each in tensors["changes"][1:] for name, change in each.items() if change.any()}
-        # Ranks may have other gradients and the same weights: the optimizer averages, or the owner sends its weights. Then
-        # they are the same in each bit. Adam moves weights nearly alike for other gradients of one sign.
+        # Ranks may have other gradients and the same weights: the optimizer averages, or the owner sends its weights.
+        # Then weights are the same in each bit. Adam moves them nearly alike if all gradients have one sign.
         moved_apart = names_of(apart(tensors["changes"][1:], are_low, exact=begin))
         self.averaged_later = names_of(self.apart["gradients"]) - moved_apart
         self.settings = list(other_settings(self.expected, self.got))
