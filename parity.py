@@ -8,18 +8,21 @@
 
     train.py: equal on 1 and 2 processes for 5 steps, up to 7.4e-16 (allowed: 1e-10), judged in float64
     other.py: on 2 processes in step 1 the global batch has 128 samples, and 64 on one process. It must be divided by
-    the number of processes, once (the gradient of weight differs by 4.2e-01)
+    the number of processes, once, and no sample may be repeated (the gradient of weight differs by 4.2e-01)
 
 It works for every script that torchrun can start, also for one that uses nothing of this project. It needs only torch,
 and it does not change the script: hooks look at the outermost module that is trained, at clipping and at the optimizer.
 Numbers are float64 where the script allows it, and dropout is off, so what should be equal is equal up to about 1e-12.
 
 Of each step these decide: the gradients, and how far the weights have moved since the start. They may differ by 1e-10
-of their size in float64, and by 10 % in lower types. Ranks that hold one parameter under DDP must agree in each bit.
-In lower types, where rounding hides much, the number of samples and the optimizer's settings decide too. `Comparison`
-finds what differs, `evidence` says what decides, and `causes` yields the reasons in the order in which they are asked.
-docs/parity.md says what it cannot see. The exit status is 0 if the runs are equal, 1 if they are not, and 2 if they
-could not be compared.
+of their size in float64, and by 10 % in lower types. Ranks that hold one parameter must agree: in each bit under DDP,
+and otherwise up to 1e-10, or 1 % in lower types. There, where rounding hides much, the number of samples and the
+optimizer's settings decide too. docs/parity.md says what it cannot see. The exit status is 0 if the runs are equal, 1
+if they are not, and 2 if they could not be compared.
+
+`Recorder` writes the steps of each rank into a file. `differences` goes through the steps of all processes. For each
+step `Comparison` measures what differs, `evidence` says what decides, and `causes` yields the reasons in the order in
+which they are asked.
 """
 
 import argparse
@@ -27,7 +30,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import json
 import math
 import os
 import pickle
@@ -51,12 +53,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 ALLOWED = 1e-10  # the largest relative difference in float64
-ALLOWED_IN_LOW_TYPES = 0.1  # right scripts were up to 0.02 there, and wrong ones at least 0.67
+ALLOWED_IN_LOW_TYPES = 0.1  # of all tensors together: right scripts were up to 0.03, and wrong ones at least 0.67
+ALLOWED_BETWEEN_RANKS = 0.01  # of each tensor, in low types
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # SyncBatchNorm is none of these
 DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # as they are named in modules
 OWN_PROCESSES = "the script starts its own processes: start it so that torchrun could, one process for each rank"
+IN_RANK = "--in-a-rank"
 
 
 # ---- in each process: hooks that record every step -----------------------------------------------------------------
@@ -68,15 +72,14 @@ class Step:
 
     number: int
     weights: dict = dataclasses.field(default_factory=dict)
-    inputs: dict = dataclasses.field(default_factory=dict)
+    inputs: dict = dataclasses.field(default_factory=dict)  # (rows_of each call, width of a row), by name
     gradients: dict = dataclasses.field(default_factory=dict)
     clipped: dict = dataclasses.field(default_factory=dict)
+    types: set = dataclasses.field(default_factory=set)  # of weights and gradients
     settings: list = dataclasses.field(default_factory=list)  # of each group of parameters
     norms: list = dataclasses.field(default_factory=list)  # names of BatchNorms that use the mean of the batch
-    used: set = dataclasses.field(default_factory=set)  # names of the parameters of modules that were called
     replicated: set = dataclasses.field(default_factory=set)  # names of the parameters under DDP
-    samplers: list = dataclasses.field(default_factory=list)  # classes of DataLoaders' samplers
-    seed: int = 0
+    draws: dict = dataclasses.field(default_factory=dict)  # what decides the order of samples, in words
     is_alone: bool = False  # though several processes were started
     n_collectives: int = 0  # since the start of the process
 
@@ -87,37 +90,30 @@ class Recorder:
     A step ends when, after an optimizer has stepped, a module that is trained is called or that optimizer steps again.
     """
 
-    def __init__(self, folder, steps, eval_norm, float32):
+    def __init__(self, folder, args):
         rank = os.environ["RANK"]
         self.file = open(Path(folder, f"records {rank}"), "wb")  # noqa: SIM115 - open until the process ends
         self.done = Path(folder, f"done {rank}")
-        self.n_started = int(os.environ["WORLD_SIZE"])
-        self.steps = steps
-        self.eval_norm = eval_norm
-        self.float32 = float32
+        self.args = args
         self.roots = []  # the outermost modules that are trained, in the order of their first calls
         self.optimizers = []  # in the order of their first steps
+        self.stepped = []  # optimizers, in this step
         self.replicated = set()  # parameters under DDP
-        self.samplers = []
+        self.samplers = {}  # names of classes, in the order of their first use
         self.depth = 0  # of calls of modules, and of backward, which calls modules to recompute activations
         self.optimizing = 0  # optimizers that are stepping, one inside the other
-        self.begin_step(0)
-
-    def begin_step(self, number):
-        self.stepped = []  # optimizers, in this step
-        self.called = set()  # ids of modules, which must not live longer because of this
-        self.step = Step(number)
+        self.step = Step(0)
 
     def install(self):
         nn.Module.__call__ = self.watched(nn.Module.__call__, self.before_module)
         # Activations that backward recomputes are no new step.
         torch.autograd.backward = self.watched(torch.autograd.backward, lambda args, kwargs: None)
         for name in CLIPPING:
-            watched = self.watched(getattr(nn.utils, name), self.before_clipping)
+            watched = self.watched(getattr(nn.utils, name), lambda args, kwargs: self.record("gradients"))
             setattr(nn.utils, name, watched)
             setattr(nn.utils.clip_grad, name, watched)
         DataLoader.__iter__ = self.watched(DataLoader.__iter__, self.before_loading)
-        DistributedDataParallel.__init__ = self.watched_ddp(DistributedDataParallel.__init__)
+        DistributedDataParallel.__init__ = self.watched(DistributedDataParallel.__init__, self.before_ddp)
         register_optimizer_step_pre_hook(self.before_optimizer)
         register_optimizer_step_post_hook(self.after_optimizer)
 
@@ -135,68 +131,58 @@ class Recorder:
 
         return call
 
-    def watched_ddp(self, init):
-        @functools.wraps(init)
-        def init_and_note(ddp, module, *args, **kwargs):
-            self.make_float64(module)
-            init(ddp, module, *args, **kwargs)
-            if ddp.process_group.size() == torch.distributed.get_world_size():
-                named = module.named_parameters()
-                self.replicated |= {param for name, param in named if name not in ddp.parameters_to_ignore}
-
-        return init_and_note
-
     def before_loading(self, args, kwargs):
-        name = type(args[0].sampler).__name__
-        if name not in self.samplers:
-            self.samplers.append(name)
+        self.samplers[type(args[0].sampler).__name__] = None
+
+    def before_ddp(self, args, kwargs):
+        module = args[1] if len(args) > 1 else kwargs["module"]
+        self.make_float64(module)
+        if not kwargs.get("process_group") and not kwargs.get("device_mesh"):
+            self.replicated |= set(module.parameters())
 
     def before_module(self, args, kwargs):
         module, *inputs = args
-        self.called.add(id(module))
         if isinstance(module, nn.RNNBase):
             module.dropout = 0.0
         is_random_depth = type(module).__name__.endswith(("DropPath", "StochasticDepth"))
-        if is_random_depth or (self.eval_norm and isinstance(module, BATCH_NORM)):
+        if is_random_depth or (self.args.eval_norm and isinstance(module, BATCH_NORM)):
             module.training = False
         is_trained = torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters())
         if self.depth > 0 or not is_trained:
             return None
         if self.stepped:
-            self.begin_step(self.step.number + 1)
-            self.called.add(id(module))
+            self.begin_step()
         root = unwrapped(module)
         if root not in self.roots:
             if root is module:  # no wrapper of the script's own, which may hold parts of its parameters
                 self.make_float64(root)
             self.roots.append(root)
         self.record("weights")
-        for name, layer in root.named_modules():
-            if isinstance(layer, BATCH_NORM) and layer.training:
-                self.step.norms.append(without_wrappers(name))
+        norms = {name: each for name, each in root.named_modules() if isinstance(each, BATCH_NORM)}
+        self.step.norms += [without_wrappers(name) for name, each in norms.items() if each.training]
         self.record_inputs(root, inputs, kwargs)
         if next(root.parameters()).dtype == torch.float64:
             return pytree.tree_map(as_float64, (args, kwargs))
         return None
 
+    def begin_step(self):
+        self.stepped = []
+        self.step = Step(self.step.number + 1)
+
     def make_float64(self, module):
         """Convert a model of float32, unless the script may hold parts of its parameters: see `is_untouched`."""
         tensors = [each for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()]
         is_float = all(each.dtype in (torch.float32, torch.float64) for each in tensors)
-        if is_float and not self.float32 and all(map(is_untouched, tensors)):
+        if is_float and not self.args.float32 and all(map(is_untouched, tensors)):
             module.double()
 
     def record_inputs(self, root, args, kwargs):
         inputs = inspect.signature(root.forward).bind(*args, **kwargs).arguments
         for path, value in pytree.tree_flatten_with_path(dict(inputs))[0]:
             name = re.sub(r"\W+", ".", pytree.keystr(path)).strip(".")  # as batch.labels for ['batch']['labels']
-            name = self.prefix(root) + name
             rows, width = rows_of(value)
-            before, _ = self.step.inputs.get(name, (rows[:0], width))
-            self.step.inputs[name] = (torch.cat([before, rows]), width)
-
-    def before_clipping(self, args, kwargs):
-        self.record("gradients")
+            before, _ = self.step.inputs.get(self.prefix(root) + name, (rows[:0], width))
+            self.step.inputs[self.prefix(root) + name] = (torch.cat([before, rows]), width)
 
     def before_optimizer(self, optimizer, args, kwargs):
         self.optimizing += 1
@@ -205,7 +191,7 @@ class Recorder:
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         if optimizer in self.stepped:  # no module was called since
-            self.begin_step(self.step.number + 1)
+            self.begin_step()
         self.record("weights")
         has_closure = any(callable(each) for each in (*args[1:], *kwargs.values()))
         if not has_closure:
@@ -220,31 +206,21 @@ class Recorder:
             self.record("gradients")  # those of a closure
             self.stepped.append(optimizer)
             self.write_step()  # once more after each further optimizer: the last one counts
-            if self.step.number == self.steps:  # counted from 0: it begins with the result of the last one to compare
-                self.stand_still()
+            # Counted from 0: it begins with the result of the last step to compare.
+            if self.step.number == self.args.steps:
+                sys.stdout.flush()
+                self.done.touch()
+                threading.Event().wait()  # until this process is killed, since other ranks may still need it
 
     def write_step(self):
         step = self.step
-        step.samplers = self.samplers
-        step.seed = torch.initial_seed()
+        step.draws = {"torch.initial_seed()": torch.initial_seed(), "the DataLoader's sampler": listed(self.samplers)}
         n_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        step.is_alone = n_ranks < self.n_started
+        step.is_alone = n_ranks < int(os.environ["WORLD_SIZE"])
         step.n_collectives = count_collectives()
-        called = [module for root in self.roots for module in root.modules() if id(module) in self.called]
-        used = {param for module in called for param in module.parameters(recurse=False)}
-        for name, param in self.named_params().items():
-            if param in used:
-                step.used.add(name)
-            if param in self.replicated:
-                step.replicated.add(name)
+        step.replicated = {name for name, param in self.named_params().items() if param in self.replicated}
         pickle.dump(vars(step), self.file)  # the class itself is not importable while the script is __main__
         self.file.flush()
-
-    def stand_still(self):
-        """Until this process is killed, since other ranks may still need it."""
-        sys.stdout.flush()
-        self.done.touch()
-        threading.Event().wait()
 
     def record(self, key):
         """Record the tensors that are not yet recorded in this step, but none whose memory the script has freed."""
@@ -253,14 +229,18 @@ class Recorder:
             tensor = param if key == "weights" else param.grad
             if tensor is not None and name not in sketches and has_memory(tensor):
                 sketches[name] = sketch(tensor)
+                self.step.types.add(str(tensor.dtype).removeprefix("torch."))
 
     def named_params(self):
         """By name, without what all names of a model begin with: another module may be the outermost on one process."""
         named = {}
         for root in self.roots:
-            names = [without_wrappers(name) for name, _ in root.named_parameters()]
+            full_names = [name for name, _ in root.named_parameters()]
+            names = [without_wrappers(name) for name in full_names]
             while len({name.partition(".")[0] for name in names}) == 1 and all("." in name for name in names):
                 names = [name.partition(".")[2] for name in names]
+            if len(set(names)) < len(names):  # a module of the script has the name of a wrapper
+                names = full_names
             named |= {self.prefix(root) + name: param for name, param in zip(names, root.parameters(), strict=True)}
         known = set(named.values())
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -325,37 +305,36 @@ def random_weights(n):
 
 
 def sketch(tensor):
-    """Shape, type, square and 64 sums of a tensor with random signs, whose distance is about that of two tensors.
+    """The shape of a tensor, 64 sums with random signs, whose distance is about that of two tensors, and the plain sum.
 
     All ranks that hold a part of a DTensor must call it.
     """
     tensor = tensor.detach()
-    is_dtensor = hasattr(tensor, "full_tensor")
-    if is_dtensor:
+    if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
-    flat = tensor.cpu().to_dense().double().flatten()
+    numbers = tensor.cpu().to_dense()
+    if numbers.is_complex():
+        numbers = torch.view_as_real(numbers)
+    flat = numbers.double().flatten()
     products = nn.functional.pad(flat * random_weights(len(flat)), (0, -len(flat) % 64))
-    sums = products.view(-1, 64).sum(dim=0)
-    square = flat.dot(flat).item()
-    return SimpleNamespace(
-        shape=tuple(tensor.shape), dtype=tensor.dtype, sums=sums, square=square, is_dtensor=is_dtensor
-    )
+    return tuple(tensor.shape), products.view(-1, 64).sum(dim=0), flat.sum().item()
 
 
 def rows_of(value):
-    """Three numbers for each row of an argument, and the length of a row.
+    """Two numbers for each row of an argument, and the length of a row.
 
-    They are a weighted sum of the row, the same without the last number and its repetitions, which may be padding, and
-    the last number. None has no rows, nor has what is no tensor.
+    They are weighted sums of the row, with and without the repetitions of its last number, which may be padding. None
+    has no rows, nor has anything else that is no tensor.
     """
     is_tensor = torch.is_tensor(value) and value.layout == torch.strided and not hasattr(value, "full_tensor")
     if not is_tensor or value.numel() == 0:
-        return torch.zeros(0, 3, dtype=torch.float64), 0
+        return torch.zeros(0, 2, dtype=torch.float64), 0
     rows = value.detach().cpu().double()
     rows = rows.reshape(len(rows), -1) if rows.dim() else rows.view(1, 1)
     weights = random_weights(rows.shape[1])
     is_last = (rows == rows[:, -1:]).flip(1).cumprod(1).flip(1).bool()
-    return torch.stack([rows @ weights, rows.masked_fill(is_last, 0) @ weights, rows[:, -1]], dim=1), rows.shape[1]
+    is_last[:, 0] = False
+    return torch.stack([rows @ weights, rows.masked_fill(is_last, 0) @ weights], dim=1), rows.shape[1]
 
 
 # ---- in each process: prepare it, and run the script ---------------------------------------------------------------
@@ -422,184 +401,178 @@ def end_with_parent(parent):
     os.killpg(0, signal.SIGKILL)
 
 
-def run_rank(seed, is_module, **settings):
-    """Run the script that sys.argv names, in this process."""
+def run_rank(folder, args):
+    """Run the script in this process, and record it into files in the folder."""
     threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
-    if not settings["float32"]:
+    if not args.float32:
         torch.set_default_dtype(torch.float64)
         torch.Tensor.float = torch.Tensor.double  # or logits.float() would round them
     switch_off_dropout()
     allow_fullgraph()
     look_at_process_group()
-    Recorder(**settings).install()
-    if seed is not None:
-        set_seeds(seed + int(os.environ["RANK"]))
-    if is_module:
+    Recorder(folder, args).install()
+    if args.seed is not None:
+        set_seeds(args.seed + int(os.environ["RANK"]))
+    sys.argv = [args.script, *[for_processes(arg, int(os.environ["WORLD_SIZE"])) for arg in args.args]]
+    if args.is_module:
         sys.path[0] = os.getcwd()
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        runpy.run_module(args.script, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.path[0] = str(Path(args.script).resolve().parent)
+        runpy.run_path(args.script, run_name="__main__")
 
 
-# ---- compare the steps: `expected` is one process's, `got` are those of all ranks ----------------------------------
+# ---- compare the steps: `expected` is that of one process, `got` are those of all ranks ------------------------------
 
 
-def common(expected, tensors):
-    """The names of tensors that both have in one shape."""
-    return [name for name, each in expected.items() if name in tensors and tensors[name].shape == each.shape]
+def aligned(expected, step):
+    """The step with the sums of those tensors that one process has in the same shape. Others are cut, or renamed."""
+    tensors = {}
+    for key in ("weights", "gradients", "clipped"):
+        whole = getattr(expected, key)
+        named = getattr(step, key).items()
+        tensors[key] = {name: sums for name, (shape, sums, _) in named if name in whole and whole[name][0] == shape}
+    return dataclasses.replace(step, **tensors)
 
 
-def distances(expected, ranks, each=False):
-    """Yield (name, rank, distance) of each tensor that a rank has in the expected shape, the farthest first.
+def distances(expected, tensors):
+    """By name, the farthest first.
 
-    A distance is relative to the size of the tensor and a tenth of all tensors, as small ones may be nothing but
-    rounding. In low types it is relative to all, or to the tensor and a thousandth of all if `each` is asked.
+    They are relative to the size of the tensor and a tenth of all tensors, as small ones may be nothing but rounding.
     """
-    for rank, tensors in enumerate(ranks):
-        names = common(expected, tensors)
-        far = {name: (tensors[name].sums - expected[name].sums).norm().item() for name in names}
-        size = {name: expected[name].sums.norm().item() + 1e-300 for name in names}
-        size_of_all = math.hypot(*size.values())
-        for name in sorted(names, key=far.get, reverse=True):
-            scale = size[name] + 0.1 * size_of_all
-            if is_low(name, expected, tensors):
-                scale = size[name] + 1e-3 * size_of_all if each else size_of_all
-            yield name, rank, far[name] / scale
+    far = {name: expected[name].dist(tensors[name]).item() for name in expected if name in tensors}
+    sizes = {name: expected[name].norm().item() for name in far}
+    tenth = 0.1 * math.hypot(*sizes.values()) + 1e-300
+    return {name: far[name] / (sizes[name] + tenth) for name in sorted(far, key=far.get, reverse=True)}
 
 
-def is_low(name, *tensors):
-    return any(each[name].dtype != torch.float64 for each in tensors if name in each)
+def judge(expected, ranks, are_low):
+    """Returns the distance of each tensor to that of one process, the names of the wrong ones, and the largest distance
+    of the others.
 
-
-def allowed(name, *tensors):
-    return ALLOWED_IN_LOW_TYPES if is_low(name, *tensors) else ALLOWED
-
-
-def nearest(expected, ranks):
-    """By name, the distance of the nearest rank, and for tensors of low types the distance of all of them together.
-
-    One rank that has a gradient is enough: scripts that split the optimizer reduce each gradient to its owner only.
+    The nearest rank counts: scripts that split the optimizer reduce each gradient to its owner only. In low types a
+    tensor may be nothing but rounding, so all of them together decide.
     """
     found = {}
-    for name, _, distance in distances(expected, ranks):
-        found[name] = min(distance, found.get(name, math.inf))
-    low = [name for name in found if is_low(name, expected, *ranks)]
-    return found | dict.fromkeys(low, math.hypot(*[found[name] for name in low]))
+    for name, whole in expected.items():
+        held = [tensors[name] for tensors in ranks if name in tensors]
+        if held:
+            found[name] = min(held, key=whole.dist)
+    far = distances(expected, found)
+    if not are_low or not far:
+        wrong = [name for name, distance in far.items() if not distance <= ALLOWED]
+        return far, wrong, max([far[name] for name in far if name not in wrong], default=0.0)
+    whole, of_ranks = [torch.cat([tensors[name] for name in far]) for tensors in (expected, found)]
+    distance = whole.dist(of_ranks).item() / (whole.norm().item() + 1e-300)
+    if distance <= ALLOWED_IN_LOW_TYPES:
+        return far, [], distance
+    return far, [name for name in far if not far[name] <= ALLOWED_IN_LOW_TYPES] or list(far), 0.0
 
 
-def apart(step, key):
+def apart(ranks, are_low, exact=()):
     """Yield (name, rank, distance) of tensors that a rank holds otherwise than the first rank that holds them.
 
-    A tensor of another shape or name than on one process is a part that the script has cut, so ranks hold other parts.
+    Those with names in `exact` must agree in each bit.
     """
-    whole, *ranks = [getattr(each, key) for each in step]
     first = {}
     for tensors in reversed(ranks):
-        first |= {name: tensors[name] for name in common(whole, tensors)}
-    for name, rank, distance in distances(first, ranks, each=True):
-        limit = 0 if name in step[1 + rank].replicated else allowed(name, first)
-        if not distance <= limit:
-            yield name, rank, distance
-
-
-def with_sums(sketch, sums):
-    return SimpleNamespace(**vars(sketch) | {"sums": sums})
-
-
-def changes(start, later):
-    """How far the weights have moved, as sketches."""
-    before, now = start.weights, later.weights
-    return {name: with_sums(now[name], now[name].sums - before[name].sums) for name in common(before, now)}
+        first |= tensors
+    for rank, tensors in enumerate(ranks):
+        for name, distance in distances(first, tensors).items():
+            allowed = ALLOWED_BETWEEN_RANKS if are_low else ALLOWED
+            if not distance <= (0 if name in exact else allowed):
+                yield name, rank, distance
 
 
 class Comparison:
-    """What differs in one step. Steps are (Step of one process, Step of rank 0, Step of rank 1, …)."""
+    """What differs in one step: `step` and `later` are (Step of one process, Step of rank 0, Step of rank 1, …)."""
 
-    def __init__(self, start, step, later):
+    def __init__(self, step, later, begin, are_low):
         self.expected, *self.got = step
-        self.tensors = {key: [getattr(each, key) for each in step] for key in ("gradients", "clipped")}
-        self.tensors["changes"] = list(map(changes, start, later))
-        self.distances = {key: nearest(whole, ranks) for key, (whole, *ranks) in self.tensors.items()}
-        whole, *ranks = self.tensors["gradients"]
-        self.owned = {
-            name for name, _, far in distances(whole, ranks, each=True) if far <= allowed(name, whole, *ranks)
-        }
-        self.drifted = list(apart(later, "weights"))
-        self.unaveraged = list(apart(step, "gradients"))
-        self.are_low = any(is_low(name, each.weights) for each in step for name in each.weights)
-        # Gradients may differ between ranks where the weights move on all alike: then the optimizer averages them, or
-        # the owner of a parameter sends it to the others.
-        self.moved = {
-            name for each in self.tensors["changes"][1:] for name, change in each.items() if change.sums.any()
-        }
-        self.averaged_later = self.moved - {name for name, _, _ in self.drifted}
+        self.are_low = are_low
+        tensors = {"gradients": [each.gradients for each in step], "clipped": [each.clipped for each in step]}
+        tensors["changes"] = [changes(begin, each) for each in later]
+        replicated = set().union(*[each.replicated for each in self.got])
+        self.far, self.wrong, self.largest, self.apart = {}, {}, {}, {}
+        for key, (whole, *ranks) in tensors.items():
+            self.far[key], self.wrong[key], self.largest[key] = judge(whole, ranks, are_low)
+            self.apart[key] = list(apart(ranks, are_low, replicated))
+        self.moved = {name for each in tensors["changes"][1:] for name, change in each.items() if change.any()}
+        # Ranks may have other gradients and the same weights: the optimizer averages, or the owner sends its weights.
+        # Then weights are the same in each bit. Adam moves them nearly alike if all gradients have one sign.
+        moved_apart = names_of(apart(tensors["changes"][1:], are_low, exact=begin))
+        self.averaged_later = names_of(self.apart["gradients"]) - moved_apart
+        self.settings = list(other_settings(self.expected, self.got))
 
-    def wrong(self, key, share=1.0):
-        """The names of tensors of which no rank is near enough to one process: within a share of what is allowed."""
-        limits = {name: share * allowed(name, *self.tensors[key]) for name in self.distances[key]}
-        return [name for name, distance in self.distances[key].items() if not distance <= limits[name]]
 
-    def largest(self):
-        """The largest distance of what is not wrong."""
-        right = {key: self.distances[key].keys() - self.wrong(key) for key in self.distances}
-        return max((self.distances[key][name] for key in right for name in right[key]), default=0.0)
+def names_of(tensors):
+    return {name for name, _, _ in tensors}
+
+
+def changes(begin, step):
+    """How far the weights have moved since the start."""
+    return {name: sums - begin[name] for name, sums in step.weights.items() if name in begin}
 
 
 def evidence(found):
     """Yield in words what decides that a step is not equal."""
-    for name, rank, _ in found.drifted:
+    for name, rank, _ in found.apart["changes"]:
         yield f"it ends with another {name} on rank {rank} than on other ranks"
-    differing = {name for name, _, _ in found.unaveraged}
-    for name, rank, distance in found.unaveraged:
-        is_owned = name in found.owned and name not in found.got[rank].replicated
-        if not is_owned and name not in found.averaged_later:
+    for name, _, distance in found.apart["gradients"]:
+        if name not in found.averaged_later:
             yield f"the gradient of {name} differs by {distance:.1e} between ranks"
-    # Another number of groups may be right: scripts that split the optimizer have other groups.
-    settings = [line for line in other_settings(found.expected, found.got) if line.startswith("the optimizer's ")]
-    changed = found.wrong("changes")
-    has_other_rate = any(" lr is " in line for line in settings)  # which may make up for a gradient times N
-    is_made_up_for = has_other_rate and found.averaged_later and not changed
+    is_made_up_for = found.settings and found.moved and found.wrong["gradients"] and not found.wrong["changes"]
     for key in ("gradients", "clipped"):
-        for name in found.wrong(key):
-            if not is_made_up_for and not (name in differing and name in found.averaged_later):
-                yield f"the gradient of {name} differs by {found.distances[key][name]:.1e}"
-    for name in changed:
-        yield f"{name} has moved otherwise since the start, by {found.distances['changes'][name]:.1e}"
-    numbers = [line for line in other_samples(found.expected, found.got) if N_SAMPLES in line]
-    if found.are_low and (numbers or (settings and not found.wrong("gradients"))):
-        yield "rounding may hide what it does"
+        for name in found.wrong[key]:
+            if not is_made_up_for and name not in found.averaged_later & names_of(found.apart[key]):
+                yield f"the gradient of {name} differs by {found.far[key][name]:.1e}"
+    for name in found.wrong["changes"]:
+        yield f"{name} has moved otherwise since the start, by {found.far['changes'][name]:.1e}"
+    if found.are_low:
+        has_other_number = any(N_SAMPLES in line for line in other_samples(found.expected, found.got))
+        if has_other_number or (found.settings and not is_made_up_for):
+            yield "rounding may hide what it does"
 
 
-def compare(one, ranks, have_ended=True):
-    """Compare the steps of one process with those of each rank, and their number if all `have_ended`.
+def differences(one, ranks, have_ended, result):
+    """Yield in words what differs between one process and the ranks, the first difference first.
 
-    Returns a line about the first difference, or None; the number of equal steps, or 0 if nothing that is trained could
-    be compared; and the largest difference.
+    If all `have_ended`, they must have taken as many steps. `result` gets the names of the tensors that were trained
+    and compared, and the largest difference of those that are equal.
     """
-    steps = list(zip(one, *ranks, strict=False))
-    start, end = steps[0], steps[-1]
-    for line in (*without_training(one[: len(steps)]), *other_start(*start)):
-        return line, 0, 0.0
-    largest = 0.0
-    is_compared = False
-    excused = set()
+    recorded = list(zip(one, *ranks, strict=False))
+    steps = [[aligned(step[0], each) for each in step] for step in recorded]
+    are_low = is_low(each for step in steps for each in step)
+    yield from without_training([step[0] for step in steps], are_low)
+    if any(each.is_alone for each in steps[0]):
+        yield f"no process group is made: {ALONE}"
+    yield from cut_otherwise(*recorded[0])
+    begin, averaged_later = {}, set()
     for number, step in enumerate(steps):
-        found = Comparison(start, step, steps[min(number + 1, len(steps) - 1)])
-        if step is end:  # its result is not known: only what was averaged later in the step before may be so again
-            found.averaged_later &= excused
-        excused = found.averaged_later.intersection(name for name, _, _ in found.unaveraged)
+        new = {name: sums for name, sums in step[0].weights.items() if name not in begin}
+        yield from other_start(new, step[1:], are_low)
+        begin |= new
+        is_last = number == len(steps) - 1
+        found = Comparison(step, step if is_last else steps[number + 1], begin, are_low)
+        if is_last:  # its result is not known: only what was averaged later before may be so again
+            found.averaged_later &= averaged_later & found.moved
+        averaged_later = found.averaged_later
         for words in evidence(found):
-            return f"in step {number + 1} {next(causes(found))} ({words})", number, largest
-        largest = max(largest, found.largest())
-        is_compared |= bool(found.distances["gradients"] or found.moved & found.distances["changes"].keys())
+            yield f"in step {number + 1} {next(causes(found))} ({words})"
+        result.largest = max(result.largest, *found.largest.values())
+        result.compared |= found.far["gradients"].keys() | (found.far["changes"].keys() & found.moved)
     counts = list(map(len, ranks))
     if have_ended and set(counts) != {len(one)}:
-        return f"the ranks take {listed(counts)} steps, and one process takes {len(one)}", len(steps) - 1, largest
-    n_collectives = [now.n_collectives - before.n_collectives for before, now in zip(start[1:], end[1:], strict=True)]
-    if len(steps) > 1 and 0 in n_collectives:
-        return f"a rank communicates with no other rank: {ALONE}", 0, largest
-    return None, is_compared * max(len(steps) - 1, 1), largest
+        yield f"the ranks take {listed(counts)} steps, and one process takes {len(one)}"
+    n_collectives = [now.n_collectives - before.n_collectives for before, now in zip(steps[0], steps[-1], strict=True)]
+    does_all = all(is_whole(rows, parts) for _, rows, parts in arguments(*steps[0]))
+    if len(steps) > 1 and 0 in n_collectives[1:] and does_all:
+        yield f"a rank communicates with no other rank: {ALONE}"
+
+
+def is_low(steps):
+    """Is any type lower than float64? Then rounding shows in all tensors."""
+    return not set().union(*[step.types for step in steps]) <= {"float64", "complex128"}
 
 
 def listed(values):
@@ -610,10 +583,10 @@ def listed(values):
 
 ALONE = "each of them trains alone"
 N_SAMPLES = "samples, and"
-SEEDS = "is the same seed set before the model is built, and are weights loaded before it is wrapped, or on all ranks?"
-DRAWN_AS_SHARDS = (
-    "they are sharded (DTensor): are they drawn after sharding? Draw or load them before. On the CPU all ranks draw "
-    "the same numbers for their shards"
+BEGINS = "the first step begins with other weights"
+SEEDS = (
+    "is the same seed set before the model is built, and are weights loaded before it is wrapped, or on all ranks, "
+    "and drawn before it is sharded? If the script sets none: --seed 0"
 )
 STALE = "the optimizer was built before the model was sharded, and holds parameters that nobody uses"
 SUM = "it is summed over the ranks, and not averaged"
@@ -624,125 +597,123 @@ OTHER_GRADIENT = (
 )
 
 
-def without_training(one):
+def without_training(one, are_low):
     """Yield why the steps of one process show nothing."""
     for name in not_finite(*one):
         yield f"nothing can be compared: the gradient of {name} is NaN or infinite on one process too"
-    has_changed = any(each.sums.any() for each in changes(one[0], one[-1]).values())
-    are_low = any(is_low(name, one[0].weights) for name in one[0].weights)  # then rounding may undo small changes
-    if not any(each.sums.any() for each in one[0].gradients.values()):
+    if not any(sums.any() for sums in one[0].gradients.values()):
         reason = "all gradients are 0" if one[0].gradients else STALE
         yield f"nothing is trained, on one process too: {reason}"
-    elif len(one) > 1 and not (has_changed or are_low):
+    has_moved = any(sums.any() for sums in changes(one[0].weights, one[-1]).values())
+    if len(one) > 1 and not (has_moved or are_low):  # in low types rounding may undo small changes
         yield f"nothing is trained, on one process too: the rate is 0, or {STALE}"
 
 
 def not_finite(*steps):
-    return [name for step in steps for name, each in step.gradients.items() if not each.sums.isfinite().all()]
+    return [name for step in steps for name, sums in step.gradients.items() if not sums.isfinite().all()]
 
 
-def other_start(expected, *got):
-    """Yield why the first step begins otherwise."""
-    if any(each.is_alone for each in got):
-        yield f"no process group is made: {ALONE}"
-    begins = "the first step begins with other weights"
-    for name, rank, _ in apart((expected, *got), "weights"):
-        yield f"{begins} on rank {rank} than on other ranks ({name}): {SEEDS}"
-    for name, rank, distance in distances(expected.weights, [each.weights for each in got], each=True):
-        if not distance <= allowed(name, expected.weights, got[rank].weights):
-            advice = (
-                DRAWN_AS_SHARDS if got[rank].weights[name].is_dtensor else f"{SEEDS} If the script sets none: --seed 0"
-            )
-            yield f"{begins} than on one process ({name} differs by {distance:.1e}): {advice}"
-    cut_otherwise = []
-    for name, whole in expected.weights.items():
+def cut_otherwise(expected, *got):
+    """Yield that the parts of a tensor, one for each rank, do not add up to the whole one at the start."""
+    for name, (shape, _, total) in expected.weights.items():
         parts = [each.weights[name] for each in got if name in each.weights]
-        is_cut = len(parts) > 1 and sum(math.prod(part.shape) for part in parts) == math.prod(whole.shape)
-        if is_cut and not abs(sum(part.square for part in parts) - whole.square) <= 1e-6 * whole.square:
-            are_copies = all(part.square == parts[0].square for part in parts)
-            cut_otherwise.append((not are_copies, name))
-    for are_different, name in sorted(cut_otherwise):
-        how = "is cut" if are_different else "is cut, and of which all ranks hold the same part"
-        yield f"{begins} than on one process ({name}, which {how}): is it drawn whole, and then cut?"
+        are_all = len(parts) > 1 and sum(math.prod(part) for part, _, _ in parts) == math.prod(shape)
+        if are_all and not math.isclose(sum(part for _, _, part in parts), total, rel_tol=1e-6, abs_tol=1e-9):
+            yield f"{BEGINS} than on one process ({name}, which is cut): is it drawn whole, and then cut?"
+
+
+def other_start(weights, got, are_low):
+    """Yield how some weights of one process begin otherwise on the ranks."""
+    ranks = [{name: each.weights[name] for name in weights if name in each.weights} for each in got]
+    for name, rank, _ in apart(ranks, are_low):
+        yield f"{BEGINS} on rank {rank} than on other ranks ({name}): {SEEDS}"
+    for name, _, distance in apart([weights, *ranks], are_low):
+        yield f"{BEGINS} than on one process ({name} differs by {distance:.1e}): {SEEDS}"
 
 
 def causes(found):
     """Yield the likely reasons why a step is not equal, the likeliest first."""
-    expected, got = found.expected, found.got
-    wrong = found.wrong("gradients", share=0.2)
-    for rank, each in enumerate(got):
-        for name in not_finite(each):
+    wrong = found.wrong["gradients"]
+    if found.largest["gradients"] > 0.2 * ALLOWED_IN_LOW_TYPES:  # enough to move the weights otherwise
+        wrong = list(found.far["gradients"])
+    drifted = [name for name, _, _ in found.apart["changes"]]
+    for rank, step in enumerate(found.got):
+        for name in not_finite(step):
             yield f"the gradient of {name} is NaN or infinite on rank {rank}"
-    partly_used = set.union(*[each.used for each in got]) - set.intersection(*[each.used for each in got])
-    suspects = (
-        [name for name in wrong if name not in found.owned]
-        or [name for name, _, _ in found.drifted]
-        or found.wrong("changes")
-    )
-    if suspects and partly_used.issuperset(suspects):
+    suspects = wrong or drifted or found.wrong["changes"]
+    if suspects and partly_used(found.got).issuperset(suspects):
         yield f"there is a parameter that only some ranks use ({suspects[0]}), and others have no gradient to average"
-    if found.drifted:
+    if drifted:
         yield from unaveraged(found)
-    for line in other_samples(expected, got):
+    for line in other_samples(found.expected, found.got):
         if wrong or N_SAMPLES in line:
             yield line
     if wrong:
         yield from factor(found, wrong)
         yield from unaveraged(found)
-        for name in expected.norms:
+        for name in found.expected.norms:
             line = f"the samples are the same, but BatchNorm ({name}) uses the mean of each rank's alone"
             yield f"{line}. To judge the rest of the script: --eval-norm"
         yield f"the samples are the same, and the gradient of {wrong[0]} is not: {OTHER_GRADIENT}"
-    for name in found.wrong("clipped"):
+    for name in found.wrong["clipped"]:
         yield f"the gradient of {name} is the same before clipping, but not after: clip once in a step, at its end"
-    yield from other_settings(expected, got)
-    if len(got[0].weights) > len(expected.weights):
-        yield f"rank 0 has parameters outside of the model: {STALE}"
+    yield from found.settings
+    if not found.moved:
+        yield f"no weight moves: {STALE}"
     yield from unaveraged(found)
     yield "samples, gradients and settings are the same: is the optimizer's state, and what follows its step?"
 
 
+def partly_used(got):
+    """The names of parameters that all ranks hold, and of which only some have a gradient."""
+    held = set.intersection(*[set(each.weights) for each in got])
+    gradients = [held.intersection(each.gradients) for each in got]
+    used_by_all = set.intersection(*gradients)
+    return set.union(*gradients) - used_by_all if used_by_all else set()  # if none: each has one owner, as in ZeRO
+
+
 def unaveraged(found):
     """Yield why gradients differ between ranks."""
-    for _, rank, _ in found.unaveraged:
-        names = [name for name, each, _ in found.unaveraged if each == rank]
+    for _, rank, _ in found.apart["gradients"]:
+        names = [name for name, each, _ in found.apart["gradients"] if each == rank]
         line = f"rank {rank} has another gradient of {names[0]} than other ranks"
         if len(names) < len(found.got[rank].gradients):
             yield f"{line}: is it outside of the wrapped model, or was it unfrozen after wrapping?"
-        if not list(apart((found.expected, *found.got), "clipped")):
+        if not found.apart["clipped"]:
             yield f"{line} when they are clipped: average them first"
         yield f"{line}. Nothing averages them: is the plain model trained, or is the last backward inside of no_sync()?"
 
 
-def arguments(expected, got):
-    """Yield (name, rows, width, rows of each rank, their widths) of each argument, by place if no name is common."""
+def arguments(expected, *got):
+    """Yield (name, rows, rows of each rank) of each argument, by place if no name is common.
+
+    Sequences of which each rank has a piece are left out: they cannot be compared.
+    """
     named = [each.inputs for each in (expected, *got)]
     if not named[0].keys() & named[1].keys():
         named = [{f"number {place}": each for place, each in enumerate(inputs.values(), 1)} for inputs in named]
     for name, (rows, width) in named[0].items():
         of_ranks = [inputs.get(name, (rows[:0], width)) for inputs in named[1:]]
-        yield name, rows, width, [part for part, _ in of_ranks], {each for _, each in of_ranks}
+        parts = [part for part, _ in of_ranks]
+        least = min(width for _, width in of_ranks)
+        if least == width or least * sum(map(len, parts)) != width * len(rows):
+            yield name, rows, parts
 
 
 def other_samples(expected, got):
     """Yield how the global batch differs. The rows of an argument may be in any order."""
     equal = []
-    for name, rows, width, parts, widths in arguments(expected, got):
-        together = torch.cat(parts)
-        are_pieces = widths != {width} and len(together) * min(widths) == len(rows) * width
-        if is_same(together, rows) or all(is_same(part, rows) for part in parts):
+    for name, rows, parts in arguments(expected, *got):
+        n_rows = sum(map(len, parts))
+        if is_same(torch.cat(parts), rows) or is_whole(rows, parts):
             equal.append(name)
         elif not len(rows) or not all(map(len, parts)):
             yield f"the argument {name} is None, or missing, on one process or on some ranks only"
-        elif are_pieces:  # of a sequence, which cannot be compared
-            return
-        elif len(parts) > 1 and all(is_same(part, parts[0]) for part in parts):
+        elif len(parts) > 1 and is_whole(parts[0], parts):
             yield f"all ranks have the same samples ({name}): is there a sampler that gives each rank its share?"
-        elif len(together) != len(rows):
-            advice = "It must be divided by the number of processes, once"
-            if 0 < len(together) - len(rows) < len(parts):
-                advice = "The sampler repeats some to make shares equal: drop the last batch, or weight it"
-            yield f"the global batch has {len(together)} {N_SAMPLES} {len(rows)} on one process. {advice}"
+        elif n_rows != len(rows):
+            advice = "It must be divided by the number of processes, once, and no sample may be repeated"
+            yield f"the global batch has {n_rows} {N_SAMPLES} {len(rows)} on one process. {advice}"
         elif equal:
             advice = "if it is drawn at random, draw it for the global batch, and give each rank its share"
             yield f"the argument {equal[0]} is the same, but {name} is not: {advice}"
@@ -753,55 +724,48 @@ def other_samples(expected, got):
 def how_drawn(expected, got):
     """Why samples may be other ones, from what is known of random draws."""
     reasons = []
-    samplers, samplers_of_one = listed(got[0].samplers), listed(expected.samplers)
-    if samplers != samplers_of_one:
-        reasons.append(f"their order is drawn by {samplers}, and by {samplers_of_one} on one process")
-    if len({each.seed for each in got}) > 1:
-        reasons.append("each rank has a seed of its own (torch.initial_seed())")
-    elif got[0].seed != expected.seed:
-        reasons.append("the seed is another one than on one process: set it, or use --seed")
+    for key, of_one in expected.draws.items():
+        of_ranks = [step.draws[key] for step in got]
+        if set(of_ranks) != {of_one}:
+            reasons.append(f"{key} is {listed(of_ranks)} on the ranks, and {of_one} on one process")
     generic = "are the data and their order the same on all ranks, and is nothing drawn at random, as augmentation is?"
     return ". And ".join(reasons) or generic
 
 
 def is_same(rows, others):
-    """Are they the same samples, in any order? Numbers that are repeated at the ends of rows may be padding."""
-    if len(rows) != len(others) or not len(rows):
-        return len(rows) == len(others)
-    last, counts = torch.cat([rows, others])[:, 2].unique(return_counts=True)
-    frequent = last[counts.argsort(descending=True)][:4]
-    for padding in (math.nan, *frequent.tolist()):
-        sums, expected = [torch.where(each[:, 2] == padding, each[:, 1], each[:, 0]) for each in (rows, others)]
-        if torch.allclose(sums.sort()[0], expected.sort()[0], rtol=1e-6, atol=1e-6 * expected.abs().max().item()):
-            return True
-    return False
+    """Are they the same samples, in any order? Two rows are the same with or without what may be padding."""
+    rows, others = [[{f"{number:.6g}" for number in row} for row in each.tolist()] for each in (rows, others)]
+    every, every_other = set().union(*rows), set().union(*others)
+    is_known = all(row & every_other for row in rows) and all(row & every for row in others)
+    return len(rows) == len(others) and is_known
+
+
+def is_whole(rows, parts):
+    """Does each rank have all of these samples?"""
+    return all(is_same(part, rows) for part in parts)
 
 
 def factor(found, wrong):
-    """Yield that gradients are N or 1/N times those of one process."""
-    whole, *ranks = found.tensors["gradients"]
-    n = len(ranks)
+    """Yield that wrong gradients are N or 1/N times those of one process."""
+    n = len(found.got)
     added = SUM
-    for name, rows, _, parts, _ in arguments(found.expected, found.got):
-        if all(is_same(part, rows) for part in parts):
+    for name, rows, parts in arguments(found.expected, *found.got):
+        if is_whole(rows, parts):
             added = f"{SUM}, or all ranks have the same samples ({name}), and the loss is a sum"
     for number, words, advice in ((n, f"{n}", added), (1 / n, f"1/{n}", DIVIDED)):
-        times = {name: with_sums(whole[name], number * whole[name].sums) for name in wrong}
-        far = [(name, each) for rank in ranks for name, each in nearest(times, [rank]).items()]
-        if all(each <= allowed(name, times, *ranks) for name, each in far):
+        times = {name: number * found.expected.gradients[name] for name in wrong}
+        if not any(judge(times, [each.gradients], found.are_low)[1] for each in found.got):
             yield f"the gradient of {wrong[0]} is {words} times that of one process: {advice}"
 
 
 def other_settings(expected, got):
-    """Yield another learning rate, for example."""
-    for rank, each in enumerate(got):
-        if len(each.settings) != len(expected.settings):
-            yield f"rank {rank} has another number of optimizers, or of groups of parameters, than one process"
-            continue
-        for settings, expected_settings in zip(each.settings, expected.settings, strict=True):
-            for key, value in expected_settings.items():
-                if settings.get(key) != value:
-                    yield f"the optimizer's {key} is {settings.get(key)} on rank {rank}, and {value} on one process"
+    """Yield another learning rate, for example. A script that splits the optimizer may have other groups."""
+    for rank, step in enumerate(got):
+        if len(step.settings) == len(expected.settings):
+            for settings, settings_of_one in zip(step.settings, expected.settings, strict=True):
+                for key, value in settings_of_one.items():
+                    if settings.get(key) != value:
+                        yield f"the optimizer's {key} is {settings.get(key)} on rank {rank}, and {value} on one process"
 
 
 # ---- start the processes -------------------------------------------------------------------------------------------
@@ -811,10 +775,7 @@ def run(args, nproc):
     """Returns each rank's steps, and in one line what went wrong, or None."""
     print(f"running on {nproc} {'process' if nproc == 1 else 'processes'}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
-        settings = {"folder": folder, "steps": args.steps, "float32": args.float32, "eval_norm": args.eval_norm}
-        settings |= {"seed": args.seed, "is_module": args.is_module}
-        command = [sys.executable, __file__, IN_RANK, json.dumps(settings), args.script]
-        command += [for_processes(arg, nproc) for arg in args.args]
+        command = [sys.executable, __file__, IN_RANK, folder, *args.argv]
         store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         job |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "TORCHELASTIC_RUN_ID": "parity"}
@@ -861,11 +822,9 @@ def wait(processes, logs, timeout):
     begin = time.monotonic()
     while time.monotonic() < begin + timeout:
         statuses = [process.poll() for process in processes]
-        if any(statuses):
-            # The one that has failed first is silent for longest.
-            rank = min(
-                (rank for rank, status in enumerate(statuses) if status), key=lambda rank: logs[rank].stat().st_mtime
-            )
+        failed = [rank for rank, status in enumerate(statuses) if status]
+        if failed:
+            rank = min(failed, key=lambda rank: logs[rank].stat().st_mtime)  # the first one is silent for longest
             print(*logs[rank].read_text(errors="replace").splitlines()[-20:], sep="\n", file=sys.stderr)
             return f"fails on rank {rank}: {last_line(logs[rank]) or f'exit status {statuses[rank]}'}"
         done = [log.with_name(log.name.replace("printed", "done")).exists() for log in logs]
@@ -873,8 +832,7 @@ def wait(processes, logs, timeout):
             return None
         if any(done):
             timeout = min(timeout, 2 * (time.monotonic() - begin) + 10)  # for the others: they may never come
-        told = re.findall("no progress for .*", "".join(log.read_text(errors="replace") for log in logs))
-        for line in told:
+        for line in re.findall("no progress for .*", "".join(log.read_text(errors="replace") for log in logs)):
             if "computing, or ended" not in line:
                 return f"stands still: {line}"
         time.sleep(0.05)
@@ -883,13 +841,10 @@ def wait(processes, logs, timeout):
 
 def last_line(log):
     """The error behind the last traceback, where frames are indented, or the last line."""
-    lines = [
-        re.sub(r"^\[rank\d+\]: ?|^ *what\(\): *", "", line) for line in log.read_text(errors="replace").splitlines()
-    ]
-    lines = [line for line in lines if line.strip()]
-    tracebacks = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    errors = [line for line in lines[tracebacks[-1] + 1 :] if not line.startswith(" ")] if tracebacks else lines[-1:]
-    return "".join(errors[:1])
+    text = re.sub(r"(?m)^\[rank\d+\]: ?|^ *what\(\): *", "", log.read_text(errors="replace"))
+    _, traceback, text = text.rpartition("Traceback (most recent call last):\n")
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith(" ")] or [""]
+    return lines[0] if traceback else lines[-1]
 
 
 def read_steps(path):
@@ -904,46 +859,44 @@ def read_steps(path):
 
 # ---- report --------------------------------------------------------------------------------------------------------
 
-IN_RANK = "--in-a-rank"
-
 
 def report(args, reference, ranks, failure):
     """Compare the ranks with one process, or each with its rank of the reference. Returns the exit status."""
     name = f"{Path(args.script).name}:"
-    words = "one process" if args.reference == 1 else f"{args.reference} processes"
-    line, types, left_out = None, set(), []
-    n_steps, largest = math.inf, 0.0
+    line, result = None, SimpleNamespace(largest=0.0, compared=set())
     for number, one in enumerate(reference):
         got = ranks[number :: args.reference]
         if not all(got):
             break
-        line, n_equal, farthest = compare(one, got, have_ended=not failure)
-        n_steps = min(n_steps, n_equal)
-        largest = max(largest, farthest)
-        begin, *begins = [steps[0].weights for steps in (one, *got)]
-        compared = {name for each in begins for name in common(begin, each)}
-        types |= {tensors[each].dtype for tensors in (begin, *begins) for each in compared if each in tensors}
-        left_out += [each for each in begin if each not in compared]
+        line = next(differences(one, got, not failure, result), None)
         if line:
+            if args.reference > 1:
+                line = line.replace("one process", processes_of(args))
+                line += f". Ranks {listed(range(number, args.nproc, args.reference))} are compared with rank {number}"
+            print(f"{name} on {args.nproc} processes {line}")
             break
-    if line and args.reference > 1:
-        line += f". Ranks {listed(range(number, args.nproc, args.reference))} are compared with rank {number}"
-    if line:
-        print(f"{name} on {args.nproc} processes {line.replace('one process', words)}")
-    elif not failure and not n_steps:
-        failure = "holds no weight that is trained under the same name and as a whole (as under FSDP1)"
+        sizes = {name: math.prod(shape) for step in one for name, (shape, _, _) in step.gradients.items()}
+        left_out = [each for each in sizes if each not in result.compared]
+        if left_out:
+            print(f"{name} not compared: {len(left_out)} tensors that the script cuts or names anew, as {left_out[0]}")
+        if not failure and 2 * sum(sizes[each] for each in left_out) > sum(sizes.values()):
+            failure = "holds most weights that are trained under other names, or in parts (as under FSDP1)"
     if failure:
         print(f"{name} on {args.nproc} processes it {failure}")
         return 2
-    if left_out:
-        print(f"{name} not compared: {len(left_out)} tensors that the script cuts or names anew, as {left_out[0]}")
     if line:
         return 1
-    bound = ALLOWED if types == {torch.float64} else ALLOWED_IN_LOW_TYPES
-    words = listed(sorted(str(each).removeprefix("torch.") for each in types))
-    judged = f"up to {largest:.1e} (allowed: {bound:g}), judged in {words}"
-    print(f"{name} equal on {args.reference} and {args.nproc} processes for {n_steps} steps, {judged}")
+    steps = [step for each in (*reference, *ranks) for step in each]
+    n_steps = min(map(len, (*reference, *ranks))) - 1  # the last one begins with the result of the last but one
+    types = listed(sorted(set().union(*[step.types for step in steps])))
+    allowed = ALLOWED_IN_LOW_TYPES if is_low(steps) else ALLOWED
+    line = f"{name} equal on {args.reference} and {args.nproc} processes for {max(n_steps, 1)} steps"
+    print(f"{line}, up to {result.largest:.1e} (allowed: {allowed:g}), judged in {types}")
     return 0
+
+
+def processes_of(args):
+    return "one process" if args.reference == 1 else f"{args.reference} processes"
 
 
 def parse_args(argv):
@@ -958,6 +911,7 @@ def parse_args(argv):
     add("--eval-norm", action="store_true", help="let BatchNorm use its running statistics")
     script = next((number for number, arg in enumerate(argv) if arg == "-m" or arg.endswith(".py")), len(argv))
     args = parser.parse_args(argv[:script])
+    args.argv = argv
     args.is_module = argv[script : script + 1] == ["-m"]
     args.script, *args.args = argv[script + args.is_module :] or [""]
     if not args.is_module and not Path(args.script).is_file():
@@ -978,17 +932,14 @@ def main(argv):
     args = parse_args(argv)
     reference, failure = run(args, args.reference)
     if failure:
-        words = "one process" if args.reference == 1 else f"{args.reference} processes"
-        print(f"{Path(args.script).name}: on {words} it {failure}")
+        print(f"{Path(args.script).name}: on {processes_of(args)} it {failure}")
         return 2
     return report(args, reference, *run(args, args.nproc))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [IN_RANK]:
-        settings = json.loads(sys.argv[2])
-        del sys.argv[:3]
-        run_rank(**settings)
+        run_rank(sys.argv[2], parse_args(sys.argv[3:]))
     else:
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.default_int_handler)  # as Ctrl-C: all that was started is ended
