@@ -768,6 +768,11 @@ def test_what_does_not_fit(folder, tmp_path, group):
     assert "flash" in exit_message(llm_FSDP.prepare, args).lower()
 
 
+def test_a_cause_that_goes_on_in_the_next_line_is_told_with_it():
+    with pytest.raises(dist.DistributedError, match="^weights: sizes differ: a is 3$"), llm_hub.one_line("weights"):
+        raise ValueError("sizes differ:\n\n\ta is 3")
+
+
 @pytest.mark.slow
 def test_without_network_a_name_that_is_not_cached_is_one_line(folder, tmp_path):
     env = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
