@@ -109,6 +109,7 @@ class Freed(nn.Parameter):
     # They need no memory. parity.py calls most of them.
     allowed = (torch.Tensor.numel, torch.Tensor.untyped_storage, torch.Tensor.requires_grad_)
     allowed += (torch.Tensor.grad.__get__, torch.Tensor.nbytes.__get__, torch.Tensor.requires_grad.__get__)
+    allowed += (torch.Tensor.dtype.__get__, torch.Tensor.layout.__get__)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

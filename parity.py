@@ -171,7 +171,7 @@ class Recorder:
 
     def make_float64(self, module):
         """Convert a model of float32, unless the script may hold parts of its parameters: see `is_untouched`."""
-        tensors = [each for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()]
+        tensors = [each for each in (*module.parameters(), *module.buffers()) if each.dtype.is_floating_point]
         is_float = all(each.dtype in (torch.float32, torch.float64) for each in tensors)
         if is_float and not self.args.float32 and all(map(is_untouched, tensors)):
             module.double()
@@ -497,6 +497,8 @@ class Comparison:
         for key, (whole, *ranks) in tensors.items():
             self.far[key], self.wrong[key], self.largest[key] = judge(whole, ranks, are_low)
             self.apart[key] = list(apart(ranks, are_low, replicated))
+        # An owner has the gradient of all samples.
+        self.reduced = {name for name, distance in self.far["gradients"].items() if distance <= ALLOWED_BETWEEN_RANKS}
         self.moved = {name for each in tensors["changes"][1:] for name, change in each.items() if change.any()}
         # Ranks may have other gradients and the same weights: the optimizer averages, or the owner sends its weights.
         # Then weights are the same in each bit. Adam moves them nearly alike if all gradients have one sign.
@@ -555,8 +557,8 @@ def differences(one, ranks, have_ended, result):
         is_last = number == len(steps) - 1
         found = Comparison(step, step if is_last else steps[number + 1], begin, are_low)
         if is_last:  # its result is not known: only what was averaged later before may be so again
-            found.averaged_later &= averaged_later & found.moved
-        averaged_later = found.averaged_later
+            found.averaged_later &= averaged_later & (found.moved | found.reduced)
+        averaged_later |= found.averaged_later
         for words in evidence(found):
             yield f"in step {number + 1} {next(causes(found))} ({words})"
         result.largest = max(result.largest, *found.largest.values())
