@@ -769,7 +769,7 @@ def test_what_does_not_fit(folder, tmp_path, group):
 
 
 def test_a_cause_that_goes_on_in_the_next_line_is_told_with_it():
-    with pytest.raises(dist.DistributedError, match="^weights: sizes differ: a is 3$"), llm_hub.one_line("weights"):
+    with pytest.raises(dist.DistributedError, match=r"^weights: sizes differ: a is 3$"), llm_hub.one_line("weights"):
         raise ValueError("sizes differ:\n\n\ta is 3")
 
 
