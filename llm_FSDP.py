@@ -525,7 +525,7 @@ def warn_if_rows_are_alike(found, head, tokenizer):
     alike = targets[(sizes[groups[targets]] > 1) | (head[targets] == 0).all(dim=1)]
     if len(alike):
         line = f"{len(alike)} tokens of the data, such as {tokenizer.decode(alike[:1])!r}, cannot be learned by --lora"
-        print(f"{line}: their rows of the output layer, which stays as it is, equal others or are 0", flush=True)
+        print(f"{line}: their weights in the head, which stays as it is, equal those of others or are 0", flush=True)
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
