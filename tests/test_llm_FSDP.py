@@ -804,7 +804,6 @@ def test_a_sigterm_during_the_last_step_does_not_keep_the_result_from_being_writ
     assert leave.call_count == 1, "after the first of two steps, as a process that has not ended goes on here"
 
 
-@pytest.mark.guard
 @pytest.mark.slow
 def test_a_checkpoint_of_other_options_or_weights_is_refused(folder, group, tmp_path):
     records = list(language.records())

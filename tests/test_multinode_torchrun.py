@@ -175,7 +175,6 @@ def test_torchruns_report_has_the_traceback(tmp_path, monkeypatch):
     assert "AttributeError" in (tmp_path / "error.json").read_text()
 
 
-@pytest.mark.guard
 @pytest.mark.slow
 def test_sigterm_to_torchrun(tmp_path):
     expected, path, log = tmp_path / "expected.pt", tmp_path / "disk" / "snapshot.pt", tmp_path / "log"

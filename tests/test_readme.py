@@ -299,7 +299,6 @@ def make_package(folder, names):
     return package
 
 
-@pytest.mark.guard
 @pytest.mark.slow
 def test_a_script_of_ones_own_in_a_package(tmp_path):
     package = make_package(tmp_path, ["distributed.py", "spawn.py", "watch.py"])
@@ -316,7 +315,7 @@ ALONE = [
 ]
 
 
-GUARDS = ("min_FSDP.py", "multigpu_torchrun.py")
+GUARDS = ("min_FSDP.py", "min_DDP.py")
 
 
 @pytest.mark.slow

@@ -337,7 +337,6 @@ dist.barrier()
 """
 
 
-@pytest.mark.guard
 @pytest.mark.slow
 def test_the_file_alone_under_torchrun(tmp_path):
     shutil.copy(ROOT / "watch.py", tmp_path)
