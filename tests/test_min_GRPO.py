@@ -279,7 +279,7 @@ def planted(name, before, after):
         return module
     user = types.ModuleType("min_GRPO")
     exec(compile((ROOT / "min_GRPO.py").read_text(), "min_GRPO", "exec"), vars(user))
-    user.generate = module
+    user.gpt_generate = module
     return user
 
 
