@@ -236,8 +236,9 @@ def refuse_ignored(record, used):
     """Other trainers obey fields that are not used here, such as `weight`, and nobody knows all of their names."""
     ignored = [field for field in record if field not in used]
     if ignored:
-        used = ", ".join(sorted(used))
-        raise ValueError(f"{', '.join(ignored)} would be ignored: write the data anew with no other fields than {used}")
+        allowed = ", ".join(sorted(used))
+        line = f"{', '.join(ignored)} would be ignored"
+        raise ValueError(f"{line}: write the data anew with no other fields than {allowed}")
 
 
 def conversation(record, tokenizer):

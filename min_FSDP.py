@@ -87,7 +87,7 @@ def make_sharded_model(args):
 
 
 def train(model, optimizer, data, args):
-    """Returns the loss of every step over all processes, (steps,)."""
+    """Returns the loss of every step of this run over all processes, (steps,)."""
     saver = checkpoint_sharded.Saver(model, optimizer, args, data.settings())
     progress = gpt.Progress(model, data, args, saver.first_step)
     for step in range(saver.first_step, args.steps):

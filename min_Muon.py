@@ -205,7 +205,7 @@ def split_params(model):
 
 
 def train(model, optimizers, data, args):
-    """Returns the loss of every step over all processes, (steps,)."""
+    """Returns the loss of every step of this run over all processes, (steps,)."""
     muon, adamw = optimizers
     saver = checkpoint_sharded.Saver(model, optimizers, args, {**data.settings(), "--muon-lr": args.muon_lr})
     progress = gpt.Progress(model, data, args, saver.first_step)

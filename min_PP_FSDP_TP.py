@@ -98,7 +98,7 @@ def make_pipeline(model, args):
 
 
 def train(pipeline, optimizer, data, args):
-    """Returns the loss of every step over all processes, (steps,)."""
+    """Returns the loss of every step of this run over all processes, (steps,)."""
     model = pipeline.model
     saver = checkpoint_sharded.Saver(model, optimizer, args, data.settings())
     progress = gpt.Progress(pipeline, data, args, saver.first_step, Pipeline.evaluate)

@@ -114,7 +114,8 @@ def test_a_script_trains_as_on_cpus(case, trained):
     on_gpus, on_cpus, stderr = trained(job)
     assert on_gpus[i], stderr
     assert all(each["peak"] for each in on_gpus[i])
-    assert any(each["params"] for each in on_gpus[i])  # a generator of min_GRPO_async trains nothing
+    have_trained = [bool(each["params"]) for each in on_gpus[i]]
+    assert all(have_trained) or ("GRPO_async" in name(case) and any(have_trained))  # its generators train nothing
     generates = "GRPO" in name(case)
     for ours, expected in zip(on_gpus[i], on_cpus[i], strict=True):
         for a, b in zip(ours["params"], expected["params"], strict=True):
