@@ -21,8 +21,8 @@ sim: .venv/installed  ## build the simulated GPUs into .sim/; tests that need th
 test: .venv/installed-dev sim  ## the quick tests
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
-test-slow: .venv/installed-dev sim  ## the tests that need minutes
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m slow
+test-slow: .venv/installed-dev sim  ## the tests that need minutes: says how long by the log of the last run
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -p tests.slow_log -m slow
 
 test-guard: .venv/installed-dev sim  ## the slow tests that CI runs
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "slow and guard"

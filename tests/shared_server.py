@@ -1,4 +1,9 @@
-"""The jobs of all tests share a fork server, which `launch` would otherwise start and end with each job."""
+"""The jobs of all tests share a fork server, which `launch` would otherwise start and end with each job.
+
+A job that a test starts in its own process runs spawn.py as it is shipped, but for this: its workers print where the
+test's process prints, and the fork server stays when the job ends. These two places are shown by the tests that start a
+command: in test_launch.py all from the fixture `command` on. One of them is quick.
+"""
 
 import functools
 import multiprocessing
