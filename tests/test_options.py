@@ -69,7 +69,7 @@ REFUSED = {
         --chat-template t | --chat-template
         --lora 4 | --lora --model
         --model folder --data a --lora 4 --from-scratch | --lora --model
-        --lora-alpha 2 | --lora-alpha --lora
+        --model folder --data a --lora-alpha 2 | --lora-alpha --lora
         --length 1 | --length '1' 2
         --nproc 2 --global-batch-size 1 | --global-batch-size 1 2
     """,

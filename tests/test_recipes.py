@@ -8,9 +8,7 @@ import contextlib
 import copy
 import datetime
 import io
-import json
 import linecache
-import math
 import os
 import random
 import re
@@ -27,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conftest import ROOT, CollectiveCounter, float64, run, whole
+from conftest import ROOT, CollectiveCounter, float64, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -216,6 +214,37 @@ def own_micro_batches():
     """Three of this rank, which together with the other's are the global batch."""
     x, y = own(*make_batch())
     return list(zip(x.chunk(3), y.chunk(3), strict=True))
+
+
+@recipe
+def accumulation():
+    """Two epochs equal one process that does not accumulate, with one all-reduce per step. Also without DDP."""
+    load, block = blocks_of("How do I accumulate gradients over several batches?")
+    x, y = make_batch(119)  # four steps of 24 samples, and the rest
+    loader = execute(load, train_set=TensorDataset(x, y), K=2, batch_size=12).loader
+    cut = []
+    steps = []
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        cut.append(list(loader))
+        steps += torch.randperm(96, generator=torch.Generator().manual_seed(epoch)).split(24)
+    three = list(zip(x[:36].split(12), y[:36].split(12), strict=True))  # one more than a step has
+    left_over = 2 * [[own(*micro_batch) for micro_batch in three]]
+    plain = 2 * [torch.arange(24)]
+    cases = [(cut, steps, 2, len(steps)), (left_over, plain, 2, 2), (2 * [three], plain, 1, 0)]
+    for epochs, steps, n_processes, n_sends in cases:
+        model, alone, stepped = make_model(), make_model(), []
+        ddp_model = dist.prepare_ddp_model(model) if n_processes > 1 else model
+        optimizer = sgd(model)
+        optimizer.register_step_post_hook(lambda *_, stepped=stepped: stepped.append(1))
+        with count_collectives() as counts:
+            for batches in epochs:
+                names = {"optimizer": optimizer, "loader": batches, "K": 2, "world_size": n_processes}
+                execute(block, ddp_model=ddp_model, **names)
+        for indices in steps:
+            train_alone(alone, lambda model, at=indices: F.cross_entropy(model(x[at]), y[at]))
+        check_equal(full_parameters(model), full_parameters(alone))
+        assert (len(stepped), n_all_reduces(counts)) == (len(steps), n_sends)
 
 
 @recipe
@@ -946,138 +975,6 @@ def compile_under_fsdp():
     assert len(calls) == 2 * 2, "in each of two steps twice"
 
 
-# ---- language models ------------------------------------------------------------------------------------------------
-
-
-def tiny_llama(change=lambda model: model):
-    """The shards of llm_FSDP.py, the whole model, and the configuration."""
-    import language
-
-    import llm_FSDP
-    import llm_hub
-
-    config = language.CONFIGS["llama"]()
-    config.dtype = torch.float64
-    torch.manual_seed(0)
-    whole = llm_hub.build_model(config, torch.float64)
-    whole = change(whole)
-    args = types.SimpleNamespace(lora=None, lora_alpha=None, bf16=False, recompute=False, compile=False)
-    with mock.patch("llm_FSDP.change_model", lambda model, *lora: change(model)):
-        return llm_FSDP.make_model(whole, config, llm_hub.types_of(whole), args), copy.deepcopy(whole), args
-
-
-def pairs():
-    """4 rows of two documents of 10 and 12 tokens. The last 4 and 3 of them are answers."""
-    import llm_documents
-
-    draw = torch.Generator().manual_seed(1)
-    lists = []
-    for _ in range(4):
-        found = []
-        for length, n_answer in ((10, 4), (12, 3)):
-            tokens = torch.randint(0, 256, (length + 1,), generator=draw, dtype=torch.int32).numpy()
-            targets = tokens[1:].copy()
-            targets[:-n_answer] = llm_documents.IGNORED
-            found.append((tokens[:-1], targets))
-        lists.append(found)
-    return lists, llm_documents.make_rows(lists, 30)
-
-
-def own_pairs(rows):
-    import llm_documents
-
-    return list(llm_documents.share_of(rows, range(len(rows))))
-
-
-def answer_log_probability(model, document):
-    tokens, targets = (torch.tensor(part, dtype=torch.long) for part in document)
-    logits = model(tokens[None]).logits[0]
-    return -F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-
-
-def whole_gradients(model):
-    return {name: whole(param.grad) for name, param in model.named_parameters() if param.grad is not None}
-
-
-PREFERENCES = "How do I train on preferences (DPO)?"
-
-
-@recipe
-def preferences():
-    """DPO with adapters, against the pairs one after the other, beside a copy of the model as the reference."""
-    import llm_hub
-
-    _, block = blocks_of(PREFERENCES)
-    names = execute(block)
-
-    def add(model):
-        torch.manual_seed(3)
-        model = llm_hub.add_lora(model, 2, 4.0)
-        for name, param in model.named_parameters():
-            if "lora_B" in name and param.device.type != "meta":
-                nn.init.normal_(param, std=0.3)
-        return model
-
-    model, whole, _ = tiny_llama(add)
-    lists, rows = pairs()
-    share = names.backward(model, own_pairs(rows))
-    loss = 0
-    for chosen, rejected in lists:
-        with torch.no_grad(), whole.disable_adapter():
-            reference = answer_log_probability(whole, chosen) - answer_log_probability(whole, rejected)
-        difference = answer_log_probability(whole, chosen) - answer_log_probability(whole, rejected) - reference
-        loss = loss - F.logsigmoid(0.1 * difference) / len(lists)
-    loss.backward()
-    assert abs(dist.all_reduce(share) - loss) < 1e-7 and abs(loss - math.log(2)) > 1e-3
-    check_equal(whole_gradients(model), whole_gradients(whole), 1e-7)
-
-
-@recipe
-def frozen_layers():
-
-    import llm_hub
-
-    (block,) = blocks_of("How do I freeze some layers?")
-    names = execute(block, llm_hub=llm_hub)
-
-    def change(model):
-        names.freeze_first_layers(model, 1)
-        return model
-
-    model, _, args = tiny_llama(change)
-    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
-    assert frozen == {name for name, _ in model.named_parameters() if "layers.0." in name or "embed_tokens" in name}
-    before = full_parameters(model)
-    step_of(model, args)
-    for name, value in full_parameters(model).items():
-        assert torch.equal(value, before[name]) == (name in frozen), name
-
-
-def step_of(model, args):
-    """One step of SGD on rows of texts; returns the losses' shares."""
-    import llm_FSDP
-
-    _, rows = pairs()
-    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=RATE)
-    llm_FSDP.backward(model, own_pairs(rows))
-    optimizer.step()
-
-
-@recipe
-def hsdp_of_a_language_model():
-    """Two replicas of one shard each give the gradients of two shards."""
-    (block,) = blocks_of("How do I shard within a machine and replicate between machines?")
-    names = execute(block, init_device_mesh=init_device_mesh)
-    expected, _, args = tiny_llama()
-    step_of(expected, args)
-    with mock.patch("llm_FSDP.init_device_mesh", lambda *sizes: names.make_mesh(2)):
-        model, _, _ = tiny_llama()
-    placements = next(model.parameters()).placements
-    assert [type(placement).__name__ for placement in placements] == ["Replicate", "Shard"]
-    step_of(model, args)
-    check_equal(full_parameters(model), full_parameters(expected), 1e-7)
-
-
 # ---- watch, debug and measure ---------------------------------------------------------------------------------------
 
 
@@ -1124,159 +1021,6 @@ def test_a_run_is_resumed_by_one_process(name, job, tmp_path, monkeypatch):
         alone, trained = resume(4)
         assert trained == [0, 1, 2, 3]
     check_equal(resumed, alone)
-
-
-# ---- the data of language models, in one process --------------------------------------------------------------------
-
-CONVERSATION = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4 ü."}]
-PAIRS = [{"prompt": f"{n}+1?", "chosen": f"{n + 1}.", "rejected": "No " * n + "idea."} for n in range(60)]
-
-
-@pytest.fixture
-def in_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def test_another_format(in_folder):
-    """Of the fields, the prompt and the completion are taken, and others left out."""
-    import language
-
-    import llm_documents
-
-    question, answer = (message["content"] for message in CONVERSATION)
-    language.write_jsonl(Path("completions.jsonl"), [{"id": 1, "prompt": question, "completion": answer}])
-    execute(*blocks_of("My data have another format"))
-    assert [json.loads(line) for line in Path("chats.jsonl").read_text().splitlines()] == [{"messages": CONVERSATION}]
-    assert llm_documents.read(llm_documents.lines_of(["chats.jsonl"]), language.byte_tokenizer(), 200)
-
-
-def test_answers_in_a_prompt_that_is_a_list():
-    """The page says how to write them, and what is in the loss then."""
-    import language
-
-    import llm_documents
-
-    def in_loss(prompt):
-        lines = [("line", json.dumps({"messages": [*prompt, *CONVERSATION]}))]
-        (((_, targets),),) = llm_documents.read(lines, language.byte_tokenizer(), 200)
-        return language.byte_tokenizer().decode(targets[targets != llm_documents.IGNORED])
-
-    said = CONVERSATION[1]["content"] + "<|end|>"
-    assert in_loss(CONVERSATION) == 2 * said
-    assert in_loss([{**message, "weight": 0} for message in CONVERSATION]) == said
-
-
-def test_preference_pairs_become_rows_of_two_documents(in_folder):
-    """One in 20 is held out. The longest do not fit, and are left out as a pair."""
-    import language
-
-    import llm_documents
-
-    for name in ("chosen", "rejected"):
-        records = []
-        for pair in PAIRS:
-            question = {"role": "user", "content": pair["prompt"]}
-            records.append({"messages": [question, {"role": "assistant", "content": pair[name]}]})
-        language.write_jsonl(Path(f"{name}.jsonl"), records)
-    loading, _ = blocks_of(PREFERENCES)
-    names = execute(loading, llm_documents=llm_documents)
-    tokenizer = language.byte_tokenizer()
-    training, held_out = names.load_documents(tokenizer, ["chosen.jsonl", "rejected.jsonl"], None, 300)
-    texts = []
-    for row in names.rows_of(training, 300, False).tolist() + names.rows_of(held_out, 300, False).tolist():
-        tokens, positions, _ = row
-        starts = [place for place, position in enumerate(positions) if position == 0]
-        documents_of_row = [tokens[: starts[1]], tokens[starts[1] : starts[2]]]
-        texts.append([tokenizer.decode(document) for document in documents_of_row])
-        assert set(tokens[starts[2] :]) == {llm_documents.PADDING}
-    numbers = [n for n in range(46) if n % 20] + [0, 20, 40]
-    expected = []
-    for n in numbers:
-        prompt = f"<|user|>{n}+1?<|end|><|assistant|>"
-        expected.append([f"{prompt}{n + 1}.", f"{prompt}{'No ' * n}idea."])
-    assert texts == expected
-
-
-def test_the_best_checkpoint_becomes_the_newest(in_folder):
-    """In a run that was resumed after step 20. Step 25 is not saved."""
-    folder = Path("runs/a")
-    for step in (10, 20, 30, 40):
-        (folder / f"step-{step}").mkdir(parents=True)
-    losses = {0: 4.0, 10: 3.0, 20: 2.0001, 25: 0.5, 30: 2.5, 40: 10.0}
-    lines = [f"step {step}/40 | held-out {loss:.4f}\n" for step, loss in losses.items()]
-    (folder / "held-out.txt").write_text("".join([*lines[:3], *lines[2:]]))
-    (block,) = blocks_of("How do I write the result of the best checkpoint?")
-    assert execute(block).best == 20
-    names = {path.name for path in folder.glob("*[0-9]")}
-    assert names == {"step-10", "step-20", "behind-the-best-30", "behind-the-best-40"}
-
-
-# ---- accumulation, on one, two and three processes ------------------------------------------------------------------
-
-ACCUMULATION = "How do I accumulate gradients over several batches?"
-
-
-def accumulate(local_rank, world_size):
-    """Two epochs of the page's two loops. Micro-batches have 12 samples over all processes."""
-    dist.init_process_group()
-    load, drop = blocks_of(ACCUMULATION)
-    results = {}
-
-    def train(name, block, loader, k):
-        model = make_model()
-        optimizer = sgd(model)
-        steps = []
-        optimizer.register_step_post_hook(lambda *_: steps.append(1))
-        names = {"ddp_model": dist.prepare_ddp_model(model), "optimizer": optimizer}
-        with count_collectives() as counts:
-            for epoch in range(2):
-                if isinstance(loader, DataLoader):
-                    loader.sampler.set_epoch(epoch)
-                execute(block, **names, loader=loader, K=k)
-        dist.check_in_sync(model)
-        results[name] = {"parameters": full_parameters(model), "steps": len(steps), "sent": n_all_reduces(counts)}
-
-    def load_by(block, n_samples, k):
-        return execute(block, train_set=TensorDataset(x[:n_samples], y[:n_samples]), K=k, batch_size=12).loader
-
-    def own_parts():
-        parts = zip(x[:36].split(12), y[:36].split(12), strict=True)
-        return [(part_x[local_rank::world_size], part_y[local_rank::world_size]) for part_x, part_y in parts]
-
-    with float64():
-        x, y = make_batch(335)
-        train("cut", drop, load_by(load, 119, 2), 2)
-        train("left over", drop, own_parts(), 2)  # one micro-batch more than a step has
-    return dist.gather_objects(results)
-
-
-def steps_of_one_process(n_samples, global_batch_size):
-    """The samples of each step of two epochs, the last step with the samples that are left."""
-    orders = [torch.randperm(n_samples, generator=torch.Generator().manual_seed(epoch)) for epoch in range(2)]
-    return [indices for order in orders for indices in order.split(global_batch_size)]
-
-
-def train_steps_of(indices_of_steps):
-    x, y = make_batch(335)
-    model = make_model()
-    for indices in indices_of_steps:
-        train_alone(model, lambda model, at=indices: F.cross_entropy(model(x[at]), y[at]))
-    return full_parameters(model)
-
-
-@pytest.mark.parametrize("nprocs", [1, 2, 3])
-def test_accumulation(nprocs):
-    """Equal to one process that does not accumulate, with one all-reduce of the gradients per step."""
-    ranks = dist.launch(accumulate, nprocs=nprocs)
-    with float64():
-        cut = train_steps_of(steps_of_one_process(119 // 24 * 24, 24))
-        left_over = train_steps_of(2 * [torch.arange(24)])
-    sends = nprocs > 1
-    for results in ranks:
-        check_equal(results["cut"]["parameters"], cut)
-        assert (results["cut"]["steps"], results["cut"]["sent"]) == (8, 8 * sends)
-        check_equal(results["left over"]["parameters"], left_over)
-        assert results["left over"]["steps"] == 2
 
 
 # ---- as a user would type it ----------------------------------------------------------------------------------------
