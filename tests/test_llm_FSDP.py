@@ -590,6 +590,14 @@ def configure_tokenizer(path, changes):
     configure(path, changes, "tokenizer_config.json")
 
 
+def move(path, name):
+    path.rename(path.with_name(name))
+
+
+def cut_in_half(path, name):
+    os.truncate(path / name, (path / name).stat().st_size // 2)
+
+
 def change_weights(path, changes):
     """Of the first file. None removes a weight."""
     file = sorted(path.glob("*.safetensors"))[0]
@@ -602,6 +610,8 @@ FIRST_FILE = "model-00001-of-00003.safetensors"
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{32 * '4d'}\nsize 12345\n"
 OWN_CODE = ".*custom code.*: this script runs no code from a model's folder"
 SPOILED = [  # how a folder is spoiled, and the line that says so
+    (move, "elsewhere", "there is no such folder"),
+    (cut_in_half, FIRST_FILE, f".*/llama/{FIRST_FILE}: .*incomplete.*"),
     (remove, "tokenizer*", ".*: there is no tokenizer.json in the folder.*"),
     (remove, "model*", ".*no file named model.safetensors.*"),
     (write, {"adapter_config.json": "{}"}, "it holds adapters.*"),
@@ -625,15 +635,6 @@ def test_a_folder_that_cannot_be_used(spoil, change, cause, folder, tmp_path, gr
         message = exit_message(llm_FSDP.prepare, arguments(tmp_path, "llama", **options))
         assert re.fullmatch(f"--model {tmp_path}/llama: {cause}", message)
     assert not ask.called
-
-
-def test_a_folder_that_is_missing_or_incomplete(folder, tmp_path, group):
-    message = exit_message(llm_FSDP.prepare, arguments(tmp_path, "llama"))
-    assert message == f"--model {tmp_path}/llama: there is no such folder"
-    file = copy_of(folder, tmp_path) / FIRST_FILE
-    os.truncate(file, file.stat().st_size // 2)
-    message = exit_message(llm_FSDP.prepare, arguments(tmp_path, "llama"))
-    assert re.fullmatch(f"--model {file}: .*incomplete.*", message)
 
 
 LONG_CHAT = {"messages": [{"role": "user", "content": 100 * "a"}, {"role": "assistant", "content": "b"}]}
