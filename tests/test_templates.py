@@ -248,15 +248,19 @@ def outputs_of(model):
 
 def unit_worker(local_rank, world_size):
     dist.init_process_group()
-    torch.manual_seed(0)
+    torch.manual_seed(local_rank)  # rank 0's weights are taken
     for model, chosen, names in cases_of_units():
         total = sum(param.numel() for param in model.parameters())
-        expected = outputs_of(copy.deepcopy(model))
+        alone = copy.deepcopy(model)
+        dist.sync_params([*alone.parameters(), *alone.buffers()])
+        weights = full_parameters(alone)
+        expected = outputs_of(alone)
         dist.prepare_fsdp_model(model, **chosen)
         held = sum(param.to_local().numel() for param in model.parameters())
         units = units_of(model)
         assert sorted(units) == sorted(["", *names]), (type(model).__name__, chosen, set(units) ^ {"", *names})
         assert held <= 0.51 * total
+        assert all(torch.equal(param, weights[name]) for name, param in full_parameters(model).items())
         torch.testing.assert_close(outputs_of(model), expected)
     tied = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9, bias=False))
     tied[1].weight = tied[0].weight
