@@ -1,12 +1,10 @@
 """Every block of docs/recipes.md runs on two processes, and keeps what the page promises.
 
-All recipes that are selected run in one job of two processes, one after the other. A recipe that fails does not stop
-the others: its processes leave the process group, and all meet in a new one, or in a new job.
+All recipes that are selected run in one job, one after the other.
 """
 
 import contextlib
 import copy
-import datetime
 import io
 import linecache
 import os
@@ -16,16 +14,14 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 import types
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conftest import ROOT, CollectiveCounter, float64, run
+from conftest import ROOT, CollectiveCounter, float64, on_two_processes, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -38,12 +34,12 @@ import distributed as dist
 
 PAGE = ROOT / "docs" / "recipes.md"
 RATE = 0.1
-RECIPES = {}  # the functions that check them, by their names
 
 
 def recipe(check):
-    RECIPES[check.__name__] = check
-    return check
+    """A guard, in float64."""
+    test = on_two_processes(float64()(check))
+    return pytest.mark.guard(pytest.mark.slow(test))
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
@@ -69,39 +65,6 @@ def execute(block, **names):
     linecache.cache[path] = (len(block), None, block.splitlines(keepends=True), path)  # so that tracebacks show lines
     exec(compile(block, path, "exec"), namespace)
     return types.SimpleNamespace(**namespace)
-
-
-# ---- a job of two processes -----------------------------------------------------------------------------------------
-
-
-def run_recipes(local_rank, world_size, names, folder):
-    os.chdir(folder)
-    for name in names:
-        dist.init_process_group(timeout=datetime.timedelta(seconds=60))
-        torch.manual_seed(0)
-        try:
-            with float64():
-                RECIPES[name]()
-        except (Exception, pytest.fail.Exception) as error:
-            raise RuntimeError(f"the recipe {name} on rank {local_rank}") from error
-        Path(f"{name} {local_rank}").touch()
-
-
-@pytest.fixture(scope="module")
-def job(request, tmp_path_factory):
-    """The folder where all recipes that are selected have run. Those after one that fails do not run."""
-    items = [item for item in request.session.items if item.path == request.path and "name" in item.fixturenames]
-    names = list(dict.fromkeys(item.callspec.params["name"] for item in items))
-    folder = tmp_path_factory.mktemp("recipes")
-    try:
-        dist.launch(run_recipes, names, str(folder), nprocs=2)
-    except Exception:
-        (folder / "error.txt").write_text(traceback.format_exc())
-    return folder
-
-
-def check_no_error(folder, name):
-    assert all((folder / f"{name} {rank}").exists() for rank in range(2)), (folder / "error.txt").read_text()
 
 
 # ---- what the recipes train -----------------------------------------------------------------------------------------
@@ -217,7 +180,7 @@ def own_micro_batches():
 
 
 @recipe
-def accumulation():
+def test_accumulation():
     """Two epochs equal one process that does not accumulate, with one all-reduce per step. Also without DDP."""
     load, block = blocks_of("How do I accumulate gradients over several batches?")
     x, y = make_batch(119)  # four steps of 24 samples, and the rest
@@ -248,7 +211,7 @@ def accumulation():
 
 
 @recipe
-def accumulation_under_fsdp():
+def test_accumulation_under_fsdp():
     """And under HSDP, with two replicas of one shard each: each of three units is sent once."""
     (block,) = blocks_of("How do I accumulate gradients under FSDP2?")
     replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
@@ -262,7 +225,7 @@ def accumulation_under_fsdp():
 
 
 @recipe
-def unequal_numbers():
+def test_unequal_numbers():
     """Rank 0 has 2 samples and rank 1 has 10."""
     (block,) = blocks_of("My batches have unequal numbers of samples or tokens. How do I average the loss?")
     model = make_model()
@@ -274,7 +237,7 @@ def unequal_numbers():
 
 
 @recipe
-def norm_of_gradients():
+def test_norm_of_gradients():
     """Clipped: the norm is above 0.1."""
     (block,) = blocks_of("How do I clip gradients and log their norm?")
     x, y = make_batch()
@@ -312,7 +275,7 @@ class TwoBranches(nn.Module):
 
 
 @recipe
-def unused_parameters():
+def test_unused_parameters():
     """Each rank takes another branch."""
     (block,) = blocks_of("DDP says that it expected to have finished reduction. What is wrong?")
     parts = [(torch.ones(2, 4), torch.zeros(2, dtype=torch.long)), (torch.ones(4, 4), torch.ones(4, dtype=torch.long))]
@@ -330,7 +293,7 @@ def unused_parameters():
 
 
 @recipe
-def drawing_under_fsdp():
+def test_drawing_under_fsdp():
     """Rank 1 takes five forwards, and rank 0 one."""
     (block,) = blocks_of("How do I draw answers or samples from a model under FSDP2?")
     model = shard(make_model())
@@ -365,7 +328,7 @@ class TwoTowers(nn.Module):
 
 
 @recipe
-def contrastive_loss():
+def test_contrastive_loss():
     (block,) = blocks_of("My loss compares each sample with all others (contrastive loss). What do I gather?")
     x, _ = make_batch()
 
@@ -387,7 +350,7 @@ def contrastive_loss():
 
 
 @recipe
-def global_sums():
+def test_global_sums():
     """The Dice loss of a batch of which rank 1 has another share of ones."""
     (block,) = blocks_of("A loss over the global batch")
     x, y = make_batch()
@@ -408,7 +371,7 @@ def global_sums():
 
 
 @recipe
-def batch_norm():
+def test_batch_norm():
     """The statistics of the global batch, forward and backward, with shares of 7 and 5 samples."""
     (block,) = blocks_of("How do I use BatchNorm?")
     (sums,) = blocks_of("A loss over the global batch")
@@ -439,7 +402,7 @@ def batch_norm():
 
 
 @recipe
-def buffers_of_forward():
+def test_buffers_of_forward():
     (block,) = blocks_of("My forward updates buffers: a codebook, centres, a queue")
     codebook = execute(block).Codebook(8, 4)
 
@@ -472,7 +435,7 @@ def buffers_of_forward():
 
 
 @recipe
-def noise_of_the_global_batch():
+def test_noise_of_the_global_batch():
     (block,) = blocks_of("My model gets noise or random times (diffusion)")
     names = {"seed": 3, "step": 4, "global_batch_size": 6}
     found = execute(block, x=torch.zeros(3, 2, 5), **names)
@@ -483,7 +446,7 @@ def noise_of_the_global_batch():
 
 
 @recipe
-def moving_average():
+def test_moving_average():
     """Of a sharded model and of BatchNorm's buffers."""
     (sharded,) = blocks_of("How do I keep an exponential moving average (EMA) of the weights?")
 
@@ -527,7 +490,7 @@ def generator_loss(scores):
 
 
 @recipe
-def two_optimizers():
+def test_two_optimizers():
     (block,) = blocks_of("My script has two models and two optimizers, like a GAN. What do I wrap?")
     torch.manual_seed(3)
     batches = [(torch.randn(8, 6), torch.randn(8, 6)) for _ in range(3)]
@@ -567,7 +530,7 @@ def two_optimizers():
 
 
 @recipe
-def unfreezing():
+def test_unfreezing():
     """Two steps with a frozen layer, and two more with all layers, equal one process's."""
     (block,) = blocks_of("How do I unfreeze layers during training?")
     x, y = make_batch()
@@ -604,7 +567,7 @@ def area_under_curve(labels, scores):
 
 
 @recipe
-def metric_of_all_predictions():
+def test_metric_of_all_predictions():
     gathered, ordered = blocks_of("My metric needs all predictions (AUC, F1)")
     model = make_model()
     for n in (2, 37, 128, 129, 131):
@@ -623,7 +586,7 @@ def metric_of_all_predictions():
 
 
 @recipe
-def download():
+def test_download():
     """One process downloads, and all read after that."""
     (block,) = blocks_of("My script downloads or prepares its data. Which process should do it?")
     calls = []
@@ -640,7 +603,7 @@ def download():
 
 
 @recipe
-def own_sampler():
+def test_own_sampler():
     """The steps of one process, in any epoch first. The rest is dropped."""
     (block,) = blocks_of("I have a sampler of my own (`WeightedRandomSampler`, buckets)")
     weights = torch.arange(1, 132) / 131
@@ -677,7 +640,7 @@ class Augmented(Dataset):
 
 
 @recipe
-def loader_processes():
+def test_loader_processes():
     """No two samples of two ranks with two loader processes each draw the same, in two epochs."""
     (block,) = blocks_of("How many loader processes, and how do I seed augmentation?")
     torch.manual_seed(0)  # the same on all ranks
@@ -691,7 +654,7 @@ def loader_processes():
 
 
 @recipe
-def iterable_data_set():
+def test_iterable_data_set():
     """1003 samples, for two loader processes on each of two ranks: the steps of one process, and each sample once."""
     (block,) = blocks_of("My data set is an `IterableDataset`")
     result = execute(block)
@@ -715,13 +678,12 @@ STOP_EARLY = "How do I keep the best weights, stop early, or lower the learning 
 
 
 @recipe
-def early_stop():
+def test_early_stop():
     """One half of the validation set never gets better, and the other always does: all stop where the mean does.
 
     The run is interrupted after 3 and after 7 epochs, and continues with the best loss, the count and the rate.
     """
     block, ending = blocks_of(STOP_EARLY)
-    block = block.replace("snapshot.pt", "early_stop.pt")
     means = [5, 4, 3, 3.5, 3.5, 2, 3, 3, 3, 3, 1, 1]
     rates = [RATE] * 5 + [RATE / 10] * 3 + [RATE / 100] * 2  # lowered after two epochs that are no better
     losses = [torch.tensor([mean + epoch, mean - epoch] * 4) for epoch, mean in enumerate(means)]  # of eight samples
@@ -758,7 +720,7 @@ class Left(Exception):
 
 
 @recipe
-def preemption():
+def test_preemption():
     """Preempted in two epochs, and at the end of one, the run ends where one that was not ends, bit for bit."""
     (block,) = blocks_of("How do I save on SIGTERM (preemption) in my own script?")
     before = signal.getsignal(signal.SIGTERM)
@@ -839,14 +801,30 @@ def resume(epochs):
     return full_parameters(model), trained
 
 
-@recipe
-def another_number_of_gpus():
-    """Two epochs of two processes here. `test_a_run_is_resumed_by_one_process` does the rest."""
-    parameters, trained = resume(2)
-    assert trained == [0, 1]
-    parameters, trained = resume(2)
-    assert trained == [], "the next epoch is stored"
-    check_same_on_all_ranks(parameters)
+def resume_on_two(local_rank, world_size, folder):
+    dist.init_process_group()
+    os.chdir(folder)
+    with float64():
+        parameters, trained = resume(2)
+        assert trained == [0, 1]
+        parameters, trained = resume(2)
+        assert trained == [], "the next epoch is stored"
+        check_same_on_all_ranks(parameters)
+
+
+@pytest.mark.guard
+@pytest.mark.slow
+def test_another_number_of_gpus(tmp_path, monkeypatch):
+    """Two epochs of two processes and two of one end where four epochs of one do."""
+    dist.launch(resume_on_two, str(tmp_path), nprocs=2)
+    with float64():
+        monkeypatch.chdir(tmp_path)
+        resumed, trained = resume(4)
+        assert trained == [2, 3]
+        os.remove("snapshot.pt")
+        alone, trained = resume(4)
+        assert trained == [0, 1, 2, 3]
+    check_equal(resumed, alone)
 
 
 def split_two_layers(model):
@@ -865,7 +843,7 @@ SHARDED = {"FSDP2": dist.prepare_fsdp_model, "TP": split_two_layers}
 
 
 @recipe
-def weights_of_somebody_else():
+def test_weights_of_somebody_else():
     replicated, sharded = blocks_of("How do I load weights that somebody else has saved?")
     weights = two_layers(seed=7).state_dict()
     x, _ = make_batch()
@@ -889,10 +867,8 @@ def weights_of_somebody_else():
 
 
 @recipe
-def export():
+def test_export():
     gathered, converted = blocks_of("How do I export one plain file?")
-    os.makedirs("export", exist_ok=True)
-    os.chdir("export")  # beside it is a folder "runs" with the steps of another recipe
     for name, wrap in SHARDED.items():
         model = wrap(two_layers(seed=7))
         if name == "FSDP2":
@@ -903,8 +879,6 @@ def export():
     if dist.is_primary():
         result = execute(converted)
         check_equal(result.weights, two_layers(seed=7).state_dict(), tolerance=0)
-    dist.barrier()
-    os.chdir("..")
 
 
 # ---- memory and speed -----------------------------------------------------------------------------------------------
@@ -934,7 +908,7 @@ COMPILE = torch.compile
 
 
 @recipe
-def compile_under_ddp():
+def test_compile_under_ddp():
     """The graph is cut at the buckets: more than one MB of gradients needs a second one."""
     from torch._dynamo.testing import CompileCounter
 
@@ -949,7 +923,7 @@ def compile_under_ddp():
 
 
 @recipe
-def compile_under_fsdp():
+def test_compile_under_fsdp():
     """The two blocks share one graph, and are computed again in backward. torch compiles no partial."""
     from torch._dynamo.testing import CompileCounter
 
@@ -979,7 +953,7 @@ def compile_under_fsdp():
 
 
 @recipe
-def communication_that_is_not_hidden():
+def test_communication_that_is_not_hidden():
     """Each all-reduce takes 50 ms longer, after backward has computed."""
     (block,) = blocks_of("How much communication is not hidden behind computation?")
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -998,29 +972,6 @@ def communication_that_is_not_hidden():
     assert result.alone < 0.04
     printed = r"\d\.\d{4} s per step, \d\.\d{4} s of it wait for communication\n"
     assert re.fullmatch(printed if dist.is_primary() else "", stdout.getvalue())
-
-
-@pytest.mark.guard
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipe(name, job):
-    check_no_error(job, name)
-
-
-@pytest.mark.guard
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["another_number_of_gpus"])
-def test_a_run_is_resumed_by_one_process(name, job, tmp_path, monkeypatch):
-    """Two epochs of two processes and two of one end where four epochs of one do."""
-    check_no_error(job, name)
-    with float64():
-        monkeypatch.chdir(job)
-        resumed, trained = resume(4)
-        assert trained == [2, 3]
-        monkeypatch.chdir(tmp_path)
-        alone, trained = resume(4)
-        assert trained == [0, 1, 2, 3]
-    check_equal(resumed, alone)
 
 
 # ---- as a user would type it ----------------------------------------------------------------------------------------
