@@ -359,13 +359,14 @@ def run_checks(local_rank, world_size, module, names, folder):
     for name in names:
         distributed.init_process_group(timeout=datetime.timedelta(seconds=60))
         torch.manual_seed(0)
-        Path(folder, name).mkdir(exist_ok=True)
-        os.chdir(Path(folder, name))
+        own = Path(folder, name)
+        own.mkdir(exist_ok=True)
+        os.chdir(own)
         try:
             getattr(importlib.import_module(module), name).check()
         except (Exception, pytest.fail.Exception) as error:
             raise RuntimeError(f"{name} on rank {local_rank}") from error
-        Path(f"ended on rank {local_rank}").touch()
+        (own / f"ended on rank {local_rank}").touch()
 
 
 class CollectiveCounter(TorchDispatchMode):
