@@ -1,11 +1,12 @@
 """Ranks that drift apart: these trainings end without an error, and `check_in_sync` raises on every rank."""
 
 import copy
+import os
 
 import numpy as np
 import pytest
 import torch
-from conftest import exit_message
+from conftest import exit_message, on_two_processes
 from torch import nn
 
 import checkpoint
@@ -64,8 +65,8 @@ def an_average_is_copied_before_wrapping():
 MISTAKES = [the_plain_model_is_trained, the_model_is_converted_after_wrapping, an_average_is_copied_before_wrapping]
 
 
-def check_mistakes(local_rank, world_size, folder):
-    dist.init_process_group()
+@on_two_processes
+def test_each_mistake_is_silent_and_the_check_names_it():
     for mistake in MISTAKES:
         model = mistake()  # ends without an error
         message = exit_message(dist.check_in_sync, model)
@@ -75,14 +76,10 @@ def check_mistakes(local_rank, world_size, folder):
         expected = f"{first} of rank 1 differs from rank 0's: change and train it alike on all ranks, as DDP does"
         assert message == expected, mistake.__name__
         # A snapshot of one of them is not written.
-        path = f"{folder}/{mistake.__name__}"
-        assert exit_message(checkpoint.save, path, model, torch.optim.SGD(model.parameters())) == f"model.{message}"
-        assert exit_message(checkpoint_sharded.save, path, model, torch.optim.SGD(model.parameters()), 1) == message
-
-
-def test_each_mistake_is_silent_and_the_check_names_it(tmp_path):
-    dist.launch(check_mistakes, tmp_path, nprocs=2)
-    assert not list(tmp_path.iterdir())
+        parts = mistake.__name__, model, torch.optim.SGD(model.parameters())
+        assert exit_message(checkpoint.save, *parts) == f"model.{message}"
+        assert exit_message(checkpoint_sharded.save, *parts, 1) == message
+        assert not os.path.exists(mistake.__name__)
 
 
 # ---- no false alarms, and every kind of tensor ----------------------------------------------------------------------

@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import Watch, exit_message, guards, slow_clock
+from conftest import Watch, exit_message, guards, on_two_processes, slow_clock
 from images import (
     OPTIMIZERS,
     Net,
@@ -303,8 +303,10 @@ def two_steps(model, mixed):
     return optimizer
 
 
-def mixed_worker(local_rank, world_size):
-    dist.init_process_group()
+@pytest.mark.guard
+@pytest.mark.slow
+@on_two_processes
+def test_each_rank_computes_in_bfloat16_if_told_to():
     gathered, computed = set(), set()
     for strategy in ("fsdp", "ddp"):
         model = mnist_FSDP.wrap(mnist.ShallowNet(), strategy, dist.get_device(), True)
@@ -320,12 +322,6 @@ def mixed_worker(local_rank, world_size):
         assert gathered == {torch.bfloat16 if strategy == "fsdp" else torch.float32}
         gathered.clear()
         computed.clear()
-
-
-@pytest.mark.guard
-@pytest.mark.slow
-def test_each_rank_computes_in_bfloat16_if_told_to():
-    dist.launch(mixed_worker, nprocs=2)
 
 
 def test_mixed_precision_is_for_training_and_evaluation(tmp_path):

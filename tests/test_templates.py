@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from conftest import float64
+from conftest import float64, on_two_processes
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -246,9 +246,9 @@ def outputs_of(model):
         return torch.stack([output, model.eval()(inputs)])
 
 
-def unit_worker(local_rank, world_size):
-    dist.init_process_group()
-    torch.manual_seed(local_rank)  # rank 0's weights are taken
+@on_two_processes
+def test_a_unit_is_a_block_or_is_chosen_by_size():
+    torch.manual_seed(dist.get_rank())  # rank 0's weights are taken
     for model, chosen, names in cases_of_units():
         total = sum(param.numel() for param in model.parameters())
         alone = copy.deepcopy(model)
@@ -270,7 +270,3 @@ def unit_worker(local_rank, world_size):
         dist.prepare_fsdp_model(nn.Sequential(nn.Linear(2, 2, device="meta")))
     with pytest.raises(AssertionError, match="not both"):
         dist.prepare_fsdp_model(nn.Linear(2, 2), blocks=(nn.Linear,), min_num_params=1)
-
-
-def test_a_unit_is_a_block_or_is_chosen_by_size():
-    dist.launch(unit_worker, nprocs=2)
