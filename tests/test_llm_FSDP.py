@@ -953,46 +953,34 @@ def test_rows_that_mix_documents_or_show_the_future_are_refused(name, sizes, opt
                 assert model.training
 
 
-def test_a_result_of_the_other_kind_is_not_mixed_with_this_one(folder, group, tmp_path):
-    """transformers would load adapters that lie beside a model into it. It is said before training."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
-    tokenizer = language.byte_tokenizer()
-    whole, adapters = tmp_path / "whole", tmp_path / "adapters"
-    save_whole(model, tokenizer, whole)
-    line = f"{whole} holds a whole model already: choose another folder"
-    assert exit_message(llm_hub.begin, whole, tokenizer, llm_hub.add_lora(copy.deepcopy(model), 2, 4)) == line
-    model = llm_hub.add_lora(model, 2, 4)
-    save_whole(model, tokenizer, adapters)
-    line = f"{adapters} holds adapters already: choose another folder"
-    assert exit_message(llm_hub.begin, adapters, tokenizer, model.unload()) == line
+CONVERSATION = {"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "x"}]}
+TEXTS = 4 * [{"text": "a text ends with a token"}]
+PLAIN = llm_documents.CHAT_TEMPLATE
+WITHOUT_SPECIAL_TOKENS = PLAIN.replace("<|", "").replace("|>", " ")
+EXAMPLE = r"in the loss, for example: 'x<\|end\|>' after '<\|user\|>Hi.<\|end\|><\|assistant\|>'"
+NO_END = "generation_config names no token that ends generation: `generate` runs on after an answer"
+OTHER_END = "generation_config ends generation at '{}', which is in no answer of the data: `generate` runs on .*"
+ENDS = [  # the tokens that end generation, the data, their template, and the last line before training
+    (256, [CONVERSATION], PLAIN, EXAMPLE),
+    (None, [CONVERSATION], PLAIN, NO_END),
+    (257, [CONVERSATION], PLAIN, OTHER_END.format(r"<\|user\|>")),
+    ([258, 257], [CONVERSATION], PLAIN, OTHER_END.format(r"<\|assistant\|><\|user\|>")),
+    # Only the ends of conversations count.
+    (256, [CONVERSATION, *TEXTS], WITHOUT_SPECIAL_TOKENS, OTHER_END.format(r"<\|end\|>")),
+    (256, TEXTS, WITHOUT_SPECIAL_TOKENS, "in the loss, for example: .*"),
+]
 
 
-def test_what_a_user_should_know_is_printed_before_training(folder, group, tmp_path, capsys):
-    llm_FSDP.prepare(arguments(folder, "llama"))
-    example = capsys.readouterr().out.splitlines()[-1]
-    match = re.fullmatch(r"in the loss, for example: '(.*)' after '(.*)'", example)
-    assert match[1].endswith("<|end|>") and match[2].endswith("<|end|><|assistant|>")
-    for ends, line in (
-        (None, "generation_config names no token that ends generation: `generate` runs on after an answer"),
-        (257, "generation_config ends generation at '<|user|>', which is in no answer of the data: `generate` runs on"),
-        ([258, 257], "generation_config ends generation at '<|assistant|><|user|>', which is in no answer"),
-    ):
-        spoiled = copy_of(folder, tmp_path / str(ends))
-        (spoiled / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-        llm_FSDP.prepare(arguments(spoiled.parent, "llama"))
-        assert capsys.readouterr().out.splitlines()[-1].startswith(line)
-
-
-def test_the_end_of_answers_is_looked_for_in_conversations_alone(folder, group, tmp_path, capsys):
-    without_special_tokens = llm_documents.CHAT_TEMPLATE.replace("<|", "").replace("|>", " ")
-    (tmp_path / "template").write_text(without_special_tokens)
-    messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "x"}]
-    records = [{"messages": messages}, *4 * [{"text": "a text ends with a token"}]]
-    for number, warned in ((0, True), (1, False)):
-        data = language.write_jsonl(tmp_path / "data.jsonl", 2 * records[number:])
-        llm_FSDP.prepare(arguments(folder, "llama", data=[data], eval_data=[data], chat_template=tmp_path / "template"))
-        line = "generation_config ends generation at '<|end|>', which is in no answer of the data"
-        assert (line in capsys.readouterr().out) == warned, number
+@pytest.mark.parametrize(("ends", "records", "template", "expected"), ENDS)
+def test_it_is_said_before_training_if_answers_would_not_end(
+    ends, records, template, expected, folder, group, tmp_path, capsys
+):
+    write(copy_of(folder, tmp_path), {"generation_config.json": json.dumps({"eos_token_id": ends})})
+    write(tmp_path, {"template": template})
+    data = [language.write_jsonl(tmp_path / "data.jsonl", 2 * records)]
+    options = {"data": data, "eval_data": data, "chat_template": tmp_path / "template"}
+    llm_FSDP.prepare(arguments(tmp_path, "llama", **options))
+    assert re.fullmatch(expected, capsys.readouterr().out.splitlines()[-1])
 
 
 def test_a_token_without_an_embedding_is_one_line(folder, group, tmp_path):
@@ -1452,6 +1440,13 @@ def test_a_users_own_files_stay_and_all_of_an_older_result_goes(lora, folder, gr
     new |= {"adapter_config.json", "adapter_model.safetensors"} if lora else {"config.json", "model.safetensors"}
     new |= set() if lora else {"generation_config.json"}
     assert set(os.listdir(tmp_path)) == {Path(name).parts[0] for name in OWN} | new
+    # transformers would load adapters that lie beside a model into it.
+    if lora:
+        kind, another = "adapters", copy.deepcopy(model).unload()
+    else:
+        kind, another = "a whole model", llm_hub.add_lora(copy.deepcopy(model), 2, 4)
+    line = f"{tmp_path} holds {kind} already: choose another folder"
+    assert exit_message(llm_hub.begin, tmp_path, tokenizer, another) == line
     for number, name in enumerate(("config.json", "tokenizer.json", "vocab.txt", "model.safetensors")):
         other = tmp_path / str(number)
         other.mkdir()
