@@ -966,6 +966,7 @@ ENDS = [  # the tokens that end generation, the data, their template, and the la
     (257, [CONVERSATION], PLAIN, OTHER_END.format(r"<\|user\|>")),
     ([258, 257], [CONVERSATION], PLAIN, OTHER_END.format(r"<\|assistant\|><\|user\|>")),
     # Only the ends of conversations count.
+    (None, TEXTS, PLAIN, "in the loss, for example: .*"),
     (256, [CONVERSATION, *TEXTS], WITHOUT_SPECIAL_TOKENS, OTHER_END.format(r"<\|end\|>")),
     (256, TEXTS, WITHOUT_SPECIAL_TOKENS, "in the loss, for example: .*"),
 ]

@@ -397,9 +397,6 @@ messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}{{ m.cont
 FINAL_DIFFERS = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' and loop.last and \
 not add_generation_prompt %}<|end|>{% else %}<|user|>{% endif %}{% endfor %}\
 {% if add_generation_prompt %}<|assistant|>{% endif %}"""
-GENERATION = """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}\
-{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}\
-{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 NO_SPECIAL = """{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}\
 {% if add_generation_prompt %}assistant: {% endif %}"""
 # What is in the loss of the two answers of CHAT.
@@ -408,7 +405,6 @@ KINDS = {
     "the last turn has no end": (NO_END_AT_THE_END, [["Hello!\n<|end|>", "4.<|end|>"]]),
     "a token ends the whole": (TWO_ENDS, [["Hello!\n<|end|>\n</s>"], ["4.<|end|>\n</s>"]]),
     "the last turn ends otherwise": (FINAL_DIFFERS, [["Hello!\n<|end|>"], ["4.<|end|>"]]),
-    "the template marks what is generated": (GENERATION, [["Hello!\n<|end|>", "4.<|end|>"]]),
     "no token ends a turn": (NO_SPECIAL, [["Hello!\n\n", "4.\n"]]),
 }
 

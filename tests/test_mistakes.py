@@ -15,6 +15,7 @@ from conftest import ROOT, CollectiveCounter, float64, on_two_processes, whole
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import checkpoint_sharded
@@ -31,8 +32,6 @@ def make_model():
 
 
 def make_sharded_model():
-    from torch.distributed.fsdp import fully_shard
-
     return fully_shard(make_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
@@ -352,8 +351,6 @@ class OwnBlock(nn.Module):
 
 def pass_objects_between_shards(wrap):
     """How far the gradients are from right if FSDP's units pass such objects on."""
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(1)
     model = nn.Sequential(OwnBlock(wrap), OwnBlock(wrap))
     alone = copy.deepcopy(model)
@@ -414,8 +411,6 @@ def use_other_heads(shard, also=False):
 
 
 def shard_by_hand(model):
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)

@@ -22,17 +22,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import MNIST_ROOT, exit_message, guards, needs_mnist, run
-from images import (
-    OPTIMIZERS,
-    Net,
-    Normed,
-    Plain,
-    assert_equal_states,
-    digits,
-    few_digits,
-    normal,
-    result_of,
-)
+from images import OPTIMIZERS, Net, Normed, Plain, assert_equal_states, digits, few_digits, normal, result_of
 from PIL import Image
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.run import get_args_parser

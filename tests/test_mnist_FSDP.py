@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import Watch, exit_message, guards, on_two_processes, slow_clock
+from conftest import Watch, exit_message, guards, on_two_processes, slow, slow_clock
 from images import (
     OPTIMIZERS,
     Net,
@@ -46,10 +46,6 @@ EPOCH_LINE = (
     r"epoch (\d+)/\d+ \| loss ([\d.]+) \| held-out ([\d.]+) \| accuracy ([\d.]+) \((\d+)/(\d+)\) "
     r"\| (\d+) MB \| ([\d,]+) samples/s"
 )
-
-
-def slow(value):
-    return pytest.param(value, marks=pytest.mark.slow)
 
 
 def train(local_rank, world_size, folder, name="run", optimizer="adam", model=Net, kind=lambda whole: whole, **changes):
@@ -371,7 +367,7 @@ def resume_worker(local_rank, world_size, folder):
 @pytest.mark.guard
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("nprocs", [1, 2, slow(3)])
+@pytest.mark.parametrize("nprocs", [1, 2, *slow(3)])
 def test_resume_on_another_number_of_ranks(nprocs, uninterrupted, references, tmp_path):
     for name in ("fsdp", "ddp", "other"):
         first_epoch_of(uninterrupted, tmp_path / name)

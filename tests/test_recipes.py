@@ -24,6 +24,7 @@ import torch.distributed as torch_dist
 from conftest import ROOT, CollectiveCounter, float64, on_two_processes, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
 from transformer import full_parameters
@@ -92,8 +93,6 @@ def make_model(**sizes):
 
 
 def shard(model, mesh=None, **kwargs):
-    from torch.distributed.fsdp import fully_shard
-
     mesh = mesh or make_mesh()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **kwargs)
@@ -457,8 +456,6 @@ def test_moving_average():
     batches = [make_batch(seed=seed) for seed in range(4)]
 
     def make_sharded():
-        from torch.distributed.fsdp import fully_shard
-
         return fully_shard(make().eval(), mesh=make_mesh())
 
     alone, model, ema_model = make().eval(), make_sharded(), make_sharded()
