@@ -444,17 +444,6 @@ def test_in_the_last_step_only_what_was_averaged_later_before_is_excused(before,
     assert line is None if is_right else line.startswith("in step 3 rank 1 has another gradient of a")
 
 
-def test_nothing_is_equal_if_nothing_is_compared():
-    steps = [make_step(), make_step(1, 2.0)]
-    for step in steps:
-        for key in ("weights", "gradients", "clipped"):
-            setattr(step, key, {f"other.{name}": each for name, each in getattr(step, key).items()})
-    line, result = compare([make_step(), make_step(1, 2.0)], [steps])
-    assert line is None and result.compared == set()
-    args = parity.parse_args([str(PLANTED)])
-    assert parity.report(args, [[make_step(), make_step(1, 2.0)]], [steps, steps], None) == 2
-
-
 def test_nothing_is_said_of_numbers_that_are_none():
     nan = make_step(gradient=float("nan"))
     assert "the gradient of a is NaN or infinite on one process too" in compare([nan], [[nan]])[0]
