@@ -530,22 +530,18 @@ def test_a_sharded_model_is_refused():
 # ---- SIGTERM --------------------------------------------------------------------------------------------------------
 
 
-def preemption_worker(local_rank, world_size):
-    dist.init_process_group()
-    for receiver in range(world_size):
+@on_two_processes
+def test_all_ranks_stop_after_the_same_step():
+    for receiver in range(2):
         preemption = checkpoint.Preemption()
         stopped = None
         for step in range(20):
-            if step == 5 and local_rank == receiver:
+            if step == 5 and dist.get_rank() == receiver:
                 signal.raise_signal(signal.SIGTERM)
             if preemption.agreed():
                 stopped = step
                 break
-        assert dist.gather_objects(stopped) == [6] * world_size, "all stop after the same step, and lose none"
-
-
-def test_all_ranks_stop_after_the_same_step():
-    dist.launch(preemption_worker, nprocs=3)
+        assert dist.gather_objects(stopped) == [6, 6], "all stop after the same step, and lose none"
 
 
 def leave_while_a_loader_runs(to_test):

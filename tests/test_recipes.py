@@ -974,19 +974,14 @@ def test_communication_that_is_not_hidden():
 # ---- as a user would type it ----------------------------------------------------------------------------------------
 
 
-def write_script(folder, source):
-    """A folder with train.py, and the two files beside it that it needs."""
-    for name in ("distributed.py", "spawn.py"):
-        shutil.copy(ROOT / name, folder)
-    (folder / "train.py").write_text(source)
-
-
 @pytest.mark.slow
 def test_two_cells_of_a_notebook(tmp_path):
     first, second = blocks_of("How do I train on several GPUs from a notebook?", "text")
     magic, _, source = first.partition("\n")
     assert magic == "%%writefile train.py" and second == "!python train.py\n"
-    write_script(tmp_path, source)
+    for name in ("distributed.py", "spawn.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "train.py").write_text(source)
     status, stdout, stderr = run("train.py", cwd=tmp_path, env={"PYTHONPATH": ""})
     assert status == 0 and not stderr, stderr
     assert sorted(re.findall(r"rank \d of 2", stdout)) == ["rank 0 of 2", "rank 1 of 2"]

@@ -132,12 +132,8 @@ def check_units(model):
     assert model.head.weight is model.embedding.weight
 
 
-@float64()
-def swap_worker(local_rank, world_size, which, tolerance):
-    dist.init_process_group()
-    ours = {"tied": Tied, "unused": Unused}
-    cases = ours if which == "ours" else cases_of_transformers()
-    make_batch = tokens if which == "ours" else sentences
+def swap(cases, make_batch, tolerance):
+    """Train each of the models with each optimizer and each wrapper on two processes, as one process does."""
     for name, make_model in cases.items():
         for optimizer_class in (torch.optim.SGD, torch.optim.AdamW):
             torch.manual_seed(0)
@@ -145,9 +141,9 @@ def swap_worker(local_rank, world_size, which, tolerance):
             for kind, wrap in WRAPPERS.items():
                 if kind == "compiled DDP" and (name, optimizer_class) != ("tied", torch.optim.SGD):
                     continue
-                torch.manual_seed(local_rank)  # rank 0's weights are taken
+                torch.manual_seed(dist.get_rank())  # rank 0's weights are taken
                 model = wrap(make_model())
-                actual_losses, actual = train(model, make_batch, optimizer_class, local_rank, world_size)
+                actual_losses, actual = train(model, make_batch, optimizer_class, dist.get_rank(), 2)
                 what = f"{name} under {kind} with {optimizer_class.__name__}"
                 if (name, kind) == ("tied", "FSDP"):
                     check_units(model)
@@ -158,14 +154,18 @@ def swap_worker(local_rank, world_size, which, tolerance):
 
 @pytest.mark.guard
 @pytest.mark.slow
+@on_two_processes
 def test_tied_weights_unused_parameters_groups_schedules_clipping_tuples_and_dicts():
-    dist.launch(swap_worker, "ours", 1e-12, nprocs=2)
+    with float64():
+        swap({"tied": Tied, "unused": Unused}, tokens, 1e-12)
 
 
 @pytest.mark.guard
 @pytest.mark.slow
+@on_two_processes
 def test_models_that_no_one_here_wrote():
-    dist.launch(swap_worker, "transformers", 1e-6, nprocs=2)  # their losses are float32
+    with float64():
+        swap(cases_of_transformers(), sentences, 1e-6)  # their losses are float32
 
 
 # ---- units ----------------------------------------------------------------------------------------------------------
