@@ -368,16 +368,15 @@ def test_resumes_inside_an_epoch_on_any_number_of_processes(folder, name, world_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1560)
 def test_without_a_model_and_a_network_it_learns_and_answers(tmp_path):
     env = {"HF_HOME": str(tmp_path / "empty"), "HF_HUB_OFFLINE": "1"}
-    status, stdout, stderr = run("llm_FSDP.py", "--nproc", "2", "--output", tmp_path / "out", env=env, timeout=1500)
+    command = ["llm_FSDP.py", "--nproc", "2", "--epochs", "0.5", "--output", tmp_path / "out"]
+    status, stdout, stderr = run(*command, env=env, timeout=500)
     assert (status, stderr) == (0, "")
     held_out = [float(loss) for loss in re.findall(r"held-out (.*)", stdout)]
-    assert held_out[0] > 7 and held_out[-1] < 3.6
-    assert re.search(
-        r"^step 20/370 \| loss \d\.\d{4} \| norm \d\.\d\d \| lr \d\.\de-03 \| [\d,]+ targets/s", stdout, re.M
-    )
+    assert held_out[0] > 7 and held_out[-1] < 4.8
+    line = r"^step 20/62 \| loss \d\.\d{4} \| norm \d\.\d\d \| lr \d\.\de-03 \| [\d,]+ targets/s"
+    assert re.search(line, stdout, re.M)
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() == 664_192
 
 
