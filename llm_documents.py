@@ -5,9 +5,10 @@ Each line of a file is a conversation or a text:
     {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4."}]}
     {"text": "Once upon a time"}
 
-A conversation may also have `tools`, and in `chat_template_kwargs` variables of the chat template. Other fields are
-refused, since other trainers obey some of them. A field of a line or of a message that is null, "", [] or {} is none.
-Below them a null is none either, since Arrow and parquet write one where an object of a column lacks a field.
+A conversation may also have `tools`, and in `chat_template_kwargs` variables of the chat template. A message with
+"weight": 0 is not in the loss. Other fields are refused, since other trainers obey some of them. A field of a line or
+of a message that is null, "", [] or {} is none. Below them a null is none either, since Arrow and parquet write one
+where an object of a column lacks a field.
 
 A document is a pair of int32 arrays of equal length: tokens and targets. The target of a token is the token after it,
 or IGNORED where that one is not in the loss. In a conversation only what the assistant says is in the loss, with the

@@ -2,7 +2,9 @@
 
 import collections
 import contextlib
+import datetime
 import gc
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -14,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from unittest import mock
@@ -320,6 +323,50 @@ def start_forked(log, script, *options, env=None):
 def status_of(process):
     """The exit status of a command or of a process of multiprocessing. It is None while the process runs."""
     return process.exitcode if isinstance(process, multiprocessing.process.BaseProcess) else process.poll()
+
+
+def on_two_processes(check):
+    """Make a test of a function that both ranks call, each time in a new process group and in a folder of its own.
+
+    All such functions of a file that are selected run in one job. Those after one that fails do not run.
+    """
+
+    def test(two_processes):
+        ended, error = two_processes
+        assert check.__name__ in ended, error
+
+    test.__name__ = check.__name__
+    test.__doc__ = check.__doc__
+    test.check = check
+    return test
+
+
+@pytest.fixture(scope="module")
+def two_processes(request, tmp_path_factory):
+    """The names of the functions that have ended on both ranks, and the traceback of one that has failed."""
+    items = [item for item in request.session.items if item.path == request.path]
+    names = [item.name for item in items if hasattr(item.function, "check")]
+    folder = tmp_path_factory.mktemp("two_processes")
+    error = ""
+    try:
+        distributed.launch(run_checks, request.module.__name__, names, str(folder), nprocs=2)
+    except Exception:
+        error = traceback.format_exc()
+    return {name for name in names if len(list(folder.glob(f"{name}/ended on rank *"))) == 2}, error
+
+
+def run_checks(local_rank, world_size, module, names, folder):
+    for name in names:
+        distributed.init_process_group(timeout=datetime.timedelta(seconds=60))
+        torch.manual_seed(0)
+        own = Path(folder, name)
+        own.mkdir(exist_ok=True)
+        os.chdir(own)
+        try:
+            getattr(importlib.import_module(module), name).check()
+        except (Exception, pytest.fail.Exception) as error:
+            raise RuntimeError(f"{name} on rank {local_rank}") from error
+        (own / f"ended on rank {local_rank}").touch()
 
 
 class CollectiveCounter(TorchDispatchMode):

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import Bomb, agreed_message, exit_message, killed_in
+from conftest import Bomb, agreed_message, exit_message, killed_in, on_two_processes
 from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
@@ -170,9 +170,10 @@ class Noam:
         self.load_state_dict = optimizer.load_state_dict
 
 
-def unequal_worker(rank, world_size, path):
+@on_two_processes
+def test_what_only_one_rank_holds_is_not_saved_as_if_all_did():
     """Each value that only rank 0's file would keep is refused. What is gathered is equal, and is saved."""
-    dist.init_process_group()
+    rank, path = dist.get_rank(), "snapshot.pt"
     model, optimizer, _ = objects()
     refused = {"best": 0.5 + rank, "files": [4, 5 + rank], "state": {"next": torch.tensor(rank)}, "epoch": rank}
     for name, value in refused.items():
@@ -208,27 +209,19 @@ def unequal_worker(rank, world_size, path):
     assert message.startswith("average.module.0.bias of rank 1 differs from rank 0's")
 
 
-def types_worker(rank, world_size, path):
-    dist.init_process_group()
+@on_two_processes
+def test_values_and_buffers_of_any_type_come_back():
     for dtype in (torch.bool, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64):
         model = nn.Linear(2, 2)
         nn.init.ones_(model.weight)
         nn.init.ones_(model.bias)
         model.register_buffer("flags", torch.tensor([1, 0]).to(dtype))
         optimizer = torch.optim.SGD(model.parameters())
-        checkpoint.save(path, model.requires_grad_(False), optimizer, value=model.flags.clone())
+        checkpoint.save("snapshot.pt", model.requires_grad_(False), optimizer, value=model.flags.clone())
         model.flags.zero_()
-        _, _, value = checkpoint.load(path, model, optimizer, value=None)
+        _, _, value = checkpoint.load("snapshot.pt", model, optimizer, value=None)
         assert value.dtype == model.flags.dtype == dtype
         assert value.real.float().tolist() == model.flags.real.float().tolist() == [1, 0]
-
-
-def test_values_and_buffers_of_any_type_come_back(tmp_path):
-    dist.launch(types_worker, str(tmp_path / "snapshot.pt"), nprocs=2)
-
-
-def test_what_only_one_rank_holds_is_not_saved_as_if_all_did(tmp_path):
-    dist.launch(unequal_worker, str(tmp_path / "snapshot.pt"), nprocs=2)
 
 
 @pytest.mark.guard
@@ -381,18 +374,15 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path):
     assert os.listdir(tmp_path) == ["snapshot.pt"]
 
 
-def sync_worker(local_rank, world_size):
-    dist.init_process_group()
-    whole, transposed = torch.full((4, 6), float(local_rank)), torch.full((2, 3), float(local_rank)).t()
+@on_two_processes
+def test_tensors_of_any_layout_are_synced():
+    rank = dist.get_rank()
+    whole, transposed = torch.full((4, 6), float(rank)), torch.full((2, 3), float(rank)).t()
     dist.sync_params([whole[:, 1], whole[::2, 3], transposed])
-    expected = torch.full((4, 6), float(local_rank))
+    expected = torch.full((4, 6), float(rank))
     expected[:, 1] = expected[::2, 3] = 0
     assert torch.equal(whole, expected), "its neighbours in memory are not touched"
     assert (transposed == 0).all()
-
-
-def test_tensors_of_any_layout_are_synced():
-    dist.launch(sync_worker, nprocs=2)
 
 
 class Awkward(nn.Module):
@@ -408,21 +398,17 @@ class Awkward(nn.Module):
         return [head(x) for head in self.heads] if self.training else [self.heads[0](x)]
 
 
-def settle_worker(local_rank, world_size):
-    dist.init_process_group()
+@on_two_processes
+def test_settling_the_buckets_leaves_no_trace():
     torch.manual_seed(0)
     model = Awkward()
     ddp_model = dist.prepare_ddp_model(model)
-    model.body[1].running_mean.fill_(local_rank)
+    model.body[1].running_mean.fill_(dist.get_rank())
     before = copy.deepcopy(model.state_dict())
     checkpoint.rebuild_buckets(ddp_model, lambda: sum(ddp_model(torch.randn(4, 4))).sum())
     assert_same(model.state_dict(), before)
     assert ddp_model.training and all(not param.grad.any() for param in model.parameters() if param.grad is not None)
     assert sum(ddp_model(torch.randn(4, 4))).sum().backward() is None
-
-
-def test_settling_the_buckets_leaves_no_trace():
-    dist.launch(settle_worker, nprocs=2)
 
 
 def test_the_disk_has_the_file_and_its_name_before_the_save_ends(tmp_path, monkeypatch):
@@ -493,6 +479,8 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path):
     assert exit_message(checkpoint.save, pipe, *objects(1)) == f"cannot save {pipe}: it is not a regular file"
     for device in ("/dev/null", str(tmp_path)):
         assert "is not" in exit_message(checkpoint.check_writable, "--save", device)
+    # A script that loads first learns there that it cannot save.
+    assert exit_message(checkpoint.load, "/sys/snapshot.pt", *objects()).startswith("cannot write to /sys: ")
     assert stat.S_ISFIFO(os.stat(pipe).st_mode) and os.listdir(tmp_path) == ["pipe"]
 
 
@@ -529,53 +517,31 @@ def test_a_symbolic_link_is_followed(tmp_path):
     assert checkpoint.load(link, *parts) == (1, 0)
 
 
-def test_a_path_that_cannot_be_written_is_refused_before_training(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    (tmp_path / "locked").mkdir(mode=0o500)
-    cases = {"": "'' is not the name of a file", str(tmp_path): f"'{tmp_path}' is not the name of a file"}
-    cases[str(tmp_path / "file" / "snapshot.pt")] = f"cannot write to {tmp_path}/file: File exists"
-    cases["/sys/snapshot.pt"] = "cannot write to /sys: "
-    for path, problem in cases.items():
-        assert exit_message(checkpoint.check_writable, "--save", path).startswith(f"--save: {problem}")
-    # A script that loads first learns it there.
-    assert exit_message(checkpoint.load, "/sys/snapshot.pt", *objects()).startswith("cannot write to /sys: ")
-    checkpoint.check_writable("--save", str(tmp_path / "new" / "folder" / "snapshot.pt"))
-    assert os.listdir(tmp_path / "new" / "folder") == []
-
-
-def sharded_worker(local_rank, world_size, path):
-    dist.init_process_group()
+@on_two_processes
+def test_a_sharded_model_is_refused():
     model = dist.prepare_fsdp_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for function in (checkpoint.save, checkpoint.load):
-        message = agreed_message(function, path, model, optimizer)
+        message = agreed_message(function, "snapshot.pt", model, optimizer)
         assert message == "the model is sharded: use checkpoint_sharded.save and checkpoint_sharded.load"
-
-
-def test_a_sharded_model_is_refused(tmp_path):
-    dist.launch(sharded_worker, str(tmp_path / "snapshot.pt"), nprocs=2)
-    assert not os.listdir(tmp_path)
+    assert not os.path.exists("snapshot.pt")
 
 
 # ---- SIGTERM --------------------------------------------------------------------------------------------------------
 
 
-def preemption_worker(local_rank, world_size):
-    dist.init_process_group()
-    for receiver in range(world_size):
+@on_two_processes
+def test_all_ranks_stop_after_the_same_step():
+    for receiver in range(2):
         preemption = checkpoint.Preemption()
         stopped = None
         for step in range(20):
-            if step == 5 and local_rank == receiver:
+            if step == 5 and dist.get_rank() == receiver:
                 signal.raise_signal(signal.SIGTERM)
             if preemption.agreed():
                 stopped = step
                 break
-        assert dist.gather_objects(stopped) == [6] * world_size, "all stop after the same step, and lose none"
-
-
-def test_all_ranks_stop_after_the_same_step():
-    dist.launch(preemption_worker, nprocs=3)
+        assert dist.gather_objects(stopped) == [6, 6], "all stop after the same step, and lose none"
 
 
 def leave_while_a_loader_runs(to_test):

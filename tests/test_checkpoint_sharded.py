@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import agreed_message, exit_message, killed_in, whole, without_name_server
+from conftest import agreed_message, exit_message, killed_in, on_two_processes, whole, without_name_server
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -250,8 +250,10 @@ def test_stages_of_a_pipeline_are_loaded_with_other_cuts(tmp_path):
         dist.launch(stages_worker, str(tmp_path), cuts, nprocs=len(cuts) - 1)
 
 
-def lora_worker(local_rank, world_size, folder):
-    dist.init_process_group()
+@pytest.mark.guard
+@pytest.mark.slow
+@on_two_processes
+def test_frozen_parameters_may_be_left_out():
     model = Net()
     for param in [model.first.weight, *model.layers[0].parameters()]:
         param.requires_grad_(False)
@@ -262,47 +264,37 @@ def lora_worker(local_rank, world_size, folder):
     optimizer = torch.optim.AdamW(trained)
     model(torch.ones(1, 6), step=9).sum().backward()
     optimizer.step()
-    checkpoint_sharded.save(folder, model, optimizer, 1, frozen=False)
+    checkpoint_sharded.save("runs", model, optimizer, 1, frozen=False)
     saved = state_of(model, optimizer)
-    names = FileSystemReader(f"{folder}/step-1").read_metadata().state_dict_metadata
+    names = FileSystemReader("runs/step-1").read_metadata().state_dict_metadata
     weights = {name.removeprefix("model.") for name in names if name.startswith("model.")}
     assert weights == {"layers.1.weight", "layers.1.bias", "late", "seen"}, "neither name of the tied weight"
     with torch.no_grad():
         for param in trained:
             param.zero_()
-    assert checkpoint_sharded.load(folder, model, optimizer, frozen=False) == 1
+    assert checkpoint_sharded.load("runs", model, optimizer, frozen=False) == 1
     assert_equal(state_of(model, optimizer), saved)
     assert "Missing key in checkpoint state_dict: model." in agreed_message(
-        checkpoint_sharded.load, folder, model, optimizer
+        checkpoint_sharded.load, "runs", model, optimizer
     )
 
 
-@pytest.mark.guard
-@pytest.mark.slow
-def test_frozen_parameters_may_be_left_out(tmp_path):
-    dist.launch(lora_worker, str(tmp_path), nprocs=2)
-
-
-def values_worker(local_rank, world_size, folder):
-    dist.init_process_group()
+@on_two_processes
+def test_buffers_and_tensors_of_options_are_restored_and_drift_is_not_saved():
     model = dist.prepare_ddp_model(Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
-    dist.unwrapped(model).seen.fill_(10 + local_rank)
-    checkpoint_sharded.save(folder, model, optimizer, 1)
+    dist.unwrapped(model).seen.fill_(10 + dist.get_rank())
+    checkpoint_sharded.save("runs", model, optimizer, 1)
     assert dist.unwrapped(model).seen == 10, "rank 0's buffers are saved"
     dist.unwrapped(model).seen.fill_(0)
     other = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
-    assert checkpoint_sharded.load(folder, model, other) == 1
+    assert checkpoint_sharded.load("runs", model, other) == 1
     assert (dist.unwrapped(model).seen, other.param_groups[0]["lr"]) == (10, 0.25)
     with torch.no_grad():
-        dist.unwrapped(model).late += local_rank
-    line = agreed_message(checkpoint_sharded.save, folder, model, optimizer, 1)
+        dist.unwrapped(model).late += dist.get_rank()
+    line = agreed_message(checkpoint_sharded.save, "runs", model, optimizer, 1)
     assert line.startswith("late of rank 1 differs from rank 0's")
-    assert checkpoint_sharded.load(folder, model, optimizer) == 1, "the old checkpoint is still there"
-
-
-def test_buffers_and_tensors_of_options_are_restored_and_drift_is_not_saved(tmp_path):
-    dist.launch(values_worker, str(tmp_path), nprocs=2)
+    assert checkpoint_sharded.load("runs", model, optimizer) == 1, "the old checkpoint is still there"
 
 
 # ---- what cannot be loaded or saved -------------------------------------------------------------------------------
@@ -395,20 +387,11 @@ def test_what_does_not_fit_is_one_line_on_every_rank(tmp_path):
     dist.launch(refused_worker, str(tmp_path), nprocs=2)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
-    checkpoint_sharded.check_folder("--checkpoint-dir", tmp_path / "new" / "folder")
-    assert (tmp_path / "new" / "folder").is_dir()
-    (tmp_path / "file").touch()
-    for path, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "folder", "Not a directory")):
-        line = exit_message(checkpoint_sharded.check_folder, "--checkpoint-dir", path)
-        assert line == f"--checkpoint-dir: cannot write to {path}: {reason}"
-    line = exit_message(checkpoint_sharded.check_folder, "--checkpoint-dir", "")
-    assert line == "--checkpoint-dir: cannot write to '': No such file or directory"
-    new = tmp_path / "new"
+def test_a_folder_in_which_no_save_would_work(tmp_path):
     with mock.patch("pathlib.Path.rename", side_effect=OSError(errno.ENOSYS, "not implemented")):
-        line = exit_message(checkpoint_sharded.check_folder, "--checkpoint-dir", new)
-    assert line.startswith(f"--checkpoint-dir: cannot write to {new}: ") and "not implemented" in line
-    assert os.listdir(new) == ["folder"], "the try leaves nothing"
+        line = exit_message(checkpoint_sharded.check_folder, "--checkpoint-dir", tmp_path)
+    assert line.startswith(f"--checkpoint-dir: cannot write to {tmp_path}: ") and "not implemented" in line
+    assert os.listdir(tmp_path) == [], "the try leaves nothing"
 
 
 # ---- which checkpoints there are ----------------------------------------------------------------------------------
@@ -422,9 +405,9 @@ def disk_full(*args):
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")  # noqa: B904
 
 
-def kept_worker(local_rank, world_size, folder):
-    dist.init_process_group()
-    parts = linear()
+@on_two_processes
+def test_the_newest_are_kept():
+    parts, folder = linear(), os.path.abspath("runs")
 
     def names():
         dist.barrier()  # rank 0 has deleted what it deletes
@@ -464,10 +447,6 @@ def kept_worker(local_rank, world_size, folder):
         with pytest.raises(ValueError, match=f"keep must be at least 1, got 2 and {keep}"):
             checkpoint_sharded.save(folder, *parts, 2, keep=keep)
     assert checkpoint_sharded.load(folder, *parts) == 11
-
-
-def test_the_newest_are_kept(tmp_path):
-    dist.launch(kept_worker, str(tmp_path), nprocs=2)
 
 
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"

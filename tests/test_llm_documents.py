@@ -17,9 +17,6 @@ import llm_documents
 
 TURNS = [("user", "Hi."), ("assistant", "Hello!\n"), ("user", "2+2?"), ("assistant", "4.")]
 CHAT = {"messages": [{"role": role, "content": content} for role, content in TURNS]}
-WITHOUT_THOUGHTS = """{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' and not loop.last %}\
-{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}\
-{% if add_generation_prompt %}[assistant]{% endif %}"""
 REFUSES = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}\
 {% endif %}{{ m.content }}<|end|>{% endfor %}"""
 CHANGES_THE_QUESTION = """{% for m in messages %}{% if m.role == 'user' and loop.last %}Q:{% endif %}{{ m.content }}\
@@ -65,15 +62,6 @@ def test_only_what_the_assistant_says_is_in_the_loss_with_its_end(tokenizer):
     in_loss = targets != llm_documents.IGNORED
     assert targets[in_loss].tolist() == np.array(everything[1:])[in_loss].tolist(), "the token after each"
     assert tokens.dtype == targets.dtype == np.int32
-
-
-def test_a_template_that_shows_earlier_turns_otherwise_gives_a_text_for_each_turn():
-    tokenizer = with_template(WITHOUT_THOUGHTS)
-    turns = [("user", "a"), ("assistant", "t</think>b"), ("user", "c"), ("assistant", "u</think>d")]
-    record = {"messages": [{"role": role, "content": content} for role, content in turns]}
-    (found,) = read(tokenizer, record)
-    assert [said(tokenizer, document) for document in found] == [["t</think>b<|end|>"], ["u</think>d<|end|>"]]
-    assert "t</think>" not in tokenizer.decode(found[1][0])
 
 
 def test_a_token_that_begins_with_the_end_of_the_prompt():
@@ -153,18 +141,8 @@ def test_too_long_conversations_are_left_out_and_counted(tokenizer, capsys):
     assert capsys.readouterr().out == f"1 conversations have more than --length {n} tokens and are left out\n"
 
 
-def test_many_lines(tokenizer, monkeypatch):
-    monkeypatch.setattr(llm_documents, "BYTES_AT_A_TIME", 1000)
-    records = list(language.records(30))
-    together = read(tokenizer, *records)
-    alone = [read(tokenizer, record)[0] for record in records]
-    assert len(together) == 30
-    for a, b in zip(together, alone, strict=True):
-        assert [tokens.tolist() for tokens, _ in a] == [tokens.tolist() for tokens, _ in b]
-
-
-def test_the_tokenizer_gets_few_bytes_at_a_time(tokenizer, monkeypatch):
-    """While a text is tokenized, it takes far more memory than afterwards."""
+def test_many_lines_are_read_in_parts(tokenizer, monkeypatch):
+    """While a text is tokenized, it takes far more memory than afterwards. The documents are those of lines alone."""
     sizes = []
 
     class Watched(type(tokenizer)):
@@ -173,12 +151,15 @@ def test_the_tokenizer_gets_few_bytes_at_a_time(tokenizer, monkeypatch):
                 sizes.append([len(each) for each in text])
             return super().__call__(text, **options)
 
-    tokenizer = language.byte_tokenizer()
-    tokenizer.__class__ = Watched
+    watched = language.byte_tokenizer()
+    watched.__class__ = Watched
     monkeypatch.setattr(llm_documents, "BYTES_AT_A_TIME", 1000)
-    found = read(tokenizer, *[{"text": 600 * "a"}] * 5, {"text": 5000 * "b"}, {"text": "c"})
-    assert sizes == [[600, 600], [600, 600], [600, 5000], [1]]
-    assert [sum(len(tokens) for tokens, _ in line) for line in found] == [600] * 5 + [5000, 1]
+    records = [*[{"text": 600 * "a"}] * 5, {"text": 5000 * "b"}, {"text": "c"}]
+    together = read(watched, *records, *language.records(30))
+    assert sizes[:3] == [[600, 600], [600, 600], [600, 5000]]
+    for number, record in enumerate([*records, *language.records(30)]):
+        (alone,) = read(tokenizer, record)
+        assert [tokens.tolist() for tokens, _ in together[number]] == [tokens.tolist() for tokens, _ in alone]
 
 
 def test_it_prints_how_far_it_has_read(tokenizer, monkeypatch, capsys):
@@ -246,21 +227,7 @@ def test_a_bad_line_is_named(line, cause, tokenizer, tmp_path):
     assert cause in message, message
 
 
-@pytest.mark.parametrize(
-    "template, cause",
-    [
-        (None, "the tokenizer has no chat template: give one by --chat-template, or use texts"),
-        (REFUSES, "System role not supported"),
-        (CHANGES_THE_QUESTION, "the chat template shows the messages before an answer in another way once the answer"),
-        ("{{ messages[0].content", "unexpected end of template"),
-    ],
-)
-def test_a_template_that_cannot_be_used(template, cause):
-    record = {"messages": [{"role": "system", "content": "Be kind."}, *CHAT["messages"]]}
-    assert cause in exit_message(read, with_template(template), record)
-
-
-# ---- what would be ignored -----------------------------------------------------------------------------------------
+# ---- what a line may say -------------------------------------------------------------------------------------------
 
 
 def test_in_a_conversation_of_many_answers_each_answer_is_rendered_twice(tokenizer):
@@ -292,17 +259,12 @@ def says(content="4.", **fields):
     return {"role": "assistant", "content": content, **fields}
 
 
-def test_parts_of_text_are_joined_and_others_refused(tokenizer):
+def test_parts_of_text_are_joined(tokenizer):
     parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
     record = {"messages": [{"role": "user", "content": parts}, says([{"type": "text", "text": "4."}])]}
     plain = {"messages": [{"role": "user", "content": "2+2?"}, says("4.")]}
     (((tokens, targets),),), (((expected_tokens, expected_targets),),) = read(tokenizer, record), read(tokenizer, plain)
     assert tokens.tolist() == expected_tokens.tolist() and targets.tolist() == expected_targets.tolist()
-    picture = [{"type": "image_url", "image_url": {"url": "x"}}]
-    assert "a part of the type image_url" in exit_message(read, tokenizer, chat({"role": "user", "content": picture}))
-    assert "content of the role user is no string" in exit_message(
-        read, tokenizer, {"messages": [{"role": "user", "content": {"a": 1}}, says()]}
-    )
 
 
 WITH_TOOLS = """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}<|{{ m.role }}|>\
@@ -329,9 +291,6 @@ def test_arguments_and_tools_may_be_json_in_json():
     without_content = {"role": "assistant", "content": None, "tool_calls": [call({})]}
     ((document,),) = read(with_template(WITH_TOOLS.replace("m.content", "'' + m.content")), chat(without_content))
     assert said(tokenizer, document) == ["add{}<|end|>"]
-    message = exit_message(read, tokenizer, chat(says("", tool_calls=[call("[1]")])))
-    assert "the arguments of the tool call add are no JSON object" in message
-    assert "JSONDecodeError" in exit_message(read, tokenizer, chat(says("", tool_calls=[call("a=2")])))
 
 
 def test_null_in_an_object_is_no_field():
@@ -356,7 +315,8 @@ def test_a_field_that_says_nothing_is_no_field(nothing, tokenizer):
     expected = read(tokenizer, chat(says()))[0][0][0].tolist()
     for record in (
         chat(says(tool_calls=nothing, annotations=nothing, reasoning_content=nothing, weight=nothing, name=nothing)),
-        chat(says(), text=nothing, prompt=nothing, tools=nothing),
+        chat(says(), text=nothing, prompt=nothing, tools=nothing, chat_template_kwargs=nothing),
+        chat(says(), tools="[]", chat_template_kwargs="[]"),
         {"messages": json.dumps([USER, says(refusal=nothing)])},
     ):
         assert read(tokenizer, record)[0][0][0].tolist() == expected
@@ -374,17 +334,6 @@ def test_a_turn_may_be_left_out_of_the_loss(field, tokenizer):
     assert said(tokenizer, document) == ["4.<|end|>"] and "no<|end|>" in tokenizer.decode(document[0])
     ((document,),) = read(tokenizer, chat(says("4.", weight=1), {"role": "user", "content": "a"}, says("no", **field)))
     assert said(tokenizer, document) == ["4.<|end|>"]
-    assert "says nothing in it that is in the loss" in exit_message(read, tokenizer, chat(says("no", **field)))
-
-
-@pytest.mark.parametrize("field", [{"weight": 0.5}, {"weight": "0"}, {"train": [0]}])
-def test_a_weight_that_is_not_known_is_refused(field, tokenizer):
-    assert f"{next(iter(field))} " in exit_message(read, tokenizer, chat(says("x", **field)))
-
-
-def test_the_loss_of_the_user_is_refused(tokenizer):
-    message = exit_message(read, tokenizer, chat({"role": "user", "content": "x", "train": True}, says()))
-    assert "train True of the role user: it may be 0, or 1 for the assistant" in message
 
 
 def test_variables_of_the_template_may_stand_in_a_line():
@@ -395,37 +344,9 @@ def test_variables_of_the_template_may_stand_in_a_line():
         assert said(tokenizer, document) == ["4.<|end|>"]
 
 
-@pytest.mark.parametrize("field", [{"tools": [{"name": "add"}]}, {"chat_template_kwargs": {"mood": "kind"}}])
-def test_what_the_template_does_not_read_is_refused(field, tokenizer):
-    name = "tools" if "tools" in field else "mood"
-    assert f"the chat template ignores {name} of the line" in exit_message(read, tokenizer, chat(says(), **field))
-    for nothing in (None, "", [], "[]"):
-        assert read(tokenizer, chat(says(), tools=nothing, chat_template_kwargs=nothing))
-
-
 def test_a_template_cannot_be_told_to_ask_for_an_answer(tokenizer):
     ((document,),) = read(tokenizer, chat(says(), chat_template_kwargs={"add_generation_prompt": True}))
     assert tokenizer.decode(document[0]) == "<|user|>Hi.<|end|><|assistant|>4."
-
-
-@pytest.mark.parametrize("field", ["system", "weight", "train", "text", "images", "loss_mask", "id"])
-def test_a_field_of_a_line_that_is_not_used_is_refused(field, tokenizer):
-    """Other trainers obey some of them. By its name alone, a field does not say that it means nothing."""
-    for record in (chat(says()), {"text": "x"}):
-        if field in record:
-            continue
-        message = exit_message(read, tokenizer, {**record, field: 0, "source": "web", "score": None})
-        assert f"({field}, source would be ignored: write the data anew with no other fields than " in message
-        for nothing in (None, "", []):
-            assert len(read(tokenizer, {**record, field: nothing})[0]) == 1, "Dataset.to_json writes null"
-
-
-@pytest.mark.parametrize("field", ["reasoning_content", "function_call", "refusal", "tool_calls"])
-def test_a_field_of_a_message_that_the_template_ignores_is_refused(field, tokenizer):
-    message = exit_message(read, tokenizer, chat(says("4.", **{field: [{"x": 1}]})))
-    assert f"the chat template ignores {field} of the role assistant" in message
-    ((document,),) = read(tokenizer, chat(says("4.", **{field: None})))
-    assert said(tokenizer, document) == ["4.<|end|>"], "Dataset.to_json writes null for what is missing"
 
 
 DROPS_THOUGHTS = """{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1].strip() }}<|end|>\
@@ -435,35 +356,10 @@ DROPS_CALLS = """{% for m in messages %}<|{{ m.role }}|>{% if m.content or not m
 {% if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 
-def test_words_of_the_assistant_that_the_template_drops_are_refused():
-    message = exit_message(read, with_template(DROPS_THOUGHTS), chat(says("<think>why</think>4.")))
-    assert "the chat template does not show all that the assistant says: '<think>why</think>4.'" in message
-    ((document,),) = read(with_template(DROPS_THOUGHTS), chat(says("  2 +\n2 ")))
-    assert said(with_template(DROPS_THOUGHTS), document) == ["2 +\n2<|end|>"], "it may change white space"
-    message = exit_message(read, with_template(DROPS_CALLS), chat(says("Wait.", tool_calls=[call({})])))
-    assert "the chat template does not show the name of a tool call;" in message
-
-
 SHOWS_SOME = """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{{ m.reasoning_content }}\
 {% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}{% if loop.first and m.all %}\
 {{ call.function.arguments | tojson }}{% endif %}{% endfor %}<|end|>{% endfor %}\
 {% if add_generation_prompt %}<|assistant|>{% endif %}"""
-
-
-def test_a_part_that_the_template_shows_elsewhere_only_is_refused():
-    """The template contains the name of the field, and shows what it holds: in another message, or of another call."""
-    tokenizer = with_template(SHOWS_SOME)
-    asked = {"role": "user", "content": "2+2?", "reasoning_content": "a hint"}
-    thought = says("4.", reasoning_content="2+2=4")
-    assert read(tokenizer, {"messages": [USER, thought]})
-    for messages in ([asked, thought], [USER, thought, asked, thought], [USER, says("no", weight=0), asked, thought]):
-        message = exit_message(read, tokenizer, {"messages": messages})
-        assert "the chat template does not show reasoning_content of the role user;" in message
-    hidden = "the chat template does not show the arguments of the tool call add;"
-    assert hidden in exit_message(read, tokenizer, chat(says("", tool_calls=[call({"a": 2})])))
-    calls = [call({"a": 2}), call({"a": 3})]
-    assert hidden in exit_message(read, tokenizer, chat(says("", all=True, tool_calls=calls)))
-    assert read(tokenizer, chat(says("", all=True, tool_calls=[call({"a": 2}), call({})])))
 
 
 def test_thoughts_of_an_earlier_turn_may_be_hidden():
@@ -481,23 +377,6 @@ KNOWS_AND_RAISES = KNOWS.replace("{% endif %}{% endfor", "{% else %}{{ raise_exc
 ALTERNATES = """{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}\
 {% for m in messages %}{% if (m.role == 'user') == loop.index0 % 2 %}{{ raise_exception('no turns') }}{% endif %}\
 <|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
-
-
-@pytest.mark.parametrize("role", ["human", "tool"])
-def test_a_role_that_the_template_does_not_know_is_refused(role):
-    record = chat({"role": role, "content": "important"}, says())
-    roles = "the chat template shows the roles system, user, assistant)"
-    message = exit_message(read, with_template(KNOWS), record)
-    assert f"the chat template does not show content of the role {role}; {roles}" in message
-    message = exit_message(read, with_template(KNOWS_AND_RAISES), record)
-    assert message.endswith(f"(what?; {roles}")
-    ((document,),) = read(with_template(llm_documents.CHAT_TEMPLATE), record)
-    assert "important" in with_template(KNOWS).decode(document[0]), "this one shows any role"
-
-
-def test_the_roles_are_those_that_a_template_shows_where_they_usually_stand():
-    message = exit_message(read, with_template(ALTERNATES), {"messages": [{**USER, "role": "system"}, USER, says()]})
-    assert message.endswith("(no system; the chat template shows the roles user, assistant)")
 
 
 # ---- kinds of templates --------------------------------------------------------------------------------------------
@@ -518,9 +397,6 @@ messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}{{ m.cont
 FINAL_DIFFERS = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' and loop.last and \
 not add_generation_prompt %}<|end|>{% else %}<|user|>{% endif %}{% endfor %}\
 {% if add_generation_prompt %}<|assistant|>{% endif %}"""
-GENERATION = """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}\
-{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}\
-{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 NO_SPECIAL = """{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}\
 {% if add_generation_prompt %}assistant: {% endif %}"""
 # What is in the loss of the two answers of CHAT.
@@ -529,7 +405,6 @@ KINDS = {
     "the last turn has no end": (NO_END_AT_THE_END, [["Hello!\n<|end|>", "4.<|end|>"]]),
     "a token ends the whole": (TWO_ENDS, [["Hello!\n<|end|>\n</s>"], ["4.<|end|>\n</s>"]]),
     "the last turn ends otherwise": (FINAL_DIFFERS, [["Hello!\n<|end|>"], ["4.<|end|>"]]),
-    "the template marks what is generated": (GENERATION, [["Hello!\n<|end|>", "4.<|end|>"]]),
     "no token ends a turn": (NO_SPECIAL, [["Hello!\n\n", "4.\n"]]),
 }
 
@@ -636,14 +511,6 @@ def test_the_words_in_the_loss_are_those_that_a_template_marks(kind):
             assert said(tokenizer, document)[-1] == expected
 
 
-def test_a_thought_that_the_template_shows_only_until_the_answer_follows_is_refused():
-    """With it in the prompt and without it in the text, nobody knows what the model should read before the answer."""
-    gone = "{% if not (m.tool_calls and messages[-1].content == '9.') %}" + THOUGHT + "{% endif %}"
-    tokenizer = with_template(WITH_THOUGHTS.replace(THOUGHT, gone))
-    assert read(tokenizer, {"messages": AGENT[:5]})
-    assert "in another way once the answer follows" in exit_message(read, tokenizer, {"messages": AGENT[:6]})
-
-
 def test_a_system_message_that_another_message_shows():
     tokenizer = with_template(MERGES_SYSTEM)
     ((document,),) = read(tokenizer, {"messages": [{"role": "system", "content": "Be kind."}, *CHAT["messages"]]})
@@ -661,6 +528,77 @@ def test_the_role_that_ends_a_turn_with_thoughts_and_with_a_call():
     assert said(tokenizer, document) == ["add<|end|>", "4.<|user|>"]
     ((document,),) = read(tokenizer, chat(says("", tool_calls=[call({})])))
     assert said(tokenizer, document) == ["add<|end|>"]
+
+
+# ---- what would be ignored -----------------------------------------------------------------------------------------
+
+PLAIN = llm_documents.CHAT_TEMPLATE
+SYSTEM = {"messages": [{"role": "system", "content": "Be kind."}, *CHAT["messages"]]}
+HINT = {"role": "user", "content": "2+2?", "reasoning_content": "a hint"}
+THOUGHTFUL = says("4.", reasoning_content="2+2=4")
+NOT_SHOWN = "the chat template does not show"
+NOT_THE_HINT = f"{NOT_SHOWN} reasoning_content of the role user;"
+NOT_THE_ARGUMENTS = f"{NOT_SHOWN} the arguments of the tool call add;"
+NO_LOSS = "says nothing in it that is in the loss"
+ROLES = "the chat template shows the roles system, user, assistant)"
+LEAVES = "{% if not (m.tool_calls and messages[-1].content == '9.') %}" + THOUGHT + "{% endif %}"
+THOUGHT_LEAVES = WITH_THOUGHTS.replace(THOUGHT, LEAVES)
+REFUSED = [  # a chat template, a line, and what is said
+    (None, SYSTEM, "the tokenizer has no chat template: give one by --chat-template, or use texts"),
+    ("{{ messages[0].content", SYSTEM, "unexpected end of template"),
+    (REFUSES, SYSTEM, "System role not supported"),
+    (CHANGES_THE_QUESTION, SYSTEM, "shows the messages before an answer in another way once the answer"),
+    (THOUGHT_LEAVES, {"messages": AGENT[:6]}, "in another way once the answer follows"),
+    (PLAIN, chat({"role": "user", "content": [{"type": "image_url"}]}), "a part of the type image_url"),
+    (PLAIN, chat({"role": "user", "content": {"a": 1}}, says()), "content of the role user is no string"),
+    (PLAIN, chat(says(weight=0)), NO_LOSS),
+    (PLAIN, chat(says(train=False)), NO_LOSS),
+    (PLAIN, chat(says(weight=0.5)), "weight 0.5 "),
+    (PLAIN, chat(says(weight="0")), "weight 0 "),
+    (PLAIN, chat(says(train=[0])), "train [0] "),
+    (PLAIN, chat({**USER, "train": True}, says()), "train True of the role user: it may be 0, or 1 for the assistant"),
+    (PLAIN, chat(says(), tools=[{"name": "add"}]), "the chat template ignores tools of the line"),
+    (PLAIN, chat(says(), chat_template_kwargs={"mood": "kind"}), "the chat template ignores mood of the line"),
+    (WITH_TOOLS, chat(says("", tool_calls=[call("[1]")])), "the arguments of the tool call add are no JSON object"),
+    (WITH_TOOLS, chat(says("", tool_calls=[call("a=2")])), "JSONDecodeError"),
+    (DROPS_THOUGHTS, chat(says("<think>why</think>4.")), f"{NOT_SHOWN} all that the assistant says: '<think>why</thi"),
+    (DROPS_CALLS, chat(says("Wait.", tool_calls=[call({})])), f"{NOT_SHOWN} the name of a tool call;"),
+    # The template contains the name of the field, and shows what it holds: in another message, or of another call.
+    (SHOWS_SOME, {"messages": [HINT, THOUGHTFUL]}, NOT_THE_HINT),
+    (SHOWS_SOME, chat(THOUGHTFUL, HINT, THOUGHTFUL), NOT_THE_HINT),
+    (SHOWS_SOME, chat(says("no", weight=0), HINT, THOUGHTFUL), NOT_THE_HINT),
+    (SHOWS_SOME, chat(says("", tool_calls=[call({"a": 2})])), NOT_THE_ARGUMENTS),
+    (SHOWS_SOME, chat(says("", all=True, tool_calls=[call({"a": 2}), call({"a": 3})])), NOT_THE_ARGUMENTS),
+    (ALTERNATES, SYSTEM, "(no system; the chat template shows the roles user, assistant)"),
+]
+for field in ("reasoning_content", "function_call", "refusal", "tool_calls"):
+    line = f"the chat template ignores {field} of the role assistant"
+    REFUSED.append((PLAIN, chat(says(**{field: [{"x": 1}]})), line))
+# Other trainers obey some of them. By its name alone, a field does not say that it means nothing.
+for field in ("system", "weight", "train", "images", "loss_mask", "id"):
+    line = f"({field}, source would be ignored: write the data anew with no other fields than "
+    for record in (chat(says()), {"text": "x"}):
+        REFUSED.append((PLAIN, {**record, field: 0, "source": "web", "score": None}, line))
+for role in ("human", "tool"):
+    record = chat({"role": role, "content": "important"}, says())
+    REFUSED.append((KNOWS, record, f"{NOT_SHOWN} content of the role {role}; {ROLES}"))
+    REFUSED.append((KNOWS_AND_RAISES, record, f"(what?; {ROLES}"))
+
+
+@pytest.mark.parametrize(("template", "record", "cause"), REFUSED)
+def test_what_would_be_ignored_or_cannot_be_shown_is_refused(template, record, cause):
+    assert cause in exit_message(read, with_template(template), record)
+
+
+def test_what_is_shown_somehow_is_not_refused():
+    """White space may change. Nothing is missing of a call without arguments."""
+    ((document,),) = read(with_template(DROPS_THOUGHTS), chat(says("  2 +\n2 ")))
+    assert said(with_template(DROPS_THOUGHTS), document) == ["2 +\n2<|end|>"]
+    ((document,),) = read(with_template(PLAIN), chat({"role": "human", "content": "important"}, says()))
+    assert "important" in with_template(PLAIN).decode(document[0]), "it shows any role"
+    assert read(with_template(SHOWS_SOME), chat(THOUGHTFUL))
+    assert read(with_template(SHOWS_SOME), chat(says("", all=True, tool_calls=[call({"a": 2}), call({})])))
+    assert read(with_template(THOUGHT_LEAVES), {"messages": AGENT[:5]})
 
 
 # ---- files, and the conversations of the library ----------------------------------------------------------

@@ -22,17 +22,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import MNIST_ROOT, exit_message, guards, needs_mnist, run
-from images import (
-    OPTIMIZERS,
-    Net,
-    Normed,
-    Plain,
-    assert_equal_states,
-    digits,
-    few_digits,
-    normal,
-    result_of,
-)
+from images import OPTIMIZERS, Net, Normed, Plain, assert_equal_states, digits, few_digits, normal, result_of
 from PIL import Image
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.run import get_args_parser
@@ -479,10 +469,7 @@ def test_a_snapshot_of_another_global_batch_is_refused(tmp_path, capfd):
     assert lines[1:] == [f"Resuming from {path} at step 13"], "all is done: nothing is trained"
 
 
-def test_a_global_batch_that_does_not_fit_is_one_line(tmp_path, main_of, monkeypatch):
-    message = "4 is less than 6, the micro-batches of 2 x --accumulate 3"
-    options = ("--nproc", "2", "--accumulate", "3", "--global-batch-size", "4")
-    assert main_of(SCRIPT, *options) == (2, f"{SCRIPT}: error: argument --global-batch-size: {message}\n")
+def test_a_global_batch_of_more_than_all_samples_is_one_line(tmp_path):
     message = exit_message(train_worker, 0, 1, settings(global_batch_size=321), tmp_path)
     assert message == "--global-batch-size 321 is more than all training samples, 320"
 
@@ -640,18 +627,11 @@ def test_tensorboard_alone(tmp_path):
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.guard
-@pytest.mark.slow
-def test_a_folder_that_is_gone_at_the_end_is_one_line(tmp_path, capfd):
-    message = exit_message(dist.launch, train_worker, settings(epochs=2), tmp_path / "gone", nprocs=2)
-    assert message.startswith(f"cannot save {tmp_path / 'gone'}/mnist_cnn") and "No such file" in message
-    assert len(TEST_LINE.findall(capfd.readouterr().out)) == 2, "the accuracies are known"
-
-
-def test_a_full_disk_leaves_the_old_file(tmp_path):
+def test_a_full_disk_leaves_the_old_file(tmp_path, capfd):
     path = tmp_path / "mnist_cnn.pt"
     path.write_text("old")
     (tmp_path / "mnist_cnn.pt.0.tmp").symlink_to("/dev/full")
     message = exit_message(train_worker, 0, 1, settings(epochs=1), tmp_path)
     assert message.startswith(f"cannot save {path}") and "No space left on device" in message
+    assert len(TEST_LINE.findall(capfd.readouterr().out)) == 1, "the accuracy is known"
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"mnist_cnn.pt": "old"}

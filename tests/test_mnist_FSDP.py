@@ -8,7 +8,6 @@ import json
 import os
 import pty
 import re
-import resource
 import shutil
 import struct
 import termios
@@ -19,7 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import MNIST_ROOT, Watch, exit_message, guards, killed_in, needs_mnist, slow_clock
+from conftest import Watch, exit_message, guards, on_two_processes, slow, slow_clock
 from images import (
     OPTIMIZERS,
     Net,
@@ -32,14 +31,11 @@ from images import (
     result_of,
     train_alone,
 )
-from test_checkpoint_sharded import KILLS
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.multiprocessing import ProcessExitedException
 from torch.nn import functional as F
 from torch.utils.data import Subset
 
-import checkpoint_sharded
 import distributed as dist
 import mnist
 import mnist_FSDP
@@ -50,10 +46,6 @@ EPOCH_LINE = (
     r"epoch (\d+)/\d+ \| loss ([\d.]+) \| held-out ([\d.]+) \| accuracy ([\d.]+) \((\d+)/(\d+)\) "
     r"\| (\d+) MB \| ([\d,]+) samples/s"
 )
-
-
-def slow(value):
-    return pytest.param(value, marks=pytest.mark.slow)
 
 
 def train(local_rank, world_size, folder, name="run", optimizer="adam", model=Net, kind=lambda whole: whole, **changes):
@@ -306,25 +298,10 @@ def two_steps(model, mixed):
     return optimizer
 
 
-def alike_layers(seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
-
-
-def start_worker(local_rank, world_size):
-    """Ranks that draw different weights, and tensors of one shape, which nothing but their order tells apart."""
-    dist.init_process_group()
-    model = dist.prepare_fsdp_model(alike_layers(seed=local_rank))
-    for param, expected in zip(model.parameters(), alike_layers(seed=0).parameters(), strict=True):
-        assert torch.equal(param.full_tensor(), expected)
-
-
-def test_all_ranks_start_from_rank_0s_weights():
-    dist.launch(start_worker, nprocs=2)
-
-
-def mixed_worker(local_rank, world_size):
-    dist.init_process_group()
+@pytest.mark.guard
+@pytest.mark.slow
+@on_two_processes
+def test_each_rank_computes_in_bfloat16_if_told_to():
     gathered, computed = set(), set()
     for strategy in ("fsdp", "ddp"):
         model = mnist_FSDP.wrap(mnist.ShallowNet(), strategy, dist.get_device(), True)
@@ -340,12 +317,6 @@ def mixed_worker(local_rank, world_size):
         assert gathered == {torch.bfloat16 if strategy == "fsdp" else torch.float32}
         gathered.clear()
         computed.clear()
-
-
-@pytest.mark.guard
-@pytest.mark.slow
-def test_each_rank_computes_in_bfloat16_if_told_to():
-    dist.launch(mixed_worker, nprocs=2)
 
 
 def test_mixed_precision_is_for_training_and_evaluation(tmp_path):
@@ -396,7 +367,7 @@ def resume_worker(local_rank, world_size, folder):
 @pytest.mark.guard
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("nprocs", [1, 2, slow(3)])
+@pytest.mark.parametrize("nprocs", [1, 2, *slow(3)])
 def test_resume_on_another_number_of_ranks(nprocs, uninterrupted, references, tmp_path):
     for name in ("fsdp", "ddp", "other"):
         first_epoch_of(uninterrupted, tmp_path / name)
@@ -415,50 +386,12 @@ def test_resume_on_another_number_of_ranks(nprocs, uninterrupted, references, tm
     assert sorted(os.listdir(tmp_path / "layerwise")) == ["step-1", "step-2"]
 
 
-def killed_worker(local_rank, world_size, folder, rank, how):
-    save = checkpoint_sharded.save
-
-    def save_or_die(folder, model, optimizer, epoch, **settings):
-        with killed_in(*how) if (epoch, local_rank) == (2, rank) else contextlib.nullcontext():
-            save(folder, model, optimizer, epoch, **settings)
-
-    with mock.patch("checkpoint_sharded.save", save_or_die):
-        again_worker(local_rank, world_size, folder)
-
-
-@pytest.mark.guard
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", [moment for moment in KILLS if "older ones" not in moment])
-def test_kill_in_a_save(moment, uninterrupted, references, tmp_path):
-    (rank, how, epoch), folder = KILLS[moment], first_epoch_of(uninterrupted, tmp_path)
-    with pytest.raises(ProcessExitedException, match=f"rank {rank} was killed by SIGKILL"):
-        dist.launch(killed_worker, folder, rank, how, nprocs=2)
-    assert (tmp_path / "step-2").is_dir()
-    dist.launch(again_worker, folder, nprocs=2)
-    state, lines, output, _ = trained(tmp_path)
-    assert f"Resuming from {tmp_path / f'step-{epoch}'}" in output and len(lines) == 2 - epoch
-    assert_equal_states(state, references["adam"][0])
-    dcp_to_torch_save(tmp_path / "step-2", tmp_path / "saved.pt")  # and it was completed
-    assert_equal_states(torch.load(tmp_path / "saved.pt", weights_only=True)["model"], references["adam"][0])
-
-
-def full_disk_worker(local_rank, world_size, folder):
-    dist.init_process_group()
-    with few_digits(*SIZES):
-        model = mnist_FSDP.wrap(Net(), "fsdp", dist.get_device(), False)
-    if local_rank > 0:
-        mnist_FSDP.export(f"{folder}/old.pt", model)
-    else:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-        message = exit_message(mnist_FSDP.export, f"{folder}/old.pt", model)
-        assert message.startswith(f"cannot save {folder}/old.pt") and "File too large" in message
-    dist.barrier()
-
-
 def test_an_export_on_a_full_disk_leaves_the_old_file(tmp_path):
-    (tmp_path / "old.pt").write_text("old")
-    dist.launch(full_disk_worker, str(tmp_path), nprocs=2)
-    assert (tmp_path / "old.pt").read_text() == "old"
+    (tmp_path / "run.pt").write_text("old")
+    (tmp_path / "run.pt.0.tmp").symlink_to("/dev/full")
+    message = exit_message(train, 0, 1, tmp_path, epochs=1)
+    assert message.startswith(f"cannot save {tmp_path}/run.pt") and "No space left on device" in message
+    assert (tmp_path / "run.pt").read_text() == "old"
 
 
 # ---- progress -----------------------------------------------------------------------------------------------------
@@ -512,42 +445,3 @@ def test_no_step_waits_for_the_loss(tmp_path, monkeypatch):
         train(0, 1, tmp_path, epochs=1, log_every=log_every)
         counts.append(len(waits))
     assert counts[0] - counts[2] == STEPS and counts[1] - counts[2] == STEPS // 5
-
-
-# ---- the command --------------------------------------------------------------------------------------------------
-
-
-@needs_mnist
-@pytest.mark.slow
-@pytest.mark.guard
-def test_shallow_net_on_real_mnist_in_two_units_equals_local(tmp_path):
-    dist.launch(real_worker, "fsdp", str(tmp_path), nprocs=2)
-    dist.launch(real_worker, "local", str(tmp_path), nprocs=1)
-    output, alone = ((tmp_path / f"{strategy}.txt").read_text() for strategy in ("fsdp", "local"))
-    assert "Sharded units: 2, layers of at least 20,000 parameters" in output
-    assert re.findall(r"(loss.*\)) ", output) == re.findall(r"(loss.*\)) ", alone)
-    sharded, whole = (torch.load(tmp_path / f"{strategy}.pt", weights_only=True) for strategy in ("fsdp", "local"))
-    assert_equal_states(sharded, whole)
-
-
-def real_worker(local_rank, world_size, strategy, folder):
-    """600 real digits in float64, without dropout, whose masks differ between numbers of processes."""
-    words = ["--strategy", strategy, "--model", "shallow", "--epochs", "1", "--batch-size", str(64 // world_size)]
-    words += ["--data", "mnist", "--data-dir", MNIST_ROOT, "--output", f"{folder}/{strategy}.pt"]
-    load_data = mnist.load_data
-
-    def some(*args, **kwargs):
-        whole = load_data(*args, **kwargs)
-        return mnist.Digits(whole.images[:600], whole.labels[:600])
-
-    torch.set_default_dtype(torch.float64)
-    with (
-        mock.patch("mnist.load_data", some),
-        mock.patch("torch.nn.functional.dropout", lambda x, *_: x),
-        mock.patch("sys.argv", ["mnist_FSDP.py", *words]),
-        contextlib.redirect_stdout(io.StringIO()) as stdout,
-    ):
-        mnist_FSDP.main_worker(local_rank, world_size, mnist_FSDP.parse_args())
-    torch.set_default_dtype(torch.float32)
-    if local_rank == 0:
-        Path(f"{folder}/{strategy}.txt").write_text(stdout.getvalue())

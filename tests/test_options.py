@@ -69,7 +69,7 @@ REFUSED = {
         --chat-template t | --chat-template
         --lora 4 | --lora --model
         --model folder --data a --lora 4 --from-scratch | --lora --model
-        --lora-alpha 2 | --lora-alpha --lora
+        --model folder --data a --lora-alpha 2 | --lora-alpha --lora
         --length 1 | --length '1' 2
         --nproc 2 --global-batch-size 1 | --global-batch-size 1 2
     """,
@@ -274,45 +274,31 @@ def test_an_option_may_be_typed_with_underscores(monkeypatch):
     assert vars(parser.parse_args(typed)) == expected
 
 
-FOLDERS = [
-    ("llm_FSDP", "--output", ""),
-    ("llm_FSDP", "--checkpoint-dir", ""),
-    ("llm_FSDP", "--tensorboard", ""),
-    ("multigpu_torchrun", "--snapshot-path", "snapshot.pt"),
-    ("min_FSDP", "--checkpoint-dir", ""),
+FOLDERS = [  # where scripts save, and the name of a file there
+    *[("llm_FSDP", option, "") for option in ("--output", "--checkpoint-dir", "--tensorboard")],
+    *[(f"min_{name}", "--checkpoint-dir", "") for name in ("FSDP", "FSDP_TP", "PP_FSDP_TP", "Muon")],
     ("mnist_FSDP", "--checkpoint-dir", ""),
-    ("mnist_FSDP", "--output", "model.pt"),
-    ("mnist_DDP", "--output", "model.pt"),
+    ("multigpu_torchrun", "--snapshot-path", "snapshot.pt"),
+    ("min_Stream", "--snapshot-path", "snapshot.pt"),
     ("mnist_DDP", "--snapshot-path", "snapshot.pt"),
-    ("min_GRPO", "--output", "model.pt"),
+    *[(script, "--output", "model.pt") for script in ("mnist_DDP", "mnist_FSDP", "min_GRPO")],
 ]
 
 
 @pytest.mark.parametrize(("script", "option", "name"), FOLDERS)
 def test_a_folder_is_made_or_one_line_says_why_not(script, option, name, main_of, tmp_path, monkeypatch):
+    """A path may be empty, as from a variable that is not set."""
     assert launched(monkeypatch, script, option, tmp_path / "new" / "folder" / name)
     assert (tmp_path / "new" / "folder").is_dir()
     (tmp_path / "file").write_text("in the way")
+    words = [*POSITIONAL.get(script, []), option]
     for folder in (tmp_path / "file", tmp_path / "file" / "folder"):
-        message, stderr = main_of(f"{script}.py", *POSITIONAL.get(script, []), option, str(folder / name))
+        message, stderr = main_of(f"{script}.py", *words, str(folder / name))
         assert re.fullmatch(f"{option}: cannot write to {folder}: (File exists|Not a directory)", message)
         assert stderr == ""
     assert (tmp_path / "file").read_text() == "in the way"
-
-
-SAVING = {
-    "--checkpoint-dir": ["llm_FSDP", "min_FSDP_TP", "min_PP_FSDP_TP", "min_FSDP", "mnist_FSDP", "min_Muon"],
-    "--snapshot-path": ["min_Stream", "mnist_DDP"],
-    "--output": ["min_GRPO"],
-}
-
-
-@pytest.mark.parametrize("option", SAVING)
-def test_an_empty_path_is_one_line(option, main_of):
-    """As from a variable that is not set. Without a path nothing is saved."""
-    for script in SAVING[option]:
-        message, stderr = main_of(f"{script}.py", option, "")
-        assert re.match(f"{option}: (cannot write to |'' is not the name of a file$)", message) and stderr == ""
+    message, stderr = main_of(f"{script}.py", *words, "")
+    assert re.match(f"{option}: (cannot write to |'' is not the name of a file$)", message) and stderr == ""
 
 
 def test_a_path_may_begin_with_the_home_folder(monkeypatch, tmp_path):

@@ -1,16 +1,12 @@
 """Every block of docs/recipes.md runs on two processes, and keeps what the page promises.
 
-All recipes that are selected run in one job of two processes, one after the other. A recipe that fails does not stop
-the others: its processes leave the process group, and all meet in a new one, or in a new job.
+All recipes that are selected run in one job, one after the other.
 """
 
 import contextlib
 import copy
-import datetime
 import io
-import json
 import linecache
-import math
 import os
 import random
 import re
@@ -18,18 +14,17 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 import types
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conftest import ROOT, CollectiveCounter, float64, run, whole
+from conftest import ROOT, CollectiveCounter, float64, on_two_processes, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
 from transformer import full_parameters
@@ -40,12 +35,12 @@ import distributed as dist
 
 PAGE = ROOT / "docs" / "recipes.md"
 RATE = 0.1
-RECIPES = {}  # the functions that check them, by their names
 
 
 def recipe(check):
-    RECIPES[check.__name__] = check
-    return check
+    """A guard, in float64."""
+    test = on_two_processes(float64()(check))
+    return pytest.mark.guard(pytest.mark.slow(test))
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
@@ -73,39 +68,6 @@ def execute(block, **names):
     return types.SimpleNamespace(**namespace)
 
 
-# ---- a job of two processes -----------------------------------------------------------------------------------------
-
-
-def run_recipes(local_rank, world_size, names, folder):
-    os.chdir(folder)
-    for name in names:
-        dist.init_process_group(timeout=datetime.timedelta(seconds=60))
-        torch.manual_seed(0)
-        try:
-            with float64():
-                RECIPES[name]()
-        except (Exception, pytest.fail.Exception) as error:
-            raise RuntimeError(f"the recipe {name} on rank {local_rank}") from error
-        Path(f"{name} {local_rank}").touch()
-
-
-@pytest.fixture(scope="module")
-def job(request, tmp_path_factory):
-    """The folder where all recipes that are selected have run. Those after one that fails do not run."""
-    items = [item for item in request.session.items if item.path == request.path and "name" in item.fixturenames]
-    names = list(dict.fromkeys(item.callspec.params["name"] for item in items))
-    folder = tmp_path_factory.mktemp("recipes")
-    try:
-        dist.launch(run_recipes, names, str(folder), nprocs=2)
-    except Exception:
-        (folder / "error.txt").write_text(traceback.format_exc())
-    return folder
-
-
-def check_no_error(folder, name):
-    assert all((folder / f"{name} {rank}").exists() for rank in range(2)), (folder / "error.txt").read_text()
-
-
 # ---- what the recipes train -----------------------------------------------------------------------------------------
 
 
@@ -131,8 +93,6 @@ def make_model(**sizes):
 
 
 def shard(model, mesh=None, **kwargs):
-    from torch.distributed.fsdp import fully_shard
-
     mesh = mesh or make_mesh()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **kwargs)
@@ -219,7 +179,38 @@ def own_micro_batches():
 
 
 @recipe
-def accumulation_under_fsdp():
+def test_accumulation():
+    """Two epochs equal one process that does not accumulate, with one all-reduce per step. Also without DDP."""
+    load, block = blocks_of("How do I accumulate gradients over several batches?")
+    x, y = make_batch(119)  # four steps of 24 samples, and the rest
+    loader = execute(load, train_set=TensorDataset(x, y), K=2, batch_size=12).loader
+    cut = []
+    steps = []
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        cut.append(list(loader))
+        steps += torch.randperm(96, generator=torch.Generator().manual_seed(epoch)).split(24)
+    three = list(zip(x[:36].split(12), y[:36].split(12), strict=True))  # one more than a step has
+    left_over = 2 * [[own(*micro_batch) for micro_batch in three]]
+    plain = 2 * [torch.arange(24)]
+    cases = [(cut, steps, 2, len(steps)), (left_over, plain, 2, 2), (2 * [three], plain, 1, 0)]
+    for epochs, steps, n_processes, n_sends in cases:
+        model, alone, stepped = make_model(), make_model(), []
+        ddp_model = dist.prepare_ddp_model(model) if n_processes > 1 else model
+        optimizer = sgd(model)
+        optimizer.register_step_post_hook(lambda *_, stepped=stepped: stepped.append(1))
+        with count_collectives() as counts:
+            for batches in epochs:
+                names = {"optimizer": optimizer, "loader": batches, "K": 2, "world_size": n_processes}
+                execute(block, ddp_model=ddp_model, **names)
+        for indices in steps:
+            train_alone(alone, lambda model, at=indices: F.cross_entropy(model(x[at]), y[at]))
+        check_equal(full_parameters(model), full_parameters(alone))
+        assert (len(stepped), n_all_reduces(counts)) == (len(steps), n_sends)
+
+
+@recipe
+def test_accumulation_under_fsdp():
     """And under HSDP, with two replicas of one shard each: each of three units is sent once."""
     (block,) = blocks_of("How do I accumulate gradients under FSDP2?")
     replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
@@ -233,7 +224,7 @@ def accumulation_under_fsdp():
 
 
 @recipe
-def unequal_numbers():
+def test_unequal_numbers():
     """Rank 0 has 2 samples and rank 1 has 10."""
     (block,) = blocks_of("My batches have unequal numbers of samples or tokens. How do I average the loss?")
     model = make_model()
@@ -245,7 +236,7 @@ def unequal_numbers():
 
 
 @recipe
-def norm_of_gradients():
+def test_norm_of_gradients():
     """Clipped: the norm is above 0.1."""
     (block,) = blocks_of("How do I clip gradients and log their norm?")
     x, y = make_batch()
@@ -283,7 +274,7 @@ class TwoBranches(nn.Module):
 
 
 @recipe
-def unused_parameters():
+def test_unused_parameters():
     """Each rank takes another branch."""
     (block,) = blocks_of("DDP says that it expected to have finished reduction. What is wrong?")
     parts = [(torch.ones(2, 4), torch.zeros(2, dtype=torch.long)), (torch.ones(4, 4), torch.ones(4, dtype=torch.long))]
@@ -301,7 +292,7 @@ def unused_parameters():
 
 
 @recipe
-def drawing_under_fsdp():
+def test_drawing_under_fsdp():
     """Rank 1 takes five forwards, and rank 0 one."""
     (block,) = blocks_of("How do I draw answers or samples from a model under FSDP2?")
     model = shard(make_model())
@@ -336,7 +327,7 @@ class TwoTowers(nn.Module):
 
 
 @recipe
-def contrastive_loss():
+def test_contrastive_loss():
     (block,) = blocks_of("My loss compares each sample with all others (contrastive loss). What do I gather?")
     x, _ = make_batch()
 
@@ -358,7 +349,7 @@ def contrastive_loss():
 
 
 @recipe
-def global_sums():
+def test_global_sums():
     """The Dice loss of a batch of which rank 1 has another share of ones."""
     (block,) = blocks_of("A loss over the global batch")
     x, y = make_batch()
@@ -379,7 +370,7 @@ def global_sums():
 
 
 @recipe
-def batch_norm():
+def test_batch_norm():
     """The statistics of the global batch, forward and backward, with shares of 7 and 5 samples."""
     (block,) = blocks_of("How do I use BatchNorm?")
     (sums,) = blocks_of("A loss over the global batch")
@@ -410,7 +401,7 @@ def batch_norm():
 
 
 @recipe
-def buffers_of_forward():
+def test_buffers_of_forward():
     (block,) = blocks_of("My forward updates buffers: a codebook, centres, a queue")
     codebook = execute(block).Codebook(8, 4)
 
@@ -443,7 +434,7 @@ def buffers_of_forward():
 
 
 @recipe
-def noise_of_the_global_batch():
+def test_noise_of_the_global_batch():
     (block,) = blocks_of("My model gets noise or random times (diffusion)")
     names = {"seed": 3, "step": 4, "global_batch_size": 6}
     found = execute(block, x=torch.zeros(3, 2, 5), **names)
@@ -454,7 +445,7 @@ def noise_of_the_global_batch():
 
 
 @recipe
-def moving_average():
+def test_moving_average():
     """Of a sharded model and of BatchNorm's buffers."""
     (sharded,) = blocks_of("How do I keep an exponential moving average (EMA) of the weights?")
 
@@ -465,8 +456,6 @@ def moving_average():
     batches = [make_batch(seed=seed) for seed in range(4)]
 
     def make_sharded():
-        from torch.distributed.fsdp import fully_shard
-
         return fully_shard(make().eval(), mesh=make_mesh())
 
     alone, model, ema_model = make().eval(), make_sharded(), make_sharded()
@@ -498,7 +487,7 @@ def generator_loss(scores):
 
 
 @recipe
-def two_optimizers():
+def test_two_optimizers():
     (block,) = blocks_of("My script has two models and two optimizers, like a GAN. What do I wrap?")
     torch.manual_seed(3)
     batches = [(torch.randn(8, 6), torch.randn(8, 6)) for _ in range(3)]
@@ -538,7 +527,7 @@ def two_optimizers():
 
 
 @recipe
-def unfreezing():
+def test_unfreezing():
     """Two steps with a frozen layer, and two more with all layers, equal one process's."""
     (block,) = blocks_of("How do I unfreeze layers during training?")
     x, y = make_batch()
@@ -575,7 +564,7 @@ def area_under_curve(labels, scores):
 
 
 @recipe
-def metric_of_all_predictions():
+def test_metric_of_all_predictions():
     gathered, ordered = blocks_of("My metric needs all predictions (AUC, F1)")
     model = make_model()
     for n in (2, 37, 128, 129, 131):
@@ -594,7 +583,7 @@ def metric_of_all_predictions():
 
 
 @recipe
-def download():
+def test_download():
     """One process downloads, and all read after that."""
     (block,) = blocks_of("My script downloads or prepares its data. Which process should do it?")
     calls = []
@@ -611,7 +600,7 @@ def download():
 
 
 @recipe
-def own_sampler():
+def test_own_sampler():
     """The steps of one process, in any epoch first. The rest is dropped."""
     (block,) = blocks_of("I have a sampler of my own (`WeightedRandomSampler`, buckets)")
     weights = torch.arange(1, 132) / 131
@@ -648,7 +637,7 @@ class Augmented(Dataset):
 
 
 @recipe
-def loader_processes():
+def test_loader_processes():
     """No two samples of two ranks with two loader processes each draw the same, in two epochs."""
     (block,) = blocks_of("How many loader processes, and how do I seed augmentation?")
     torch.manual_seed(0)  # the same on all ranks
@@ -662,7 +651,7 @@ def loader_processes():
 
 
 @recipe
-def iterable_data_set():
+def test_iterable_data_set():
     """1003 samples, for two loader processes on each of two ranks: the steps of one process, and each sample once."""
     (block,) = blocks_of("My data set is an `IterableDataset`")
     result = execute(block)
@@ -686,13 +675,12 @@ STOP_EARLY = "How do I keep the best weights, stop early, or lower the learning 
 
 
 @recipe
-def early_stop():
+def test_early_stop():
     """One half of the validation set never gets better, and the other always does: all stop where the mean does.
 
     The run is interrupted after 3 and after 7 epochs, and continues with the best loss, the count and the rate.
     """
     block, ending = blocks_of(STOP_EARLY)
-    block = block.replace("snapshot.pt", "early_stop.pt")
     means = [5, 4, 3, 3.5, 3.5, 2, 3, 3, 3, 3, 1, 1]
     rates = [RATE] * 5 + [RATE / 10] * 3 + [RATE / 100] * 2  # lowered after two epochs that are no better
     losses = [torch.tensor([mean + epoch, mean - epoch] * 4) for epoch, mean in enumerate(means)]  # of eight samples
@@ -729,7 +717,7 @@ class Left(Exception):
 
 
 @recipe
-def preemption():
+def test_preemption():
     """Preempted in two epochs, and at the end of one, the run ends where one that was not ends, bit for bit."""
     (block,) = blocks_of("How do I save on SIGTERM (preemption) in my own script?")
     before = signal.getsignal(signal.SIGTERM)
@@ -810,14 +798,30 @@ def resume(epochs):
     return full_parameters(model), trained
 
 
-@recipe
-def another_number_of_gpus():
-    """Two epochs of two processes here. `test_a_run_is_resumed_by_one_process` does the rest."""
-    parameters, trained = resume(2)
-    assert trained == [0, 1]
-    parameters, trained = resume(2)
-    assert trained == [], "the next epoch is stored"
-    check_same_on_all_ranks(parameters)
+def resume_on_two(local_rank, world_size, folder):
+    dist.init_process_group()
+    os.chdir(folder)
+    with float64():
+        parameters, trained = resume(2)
+        assert trained == [0, 1]
+        parameters, trained = resume(2)
+        assert trained == [], "the next epoch is stored"
+        check_same_on_all_ranks(parameters)
+
+
+@pytest.mark.guard
+@pytest.mark.slow
+def test_another_number_of_gpus(tmp_path, monkeypatch):
+    """Two epochs of two processes and two of one end where four epochs of one do."""
+    dist.launch(resume_on_two, str(tmp_path), nprocs=2)
+    with float64():
+        monkeypatch.chdir(tmp_path)
+        resumed, trained = resume(4)
+        assert trained == [2, 3]
+        os.remove("snapshot.pt")
+        alone, trained = resume(4)
+        assert trained == [0, 1, 2, 3]
+    check_equal(resumed, alone)
 
 
 def split_two_layers(model):
@@ -836,7 +840,7 @@ SHARDED = {"FSDP2": dist.prepare_fsdp_model, "TP": split_two_layers}
 
 
 @recipe
-def weights_of_somebody_else():
+def test_weights_of_somebody_else():
     replicated, sharded = blocks_of("How do I load weights that somebody else has saved?")
     weights = two_layers(seed=7).state_dict()
     x, _ = make_batch()
@@ -860,10 +864,8 @@ def weights_of_somebody_else():
 
 
 @recipe
-def export():
+def test_export():
     gathered, converted = blocks_of("How do I export one plain file?")
-    os.makedirs("export", exist_ok=True)
-    os.chdir("export")  # beside it is a folder "runs" with the steps of another recipe
     for name, wrap in SHARDED.items():
         model = wrap(two_layers(seed=7))
         if name == "FSDP2":
@@ -874,8 +876,6 @@ def export():
     if dist.is_primary():
         result = execute(converted)
         check_equal(result.weights, two_layers(seed=7).state_dict(), tolerance=0)
-    dist.barrier()
-    os.chdir("..")
 
 
 # ---- memory and speed -----------------------------------------------------------------------------------------------
@@ -905,7 +905,7 @@ COMPILE = torch.compile
 
 
 @recipe
-def compile_under_ddp():
+def test_compile_under_ddp():
     """The graph is cut at the buckets: more than one MB of gradients needs a second one."""
     from torch._dynamo.testing import CompileCounter
 
@@ -920,7 +920,7 @@ def compile_under_ddp():
 
 
 @recipe
-def compile_under_fsdp():
+def test_compile_under_fsdp():
     """The two blocks share one graph, and are computed again in backward. torch compiles no partial."""
     from torch._dynamo.testing import CompileCounter
 
@@ -946,143 +946,11 @@ def compile_under_fsdp():
     assert len(calls) == 2 * 2, "in each of two steps twice"
 
 
-# ---- language models ------------------------------------------------------------------------------------------------
-
-
-def tiny_llama(change=lambda model: model):
-    """The shards of llm_FSDP.py, the whole model, and the configuration."""
-    import language
-
-    import llm_FSDP
-    import llm_hub
-
-    config = language.CONFIGS["llama"]()
-    config.dtype = torch.float64
-    torch.manual_seed(0)
-    whole = llm_hub.build_model(config, torch.float64)
-    whole = change(whole)
-    args = types.SimpleNamespace(lora=None, lora_alpha=None, bf16=False, recompute=False, compile=False)
-    with mock.patch("llm_FSDP.change_model", lambda model, *lora: change(model)):
-        return llm_FSDP.make_model(whole, config, llm_hub.types_of(whole), args), copy.deepcopy(whole), args
-
-
-def pairs():
-    """4 rows of two documents of 10 and 12 tokens. The last 4 and 3 of them are answers."""
-    import llm_documents
-
-    draw = torch.Generator().manual_seed(1)
-    lists = []
-    for _ in range(4):
-        found = []
-        for length, n_answer in ((10, 4), (12, 3)):
-            tokens = torch.randint(0, 256, (length + 1,), generator=draw, dtype=torch.int32).numpy()
-            targets = tokens[1:].copy()
-            targets[:-n_answer] = llm_documents.IGNORED
-            found.append((tokens[:-1], targets))
-        lists.append(found)
-    return lists, llm_documents.make_rows(lists, 30)
-
-
-def own_pairs(rows):
-    import llm_documents
-
-    return list(llm_documents.share_of(rows, range(len(rows))))
-
-
-def answer_log_probability(model, document):
-    tokens, targets = (torch.tensor(part, dtype=torch.long) for part in document)
-    logits = model(tokens[None]).logits[0]
-    return -F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-
-
-def whole_gradients(model):
-    return {name: whole(param.grad) for name, param in model.named_parameters() if param.grad is not None}
-
-
-PREFERENCES = "How do I train on preferences (DPO)?"
-
-
-@recipe
-def preferences():
-    """DPO with adapters, against the pairs one after the other, beside a copy of the model as the reference."""
-    import llm_hub
-
-    _, block = blocks_of(PREFERENCES)
-    names = execute(block)
-
-    def add(model):
-        torch.manual_seed(3)
-        model = llm_hub.add_lora(model, 2, 4.0)
-        for name, param in model.named_parameters():
-            if "lora_B" in name and param.device.type != "meta":
-                nn.init.normal_(param, std=0.3)
-        return model
-
-    model, whole, _ = tiny_llama(add)
-    lists, rows = pairs()
-    share = names.backward(model, own_pairs(rows))
-    loss = 0
-    for chosen, rejected in lists:
-        with torch.no_grad(), whole.disable_adapter():
-            reference = answer_log_probability(whole, chosen) - answer_log_probability(whole, rejected)
-        difference = answer_log_probability(whole, chosen) - answer_log_probability(whole, rejected) - reference
-        loss = loss - F.logsigmoid(0.1 * difference) / len(lists)
-    loss.backward()
-    assert abs(dist.all_reduce(share) - loss) < 1e-7 and abs(loss - math.log(2)) > 1e-3
-    check_equal(whole_gradients(model), whole_gradients(whole), 1e-7)
-
-
-@recipe
-def frozen_layers():
-
-    import llm_hub
-
-    (block,) = blocks_of("How do I freeze some layers?")
-    names = execute(block, llm_hub=llm_hub)
-
-    def change(model):
-        names.freeze_first_layers(model, 1)
-        return model
-
-    model, _, args = tiny_llama(change)
-    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
-    assert frozen == {name for name, _ in model.named_parameters() if "layers.0." in name or "embed_tokens" in name}
-    before = full_parameters(model)
-    step_of(model, args)
-    for name, value in full_parameters(model).items():
-        assert torch.equal(value, before[name]) == (name in frozen), name
-
-
-def step_of(model, args):
-    """One step of SGD on rows of texts; returns the losses' shares."""
-    import llm_FSDP
-
-    _, rows = pairs()
-    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=RATE)
-    llm_FSDP.backward(model, own_pairs(rows))
-    optimizer.step()
-
-
-@recipe
-def hsdp_of_a_language_model():
-    """Two replicas of one shard each give the gradients of two shards."""
-    (block,) = blocks_of("How do I shard within a machine and replicate between machines?")
-    names = execute(block, init_device_mesh=init_device_mesh)
-    expected, _, args = tiny_llama()
-    step_of(expected, args)
-    with mock.patch("llm_FSDP.init_device_mesh", lambda *sizes: names.make_mesh(2)):
-        model, _, _ = tiny_llama()
-    placements = next(model.parameters()).placements
-    assert [type(placement).__name__ for placement in placements] == ["Replicate", "Shard"]
-    step_of(model, args)
-    check_equal(full_parameters(model), full_parameters(expected), 1e-7)
-
-
 # ---- watch, debug and measure ---------------------------------------------------------------------------------------
 
 
 @recipe
-def communication_that_is_not_hidden():
+def test_communication_that_is_not_hidden():
     """Each all-reduce takes 50 ms longer, after backward has computed."""
     (block,) = blocks_of("How much communication is not hidden behind computation?")
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -1103,190 +971,7 @@ def communication_that_is_not_hidden():
     assert re.fullmatch(printed if dist.is_primary() else "", stdout.getvalue())
 
 
-@pytest.mark.guard
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipe(name, job):
-    check_no_error(job, name)
-
-
-@pytest.mark.guard
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["another_number_of_gpus"])
-def test_a_run_is_resumed_by_one_process(name, job, tmp_path, monkeypatch):
-    """Two epochs of two processes and two of one end where four epochs of one do."""
-    check_no_error(job, name)
-    with float64():
-        monkeypatch.chdir(job)
-        resumed, trained = resume(4)
-        assert trained == [2, 3]
-        monkeypatch.chdir(tmp_path)
-        alone, trained = resume(4)
-        assert trained == [0, 1, 2, 3]
-    check_equal(resumed, alone)
-
-
-# ---- the data of language models, in one process --------------------------------------------------------------------
-
-CONVERSATION = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4 ü."}]
-PAIRS = [{"prompt": f"{n}+1?", "chosen": f"{n + 1}.", "rejected": "No " * n + "idea."} for n in range(60)]
-
-
-@pytest.fixture
-def in_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def test_another_format(in_folder):
-    """Of the fields, the prompt and the completion are taken, and others left out."""
-    import language
-
-    import llm_documents
-
-    question, answer = (message["content"] for message in CONVERSATION)
-    language.write_jsonl(Path("completions.jsonl"), [{"id": 1, "prompt": question, "completion": answer}])
-    execute(*blocks_of("My data have another format"))
-    assert [json.loads(line) for line in Path("chats.jsonl").read_text().splitlines()] == [{"messages": CONVERSATION}]
-    assert llm_documents.read(llm_documents.lines_of(["chats.jsonl"]), language.byte_tokenizer(), 200)
-
-
-def test_answers_in_a_prompt_that_is_a_list():
-    """The page says how to write them, and what is in the loss then."""
-    import language
-
-    import llm_documents
-
-    def in_loss(prompt):
-        lines = [("line", json.dumps({"messages": [*prompt, *CONVERSATION]}))]
-        (((_, targets),),) = llm_documents.read(lines, language.byte_tokenizer(), 200)
-        return language.byte_tokenizer().decode(targets[targets != llm_documents.IGNORED])
-
-    said = CONVERSATION[1]["content"] + "<|end|>"
-    assert in_loss(CONVERSATION) == 2 * said
-    assert in_loss([{**message, "weight": 0} for message in CONVERSATION]) == said
-
-
-def test_preference_pairs_become_rows_of_two_documents(in_folder):
-    """One in 20 is held out. The longest do not fit, and are left out as a pair."""
-    import language
-
-    import llm_documents
-
-    for name in ("chosen", "rejected"):
-        records = []
-        for pair in PAIRS:
-            question = {"role": "user", "content": pair["prompt"]}
-            records.append({"messages": [question, {"role": "assistant", "content": pair[name]}]})
-        language.write_jsonl(Path(f"{name}.jsonl"), records)
-    loading, _ = blocks_of(PREFERENCES)
-    names = execute(loading, llm_documents=llm_documents)
-    tokenizer = language.byte_tokenizer()
-    training, held_out = names.load_documents(tokenizer, ["chosen.jsonl", "rejected.jsonl"], None, 300)
-    texts = []
-    for row in names.rows_of(training, 300, False).tolist() + names.rows_of(held_out, 300, False).tolist():
-        tokens, positions, _ = row
-        starts = [place for place, position in enumerate(positions) if position == 0]
-        documents_of_row = [tokens[: starts[1]], tokens[starts[1] : starts[2]]]
-        texts.append([tokenizer.decode(document) for document in documents_of_row])
-        assert set(tokens[starts[2] :]) == {llm_documents.PADDING}
-    numbers = [n for n in range(46) if n % 20] + [0, 20, 40]
-    expected = []
-    for n in numbers:
-        prompt = f"<|user|>{n}+1?<|end|><|assistant|>"
-        expected.append([f"{prompt}{n + 1}.", f"{prompt}{'No ' * n}idea."])
-    assert texts == expected
-
-
-def test_the_best_checkpoint_becomes_the_newest(in_folder):
-    """In a run that was resumed after step 20. Step 25 is not saved."""
-    folder = Path("runs/a")
-    for step in (10, 20, 30, 40):
-        (folder / f"step-{step}").mkdir(parents=True)
-    losses = {0: 4.0, 10: 3.0, 20: 2.0001, 25: 0.5, 30: 2.5, 40: 10.0}
-    lines = [f"step {step}/40 | held-out {loss:.4f}\n" for step, loss in losses.items()]
-    (folder / "held-out.txt").write_text("".join([*lines[:3], *lines[2:]]))
-    (block,) = blocks_of("How do I write the result of the best checkpoint?")
-    assert execute(block).best == 20
-    names = {path.name for path in folder.glob("*[0-9]")}
-    assert names == {"step-10", "step-20", "behind-the-best-30", "behind-the-best-40"}
-
-
-# ---- accumulation, on one, two and three processes ------------------------------------------------------------------
-
-ACCUMULATION = "How do I accumulate gradients over several batches?"
-
-
-def accumulate(local_rank, world_size):
-    """Two epochs of the page's two loops. Micro-batches have 12 samples over all processes."""
-    dist.init_process_group()
-    load, drop = blocks_of(ACCUMULATION)
-    results = {}
-
-    def train(name, block, loader, k):
-        model = make_model()
-        optimizer = sgd(model)
-        steps = []
-        optimizer.register_step_post_hook(lambda *_: steps.append(1))
-        names = {"ddp_model": dist.prepare_ddp_model(model), "optimizer": optimizer}
-        with count_collectives() as counts:
-            for epoch in range(2):
-                if isinstance(loader, DataLoader):
-                    loader.sampler.set_epoch(epoch)
-                execute(block, **names, loader=loader, K=k)
-        dist.check_in_sync(model)
-        results[name] = {"parameters": full_parameters(model), "steps": len(steps), "sent": n_all_reduces(counts)}
-
-    def load_by(block, n_samples, k):
-        return execute(block, train_set=TensorDataset(x[:n_samples], y[:n_samples]), K=k, batch_size=12).loader
-
-    def own_parts():
-        parts = zip(x[:36].split(12), y[:36].split(12), strict=True)
-        return [(part_x[local_rank::world_size], part_y[local_rank::world_size]) for part_x, part_y in parts]
-
-    with float64():
-        x, y = make_batch(335)
-        train("cut", drop, load_by(load, 119, 2), 2)
-        train("left over", drop, own_parts(), 2)  # one micro-batch more than a step has
-    return dist.gather_objects(results)
-
-
-def steps_of_one_process(n_samples, global_batch_size):
-    """The samples of each step of two epochs, the last step with the samples that are left."""
-    orders = [torch.randperm(n_samples, generator=torch.Generator().manual_seed(epoch)) for epoch in range(2)]
-    return [indices for order in orders for indices in order.split(global_batch_size)]
-
-
-def train_steps_of(indices_of_steps):
-    x, y = make_batch(335)
-    model = make_model()
-    for indices in indices_of_steps:
-        train_alone(model, lambda model, at=indices: F.cross_entropy(model(x[at]), y[at]))
-    return full_parameters(model)
-
-
-@pytest.mark.parametrize("nprocs", [1, 2, 3])
-def test_accumulation(nprocs):
-    """Equal to one process that does not accumulate, with one all-reduce of the gradients per step."""
-    ranks = dist.launch(accumulate, nprocs=nprocs)
-    with float64():
-        cut = train_steps_of(steps_of_one_process(119 // 24 * 24, 24))
-        left_over = train_steps_of(2 * [torch.arange(24)])
-    sends = nprocs > 1
-    for results in ranks:
-        check_equal(results["cut"]["parameters"], cut)
-        assert (results["cut"]["steps"], results["cut"]["sent"]) == (8, 8 * sends)
-        check_equal(results["left over"]["parameters"], left_over)
-        assert results["left over"]["steps"] == 2
-
-
 # ---- as a user would type it ----------------------------------------------------------------------------------------
-
-
-def write_script(folder, source):
-    """A folder with train.py, and the two files beside it that it needs."""
-    for name in ("distributed.py", "spawn.py"):
-        shutil.copy(ROOT / name, folder)
-    (folder / "train.py").write_text(source)
 
 
 @pytest.mark.slow
@@ -1294,7 +979,9 @@ def test_two_cells_of_a_notebook(tmp_path):
     first, second = blocks_of("How do I train on several GPUs from a notebook?", "text")
     magic, _, source = first.partition("\n")
     assert magic == "%%writefile train.py" and second == "!python train.py\n"
-    write_script(tmp_path, source)
+    for name in ("distributed.py", "spawn.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "train.py").write_text(source)
     status, stdout, stderr = run("train.py", cwd=tmp_path, env={"PYTHONPATH": ""})
     assert status == 0 and not stderr, stderr
     assert sorted(re.findall(r"rank \d of 2", stdout)) == ["rank 0 of 2", "rank 1 of 2"]

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from conftest import float64
+from conftest import float64, on_two_processes
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -132,12 +132,8 @@ def check_units(model):
     assert model.head.weight is model.embedding.weight
 
 
-@float64()
-def swap_worker(local_rank, world_size, which, tolerance):
-    dist.init_process_group()
-    ours = {"tied": Tied, "unused": Unused}
-    cases = ours if which == "ours" else cases_of_transformers()
-    make_batch = tokens if which == "ours" else sentences
+def swap(cases, make_batch, tolerance):
+    """Train each of the models with each optimizer and each wrapper on two processes, as one process does."""
     for name, make_model in cases.items():
         for optimizer_class in (torch.optim.SGD, torch.optim.AdamW):
             torch.manual_seed(0)
@@ -145,9 +141,9 @@ def swap_worker(local_rank, world_size, which, tolerance):
             for kind, wrap in WRAPPERS.items():
                 if kind == "compiled DDP" and (name, optimizer_class) != ("tied", torch.optim.SGD):
                     continue
-                torch.manual_seed(local_rank)  # rank 0's weights are taken
+                torch.manual_seed(dist.get_rank())  # rank 0's weights are taken
                 model = wrap(make_model())
-                actual_losses, actual = train(model, make_batch, optimizer_class, local_rank, world_size)
+                actual_losses, actual = train(model, make_batch, optimizer_class, dist.get_rank(), 2)
                 what = f"{name} under {kind} with {optimizer_class.__name__}"
                 if (name, kind) == ("tied", "FSDP"):
                     check_units(model)
@@ -158,14 +154,18 @@ def swap_worker(local_rank, world_size, which, tolerance):
 
 @pytest.mark.guard
 @pytest.mark.slow
+@on_two_processes
 def test_tied_weights_unused_parameters_groups_schedules_clipping_tuples_and_dicts():
-    dist.launch(swap_worker, "ours", 1e-12, nprocs=2)
+    with float64():
+        swap({"tied": Tied, "unused": Unused}, tokens, 1e-12)
 
 
 @pytest.mark.guard
 @pytest.mark.slow
+@on_two_processes
 def test_models_that_no_one_here_wrote():
-    dist.launch(swap_worker, "transformers", 1e-6, nprocs=2)  # their losses are float32
+    with float64():
+        swap(cases_of_transformers(), sentences, 1e-6)  # their losses are float32
 
 
 # ---- units ----------------------------------------------------------------------------------------------------------
@@ -246,17 +246,21 @@ def outputs_of(model):
         return torch.stack([output, model.eval()(inputs)])
 
 
-def unit_worker(local_rank, world_size):
-    dist.init_process_group()
-    torch.manual_seed(0)
+@on_two_processes
+def test_a_unit_is_a_block_or_is_chosen_by_size():
+    torch.manual_seed(dist.get_rank())  # rank 0's weights are taken
     for model, chosen, names in cases_of_units():
         total = sum(param.numel() for param in model.parameters())
-        expected = outputs_of(copy.deepcopy(model))
+        alone = copy.deepcopy(model)
+        dist.sync_params([*alone.parameters(), *alone.buffers()])
+        weights = full_parameters(alone)
+        expected = outputs_of(alone)
         dist.prepare_fsdp_model(model, **chosen)
         held = sum(param.to_local().numel() for param in model.parameters())
         units = units_of(model)
         assert sorted(units) == sorted(["", *names]), (type(model).__name__, chosen, set(units) ^ {"", *names})
         assert held <= 0.51 * total
+        assert all(torch.equal(param, weights[name]) for name, param in full_parameters(model).items())
         torch.testing.assert_close(outputs_of(model), expected)
     tied = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9, bias=False))
     tied[1].weight = tied[0].weight
@@ -266,7 +270,3 @@ def unit_worker(local_rank, world_size):
         dist.prepare_fsdp_model(nn.Sequential(nn.Linear(2, 2, device="meta")))
     with pytest.raises(AssertionError, match="not both"):
         dist.prepare_fsdp_model(nn.Linear(2, 2), blocks=(nn.Linear,), min_num_params=1)
-
-
-def test_a_unit_is_a_block_or_is_chosen_by_size():
-    dist.launch(unit_worker, nprocs=2)

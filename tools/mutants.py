@@ -34,7 +34,7 @@ from benchmarks import common
 
 ROOT = Path(__file__).parent.parent
 TESTS = {  # of the files that have no test file of their own name, or more than that one
-    "distributed": ["metrics", "launch", "min_DDP", "mistakes", "mnist_FSDP", "drift"],
+    "distributed": ["metrics", "launch", "min_DDP", "mistakes", "mnist_FSDP", "drift", "templates"],
     "spawn": ["launch"],
     "checkpoint": ["checkpoint", "mnist_FSDP"],
     "rpc_remote": ["rpc_param_server", "rpc_model_parallel"],
