@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import language
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import exit_message
+from conftest import ROOT, exit_message
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import llm_documents
 
+PAGE = ROOT / "docs" / "language_models.md"
 TURNS = [("user", "Hi."), ("assistant", "Hello!\n"), ("user", "2+2?"), ("assistant", "4.")]
 CHAT = {"messages": [{"role": role, "content": content} for role, content in TURNS]}
 REFUSES = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}\
@@ -623,3 +625,14 @@ def test_conversations_of_the_library(monkeypatch, tmp_path):
     assert place == f"{tmp_path}/a.py: line 1"
     monkeypatch.setattr(llm_documents, "LIBRARY", tmp_path / "empty")
     assert "has no *.py files" in exit_message(llm_documents.library_tokenizer)
+
+
+def test_the_page_converts_prompts_and_completions(tokenizer, tmp_path, monkeypatch):
+    """Of each line, these two fields are taken, and others left out."""
+    monkeypatch.chdir(tmp_path)
+    language.write_jsonl(Path("completions.jsonl"), [{"id": 1, "prompt": "2+2?", "completion": "4."}])
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    exec(compile(block, PAGE, "exec"))
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4."}]
+    assert json.loads(Path("chats.jsonl").read_text()) == {"messages": messages}
+    assert llm_documents.read(llm_documents.lines_of(["chats.jsonl"]), tokenizer, 200)

@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import Watch, exit_message, guards, on_two_processes, slow, slow_clock
+from conftest import MNIST_ROOT, Watch, exit_message, guards, killed_in, needs_mnist, on_two_processes, slow, slow_clock
 from images import (
     OPTIMIZERS,
     Net,
@@ -31,11 +31,14 @@ from images import (
     result_of,
     train_alone,
 )
+from test_checkpoint_sharded import KILLS
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.multiprocessing import ProcessExitedException
 from torch.nn import functional as F
 from torch.utils.data import Subset
 
+import checkpoint_sharded
 import distributed as dist
 import mnist
 import mnist_FSDP
@@ -386,6 +389,33 @@ def test_resume_on_another_number_of_ranks(nprocs, uninterrupted, references, tm
     assert sorted(os.listdir(tmp_path / "layerwise")) == ["step-1", "step-2"]
 
 
+def killed_worker(local_rank, world_size, folder, rank, how):
+    save = checkpoint_sharded.save
+
+    def save_or_die(folder, model, optimizer, epoch, **settings):
+        with killed_in(*how) if (epoch, local_rank) == (2, rank) else contextlib.nullcontext():
+            save(folder, model, optimizer, epoch, **settings)
+
+    with mock.patch("checkpoint_sharded.save", save_or_die):
+        again_worker(local_rank, world_size, folder)
+
+
+@pytest.mark.guard
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [moment for moment in KILLS if "older ones" not in moment])
+def test_kill_in_a_save(moment, uninterrupted, references, tmp_path):
+    (rank, how, epoch), folder = KILLS[moment], first_epoch_of(uninterrupted, tmp_path)
+    with pytest.raises(ProcessExitedException, match=f"rank {rank} was killed by SIGKILL"):
+        dist.launch(killed_worker, folder, rank, how, nprocs=2)
+    assert (tmp_path / "step-2").is_dir()
+    dist.launch(again_worker, folder, nprocs=2)
+    state, lines, output, _ = trained(tmp_path)
+    assert f"Resuming from {tmp_path / f'step-{epoch}'}" in output and len(lines) == 2 - epoch
+    assert_equal_states(state, references["adam"][0])
+    dcp_to_torch_save(tmp_path / "step-2", tmp_path / "saved.pt")  # and it was completed
+    assert_equal_states(torch.load(tmp_path / "saved.pt", weights_only=True)["model"], references["adam"][0])
+
+
 def test_an_export_on_a_full_disk_leaves_the_old_file(tmp_path):
     (tmp_path / "run.pt").write_text("old")
     (tmp_path / "run.pt.0.tmp").symlink_to("/dev/full")
@@ -445,3 +475,42 @@ def test_no_step_waits_for_the_loss(tmp_path, monkeypatch):
         train(0, 1, tmp_path, epochs=1, log_every=log_every)
         counts.append(len(waits))
     assert counts[0] - counts[2] == STEPS and counts[1] - counts[2] == STEPS // 5
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+@needs_mnist
+@pytest.mark.slow
+@pytest.mark.guard
+def test_shallow_net_on_real_mnist_in_two_units_equals_local(tmp_path):
+    dist.launch(real_worker, "fsdp", str(tmp_path), nprocs=2)
+    dist.launch(real_worker, "local", str(tmp_path), nprocs=1)
+    output, alone = ((tmp_path / f"{strategy}.txt").read_text() for strategy in ("fsdp", "local"))
+    assert "Sharded units: 2, layers of at least 20,000 parameters" in output
+    assert re.findall(r"(loss.*\)) ", output) == re.findall(r"(loss.*\)) ", alone)
+    sharded, whole = (torch.load(tmp_path / f"{strategy}.pt", weights_only=True) for strategy in ("fsdp", "local"))
+    assert_equal_states(sharded, whole)
+
+
+def real_worker(local_rank, world_size, strategy, folder):
+    """600 real digits in float64, without dropout, whose masks differ between numbers of processes."""
+    words = ["--strategy", strategy, "--model", "shallow", "--epochs", "1", "--batch-size", str(64 // world_size)]
+    words += ["--data", "mnist", "--data-dir", MNIST_ROOT, "--output", f"{folder}/{strategy}.pt"]
+    load_data = mnist.load_data
+
+    def some(*args, **kwargs):
+        whole = load_data(*args, **kwargs)
+        return mnist.Digits(whole.images[:600], whole.labels[:600])
+
+    torch.set_default_dtype(torch.float64)
+    with (
+        mock.patch("mnist.load_data", some),
+        mock.patch("torch.nn.functional.dropout", lambda x, *_: x),
+        mock.patch("sys.argv", ["mnist_FSDP.py", *words]),
+        contextlib.redirect_stdout(io.StringIO()) as stdout,
+    ):
+        mnist_FSDP.main_worker(local_rank, world_size, mnist_FSDP.parse_args())
+    torch.set_default_dtype(torch.float32)
+    if local_rank == 0:
+        Path(f"{folder}/{strategy}.txt").write_text(stdout.getvalue())

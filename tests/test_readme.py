@@ -121,7 +121,7 @@ def shell(script, folder, timeout=200):
 
 
 def apply_diff(folder):
-    """Write the plain script of README.md's diff as plain.py and, changed by `patch`, as train.py. other.py is wrong."""
+    """Write the plain script of README.md's diff as plain.py, and changed by `patch` as train.py; other.py is wrong."""
     lines = DIFF.splitlines(keepends=True)[3:]  # after the names of the files, and the numbers of the lines
     plain = "".join(line[1:] for line in lines if line[0] in " -")
     for name in ("plain.py", "train.py"):
