@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import transformer
-from conftest import CollectiveCounter, guards, slow
+from conftest import Watch, guards, slow
 from torch.distributed.tensor import DTensor
 
 import distributed as dist
@@ -127,7 +127,7 @@ def count_collectives(mesh, changes):
         step = pipeline.schedule.step
 
         def counted(*args, **kwargs):
-            with CollectiveCounter() as counter:
+            with Watch() as counter:
                 step(*args, **kwargs)
             steps.append(dict(counter.counts))
 

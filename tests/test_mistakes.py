@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, CollectiveCounter, float64
+from conftest import ROOT, Watch, float64
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
@@ -80,7 +80,7 @@ def accumulate(no_sync_around_forward):
     """The all-reduces of a step of three micro-batches, and whether the gradients are right."""
     model = dist.prepare_ddp_model(make_model())
     x, y = share(X, Y)
-    with CollectiveCounter() as counter:
+    with Watch() as counter:
         for number, (micro_x, micro_y) in enumerate(zip(x.chunk(3), y.chunk(3), strict=True), 1):
             sync = model.no_sync() if number < 3 else contextlib.nullcontext()
             if no_sync_around_forward:
