@@ -96,7 +96,8 @@ def train_alone(model, optimizer, args, loss_of=plain_loss, part_of=lambda step,
     """Every step's loss, (steps,), and the trained parameters by name, without any of the helpers."""
     with float64():
         before, steps = full_parameters(model), []
-        optimizer = make_optimizer(optimizer, model.parameters(), args.lr)
+        if isinstance(optimizer, str):
+            optimizer = make_optimizer(optimizer, model.parameters(), args.lr)
         for step in range(args.steps):
             x, y = gpt.batch(small_text()[0], step, args.global_batch_size, args.length, args.seed)
             steps.append(take_step(model, optimizer, loss_of(model, *part_of(step, x, y)), args.clip))
@@ -122,13 +123,22 @@ def _reference(optimizer, changes):
     return train_alone(model, optimizer, args)
 
 
-def held_out_loss(parameters, args):
+def held_out_loss(model, parameters, args, loss_of=plain_loss):
     """The held-out loss of one process with these parameters."""
     with float64(), torch.no_grad():
-        model = make_model(args)
-        model.load_state_dict(parameters)
+        model.double().load_state_dict(parameters)
         batches = small_data(args, (0, 1)).held_out_batches()
-        return torch.stack([plain_loss(model, x, y) for x, y in batches]).mean().item()
+        return torch.stack([loss_of(model, x, y) for x, y in batches]).mean().item()
+
+
+def without_keys_biases(parameters, heads):
+    """Without those whose gradients are 0 but for rounding, because all keys of a softmax share them."""
+    found = {}
+    for name, value in parameters.items():
+        found[name] = value
+        if name.endswith("qkv.bias"):
+            found[name] = value.unflatten(0, (heads, 3, -1))[:, [0, 2]]
+    return found
 
 
 # ---- a script's own training ----------------------------------------------------------------------------------------
