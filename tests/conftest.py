@@ -360,6 +360,8 @@ class Watch(TorchDispatchMode):
             if n_sent:  # or all processes get as much
                 others = sum(n_sent) - n_sent[torch.distributed.ProcessGroup.unbox(group).rank()]
                 self.sent["all to all"] += others * rows[:1].nbytes
+        elif name == "allreduce_":
+            self.sent["all-reduce"] += sum(tensor.nbytes for tensor in args[0])
 
     def types_of(self, kind):
         return [dtype for each, dtype, _ in self.collectives if each == kind]

@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import itertools
 import math
+import re
 from dataclasses import dataclass
 from unittest import mock
 
@@ -169,7 +170,12 @@ ROWS = [
             *[("SGD", schedule(name, 8, layers=8, **CLIP)) for name in SCHEDULES[2:]],
         ],
     ),
-    Row("min_PP_FSDP_TP", 1, SLOW, [("SGD", {**CLIP, **TWO_BLOCKS})]),
+    Row(
+        "min_PP_FSDP_TP",
+        1,
+        SLOW,
+        [("SGD", schedule(name, **CLIP)) for name in ("1F1B", "Interleaved1F1B") if name in IN_ONE_PROCESS],
+    ),
     Row(
         "min_PP_FSDP_TP",
         4,
@@ -379,7 +385,6 @@ each_row = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.timeout(300)  # seconds alone; minutes among many other processes
 @each_row
 def test_equal_to_one_process(job):
     row, runs = job
@@ -400,6 +405,19 @@ def test_equal_to_one_process(job):
         assert last["held_out"] == pytest.approx(held_out, abs=6e-5)
         assert [line["step"] for line in lines] == [*range(4, args.steps, 4), args.steps]
         assert not any(result["stdout"] for result in ranks[1:]), "only the primary rank prints"
+        if "experts" in args:
+            check_tokens(ranks[0]["stdout"], args, len(lines))
+
+
+def check_tokens(stdout, args, n_lines):
+    """Below each line of progress are the tokens of each block's experts: all tokens, and none of the idle ones."""
+    printed = re.findall("^    tokens per expert: (.*)$", stdout, re.M)
+    blocks = re.findall(r"\[(.*?)]", " ".join(printed))
+    assert len(printed) == n_lines and len(blocks) == n_lines * args.layers
+    for block in blocks:
+        counts = [int(count) for count in block.split(", ")]
+        assert sum(counts) == args.top * args.global_batch_size * args.length
+        assert all((count == 0) == (number in args.idle) for number, count in enumerate(counts) if args.idle)
 
 
 def share(script, args, parameters):
@@ -417,7 +435,7 @@ def share(script, args, parameters):
     if script == "min_PP":
         return (1.5 if n > 1 else 1) * total / n, 1  # narrow embeddings are a large part here
     if script == "min_PP_FSDP_TP":
-        return (1.5 if n > 1 else 1) * total / n, 1 if args.tensor == 1 else None
+        return (1.7 if n > 1 else 1) * total / n, 1 if args.tensor == 1 else None
     if script == "min_EP":
         experts = sum(value.numel() for name, value in parameters.items() if ".experts." in name)
         return total - experts + experts // n, None
