@@ -7,8 +7,11 @@ what is trained there, and `RUNS` what is stopped and resumed. A script's own te
 import contextlib
 import importlib
 import itertools
+import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from unittest import mock
 
@@ -16,7 +19,7 @@ import pytest
 import references
 import torch
 import transformer
-from conftest import SLOW_GUARD, Watch
+from conftest import ROOT, SLOW_GUARD, Watch, finish, run, start
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -608,3 +611,144 @@ def host_reads(script, options):
 def test_the_step_loop_never_waits_for_the_device(script, tmp_path):
     cases = [case for case in NEVER_WAIT if case[0] == script]
     assert transformer.train_on(2, host_reads, cases, tmp_path) == 2 * [len(cases) * [0]]
+
+
+# ---- bytes sent, counted where nobody else sends any ----------------------------------------------------------------
+
+N = 2
+SIZES = {"layers": 2, "width": 64, "heads": 4, "length": 128, "global_batch_size": 8, "clip": 0.0, "log_every": 100}
+
+
+def numbers_of(script, **options):
+    """How many numbers of the whole model are in blocks but not in experts, in experts, and in the rest."""
+    args = arguments(script, N, **{**SIZES, **options})
+    model = references.dense_model(args) if "experts" in args else transformer.make_model(args)
+    numbers = {"blocks": 0, "experts": 0, "rest": 0}
+    for name, param in model.named_parameters():
+        kind = "experts" if ".experts." in name else "blocks" if name.startswith("blocks.") else "rest"
+        numbers[kind] += param.numel()
+    return numbers
+
+
+def docstrings():
+    """(script, options, the bytes that a process sends in each step by the script's docstring)."""
+    layers, batch, length, width = (SIZES[name] for name in ("layers", "global_batch_size", "length", "width"))
+    others = (N - 1) / N  # what a process does not have
+    on_gloo = 1.5  # whose reduce-scatter is an all-reduce
+    numbers = numbers_of("min_FSDP")
+    ddp = 2 * others * 4 * (numbers["blocks"] + numbers["rest"])
+    features = others * 4 * length * width
+    # Blocks are gathered twice and the rest once, and all is reduced, which takes twice as much on gloo.
+    fsdp = others * 4 * (4 * numbers["blocks"] + 3 * numbers["rest"])
+    matrices = layers * 12 * width**2
+    experts = {"experts": N}
+    with_experts = numbers_of("min_EP", **experts)
+    tokens = 4 * layers * 2 * batch * features / N
+    shared = others * 4 * (4 * with_experts["blocks"] + 3 * with_experts["rest"])
+
+    pipelines = [("1F1B", 2), ("GPipe", 2), ("InterleavedZeroBubble", 6)]  # and how often activations are sent
+    if torch.__version__ >= "2.12":  # min_PP.py refuses it before
+        pipelines.append(("ZBVZeroBubble", 4))
+    sizes = {"layers": 4, "width": 128, "global_batch_size": 16, "clip": 1.0}
+    for name, passes in pipelines:
+        yield "min_PP", schedule(name, **sizes), passes * 4 * 16 * 128 * 128 / N
+    # 8 L + 4, with gloo's reduce-scatter
+    yield "min_TP", {}, ((12 * layers + 5) * batch + 1) * features + others * 4 * batch * length * 256
+    yield "min_CP", {"attention": "ulysses"}, ddp + 2 / N * 4 * layers * batch * features
+    yield "min_CP", {"attention": "all-gather"}, ddp + 4 * layers * batch * features
+    yield "min_CP_ring", {"whole": True}, ddp + 3 * others * 8 * layers * batch * length * width
+    yield "min_FSDP", {}, fsdp
+    yield "min_ZeRO", {}, on_gloo * ddp
+    yield "min_DDP_scratch", {"accumulate": 2}, ddp
+    yield "min_Muon", {}, fsdp + 8 * (N - 1) / N**2 * matrices
+    yield "min_PP_FSDP_TP", stages(2, 1, 1), 4 * batch * length * width
+    yield "min_PP_FSDP_TP", stages(1, 2, 1), on_gloo * ddp
+    for every in (1, 2):
+        yield "min_DiLoCo", {"sync_every": every}, ddp / every
+    # There are as many experts as each token visits, so that all are used evenly.
+    yield "min_EP", experts, 2 * others * 4 * (with_experts["blocks"] + with_experts["rest"]) + tokens
+    yield "min_EP_FSDP", {**experts, "expert_parallel": N}, shared + tokens
+    yield "min_EP_FSDP", {**experts, "expert_parallel": 1}, shared + others * 4 * 4 * with_experts["experts"]
+
+
+def sent_on_loopback():
+    """Bytes that all processes of this network namespace have sent, headers included; all ranks must call it."""
+    dist.barrier()
+    with open("/proc/net/dev") as file:
+        return next(int(line.split()[9]) for line in file if line.strip().startswith("lo:"))
+
+
+def count_bytes(script, options):
+    """The bytes that one rank sends per step of a script's main_worker: 6 steps less 2, which leaves out the set-up.
+
+    The smaller one of two runs counts: on a busy machine TCP sends more packets.
+    """
+    module = importlib.import_module(script)
+    args, totals = arguments(script, N, **{**SIZES, **options}), []
+    training = module.train
+
+    def measured_train(*given):
+        for steps in (2, 2, 6, 2, 6):  # the first one also sets up things once
+            before, args.steps = sent_on_loopback(), steps
+            losses = training(*given)
+            totals.append(sent_on_loopback() - before)
+        return losses
+
+    with mock.patch.object(module, "train", measured_train):
+        transformer.run_main_worker(module, args, "AdamW")
+    return (min(totals[2::2]) - min(totals[1::2])) / 4 / N
+
+
+def count_worker(local_rank, world_size):
+    dist.init_process_group()
+    for script, options, _ in docstrings():
+        dist.print_primary(json.dumps([script, count_bytes(script, options)]))
+
+
+def count():
+    """Run in a network namespace of its own."""
+    dist.launch(count_worker, nprocs=N)
+
+
+@pytest.fixture(scope="module")
+def counted():
+    """For each case of `docstrings` the script and the bytes."""
+    unshare = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+    if sys.platform != "linux" or subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("network namespaces need Linux and root")
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    job = start("-c", "import test_equal; test_equal.count()", prefix=unshare, env=env)
+    status, stdout, stderr = finish(job, timeout=360)
+    assert status == 0, stderr
+    return [json.loads(line) for line in stdout.splitlines()]
+
+
+@pytest.mark.guard
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("script", sorted({script for script, *_ in docstrings()}))
+def test_bytes_sent_are_those_of_the_docstring(script, counted):
+    for (name, sent), (expected_name, options, expected) in zip(counted, docstrings(), strict=True):
+        assert name == expected_name
+        if name == script:
+            print(f"{name} {options}: {sent:,.0f} bytes, {sent / expected:.4f} of the formula")
+            assert sent == pytest.approx(expected, rel=0.03)
+
+
+# ---- the command learns ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("script", [script for script in OPTIONS if script != "min_FSDP_scratch"])
+def test_learns_more_than_pairs_of_bytes_within_minutes(script):
+    seconds = 240  # on two cores, beside another test
+    if script == "min_PP_FSDP_TP":
+        seconds = 360  # FSDP on one shard copies for nothing
+    status, stdout, stderr = run(f"{script}.py", "--nproc", 2, timeout=560)
+    assert (status, stderr) == (0, "")
+    first, *_, last = lines = transformer.progress_lines(stdout)
+    assert last["held_out"] < transformer.BIGRAM < first["held_out"], stdout
+    needed = [line for line in lines if line["held_out"] > transformer.BIGRAM]
+    tokens = 50 * 16 * 128  # between two lines
+    assert sum(tokens / line["speed"] for line in [*needed, last]) < seconds
