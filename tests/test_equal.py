@@ -527,7 +527,8 @@ def test_stopped_and_resumed_on_the_same_and_on_another_mesh_equals_one_run(stop
     for nprocs, parts in itertools.groupby(stopped.parts, lambda part: part[0]):
         runs = []
         for _, options, stop in parts:
-            runs.append((options.get("script", stopped.script), "AdamW", {**more, **options, "steps": stop}))
+            chosen = {"script": stopped.script, **more, **options, "steps": stop}
+            runs.append((chosen.pop("script"), "AdamW", chosen))
             stops.append(stop)
         results += transformer.train_on(nprocs, train, runs, tmp_path)[0]
     expected = reference(stopped.script, "AdamW", arguments(stopped.script, **CLIP, steps=stops[-1]))
