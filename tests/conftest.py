@@ -87,10 +87,11 @@ def share_fork_server(address):
 
 
 # They need most time, and run first. The last file to be run would otherwise run alone.
-LONGEST = [f"test_{name}.py" for name in ("launch", "llm_FSDP", "readme", "mnist_DDP", "mnist_FSDP", "templates")]
-LONGEST += [f"test_min_{name}.py" for name in ("FSDP", "PP_FSDP_TP", "FSDP_TP", "PP", "DDP_scratch", "Stream", "GRPO")]
+LONGEST = ["test_equal.py"]
+LONGEST += [f"test_{name}.py" for name in ("launch", "llm_FSDP", "readme", "mnist_DDP", "mnist_FSDP", "templates")]
+LONGEST += [f"test_min_{name}.py" for name in ("FSDP", "PP_FSDP_TP", "DDP_scratch", "Stream", "GRPO")]
 LONGEST += ["test_rpc_param_server.py", "test_multigpu_torchrun.py", "test_gpt.py"]
-LONGEST += [f"test_{name}.py" for name in ("multinode_torchrun", "on_devices", "slurm", "transformers")]  # the guards
+LONGEST += [f"test_{name}.py" for name in ("multinode_torchrun", "on_devices", "slurm")]  # the guards
 
 
 def pytest_collection_finish():
@@ -369,40 +370,46 @@ def run_checks(local_rank, world_size, module, names, folder):
         (own / f"ended on rank {local_rank}").touch()
 
 
-class CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives of this process. torch's CommDebugMode fails in pipelines, and with DDP in 2.11."""
+class Watch(TorchDispatchMode):
+    """Notes the collectives of this process, and counts how often the host reads a value from the device.
+
+    torch's CommDebugMode fails in pipelines, and with DDP in 2.11.
+    """
 
     def __init__(self):
         super().__init__()
-        self.counts = collections.Counter()
+        self.counts = collections.Counter()  # of all collectives by name
+        self.collectives = []  # FSDP's: (name, type, elements)
+        self.sent = collections.Counter()  # bytes that this process sends to others in a ring, or all to all
+        self.host_reads = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # first let it become operations on what this process holds
+        name = function._schema.name.split("::")[1]
         if function.namespace in ("c10d", "_c10d_functional"):
-            self.counts[f"{function.namespace}.{function._schema.name.split('::')[1]}"] += 1
+            self.counts[f"{function.namespace}.{name}"] += 1
+            self.note(name, args)
+        elif name == "_local_scalar_dense":
+            self.host_reads += 1
         return function(*args, **(kwargs or {}))
 
-
-class Watch(TorchDispatchMode):
-    """Notes FSDP's collectives, (name, type, elements), and counts reads of a value by the host."""
-
-    def __init__(self):
-        super().__init__()
-        self.collectives = []
-        self.host_reads = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # its own operations on the shards come here next
-        name = func.name()
-        if "_allgather_base_" in name:
-            self.collectives.append(("gather", str(args[0].dtype), args[0].numel()))
-        elif "_reduce_scatter_base_" in name:
-            self.collectives.append(("reduce", str(args[1].dtype), args[1].numel()))
-        elif "_local_scalar_dense" in name:
-            self.host_reads += 1
-        return func(*args, **(kwargs or {}))
+    def note(self, name, args):
+        if name == "_allgather_base_":
+            whole, part, *_ = args
+            self.collectives.append(("gather", str(whole.dtype), whole.numel()))
+            self.sent["gather"] += whole.nbytes - part.nbytes
+        elif name == "_reduce_scatter_base_":
+            part, whole, *_ = args
+            self.collectives.append(("reduce", str(whole.dtype), whole.numel()))
+            self.sent["reduce"] += whole.nbytes - part.nbytes
+        elif name == "alltoall_base_":
+            _, rows, group, _, n_sent, *_ = args
+            if n_sent:  # or all processes get as much
+                others = sum(n_sent) - n_sent[torch.distributed.ProcessGroup.unbox(group).rank()]
+                self.sent["all to all"] += others * rows[:1].nbytes
+        elif name == "allreduce_":
+            self.sent["all-reduce"] += sum(tensor.nbytes for tensor in args[0])
 
     def types_of(self, kind):
         return [dtype for each, dtype, _ in self.collectives if each == kind]

@@ -1,4 +1,4 @@
-"""min_CP_ring.py: equal to each document alone in one process, nothing of other shares saved, hops left out."""
+"""min_CP_ring.py: each document alone, nothing of other shares saved, hops left out."""
 
 import functools
 import math
@@ -8,6 +8,7 @@ import sys
 from unittest import mock
 
 import pytest
+import references
 import torch
 import transformer
 from conftest import ROOT, guards, run, slow
@@ -18,65 +19,11 @@ import gpt
 import min_CP_ring
 import min_Packing
 
-SMALL = {"layers": 2, "log_every": 100}
-SHAPES = {  # of 2·N pieces; with 2 and 4 processes, fewer heads than processes, and with 3, heads that do not divide
-    1: {"length": 32, "heads": 4},
-    2: {"length": 32, "heads": 1},
-    3: {"length": 36, "heads": 4},
-    4: {"length": 32, "heads": 2},
-}
-CASES = [  # paragraphs are short, and rows `whole` are one document
-    ("train", "AdamW", {"whole": False}),
-    ("train", "SGD", {"whole": False, "clip": 1.5}),
-    ("train", "SGD", {"whole": True}),
-    ("probe_attention",),
-    ("probe_costs",),
-    ("mistakes",),
-]
+CASES = [("probe_attention",), ("probe_costs",), ("mistakes",)]
 
 
 def run_case(name, *args):
     return globals()[name](*args)
-
-
-# ---- equal to one process, in which each document is alone ----------------------------------------------------------
-
-
-def train(optimizer, changes):
-    """Losses and parameters of the script's main_worker."""
-    args = transformer.arguments(**SMALL, **SHAPES[dist.get_world_size()], **changes)
-    result = transformer.run_main_worker(min_CP_ring, args, optimizer)
-    return result.losses, transformer.full_parameters(result.model)
-
-
-def paragraphs(row):
-    """(start, end) of the documents of a row of bytes."""
-    spans, start = [], 0
-    for end in range(2, len(row) + 1):
-        if end == len(row) or row[end - 2 : end].tolist() == [10, 10]:
-            spans.append((start, end))
-            start = end
-    return spans
-
-
-def loss_of_documents(model, x, y):
-    """Each document goes through the model by itself."""
-    total = 0
-    for row, targets in zip(x, y, strict=True):
-        for start, end in paragraphs(row):
-            logits = model(row[None, start:end])
-            total += F.cross_entropy(logits[0], targets[start:end], reduction="sum")
-    return total / x.numel()
-
-
-@functools.cache
-def reference(nprocs, optimizer, whole, clip=None):
-    if whole:
-        return transformer.reference(optimizer, clip=clip, **SMALL, **SHAPES[nprocs])
-    args = transformer.arguments(clip=clip, **SMALL, **SHAPES[nprocs])
-    with transformer.float64():
-        model = transformer.make_model(args)
-    return transformer.train_alone(model, optimizer, args, loss_of_documents)
 
 
 # ---- attention by itself --------------------------------------------------------------------------------------------
@@ -334,22 +281,19 @@ def plain_saved_bytes():
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("nprocs", [2, *guards(3), *slow(1, 4)])
-def test_equal_to_one_process_in_results_and_work(nprocs, tmp_path, plain_saved_bytes):
+def test_attention_is_exact_and_works_and_sends_no_more_than_it_must(nprocs, tmp_path, plain_saved_bytes):
     ranks = transformer.train_on(nprocs, run_case, CASES, tmp_path)
-    for (_, optimizer, changes), (losses, parameters) in zip(CASES[:3], ranks[-1], strict=False):
-        transformer.assert_equal(losses, parameters, reference(nprocs, optimizer, **changes))
-    for results in ranks:
-        check_attention(results[3])
-        *lines, of_type = results[5]
+    for attention, _, (*lines, of_type) in ranks:
+        check_attention(attention)
         assert lines == 2 * [f"{2 * nprocs + 1} is not a multiple of {2 * nprocs}, the number of equal shares"]
         assert of_type == "RingAttention takes float32 and float64, not torch.bfloat16: leave out autocast"
-    check_costs([results[4] for results in ranks], plain_saved_bytes)
+    check_costs([costs for _, costs, _ in ranks], plain_saved_bytes)
 
 
 def test_a_blank_line_ends_a_document():
     row = torch.tensor(list(b"a\n\nbc\n\n\n\nd\n"))
     assert min_CP_ring.number_documents(row[None]).tolist() == [[0, 0, 0, 3, 3, 3, 3, 7, 8, 9, 9]]
-    assert paragraphs(row) == [(0, 3), (3, 7), (7, 8), (8, 9), (9, 11)]
+    assert references.paragraphs(row) == [(0, 3), (3, 7), (7, 8), (8, 9), (9, 11)]
 
 
 def by_formula(q, k, causal):

@@ -1,115 +1,24 @@
-"""min_EP_FSDP.py: experts split over one dimension and sharded over the other equal one process without either."""
+"""min_EP_FSDP.py and min_EP.py: frozen experts, and what is sent."""
 
-import functools
-import re
 import sys
 from unittest import mock
 
 import pytest
-import test_min_EP
+import references
 import torch
 import transformer
-from conftest import guards, slow
-from test_min_EP import IDLE, DenseExperts, leave_idle
+from conftest import Watch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed as dist
 import gpt
 import min_EP
 import min_EP_FSDP
 
-CASES = [  # optimizer, changes and tolerance. Experts in IDLE get no token: with 4 ranks along ep, the last rank none
-    ("SGD", {"idle": IDLE, "clip": 0.3}, 1e-12),
-    ("AdamW", {"idle": IDLE, "clip": 0.3}, 1e-9),
-    ("SGD", {"top": 3}, 1e-12),
-]
-BATCH = {"global_batch_size": 12}
 
-
-def arguments(changes, expert_parallel=1):
-    args = test_min_EP.arguments({**BATCH, **changes})
-    args.expert_parallel = expert_parallel
-    return args
-
-
-@functools.cache
-def expected(number):
-    """Every step's loss, and the parameters by name, of one process in which all experts see all tokens."""
-    optimizer, changes, _ = CASES[number]
-    args = arguments(changes)
-    with transformer.float64():
-        model = transformer.make_model(args)
-        for block in model.blocks:
-            block.mlp = DenseExperts(args.width, args.experts, args.top)
-    leave_idle(model, args.idle)
-    losses, shares = [], []
-
-    def loss_of(model, x, y):
-        loss = transformer.plain_loss(model, x, y)
-        losses.append(loss.detach())
-        shares.extend(block.mlp.share for block in model.blocks)
-        return loss + args.balance * sum(block.mlp.balance for block in model.blocks)
-
-    _, parameters = transformer.train_alone(model, optimizer, args, loss_of)
-    assert all(share[list(args.idle)].sum() == 0 and share.max() > 1.2 * share.mean() for share in shares), "uneven"
-    return torch.stack(losses), parameters
-
-
-# ---- the script's own training --------------------------------------------------------------------------------------
-
-
-def train(optimizer, changes, expert_parallel):
-    """Losses, whole parameters by name, the tokens of each block's experts, the number of elements held, and stdout."""
-    args = arguments(changes, expert_parallel)
-    add_experts = min_EP.add_experts
-    held = []
-
-    def add_and_leave_idle(model, *more):
-        add_experts(model, *more)
-        leave_idle(model, args.idle)
-
-    def count(model):
-        held.append(sum(transformer.local(param).numel() for param in model.parameters()))
-        sharded = [isinstance(param, DTensor) for param in model.parameters()]
-        assert all(sharded) or dist.get_world_size() == 1
-
-    with mock.patch.object(min_EP_FSDP, "add_experts", add_and_leave_idle):
-        run = transformer.run_main_worker(min_EP_FSDP, args, optimizer, count)
-    tokens = [block.mlp.tokens_per_expert for block in run.model.blocks]
-    return run.losses, transformer.full_parameters(run.model), tokens, held[0], run.stdout
-
-
-MESHES = {1: [1], 2: [1, 2], 3: [1], 4: [1, 2, 4]}  # by number of ranks: ep. Along dp are as many as are left
-
-
-@pytest.mark.parametrize("nprocs", [1, *guards(2), *slow(3, 4)])
-def test_processes_do_what_one_does_and_hold_their_share(nprocs, tmp_path):
-    n_cases = {1: 1, 2: 2}.get(nprocs, len(CASES))  # the quick tests have fewer
-    cases = [(number, ep) for ep in MESHES[nprocs] for number in range(n_cases)]
-    jobs = [(CASES[number][0], CASES[number][1], ep) for number, ep in cases]
-    ranks = transformer.train_on(nprocs, train, jobs, tmp_path)
-    for case, (number, ep) in enumerate(cases):
-        _, changes, tolerance = CASES[number]
-        args, whole = arguments(changes), {}
-        for rank, results in enumerate(ranks):
-            _, parameters, tokens, _, _ = results[case]
-            held = {int(key.split(".")[4]) for key in parameters if ".experts." in key}
-            assert held == set(range(rank % ep * 8 // ep, (rank % ep + 1) * 8 // ep))
-            for key in whole.keys() & parameters.keys():
-                assert torch.equal(whole[key], parameters[key]), f"{key} differs from rank to rank"
-            whole.update(parameters)
-            for counts in tokens:
-                assert sum(counts.tolist()) == args.top * args.global_batch_size * args.length
-                assert all(counts[list(args.idle)] == 0)
-        for results in ranks:
-            transformer.assert_equal(results[case][0], whole, expected(number), tolerance)
-        total = sum(param.numel() for param in whole.values())
-        held = [results[case][3] for results in ranks]
-        assert sum(held) == total, "each element is on one rank"
-        assert max(held) <= 1.03 * total / nprocs
-        line = f"parameters held: {max(held):,} of {total:,} ({max(held) / total:.3f})\n"
-        assert ranks[0][case][4].startswith(line)
+def arguments(expert_parallel=1, **changes):
+    options = {"layers": 2, "experts": 4, "top": 2, "balance": 0.1, "idle": (), "expert_parallel": expert_parallel}
+    return transformer.arguments(global_batch_size=12, **{**options, **changes})
 
 
 # ---- frozen parameters ----------------------------------------------------------------------------------------------
@@ -129,7 +38,7 @@ def freeze(model, names):
 
 def clipped_gradients(module, frozen):
     """Of one step on this rank's share, by name, by the functions of min_EP or min_EP_FSDP."""
-    args = arguments({"experts": 4}, dist.get_world_size())
+    args = arguments(dist.get_world_size())
     model = transformer.make_model(args)
     (min_EP_FSDP.parallelize if module == "min_EP_FSDP" else min_EP.add_experts)(model, args)
     freeze(model, frozen)
@@ -149,11 +58,9 @@ def test_frozen_experts_and_a_frozen_router_are_left_out(tmp_path):
     cases = [(module, frozen) for module in ("min_EP", "min_EP_FSDP") for frozen in FROZEN]
     ranks = transformer.train_on(2, clipped_gradients, cases, tmp_path)
     for number, (_, frozen) in enumerate(cases):
-        args = arguments({"experts": 4})
+        args = arguments()
         with transformer.float64():
-            model = transformer.make_model(args)
-            for block in model.blocks:
-                block.mlp = DenseExperts(args.width, args.experts, args.top)
+            model = references.dense_model(args)
             freeze(model, frozen)
             x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length)
             transformer.plain_loss(model, x, y).backward()
@@ -168,37 +75,13 @@ def test_frozen_experts_and_a_frozen_router_are_left_out(tmp_path):
 # ---- bytes sent -----------------------------------------------------------------------------------------------------
 
 
-class Watch(TorchDispatchMode):
-    """Counts the bytes that a rank sends in rings, from the sizes of what goes in and comes out."""
-
-    def __init__(self):
-        super().__init__()
-        self.sent = {"parameters": 0, "tokens": 0, "counts": 0}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # its own operations on the shards come here next
-        name = func.name()
-        if "_allgather_base_" in name or "_reduce_scatter_base_" in name:
-            sizes = [args[0].nbytes, args[1].nbytes]
-            self.sent["parameters"] += max(sizes) - min(sizes)
-        elif "alltoall_base_" in name:
-            _, rows, group, _, n_sent, *_ = args
-            others = sum(n_sent) - n_sent[torch.distributed.ProcessGroup.unbox(group).rank()]
-            self.sent["tokens"] += others * rows[:1].nbytes
-        elif "allreduce_" in name:
-            self.sent["counts"] += sum(tensor.nbytes for tensor in args[0])
-        elif name.startswith("c10d::"):
-            raise AssertionError(f"{name} was not expected")
-        return func(*args, **(kwargs or {}))
-
-
-EVEN = {"experts": 4, "top": 4, "steps": 1}  # each token visits all experts, so all are used evenly
+MESHES = {2: [1, 2], 4: [1, 2, 4]}  # by number of ranks: ep. Along dp are as many as are left
+EVEN = {"top": 4, "steps": 1}  # each token visits all experts, so all are used evenly
 
 
 def watch_step(ep):
     torch.set_default_dtype(torch.float32)
-    args = arguments(EVEN, ep)
+    args = arguments(ep, **EVEN)
     model = transformer.make_model(args)
     min_EP_FSDP.parallelize(model, args)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
@@ -206,12 +89,15 @@ def watch_step(ep):
     with mock.patch("gpt.Progress"), Watch() as watch:
         min_EP_FSDP.train(model, optimizer, data, args)
     torch.set_default_dtype(torch.float64)
-    return watch.sent
+    parameters = watch.sent["gather"] + watch.sent["reduce"]
+    known = {"_allgather_base_", "_reduce_scatter_base_", "alltoall_base_", "allreduce_"}
+    assert watch.counts.keys() <= {f"c10d.{name}" for name in known}
+    return parameters, watch.sent["all to all"], watch.sent["all-reduce"]
 
 
 def formula(n, ep):
     """Bytes of parameters and of tokens, by the docstring."""
-    args = arguments(EVEN)
+    args = arguments(**EVEN)
     model = transformer.make_model(args)
     min_EP.add_experts(model, args)
     shared, experts = min_EP.split_params(model)
@@ -230,9 +116,9 @@ def test_it_sends_what_the_docstring_says(nprocs, tmp_path):
     for number, ep in enumerate(MESHES[nprocs]):
         parameters, tokens = formula(nprocs, ep)
         for results in ranks:
-            sent = results[number]
-            assert (sent["parameters"], sent["tokens"]) == pytest.approx((parameters, tokens))
-            assert sent["counts"] < 1000
+            sent_parameters, sent_tokens, reduced = results[number]
+            assert (sent_parameters, sent_tokens) == pytest.approx((parameters, tokens))
+            assert reduced < 1000, "counts"
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -259,14 +145,3 @@ def test_a_mesh_that_does_not_fit_is_one_line(main_of):
     for typed, parts in refused.items():
         status, line = main_of("min_EP_FSDP.py", *typed)
         assert status == 2 and line.count("\n") == 1 and all(part in line for part in parts)
-
-
-@pytest.mark.slow
-def test_prints_what_it_holds_and_the_tokens_of_each_expert(job_of):
-    small = ("--layers", 2, "--width", 16, "--heads", 2, "--length", 16, "--global-batch-size", 4, "--experts", 4)
-    stdout = job_of("min_EP_FSDP.py", *small, "--nproc", 4, "--steps", 3, "--log-every", 2, "--clip", 1)
-    first, *lines = stdout.splitlines()
-    assert re.fullmatch(r"parameters held: [\d,]+ of [\d,]+ \(0\.250\)", first)
-    tokens = "    tokens per expert:"
-    assert [re.split(r"[/ ][|\[\d]", line)[0] for line in lines][1::2] == 2 * [tokens]
-    assert [line["step"] for line in transformer.progress_lines(stdout)] == [2, 3]

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import Bomb, CollectiveCounter, exit_message, killed_in
+from conftest import Bomb, Watch, exit_message, killed_in
 from test_gpt_generate import continue_alone, peaked_model
 from torch.multiprocessing import ProcessExitedException
 
@@ -115,7 +115,7 @@ def watched_worker(local_rank, world_size, args, folder):
     """Notes on each rank the heads that the cache holds, the forwards, and what is communicated meanwhile."""
     notes = {"heads": set(), "forwards": 0, "rows": 0}
     own_exit, own_forward, own_generate = gpt_generate.KVCache.__exit__, gpt.GPT.forward, gpt_generate.generate
-    counter = CollectiveCounter()
+    counter = Watch()
 
     def at_exit(cache, *error):
         for stored in cache.stored.values():

@@ -1,8 +1,7 @@
-"""min_ZeRO.py: equal to one process, with a part of the optimizer's state on each process."""
+"""min_ZeRO.py: several optimizers, schedulers, and frozen parameters."""
 
 import copy
 import math
-from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ import distributed as dist
 import gpt
 import min_ZeRO
 
-# 44,913 parameters: the last part is shorter on 2 and 4 ranks.
-ODD = {"layers": 2, "width": 33, "heads": 3, "length": 29, "clip": 0.5}
+ODD = {**transformer.ODD, "clip": 0.5}
 GROUPS = ({"lr": 0.02, "weight_decay": 0.3}, {"lr": 0.005, "weight_decay": 0.0})  # the second one is a single bias
 WARMUP = 5
 
@@ -42,26 +40,11 @@ def elements_held(optim):
     return sum(value.numel() for state in optim.state.values() for value in state.values() if value.dim())
 
 
-def train(optimizer):
-    """Losses, parameters by name, and the elements of the optimizer's state on this process, by the main_worker."""
-    args = transformer.arguments(dist.get_world_size(), log_every=4, **ODD)
-    report, held = min_ZeRO.report_state, []
-
-    def recorded_report(optim, model):
-        held.append(elements_held(optim))
-        report(optim, model)
-
-    with mock.patch.object(min_ZeRO, "report_state", recorded_report):
-        result = transformer.run_main_worker(min_ZeRO, args, optimizer)
-    if dist.is_primary():
-        n_params = sum(param.numel() for param in result.model.parameters())
-        line = f"optimizer state held: {8 * held[0]:,} of {8 * n_params:,} bytes ({held[0] / n_params:.3f})\n"
-        assert result.stdout.endswith(line), result.stdout
-    return result.losses, transformer.full_parameters(result.model), held[0]
-
-
 def train_groups():
-    """The same with an optimizer for each group, a scheduler, and other weights on each rank. Rank 0's count."""
+    """Losses, parameters by name, and the elements of the optimizers' state on this process.
+
+    There is an optimizer for each group, a scheduler, and other weights on each rank.
+    """
     args = transformer.arguments(dist.get_world_size(), log_every=4, **ODD)
     model = transformer.make_model(args)
     with torch.no_grad():
@@ -79,10 +62,6 @@ def train_groups():
 def schedule(optimizer):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / WARMUP))
     optimizer.register_step_post_hook(lambda *_: scheduler.step())
-
-
-def train_case(optimizer):
-    return train_groups() if optimizer == "groups" else train(optimizer)
 
 
 def expected_with_groups():
@@ -107,23 +86,14 @@ def expected_with_groups():
     return torch.stack(losses), {name: param.detach() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("nprocs", [1, pytest.param(2, marks=pytest.mark.slow), 4])
-def test_it_gives_what_one_process_gives_and_holds_a_part_of_the_state(tmp_path, nprocs):
-    cases = ["AdamW", "SGD", "groups"]
-    ranks = transformer.train_on(nprocs, train_case, [(case,) for case in cases], tmp_path)
-    for number, case in enumerate(cases):
-        losses, parameters, _ = ranks[0][number]
-        expected = expected_with_groups() if case == "groups" else transformer.reference(case, **ODD)
-        transformer.assert_equal(losses, parameters, expected)
-        for other in ranks[1:]:  # equal in every bit, not only nearly
-            assert all(torch.equal(other[number][1][name], value) for name, value in parameters.items())
-        # AdamW has two numbers for each parameter, SGD with momentum one.
-        n_params, each = sum(param.numel() for param in parameters.values()), 1 if case == "SGD" else 2
-        held = [results[number][2] for results in ranks]
-        groups = [n_params - 33, 33] if case == "groups" else [n_params]
-        assert n_params % 2, "the last part must be shorter"
-        padded = sum(nprocs * math.ceil(size / nprocs) for size in groups)
-        assert held == [each * padded // nprocs] * nprocs, "each rank has the state of its part"
+def test_an_optimizer_for_each_group_and_a_scheduler_give_what_one_process_gives(tmp_path):
+    ranks = transformer.train_on(4, train_groups, [()], tmp_path)
+    for ((losses, parameters, held),) in ranks:
+        transformer.assert_equal(losses, parameters, expected_with_groups())
+        assert all(torch.equal(ranks[0][0][1][name], value) for name, value in parameters.items())
+        n_params = sum(param.numel() for param in parameters.values())
+        alone = transformer.ODD["width"]  # the second group's numbers
+        assert held == 2 * (math.ceil((n_params - alone) / 4) + math.ceil(alone / 4)), "each rank has its part"
 
 
 def test_frozen_parameters_stay():

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, CollectiveCounter, float64, on_two_processes, whole
+from conftest import ROOT, Watch, float64, on_two_processes, whole
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
@@ -87,7 +87,7 @@ def test_no_sync_after_the_forward_sends_every_micro_batch():
     for no_sync_around_forward, expected in ((False, 3), (True, 1)):
         model = dist.prepare_ddp_model(make_model())
         x, y = share(X, Y)
-        with CollectiveCounter() as counter:
+        with Watch() as counter:
             for number, (micro_x, micro_y) in enumerate(zip(x.chunk(3), y.chunk(3), strict=True), 1):
                 sync = model.no_sync() if number < 3 else contextlib.nullcontext()
                 if no_sync_around_forward:

@@ -582,11 +582,13 @@ def test_the_rank_that_was_silent_first_has_failed_first(tmp_path):
 # ---- the scripts of this project ------------------------------------------------------------------------------------
 
 COMMANDS = re.findall(r"^\| `python parity\.py (.*?)` \|", (ROOT / "docs" / "parity.md").read_text(), re.M)
+# test_equal.py proves more of these scripts, and other commands show parity.py all that they use.
+PROVEN = {"min_FSDP.py", "min_FSDP_TP.py", "min_CP.py"}
 ROWS = re.findall(r"(\w+)\*?\.py", (ROOT / "docs" / "parity.md").read_text().partition("## The scripts of")[2])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [command for command in COMMANDS if not PROVEN & set(command.split())])
 def test_scripts_of_this_project_are_equal(command, judge, tmp_path, monkeypatch):
     words = command.split()
     script = next(word for word in words if word.endswith(".py"))

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conftest import ROOT, CollectiveCounter, float64, on_two_processes, run
+from conftest import ROOT, Watch, float64, on_two_processes, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -158,7 +158,7 @@ def check_same_on_all_ranks(values):
 def count_collectives():
     """How often each collective is called in the block, and the type of what the last call sent, by name."""
     counts = {}
-    with CollectiveCounter() as counter:
+    with Watch() as counter:
         yield counts
     for operation, count in counter.counts.items():
         name = operation.partition(".")[2].strip("_").replace("_base", "")

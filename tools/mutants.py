@@ -41,22 +41,13 @@ TESTS = {  # of the files that have no test file of their own name, or more than
     "tracking": ["mnist_DDP"],
     "llm_hub": ["llm_FSDP"],
     "llm_documents": ["llm_documents", "llm_FSDP"],
-    "gpt": ["gpt", "min_TP", "min_FSDP_TP"],
+    "min_EP": ["min_EP_FSDP"],
     "mnist": ["mnist", "mnist_DDP", "mnist_FSDP"],
 }
-TRANSFORMERS = (
-    "min_FSDP_TP",
-    "min_PP_FSDP_TP",
-    "min_CP",
-    "min_DiLoCo",
-    "min_EP",
-    "min_EP_FSDP",
-    "min_FSDP",
-    "min_Muon",
-    "min_PP",
-    "min_CP_ring",
-)
-TRANSFORMERS += ("min_DDP_scratch", "min_TP", "min_ZeRO")
+EQUAL = [f"min_{name}" for name in ("CP", "CP_ring", "DDP_scratch", "DiLoCo", "EP", "EP_FSDP", "FSDP", "FSDP_TP")]
+EQUAL += [f"min_{name}" for name in ("FSDP_scratch", "Join", "Muon", "PP", "PP_FSDP_TP", "TP", "ZeRO")]
+ROWS = {name: [name] for name in EQUAL}  # of tests/test_equal.py, which begin with these names
+ROWS["gpt"] = ["min_TP", "min_FSDP_TP"]
 LONGEST = 1500  # seconds for the tests of one mutant
 
 
@@ -181,23 +172,29 @@ def other_value(value):
 
 
 def tests_of(file):
-    """The test files that must notice a change in this file."""
+    """The test files that must notice a change in this file, without tests/test_equal.py."""
     name = Path(file).stem
     names = list(TESTS.get(name, [name]))
-    if name in TRANSFORMERS:
-        names.append("transformers")
     paths = [f"tests/test_{name}.py" for name in names]
     return [path for path in paths if (ROOT / path).exists()]
 
 
+def rows_of(file):
+    """pytest's options for the rows of tests/test_equal.py that must notice it, beside all tests of `tests_of`."""
+    rows = ROWS.get(Path(file).stem)
+    if not rows:
+        return []
+    chosen = [Path(path).name for path in tests_of(file)]
+    for name in rows:
+        chosen += [f"{name}-", f"{name}]"]
+    return ["tests/test_equal.py", "-k", " or ".join(chosen)]
+
+
 def run_tests(folder, file, slow):
     """None if they pass, or else the test that failed first."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests_of(file)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests_of(file), *rows_of(file)]
     if slow:
         command += ["-m", "slow"]
-    name = Path(file).stem
-    if name in TRANSFORMERS:  # not what test_transformers.py has about the others
-        command += ["-k", f"{name} or test_bytes_sent"]
     with subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
     ) as process:
