@@ -2,7 +2,7 @@
 
 A job that a test starts in its own process runs spawn.py as it is shipped, but for this: its workers print where the
 test's process prints, and the fork server stays when the job ends. These two places are shown by the tests that start a
-command: in test_launch.py all from the fixture `command` on. One of them is quick.
+command: in test_launch.py all from the fixture `command` on, and the quick test of test_on_devices.py.
 """
 
 import functools

@@ -675,8 +675,10 @@ def test_a_rank_that_fails_when_the_launcher_has_ended_leaves_no_child():
     process.communicate(timeout=30)  # the fork server ends by itself
 
 
+@pytest.mark.guard
+@pytest.mark.slow
 def test_what_reads_the_output_of_a_job_ends_with_it():
-    """`python script.py | cat` does not wait for the fork server. This runs spawn.py as it is shipped."""
+    """`python script.py | cat` does not wait for the fork server."""
     mark = uuid.uuid4().hex
     process = start(JOB, "meet", env={"JOB_MARK": mark})
     assert process.wait(timeout=240) == 0
