@@ -155,7 +155,8 @@ def tokens_worker(local_rank, world_size, args, report):
         def __call__(self, step, loss):
             if step + 1 in MARKS:
                 for block, rows in zip(model.blocks, shares, strict=True):
-                    rows[step + 1] = (block.mlp.tokens / block.mlp.tokens.sum()).tolist()
+                    tokens = block.mlp.tokens_per_expert
+                    rows[step + 1] = (tokens / tokens.sum()).tolist()
             super().__call__(step, loss)
 
     gpt.Progress = Counting

@@ -231,7 +231,8 @@ def test_the_command_listens_on_loopback_only_and_names_a_killed_process(victim,
     job.stdout.readline()
     assert listening(mark) == {"127.0.0.1"}
     server = min((p for p in members(mark) if "forkserver" in " ".join(p.cmdline())), key=lambda p: p.pid)
-    sorted(server.children(), key=lambda child: child.pid)[victim].kill()
+    _, *workers = sorted(server.children(), key=lambda child: child.pid)  # the first one is the guard of spawn.py
+    workers[victim].kill()
     status, _, stderr = finish(job, timeout=30)
     assert (status, own_lines(stderr)[-1]) == (1, f"{name} is lost: rank {victim} was killed by SIGKILL")
     wait_for_the_end_of(mark, 5)
