@@ -329,7 +329,8 @@ def status_of(process):
 def on_two_processes(check):
     """Make a test of a function that both ranks call, each time in a new process group and in a folder of its own.
 
-    All such functions of a file that are selected run in one job. Those after one that fails do not run.
+    All such functions of a file that are selected run in one job. Those after one that fails do not run, and fail with
+    its traceback.
     """
 
     def test(two_processes):
@@ -371,7 +372,7 @@ def run_checks(local_rank, world_size, module, names, folder):
 
 
 class Watch(TorchDispatchMode):
-    """Notes the collectives of this process, and counts how often the host reads a value from the device.
+    """Notes the collectives of this process, and counts how often the host reads a value, as item(), if and print do.
 
     torch's CommDebugMode fails in pipelines, and with DDP in 2.11.
     """
@@ -380,7 +381,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.counts = collections.Counter()  # of all collectives by name
         self.collectives = []  # FSDP's: (name, type, elements)
-        self.sent = collections.Counter()  # bytes that this process sends to others in a ring, or all to all
+        self.sent = collections.Counter()  # bytes: to others in a ring or all to all, and all of what is all-reduced
         self.host_reads = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

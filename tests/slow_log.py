@@ -1,7 +1,7 @@
 """The log of the slow tests, benchmarks/results/slow_tests.json: when each last ran, how long it took, and its outcome.
 
 `make test-slow` says by it how long it will take, and writes it. `pytest -p tests.slow_log -m slow FILES` does the same
-for some files, whose rows it replaces.
+for some files. Give it whole files: rows of tests of a file that did not run are lost.
 """
 
 import datetime
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 LOG = ROOT / "benchmarks" / "results" / "slow_tests.json"
 SIDE_BY_SIDE = 3  # tests at a time, as in the Makefile
 
-now = {}  # by test, what this run adds to the log
+this_run = {}  # by test, what this run adds to the log
 
 
 def read():
@@ -30,11 +30,17 @@ def pytest_report_header():
     if log:
         minutes = sum(row["seconds"] for row in log.values()) / SIDE_BY_SIDE / 60
         failed = [name for name, row in log.items() if row["outcome"] == "failed"]
-        return [f"all slow tests took about {minutes:.0f} minutes", f"failed when they last ran: {failed or 'none'}"]
+        return [
+            f"the slow tests of the log took {minutes:.0f} minutes, three at a time",
+            f"failed when they last ran: {failed or 'none'}",
+        ]
+            f"the slow tests of the log took {minutes:.0f} minutes, three at a time",
+            f"failed when they last ran: {failed or 'none'}",
+        ]
 
 
 def pytest_runtest_logreport(report):
-    row = now.setdefault(report.nodeid, {"seconds": 0, "outcome": "passed"})
+    row = this_run.setdefault(report.nodeid, {"seconds": 0, "outcome": "passed"})
     row["seconds"] += report.duration
     if report.outcome != "passed":
         row["outcome"] = report.outcome
@@ -45,9 +51,9 @@ def pytest_sessionfinish(session):
         return
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     date = datetime.date.today().isoformat()
-    ran = {file_of(name) for name in now}
+    ran = {file_of(name) for name in this_run}
     log = {name: row for name, row in read().items() if file_of(name) not in ran and (ROOT / file_of(name)).exists()}
-    for name, row in now.items():
+    for name, row in this_run.items():
         log[name] = {"date": date, "commit": commit, "seconds": round(row["seconds"], 1), "outcome": row["outcome"]}
     lines = [f"{json.dumps(name)}: {json.dumps(log[name])}" for name in sorted(log)]
     LOG.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -144,7 +144,7 @@ ROWS = [
     Row("min_CP", 2, QUICK, [*CP, *each_with(CP, attention="all-gather")]),
     Row("min_CP", 4, SLOW, [*CP, *each_with(CP, attention="all-gather")]),
     Row("min_PP", 1, SLOW, [("AdamW", {}), *[("SGD", schedule(name, **CLIP)) for name in IN_ONE_PROCESS]]),
-    Row("min_PP", 2, QUICK, [("SGD", schedule("GPipe", 1))]),  # not clipped, which would hide a wrong scale
+    Row("min_PP", 2, QUICK, [("SGD", schedule("GPipe", 2))]),  # not clipped, which would hide a wrong scale
     Row(
         "min_PP",
         2,
@@ -323,7 +323,7 @@ def parts_of(script, model):
     return transformer.full_parameters(model), list(model.parameters())
 
 
-def of_all_processes(own):
+def gather_and_check_alike(own):
     """All parameters by name. If several processes have one, they must have the same one in every bit."""
     together = {}
     for theirs in dist.gather_objects(own):
@@ -365,7 +365,7 @@ def train(script, optimizer, options):
     moments = [value for state in states(result.optimizer) for value in state.values() if value is not None]
     return {
         "losses": result.losses,
-        "parameters": of_all_processes(own),
+        "parameters": gather_and_check_alike(own),
         "held out": result.held_out.item(),
         "held": elements(params),
         "gradients": elements(param.grad for param in params),
@@ -545,7 +545,7 @@ def test_saves_every_so_many_steps_and_at_the_end(script, tmp_path):
 
 # ---- no step waits for the device -----------------------------------------------------------------------------------
 
-NEVER_WAIT = [
+NEVER_WAIT = [  # test_on_devices.py has these and others on simulated GPUs
     ("min_ZeRO", {}),
     ("min_FSDP", {}),
     ("min_Muon", {}),
@@ -556,7 +556,7 @@ NEVER_WAIT = [
     ("min_DDP_scratch", {}),
     ("min_FSDP_scratch", {}),
 ]
-FORWARD = gpt.Block.forward
+FORWARD = gpt.Block.forward  # before run_main_worker replaces it by one that reads gradients
 
 
 def host_reads(script, options):
@@ -566,7 +566,6 @@ def host_reads(script, options):
     training, watch = module.train, Watch()
 
     def watched_train(*given):
-        # The tests' own forward reads gradients.
         with mock.patch.object(gpt, "Progress"), mock.patch.object(gpt.Block, "forward", FORWARD), watch:
             return training(*given)
 
@@ -598,8 +597,8 @@ def numbers_of(script, **options):
     return numbers
 
 
-def docstrings():
-    """(script, options, the bytes that a process sends in each step by the script's docstring)."""
+def expected_bytes():
+    """(script, options, the bytes that a process sends in each step). A docstring has the same formula: change both."""
     layers, batch, length, width = (SIZES[name] for name in ("layers", "global_batch_size", "length", "width"))
     others = (N - 1) / N  # what a process does not have
     on_gloo = 1.5  # whose reduce-scatter is an all-reduce
@@ -620,7 +619,7 @@ def docstrings():
     sizes = {"layers": 4, "width": 128, "global_batch_size": 16, "clip": 1.0}
     for name, passes in pipelines:
         yield "min_PP", schedule(name, **sizes), passes * 4 * 16 * 128 * 128 / N
-    # 8 L + 4, with gloo's reduce-scatter
+    # The docstring has 8·L + 4. On gloo a reduce-scatter is an all-reduce, and it is 12·L + 5.
     yield "min_TP", {}, ((12 * layers + 5) * batch + 1) * features + others * 4 * batch * length * 256
     yield "min_CP", {"attention": "ulysses"}, ddp + 2 / N * 4 * layers * batch * features
     yield "min_CP", {"attention": "all-gather"}, ddp + 4 * layers * batch * features
@@ -669,7 +668,7 @@ def count_bytes(script, options):
 
 def count_worker(local_rank, world_size):
     dist.init_process_group()
-    for script, options, _ in docstrings():
+    for script, options, _ in expected_bytes():
         dist.print_primary(json.dumps([script, count_bytes(script, options)]))
 
 
@@ -694,9 +693,9 @@ def counted():
 @pytest.mark.guard
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("script", sorted({script for script, *_ in docstrings()}))
+@pytest.mark.parametrize("script", sorted({script for script, *_ in expected_bytes()}))
 def test_bytes_sent_are_those_of_the_docstring(script, counted):
-    for (name, sent), (expected_name, options, expected) in zip(counted, docstrings(), strict=True):
+    for (name, sent), (expected_name, options, expected) in zip(counted, expected_bytes(), strict=True):
         assert name == expected_name
         if name == script:
             print(f"{name} {options}: {sent:,.0f} bytes, {sent / expected:.4f} of the formula")

@@ -1,4 +1,7 @@
-"""min_CP.py: activations are split."""
+"""min_CP.py: activations are split.
+
+test_equal.py has what all scripts that train the GPT promise.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""min_CP_ring.py: each document alone, nothing of other shares saved, hops left out."""
+"""min_CP_ring.py: each document alone, nothing of other shares saved, hops left out.
+
+test_equal.py has what all scripts that train the GPT promise.
+"""
 
 import functools
 import math
@@ -281,7 +284,7 @@ def plain_saved_bytes():
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("nprocs", [2, *guards(3), *slow(1, 4)])
-def test_attention_is_exact_and_works_and_sends_no_more_than_it_must(nprocs, tmp_path, plain_saved_bytes):
+def test_documents_are_attended_to_alone_and_no_more_is_sent_or_computed(nprocs, tmp_path, plain_saved_bytes):
     ranks = transformer.train_on(nprocs, run_case, CASES, tmp_path)
     for attention, _, (*lines, of_type) in ranks:
         check_attention(attention)

@@ -1,4 +1,7 @@
-"""min_DDP_scratch.py: any parameters, the bytes of a ring, sent during backward, and one line for each mistake."""
+"""min_DDP_scratch.py: any parameters, the bytes of a ring, sent during backward, and one line for each mistake.
+
+test_equal.py has what all scripts that train the GPT promise.
+"""
 
 import contextlib
 import functools

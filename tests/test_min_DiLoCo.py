@@ -1,4 +1,7 @@
-"""min_DiLoCo.py: what is sent and reported, and when it equals DDP."""
+"""min_DiLoCo.py: what is sent and reported, and when it equals DDP.
+
+test_equal.py has what all scripts that train the GPT promise.
+"""
 
 from unittest import mock
 

@@ -1,4 +1,7 @@
-"""min_EP_FSDP.py and min_EP.py: frozen experts, and what is sent."""
+"""min_EP_FSDP.py and min_EP.py: frozen experts, and what is sent.
+
+test_equal.py has what all scripts that train the GPT promise.
+"""
 
 import sys
 from unittest import mock

@@ -1,4 +1,7 @@
-"""min_FSDP.py: sharded from the start, and each block gathered by itself, in bfloat16 if asked for."""
+"""min_FSDP.py: sharded from the start, and each block gathered by itself, in bfloat16 if asked for.
+
+test_equal.py has what all scripts that train the GPT promise.
+"""
 
 import resource
 import sys

@@ -1,4 +1,7 @@
-"""min_FSDP_TP.py: what is computed again is not kept."""
+"""min_FSDP_TP.py: what is computed again is not kept.
+
+test_equal.py has what all scripts that train the GPT promise.
+"""
 
 import torch
 import transformer

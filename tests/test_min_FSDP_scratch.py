@@ -1,4 +1,7 @@
-"""min_FSDP_scratch.py: at most two blocks in memory, any parameters, and errors where it would be silently wrong."""
+"""min_FSDP_scratch.py: at most two blocks in memory, any parameters, and errors where it would be silently wrong.
+
+test_equal.py has what all scripts that train the GPT promise.
+"""
 
 import copy
 import functools

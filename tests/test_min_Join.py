@@ -1,4 +1,7 @@
-"""min_Join.py: batches of any size, and how many each process has."""
+"""min_Join.py: batches of any size, and how many each process has.
+
+test_equal.py has what all scripts that train the GPT promise.
+"""
 
 import torch
 import transformer

@@ -1,4 +1,7 @@
-"""min_Muon.py: groups, schedulers and frozen matrices, shards of momentum, what is sent, and one matrix."""
+"""min_Muon.py: groups, schedulers and frozen matrices, shards of momentum, what is sent, and one matrix.
+
+test_equal.py has what all scripts that train the GPT promise.
+"""
 
 import sys
 from unittest import mock

@@ -1,4 +1,7 @@
-"""min_PP.py: a process holds its stages alone."""
+"""min_PP.py: a process holds its stages alone.
+
+test_equal.py has what all scripts that train the GPT promise.
+"""
 
 import contextlib
 import gc

@@ -1,4 +1,7 @@
-"""min_PP_FSDP_TP.py: one gather and one reduction per step, and meshes that fit."""
+"""min_PP_FSDP_TP.py: one gather and one reduction per step, and meshes that fit.
+
+test_equal.py has what all scripts that train the GPT promise.
+"""
 
 import math
 import sys

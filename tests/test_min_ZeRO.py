@@ -1,4 +1,7 @@
-"""min_ZeRO.py: several optimizers, schedulers, and frozen parameters."""
+"""min_ZeRO.py: several optimizers, schedulers, and frozen parameters.
+
+test_equal.py has what all scripts that train the GPT promise.
+"""
 
 import copy
 import math

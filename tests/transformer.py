@@ -111,7 +111,7 @@ def train_alone(model, optimizer, args, loss_of=plain_loss, part_of=lambda step,
 
 
 def reference(optimizer="AdamW", **changes):
-    """The same with the small case's model. `changes` go to `arguments`, and `optimizer` to make_optimizer."""
+    """`train_alone` of a GPT, once for each case. `changes` go to `arguments`, and `optimizer` to make_optimizer."""
     return _reference(optimizer, tuple(sorted(changes.items())))
 
 
