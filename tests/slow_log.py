@@ -34,9 +34,6 @@ def pytest_report_header():
             f"the slow tests of the log took {minutes:.0f} minutes, three at a time",
             f"failed when they last ran: {failed or 'none'}",
         ]
-            f"the slow tests of the log took {minutes:.0f} minutes, three at a time",
-            f"failed when they last ran: {failed or 'none'}",
-        ]
 
 
 def pytest_runtest_logreport(report):

@@ -48,6 +48,8 @@ EQUAL = [f"min_{name}" for name in ("CP", "CP_ring", "DDP_scratch", "DiLoCo", "E
 EQUAL += [f"min_{name}" for name in ("FSDP_scratch", "Join", "Muon", "PP", "PP_FSDP_TP", "TP", "ZeRO")]
 ROWS = {name: [name] for name in EQUAL}  # of tests/test_equal.py, which begin with these names
 ROWS["gpt"] = ["min_TP", "min_FSDP_TP"]
+ROWS["min_PP"] += ["min_PP_FSDP_TP"]  # which imports it
+ROWS["min_FSDP_TP"] += ["min_PP_FSDP_TP"]
 LONGEST = 1500  # seconds for the tests of one mutant
 
 
