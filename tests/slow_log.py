@@ -1,7 +1,7 @@
 """The log of the slow tests, benchmarks/results/slow_tests.json: when each last ran, how long it took, and its outcome.
 
 `make test-slow` says by it how long it will take, and writes it. `pytest -p tests.slow_log -m slow FILES` does the same
-for some files. Give it whole files: rows of tests of a file that did not run are lost.
+for some tests. The rows of the others stay, also of tests that are gone: delete the log before a run of all.
 """
 
 import datetime
@@ -21,10 +21,6 @@ def read():
     return json.loads(LOG.read_text()) if LOG.exists() else {}
 
 
-def file_of(test):
-    return test.split("::")[0]
-
-
 def pytest_report_header():
     log = read()
     if log:
@@ -37,6 +33,8 @@ def pytest_report_header():
 
 
 def pytest_runtest_logreport(report):
+    if "slow" not in report.keywords:
+        return
     row = this_run.setdefault(report.nodeid, {"seconds": 0, "outcome": "passed"})
     row["seconds"] += report.duration
     if report.outcome != "passed":
@@ -48,8 +46,7 @@ def pytest_sessionfinish(session):
         return
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     date = datetime.date.today().isoformat()
-    ran = {file_of(name) for name in this_run}
-    log = {name: row for name, row in read().items() if file_of(name) not in ran and (ROOT / file_of(name)).exists()}
+    log = read()
     for name, row in this_run.items():
         log[name] = {"date": date, "commit": commit, "seconds": round(row["seconds"], 1), "outcome": row["outcome"]}
     lines = [f"{json.dumps(name)}: {json.dumps(log[name])}" for name in sorted(log)]
