@@ -679,7 +679,7 @@ def count():
 
 @pytest.fixture(scope="module")
 def counted():
-    """For each case of `docstrings` the script and the bytes."""
+    """For each case of `expected_bytes`, the script and the bytes that were counted."""
     unshare = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
     if sys.platform != "linux" or subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("network namespaces need Linux and root")

@@ -7,6 +7,7 @@ import copy
 import math
 
 import pytest
+import references
 import torch
 import transformer
 
@@ -22,21 +23,6 @@ WARMUP = 5
 def groups_of(model):
     alone = model.blocks[0].attention.out.bias
     return [param for param in model.parameters() if param is not alone], [alone]
-
-
-class Both:
-    """Two optimizers, which step one after the other."""
-
-    def __init__(self, *optimizers):
-        self.optimizers = optimizers
-
-    def zero_grad(self):
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-    def step(self):
-        for optimizer in self.optimizers:
-            optimizer.step()
 
 
 def elements_held(optim):
@@ -58,7 +44,7 @@ def train_groups():
         optimizer = min_ZeRO.ZeRO(params, torch.optim.AdamW, args.clip, fused=True, **options)
         schedule(optimizer.optim)
         optimizers.append(optimizer)
-    losses = min_ZeRO.train(model, Both(*optimizers), transformer.small_data(args), args)
+    losses = min_ZeRO.train(model, references.Both(*optimizers), transformer.small_data(args), args)
     return losses, transformer.full_parameters(model), sum(elements_held(optimizer.optim) for optimizer in optimizers)
 
 
