@@ -175,13 +175,15 @@ def kill_one(job, kill, rng, log, path, temporary):
     wait_for(path.exists if kill == 0 else lambda: len(RESUMED_LINE.findall(log.read_text())) == kill, job)
     epochs = len(EPOCH_LINE.findall(log.read_text())) + rng.randint(0, 2)
     wait_for(lambda: len(EPOCH_LINE.findall(log.read_text())) >= epochs, job)
-    rank, left_over = str(rng.randrange(2)), written_at(temporary)
-    if kill % 2:
-        rank = "0"
+    hit_a_save = kill % 2 == 1
+    rank = "0" if hit_a_save else str(rng.randrange(2))
+    # It takes longer to find a process than to save on a fast disk.
+    victim = next(child for child in psutil.Process(job.pid).children() if child.environ()["RANK"] == rank)
+    left_over = written_at(temporary)
+    if hit_a_save:
         wait_for(lambda: written_at(temporary) not in (None, left_over), job)
     else:
         time.sleep(rng.uniform(0, 0.2))
-    victim = next(child for child in psutil.Process(job.pid).children() if child.environ()["RANK"] == rank)
     victim.kill()
     victim.wait(10)
     torch.load(path, weights_only=True)
