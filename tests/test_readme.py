@@ -130,6 +130,8 @@ def apply_diff(folder):
     subprocess.run(["patch", "--quiet", "--strip=0"], input=DIFF, cwd=folder, text=True, check=True)
     right = (folder / "train.py").read_text()
     (folder / "other.py").write_text(right.replace("batch_size=64 // world_size", "batch_size=64"))
+    (folder / "package").mkdir(exist_ok=True)
+    (folder / "package" / "train.py").write_text(right)
 
 
 def shape(line):
