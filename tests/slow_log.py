@@ -27,7 +27,7 @@ def pytest_report_header():
         minutes = sum(row["seconds"] for row in log.values()) / SIDE_BY_SIDE / 60
         failed = [name for name, row in log.items() if row["outcome"] == "failed"]
         return [
-            f"the slow tests of the log took {minutes:.0f} minutes, three at a time",
+            f"the {len(log)} slow tests of the log took {minutes:.0f} minutes, three at a time",
             f"failed when they last ran: {failed or 'none'}",
         ]
 
