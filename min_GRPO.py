@@ -314,12 +314,10 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group(even_alone=True)
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    torch.manual_seed(args.seed)  # the same weights on all ranks
-    model = gpt.GPT(**SIZES).to(dist.get_device())
+    gpt.start(args)
+    model = gpt.GPT(gpt.Config(**SIZES), args.seed).to(dist.get_device())
     reference = copy.deepcopy(model).requires_grad_(False) if args.kl else None
     model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
-    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     tokens = torch.zeros(1, SIZES["length"], dtype=torch.long, device=dist.get_device())
     checkpoint.rebuild_buckets(model, lambda: model(tokens).sum())  # else a resumed run differs in the last bit

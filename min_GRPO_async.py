@@ -30,7 +30,6 @@ cache. A move sends 4·P bytes in all, and G times as many for norms and embeddi
     torchrun --standalone --nproc-per-node 3 min_GRPO_async.py --staleness 0 --output model.pt    # take turns; save
 """
 
-import argparse
 import functools
 import math
 import time
@@ -298,7 +297,7 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+    gpt.start(args)
     ranks = list(range(world_size))
     n_trainers = world_size - args.generators
     # Every rank makes both meshes, since each of them makes a process group.
@@ -312,12 +311,10 @@ def main_worker(local_rank, world_size, args):
 
 def be_trainer(mesh, ranks, args):
     n_trainers = mesh.size()
-    sizes = argparse.Namespace(**min_GRPO.SIZES, seed=args.seed)
-    model = gpt.make_meta_model(sizes)  # shapes without memory: each rank makes its part only
+    model = gpt.make_meta_model(gpt.Config(**min_GRPO.SIZES))  # shapes without memory
     shard(model, mesh)
     model.to_empty(device=dist.get_device())  # memory for this rank's shards
-    gpt.fill(model.named_parameters(), sizes)
-    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each rank draws its own
+    gpt.fill(model.named_parameters(), args.seed)
     move = Move(model.named_parameters(), ranks[:n_trainers], ranks[n_trainers:])
     min_GRPO.imitate(model, args, mesh.get_group())
     ask_held_out(f"{args.imitation_steps} steps of imitation", move, n_trainers)
@@ -328,7 +325,7 @@ def be_trainer(mesh, ranks, args):
 
 def be_generator(mesh, ranks, args):
     n_trainers = len(ranks) - mesh.size()
-    model = gpt.make_meta_model(argparse.Namespace(**min_GRPO.SIZES))
+    model = gpt.make_meta_model(gpt.Config(**min_GRPO.SIZES))
     if mesh.size() > 1:
         split_layers(model, mesh)
     model.to_empty(device=dist.get_device())  # memory for this rank's part, which the first move fills

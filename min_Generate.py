@@ -135,7 +135,7 @@ def load_model(path):
     try:
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         with torch.device("meta"):
-            model = gpt.GPT(**saved["sizes"])
+            model = gpt.GPT(gpt.Config(**saved["sizes"]))
         model.load_state_dict(saved["model"], assign=True)
     except Exception as error:  # whatever a file leads to that is no model
         line = f"--model: {path} is not a file that min_GRPO.py --output has written ({type(error).__name__})"
@@ -200,7 +200,7 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     # A process that has answered its share may wait for hours until the slowest one is done.
     dist.init_process_group(timeout=datetime.timedelta(days=1))
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+    gpt.start(args)
     model = load_model(args.model)
     records = read_prompts(model.position.num_embeddings - args.new_bytes, args)
     choose = gpt_generate.choose
