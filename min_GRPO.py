@@ -92,10 +92,10 @@ def draw_completions(model, step, numbers, args, choose=gpt_generate.choose):
 
 
 def advantages_of(rewards, group_size):
-    """How much better than the mean of its group each completion is: (completions,). It is 0 if the reward is NaN."""
+    """How much better than the mean of its group each completion is: (completions,). NaN gives 0."""
     groups = rewards.view(-1, group_size)
     advantages = groups - groups.nanmean(dim=1, keepdim=True)
-    return advantages.nan_to_num(0).flatten()
+    return advantages.nan_to_num(0, posinf=0, neginf=0).flatten()
 
 
 def policy_loss(ratio, advantages, low, high):

@@ -122,7 +122,7 @@ def pad_texts(texts, length):
 
 def open_shards(paths):
     """The shards as `Stream` takes them. Every rank must call it, because each one reads some of the files."""
-    dist.check_in_sync(None, **{"the list of shards": [path.name for path in paths]})
+    dist.check_in_sync(None, **{"the list of shards": [(path.name, path.stat().st_size) for path in paths]})
     world_size = dist.get_world_size()
     own = [find_documents(path) for path in paths[dist.get_rank() :: world_size]]
     of_ranks = dist.gather_objects(own)

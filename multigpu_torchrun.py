@@ -149,7 +149,7 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    watch.start()  # if the job stands still, one line says where each rank stands
+    watch.start()  # if the job hangs, one line says where each rank is
     device = dist.get_device()
     torch.manual_seed(0)
     dataset = ToyDataset()

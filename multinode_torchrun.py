@@ -233,7 +233,7 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     timeout = timedelta(seconds=args.timeout)
     dist.init_process_group(timeout=timeout)
-    watch.start()  # if the job stands still, one line says where each rank stands
+    watch.start()  # if the job hangs, one line says where each rank is
     device = dist.get_device()
     preemption = checkpoint.Preemption()
     torch.manual_seed(0)

@@ -1,7 +1,6 @@
 """Every command of README.md, of docs/*.md and of a script's docstring runs, and prints lines of the quoted form."""
 
 import ast
-import fnmatch
 import importlib
 import os
 import re
@@ -265,15 +264,6 @@ def test_the_advice_on_logs(tmp_path):
 
 def section(page, heading):
     return page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-
-
-def test_the_file_tree_marks_what_is_run_and_what_is_imported():
-    run, imported = re.search(r"^run +(.*)\nimported (.*?)^```", PAGES[README], re.M | re.S).groups()
-    imported = set(re.findall(r"\w+\.py", imported))
-    assert imported == FOUNDATION
-    assert {name for pattern in run.split() for name in fnmatch.filter(SCRIPTS, pattern)} - imported == (
-        SCRIPTS.keys() - FOUNDATION
-    )
 
 
 def test_every_script_and_page_is_named_and_every_named_test_exists():
