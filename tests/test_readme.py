@@ -242,6 +242,53 @@ def test_the_evaluation_counts_each_sample_once(run_in):
     assert run_in("evaluation", source, "main", 2) == "accuracy 1.0000\n"
 
 
+FSDP_PARTS = """
+def make_model():
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+
+
+def make_set(n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 6, generator=generator)
+    return torch.utils.data.TensorDataset(x, x[:, :3].argmax(dim=1))
+
+
+def make_test_set():
+    return make_set(13, 2)
+
+
+def train_epoch(model, optimizer, epoch):
+    share = make_set(12, 1)[dist.get_rank() :: dist.get_world_size()]
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(share[0]), share[1]).backward()
+        optimizer.step()
+    print(f"epoch {epoch} of rank {dist.get_rank()}: {evaluate(model)!r}")
+"""
+
+
+def test_from_ddp_to_fsdp(tmp_path, run_in):
+    """The block of docs/port.md: on two processes as on one, and a resumed run has the same losses and best weights."""
+    (block,) = re.findall(
+        r"^```python\n(import torch\nfrom torch.distributed.checkpoint.*?)^```", PAGES[PORT], re.M | re.S
+    )
+    source = block.replace("import torch\n", "import torch\n\ntorch.set_default_dtype(torch.float64)\n", 1) + FSDP_PARTS
+    losses, best = {}, {}
+    for nprocs, epochs in ((1, (20,)), (2, (4, 20))):
+        out = ""
+        for n in epochs:
+            out += run_in(f"fsdp_{nprocs}_{n}", source.replace("epoch < 20", f"epoch < {n}"), "main", nprocs)
+        losses[nprocs] = dict(re.findall(r"^epoch (\d+) of rank 0: (.*)$", out, re.M))
+        best[nprocs] = torch.load("best.pt", weights_only=True)
+        shutil.rmtree("checkpoints")
+    assert losses[1].keys() == losses[2].keys() and len(losses[1]) > 5
+    for epoch, loss in losses[1].items():
+        assert float(losses[2][epoch]) == pytest.approx(float(loss), abs=1e-12)
+    assert float(losses[1]["5"]) < float(losses[1]["0"])
+    torch.testing.assert_close(best[1], best[2], rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_the_example_in_the_helper(nprocs, run_in):
     """It learns, and prints once."""
