@@ -200,7 +200,7 @@ def train(model, optimizer, scheduler, train_set, test_set, args):
     steps_per_epoch = len(train_set) // args.global_batch_size
     steps = args.epochs * steps_per_epoch
     settings = settings_of(args, len(train_set))
-    first_step, results, run_id = resume(model, optimizer, scheduler, settings, args)
+    first_step, results, run_id = resume(model, optimizer, scheduler, settings, steps_per_epoch, args)
     tracker = tracking.Tracker("mnist_DDP", args, first_step * args.global_batch_size, run_id)
     watched = "gradients" if args.compile else "all"  # torch.compile would compile W&B's hook of the parameters too
     tracker.watch(net, args.log_every, watched)
@@ -229,7 +229,7 @@ def train(model, optimizer, scheduler, train_set, test_set, args):
             results["accuracies"].append(accuracy)
         scheduler.step()
         if saves:
-            values = {"results": results, "run_id": tracker.run_id}
+            values = {"results": results, "run_id": tracker.run_id, "epochs": args.epochs}
             checkpoint.save(args.snapshot_path, model, optimizer, scheduler, step=done, settings=settings, **values)
         if preempted and done < steps:
             tracker.close()
@@ -294,23 +294,28 @@ def write_result(path, net, results):
 
 def settings_of(args, n):
     """What a resumed run must share, on `n` training samples."""
-    names = ("global_batch_size", "epochs", "lr", "clip", "bf16", "seed")
+    names = ("global_batch_size", "lr", "clip", "bf16", "seed")
     settings = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
     settings["training samples"] = n
     return settings
 
 
-def resume(model, optimizer, scheduler, settings, args):
+def resume(model, optimizer, scheduler, settings, steps_per_epoch, args):
     """Load the snapshot, if there is one. Returns the step to run next, the results so far, and the run of W&B."""
+    path = args.snapshot_path
     results = {"losses": [], "accuracies": []}
-    if args.snapshot_path is None:
+    if path is None:
         return 0, results, None
     # Epoch, which is not used, and step; then the values in the order in which they are named here.
-    _, step, results, run_id = checkpoint.load(
-        args.snapshot_path, model, optimizer, scheduler, settings, results=results, run_id=None
+    _, step, results, run_id, epochs = checkpoint.load(
+        path, model, optimizer, scheduler, settings, results=results, run_id=None, epochs=args.epochs
     )
+    # A run that is complete may get more epochs. Its first step then still has the old learning rate, which is 0.
+    if args.epochs != epochs and step < epochs * steps_per_epoch:
+        line = f"--epochs {args.epochs}: {path} is at step {step} of {epochs} epochs, and its learning rate would jump"
+        raise dist.DistributedError(f"{line}: finish them first, with --epochs {epochs}")
     if step > 0:
-        dist.print_primary(f"Resuming from {args.snapshot_path} at step {step}", flush=True)
+        dist.print_primary(f"Resuming from {path} at step {step}", flush=True)
     return step, results, run_id
 
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import errno
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -59,7 +60,7 @@ def train_worker(
 
     with (
         few_digits(*sizes, **data),
-        mock.patch("mnist.SimpleCNN", model),
+        mock.patch("mnist_DDP.make_model", lambda train_set, args: model()),
         mock.patch("mnist_DDP.make_optimizer", make_from_plain_model),
     ):
         places = {"output": f"{folder}/mnist_cnn.pt", "snapshot_path": snapshot_path}
@@ -74,6 +75,10 @@ def weights_of(folder):
 
 def accuracies_of(folder):
     return json.loads((Path(folder) / "mnist_cnn_accuracies.json").read_text())
+
+
+def losses_of(folder):
+    return json.loads((Path(folder) / "mnist_cnn_losses.json").read_text())
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -308,6 +313,7 @@ def test_equals_one_process(nprocs, tmp_path):
         state, losses, tests = train_alone(name, hp)
         assert_equal_states(weights_of(tmp_path / case), state)
         assert accuracies_of(tmp_path / case) == [hits / n for _, hits, n in tests]
+        assert losses_of(tmp_path / case) == pytest.approx([loss for loss, _, _ in tests], abs=1e-9)
         ranks = [torch.load(tmp_path / case / f"{rank}.pt", weights_only=True) for rank in range(nprocs)]
         sent, waits, stdout, _ = ranks[0]
         assert not any(output for _, _, output, _ in ranks[1:]), "rank 0 alone prints"
@@ -474,6 +480,36 @@ def test_a_global_batch_of_more_than_all_samples_is_one_line(tmp_path):
     assert message == "--global-batch-size 321 is more than all training samples, 320"
 
 
+def test_a_short_epoch_is_said(tmp_path, capsys):
+    train_worker(0, 1, settings(epochs=1, global_batch_size=64), tmp_path)
+    line = "An epoch has only 5 steps: a smaller --global-batch-size learns more in it\n"
+    assert line in capsys.readouterr().out
+    train_worker(0, 1, settings(epochs=1, global_batch_size=32), tmp_path)
+    assert "An epoch has only" not in capsys.readouterr().out
+
+
+def test_a_folder_of_images_as_the_comment_says(tmp_path, monkeypatch):
+    """Images of three classes in colour and of several sizes: the model gets as many outputs."""
+    (comment,) = re.findall(
+        r"^    # A folder for each class.*?\n((?:    # .*\n)+)", Path(mnist_DDP.__file__).read_text(), re.M
+    )
+    load = "def load_datasets(args):\n" + comment.replace("    # ", "    ")
+    draw = np.random.default_rng(0)
+    for half, name, number in itertools.product(("train", "test"), "abc", range(4)):
+        folder = tmp_path / "images" / half / name
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = draw.integers(0, 256, (20 + number, 30, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    monkeypatch.chdir(tmp_path)
+    found = {}
+    exec(load, found)
+    monkeypatch.setattr(mnist_DDP, "load_datasets", found["load_datasets"])
+    args = settings(epochs=1, global_batch_size=4, test_batch_size=5)
+    args = argparse.Namespace(**vars(args), output="cnn.pt", snapshot_path=None)
+    dist.launch(mnist_DDP.main_worker, args, nprocs=1)
+    assert len(torch.load("cnn.pt", weights_only=True)["fc.bias"]) == 3
+
+
 @pytest.mark.parametrize(("save_every", "expected"), [(5, [5, 10, 13, 15, 20, 25, 26]), (13, [13, 26])])
 def test_it_saves_after_every_so_many_steps_and_after_each_epoch(save_every, expected, tmp_path, monkeypatch, capsys):
     saved, save = [], checkpoint.save
@@ -571,7 +607,9 @@ def test_batch_norm_the_seed_and_tracking(tmp_path, monkeypatch, capfd):
     net.load_state_dict(weights_of(tmp_path / "normed"))
     accuracies = accuracies_of(tmp_path / "normed")
     assert len(accuracies) == 2 and accuracies[-1] == result_of(net, digits(101))[1] / 101 > 0.3
-    assert {path.name for path in (tmp_path / "normed").iterdir()} == {"mnist_cnn.pt", "mnist_cnn_accuracies.json"}
+    assert {path.name for path in (tmp_path / "normed").iterdir()} == {
+        f"mnist_cnn{end}" for end in (".pt", "_accuracies.json", "_losses.json")
+    }
 
     first, tracked, other = ((tmp_path / name / "mnist_cnn.pt").read_bytes() for name in ("first", "tracked", "other"))
     assert first == tracked != other, "also with a data set that has no whole batches"
