@@ -27,7 +27,8 @@ the disk.
     CUDA_VISIBLE_DEVICES=0,1 python min_Stream.py --snapshot-path run.pt    # saves; rerun it with any --nproc to resume
     torchrun --standalone --nproc-per-node 2 min_Stream.py --data-dir shards --num-workers 2    # your own .jsonl files
 
-Under torchrun it also saves on SIGTERM. If you resume with another number of processes, name --global-batch-size, whose default is a multiple of it.
+Under torchrun it also saves on SIGTERM. If you resume with another number of processes, name --global-batch-size, whose
+default is a multiple of it.
 """
 
 import array
