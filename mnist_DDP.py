@@ -11,9 +11,9 @@ its share, and splits it into K micro-batches, where K is --accumulate:
     rank 1   forward backward   forward backward --+-- all-reduce --- clip --- optimizer --- next step
              (no_sync)          on every rank the gradient is  g = 1/B * sum of the gradients of all B samples
 
-What you change stands first, under CHANGE HERE: data, model, loss, metric and optimizer. For another task also change
-`test`, which shows images to the trackers. Keep the rest. Choose min_DDP.py to learn DDP, flyte_workflow.py to run this
-experiment as the task of an orchestrator, and multinode_torchrun.py for machines that come and go.
+What you change stands first, under CHANGE HERE: data, model, loss, metric and optimizer. Keep the rest. Choose
+min_DDP.py to learn DDP, flyte_workflow.py to run this experiment as the task of an orchestrator, and
+multinode_torchrun.py for machines that come and go.
 
 Cost per process, for P float32 parameters trained by SGD with momentum on N processes: 12·P bytes for parameters,
 gradients and momentum, and the activations of one micro-batch. Each step sends 2·(N-1)/N · 4·P bytes, for any K.
@@ -86,7 +86,7 @@ def forward(model, inputs, labels, device, bf16):
 
 
 def count_hits(outputs, labels):
-    """The number of correct predictions in a batch. Its sum over all samples is what the test prints."""
+    """The number of correct predictions in a batch. Its sum over all samples is the accuracy."""
     return (outputs.argmax(dim=1) == labels).sum()
 
 
@@ -202,8 +202,6 @@ def train(model, optimizer, scheduler, train_set, test_set, args):
     settings = settings_of(args, len(train_set))
     first_step, results, run_id = resume(model, optimizer, scheduler, settings, steps_per_epoch, args)
     tracker = tracking.Tracker("mnist_DDP", args, first_step * args.global_batch_size, run_id)
-    watched = "gradients" if args.compile else "all"  # torch.compile would compile W&B's hook of the parameters too
-    tracker.watch(net, args.log_every, watched)
     preemption = checkpoint.Preemption() if args.snapshot_path else None
     batches = load_batches(train_set, first_step, steps, device, args)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # on the device, to avoid a sync every step
@@ -224,9 +222,13 @@ def train(model, optimizer, scheduler, train_set, test_set, args):
             last_line = done
         if ends_epoch:
             dist.check_in_sync(net)  # stops if the weights of two processes differ
-            loss, accuracy = test(net, test_set, done // steps_per_epoch, samples, tracker, args)
+            epoch = done // steps_per_epoch
+            loss, hits, n = evaluate(net, test_set, device, args)
+            line = f"epoch {epoch}/{args.epochs} | held-out {loss:.4f} | accuracy {hits / n:.4f} ({hits}/{n})"
+            dist.print_primary(line, flush=True)
+            tracker.log(samples, test_loss=loss, accuracy=hits / n, epoch=epoch)
             results["losses"].append(loss)
-            results["accuracies"].append(accuracy)
+            results["accuracies"].append(hits / n)
         scheduler.step()
         if saves:
             values = {"results": results, "run_id": tracker.run_id, "epochs": args.epochs}
@@ -238,21 +240,6 @@ def train(model, optimizer, scheduler, train_set, test_set, args):
     if dist.is_primary():
         write_result(args.output, net, results)
     tracker.close()
-
-
-@torch.no_grad()
-def test(net, test_set, epoch, samples, tracker, args):
-    """Evaluate after `epoch` epochs, and print and track the results. Returns loss and accuracy."""
-    device = dist.get_device()
-    loss, hits, n = evaluate(net, test_set, device, args)
-    line = f"epoch {epoch}/{args.epochs} | held-out {loss:.4f} | accuracy {hits / n:.4f} ({hits}/{n})"
-    dist.print_primary(line, flush=True)
-    tracker.log(samples, test_loss=loss, accuracy=hits / n, epoch=epoch)
-    if args.wandb or args.tensorboard:  # show what the model makes of the first images
-        inputs, labels = next(iter(DataLoader(test_set, 32, collate_fn=mnist.collate)))
-        outputs, labels, _ = forward(net, inputs, labels, device, args.bf16)
-        tracker.log_images(samples, inputs, outputs.float().softmax(dim=1), labels)
-    return loss, hits / n
 
 
 @torch.no_grad()
