@@ -462,7 +462,10 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
         if os.environ.get(name, "") not in ("", "0", "1") and not is_launched():
             line = f"{name} is {os.environ[name]}, but RANK and WORLD_SIZE are not set, so every task would train alone"
             raise SystemExit(f"{line}: start one torchrun per node instead, as launchers/slurm.sbatch does")
-    nprocs = nprocs or max(1, device_count())
+    if nprocs is None:
+        nprocs = max(1, device_count())
+    if nprocs < 1:
+        raise ValueError(f"nprocs must be at least 1, got {nprocs}")
     if is_launched() or nprocs == 1:
         return _run_worker(worker_fn, *args)
     import spawn  # a script that torchrun starts can be copied without it
