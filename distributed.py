@@ -332,7 +332,7 @@ def check_in_sync(model, /, *optimizers, **values):
 
 
 def _compare(named, checksum=True):
-    """Raise DistributedError on every rank if two ranks have different values for one name. `named`: [(name, value)]."""
+    """Raise DistributedError on every rank if two ranks have different values for one name. `named`: pairs of these."""
     described = []
     for name, value in named:
         summary = functools.partial(_summary, name, checksum)
