@@ -12,9 +12,12 @@ is executed. For a model that fully_shard has sharded, see checkpoint_sharded.py
 """
 
 import contextlib
+import json
 import multiprocessing
 import os
+import pathlib
 import signal
+import stat
 import sys
 import tempfile
 import zipfile
@@ -30,23 +33,24 @@ import distributed as dist
 
 
 @contextlib.contextmanager
-def atomic(path):
+def atomic(path, instead=None):
     """Write to a temporary file, and rename it to `path` if the block succeeds. Gives the file, open to write and read.
 
-    A kill or a power cut leaves the old file or the new one; a block that fails leaves the old one. A killed process
-    also leaves the temporary file, `path.RANK.tmp`, which its next save writes over. Two jobs must not save to one
-    path. Raises DistributedError if the disk is full or refuses, or if `path` is a folder or a device.
+    The new file has the mode of the old one. A kill or a power cut leaves the old file or the new one; a block that
+    fails leaves the old one. A killed process also leaves the temporary file, `path.RANK.tmp`, which its next save
+    writes over. Two jobs must not save to one path. With `instead` the file of that name is replaced, as a trial.
+    Raises DistributedError if the disk is full or refuses, or if `path` is write-protected, mounted, a folder or a
+    device.
     """
     target = os.path.realpath(path)  # if `path` is a symbolic link, the file to which it points
-    if os.path.exists(target) and not os.path.isfile(target):
-        raise dist.DistributedError(f"cannot save {target}: it is not a regular file")
     temporary = f"{target}.{dist.get_rank()}.tmp"  # the rank, because nodes may share the folder
     try:
         with open(temporary, "w+b") as file:
+            _become_like(target, file)
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
+        os.replace(temporary, instead or target)
         with contextlib.suppress(OSError):  # the new file is in place, also if its folder cannot be read or flushed
             folder = os.open(os.path.dirname(target), os.O_RDONLY)
             try:
@@ -63,10 +67,23 @@ def atomic(path):
         raise
 
 
+def _become_like(target, file):
+    """Give `file` the mode of the file `target`, if there is one. Raises an error if that one cannot be replaced."""
+    if not os.path.exists(target):
+        return
+    if not os.path.isfile(target):
+        raise dist.DistributedError(f"cannot save {target}: it is not a regular file")
+    with open(target, "r+b") as old:  # fails if it is write-protected
+        os.chmod(file.fileno(), stat.S_IMODE(os.fstat(old.fileno()).st_mode))
+    mounts = pathlib.Path("/proc/self/mountinfo")  # Linux
+    if mounts.exists() and target in [line.split()[4] for line in mounts.read_text().splitlines()]:
+        raise dist.DistributedError(f"cannot save {target}: it is mounted as a file, so mount its folder instead")
+
+
 def check_writable(option, path):
     """Before any training: make the folder of the file `path`. Raises SystemExit, naming `option`, if no save can work.
 
-    It does in the folder all that a save does: it writes a file, and renames it to one that exists.
+    It does all that a save does, but that it replaces another file of the folder.
     """
     problem = _problem_of(path)
     if problem:
@@ -80,7 +97,7 @@ def _problem_of(path):
     folder = os.path.dirname(os.path.realpath(path))
     try:
         os.makedirs(folder, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder) as existing, atomic(existing.name) as file:
+        with tempfile.NamedTemporaryFile(dir=folder) as existing, atomic(path, instead=existing.name) as file:
             file.write(b"as a save does")
     except (OSError, dist.DistributedError) as error:
         return f"cannot write to {folder}: {getattr(error, 'strerror', error)}"
@@ -93,22 +110,23 @@ def _problem_of(path):
 def save(path, model, optimizer, scheduler=None, epoch=0, step=0, settings=None, **more):
     """Save the states of model, optimizer, scheduler and `more`, and where to resume, `epoch` and `step`.
 
-    Every rank calls it, and local rank 0 of each node writes, so a lost node takes no snapshot with it. No random state
-    is saved: seed each epoch. Models are saved unwrapped. `more` names further objects with state_dict and
+    Every rank calls it. Rank 0 writes, and local rank 0 of each node, so a lost node takes no snapshot with it. No
+    random state is saved: seed each epoch. Models are saved unwrapped. `more` names further objects with state_dict and
     load_state_dict, like a second model, and plain values: numbers, strings, tensors, lists and dicts of these.
     `settings` is a dict of options that a resumed run must share. Buffers become rank 0's on all ranks, as in DDP.
     Raises DistributedError on every rank if anything to save differs between ranks or could not be loaded again, if an
     optimizer trains a parameter that is not saved, if the model is sharded, or if a node cannot write.
     """
     parts = _parts(model, optimizer, scheduler, more)
-    snapshot = {"epoch": epoch, "step": step, "settings": (settings or {}) | _classes(parts)}
+    snapshot = {"epoch": epoch, "step": step, "settings": (settings or {}) | _description(parts)}
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             dist.sync_params(part.buffers())
         snapshot[name] = part.state_dict() if _has_state(part) else part
     dist.check_in_sync(None, **_leaves(snapshot))  # without a model: its names would not say which part it is
+    json.dumps(snapshot["settings"])  # raises TypeError for what `load` could not compare
     error = None
-    if dist.get_local_rank() == 0:
+    if _has_file():
         try:
             with atomic(path) as file:
                 torch.save(snapshot, file)
@@ -116,6 +134,10 @@ def save(path, model, optimizer, scheduler=None, epoch=0, step=0, settings=None,
         except dist.DistributedError as failure:
             error = str(failure)
     dist.raise_on_all(error)
+
+
+def _has_file():
+    return dist.is_primary() or dist.get_local_rank() == 0
 
 
 def _leaves(container, prefix=""):
@@ -136,7 +158,8 @@ def _refuse_unloadable(file, path):
     file.seek(0)
     refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     if refused:
-        raise dist.DistributedError(f"cannot save {path}: weights_only=True cannot load {', '.join(refused)}")
+        line = f"cannot save {path}: weights_only=True cannot load {', '.join(refused)}"
+        raise dist.DistributedError(f"{line}; of a number of numpy pass float(…)")
 
 
 def load(path, model, optimizer, scheduler=None, settings=None, **more):
@@ -149,8 +172,9 @@ def load(path, model, optimizer, scheduler=None, settings=None, **more):
     settings, or if that folder is not writable. All settings are compared, those of the snapshot and the given ones.
     """
     parts = _parts(model, optimizer, scheduler, more)
+    settings = (settings or {}) | _description(parts)
     snapshot, error = None, None
-    if dist.get_local_rank() == 0:
+    if _has_file():
         snapshot, error = _read(path)
     dist.raise_on_all(error)
     position = (snapshot["epoch"], snapshot["step"]) if snapshot else ()  # less than any other
@@ -159,7 +183,7 @@ def load(path, model, optimizer, scheduler=None, settings=None, **more):
     if not newest:
         return 0, 0, *[part for part in parts.values() if not _has_state(part)]
     snapshot = dist.broadcast_object(snapshot, src=positions.index(newest))
-    _restore(parts, settings or {}, snapshot, os.path.abspath(path))
+    _restore(parts, settings, snapshot, os.path.abspath(path))
     return *newest, *[snapshot[name] for name, part in parts.items() if not _has_state(part)]
 
 
@@ -183,15 +207,15 @@ def _restore(parts, settings, snapshot, path):
     if saved != parts.keys():
         line = f"{path} holds the state of {', '.join(sorted(saved))}, not of {', '.join(sorted(parts))}"
         raise dist.DistributedError(f"{line}: save and load the same parts")
-    now = settings | _classes(parts)
-    before = _classes(parts) | snapshot["settings"]  # older snapshots have no classes
-    for name in before | now:
-        if before.get(name) != now.get(name):
-            line = f"{path} was saved with {name} {before.get(name)}, not {now.get(name)}"
+    before = _description(parts) | snapshot["settings"]  # older snapshots have no description
+    for name in before | settings:
+        if json.dumps(before.get(name)) != json.dumps(settings.get(name)):  # NaN is not equal to NaN
+            line = f"{path} was saved with {name} {before.get(name)}, not {settings.get(name)}"
             raise dist.DistributedError(f"{line}: use the same, or another path")
     try:
         for name, part in parts.items():
             if _has_state(part):
+                _compare_types(part, snapshot[name])
                 part.load_state_dict(snapshot[name])
             elif torch.is_tensor(part) and part.requires_grad:
                 part.detach().copy_(snapshot[name])
@@ -208,20 +232,38 @@ def _parts(model, optimizer, scheduler, more):
         del parts["scheduler"]
     if any(hasattr(param, "to_local") for param in model.parameters()):
         raise dist.DistributedError("the model is sharded: use checkpoint_sharded.save and checkpoint_sharded.load")
-    optimizers = [part for part in parts.values() if hasattr(part, "param_groups")]
-    trained = {param for part in optimizers for group in part.param_groups for param in group["params"]}
-    saved = {param for part in parts.values() if isinstance(part, nn.Module) for param in part.parameters()}
-    saved |= {part for part in parts.values() if torch.is_tensor(part)}
-    if not trained <= saved:
-        line = "an optimizer trains a parameter that would not be saved"
-        raise dist.DistributedError(f"{line}: pass its module too, to save and load, as in save(…, head=head)")
     return {name: dist.unwrapped(part) for name, part in parts.items()}
 
 
-def _classes(parts):
-    """The classes of optimizers and schedulers: one may take another's state without an error, and train wrongly."""
-    others = {name: part for name, part in parts.items() if not isinstance(part, nn.Module)}
-    return {f"{name} class": type(part).__name__ for name, part in others.items() if _has_state(part)}
+def _compare_types(part, saved):
+    """Raise ValueError if a weight was saved in another type: load_state_dict would convert it."""
+    for name, tensor in part.state_dict().items() if isinstance(part, nn.Module) else ():
+        if torch.is_tensor(tensor) and saved[name].dtype != tensor.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, and was {saved[name].dtype}")
+
+
+def _description(parts):
+    """What must be the same again, or an optimizer would take another's state without an error, and train wrongly.
+
+    It has the classes of optimizers and schedulers, and the names of each optimizer's parameters in their order.
+    """
+    names = {part: name for name, part in parts.items() if torch.is_tensor(part)}
+    description = {}
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            names |= {param: f"{name}.{key}" for key, param in part.named_parameters()}
+        elif _has_state(part):
+            description[f"{name} class"] = type(part).__name__
+    for name, part in parts.items():
+        for number, group in enumerate(getattr(part, "param_groups", ())):
+            for i, param in enumerate(group["params"]):
+                if param not in names:
+                    line = "an optimizer trains a parameter that would not be saved"
+                    raise dist.DistributedError(
+                        f"{line}: pass its module too, to save and load, as in save(…, head=head)"
+                    )
+                description[f"{name} parameter {i} of group {number}"] = names[param]
+    return description
 
 
 def _has_state(part):
@@ -233,16 +275,17 @@ def rebuild_buckets(model, compute_loss):
 
     Call it before training begins or resumes, and seed after it. DDP rebuilds its buckets once, after the first
     backward, and their layout decides in which order the gradients of three or more ranks are summed. So the first step
-    of a resumed run would differ in the last bit from the uninterrupted run's. Parameters and buffers keep their
-    values, gradients are cleared. Without DDP it does nothing.
+    of a resumed run would differ in the last bit from the uninterrupted run's. Parameters and buffers get their values
+    back, gradients are cleared. Without DDP it does nothing.
     """
     if not isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
         return
-    buffers = [buffer.clone() for buffer in model.buffers()]
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    before = [tensor.clone() for tensor in tensors]
     compute_loss().backward()
     model.zero_grad()
-    for buffer, before in zip(model.buffers(), buffers, strict=True):
-        buffer.copy_(before)
+    for tensor, value in zip(tensors, before, strict=True):
+        tensor.copy_(value)
 
 
 # ---- save before a machine is taken away ----------------------------------------------------------------------------

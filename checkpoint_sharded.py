@@ -4,7 +4,10 @@
     first_step = checkpoint_sharded.load(folder, model, optimizer)              # 0 if there is no checkpoint
     checkpoint_sharded.save(folder, model, optimizer, step + 1, keep=3)         # every rank calls it
 
-A `Saver` does the last two for a script with the options --checkpoint-dir, --save-every and --keep.
+    first_step, best = checkpoint_sharded.load(folder, model, optimizer, best=math.inf)    # other values too
+    checkpoint_sharded.save(folder, model, optimizer, step + 1, best=best)
+
+A `Saver` does the first two for a script with the options --checkpoint-dir, --save-every and --keep.
 
 The model may be sharded by fully_shard, split by tensor parallelism, a stage of a pipeline, wrapped in DDP, or plain.
 Each checkpoint is a folder `step-N`, which all machines must share. Any number of processes can load what any number
@@ -17,6 +20,7 @@ noticed. Parts of a checkpoint are pickles, so load only folders that you trust.
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
+import json
 import os
 import shutil
 import tempfile
@@ -28,15 +32,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
 
 import distributed as dist
-import options
-
-
-def add_options(parser):
-    """Add --checkpoint-dir, --save-every and --keep, which `Saver` reads, to an options.ArgumentParser."""
-    dir_help = "save in this folder, and resume from its newest checkpoint"
-    parser.add_argument("--checkpoint-dir", help=dir_help)
-    parser.add_argument("--save-every", type=options.whole_number(1), default=100, help="steps between checkpoints")
-    parser.add_argument("--keep", type=options.whole_number(1), help="checkpoints to keep (default: all)")
 
 
 class Saver:
@@ -72,19 +67,21 @@ def check_folder(option, folder):
         raise SystemExit(line) from None
 
 
-def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=None, frozen=True):
+def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=None, frozen=True, **more):
     """Write `folder`/step-N, where N is `step`, the next step to run, at least 1. Every rank must call it.
 
     `optimizer` is an optimizer, or a list of optimizers of different parameters. `settings` is a dict of options that a
     resumed run must share. With frozen=False, parameters that are not trained are left out: load with frozen=False too,
     into a model whose frozen parameters are in place. Once the checkpoint is complete, only it and the newest of the
-    others are kept, `keep` in all; None keeps all of them. The buffers become rank 0's on all ranks, as in DDP. Raises
-    DistributedError on every rank if weights that should be equal differ between ranks, if a rank cannot write, or if
-    machines do not share the folder. What a failed save has written is deleted.
+    others are kept, `keep` in all; None keeps all of them. `more` names further values: numbers, strings, tensors,
+    lists and dicts of these. The buffers become rank 0's on all ranks, as in DDP. Raises DistributedError on every rank
+    if what should be equal differs between ranks, if a rank cannot write, or if machines do not share the folder. What
+    a failed save has written is deleted.
     """
     if step < 1 or (keep is not None and keep < 1):
         raise ValueError(f"step, the next one to run, and keep must be at least 1, got {step} and {keep}")
-    dist.check_in_sync(model)
+    equal = {"settings": settings, "scheduler": scheduler and scheduler.state_dict(), **more}
+    dist.check_in_sync(model, *_as_list(optimizer), **equal)
     names = [name for name, _ in model.named_buffers()]
     if all(names == others for others in dist.gather_objects(names)):  # the stages of a pipeline have different ones
         dist.sync_params(model.buffers())
@@ -92,7 +89,8 @@ def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=Non
     if dist.is_primary():
         _delete(path)
     dist.barrier()
-    _run(dcp.save, path, _state(model, optimizer, scheduler, settings, frozen), storage_writer=_Writer(path))
+    state = _state(model, optimizer, scheduler, settings, frozen, more)
+    _run(dcp.save, path, state, storage_writer=_Writer(path))
     error = f"rank {dist.get_rank()} does not see {path}, as rank 0 does: all machines must share the folder"
     dist.raise_on_all(None if (path / ".metadata").exists() else error)
     if keep is not None and dist.is_primary():
@@ -101,25 +99,31 @@ def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=Non
             _delete(path.with_name(f"step-{other}"))
 
 
-def load(folder, model, optimizer, scheduler=None, settings=None, frozen=True):
+def load(folder, model, optimizer, scheduler=None, settings=None, frozen=True, **more):
     """Restore the newest complete checkpoint on every rank. Returns its step, the next one to run.
 
-    Without a checkpoint it changes nothing and returns 0. Every rank must call it, with arguments as in `save`. The
-    optimizer gets the learning rate and all other options of the checkpoint. Raises DistributedError on every rank if
-    the checkpoint cannot be read, is incomplete, has other `settings`, or does not match the model, the optimizer and
-    the scheduler.
+    With `more` it returns the step and the saved values of these names, in this order. Without a checkpoint it changes
+    nothing, and returns 0 and the given values. Every rank must call it, with arguments as in `save`. The optimizer
+    gets the learning rate and all other options of the checkpoint. Raises DistributedError on every rank if the
+    checkpoint cannot be read, is incomplete, has other `settings`, or does not match the model, its types, the
+    optimizer and the scheduler.
     """
     newest = max(dist.gather_objects(max(_steps(folder), default=0)))
     if newest == 0:
-        return 0
+        return (0, *more.values()) if more else 0
     path = Path(folder).absolute() / f"step-{newest}"
-    saved = _saved_names(path)
+    saved = _read_index(path)
     _make_optimizer_state(model, optimizer, saved)
-    state = _state(model, optimizer, scheduler, settings, frozen)
+    state = _state(model, optimizer, scheduler, settings, frozen, more)
+    groups = state["groups"]
     _compare_settings(path, state["settings"][0])
+    _compare_types(path, saved, state["model"])
     planner = dcp.DefaultLoadPlanner()
     _run(dcp.load, path, state, planner=planner)  # into the tensors of the model and the optimizer
-    _refuse_unknown(path, saved, planner.state_dict)
+    _refuse_unknown(path, set(saved), planner.state_dict)
+    if state["groups"] != groups:
+        line = f"{path} was saved with other parameters in a group of the optimizer"
+        raise dist.DistributedError(f"{line}: build the same groups in the same order")
     set_model_state_dict(dist.unwrapped(model), state["model"], options=StateDictOptions(strict=False))
     groups = [group for each in _as_list(optimizer) for group in each.param_groups]
     for group, saved_options in zip(groups, state["optimizer"]["param_groups"], strict=True):
@@ -127,10 +131,10 @@ def load(folder, model, optimizer, scheduler=None, settings=None, frozen=True):
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"][0])
     dist.print_primary(f"Resuming from {path}")
-    return newest
+    return (newest, *state["more"].values()) if more else newest
 
 
-def _state(model, optimizer, scheduler, settings, frozen):
+def _state(model, optimizer, scheduler, settings, frozen, more):
     """What dcp saves, and what it loads into. It saves a dict and a list key by key, and a tuple as a whole."""
     model = dist.unwrapped(model)
     weights, optimizer_state = get_state_dict(model, optimizer)
@@ -138,12 +142,13 @@ def _state(model, optimizer, scheduler, settings, frozen):
         for name, param in model.named_parameters(remove_duplicate=False):
             if not param.requires_grad:
                 weights.pop(name.replace("_orig_mod.", ""))  # a prefix of torch.compile
-    for group in optimizer_state["param_groups"]:
-        del group["params"]  # their names, which are different ones on the ranks of a pipeline
     # AdamW would take the state and the options of Adam without an error, and lose its weight decay.
     classes = [type(each).__name__ for each in _as_list(optimizer)]
     settings = {"optimizer class": " and ".join(classes), **(settings or {})}
-    state = {"model": weights, "optimizer": optimizer_state, "settings": (settings,)}
+    # By their number the groups would take each other's options. The stages of a pipeline have different names in them.
+    names = dist.gather_objects([group.pop("params") for group in optimizer_state["param_groups"]])
+    groups = [sorted(set().union(*of_ranks)) for of_ranks in zip(*names, strict=True)]
+    state = {"model": weights, "optimizer": optimizer_state, "settings": (settings,), "more": more, "groups": (groups,)}
     if scheduler is not None:
         state["scheduler"] = (scheduler.state_dict(),)
     return state
@@ -173,24 +178,33 @@ def _run(function, path, state, **kwargs):
         raise dist.DistributedError(f"cannot {function.__name__} {path}: {cause}") from None
 
 
-def _saved_names(path):
-    """The names of all that was saved, such as "model.norm.weight" and "optimizer.state.norm.weight.exp_avg"."""
-    names, error = set(), None
+def _read_index(path):
+    """{name: type and shape} of all that was saved: "model.norm.weight", "optimizer.state.norm.weight.exp_avg"."""
+    index, error = {}, None
     try:
-        names = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+        index = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     except Exception as failure:  # whatever unpickling raises on bytes that are no index
         error = f"cannot load {path}: its .metadata is damaged, or not on a shared disk ({type(failure).__name__})"
     dist.raise_on_all(error)
-    return names
+    return index
+
+
+def _compare_types(path, saved, weights):
+    """Raise DistributedError if a weight was saved in another type: dcp would convert it."""
+    error = None
+    for name, weight in weights.items():
+        properties = getattr(saved.get(f"model.{name}"), "properties", weight)
+        if properties.dtype != weight.dtype:
+            error = f"{path} was saved from another model: {name} was {properties.dtype}, and is {weight.dtype}"
+    dist.raise_on_all(error)
 
 
 def _compare_settings(path, settings):
     state = {"settings": ()}
     _run(dcp.load, path, state)
-    # An older checkpoint has no class.
-    saved = {"optimizer class": settings["optimizer class"], **(state["settings"][0] or {})}
+    saved = state["settings"][0]
     for name in saved | settings:
-        if saved.get(name) != settings.get(name):
+        if json.dumps(saved.get(name)) != json.dumps(settings.get(name)):  # NaN is not equal to NaN
             line = f"{path} was saved with {name} {saved.get(name)}, not {settings.get(name)}"
             raise dist.DistributedError(f"{line}: use the same, or another folder")
 

@@ -244,10 +244,11 @@ def prepare_fsdp_model(model, blocks=(), min_num_params=None, **kwargs):
     of it. A model without a ModuleList or Sequential is cut in this way too, with 20,000. The model itself is a unit,
     to which all other parameters belong. The weights of a unit may be read only while it computes.
 
-    All ranks start from rank 0's weights. `kwargs` go to fully_shard. At world size 1 the model is not sharded. If
-    ranks use different parameters in a step, call the model's `set_reduce_scatter_unused_params(True)` (torch 2.14):
-    without it their gradients are mixed up. Raises DistributedError if two blocks share a parameter, unless units are
-    chosen by size.
+    All ranks start from rank 0's weights, except those in `ignored_params`. `kwargs` go to fully_shard. At world size 1
+    the model is not sharded. If ranks use different parameters in a step, call the model's
+    `set_reduce_scatter_unused_params(True)` (torch 2.14): without it their gradients are mixed up. Raises
+    DistributedError on every rank if the ranks have built different models or train different parameters, and if two
+    blocks share a parameter, unless units are chosen by size.
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     assert not (blocks and min_num_params), "pass blocks or min_num_params, not both"
@@ -255,7 +256,11 @@ def prepare_fsdp_model(model, blocks=(), min_num_params=None, **kwargs):
         return model.to(get_device())
     from torch.distributed.fsdp import fully_shard  # takes 0.7 s
 
-    sync_params([tensor for tensor in (*model.parameters(), *model.buffers()) if not hasattr(tensor, "to_local")])
+    ignored = set(kwargs.get("ignored_params") or ())
+    named = [*model.named_parameters(), *model.named_buffers()]
+    named = [(name, tensor) for name, tensor in named if tensor not in ignored]
+    _compare([*named, ("the order of parameters", [name for name, _ in named])], checksum=False)
+    sync_params([tensor for _, tensor in named if not hasattr(tensor, "to_local")])
     n_tensors = len(list(model.parameters()))
     for module in dict.fromkeys([*_units(model, blocks, min_num_params), model]):  # it may be among its units
         fully_shard(module, **kwargs)
@@ -286,8 +291,14 @@ def _units(model, blocks, min_num_params):
 
 
 def sync_params(params, src=0):
-    """Copy each tensor of `params` from rank `src` to all ranks. The tensors may be on any device, and may be views."""
+    """Copy each tensor of `params` from rank `src` to all ranks. The tensors may be on any device, and may be views.
+
+    Raises DistributedError on every rank if their number, shapes or types differ between ranks.
+    """
+    params = list(params)
     if get_world_size() > 1:
+        named = [(f"tensor {i} to copy", param) for i, param in enumerate(params)]
+        _compare([*named, ("the number of tensors to copy", len(named))], checksum=False)
         for param in params:
             if param.is_meta or hasattr(param, "to_local"):
                 raise DistributedError('rank 0 cannot send a shard, nor a tensor on "meta", which has no values')
@@ -296,25 +307,38 @@ def sync_params(params, src=0):
             param.detach().copy_(sent)
 
 
-def check_in_sync(model, optimizer=None, /, **values):
+def check_in_sync(model, /, *optimizers, **values):
     """Raise DistributedError on every rank if a parameter that all ranks should hold alike differs between ranks.
 
-    Call it on every rank, for example after each epoch, and once for each model, which may be None. With `optimizer`
-    the parameters that it trains outside `model` are compared too. Further `values` are tensors, numbers, strings, and
-    lists and dicts of these, under names that no parameter has. Other types raise DistributedError too. Of each tensor
-    a checksum is compared, its type and shape, and whether it is trained. Shards and buffers are not compared. Ranks
-    that hold different pipeline stages may pass different models.
+    Call it on every rank, for example after each epoch, and once for each model, which may be None. With `optimizers`
+    their options are compared for each parameter, such as the learning rate, and the parameters that they train outside
+    `model`. Further `values` are tensors, numbers, strings, and lists and dicts of these. Other types raise
+    DistributedError too. Of each tensor a checksum is compared, its shape and type, and whether it is trained. Of a
+    DTensor, the ranks that hold the same part compare it. Buffers are not compared. Ranks that hold different pipeline
+    stages may pass different models.
     """
     params = dict(unwrapped(model).named_parameters()) if model is not None else {}
-    if optimizer is not None:
-        known = set(params.values())
-        trained = [param for group in optimizer.param_groups for param in group["params"]]
-        values |= {f"parameter {i} of the optimizer": param for i, param in enumerate(trained) if param not in known}
+    names = {param: name for name, param in params.items()}
+    options, comparable = {}, int | float | str | tuple | torch.Tensor
+    for optimizer in optimizers:
+        groups = [(param, group) for group in optimizer.param_groups for param in group["params"]]
+        for i, (param, group) in enumerate(groups):
+            name = names.get(param, f"parameter {i} of the optimizer")
+            options[f"an option for {name}"] = {k: value for k, value in group.items() if isinstance(value, comparable)}
+            if param not in names:
+                values[name] = param
     values["the list of names"] = sorted(values)
-    named = [(name, value) for name, value in [*params.items(), *values.items()] if not hasattr(value, "to_local")]
-    compared = [(name, json.dumps(value, default=functools.partial(_summary, name))) for name, value in named]
+    _compare([*params.items(), *values.items(), *options.items()])
+
+
+def _compare(named, checksum=True):
+    """Raise DistributedError on every rank if two ranks have different values for one name. `named`: pairs of these."""
+    described = []
+    for name, value in named:
+        summary = functools.partial(_summary, name, checksum)
+        described.append((name + _part(value), json.dumps(value, default=summary)))
     first = {}  # by name, the first rank that has it, and its value there
-    for rank, of_rank in enumerate(gather_objects(compared)):
+    for rank, of_rank in enumerate(gather_objects(described)):
         for name, value in of_rank:
             first_rank, expected = first.setdefault(name, (rank, value))
             if value != expected:
@@ -322,15 +346,29 @@ def check_in_sync(model, optimizer=None, /, **values):
                 raise DistributedError(f"{line}: change and train it alike on all ranks, as DDP does")
 
 
-def _summary(name, tensor):
+def _part(value):
+    """Which part of a DTensor this rank holds, as text. It is empty if no other rank holds the same part, or all do."""
+    placements = getattr(value, "placements", ())
+    shards = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    if len(shards) in (0, len(placements)):
+        return ""
+    return f", part {[value.device_mesh.get_coordinate()[dim] for dim in shards]}"
+
+
+def _summary(name, checksum, tensor):
     """What json writes for a tensor. Two tensors have one CRC-32 by chance, once in 4 billion."""
     if not torch.is_tensor(tensor):
-        raise DistributedError(f"{name} has a {type(tensor)}: it is not comparable, see check_in_sync")
-    import numpy as np  # here, because torch can be installed without it
+        line = f"{name} has a {type(tensor)}: pass a tensor, a string, a number as float({name}) gives,"
+        raise DistributedError(f"{line} or lists and dicts of these")
+    placements = getattr(tensor, "placements", ())
+    summary = [tensor.shape, str(tensor.dtype), tensor.requires_grad, str(placements)]
+    if checksum and (not placements or any(placement.is_replicate() for placement in placements)):
+        import numpy as np  # here, because torch can be installed without it
 
-    # `.numpy()` would forbid to resize the tensor's memory for good, and FSDP frees memory by resizing it to 0.
-    data = np.from_dlpack(_as_bytes(tensor.detach().cpu().contiguous()))
-    return zlib.crc32(data), str(tensor.dtype), tensor.shape, tensor.requires_grad
+        local = tensor.to_local() if placements else tensor
+        # `.numpy()` would forbid to resize the tensor's memory for good, and FSDP frees memory by resizing it to 0.
+        summary.append(zlib.crc32(np.from_dlpack(_as_bytes(local.detach().cpu().contiguous()))))
+    return summary
 
 
 def _as_bytes(tensor):
@@ -361,23 +399,28 @@ def all_reduce(tensor, op="sum"):
     """Change `tensor` into its "sum", "avg", "min" or "max" over all ranks, on every rank; returns `tensor`.
 
     For metrics: no gradient flows through it. All ranks must pass the same shape and the same type: that is not
-    checked, and a sum of integers and floats is meaningless. 16-bit floats are summed in float32. Raises ValueError in
-    cases that would give a wrong number: a tensor that needs a gradient, the average of integers, the sum of booleans
-    and of small integers.
+    checked, and a sum of integers and floats is meaningless. 16-bit floats are summed in float32. If a rank has NaN,
+    "min" and "max" are NaN. Raises ValueError in cases that would give a wrong number: a tensor that needs a gradient,
+    the average of integers, and the sum of booleans and of integers other than int64.
     """
     _refuse_gradient(tensor)
     if op not in ("sum", "avg", "min", "max"):
         raise ValueError(f"op must be one of avg, sum, min, max, got {op!r}")
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"the average of {tensor.dtype} would be rounded: use op='sum' or tensor.float()")
-    if op == "sum" and tensor.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16):
+    if op == "sum" and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.int64):
         raise ValueError(f"the sum of {tensor.dtype} may overflow: use tensor.long()")
     if get_world_size() == 1:
         return tensor
     # gloo has no int16.
     sent_as = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.int16: torch.int32}
     result = tensor.detach().to(sent_as.get(tensor.dtype, tensor.dtype)).contiguous()
-    torch_dist.all_reduce(result, getattr(torch_dist.ReduceOp, op.upper()))
+    if op in ("min", "max"):  # the backends' own drop a NaN, or do not
+        parts = [torch.empty_like(result) for _ in range(get_world_size())]
+        torch_dist.all_gather(parts, result)
+        result = getattr(torch.stack(parts), f"a{op}")(dim=0)
+    else:
+        torch_dist.all_reduce(result, getattr(torch_dist.ReduceOp, op.upper()))
     tensor.detach().copy_(result)
     return tensor
 
@@ -462,7 +505,10 @@ def launch(worker_fn, *args, nprocs=None, tolerate_killed=False):
         if os.environ.get(name, "") not in ("", "0", "1") and not is_launched():
             line = f"{name} is {os.environ[name]}, but RANK and WORLD_SIZE are not set, so every task would train alone"
             raise SystemExit(f"{line}: start one torchrun per node instead, as launchers/slurm.sbatch does")
-    nprocs = nprocs or max(1, device_count())
+    if nprocs is None:
+        nprocs = max(1, device_count())
+    if nprocs < 1:
+        raise ValueError(f"nprocs must be at least 1, got {nprocs}")
     if is_launched() or nprocs == 1:
         return _run_worker(worker_fn, *args)
     import spawn  # a script that torchrun starts can be copied without it

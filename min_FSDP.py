@@ -111,7 +111,7 @@ def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, keep parameters in float32")
-    checkpoint_sharded.add_options(parser)
+    parser.add_checkpoints()
     args = parser.parse_args()
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
     if args.bf16 and args.nproc == 1:

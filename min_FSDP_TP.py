@@ -158,7 +158,7 @@ def parse_args():
     parser.add_argument("--tensor", type=options.whole_number(1), default=1, help=tensor_help)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, keep parameters in float32")
     parser.add_argument("--recompute", action="store_true", help="recompute activations in backward, to save memory")
-    checkpoint_sharded.add_options(parser)
+    parser.add_checkpoints()
     args = parser.parse_args()
     if args.bf16 and args.nproc == 1:
         parser.error("argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)")

@@ -233,7 +233,7 @@ def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
     parser.add_argument("--muon-lr", type=options.positive_number, default=0.02, help="learning rate of the matrices")
-    checkpoint_sharded.add_options(parser)
+    parser.add_checkpoints()
     args = parser.parse_args()
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
     if args.checkpoint_dir is not None:

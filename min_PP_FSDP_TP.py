@@ -133,7 +133,7 @@ def parse_args():
     parser.add_argument("--shard", type=options.whole_number(1), help=shard_help)
     parser.add_argument("--tensor", type=options.whole_number(1), help=tensor_help)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, keep parameters in float32")
-    checkpoint_sharded.add_options(parser)
+    parser.add_checkpoints()
     parser.set_defaults(steps=600, layers=None)  # 4 blocks, or one per stage
     args = parser.parse_args()
     check_options(parser, args)

@@ -26,7 +26,7 @@ class ArgumentParser(argparse.ArgumentParser):
     """
 
     def __init__(self, doc):
-        super().__init__(description=doc.partition("\n")[0], formatter_class=HelpFormatter)
+        super().__init__(description=(doc or "").partition("\n")[0], formatter_class=HelpFormatter)
 
     def add_nproc(self):
         """Add --nproc. Under a launcher `args.nproc` is the number of processes that the launcher started."""
@@ -34,6 +34,12 @@ class ArgumentParser(argparse.ArgumentParser):
         default = dist.get_world_size() if dist.is_launched() else max(1, gpus)
         help_text = "processes to start on this machine (default: one per visible GPU, or 1)"
         self.add_argument("--nproc", type=whole_number(1, gpus or LARGEST), default=default, help=help_text)
+
+    def add_checkpoints(self):
+        """Add --checkpoint-dir, --save-every and --keep, which `checkpoint_sharded.Saver` reads."""
+        self.add_argument("--checkpoint-dir", help="save in this folder, and resume from its newest checkpoint")
+        self.add_argument("--save-every", type=whole_number(1), default=100, help="steps between checkpoints")
+        self.add_argument("--keep", type=whole_number(1), help="checkpoints to keep (default: all)")
 
     def _parse_optional(self, word):  # argparse asks it what each word of the command line is
         return super()._parse_optional(re.sub("^--[^=]+", lambda option: option[0].replace("_", "-"), word))

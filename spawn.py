@@ -1,32 +1,38 @@
 """Start the processes of a job on this machine, and end them together. `distributed.launch` calls `run_processes`.
 
-They are forked from a server that has imported torch once: with torch.multiprocessing.spawn each of them would import
-it anew. All end when the launcher ends, however that ends, and so do their children. The first failure ends all. The
-rendezvous store listens on loopback, on a port that no other job can take. It needs Linux.
+    launcher ── the job, and how a worker has ended ──▶ server ── forks ──▶ workers
+    launcher ◀───────── a result or a failure ────────────────────────────── each worker
+
+Both lines are pipes. No other process can write to them, so the launcher may unpickle what they bring.
+The server imports torch once for all workers: with torch.multiprocessing.spawn each of them would import it anew. When
+the launcher has ended, however it ended, the server's pipe ends too. Then the server ends all workers and their
+children. It does the same after the first failure. Only children that left the worker's process group stay, for
+instance those started with `start_new_session=True`. It needs Linux.
 """
 
 import contextlib
+import ctypes
+import importlib
+import io
 import multiprocessing
 import os
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 import threading
-import time
 import traceback
-from multiprocessing import connection, forkserver
-from unittest import mock
+from multiprocessing import connection
+from multiprocessing import spawn as mp_spawn
 
 import torch
 import torch.distributed as torch_dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-# The fork server imports these once for all workers. A process's first optimizer would import torch._dynamo. Importing
-# them does not initialize CUDA: a process that is forked after that could not use a GPU.
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed.nn.functional"]
-
-_one_job = threading.Lock()  # multiprocessing has one fork server, and it ends with the job
+# The server imports these once for all workers. A process's first optimizer would import torch._dynamo. Importing them
+# does not initialize CUDA: a process that is forked after that could not use a GPU.
+PRELOADED = ["torch._dynamo", "torch.distributed.nn.functional"]
 
 
 def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
@@ -35,48 +41,39 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
     Each has its own copy of `args`, and in its environment what torchrun would set. The first failure is raised here:
     torch.multiprocessing.ProcessRaisedException with the worker's traceback, SystemExit with the message of
     `sys.exit(message)`, or ProcessExitedException with the rank and how it ended. With `tolerate_killed` the others
-    continue when a worker other than rank 0 is killed by a signal. The fork server of this process ends with the job.
+    continue when a worker other than rank 0 is killed by a signal.
     """
-    result = os.path.join(multiprocessing.util.get_temp_dir(), "result")  # a file: the store takes at most 8 MB
-    if len(os.fsencode(result)) > 96:  # multiprocessing's sockets have 11 bytes more, and the limit is 107
-        raise SystemExit(f"TMPDIR is too long, a socket in it would be {result}: choose a shorter one")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    main = mp_spawn.get_preparation_data("worker")  # from which multiprocessing imports the script in a new process
+    script = getattr(sys.modules["__main__"], "__file__", None) or ""
+    is_importable = os.path.isfile(script) and os.path.basename(script) != "__main__.py"
+    if not is_importable and any(getattr(each, "__module__", None) == "__main__" for each in (worker_fn, *args)):
+        raise SystemExit("launch needs a script: new processes import worker_fn from a .py file other than __main__.py")
+    del main["authkey"]  # it cannot be sent
+    job = pickle.dumps((worker_fn, args))  # a copy for each: multiprocessing would share the tensors in it
     store = start_store()
-    pids, report_pid = context.Pipe(duplex=False)
-    guard = context.Process(target=_guard, args=(pids,))
-    work = pickle.dumps((worker_fn, args))  # a copy for each: multiprocessing would share the tensors in it
-    # pickle writes a name behind its length, so a text with the word in it does not count.
-    if b"\x08__main__" in work and not os.path.isfile(getattr(sys.modules["__main__"], "__file__", "")):
-        raise SystemExit("launch needs a script: write worker_fn into a .py file, from which new processes import it")
-    shared = (work, result, report_pid, _environment(nprocs, store.port), torch.initial_seed(), _numpy_state())
-    workers = [context.Process(target=_worker, args=(rank, *shared)) for rank in range(nprocs)]
-    if not _one_job.acquire(blocking=False):
-        raise RuntimeError("another thread runs a job: a process runs one job at a time")
-    # The fork server hears of the end of a process by this signal, and inherits the caller's mask.
-    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    channel, servers_end = multiprocessing.Pipe()
+    reports, workers_ends = zip(*(multiprocessing.Pipe(duplex=False) for _ in range(nprocs)), strict=True)
+    server = start_server(_environment(nprocs, store.port), servers_end, *workers_ends)
     try:
-        # Else the server would import modules from the working folder, such as a queue.py. Python 3.11 and later.
-        with mock.patch.dict(os.environ, PYTHONSAFEPATH="1"):
-            for process in (guard, *workers):
-                process.start()
-        _wait(workers, store, tolerate_killed)
-        return torch.load(result, map_location="cpu", weights_only=False) if os.path.exists(result) else None
+        channel.send((PRELOADED, main, job))
+        return _wait(channel, reports, tolerate_killed)
     finally:
-        try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            for process in workers:
-                if process.pid:  # it has started
-                    process.kill()
-                    process.join()
-            report_pid.close()  # then the guard ends their children and the fork server
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(result)
-            with contextlib.suppress(FileNotFoundError, ChildProcessError):
-                # Wait for the server's end: the next job would take a server that is still about to end for alive.
-                forkserver._forkserver._stop()
-        finally:
-            _one_job.release()
+        channel.close()  # then the server ends the workers and itself
+        server.wait()
+        del store  # closes it, although the traceback of a failure may keep this function's names
+
+
+def start_server(environment, *ends):
+    """Start a process that calls `_serve` with its ends of the pipes, and close them here."""
+    fds = [end.fileno() for end in ends]
+    # It imports from where this process does. With `-c` alone it would import from the working folder too.
+    code = f"import sys; sys.path[:] = {sys.path}; import spawn; spawn._serve(*{fds})"
+    command = [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code]
+    # Ctrl-C is for the launcher, so the session is a new one.
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, env=environment, start_new_session=True)
+    for end in ends:
+        end.close()
+    return server
 
 
 def start_store():
@@ -94,99 +91,108 @@ def _environment(nprocs, port):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     defaults = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "lo")
     defaults["THP_MEM_ALLOC_ENABLE"] = "1"  # huge pages: FSDP allocates new memory for each gather
+    defaults["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // nprocs))
     environment |= {name: environment.get(name) or value for name, value in defaults.items()}
-    if not environment.get("OMP_NUM_THREADS", "").split(",")[0].lstrip("0").isdecimal():  # OpenMP ignores it too
-        environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // nprocs))
     # With this flag rank 0 connects to the launcher's store instead of opening one, as it does under torchrun.
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     return environment | job | {"WORLD_SIZE": str(nprocs), "LOCAL_WORLD_SIZE": str(nprocs)}
 
 
-def _numpy_state():
-    return sys.modules["numpy.random"].get_state()[1].tolist() if "numpy.random" in sys.modules else None
+def _wait(channel, reports, tolerate_killed):
+    """Wait until all workers have reported. Raises the failure that came first; returns rank 0's value.
 
-
-def _wait(processes, store, tolerate_killed):
-    """Wait until all processes have ended, or one has failed. Raises the failure that came first.
-
-    A worker reports before its sockets close, and its peers fail after that. So the first report is the cause, unless a
-    rank has died without a report: then that is the cause. Its peers may notice its death before this process does, so
-    this process looks again after 0.2 s. That is long enough in practice, but no guarantee.
+    A worker that dies closes its pipe before its sockets, and its peers fail after that. So where a pipe has ended
+    without a report, that worker is the cause of each failure that can be read at the same time.
     """
-    while True:
-        running = [process.sentinel for process in processes if process.exitcode is None]
-        if _failed(processes, tolerate_killed) or store.check(["first report"]):
-            break
-        if not running:
-            return
-        connection.wait(running)
-    time.sleep(0.2)
-    failed = _failed(processes, tolerate_killed)
-    if not failed:
-        raise pickle.loads(store.get("first report"))
-    code = processes[failed[0]].exitcode
+    value, waiting = None, {report: rank for rank, report in enumerate(reports)}
+    while waiting:
+        connection.wait(waiting)
+        failures = []
+        for report in connection.wait(waiting, timeout=0):  # all that can be read by now
+            rank = waiting.pop(report)
+            try:
+                failure, result = report.recv()
+            except EOFError:
+                _check_exit(rank, channel, tolerate_killed)
+                continue
+            if failure:
+                failures.append(failure)
+            elif result:
+                value = torch.load(io.BytesIO(result), map_location="cpu", weights_only=False)
+        if failures:
+            raise failures[0]
+    return value
+
+
+def _check_exit(rank, channel, tolerate_killed):
+    """Raise ProcessExitedException if this worker, which has not reported, has failed."""
+    channel.send(rank)
+    pid, code = channel.recv()
+    if code == 0 or (code < 0 < rank and tolerate_killed):
+        return
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-    raise ProcessExitedException(f"rank {failed[0]} {how}", failed[0], processes[failed[0]].pid, code)
-
-
-def _failed(processes, tolerate_killed):
-    """The ranks that have died without a report. The exit code of a killed process is negative."""
-    failed = [rank for rank, process in enumerate(processes) if process.exitcode]
-    return [rank for rank in failed if not (tolerate_killed and rank > 0 and processes[rank].exitcode < 0)]
+    raise ProcessExitedException(f"rank {rank} {how}", rank, pid, code)
 
 
 # ---- in the started processes --------------------------------------------------------------------------------------
 
 
-def _guard(pids):
-    """Wait until the launcher has ended or wants to, and end all that it has left. `pids` gives the workers' pids.
-
-    This is a process: a thread of a worker could not run while the worker is in code that holds Python's lock (GIL).
-    """
-    os.setsid()  # Ctrl-C is for the launcher
-    server = os.getppid()
-    workers = []
-    with contextlib.suppress(EOFError):  # the launcher has closed its end, and each worker too
+def _serve(*fds):
+    """Fork the workers, tell the launcher how they have ended, and end them when the launcher ends."""
+    sys.stdout.reconfigure(line_buffering=True)  # nothing printed is lost when another rank's failure ends a worker
+    channel, *reports = map(connection.Connection, fds)
+    preloaded, main, job = channel.recv()
+    for name in preloaded:
+        importlib.import_module(name)
+    pids = []
+    for rank, report in enumerate(reports):
+        pid = os.fork()
+        if pid == 0:
+            for other in (channel, *reports[rank + 1 :]):
+                other.close()
+            _work(rank, report, main, job)
+        os.setpgid(pid, pid)
+        report.close()
+        pids.append(pid)
+    with contextlib.suppress(EOFError, ConnectionResetError):  # the launcher has closed its end
         while True:
-            workers.append(pids.recv())
-    for pid in workers:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # the worker's children too
-    if os.getppid() == server:  # otherwise the server has ended before, and the parent is the system's first process
-        os.kill(server, signal.SIGKILL)  # it would live for seconds longer than the job, and hold stdout open
+            pid = pids[channel.recv()]
+            end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            channel.send((pid, end.si_status if end.si_code == os.CLD_EXITED else -end.si_status))
+    # No worker has been waited for, so no other process can have the number of one that has ended.
+    for pid in pids:
+        os.killpg(pid, signal.SIGKILL)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    os._exit(0)
 
 
-def _worker(rank, work, result, report_pid, environment, torch_seed, numpy_state):
-    os.setsid()  # its children end with it
-    report_pid.send(os.getpid())
-    report_pid.close()
-    store = torch_dist.TCPStore("127.0.0.1", int(environment["MASTER_PORT"]), is_master=False)
-    os.environ.clear()
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    # A top-level `torch.manual_seed` is kept; otherwise each rank draws its own seed. Without that seed all ranks would
-    # have the fork server's, and not the launcher's. (`np.random.seed` is kept unless the launcher has drawn numbers
-    # since. In that case call it in `worker_fn`.)
-    if torch.initial_seed() != torch_seed:
-        torch.seed()
-    if _numpy_state() not in (None, numpy_state):
+def _work(rank, report, main, job):
+    """Run the job's function in this process, report how it went, and leave."""
+    os.setpgid(0, 0)  # its children are in this group too. The server does the same, whoever comes first
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends if the server does
+    os.register_at_fork(after_in_child=report.close)  # the pipe ends with this process, and not with its children
+    # Each rank draws numbers of its own, unless the script has a seed at its top level.
+    torch.seed()
+    if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
-    multiprocessing.set_start_method(None, force=True)  # a DataLoader starts its processes as it does elsewhere
-    sys.stdout.reconfigure(line_buffering=True)  # nothing printed is lost when another rank's failure ends this one
-    failure = None
+    failure, result = None, io.BytesIO()
     try:
-        torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
-        worker_fn, args = pickle.loads(work)
+        multiprocessing.current_process()._inheriting = True  # refuses a script that calls `launch` at its import
+        mp_spawn.prepare(main)
+        multiprocessing.current_process()._inheriting = False
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        worker_fn, args = pickle.loads(job)
         value = worker_fn(*args)
         if rank == 0 and value is not None:
             torch.save(value, result)
+        threading._shutdown()  # waits for threads, as Python does at its end
     except SystemExit as error:
         message = error.code if isinstance(error.code, str) else f"rank {rank} exited with status {error.code}"
-        failure = SystemExit(message[:1_000_000]) if error.code else None  # the store takes at most 8 MB
+        failure = SystemExit(message) if error.code else None
     except BaseException:
-        trace = traceback.format_exc()[-1_000_000:]
-        failure = ProcessRaisedException(f"rank {rank} raised:\n\n{trace}", rank, os.getpid())
-    if failure:
-        sys.stdout.flush()
-        with contextlib.suppress(RuntimeError):  # the launcher has ended
-            store.compare_set("first report", "", pickle.dumps(failure))  # does nothing if there is one
-        os._exit(0)  # at once; a rank that ends with another status has not reported
+        failure = ProcessRaisedException(f"rank {rank} raised:\n\n{traceback.format_exc()}", rank, os.getpid())
+    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):  # the launcher has ended
+        report.send((failure, result.getvalue()))
+    os._exit(0)

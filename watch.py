@@ -45,8 +45,7 @@ _stop = threading.Event()  # ends the thread of the last `start`
 def start():
     """Watch the calling thread until the process group is destroyed. In a single process it does nothing.
 
-    Call it on every rank, once the process group is made. A second call replaces the first. The job's store must be at
-    MASTER_ADDR and MASTER_PORT.
+    Call it on every rank, once the process group is made. A second call replaces the first.
     """
     global _stop
     _stop.set()
@@ -54,7 +53,7 @@ def start():
         return
     _stop = threading.Event()
     # A connection of its own, because the group's is busy while the main thread waits for the store.
-    store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = torch_dist.distributed_c10d._get_default_store().clone()
     rank = torch_dist.get_rank()
     store.set(f"watch place {rank}", "")  # torchrun keeps the store when it restarts the processes
     args = (threading.current_thread(), store, rank, torch_dist.get_world_size(), _stop)

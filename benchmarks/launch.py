@@ -5,8 +5,7 @@
 
 Each is a whole command, from its start to its end, whose floor is `python -c "import torch"`. The job is the same for
 all: initialise, take one step of training with DDP, and leave. For `launch` and spawn the time of the call in that
-command is measured as well, and for `launch` a second call, which finds its fork server running.
-"server first" is `launch` in a script whose first lines, before torch is imported, start that server.
+command is measured as well, and for `launch` a second call in the same process.
 """
 
 import argparse
@@ -34,16 +33,6 @@ def first_step(local_rank, world_size, nprocs):
     model(torch.randn(32, 20, device=dist.get_device())).square().mean().backward()
     optimizer.step()
     dist.cleanup()
-
-
-# Two processes import torch side by side: this one, and the server that `launch` finds running.
-SERVER_FIRST = """
-from multiprocessing import forkserver
-forkserver.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.nn.functional"])
-forkserver.ensure_running()
-from benchmarks import launch
-launch.dist.launch(launch.first_step, {0}, nprocs={0})
-"""
 
 
 def spawned(local_rank, nprocs, port):
@@ -75,11 +64,8 @@ def prefix(launcher, nprocs):
 def command(launcher, nprocs):
     """Run it as a whole command; returns {what: seconds}."""
     arguments = ["-m", *prefix(launcher, nprocs), "benchmarks.launch", "--one", launcher, str(nprocs)]
-    if launcher == "server first":
-        arguments = ["-c", SERVER_FIRST.format(nprocs)]
     if launcher == "import torch":
         arguments = ["-c", "import torch"]
-    # Into files: a pipe ends only when the fork server has ended, and no shell waits for that.
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         begin = time.perf_counter()
         status = subprocess.run([sys.executable, *arguments], stdout=stdout, stderr=stderr).returncode
@@ -115,7 +101,7 @@ def main():
     times = {}
     for _ in range(args.rounds):  # in turn: only times of the same rounds may be compared
         for nprocs in (n for n in args.sizes if not gpus or n <= gpus):
-            for launcher in ("import torch", "launch", "server first", *peers):
+            for launcher in ("import torch", "launch", *peers):
                 for what, seconds in command(launcher, nprocs).items():
                     times.setdefault(what, {}).setdefault(nprocs, []).append(seconds)
     results = {what: {n: common.summary(values) for n, values in row.items()} for what, row in times.items()}

@@ -1,6 +1,5 @@
 """Small jobs, started as a user starts a script: python job.py NAME, or torchrun ... job.py NAME."""
 
-import multiprocessing
 import os
 import re
 import subprocess
@@ -9,6 +8,7 @@ import time
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+import psutil
 import torch
 
 import distributed as dist
@@ -42,7 +42,7 @@ def fail_after_the_launcher(local_rank, world_size):
     """Fail because the launcher has ended."""
     process = subprocess.Popen(["sleep", "600"])
     print(process.pid, flush=True)
-    multiprocessing.parent_process().join()
+    psutil.Process(os.getppid()).parent().wait()
     raise ValueError("its peers have ended")
 
 
@@ -109,7 +109,7 @@ def study(trials):
         nprocs = 2 + trial % 2
         *seen, server = dist.launch(try_out, trial, nprocs=nprocs)
         assert seen == [trial, nprocs]
-        assert not Path(f"/proc/{server}").exists(), "the next job would take this fork server for its own"
+        assert not Path(f"/proc/{server}").exists(), "it ends with its job"
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def assert_equal(state, expected, tolerance=0):
 def saver_of(*words, steps=5, settings=SETTINGS, seed=0):
     """Parts and their Saver, for a script with these words on its command line."""
     parser = options.ArgumentParser("Train.")
-    checkpoint_sharded.add_options(parser)
+    parser.add_checkpoints()
     args = parser.parse_args(list(words))
     args.steps = steps
     parts = make_parts("AdamW", "plain", seed)

@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import pickle
 import random
 import re
 import signal
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -124,10 +126,31 @@ def test_what_stands_in_no_file_is_refused(monkeypatch):
                 dist.launch(print, 'a text: if __name__ == "__main__":', nprocs=2)
 
 
-def test_a_folder_for_sockets_with_too_long_a_name_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(multiprocessing.util, "get_temp_dir", lambda: "/tmp/" + 85 * "x")
-    with pytest.raises(SystemExit, match=r"^TMPDIR [^\n]*$"):
-        dist.launch(print, nprocs=2)
+PROGRAM = """
+import distributed as dist
+
+def main(local_rank, world_size):
+    dist.init_process_group()
+    dist.print_primary("trained on", world_size)
+
+if __name__ == "__main__":
+    dist.launch(main, nprocs=2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [("-m", "job"), ("job",)])
+def test_a_main_file_of_a_folder_is_refused_in_one_line(tmp_path, command):
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "__main__.py").write_text(PROGRAM)
+    status, stdout, stderr = run(*command, cwd=tmp_path, env={"PYTHONPATH": str(JOB.parent.parent)})
+    assert (status, stdout) == (1, "") and re.fullmatch(r"launch needs a script: .* other than __main__.py\n", stderr)
+
+
+def test_fewer_processes_than_one_are_refused():
+    for nprocs in (0, -1):
+        with pytest.raises(ValueError, match=f"^nprocs must be at least 1, got {nprocs}$"):
+            dist.launch(print, nprocs=nprocs)
 
 
 # ---- what comes back ------------------------------------------------------------------------------------------------
@@ -164,35 +187,33 @@ def test_without_a_value_none_is_returned_and_what_cannot_be_sent_is_an_error():
     assert dist.launch(leave_without_a_value, nprocs=2) is None, "not the value of the job before"
     with pytest.raises(ProcessRaisedException, match=r"(?s)rank 0 raised:.*return_a_function\.<locals>\.<lambda>"):
         dist.launch(return_a_function, nprocs=2)
-    assert not os.path.exists(os.path.join(multiprocessing.util.get_temp_dir(), "result"))
 
 
-def wait_for_file(local_rank, world_size, path):
+def meet_the_other_job(local_rank, world_size, path, own, other):
     dist.init_process_group()
-    Path(f"{path}.{local_rank}").touch()
-    while not path.exists():
+    Path(f"{path}.{own}.{local_rank}").touch()
+    while not Path(f"{path}.{other}.{local_rank}").exists():
         time.sleep(0.01)
-    return "finished"
+    return own
 
 
-def test_a_second_job_in_another_thread_is_refused_and_the_first_goes_on(tmp_path):
-    values = []
-    path = tmp_path / "go on"
-    thread = threading.Thread(target=lambda: values.append(dist.launch(wait_for_file, path, nprocs=2)))
-    thread.start()
-    try:
-        while not Path(f"{path}.1").exists():
-            assert thread.is_alive()
-            time.sleep(0.01)
-        with pytest.raises(RuntimeError, match=r"^another thread runs a job: "):
-            dist.launch(print, nprocs=2)
-    finally:
-        path.touch()
-        thread.join(timeout=60)
-    assert values == ["finished"]
-    with mock.patch.object(spawn, "start_store", side_effect=OSError("too many open files")), pytest.raises(OSError):
-        dist.launch(print, nprocs=2)
-    dist.launch(print, nprocs=2)  # now there is none
+def test_jobs_of_two_threads_run_side_by_side(tmp_path):
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [
+            pool.submit(dist.launch, meet_the_other_job, tmp_path / "job", own, 1 - own, nprocs=2) for own in (0, 1)
+        ]
+        assert [job.result(timeout=120) for job in jobs] == [0, 1]
+
+
+def tell_the_store(local_rank, world_size):
+    """As a stranger does: the store takes what anyone writes who is on this machine."""
+    store, _, _ = next(torch.distributed.rendezvous("env://", 1, 2))
+    store.set("first report", pickle.dumps(Unloadable()))
+    return "trained"
+
+
+def test_the_launcher_does_not_load_what_is_in_the_store():
+    assert dist.launch(tell_the_store, nprocs=2) == "trained"
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------
@@ -223,14 +244,14 @@ RAISED = "(?s)^rank 1 raised:.*in fail_while_others_wait.*"
         (partial(fail, KeyError("the cause")), ProcessRaisedException, f"{RAISED}KeyError: 'the cause'"),
         (partial(fail, ValueError("語" * 30_000)), ProcessRaisedException, "(?s)^rank 1 raised:.*語語\n$"),
         (partial(sys.exit, "one clear line"), SystemExit, "^one clear line$"),
-        (partial(sys.exit, "x" * 9_000_000), SystemExit, "^x{1000000}$"),
+        (partial(sys.exit, "x" * 9_000_000), SystemExit, "^x{9000000}$"),
         (partial(sys.exit, 4), SystemExit, "^rank 1 exited with status 4$"),
         (partial(os._exit, 3), ProcessExitedException, "^rank 1 exited with status 3$"),
         (partial(signal.raise_signal, signal.SIGKILL), ProcessExitedException, "^rank 1 was killed by SIGKILL$"),
     ],
 )
 def test_the_first_failure_ends_the_job_names_its_cause_and_loses_no_output(how, error, message, capfd):
-    """Also of a message that is longer than a pipe, or than the store takes."""
+    """Also of a message that is longer than a pipe."""
     before, mark = set(psutil.Process().children(recursive=True)), uuid.uuid4().hex
     listened_before = listening_addresses()
     for _ in range(2):  # the peers' consequences must never be taken for the cause
@@ -266,22 +287,23 @@ def test_a_rank_that_exits_because_of_its_peer_is_not_the_cause():
         dist.launch(exit_after_the_peers_failure, nprocs=2)
 
 
-class FailsAtTheSecondLook:
-    sentinel = pid = 0
-
-    def __init__(self):
-        self.exit_codes = iter([None, 3])
-
-    @property
-    def exitcode(self):
-        return next(self.exit_codes, 3)
+def die_silently(local_rank, world_size):
+    dist.init_process_group()
+    if local_rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()  # the others fail
 
 
-def test_a_failure_counts_if_no_process_is_running_any_more(monkeypatch):
-    """A process that ends between two looks at its exit code."""
-    monkeypatch.setattr(spawn.connection, "wait", lambda waited: [])
-    with pytest.raises(ProcessExitedException, match=r"^rank 0 exited with status 3$"):
-        spawn._wait([FailsAtTheSecondLook()], torch.distributed.HashStore(), tolerate_killed=False)
+def test_a_rank_that_died_is_the_cause_although_its_peers_reports_are_read_at_the_same_time(monkeypatch):
+    """The launcher looks after all three have ended, and reads the pipes in the order of the ranks."""
+    wait = spawn.connection.wait
+    monkeypatch.setattr(spawn.connection, "wait", lambda pipes, timeout=None: all(map(wait_for, pipes)) and wait(pipes))
+
+    def wait_for(pipe):
+        return wait([pipe])
+
+    with pytest.raises(ProcessExitedException, match=r"^rank 2 was killed by SIGKILL$"):
+        dist.launch(die_silently, nprocs=3)
 
 
 def leave_a_child_behind(local_rank, world_size, marks):
@@ -314,9 +336,9 @@ def test_the_workers_share_the_threads_and_each_has_one_at_least(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     assert [spawn._environment(n, port=1)["OMP_NUM_THREADS"] for n in (2, 3, 4, 5)] == ["2", "1", "1", "1"]
-    for value, expected in {"": "2", "0": "2", "auto": "2", "3": "3", "10,2": "10,2"}.items():
+    for value, expected in {"": "2", "3": "3"}.items():
         monkeypatch.setenv("OMP_NUM_THREADS", value)
-        assert spawn._environment(2, port=1)["OMP_NUM_THREADS"] == expected, "OpenMP ignores what is no whole number"
+        assert spawn._environment(2, port=1)["OMP_NUM_THREADS"] == expected
 
 
 def test_workers_do_not_get_empty_defaults_nor_what_belongs_to_an_outer_torchrun(monkeypatch):
@@ -517,7 +539,6 @@ if __name__ == "__main__":
     dist.launch(draw, nprocs=2)  # each job has a fork server of its own, which ends with it
     dist.launch(draw, nprocs=2)
     dist.launch(draw, nprocs=1)
-    print("blocked:", sorted(number.name for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])))
     dist.launch(fail, nprocs=2)
 """
 
@@ -526,8 +547,8 @@ if __name__ == "__main__":
 def command(tmp_path_factory):
     """`python script.py`, which starts four jobs, one after the other. The last one fails.
 
-    The working folder has files with names of Python's modules, which no process may import. The fork server could not
-    see the end of a process if the signal for that stayed blocked.
+    The working folder has files with names of Python's modules, which no process may import. The signal for the end of
+    a child is blocked.
     """
     folder = tmp_path_factory.mktemp("command")
     (folder / "script.py").write_text(COMMAND)
@@ -554,12 +575,6 @@ def test_a_seed_at_the_top_level_of_a_script_stays_and_workers_share_what_is_imp
     """The launcher and the two workers of each of two jobs draw the same numbers."""
     drawn = re.findall("drawn: (.*)", command.stdout)
     assert len(drawn) == 1 + 2 * 2 and len(set(drawn)) == 1
-
-
-@pytest.mark.guard
-@pytest.mark.slow
-def test_blocked_signals_are_blocked_again_after_a_job(command):
-    assert "blocked: ['SIGCHLD', 'SIGUSR1']\n" in command.stdout
 
 
 @pytest.mark.guard
@@ -644,7 +659,7 @@ def test_jobs_started_at_once_all_train_and_listen_on_loopback_only(jobs):
 @pytest.mark.parametrize("name", SIGNALS)
 def test_no_process_outlives_the_launcher(jobs, name):
     process, mark = jobs[name]
-    assert len(members(mark)) >= 1 + 2 + 2 + 2  # launcher, two servers, two workers, a process of each
+    assert len(members(mark)) == 1 + 1 + 2 + 2  # launcher, server, two workers, a process of each
     process.send_signal(SIGNALS[name][0])
     status, _, stderr = finish(process, timeout=60)
     assert status != 0
@@ -690,9 +705,9 @@ def test_what_reads_the_output_of_a_job_ends_with_it():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
-@pytest.mark.parametrize(("trials", "busy"), [pytest.param(5, 0, marks=pytest.mark.guard), (20, 0), (60, 2)])
+@pytest.mark.parametrize(("trials", "busy"), [pytest.param(5, 0, marks=pytest.mark.guard), (20, 2)])
 def test_one_job_after_the_other_starts_in_a_process(trials, busy):
-    """A server that is about to end must not be taken for the next job's. `busy` processes make its end take longer."""
+    """Each has a server of its own, which ends with it. `busy` processes make its end take longer."""
     load = [start("-c", "while True: pass") for _ in range(busy)]
     try:
         assert run(JOB, "study", trials, timeout=1200) == (0, "", "")

@@ -5,10 +5,11 @@ import statistics
 import time
 import uuid
 
+import psutil
 import pytest
 import torch
 from conftest import ROOT, finish, slow_clock, start
-from test_launch import listening, members, wait_for_the_end_of
+from test_launch import listening, wait_for_the_end_of
 from test_rpc_param_server import io_bytes, own_lines, through_sockets, without_a_late_answer
 from torch import nn
 from torch.distributed import TCPStore
@@ -230,8 +231,8 @@ def test_the_command_listens_on_loopback_only_and_names_a_killed_process(victim,
     job = start(SCRIPT, "--steps", 100_000, "--log-every", 1, env={"JOB_MARK": mark})
     job.stdout.readline()
     assert listening(mark) == {"127.0.0.1"}
-    server = min((p for p in members(mark) if "forkserver" in " ".join(p.cmdline())), key=lambda p: p.pid)
-    _, *workers = sorted(server.children(), key=lambda child: child.pid)  # the first one is the guard of spawn.py
+    (server,) = psutil.Process(job.pid).children()
+    workers = sorted(server.children(), key=lambda child: child.pid)
     workers[victim].kill()
     status, _, stderr = finish(job, timeout=30)
     assert (status, own_lines(stderr)[-1]) == (1, f"{name} is lost: rank {victim} was killed by SIGKILL")

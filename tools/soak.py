@@ -312,8 +312,8 @@ def server_trial(rng, folder, kills):
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(rng.uniform(3, 15))
         children = psutil.Process(process.pid).children(recursive=True) if process.returncode is None else []
-        workers = [child for child in children if re.search("forkserver", str(cmdline(child)))]
-        workers = sorted(workers, key=lambda p: p.pid)[2:]  # without the fork server itself and the server, rank 0
+        workers = [child for child in children if re.search("spawn._serve", str(cmdline(child)))]
+        workers = sorted(workers, key=lambda p: p.pid)[2:]  # without their server, and the parameter server, rank 0
         if workers:
             kill(rng.choice(workers), kills)
         status = process.wait(300)
@@ -488,7 +488,7 @@ def run_trial(kind, seed):
             inner = Path(folder) / "work"
             inner.mkdir()
             TRIALS[kind][0](random.Random(f"{kind} {seed}"), inner, kills)
-        end = time.monotonic() + 15  # the fork server of a command ends a moment after it
+        end = time.monotonic() + 15  # the server of a killed command ends a moment after it
         left = marked(mark, before)
         while left and time.monotonic() < end:
             time.sleep(0.05)
@@ -518,7 +518,6 @@ def main():
     if args.replay:
         kind, _, seed = args.replay.partition(":")
         sys.exit(run_trial(kind, int(seed))[0])
-    dist.launch(worker, "end", 0, nprocs=2)  # starts the fork server, which stays
     results = {kind: {"trials": 0, "kills": 0, "seeds of failures": []} for kind in TRIALS}
     drawing = random.Random(args.seed)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.load)]
