@@ -43,7 +43,7 @@ OPTIONS = {  # that differ from transformer.arguments, where a row says nothing 
     "min_PP_FSDP_TP": {"schedule": "1F1B", "micro_batches": 4, **NOT_SAVED, "stages": 1, "shard": 1, "tensor": 1},
     "min_EP": EXPERTS,
     "min_EP_FSDP": {**EXPERTS, "global_batch_size": 12, "expert_parallel": 1},
-    "min_DDP_scratch": {**ODD, "bucket_mb": 0.05, "accumulate": 1, "compress": "none"},
+    "min_DDP_scratch": {**ODD, "bucket_mb": 0.05, "accumulate": 1},
     "min_FSDP_scratch": {**ODD, "layers": 3},
     "min_DiLoCo": {"layers": 1, "steps": 14, "outer_lr": 0.7, "outer_momentum": 0.9},
     "min_Join": {"layers": 1, "steps": 10, "least": 4},

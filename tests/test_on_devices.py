@@ -40,7 +40,7 @@ MORE = [
     ("min_Join", *STEPS, "--least", 3),
     ("mnist_FSDP", *IMAGES, "--batch-size", 32),
     ("min_Join", *STEPS, "--least", 0, "--method", "weights"),
-    ("min_DDP_scratch", *STEPS, "--compress", "bf16", "--accumulate", 2),
+    ("min_DDP_scratch", *STEPS, "--accumulate", 2),
     ("min_FSDP", *STEPS, "--bf16"),
     ("min_FSDP", *STEPS, "--checkpoint-dir", "../fsdp"),
     ("min_FSDP", *STEPS, "--steps", 6, "--checkpoint-dir", "../fsdp"),  # resumes

@@ -85,7 +85,6 @@ REFUSED = {
         --nproc 2 | --nproc 2
     """,
     "min_DDP_scratch.py": """
-        --compress powersgd | --compress 'powersgd' 'none' 'bf16'
         --nproc 2 --accumulate 3 --global-batch-size 16 | --global-batch-size 16 6 --accumulate
     """,
     "min_FSDP_TP.py": """
