@@ -16,7 +16,13 @@ import gpt
 
 MICRO_BATCHES = ("min_PP_FSDP_TP", "min_PP")  # the gradients of one are there when the next one begins
 SAME_DROPOUT = ("min_FSDP_TP", "min_PP_FSDP_TP", "min_TP")  # tensor neighbours work on the same sequences
-WHOLE_BATCH = ("min_CP", "min_CP_ring", "min_PP", "min_TP")  # each process takes the whole global batch
+WHOLE_BATCH = (
+    "min_CP",
+    "min_CP_ring",
+    "min_CP_packed",
+    "min_PP",
+    "min_TP",
+)  # each process takes the whole global batch
 # The last part of parameters, of rows and of a ring is shorter on 2, 3 and 4 processes.
 ODD = {"layers": 2, "width": 35, "heads": 5, "length": 15, "global_batch_size": 24}
 BIGRAM = 2.46  # the held-out loss of guesses by the byte before, in nats
