@@ -52,7 +52,7 @@ def packed_rows(length):
     draw = random.Random(0)
     documents = [(b"p", bytes(draw.randint(1, length))) for _ in range(20)]
     rows = min_Packing.fill_rows(min_Packing.pack(documents, length), length)
-    owners = rows[:, min_Packing.OWNERS]
+    owners = rows[:, min_Packing.DOCUMENT_IDS]
     assert (owners == min_CP_packed.PADDING).any()
     return owners
 
