@@ -319,7 +319,7 @@ def test_every_script_and_page_is_named_and_every_named_test_exists():
         assert f"[`{name}`]({name})" in section(PAGES[README], "Which script?"), name
         for page in (costs, PAGES[SCRIPTS_PAGE]) if name != "parity.py" else (PAGES[ROOT / "docs" / "parity.md"],):
             assert f"[`{name}`](../{name})" in page, name
-        assert (ROOT / "tests" / f"test_{name}").exists() or f'Row("{name.removesuffix(".py")}"' in EQUAL.read_text()
+        assert (ROOT / "tests" / f"test_{name}").exists() or f'"{name.removesuffix(".py")}"' in EQUAL.read_text()
     assert not [path.name for path in DOCS if f"](docs/{path.name})" not in PAGES[README]]
     named = [(page.parent / path, name) for page in PAGES for name, path in re.findall(TEST, PAGES[page])]
     assert len(named) > 20 and not [name for path, name in named if f"\ndef {name}(" not in path.read_text()]

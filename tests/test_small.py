@@ -211,7 +211,7 @@ def test_agents_says_what_each_script_carries():
     assert TABLE.search(page)[0] == table(page), "run `python -m tests.test_small`"
     rows = (ROOT / "tests" / "test_equal.py").read_text()
     for script in SCRIPTS:
-        assert (ROOT / "tests" / f"test_{script}.py").exists() or f'Row("{script}", ' in rows
+        assert (ROOT / "tests" / f"test_{script}.py").exists() or f'"{script}"' in rows
 
 
 def test_the_front_page_is_short_and_every_docstring_too():
