@@ -220,11 +220,9 @@ def teacher_answers(prompts, name):
 def pad_answers(prompts, answers):
     """Tokens (rows, length), padded on the right, and the completion mask: where the answers are."""
     texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    masks = [len(prompt) * [False] + len(answer) * [True] for prompt, answer in zip(prompts, answers, strict=True)]
     tokens = nn.utils.rnn.pad_sequence([torch.tensor(list(text)) for text in texts], batch_first=True)
-    starts = torch.tensor([len(prompt) for prompt in prompts])
-    ends = torch.tensor([len(text) for text in texts])
-    positions = torch.arange(tokens.shape[1])
-    mask = (starts[:, None] <= positions) & (positions < ends[:, None])
+    mask = nn.utils.rnn.pad_sequence([torch.tensor(mask) for mask in masks], batch_first=True)
     return gpt.to_device(tokens, dist.get_device()), gpt.to_device(mask, dist.get_device())
 
 
