@@ -62,7 +62,6 @@ PLAIN |= {name: lines for name, source in SCRIPTS.items() if (lines := docstring
 
 # The same on a machine without GPUs, or in less time.
 SMALLER = {
-    "make test": "make --dry-run test",
     "_node gpu": "_node 2",
     "-node gpu": "-node 2",
     "-node auto": "-node 2",
