@@ -1,6 +1,6 @@
 """Three dimensions: a pipeline of stages, each sharded by FSDP and split by tensor parallelism, on one DeviceMesh.
 
-The pipeline is imported from min_PP.py, and the split of the layers from min_FSDP_TP.py. This script combines them.
+The pipeline is imported from min_PP.py, and the split of the layers from min_TP.py. This script combines them.
 Every process has a place in a mesh of stages x shard x tensor processes. With 2 x 2 x 2 these are the ranks:
 
                     4 ------- 5
@@ -57,13 +57,15 @@ import warnings
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
 
 import checkpoint_sharded
 import distributed as dist
 import gpt
 import options
-from min_FSDP_TP import silence_false_alarms, split_layers
+from min_FSDP_TP import silence_false_alarms
 from min_PP import Pipeline, check_stages, clip_gradients
+from min_TP import split_layers
 
 # ---- a stage, split and sharded -----------------------------------------------------------------------------------
 
@@ -75,7 +77,7 @@ def parallelize(stage, mesh, args):
         # next stage.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Parallelize plan key")  # a stage lacks layers of the plan
-            split_layers(stage, mesh["tensor"])
+            split_layers(stage, mesh["tensor"], logits=Replicate())
     policy = MixedPrecisionPolicy()
     if args.bf16:  # activations travel in bfloat16 too
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

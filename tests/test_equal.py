@@ -612,7 +612,7 @@ def expected_bytes():
     for name, passes in pipelines:
         yield "min_PP", schedule(name, **sizes), passes * 4 * 16 * 128 * 128 / N
     # The docstring has 8·L + 4. On gloo a reduce-scatter is an all-reduce, and it is 12·L + 5.
-    yield "min_TP", {}, ((12 * layers + 5) * batch + 1) * features + others * 4 * batch * length * 256
+    yield "min_TP", {}, ((12 * layers + 5) * batch + 1) * features + others * 24 * batch * length
     yield "min_CP", {"attention": "ulysses"}, ddp + 2 / N * 4 * layers * batch * features
     yield "min_CP", {"attention": "all-gather"}, ddp + 4 * layers * batch * features
     yield "min_CP_ring", {}, ddp + 3 * others * 8 * layers * batch * length * width
