@@ -28,8 +28,7 @@ Cost per process, for P float32 parameters, L layers of width D, B sequences of 
     sent      (N-1)/N · ((8·L + 4)·B + 1) · 4·T·D bytes in each step, and (N-1)/N · 24·B·T for the loss. The CPU's gloo
               sends 12·L + 5 for 8·L + 4, because its reduce-scatter is an all-reduce.
 
-    python min_TP.py --nproc 2                                           # two processes; without --nproc, all GPUs
-    CUDA_VISIBLE_DEVICES=0,1 python min_TP.py --width 2048 --heads 16    # two GPUs
+    python min_TP.py --nproc 2 --width 512       # two processes; without --nproc, all GPUs
 """
 
 import math
