@@ -122,7 +122,7 @@ def main_worker(local_rank, world_size, case, log, ends):
     if not ends and local_rank == 0:
         threading.Thread(target=end_when_told, args=(log,), daemon=True).start()
     dist.init_process_group()
-    store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = torch_dist.distributed_c10d._get_default_store()
     store.set(f"watch place {local_rank}", "1 in the processes before a restart")
     watch.start()
     case(local_rank, log)
