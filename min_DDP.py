@@ -149,7 +149,7 @@ def positive_int(text):
 
 def parse_args():
     # Without a usage, an error is one line.
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], usage=argparse.SUPPRESS)
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the data (default: %(default)s)")
     parser.add_argument(
         "--batch-size", "--batch_size", type=positive_int, default=16, help="samples per process (default: %(default)s)"

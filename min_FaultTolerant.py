@@ -1,11 +1,9 @@
 """Lose a process without a restart: the minimum working example of fault-tolerant data parallelism.
 
 torchrun restarts all processes when one is lost. Here the others repeat the step without it, and a new process joins
-them later. The processes that train together are a quorum. They split the same global batch, however many they are, so
-a step computes the same in every quorum, up to rounding.
-
-Every step ends with a vote. A member votes when it has the sum of all gradients. Then either all members take the
-optimizer step, or none of them does:
+them later. This file is long because a consensus is: begin at `Trainer`, then read `Quorum` and `meet`. The processes
+that train together are a quorum. They split the same global batch, however many they are. Every step ends with a vote,
+after the sum of all gradients. Then either all members take the optimizer step, or none of them does:
 
     A     step 7 | step 8 fails   | step 8   step 9 | sends its state | step 10   step 11
     B     step 7 | step 8 fails   | step 8   step 9 |                 | step 10   step 11
@@ -13,45 +11,24 @@ optimizer step, or none of them does:
     D                                 starts, waits | is healed       | step 10   step 11
            quorum 0: A B C          quorum 1: A B     quorum 2: A B D
 
-A heals D: it sends D its parameters and the optimizer's state. The store is a small server of keys and values in the
-launcher's process, so it outlives every process that trains. It has one key for each quorum: the number of committed
-steps. A quorum that has lost a member is closed, and commits no further step. Processes change the key by
-compare_set(key, expected, new). It writes the new value only if the key still holds the expected one, or does not exist
-and "" is expected. If two processes do so at once, one of them succeeds, and the other reads what has happened. Steps
-count from 0 in this drawing and in the key, and from 1 in printed lines:
+The store, in the launcher's process, has one key for each quorum: the number of committed steps, from 0. Processes
+change it by compare_set(key, expected, new), which writes only if the key holds the expected value. So one of them
+wins:
 
     "8"  ->  "9"           by the last voter: step 8 is committed
     "8"  ->  "9 closed"    by the last voter: the same, and the quorum ends, because a new process waits or all is done
     "8"  ->  "8 closed"    by anyone who sees a failure: step 8 is not committed, and the quorum ends
 
-This value decides, not what a process has seen itself. A member can die before its vote, after it, or between the
-decision and the optimizer step: the others read the same value. The next quorum begins at the step that it names, and
-with at least one member that has taken all steps before it.
+This value decides, whenever a member dies. The next quorum begins at the step that it names, with at least one member
+that has taken all steps before it. Every process of the launcher is a supervisor: it starts a process that trains, and
+replaces it when it is killed. One that hangs is left behind after at most 2.5 times --timeout seconds, and killed.
 
-Every process of the launcher is a supervisor, which does not train. It starts one process that trains. If that is
-killed, the supervisor closes the quorum and starts another. If it hangs, the others leave it behind after at most 2.5
-times --timeout seconds, and its supervisor kills and replaces it. So --timeout must be longer than one step and the
-healing of a new process. A process that is killed while a quorum connects stops the others for up to half of --timeout.
-At other moments they notice it at once. But sometimes gloo misses that a connection has closed, and waits for --timeout
-seconds: once in about 150 kills on a busy machine. If a supervisor is killed, its process dies with it, and the others
-wait for it for --timeout seconds. The supervisor of rank 0 may not be killed: the job ends, as it does under torchrun
-with any supervisor. An exception in your own code ends the job, and so do ten quorums in a row that commit no step.
-
-Choose it over multigpu_torchrun.py when restarts cost too much time. It is for one machine. It saves no snapshots: if
-all members are lost, so are the parameters. It uses gloo, and on GPUs copies gradients through the CPU's memory. It was
-run on CPUs only. torchft has the same idea and adds what large jobs need: many machines, NCCL groups that are aborted
-and rebuilt, FSDP and DiLoCo (https://docs.pytorch.org/torchft).
-
-Cost per process, for P float32 parameters on N processes: 16·P bytes (parameters 4, gradients 4, AdamW 8). Each step
-sends 2·(N-1)/N · 4·P bytes (a ring all-reduce), which are not hidden behind the backward pass. The vote is four round
-trips to the store for the last voter. The others ask for the decision every millisecond. To heal new members, 12·P
-bytes are broadcast to all.
+Choose it over multigpu_torchrun.py when restarts cost too much time. It is for one machine, saves no snapshots, uses
+gloo, and was run on CPUs only. torchft adds many machines, NCCL, FSDP and DiLoCo (https://docs.pytorch.org/torchft).
+Cost per process: 16·P bytes. Each step sends 2·(N-1)/N · 4·P bytes, not hidden behind backward; healing sends 12·P.
 
     python min_FaultTolerant.py --nproc 4        # then kill -9 one of the processes whose ids it prints
     torchrun --standalone --nproc-per-node 4 min_FaultTolerant.py
-
-It prints the loss of the last step, `step 50/400 | loss 2.9038 | 4 members`, and after a kill
-`quorum 1: 3 members, 0 of them new | step 58 took 0.15 s`.
 """
 
 import contextlib
@@ -75,6 +52,8 @@ import options
 import spawn
 
 POLL = 0.001  # seconds between two looks into the store
+# Members notice a kill at once. But gloo sometimes misses that a connection has closed, and waits for --timeout: once
+# in about 150 kills on a busy machine. A kill while a quorum connects stops the others for up to half of --timeout.
 GLOO_PATIENCE = 5  # gloo waits for a connection five times as long as its timeout says
 MOST_FRUITLESS = 10  # quorums in a row without a committed step, before the job ends
 
@@ -86,11 +65,9 @@ class Trainer:
     """Model, optimizer, and `step`: the parameters here are the parameters before this step."""
 
     def __init__(self, args):
-        torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+        gpt.start(args, share=os.getpid())  # its rank changes
         device = dist.get_device()
-        torch.manual_seed(args.seed)  # the same weights in every process
-        self.model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(device)
-        torch.seed()  # this model has no dropout; in yours, each process draws its own
+        self.model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, fused=True)
         self.gradients = make_gradients(self.model)
         self.step = 0

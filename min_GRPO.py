@@ -1,64 +1,36 @@
 """Reinforcement learning from rewards that a program computes (GRPO): draw answers, check them, prefer the right ones.
 
 The task is to sort digits: the model should continue `62615=` by `12566` and the end of the line. First it imitates a
-teacher who makes a mistake in most examples. From then on it sees no more examples. In each step it draws a group of
-answers to each prompt. A program rewards each answer with 1 or 0. An answer is good if it beats the mean of its group:
+teacher who makes a mistake in most examples. Then it sees no more examples. In each step it draws a group of
+completions of each prompt. A program rewards each with 1 or 0. A completion is good if it beats the mean of its group:
 
-    prompt     answers (a group)   reward   advantage = reward - mean of the group's rewards
-    62615=     12566                 1        0.75
-               12656                 0       -0.25
-               15266                 0       -0.25
-               1266                  0       -0.25
+    prompt     completions (a group)   reward   advantage A = reward - mean of the group's rewards
+    62615=     12566                     1        0.75
+               12656                     0       -0.25
+               15266                     0       -0.25
+               1266                      0       -0.25
 
-    rank 0     prompts 0, 2, 4, …    draw, check, compare ──┐
-                                                            ├──► one step of DDP on the answers of all ranks
-    rank 1     prompts 1, 3, 5, …    draw, check, compare ──┘
-
-The answers of a group are on one rank, so advantages need no communication. Generation uses the model without its DDP
-wrapper, so it needs none either, and ranks may finish at different times. The update makes them wait for each other.
-The random numbers depend on the seed, the step and the prompt's index alone, so the number of processes changes the
-answers only by rounding.
-
-Let A be the advantage of an answer, p the probability that the model gives to one of its bytes, and r = p / (p when the
-byte was drawn). The loss of a step is one fraction over the bytes of all answers of all ranks:
+A group is on one rank, so advantages need no communication. Nor does generation, which uses the plain model. The random
+numbers depend on seed, step and prompt alone: the number of processes changes completions only by rounding. Let p be
+the probability of a byte, and r = p / (p when it was drawn). The loss is one fraction over all bytes of all ranks:
 
     loss = Σ -min(r·A, clip(r, 1 - low, 1 + high)·A) / (number of bytes)
 
-A mean of the ranks' means would give some bytes a larger weight than others, and no error would be raised. At the first
-of the --inner-steps r is 1, and the gradient equals REINFORCE's with the group's mean as its baseline. Later inner
-steps use the same answers again. Clipping then limits how far they move the model. With --kl each byte adds to the sum
+A mean of the ranks' means would give some bytes a larger weight than others, and no error would be raised. Later
+--inner-steps use the same completions again: then clipping limits how far they move the model. With --kl each byte adds
+an estimate of the KL divergence from the model after imitation. Groups and their mean are from arXiv:2402.03300, the
+denominator is from arXiv:2503.14476. As in arXiv:2503.20783, A is not divided by the deviation of its group.
 
-    kl · r·(exp(d) - 1 - d),    d = log(p of the model after imitation) - log p
-
-which is an estimate of the KL divergence. Averaged over the bytes that may follow a text, its gradient equals the
-gradient of the divergence. Without the factor r it would not. Groups and their mean are from arXiv:2402.03300, the
-denominator is from arXiv:2503.14476. As in arXiv:2503.20783, the advantage is not divided by the deviation of its
-group: that would favour prompts that are nearly always or nearly never solved.
-
-Choose it if a program can check answers, nobody can write enough right ones, and the model is right sometimes: a task
-that it never solves is not learnt in this way. If you have right answers, imitate them (min_Packing.py). If you want to
-train a large model, whose answers an inference engine draws on other GPUs, use TRL or verl.
-
-Cost per process, for P float32 parameters on N processes: 16·P bytes with AdamW, and 4·P more with --kl. Each inner
-step sends 2·(N-1)/N · 4·P bytes, as DDP does. While R answers are drawn that have up to T bytes with their prompts, the
-keys and values take 8·layers·width·R·T bytes.
+Choose it if a program can check answers, and the model is right sometimes. If you have right answers, imitate them
+(min_Packing.py). To train a large model, whose answers an inference engine draws, use TRL or verl. Cost per process:
+DDP's, 4·P bytes more with --kl, and while R rows of up to T bytes are drawn, a KV cache of 8·layers·width·R·T bytes.
 
     python min_GRPO.py --nproc 2                                     # two processes; without --nproc, all GPUs
-    python min_GRPO.py --nproc 2 --inner-steps 2 --output model.pt   # answers used twice; saved for min_Generate.py
+    python min_GRPO.py --nproc 2 --inner-steps 2 --output model.pt   # saved for min_Generate.py; rerun it to resume
     torchrun --standalone --nproc-per-node 2 min_GRPO.py
-
-It prints after the first step, every --log-every steps and the last, a line like
-`step 100/100 | reward 0.920 | held-out 0.996 | no signal 0.63 | mismatch 7e-08 | clipped 0.000 | 6,902 answers/s`. The
-reward is the mean over the answers since the last line. Held-out is the share of 256 further prompts that the model
-solves if it always takes the most probable byte. By chance, 2 of these 256 also occur in training. "No signal" is the
-share of groups whose answers are all equally good, which teach nothing. Mismatch is the mean of |r - 1| over all bytes
-at the first inner step: if it is above 1e-5 on the CPU, the model that is trained differs from the model that drew, by
-a temperature, a type, a mask or dropout. Clipped is the share of all bytes whose ratio is clipped at the last inner
-step.
 """
 
 import copy
-import math
 import random
 import time
 
@@ -84,49 +56,46 @@ HELD_OUT = 256  # prompts
 # ---- reinforcement learning ---------------------------------------------------------------------------------------
 
 
-def train(model, args):
-    reference = None
-    if args.kl:
-        reference = copy.deepcopy(dist.unwrapped(model)).requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    recent = []  # this process's sums of each step since the last line
-    start = time.perf_counter()
-    for step in range(args.steps):
-        # Tokens, where they are answers, and their log-probabilities: each (answers, length). Rewards: (answers,).
-        tokens, answered, old, rewards = draw_answers(dist.unwrapped(model), step, own(range(args.prompts)), args)
-        advantages = advantages_of(rewards, args.samples)
-        sums = update(model, optimizer, reference, tokens, answered, old, advantages, args)
-        recent.append(add_rewards(sums, rewards, advantages, args.samples))
-        if step == 0 or (step + 1) % args.log_every == 0 or step + 1 == args.steps:
-            print_line(step, recent, start, model, args)
-            recent = []
-            start = time.perf_counter()
+def train(model, optimizer, reference, first_step, args):
+    for step in range(first_step, args.steps):
+        start = time.perf_counter()
+        # Tokens, completion mask, log-probabilities: each (completions, length). Rewards: (completions,).
+        tokens, mask, old, rewards = draw_completions(dist.unwrapped(model), step, own(range(args.prompts)), args)
+        advantages = advantages_of(rewards, args.group_size)
+        sums = update(model, optimizer, reference, tokens, mask, old, advantages, args)
+        if is_due(step, args):
+            print_line(step, sums, rewards, advantages, time.perf_counter() - start, model, args)
+            if args.output:
+                checkpoint.save(args.output, model, optimizer, step=step + 1, **state_of(reference, args))
 
 
-def draw_answers(model, step, numbers, args, choose=gpt_generate.choose):
-    """Draw answers to the prompts of the step that have these numbers.
+def is_due(step, args):
+    """Is a line printed, and the model saved, after this step?"""
+    return (step + 1) % args.log_every == 0 or step + 1 == args.steps
+
+
+def draw_completions(model, step, numbers, args, choose=gpt_generate.choose):
+    """Draw completions of the prompts of the step that have these numbers.
 
     Returns what `gpt_generate.generate` returns, and rewards on the CPU.
     """
     of_step = make_prompts(f"step {step}", args.prompts, args.seed)
     prompts = [of_step[number] for number in numbers]
-    drawn = [gpt_generate.uniform(f"{args.seed} {step} {number}", args.samples, LONGEST) for number in numbers]
+    drawn = [gpt_generate.uniform(f"{args.seed} {step} {number}", args.group_size, LONGEST) for number in numbers]
     drawn = gpt.to_device(torch.cat(drawn), dist.get_device())
-    tokens, answered, log_probabilities = gpt_generate.generate(
-        model, prompts, drawn, STOP, args.temperature, args.samples, choose
+    tokens, mask, log_probabilities = gpt_generate.generate(
+        model, prompts, drawn, STOP, args.temperature, args.group_size, choose
     )
-    rewards = []
-    for row, answer in enumerate(gpt_generate.generated_bytes(tokens, answered)):
-        rewards.append(checked_reward(prompts[row // args.samples], answer))
-    return tokens, answered, log_probabilities, torch.tensor(rewards)
+    completions = gpt_generate.generated_bytes(tokens, mask)
+    rewards = [float(reward(prompts[row // args.group_size], each)) for row, each in enumerate(completions)]
+    return tokens, mask, log_probabilities, torch.tensor(rewards)
 
 
-def advantages_of(rewards, samples):
-    """How much better than the mean of its group each answer is: (answers,)."""
-    groups = rewards.view(-1, samples)
-    advantages = groups - groups.mean(dim=1, keepdim=True)
-    all_equal = groups.amax(dim=1, keepdim=True) == groups.amin(dim=1, keepdim=True)
-    return advantages.masked_fill(all_equal, 0).flatten()  # the mean of equal rewards may be rounded
+def advantages_of(rewards, group_size):
+    """How much better than the mean of its group each completion is: (completions,). NaN gives 0."""
+    groups = rewards.view(-1, group_size)
+    advantages = groups - groups.nanmean(dim=1, keepdim=True)
+    return advantages.nan_to_num(0, posinf=0, neginf=0).flatten()
 
 
 def policy_loss(ratio, advantages, low, high):
@@ -136,70 +105,74 @@ def policy_loss(ratio, advantages, low, high):
 
 
 def divergence(new, reference, ratio):
-    """For each byte, an estimate of the KL divergence from the reference: right on average, and so is its gradient."""
+    """For each byte, an estimate of the KL divergence from the reference: right on average, and so is its gradient.
+
+    Without the factor `ratio` the gradient would not be.
+    """
     difference = reference - new
     return ratio * (difference.exp() - 1 - difference)
 
 
-def update(model, optimizer, reference, tokens, answered, old, advantages, args, group=None):
-    """Take --inner-steps optimizer steps on the answers of all ranks of `group`, by default of all ranks.
+def update(model, optimizer, reference, tokens, mask, old, advantages, args, group=None):
+    """Take --inner-steps optimizer steps on the completions of all ranks of `group`, by default of all ranks.
 
-    `tokens`, `answered` and `old`, (answers, length), are those that gpt_generate.generate returns. `advantages`,
-    (answers,), are on the CPU. Returns sums over this process's bytes, (4,): |ratio - 1| and the ratio at the first
-    inner step, the bytes that are clipped at the last one, and the bytes.
+    `tokens`, `mask` and `old`, (completions, length), are those that gpt_generate.generate returns. `advantages`,
+    (completions,), are on the CPU. Returns sums over this process's bytes, (3,): |ratio - 1| at the first inner step,
+    the bytes whose ratio is clipped at the last one, and the bytes.
     """
-    n_bytes = sum_over(group, answered.sum())  # so that each byte weighs the same
+    n_bytes = mask.sum()
+    torch_dist.all_reduce(n_bytes, group=group)  # so that each byte weighs the same
     advantages = gpt.to_device(advantages, tokens.device)[:, None]
-    in_loss = answered[:, 1:]  # byte t + 1 is predicted from the bytes up to t
+    in_loss = mask[:, 1:]  # byte t + 1 is predicted from the bytes up to t
     old = old[:, 1:]
     if reference is not None:
         with torch.no_grad():
-            reference_log = log_probabilities_of(reference, tokens, answered, args.temperature)
+            reference_log = log_probabilities_of(reference, tokens, mask, args.temperature)
     for inner_step in range(args.inner_steps):
-        new = log_probabilities_of(model, tokens, answered, args.temperature)
+        new = log_probabilities_of(model, tokens, mask, args.temperature)
         ratio = (new - old).exp()
-        losses = policy_loss(ratio, advantages, args.low, args.high)
+        losses = policy_loss(ratio, advantages, args.clip_low, args.clip_high)
         if reference is not None:
             losses = losses + args.kl * divergence(new, reference_log, ratio)
         loss = (losses * in_loss).sum() / n_bytes
         optimizer.zero_grad()
-        (loss * size_of(group)).backward()  # DDP divides by the number of ranks, so multiply by it
+        (loss * torch_dist.get_world_size(group)).backward()  # DDP divides by the number of ranks, so multiply by it
         optimizer.step()
         if inner_step == 0:
             mismatch = ((ratio.detach() - 1).abs() * in_loss).sum()
-            ratio_sum = (ratio.detach() * in_loss).sum()
-    too_high = (ratio > 1 + args.high) & (advantages > 0)
-    too_low = (ratio < 1 - args.low) & (advantages < 0)
+    too_high = (ratio > 1 + args.clip_high) & (advantages > 0)
+    too_low = (ratio < 1 - args.clip_low) & (advantages < 0)
     clipped = ((too_high | too_low) & in_loss).sum()
-    return torch.stack([mismatch, ratio_sum, clipped, in_loss.sum()]).double()
+    return torch.stack([mismatch, clipped, in_loss.sum()]).double()
 
 
-def log_probabilities_of(model, tokens, answered, temperature):
-    """Log-probabilities of the answers' bytes, given those before them, and 0 elsewhere: (rows, length - 1).
+def log_probabilities_of(model, tokens, mask, temperature):
+    """Log-probabilities of the completions' bytes, given those before them, and 0 elsewhere: (rows, length - 1).
 
-    Give the temperature with which the answers were drawn. With another one the ratio is not 1, although the model is
-    the same.
+    Give the temperature with which they were drawn. With another one the ratio is not 1, although the model is the
+    same.
     """
     logits = model(tokens[:, :-1]) / temperature
     next_tokens = tokens[:, 1:]
     log_probabilities = logits.log_softmax(-1).gather(-1, next_tokens[..., None]).squeeze(-1)
-    return torch.where(answered[:, 1:], log_probabilities, 0)
+    return torch.where(mask[:, 1:], log_probabilities, 0)
+
+
+def own(values, group=None):
+    """This rank's share of what all ranks of `group` know. By default the group is all ranks."""
+    return values[torch_dist.get_rank(group) :: torch_dist.get_world_size(group)]
 
 
 # ---- the task -----------------------------------------------------------------------------------------------------
 
 
-def reward(prompt, answer):
-    """Any program that checks an answer will do. It returns a finite number, or a bool."""
-    return answer == bytes(sorted(prompt[:-1])) + bytes([STOP])
+def reward(prompt, completion):
+    """Any program that checks a completion will do. It returns a number.
 
-
-def checked_reward(prompt, answer):
-    """A float, so that all ranks compute with one type. Raises DistributedError if it is not finite."""
-    value = float(reward(prompt, answer))
-    if not math.isfinite(value):
-        raise dist.DistributedError(f"the reward of the answer {answer} to the prompt {prompt} is {value}")
-    return value
+    An exception ends the job, which resumes from --output. If yours asks a judge that may fail, catch that and return
+    NaN: the completion then has no advantage, and the others of its group are compared without it.
+    """
+    return completion == bytes(sorted(prompt[:-1])) + bytes([STOP])
 
 
 def make_prompts(name, number, seed):
@@ -212,26 +185,6 @@ def make_prompts(name, number, seed):
     return prompts
 
 
-# ---- the ranks that train -----------------------------------------------------------------------------------------
-
-
-def own(values, group=None):
-    """This rank's share of what all ranks of `group` know. By default the group is all ranks."""
-    rank = dist.get_rank() if group is None else group.rank()
-    return values[rank :: size_of(group)]
-
-
-def size_of(group):
-    return dist.get_world_size() if group is None else group.size()
-
-
-def sum_over(group, tensor):
-    """Change `tensor` into its sum over the ranks of `group`. Returns it."""
-    if size_of(group) > 1:
-        torch_dist.all_reduce(tensor, group=group)
-    return tensor
-
-
 # ---- imitation ----------------------------------------------------------------------------------------------------
 
 
@@ -242,11 +195,12 @@ def imitate(model, args, group=None):
         # More prompts than in a step of reinforcement learning, since each has one answer only.
         prompts = make_prompts(f"imitate {step}", 2 * args.prompts, args.seed)
         answers = teacher_answers(prompts, f"{args.seed} teacher {step}")
-        tokens, answered = pad_answers(own(prompts, group), own(answers, group))
-        n_bytes = sum_over(group, answered.sum())
-        loss = -log_probabilities_of(model, tokens, answered, 1.0).sum() / n_bytes
+        tokens, mask = pad_answers(own(prompts, group), own(answers, group))
+        n_bytes = mask.sum()
+        torch_dist.all_reduce(n_bytes, group=group)
+        loss = -log_probabilities_of(model, tokens, mask, 1.0).sum() / n_bytes
         optimizer.zero_grad()
-        (loss * size_of(group)).backward()
+        (loss * torch_dist.get_world_size(group)).backward()
         optimizer.step()
 
 
@@ -264,53 +218,59 @@ def teacher_answers(prompts, name):
 
 
 def pad_answers(prompts, answers):
-    """Tokens (rows, length), padded on the right, and where the answers are."""
+    """Tokens (rows, length), padded on the right, and the completion mask: where the answers are."""
     texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    masks = [len(prompt) * [False] + len(answer) * [True] for prompt, answer in zip(prompts, answers, strict=True)]
     tokens = nn.utils.rnn.pad_sequence([torch.tensor(list(text)) for text in texts], batch_first=True)
-    starts = torch.tensor([len(prompt) for prompt in prompts])
-    ends = torch.tensor([len(text) for text in texts])
-    positions = torch.arange(tokens.shape[1])
-    answered = (starts[:, None] <= positions) & (positions < ends[:, None])
-    return gpt.to_device(tokens, dist.get_device()), gpt.to_device(answered, dist.get_device())
+    mask = nn.utils.rnn.pad_sequence([torch.tensor(mask) for mask in masks], batch_first=True)
+    return gpt.to_device(tokens, dist.get_device()), gpt.to_device(mask, dist.get_device())
 
 
 # ---- progress -----------------------------------------------------------------------------------------------------
 
 
-def evaluate(model, seed):
+def evaluate(model, args):
     """The share of held-out prompts that greedy decoding solves."""
-    solved = count_solved(dist.unwrapped(model), own(make_prompts("held-out", HELD_OUT, seed)))
+    solved = count_solved(dist.unwrapped(model), own(make_prompts("held-out", HELD_OUT, args.seed)))
     return dist.all_reduce(torch.tensor(solved, device=dist.get_device())).item() / HELD_OUT
 
 
 def count_solved(model, prompts, choose=gpt_generate.choose):
     """How many prompts the model solves if it always takes the most probable byte."""
     unused = torch.zeros(len(prompts), LONGEST, dtype=torch.double, device=dist.get_device())
-    tokens, answered, _ = gpt_generate.generate(model, prompts, unused, STOP, temperature=0, choose=choose)
-    answers = gpt_generate.generated_bytes(tokens, answered)
-    return sum(checked_reward(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True))
+    tokens, mask, _ = gpt_generate.generate(model, prompts, unused, STOP, temperature=0, choose=choose)
+    completions = gpt_generate.generated_bytes(tokens, mask)
+    rewards = [float(reward(prompt, each)) for prompt, each in zip(prompts, completions, strict=True)]
+    return torch.tensor(rewards).nansum().item()
 
 
-def add_rewards(sums, rewards, advantages, samples):
-    """The `sums` of `update`, then the sum of the rewards and the number of groups without signal: (6,)."""
-    no_signal = (advantages.view(-1, samples) == 0).all(dim=1)
-    checked = torch.stack([rewards.sum(), no_signal.sum()])  # on the CPU
-    return torch.cat([sums, gpt.to_device(checked, sums.device)])
+def print_line(step, sums, rewards, advantages, seconds, model, args):
+    """Print what this step gave, over all processes.
 
-
-def print_line(step, recent, start, model, args):
-    """Print what the steps since `start` gave. `recent` has what `add_rewards` gave for each of them."""
-    mismatch, _, clipped, n_bytes, rewarded, no_signal = dist.all_reduce(torch.stack(recent).sum(dim=0)).tolist()
-    n_groups = len(recent) * args.prompts
-    n_answers = n_groups * args.samples
-    speed = n_answers / (time.perf_counter() - start)
-    held_out = evaluate(model, args.seed)
+    "No signal" is the share of groups whose completions are all equally good, which teach nothing. Mismatch is the mean
+    of |r - 1| at the first inner step: above 1e-5 on the CPU, the model that is trained differs from the model that
+    drew, by a temperature, a type, a mask or dropout. Clipped is the share of bytes whose ratio is clipped at the last.
+    """
+    mismatch, clipped, n_bytes = dist.all_reduce(sums).tolist()
+    no_signal = (advantages.view(-1, args.group_size).abs() < 1e-6).all(dim=1).sum()
+    rewarded, no_signal = dist.all_reduce(torch.stack([rewards.nansum(), no_signal])).tolist()
+    n_completions = args.prompts * args.group_size
+    held_out = evaluate(model, args)
     dist.print_primary(
-        f"step {step + 1}/{args.steps} | reward {rewarded / n_answers:.3f} | held-out {held_out:.3f} | "
-        f"no signal {no_signal / n_groups:.2f} | mismatch {mismatch / n_bytes:.0e} | clipped {clipped / n_bytes:.3f} | "
-        f"{speed:,.0f} answers/s",
+        f"step {step + 1}/{args.steps} | reward {rewarded / n_completions:.3f} | held-out {held_out:.3f} | "
+        f"no signal {no_signal / args.prompts:.2f} | mismatch {mismatch / n_bytes:.0e} | "
+        f"clipped {clipped / n_bytes:.3f} | {n_completions / seconds:,.0f} answers/s",
         flush=True,
     )
+
+
+def state_of(reference, args):
+    """What a snapshot holds beside model and optimizer. min_Generate.py needs the sizes."""
+    names = ("imitation_steps", "prompts", "group_size", "temperature", "inner_steps", "lr", "kl", "seed")
+    state = {"settings": {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}, "sizes": SIZES}
+    if reference is not None:
+        state["reference"] = reference
+    return state
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
@@ -318,19 +278,20 @@ def print_line(step, recent, start, model, args):
 
 def add_options(parser):
     """Add the options that min_GRPO_async.py has too."""
-    prompts_help = "prompts per step, over all processes"
-    inner_help = "optimizer steps on the answers of one step"
     parser.add_argument("--imitation-steps", type=options.whole_number(0), default=300, help="steps of imitation")
     parser.add_argument("--steps", type=options.whole_number(1), default=100, help="steps to train")
-    parser.add_argument("--log-every", type=options.whole_number(1), default=10, help="steps between lines of progress")
-    parser.add_argument("--prompts", type=options.whole_number(1), default=32, help=prompts_help)
-    parser.add_argument("--samples", type=options.whole_number(2), default=8, help="answers to each prompt, a group")
-    parser.add_argument("--temperature", type=options.number(0.01), default=1.0, help="temperature of drawn answers")
-    parser.add_argument("--inner-steps", type=options.whole_number(1), default=1, help=inner_help)
-    parser.add_argument("--low", type=options.number(0), default=0.2, help="clip the ratio at 1 minus this")
-    parser.add_argument("--high", type=options.number(0), default=0.28, help="clip the ratio at 1 plus this")
+    parser.add_argument("--log-every", type=options.whole_number(1), default=10, help="steps between lines and saves")
+    parser.add_argument("--prompts", type=options.whole_number(1), default=32, help="prompts per step of all processes")
+    parser.add_argument("--group-size", type=options.whole_number(2), default=8, help="completions of each prompt")
+    parser.add_argument("--temperature", type=options.number(0.01), default=1.0, help="temperature of completions")
+    parser.add_argument(
+        "--inner-steps", type=options.whole_number(1), default=1, help="optimizer steps on the same completions"
+    )
+    parser.add_argument("--clip-low", type=options.number(0), default=0.2, help="clip the ratio at 1 minus this")
+    parser.add_argument("--clip-high", type=options.number(0), default=0.28, help="clip the ratio at 1 plus this")
     parser.add_argument("--lr", type=options.positive_number, default=0.0003, help="learning rate")
     parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
+    parser.add_argument("--output", help="save the model to this file, for min_Generate.py")
     parser.add_nproc()
 
 
@@ -338,7 +299,6 @@ def parse_args():
     parser = options.ArgumentParser(__doc__)
     add_options(parser)
     parser.add_argument("--kl", type=options.number(0), default=0.0, help="weight of the KL divergence")
-    parser.add_argument("--output", help="write the trained model to this file, for min_Generate.py")
     args = parser.parse_args()
     if args.prompts < args.nproc:
         parser.error(f"argument --prompts: {args.prompts} is less than {args.nproc}, the number of processes")
@@ -351,20 +311,24 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    torch.manual_seed(args.seed)  # the same weights on all ranks
-    model = gpt.GPT(**SIZES).to(dist.get_device())
+    dist.init_process_group(even_alone=True)
+    gpt.start(args)
+    model = gpt.GPT(gpt.Config(**SIZES), args.seed).to(dist.get_device())
+    reference = copy.deepcopy(model).requires_grad_(False) if args.kl else None
     model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
-    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
-    imitate(model, args)
-    held_out = evaluate(model, args.seed)
-    dist.print_primary(f"after {args.imitation_steps} steps of imitation | held-out {held_out:.3f}", flush=True)
-    train(model, args)
-    if args.output and dist.is_primary():
-        weights = {name: value.cpu() for name, value in dist.unwrapped(model).state_dict().items()}
-        with checkpoint.atomic(args.output) as file:
-            torch.save({"sizes": SIZES, "model": weights}, file)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    tokens = torch.zeros(1, SIZES["length"], dtype=torch.long, device=dist.get_device())
+    checkpoint.rebuild_buckets(model, lambda: model(tokens).sum())  # else a resumed run differs in the last bit
+    step = 0
+    if args.output:
+        _, step, _ = checkpoint.load(args.output, model, optimizer, **state_of(reference, args))
+    if step == 0:
+        imitate(model, args)
+        if reference is not None:
+            reference.load_state_dict(dist.unwrapped(model).state_dict())
+    held_out = evaluate(model, args)
+    dist.print_primary(f"after {args.imitation_steps} steps of imitation and {step} more | held-out {held_out:.3f}")
+    train(model, optimizer, reference, step, args)
 
 
 if __name__ == "__main__":

@@ -1,62 +1,36 @@
 """Train and generate at the same time, on other processes (asynchronous GRPO): weights move between two meshes.
 
-min_GRPO.py draws answers and learns from them in turn, on the same processes. Here the first ranks train, with the
+min_GRPO.py draws completions and learns from them in turn, on the same processes. Here the first ranks train, with the
 model sharded by FSDP, and the last ranks generate, with the model split by tensor parallelism (TP). So most tensors are
-cut in two ways. After a step the new weights must get from the trainers to the generators:
+cut in two ways. After a step the new weights must get from the trainers to the generators. This is `Move`:
 
-    one matrix of 6 x 4, held by 3 trainers (FSDP cuts rows)    and by 2 generators (RowwiseParallel cuts columns)
+    one matrix, held by 3 trainers (FSDP cuts rows)          and by 2 generators (RowwiseParallel cuts columns)
 
-        rank 0   a a a a                                            a a | a a
-                 a a a a                                            a a | a a
-        rank 1   b b b b                 the move                   b b | b b
-                 b b b b        -------------------------->         b b | b b
-        rank 2   c c c c                                            c c | c c
-                 c c c c                                            c c | c c
-                                                               rank 3     rank 4
+        rank 0   a a a a                                          a a | a a
+        rank 1   b b b b             the move                     b b | b b      The letter says which trainer
+        rank 2   c c c c     ------------------------>            c c | c c      had the number.
+                                                               rank 3   rank 4
 
-The letter says which trainer had the number. Each rank knows its box in every tensor: where its part begins, and how
-large it is. The ranks tell each other their boxes once. Each trainer then sends to each generator the intersection of
-their boxes, here two rows of two columns, and the generator receives it in its place. In a move no rank gathers a
-tensor, and none receives a byte that it does not keep. (ColwiseParallel cuts rows, as FSDP does, but at other places.)
+Each rank knows its box in every tensor: where its part begins, and how large it is. The ranks tell each other their
+boxes once. Then each trainer sends to each generator the intersection of their boxes. No rank gathers a tensor in a
+move, and none receives a byte that it does not keep. With --staleness 1 completions are drawn with the weights of the
+step before, so both halves work at once. Weights 1 are those after step 0:
 
-With --staleness 1 the answers for a step are drawn with the weights of the step before, so both halves work at once.
-At the start the generators draw answers 0 and 1 with weights 0. Weights 1 are those after step 0:
-
-    trainers     step 0 with answers 0  |  step 1 with answers 1  |  step 2 with answers 2  |
+    trainers     step 0, completions 0  |  step 1, completions 1  |  step 2, completions 2  |
                                       weights 1                 weights 2
-    generators   draw answers 1         |  draw answers 2         |  draw answers 3         |
-                 with weights 0            with weights 1            with weights 2
+    generators   draw 1 with weights 0  |  draw 2 with weights 1  |  draw 3 with weights 2  |
 
-The loss is that of min_GRPO.py. The denominator of its ratio r = p / (p when the byte was drawn) is the generators'
-probability. So r corrects for the age of the weights, byte by byte, and clipping limits r. Older weights would need a
-larger correction, so only 0 and 1 can be chosen. With --staleness 0 the halves wait for each other, and the result is
-that of min_GRPO.py without --kl, up to rounding.
+The denominator of the ratio in the loss of min_GRPO.py is the generators' probability, so it corrects for the age of
+the weights. Older weights would need a larger correction. With --staleness 0 the halves wait for each other, and the
+result is that of min_GRPO.py, up to rounding. Choose it if generation takes about as long as training. For models of
+many billions of parameters, use TRL or verl. Cost: a trainer of N holds 16·P/N bytes, a generator of G 4·P/G and a KV
+cache. A move sends 4·P bytes in all, and G times as many for norms and embeddings, which each generator has whole.
 
-Choose it if generation takes about as long as training, and one layout does not suit both. If they may take turns on
-the same processes, min_GRPO.py is simpler. For models of many billions of parameters, whose answers an inference engine
-draws, use TRL or verl.
-
-Cost for P float32 parameters on N trainers and G generators: a trainer holds 16·P/N bytes (parameters 4, gradients 4,
-AdamW 8), and sends as min_FSDP.py does. A generator holds 4·P/G bytes, and the keys and values of its heads. Norms,
-embeddings and some biases are whole on each generator. A move sends 4 bytes for each parameter that a generator holds,
-so 4·P bytes in all, and G times as many for what is whole. During a move a trainer also holds copies of the parts that
-are cut by columns. --staleness 1 needs no further memory, because a trainer's step waits until its weights are sent.
-
-    python min_GRPO_async.py --nproc 2                        # one trainer, one generator
     python min_GRPO_async.py --nproc 4 --generators 2         # two trainers, and two generators with half of the heads
-    python min_GRPO_async.py --nproc 3 --staleness 0          # take turns
-    torchrun --standalone --nproc-per-node 3 min_GRPO_async.py
-
-It prints after the first step, every --log-every steps and the last, a line like
-`step 100/100 | reward 0.920 | ratio 1.0002 | clipped 0.004 | age 1 | 6,902 answers/s`. Reward is the mean over the
-answers since the last line, ratio the mean of r at the first inner step, and clipped the share of bytes whose ratio is
-clipped at the last inner step. Age says how many steps old the weights were that drew the newest answers. Before and
-after, it prints the share of held-out prompts that the model solves.
+    torchrun --standalone --nproc-per-node 3 min_GRPO_async.py --staleness 0 --output model.pt    # take turns; save
 """
 
-import argparse
 import functools
-import itertools
 import math
 import time
 
@@ -68,6 +42,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
+import checkpoint
 import distributed as dist
 import gpt
 import gpt_generate
@@ -107,15 +82,6 @@ def intersection(first, second):
     return offsets, sizes
 
 
-def check_equal(kinds):
-    """Raise DistributedError if the parameters of a rank are not those of rank 0, in the same order."""
-    of_ranks = dist.gather_objects(kinds)
-    for rank, others in enumerate(of_ranks):
-        for first, other in itertools.zip_longest(of_ranks[0], others, fillvalue="no parameter"):
-            if first != other:
-                raise dist.DistributedError(f"rank {rank} has {other}, where rank 0 has {first}: nothing can be moved")
-
-
 class Move:
     """Copies parameters from the ranks `senders`, which hold different parts, to the ranks `receivers`.
 
@@ -135,7 +101,7 @@ class Move:
             self.tensors[name] = param.to_local() if isinstance(param, DTensor) else param
             self.boxes[name] = box_of(param)
             kinds.append(f"{name} ({param.dtype}, {tuple(param.shape)})")
-        check_equal(kinds)
+        dist.check_in_sync(None, **{"the list of parameters": kinds})
         boxes = dist.gather_objects(self.boxes)
         self.works = []  # in progress
         self.parts = []
@@ -178,22 +144,27 @@ class Move:
 
 
 def train(model, optimizer, move, group, args):
-    """Learn from the answers that the generators send. `group` has the ranks that train."""
-    recent = []  # this process's sums of each step since the last line
-    start = time.perf_counter()
+    """Learn from the completions that the generators send. `group` has the ranks that train."""
     for step in range(args.steps):
+        start = time.perf_counter()
         if is_moved(step, args):
             move()  # the weights before this step
-        tokens, answered, old, rewards = receive_answers(group, args)
+        tokens, mask, old, rewards = receive_completions(group, args)
         move.wait()  # the update changes the weights
-        advantages = min_GRPO.advantages_of(rewards, args.samples)
-        batch = (tokens, answered, old, advantages)
-        sums = min_GRPO.update(model, optimizer, None, *batch, args, group)  # without a reference model
-        recent.append(torch.cat([sums, gpt.to_device(rewards.sum()[None], sums.device)]))
-        if step == 0 or (step + 1) % args.log_every == 0 or step + 1 == args.steps:
-            print_line(step, recent, start, group, args)
-            recent = []
-            start = time.perf_counter()
+        advantages = min_GRPO.advantages_of(rewards, args.group_size)
+        sums = min_GRPO.update(model, optimizer, None, tokens, mask, old, advantages, args, group)
+        if min_GRPO.is_due(step, args):
+            print_line(step, sums, rewards, time.perf_counter() - start, group, args)
+            if args.output:
+                save(model, args)
+
+
+def save(model, args):
+    """Write the whole model. Every trainer calls it, because `full_tensor` gathers the shards."""
+    weights = {name: param.full_tensor().cpu() for name, param in model.named_parameters()}
+    if dist.is_primary():
+        with checkpoint.atomic(args.output) as file:
+            torch.save({"sizes": min_GRPO.SIZES, "model": weights}, file)
 
 
 def is_moved(step, args):
@@ -205,45 +176,42 @@ def is_moved(step, args):
 
 
 def generate(model, move, choose, n_trainers, args):
-    """Draw and check the answers of each step, with weights that are --staleness steps old, and send them."""
+    """Draw and check the completions of each step, with weights that are --staleness steps old, and send them."""
     for step in range(args.steps):
         weights_step = step - args.staleness  # draw with the weights before that step
         if is_moved(weights_step, args):
             move()
             move.wait()
-        answers = min_GRPO.draw_answers(model, step, range(args.prompts), args, choose)
+        completions = min_GRPO.draw_completions(model, step, range(args.prompts), args, choose)
         if dist.get_rank() == n_trainers:  # the first generator; the others have drawn the same
-            send_answers(answers, n_trainers, args)
+            send_completions(completions, n_trainers, args)
 
 
-# ---- answers: one message on the CPU for each trainer and step ----------------------------------------------------
+# ---- completions: one message on the CPU for each trainer and step ------------------------------------------------
 
 
-def send_answers(answers, n_trainers, args):
-    """Send each trainer the answers to its prompts, as `min_GRPO.own` shares them. float64 holds all of it exactly.
+def send_completions(completions, n_trainers, args):
+    """Send each trainer those of its prompts, as `min_GRPO.own` shares them. float64 holds all of it exactly.
 
     It waits until the trainer receives. So the generators are never further ahead than --staleness.
     """
-    tokens, answered, log_probabilities, rewards = answers
-    padding = (0, min_GRPO.SIZES["length"] - tokens.shape[1])
-    parts = [F.pad(part.double(), padding).cpu() for part in (tokens, answered, log_probabilities)]
+    *parts, rewards = completions
+    padding = (0, min_GRPO.SIZES["length"] - parts[0].shape[1])
+    parts = [F.pad(part.double(), padding).cpu() for part in parts]
     rows = torch.cat([*parts, rewards[:, None].double()], dim=1)
-    of_prompts = rows.view(args.prompts, args.samples, -1)
+    of_prompts = rows.view(args.prompts, args.group_size, -1)
     for trainer in range(n_trainers):
         torch_dist.send(of_prompts[trainer::n_trainers].contiguous(), trainer)
 
 
-def receive_answers(group, args):
-    """What `min_GRPO.draw_answers` returns, for this trainer's prompts. Waits until the generators have drawn them."""
-    n_answers = len(min_GRPO.own(range(args.prompts), group)) * args.samples
-    rows = torch.empty(n_answers, 3 * min_GRPO.SIZES["length"] + 1, dtype=torch.double)
+def receive_completions(group, args):
+    """What `min_GRPO.draw_completions` returns, for this trainer's prompts. Waits until they are drawn."""
+    n_rows = len(min_GRPO.own(range(args.prompts), group)) * args.group_size
+    rows = torch.empty(n_rows, 3 * min_GRPO.SIZES["length"] + 1, dtype=torch.double)
     torch_dist.recv(rows, group.size())  # from the first generator
-    device = dist.get_device()
-    tokens, answered, log_probabilities = rows[:, :-1].chunk(3, dim=1)
-    tokens = gpt.to_device(tokens.long(), device)
-    answered = gpt.to_device(answered.bool(), device)
-    log_probabilities = gpt.to_device(log_probabilities.to(torch.get_default_dtype()), device)
-    return tokens, answered, log_probabilities, rows[:, -1].to(torch.get_default_dtype())
+    rewards = rows[:, -1].to(torch.get_default_dtype())
+    tokens, mask, log_probabilities = gpt.to_device(rows[:, :-1], dist.get_device()).chunk(3, dim=1)
+    return tokens.long(), mask.bool(), log_probabilities.to(torch.get_default_dtype()), rewards
 
 
 # ---- the model on two meshes --------------------------------------------------------------------------------------
@@ -287,15 +255,15 @@ def solve_held_out(model, move, choose, n_trainers, args):
     dist.broadcast_object(solved, src=n_trainers)  # of the first generator; the others have solved the same
 
 
-def print_line(step, recent, start, group, args):
-    """Print what the steps since `start` gave. `recent` has this process's sums of each of them. See `train`."""
-    sums = min_GRPO.sum_over(group, torch.stack(recent).sum(dim=0))
-    _, ratio, clipped, n_bytes, rewarded = sums.tolist()
-    n_answers = len(recent) * args.prompts * args.samples
-    speed = n_answers / (time.perf_counter() - start)
+def print_line(step, sums, rewards, seconds, group, args):
+    """Print what this step gave, over all trainers. Age says how many steps old the weights were that drew."""
+    sums = torch.cat([sums, gpt.to_device(rewards.nansum()[None], sums.device)])
+    torch_dist.all_reduce(sums, group=group)
+    mismatch, clipped, n_bytes, rewarded = sums.tolist()
+    n_completions = args.prompts * args.group_size
     dist.print_primary(
-        f"step {step + 1}/{args.steps} | reward {rewarded / n_answers:.3f} | ratio {ratio / n_bytes:.4f} | "
-        f"clipped {clipped / n_bytes:.3f} | age {min(step, args.staleness)} | {speed:,.0f} answers/s",
+        f"step {step + 1}/{args.steps} | reward {rewarded / n_completions:.3f} | mismatch {mismatch / n_bytes:.0e} | "
+        f"clipped {clipped / n_bytes:.3f} | age {min(step, args.staleness)} | {n_completions / seconds:,.0f} answers/s",
         flush=True,
     )
 
@@ -306,20 +274,21 @@ def print_line(step, recent, start, group, args):
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     min_GRPO.add_options(parser)
-    staleness_help = "steps by which the generators' weights are behind the trainers'"
     parser.add_argument("--generators", type=options.whole_number(1), default=1, help="processes that generate")
-    parser.add_argument("--staleness", type=int, choices=(0, 1), default=1, help=staleness_help)
+    parser.add_argument(
+        "--staleness", type=int, choices=(0, 1), default=1, help="age of the generators' weights, in steps"
+    )
     args = parser.parse_args()
     n_trainers = args.nproc - args.generators
     if n_trainers < 1:
-        parser.error(
-            f"argument --nproc: {args.nproc} is less than {args.generators + 1}, for one trainer and --generators"
-        )
+        parser.error(f"argument --nproc: {args.nproc} is less than {args.generators + 1}, a trainer and --generators")
     if args.prompts < n_trainers:
         parser.error(f"argument --prompts: {args.prompts} is less than {n_trainers}, the number of trainers")
     heads = min_GRPO.SIZES["heads"]
     if heads % args.generators:
         parser.error(f"argument --generators: {args.generators} does not divide the {heads} heads of the model")
+    if args.output is not None:
+        checkpoint.check_writable("--output", args.output)
     return args
 
 
@@ -328,7 +297,7 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+    gpt.start(args)
     ranks = list(range(world_size))
     n_trainers = world_size - args.generators
     # Every rank makes both meshes, since each of them makes a process group.
@@ -342,12 +311,10 @@ def main_worker(local_rank, world_size, args):
 
 def be_trainer(mesh, ranks, args):
     n_trainers = mesh.size()
-    sizes = argparse.Namespace(**min_GRPO.SIZES, seed=args.seed)
-    model = gpt.make_meta_model(sizes)  # shapes without memory: each rank makes its part only
+    model = gpt.make_meta_model(gpt.Config(**min_GRPO.SIZES))  # shapes without memory
     shard(model, mesh)
     model.to_empty(device=dist.get_device())  # memory for this rank's shards
-    gpt.fill(model.named_parameters(), sizes)
-    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each rank draws its own
+    gpt.fill(model.named_parameters(), args.seed)
     move = Move(model.named_parameters(), ranks[:n_trainers], ranks[n_trainers:])
     min_GRPO.imitate(model, args, mesh.get_group())
     ask_held_out(f"{args.imitation_steps} steps of imitation", move, n_trainers)
@@ -358,7 +325,7 @@ def be_trainer(mesh, ranks, args):
 
 def be_generator(mesh, ranks, args):
     n_trainers = len(ranks) - mesh.size()
-    model = gpt.make_meta_model(argparse.Namespace(**min_GRPO.SIZES))
+    model = gpt.make_meta_model(gpt.Config(**min_GRPO.SIZES))
     if mesh.size() > 1:
         split_layers(model, mesh)
     model.to_empty(device=dist.get_device())  # memory for this rank's part, which the first move fills

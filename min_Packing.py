@@ -1,47 +1,39 @@
 """Pack documents of unequal length into rows, and weight every target token alike on all ranks and micro-batches.
 
 Several documents share a row, so few positions are padding. A document must not attend to its neighbours: its positions
-start at 0, and attention sees only earlier bytes of the same document. Each document is a prompt (a function's
-signature and docstring) and an answer (its body). Only the answer is in the loss.
+start at 0, and the mask of attention is block-diagonal and causal. Each document is a prompt (a function's signature
+and docstring) and an answer (its body). Only the answer is in the loss.
 
-    row        a a a a b b b c c c c c . .     three documents and padding
-    position   0 1 2 3 0 1 2 0 1 2 3 4 0 0
-    in loss    - - x x - - x - - - x x - -     targets in the answers
+    row            a a a a b b b c c c c c . .     three documents and padding
+    document ids   0 0 0 0 1 1 1 2 2 2 2 2 - -
+    position       0 1 2 3 0 1 2 0 1 2 3 4 0 0
+    in loss        - - x x - - x - - - x x - -     targets in the answers
 
-    attention    a a b b b
-               a x                             a position (row) sees itself and the earlier positions (columns)
-               a x x                           of its own document
-               b     x
-               b     x x
-               b     x x x
+    mask    a a b b b
+          a x                                      a position (row) sees itself and the earlier positions (columns)
+          a x x                                    of its own document
+          b     x
+          b     x x
+          b     x x x
 
 Packed rows hold unequal numbers of targets. A mean over ranks of means over micro-batches then weights some tokens more
 than others, and no error is raised. The loss of a step is instead one fraction:
 
     loss = (sum of the losses of all targets of all ranks and micro-batches) / (number of all these targets)
 
-Each step begins with an all-reduce of the denominator. So the gradients have the right scale after backward, and
-clipping and the optimizer need no change. Choose packing over padding (--pad) when lengths vary, because padding costs
-as much time as text. If documents may see each other, cut one long text into rows, as `gpt.batch` does: then nothing is
-wasted, and no mask is needed.
-
-Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW. Each step sends
-2·(N-1)/N · 4·P bytes, once for all micro-batches, and 8 bytes more. The mask has rows · length² bytes for the rows of a
-micro-batch. For long rows on GPUs use torch's flex_attention: it stores no mask and skips the blocks that it hides.
+Choose packing over padding (--pad) when lengths vary, because padding costs as much time as text. The mask here has
+rows · length² bytes. For long rows on GPUs use torch's flex_attention, or its varlen_attn with cumulative lengths:
+both store no mask, and skip what it hides. Besides, the cost is DDP's, and 8 bytes per step for the denominator.
 
     python min_Packing.py --nproc 2                                      # two processes; without --nproc, all GPUs
     CUDA_VISIBLE_DEVICES=0,1 python min_Packing.py --accumulate 3        # two GPUs, three micro-batches per step
     torchrun --standalone --nproc-per-node 2 min_Packing.py --pad        # one document per row, to compare
-
-It prints the rows and the share of wasted positions of both ways, and every --log-every steps a line like
-`step 50/400 | loss 2.9913 | held-out 2.8087 | 5,709 tokens/s | wasted 1.9 %`. Padding is not counted in tokens/s.
 """
 
 import ast
 import contextlib
 import functools
 import random
-import time
 
 import torch
 from torch import nn
@@ -52,53 +44,59 @@ import gpt
 import options
 
 IGNORED = -100  # a target that is not in the loss
-PADDING = -1  # the owner of a position that no document uses
-TOKENS, POSITIONS, OWNERS, TARGETS = range(4)  # the second dimension of a tensor of rows
+PADDING = -1  # the document id of a position that no document uses
+TOKENS, POSITIONS, DOCUMENT_IDS, TARGETS = range(4)  # the second dimension of a tensor of rows
 
 
 # ---- one loss for all ranks and micro-batches ---------------------------------------------------------------------
 
 
 def backward(model, micro_batches):
-    """Leave the gradients of the global batch on every rank; returns this process's share of its loss."""
-    n_targets = torch.stack([(rows[:, TARGETS] != IGNORED).sum() for rows in micro_batches]).sum()
-    n_targets = dist.all_reduce(n_targets)  # now counts all ranks and micro-batches
-    share = 0
+    """Leave the gradients of the global batch on every rank. Returns this process's `loss_of` all its micro-batches."""
+    n_targets = dist.all_reduce(sum(count_targets(rows) for rows in micro_batches))  # of all ranks and micro-batches
+    total = 0
     for number, rows in enumerate(micro_batches, 1):
         sync = contextlib.nullcontext()
         if number < len(micro_batches) and dist.get_world_size() > 1:
             sync = model.no_sync()  # only accumulate here; the last micro-batch's backward reduces the sum
         with sync:
-            loss = sum_of_losses(model, rows) / n_targets
-            # DDP divides by the world size, so multiply by it. The micro-batches' gradients are summed, which needs no
-            # further division.
-            (loss * dist.get_world_size()).backward()
-        share += loss.detach()
-    return share
+            loss = loss_of(model, rows, n_targets)
+            loss.backward()  # the micro-batches' gradients are summed, which needs no further division
+        total += loss.detach()
+    return total
 
 
-def sum_of_losses(model, rows):
-    tokens, positions, owners, targets = rows.unbind(1)
-    logits = model(tokens, positions, owners)
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+def loss_of(model, rows, n_targets):
+    """The mean over all processes of what this returns is the mean loss of `n_targets`, the targets of all of them.
+
+    DDP averages the gradients in the same way: it divides their sum by the world size.
+    """
+    tokens, positions, document_ids, targets = rows.unbind(1)
+    logits = model(tokens, positions, document_ids)
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total * dist.get_world_size() / n_targets
+
+
+def count_targets(rows):
+    return (rows[:, TARGETS] != IGNORED).sum()
 
 
 class PackedGPT(gpt.GPT):
-    """A GPT whose rows hold several documents: `owners` (batch, length) numbers the document of each position."""
+    """A GPT whose rows hold several documents: `document_ids` (batch, length) says whose each position is."""
 
-    def forward(self, tokens, positions, owners):
-        attend = functools.partial(F.scaled_dot_product_attention, attn_mask=mask_of(owners))
+    def forward(self, tokens, positions, document_ids):
+        mask = block_diagonal_mask(document_ids)
         for block in self.blocks:
-            block.attention.attend = attend
+            block.attention.attend = functools.partial(F.scaled_dot_product_attention, attn_mask=mask)
         return super().forward(tokens, positions)
 
 
-def mask_of(owners):
+def block_diagonal_mask(document_ids):
     """(batch, 1, query, key): each position sees itself and what precedes it in its own document.
 
     Padding is a document too: a position that sees nothing would become NaN.
     """
-    same = owners[:, :, None] == owners[:, None, :]
+    same = document_ids[:, :, None] == document_ids[:, None, :]
     return same.tril()[:, None]
 
 
@@ -138,25 +136,23 @@ def n_positions(document):
 
 def pack(documents, length):
     """Lists of documents that share a row: each, the longest first, goes to the first row that has room for it."""
-    lists = [[]]
-    rooms = [length]
+    lists = []
+    rooms = []
     for document in sorted(documents, key=n_positions, reverse=True):
         needed = n_positions(document)
-        number = 0
-        while rooms[number] < needed:
-            number += 1
-        if not lists[number]:  # the last row was empty, so that every document finds room
+        number = next((number for number, room in enumerate(rooms) if room >= needed), len(rooms))
+        if number == len(rooms):
             lists.append([])
             rooms.append(length)
         lists[number].append(document)
         rooms[number] -= needed
-    return lists[:-1]
+    return lists
 
 
 def fill_rows(lists, length):
-    """(rows, 4, length), int64: tokens, positions, owners and targets."""
+    """(rows, 4, length), int64: tokens, positions, document ids and targets."""
     rows = torch.zeros(len(lists), 4, length, dtype=torch.long)
-    rows[:, OWNERS] = PADDING
+    rows[:, DOCUMENT_IDS] = PADDING
     rows[:, TARGETS] = IGNORED
     for row, documents in zip(rows, lists, strict=True):
         start = 0
@@ -166,7 +162,7 @@ def fill_rows(lists, length):
             end = start + n_positions(document)
             row[TOKENS, start:end] = text[:-1]
             row[POSITIONS, start:end] = torch.arange(end - start)
-            row[OWNERS, start:end] = number
+            row[DOCUMENT_IDS, start:end] = number
             n_targets = min(len(answer), end - start)  # without a prompt, nothing predicts the first byte
             row[TARGETS, end - n_targets : end] = text[len(text) - n_targets :]
             start = end
@@ -175,81 +171,50 @@ def fill_rows(lists, length):
 
 def wasted(rows):
     """The share of positions that hold padding."""
-    return (rows[:, OWNERS] == PADDING).double().mean().item()
+    return (rows[:, DOCUMENT_IDS] == PADDING).double().mean().item()
 
 
-def own_rows(rows, step, args):
-    """This process's rows of a step. The global batch depends on seed and step alone, so all ranks draw the same."""
-    numbers = random.Random(f"{args.seed} {step}").choices(range(len(rows)), k=args.global_batch_size)
-    own = numbers[dist.get_rank() :: dist.get_world_size()]
-    return gpt.to_device(rows[own], dist.get_device())
+class Data:
+    """Gives this process its share of each global batch of rows, and of the rows held out, as gpt.Data does of text."""
 
+    def __init__(self, documents, args):
+        fitting = [document for document in documents if n_positions(document) <= args.length]
+        n_held_out = len(fitting) // 20
+        if n_held_out == 0:
+            line = f"--length {args.length}: only {len(fitting)} documents fit, choose a larger one"
+            raise dist.DistributedError(line)
+        lists = [[document] for document in fitting[:-n_held_out]]
+        if not args.pad:
+            lists = pack(fitting[:-n_held_out], args.length)
+        self.rows = fill_rows(lists, args.length)
+        self.held_out = fill_rows(pack(fitting[-n_held_out:], args.length), args.length)
+        self.args = args
 
-def prepare_rows(documents, args):
-    """Rows to train on and rows held out. Documents that do not fit into a row are left out."""
-    fitting = [document for document in documents if n_positions(document) <= args.length]
-    if len(fitting) < 20:
-        line = f"--length {args.length}: only {len(fitting)} documents fit, choose a larger one"
-        raise dist.DistributedError(line)
-    n_held_out = len(fitting) // 20
-    packed = fill_rows(pack(fitting[:-n_held_out], args.length), args.length)
-    padded = fill_rows([[document] for document in fitting[:-n_held_out]], args.length)
-    dist.print_primary(
-        f"{len(fitting):,} of {len(documents):,} documents fit; packed: {len(packed):,} rows, "
-        f"{100 * wasted(packed):.1f} % wasted; padded: {len(padded):,} rows, {100 * wasted(padded):.1f} % wasted"
-    )
-    held_out = fill_rows(pack(fitting[-n_held_out:], args.length), args.length)
-    if args.pad:
-        return padded, held_out
-    return packed, held_out
+    def batch(self, step):
+        """The global batch depends on seed and step alone, so all ranks draw the same."""
+        draw = random.Random(f"{self.args.seed} {step}")
+        numbers = draw.choices(range(len(self.rows)), k=self.args.global_batch_size)
+        return gpt.to_device(self.rows[numbers[dist.get_rank() :: dist.get_world_size()]], dist.get_device())
+
+    def held_out_batches(self):
+        own = self.held_out[dist.get_rank() :: dist.get_world_size()]
+        return [(own.to(dist.get_device()), count_targets(self.held_out))]
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def train(model, optimizer, rows, held_out, args):
+def train(model, optimizer, data, args):
     """Returns the loss of every step over all processes, (steps,)."""
-    device = dist.get_device()
-    shares = torch.zeros(args.steps, device=device)  # this rank's part of each loss; on the device, to avoid a sync
-    n_tokens = torch.zeros((), device=device)
-    first_unprinted = 0
-    start = time.perf_counter()
+    progress = gpt.Progress(model, data, args, loss_of=loss_of)
     for step in range(args.steps):
-        own = own_rows(rows, step, args)
         optimizer.zero_grad()
-        shares[step] = backward(model, own.chunk(args.accumulate))
+        loss = backward(model, data.batch(step).chunk(args.accumulate))
         if args.clip:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
-        n_tokens += (own[:, OWNERS] != PADDING).sum()
-        if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
-            recent = shares[first_unprinted : step + 1]
-            loss = dist.reduce(recent, op="sum").mean().item()  # waits for the device, so the clock is read after it
-            speed = dist.all_reduce(n_tokens).item() / (time.perf_counter() - start)
-            held_out_loss = evaluate(model, held_out)
-            dist.print_primary(
-                f"step {step + 1}/{args.steps} | loss {loss:.4f} | held-out {held_out_loss:.4f} | "
-                f"{speed:,.0f} tokens/s | wasted {100 * wasted(rows):.1f} %",
-                flush=True,
-            )
-            n_tokens.zero_()
-            first_unprinted = step + 1
-            start = time.perf_counter()
-    return dist.all_reduce(shares)
-
-
-@torch.no_grad()
-def evaluate(model, rows):
-    """The mean loss of all targets of `rows`. Processes may have different numbers of rows: the plain model is used."""
-    model = dist.unwrapped(model)
-    sums = torch.zeros(2, device=dist.get_device())
-    own = rows[dist.get_rank() :: dist.get_world_size()]
-    for first in range(0, len(own), 8):  # not at all on a process without rows
-        part = own[first : first + 8].to(dist.get_device())
-        sums[0] += sum_of_losses(model, part)
-        sums[1] += (part[:, TARGETS] != IGNORED).sum()
-    loss, n_targets = dist.all_reduce(sums).tolist()
-    return loss / n_targets
+        progress(step, loss)
+    return progress.losses
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
@@ -271,14 +236,13 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    rows, held_out = prepare_rows(load_documents(), args)
-    torch.manual_seed(args.seed)
-    model = PackedGPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
+    gpt.start(args)
+    data = Data(load_documents(), args)
+    dist.print_primary(f"{len(data.rows):,} rows, {100 * wasted(data.rows):.1f} % padding, which tokens/s counts too")
+    model = PackedGPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())
     model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
-    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    train(model, optimizer, rows, held_out, args)
+    train(model, optimizer, data, args)
 
 
 if __name__ == "__main__":

@@ -8,41 +8,34 @@ The data are shards: .jsonl files whose lines are JSON objects with a "text", th
     shuffled inside each block          c c c c|a c a a|b b d b|b b b b
     position                            0 1 2 3 4 5 6 7 8 ...            counts on through all epochs
 
-Each step takes the next --global-batch-size positions, and each rank an equal share of them. Its loader processes take
-steps in turn. The numbers of ranks and loader processes decide which process reads a document, but never which one
-comes next. So the state to save is one number, the position after the last step. What loader processes have fetched
-ahead is not part of it: the resumed run fetches that again.
+Each step takes the next --global-batch-size positions, and each rank an equal share of them. The numbers of ranks and
+loader processes decide which process reads a document, but never which one comes next. So the state to save is one
+number, the position after the last step. What loader processes have fetched ahead is fetched again after a resume.
 
 At each start the ranks share the shards, read them once, and tell each other where each document begins. So any
 document can then be read by itself. The usual stream reads each shard from its first line through a shuffle buffer. Its
 order depends on which process reads which shard, and a resumed run must either load saved buffers or read all earlier
-documents again. Choose such a stream, not this script, for files that cannot be read from the middle, such as
-compressed ones, and for files that take too long to read once. Images in a folder, or anything else with a length and
-an index, need neither stream: use `dist.data_sampler`, as min_DDP.py does. The sampler keeps one number per sample in
-memory.
+documents again. Choose such a stream for files that cannot be read from the middle, such as compressed ones. Images in
+a folder, or anything else with a length and an index, need neither: use `dist.data_sampler`, as min_DDP.py does.
 
 Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW. Each step sends
-2·(N-1)/N · 4·P bytes, and 8 bytes for the number of targets. The start reads 1/N of the shards. After that a process
-reads only its own documents. It holds 8 bytes for each document of the data. So does each of its loader processes,
-which also holds up to 4 times --buffer numbers, one number per shard, and the batches fetched ahead. A larger --buffer
-shuffles better, but scatters reads over more of the disk.
+2·(N-1)/N · 4·P bytes, and 8 bytes for the number of targets. The start reads 1/N of the shards. A process and each of
+its loader processes hold 8 bytes for each document. A larger --buffer shuffles better, but scatters reads over more of
+the disk.
 
     python min_Stream.py --nproc 2                                          # two processes; without --nproc, all GPUs
     CUDA_VISIBLE_DEVICES=0,1 python min_Stream.py --snapshot-path run.pt    # saves; rerun it with any --nproc to resume
     torchrun --standalone --nproc-per-node 2 min_Stream.py --data-dir shards --num-workers 2    # your own .jsonl files
 
-It prints every --log-every steps a line like `step 400/400 | loss 2.2111 | epoch 2.71 | 154 documents/s`. Without
---data-dir the shards are the source files of Python's standard library, and a document is an outermost class or
-function in them, with what follows it. Under torchrun it also saves when any process receives SIGTERM. The default of
---global-batch-size is a multiple of the number of processes, so name it if you resume with another one.
+Under torchrun it also saves on SIGTERM. If you resume with another number of processes, name --global-batch-size, whose
+default is a multiple of it.
 """
 
 import array
 import functools
-import hashlib
 import json
 import random
-import time
+import zlib
 from pathlib import Path
 
 import torch
@@ -70,33 +63,28 @@ class Stream(Dataset):
     def __init__(self, shards, args):
         self.shards = shards
         self.args = args
-        self.counts = [len(places) - 1 for _, places in shards]
-        self.n_documents = sum(self.counts)
+        self.n_documents = sum(len(places) - 1 for _, places in shards)
         batch = torch.arange(args.global_batch_size)
         # Here, since a loader process belongs to no process group.
         self.own = gpt.own_share(batch, (dist.get_rank(), dist.get_world_size())).tolist()  # places in a global batch
 
     def __getitem__(self, position):
-        texts = []
-        for place in self.own:
-            shard, document = self.locate(position + place)
-            path, places = self.shards[shard]
-            texts.append(read_document(path, places[document], places[document + 1]))
+        texts = [read_document(*self.locate(position + place)) for place in self.own]
         return pad_texts(texts, self.args.length)
 
     def locate(self, position):
-        """Returns the number of the shard, and the number in it of the document at the global `position`."""
+        """The path of the shard, and where in it the document at the global `position` begins and ends."""
         seed, buffer = self.args.seed, self.args.buffer
         epoch, place = divmod(position, self.n_documents)
         block, place_in_block = divmod(place, buffer)
         start = block * buffer
         size = min(buffer, self.n_documents - start)
-        order = shuffled(size, seed, epoch, block)
-        document = start + order[place_in_block]
+        document = start + shuffled(size, seed, epoch, block)[place_in_block]
         for shard in shuffled(len(self.shards), seed, epoch):  # through the shards, to the one that has this document
-            if document < self.counts[shard]:
-                return shard, document
-            document -= self.counts[shard]
+            path, places = self.shards[shard]
+            if document < len(places) - 1:
+                return path, places[document], places[document + 1]
+            document -= len(places) - 1
 
 
 @functools.lru_cache(maxsize=4)  # orders of two blocks and of two epochs: a batch usually needs no more
@@ -132,42 +120,13 @@ def pad_texts(texts, length):
     return tokens, rows[:, 1:]  # the target of a byte is the next one
 
 
-def read_document(path, start, end):
-    with open(path, "rb") as shard:
-        shard.seek(start)
-        return text_of(shard.read(end - start), path, f"what begins at byte {start}")
-
-
-def text_of(document, path, name):
-    """The text of a document as bytes. `name` is what the error calls the document."""
-    if path.suffix == ".py":
-        return document
-    try:
-        return json.loads(document)["text"].encode(errors="replace")
-    except (ValueError, TypeError, KeyError, AttributeError):
-        message = f'{path}: {name} is not a JSON object with a "text": was the file cut off or changed?'
-        raise dist.DistributedError(message) from None
-
-
 def open_shards(paths):
     """The shards as `Stream` takes them. Every rank must call it, because each one reads some of the files."""
-    found, error = {}, None
-    try:
-        sizes = {path.name: path.stat().st_size for path in paths}
-        for path in paths[dist.get_rank() :: dist.get_world_size()]:
-            found[path.name] = find_documents(path)
-    except OSError as failure:
-        error = f"cannot read {failure.filename}: {failure.strerror}"
-    except dist.DistributedError as failure:
-        error = str(failure)
-    dist.raise_on_all(error)
-    for found_there in dist.gather_objects(found):
-        found.update(found_there)
-    ends = {name: places[-1] for name, places in found.items()}  # of the last documents, and so of the files
-    if sizes != ends:
-        error = f"rank {dist.get_rank()} does not see the shards that other ranks have read"
-    dist.raise_on_all(error)
-    return [(path, found[path.name]) for path in paths]
+    dist.check_in_sync(None, **{"the list of shards": [(path.name, path.stat().st_size) for path in paths]})
+    world_size = dist.get_world_size()
+    own = [find_documents(path) for path in paths[dist.get_rank() :: world_size]]
+    of_ranks = dist.gather_objects(own)
+    return [(path, of_ranks[number % world_size][number // world_size]) for number, path in enumerate(paths)]
 
 
 def find_documents(path):
@@ -175,16 +134,29 @@ def find_documents(path):
     places = array.array("q")
     end = 0
     with open(path, "rb") as shard:
-        for number, line in enumerate(shard, 1):
+        for line in shard:
             begins = not line.isspace()
-            if path.suffix == ".py":
+            if path.suffix == ".py":  # an outermost class or function of the standard library, and what follows it
                 begins = line.startswith((b"class ", b"def "))
             if begins:
-                text_of(line, path, f"line {number}")  # fails now, and not in the middle of training
                 places.append(end)
             end += len(line)
     places.append(end)
     return places
+
+
+def read_document(path, start, end):
+    """The text, as bytes, of the document between two places of a shard."""
+    with open(path, "rb") as shard:
+        shard.seek(start)
+        document = shard.read(end - start)
+    if path.suffix == ".py":
+        return document
+    try:
+        return json.loads(document)["text"].encode(errors="replace")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        line = f'{path}: at byte {start} is no JSON object with a "text": was the file cut off or changed?'
+        raise dist.DistributedError(line) from None
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
@@ -196,13 +168,10 @@ def train(model, optimizer, stream, position, args):
     Returns the loss of every step over all processes, (steps,), which is 0 for earlier steps.
     """
     device = dist.get_device()
-    settings = settings_of(stream, args)
+    preemption = checkpoint.Preemption()
     step = position // args.global_batch_size  # the number of steps that are done
     first_unprinted = step
     losses = torch.zeros(args.steps, device=device)  # this process's shares, on the device to avoid a sync every step
-    start = time.perf_counter()
-    if args.snapshot_path:
-        preemption = checkpoint.Preemption()
     # The loader's processes do not get a SIGTERM: the batches until the stop are needed.
     for tokens, targets in checkpoint.shielded(make_loader(stream, position, args)):
         tokens = tokens.to(device, non_blocking=True)
@@ -220,19 +189,15 @@ def train(model, optimizer, stream, position, args):
         position += args.global_batch_size
         if step % args.log_every == 0 or step == args.steps:
             loss = dist.reduce(losses[first_unprinted:step], op="sum").mean().item()
-            speed = (step - first_unprinted) * args.global_batch_size / (time.perf_counter() - start)
             epoch = position / stream.n_documents
-            line = f"step {step}/{args.steps} | loss {loss:.4f} | epoch {epoch:.2f} | {speed:,.0f} documents/s"
-            dist.print_primary(line, flush=True)
+            dist.print_primary(f"step {step}/{args.steps} | loss {loss:.4f} | epoch {epoch:.2f}", flush=True)
             first_unprinted = step
-            start = time.perf_counter()
-        if args.snapshot_path:
-            preempted = preemption.agreed()  # has any process received SIGTERM?
-            if preempted or step % args.save_every == 0 or step == args.steps:
-                # The position is saved as `step`: with another batch size, the same step would be another position.
-                checkpoint.save(args.snapshot_path, model, optimizer, step=position, settings=settings)
-            if preempted and step < args.steps:
-                preemption.leave()
+        preempted = preemption.agreed()  # has any process received SIGTERM?
+        if args.snapshot_path and (preempted or step % args.save_every == 0 or step == args.steps):
+            # The position is saved as `step`: with another batch size, the same step would be another position.
+            checkpoint.save(args.snapshot_path, model, optimizer, step=position, settings=settings_of(stream, args))
+        if preempted and step < args.steps:
+            preemption.leave()
     return dist.all_reduce(losses)
 
 
@@ -242,19 +207,12 @@ def sum_of_losses(model, tokens, targets):
 
 
 def settings_of(stream, args):
-    """What a resumed run must share, though no shape depends on it. The last four decide the order of the documents."""
-    digest = hashlib.sha256()
+    """What a resumed run must share, though no shape depends on it. The last ones decide the order of the documents."""
+    checksum = 0
     for path, places in stream.shards:
-        digest.update(path.name.encode() + places.tobytes())
-    return {
-        "--heads": args.heads,
-        "--lr": args.lr,
-        "--clip": args.clip,
-        "--seed": args.seed,
-        "--buffer": args.buffer,
-        "documents": stream.n_documents,
-        "digest of the shards": digest.hexdigest()[:12],
-    }
+        checksum = zlib.crc32(path.name.encode() + places.tobytes(), checksum)
+    settings = {f"--{name}": getattr(args, name) for name in ("heads", "lr", "clip", "seed", "buffer")}
+    return {**settings, "documents": stream.n_documents, "shards (checksum)": checksum}
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
@@ -263,9 +221,8 @@ def settings_of(stream, args):
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
-    buffer_help = "documents that are shuffled among themselves"
     parser.add_argument("--data-dir", type=Path, help="folder of .jsonl shards (default: Python's standard library)")
-    parser.add_argument("--buffer", type=options.whole_number(1), default=512, help=buffer_help)
+    parser.add_argument("--buffer", type=options.whole_number(1), default=512, help="documents shuffled together")
     parser.add_argument("--num-workers", type=options.whole_number(0), default=1, help="loader processes per rank")
     parser.add_argument("--snapshot-path", help="save to this file, and resume from it")
     parser.add_argument("--save-every", type=options.whole_number(1), default=50, help="steps between snapshots")
@@ -281,7 +238,7 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+    gpt.start(args)
     paths = gpt.LIBRARY.glob("*.py")
     if args.data_dir is not None:
         paths = args.data_dir.glob("*.jsonl")
@@ -290,20 +247,16 @@ def main_worker(local_rank, world_size, args):
         raise dist.DistributedError(f"--data-dir: {args.data_dir} has no .jsonl file with a document")
     dist.print_primary(f"{len(stream.shards):,} shards of {stream.n_documents:,} documents")
 
-    torch.manual_seed(args.seed)
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
+    model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())
     model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     position = 0
     if args.snapshot_path:
         _, position = checkpoint.load(args.snapshot_path, model, optimizer, settings=settings_of(stream, args))
-    if position // args.global_batch_size > args.steps:
-        raise dist.DistributedError(f"{args.snapshot_path} is at document {position:,}, beyond --steps {args.steps}")
-    if position > 0:
-        dist.print_primary(f"Resuming at document {position:,}")
+        if position > 0:
+            dist.print_primary(f"Resuming at document {position:,}")
     tokens = torch.zeros(1, args.length, dtype=torch.long, device=dist.get_device())
     checkpoint.rebuild_buckets(model, lambda: model(tokens).sum())  # else a resumed run differs in the last bit
-    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     train(model, optimizer, stream, position, args)
 
 

@@ -44,6 +44,8 @@ GLYPHS = """
 class Digits(Dataset):
     """`images`, uint8 (n, 1, 28, 28), and `labels`, int64 (n,). A DataLoader gets whole batches from it."""
 
+    classes = tuple("0123456789")
+
     def __init__(self, images, labels):
         self.images = images
         self.labels = labels
@@ -175,17 +177,17 @@ def normalize(images):
     return images / (255 * STD) - MEAN / STD
 
 
-# ---- models: (n, 1, 28, 28) to (n, 10) ----------------------------------------------------------------------------
+# ---- models: (n, 1, 28, 28) to (n, classes) -----------------------------------------------------------------------
 
 
 class SimpleCNN(nn.Module):
     """Two convolutions and one linear layer, without dropout: 50,186 parameters. Gives logits."""
 
-    def __init__(self):
+    def __init__(self, n_classes=10):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 32, 3, padding=1)
         self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
-        self.fc = nn.Linear(3136, 10)
+        self.fc = nn.Linear(3136, n_classes)
 
     def forward(self, x):
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)

@@ -11,15 +11,12 @@ its share, and splits it into K micro-batches, where K is --accumulate:
     rank 1   forward backward   forward backward --+-- all-reduce --- clip --- optimizer --- next step
              (no_sync)          on every rank the gradient is  g = 1/B * sum of the gradients of all B samples
 
-What you change stands first, under CHANGE HERE: data, model, loss, metric and optimizer. For another task also change
-`test`, which shows images to the trackers. Keep the rest.
-
-Choose min_DDP.py to learn DDP, flyte_workflow.py to run this experiment as the task of an orchestrator, and
+What you change stands first, under CHANGE HERE: data, model, loss, metric and optimizer. Keep the rest. Choose
+min_DDP.py to learn DDP, flyte_workflow.py to run this experiment as the task of an orchestrator, and
 multinode_torchrun.py for machines that come and go.
 
-Cost per process, for P float32 parameters trained by SGD with momentum on N processes: 4·P bytes of parameters, 4·P of
-gradients, 4·P of momentum, and the activations of one micro-batch. Each step sends 2·(N-1)/N · 4·P bytes, for any K.
-A snapshot is 8·P bytes.
+Cost per process, for P float32 parameters trained by SGD with momentum on N processes: 12·P bytes for parameters,
+gradients and momentum, and the activations of one micro-batch. Each step sends 2·(N-1)/N · 4·P bytes, for any K.
 
     python mnist_DDP.py                                           # all visible GPUs; on the CPU add --nproc 2
     python mnist_DDP.py --snapshot-path snapshot.pt               # save snapshots; the same command again resumes
@@ -29,11 +26,8 @@ A snapshot is 8·P bytes.
     python mnist_DDP.py --tensorboard runs --output runs/cnn.pt   # TensorBoard: tensorboard --logdir runs
     torchrun --standalone --nproc-per-node 2 mnist_DDP.py         # processes started by torchrun
 
-It prints `step 100/780 | loss 0.6582`, the mean loss of all samples since the line before, and after each epoch
-`epoch 1/5 | held-out 0.0588 | accuracy 0.9864 (9864/10000)`. At the end it writes mnist_cnn.pt, the state_dict of the
-plain model, and mnist_cnn_accuracies.json, a list with the accuracy after each epoch:
-
-    model.load_state_dict(torch.load("mnist_cnn.pt", weights_only=True))
+At the end it writes mnist_cnn.pt, the state_dict of the plain model, and mnist_cnn_accuracies.json and
+mnist_cnn_losses.json, lists of what the test gave after each epoch.
 """
 
 import contextlib
@@ -63,14 +57,19 @@ def load_datasets(args):
     does. Augment with torch's random numbers: each micro-batch has a seed of its own. A `collate_fn` of your own takes
     the place of mnist.collate and default_collate, in four lines.
     """
+    # A folder for each class, with images of any size and colour:
+    # from torchvision import datasets, transforms
+    # steps = [transforms.Grayscale(), transforms.Resize((28, 28)), transforms.PILToTensor()]
+    # folders = [datasets.ImageFolder(folder, transforms.Compose(steps)) for folder in ("images/train", "images/test")]
+    # return folders
     train_set = mnist.load_data(args.data, args.data_dir, train=True, seed=args.seed)
     test_set = mnist.load_data(args.data, args.data_dir, train=False, seed=args.seed)
     return train_set, test_set
 
 
-def make_model():
-    """Any nn.Module."""
-    return mnist.SimpleCNN()
+def make_model(train_set, args):
+    """Any nn.Module. The number of its outputs is the data's."""
+    return mnist.SimpleCNN(len(train_set.classes))
 
 
 def forward(model, inputs, labels, device, bf16):
@@ -87,7 +86,7 @@ def forward(model, inputs, labels, device, bf16):
 
 
 def count_hits(outputs, labels):
-    """The number of correct predictions in a batch. Its sum over all samples is what the test prints."""
+    """The number of correct predictions in a batch. Its sum over all samples is the accuracy."""
     return (outputs.argmax(dim=1) == labels).sum()
 
 
@@ -201,10 +200,8 @@ def train(model, optimizer, scheduler, train_set, test_set, args):
     steps_per_epoch = len(train_set) // args.global_batch_size
     steps = args.epochs * steps_per_epoch
     settings = settings_of(args, len(train_set))
-    first_step, accuracies, run_id = resume(model, optimizer, scheduler, settings, steps_per_epoch, args)
+    first_step, results, run_id = resume(model, optimizer, scheduler, settings, steps_per_epoch, args)
     tracker = tracking.Tracker("mnist_DDP", args, first_step * args.global_batch_size, run_id)
-    watched = "gradients" if args.compile else "all"  # torch.compile would compile W&B's hook of the parameters too
-    tracker.watch(net, args.log_every, watched)
     preemption = checkpoint.Preemption() if args.snapshot_path else None
     batches = load_batches(train_set, first_step, steps, device, args)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # on the device, to avoid a sync every step
@@ -225,34 +222,24 @@ def train(model, optimizer, scheduler, train_set, test_set, args):
             last_line = done
         if ends_epoch:
             dist.check_in_sync(net)  # stops if the weights of two processes differ
-            accuracies.append(test(net, test_set, done // steps_per_epoch, samples, tracker, args))
+            epoch = done // steps_per_epoch
+            loss, hits, n = evaluate(net, test_set, device, args)
+            line = f"epoch {epoch}/{args.epochs} | held-out {loss:.4f} | accuracy {hits / n:.4f} ({hits}/{n})"
+            dist.print_primary(line, flush=True)
+            tracker.log(samples, test_loss=loss, accuracy=hits / n, epoch=epoch)
+            results["losses"].append(loss)
+            results["accuracies"].append(hits / n)
         scheduler.step()
         if saves:
-            values = {"accuracies": accuracies, "run_id": tracker.run_id, "epochs": args.epochs}
+            values = {"results": results, "run_id": tracker.run_id, "epochs": args.epochs}
             checkpoint.save(args.snapshot_path, model, optimizer, scheduler, step=done, settings=settings, **values)
         if preempted and done < steps:
             tracker.close()
             dist.barrier()  # rank 0 may upload for minutes
             preemption.leave()
     if dist.is_primary():
-        write_result(args.output, net, accuracies)
+        write_result(args.output, net, results)
     tracker.close()
-
-
-@torch.no_grad()
-def test(net, test_set, epoch, samples, tracker, args):
-    """Evaluate after `epoch` epochs, and print and track the results. Returns the accuracy."""
-    device = dist.get_device()
-    loss, hits, n = evaluate(net, test_set, device, args)
-    accuracy = hits / n
-    line = f"epoch {epoch}/{args.epochs} | held-out {loss:.4f} | accuracy {accuracy:.4f} ({hits}/{n})"
-    dist.print_primary(line, flush=True)
-    tracker.log(samples, test_loss=loss, accuracy=accuracy, epoch=epoch)
-    if args.wandb or args.tensorboard:  # show what the model makes of the first images
-        inputs, labels = next(iter(DataLoader(test_set, 32, collate_fn=mnist.collate)))
-        outputs, labels, _ = forward(net, inputs, labels, device, args.bf16)
-        tracker.log_images(samples, inputs, outputs.float().softmax(dim=1), labels)
-    return accuracy
 
 
 @torch.no_grad()
@@ -279,13 +266,14 @@ def evaluate(net, test_set, device, args):
     return loss_sum / n, int(hits), n
 
 
-def write_result(path, net, accuracies):
-    """Write the weights of the plain model to `path`, and the accuracies beside it."""
+def write_result(path, net, results):
+    """Write the weights of the plain model to `path`, and the results of each epoch beside it."""
     weights = {name: tensor.cpu() for name, tensor in net.state_dict().items()}  # load them without a GPU
     with checkpoint.atomic(path) as file:
         torch.save(weights, file)
-    with checkpoint.atomic(os.path.splitext(path)[0] + "_accuracies.json") as file:
-        file.write(json.dumps(accuracies).encode())
+    for name, values in results.items():
+        with checkpoint.atomic(f"{os.path.splitext(path)[0]}_{name}.json") as file:
+            file.write(json.dumps(values).encode())
 
 
 # ---- snapshots ----------------------------------------------------------------------------------------------------
@@ -300,13 +288,14 @@ def settings_of(args, n):
 
 
 def resume(model, optimizer, scheduler, settings, steps_per_epoch, args):
-    """Load the snapshot, if there is one. Returns the step to run next, the accuracies so far, and the run of W&B."""
+    """Load the snapshot, if there is one. Returns the step to run next, the results so far, and the run of W&B."""
     path = args.snapshot_path
+    results = {"losses": [], "accuracies": []}
     if path is None:
-        return 0, [], None
+        return 0, results, None
     # Epoch, which is not used, and step; then the values in the order in which they are named here.
-    _, step, accuracies, run_id, epochs = checkpoint.load(
-        path, model, optimizer, scheduler, settings, accuracies=[], run_id=None, epochs=args.epochs
+    _, step, results, run_id, epochs = checkpoint.load(
+        path, model, optimizer, scheduler, settings, results=results, run_id=None, epochs=args.epochs
     )
     # A run that is complete may get more epochs. Its first step then still has the old learning rate, which is 0.
     if args.epochs != epochs and step < epochs * steps_per_epoch:
@@ -314,7 +303,7 @@ def resume(model, optimizer, scheduler, settings, steps_per_epoch, args):
         raise dist.DistributedError(f"{line}: finish them first, with --epochs {epochs}")
     if step > 0:
         dist.print_primary(f"Resuming from {path} at step {step}", flush=True)
-    return step, accuracies, run_id
+    return step, results, run_id
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
@@ -371,16 +360,21 @@ def parse_args(words=None):
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    watch.start()  # if the job stands still, one line says where each rank stands
+    watch.start()  # if the job hangs, one line says where each rank stands
     device = dist.get_device()
     dist.print_primary(f"Training on {world_size} x {device.type}, global batch {args.global_batch_size}", flush=True)
     train_set, test_set = load_datasets(args)
-    steps = args.epochs * (len(train_set) // args.global_batch_size)
-    if steps == 0:
-        line = f"--global-batch-size {args.global_batch_size} is more than all training samples"
-        raise dist.DistributedError(f"{line}, {len(train_set)}")
+    steps_per_epoch = len(train_set) // args.global_batch_size
+    if steps_per_epoch == 0:
+        line = f"--global-batch-size {args.global_batch_size} is more than all training samples, {len(train_set)}"
+        raise dist.DistributedError(line)
+    if steps_per_epoch < 10:
+        dist.print_primary(
+            f"An epoch has only {steps_per_epoch} steps: a smaller --global-batch-size learns more in it"
+        )
+    steps = args.epochs * steps_per_epoch
     torch.manual_seed(args.seed)
-    net = make_model().to(device)
+    net = make_model(train_set, args).to(device)
     model = dist.prepare_ddp_model(net, gradient_as_bucket_view=True)  # needs no copy of the gradients
     if args.compile:
         model.compile()  # after DDP: torch then splits the graph where DDP's buckets end

@@ -13,10 +13,9 @@ ddp: it sends a third less.
 
 Cost for P float32 parameters on N processes, trained by Adam: with fsdp a process holds 16·P/N bytes between two steps
 (parameters 4, gradients 4, Adam 8). While a unit computes, it holds about 12 bytes more for each of the unit's
-parameters: the unit, its gradients, and a buffer that is sent (min_FSDP.py adds 8 for the next unit, which is small
-here). With ddp a process holds 16·P bytes. A step sends up to 3·(N-1)/N · 4·P bytes with fsdp and 2·(N-1)/N · 4·P bytes
-with ddp. The last line shows what each process really holds. The peak of --model deep is far above its share, because
-one layer has 88 % of its parameters.
+parameters: the unit, its gradients, and a buffer that is sent. With ddp a process holds 16·P bytes. A step sends up to
+3·(N-1)/N · 4·P bytes with fsdp and 2·(N-1)/N · 4·P bytes with ddp. The last line shows what each process really holds.
+The peak of --model deep is far above its share, because one layer has 88 % of its parameters.
 
     python mnist_FSDP.py --nproc 2 --model deep                               # two GPUs, or two processes on the CPU
     python mnist_FSDP.py --nproc 2 --model deep --strategy ddp                # the same training, replicated
@@ -25,12 +24,8 @@ one layer has 88 % of its parameters.
     python mnist_FSDP.py --nproc 1 --checkpoint-dir runs/mnist --epochs 4     # resume in one process
     torchrun --standalone --nproc-per-node 2 mnist_FSDP.py --data mnist       # the real MNIST
 
-In a terminal, a bar shows the loss of the epoch so far. Elsewhere `step 50/314 | loss 1.0912` does, every --log-every
-steps. After each epoch comes one line, over all test samples, with the peak memory of the largest process:
-
-    epoch 1/2 | loss 0.6352 | held-out 0.1403 | accuracy 0.9617 (9617/10000) | 771 MB | 4,120 samples/s
-
-All machines must share --checkpoint-dir. Load only checkpoints that you trust, because parts of them are pickles.
+The memory that it prints is that of the largest process. All machines must share --checkpoint-dir. Load only
+checkpoints that you trust, because parts of them are pickles.
 """
 
 import random
@@ -39,11 +34,10 @@ import time
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 import checkpoint
 import checkpoint_sharded
@@ -66,15 +60,6 @@ def wrap(model, strategy, device, bf16, min_num_params=20_000):
         # Parameters are gathered in bfloat16. The shards, which the optimizer updates, stay float32.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return dist.prepare_fsdp_model(model, min_num_params=min_num_params, mp_policy=policy)
-
-
-def print_units(model, min_num_params):
-    """Print into how many units FSDP has cut the model."""
-    n_units = sum(isinstance(module, FSDPModule) for module in model.modules())
-    line = f"Sharded units: {n_units}, layers of at least {min_num_params:,} parameters, and the rest"
-    if n_units == 0:
-        line = "Nothing is sharded: there is one process"
-    dist.print_primary(line)
 
 
 # ---- what each process holds --------------------------------------------------------------------------------------
@@ -129,19 +114,13 @@ def forward(model, images, labels, device, bf16):
     return outputs, labels, losses
 
 
-def progress_bar(loader, title):
-    """The batches of `loader`, and on rank 0 a bar, if stderr is a terminal."""
-    return tqdm(loader, title, leave=False, disable=None if dist.is_primary() else True)
-
-
 def train_epoch(model, loader, optimizer, device, bf16, epoch=0, epochs=1, log_every=50):
-    """Mean loss, and samples per second, over all processes. Every so many steps it shows the loss so far."""
+    """Mean loss, and samples per second, over all processes. Every so many steps it prints the loss so far."""
     model.train()
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # kept on the GPU to avoid a sync every step
     n = 0
     start = time.perf_counter()
-    bar = progress_bar(loader, f"epoch {epoch + 1}/{epochs}")
-    for step, (images, labels) in enumerate(bar, epoch * len(loader) + 1):
+    for step, (images, labels) in enumerate(loader, epoch * len(loader) + 1):
         optimizer.zero_grad()  # before forward, where the old gradients would take memory
         _, _, losses = forward(model, images, labels, device, bf16)
         loss = losses.mean()
@@ -151,10 +130,7 @@ def train_epoch(model, loader, optimizer, device, bf16, epoch=0, epochs=1, log_e
         n += len(labels)
         if step % log_every == 0:
             loss, _ = mean_over_ranks(loss_sum, n)
-            if bar.disable:
-                dist.print_primary(f"step {step}/{epochs * len(loader)} | loss {loss:.4f}", flush=True)
-            else:
-                bar.set_postfix_str(f"loss {loss:.4f}")
+            dist.print_primary(f"step {step}/{epochs * len(loader)} | loss {loss:.4f}", flush=True)
     loss, n = mean_over_ranks(loss_sum, n)
     return loss, n / (time.perf_counter() - start)
 
@@ -166,7 +142,7 @@ def mean_over_ranks(loss_sum, n):
 
 
 @torch.no_grad()
-def evaluate(model, loader, device, bf16, log_every=50):
+def evaluate(model, loader, device, bf16):
     """Mean loss, number of correct predictions and number of samples, over all processes.
 
     `loader` has a sampler from `dist.data_sampler`; a single process needs none. The sampler of `make_loaders` pads:
@@ -179,15 +155,12 @@ def evaluate(model, loader, device, bf16, log_every=50):
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     hits = torch.zeros((), dtype=torch.float64, device=device)
     seen = 0
-    bar = progress_bar(loader, "test")
-    for step, (images, labels) in enumerate(bar):
+    for images, labels in loader:
         outputs, labels, losses = forward(model, images, labels, device, bf16)
         new = min(len(labels), share - seen)  # the rest of the batch is repeated
         loss_sum += losses[:new].sum(dtype=torch.float64)
         hits += (outputs.argmax(dim=1) == labels)[:new].sum()
         seen += new
-        if step % log_every == 0 and not bar.disable:
-            bar.set_postfix_str(f"loss {loss_sum.item() / seen:.4f}")  # of rank 0's samples
     loss_sum, hits = dist.all_reduce(torch.stack([loss_sum, hits])).tolist()
     return loss_sum / n, int(hits), n
 
@@ -265,7 +238,7 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    watch.start()  # if the job stands still, one line says where each rank stands
+    watch.start()  # if the job hangs, one line says where each rank stands
     device = dist.get_device()
     dist.print_primary(f"Training on {world_size} x {device.type}: {args.strategy}")
     loader, test_loader = make_loaders(args, device)
@@ -274,8 +247,6 @@ def main_worker(local_rank, world_size, args):
     n_params = sum(param.numel() for param in model.parameters())
     dist.print_primary(f"Model {args.model}: {n_params:,} parameters")
     model = wrap(model, args.strategy, device, args.bf16, args.min_num_params)
-    if args.strategy == "fsdp":
-        print_units(model, args.min_num_params)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
 
     # What a resumed run must share. --batch-size may change with the number of processes.
@@ -288,7 +259,7 @@ def main_worker(local_rank, world_size, args):
         # All randomness of an epoch depends on seed, epoch and rank, so a resumed run draws the same numbers.
         torch.manual_seed(seed_of("dropout", args.seed, epoch, dist.get_rank()))
         loss, speed = train_epoch(model, loader, optimizer, device, args.bf16, epoch, args.epochs, args.log_every)
-        test_loss, hits, n = evaluate(model, test_loader, device, args.bf16, args.log_every)
+        test_loss, hits, n = evaluate(model, test_loader, device, args.bf16)
         (memory,) = largest([peak_memory(device)], device)
         dist.print_primary(
             f"epoch {epoch + 1}/{args.epochs} | loss {loss:.4f} | held-out {test_loss:.4f} | "

@@ -130,7 +130,7 @@ def positive_int(text):
 
 def parse_args():
     # Without a usage, an error is one line.
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], usage=argparse.SUPPRESS)
     parser.add_argument("total_epochs", type=positive_int, help="passes over the data")
     parser.add_argument("save_every", type=positive_int, help="epochs between snapshots")
     parser.add_argument(
@@ -149,7 +149,7 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    watch.start()  # if the job stands still, one line says where each rank stands
+    watch.start()  # if the job hangs, one line says where each rank is
     device = dist.get_device()
     torch.manual_seed(0)
     dataset = ToyDataset()

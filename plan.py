@@ -365,7 +365,7 @@ def whole_number(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], usage=argparse.SUPPRESS)
     add = parser.add_argument
     add("model", choices=MODELS, metavar="MODEL", help=f"one of {', '.join(MODELS)}")
     add("--gpus", type=whole_number, default=8, help="number of GPUs (default: %(default)s)")

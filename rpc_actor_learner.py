@@ -35,9 +35,7 @@ own data. At the end of an episode an observer sends 24 bytes per step.
 All randomness comes from the seed, the observer, its episode and the step, so a run can be repeated exactly. When an
 observer is killed, the others continue without it. When the learner is killed, all end.
 
-It prints `update 20/500 | 80 episodes | mean return 61.4 | 872 actions/s`. The mean return is over the last 100
-episodes. An episode ends when the pole falls, and after 200 steps, so 200 is the best return. Training ends when the
-mean return is 195, and after `--updates`.
+An episode ends when the pole falls, and after 200 steps. Training ends when the mean return of the last 100 is 195.
 """
 
 import math

@@ -33,13 +33,7 @@ bytes between a trainer and the servers: ids twice, rows, and gradients. It does
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 rpc_ddp.py --servers 2
 
 The task is to guess the next byte of Python's standard library from the 1 to 4 bytes before it. Each group of bytes is
-hashed to the number of a row. It prints the loss in nats per byte, on the training batches since the line before and on
-eight batches of held-out text, and the rows that one trainer used in the last step:
-
-    step 200/200 | loss 1.4459 | held-out 1.6384 | 158,770 tokens/s | 1,760 rows of 1,048,576
-
-When a process is lost, the job ends with one line that names it. On GPUs, where trainers communicate by NCCL, the other
-trainers may print NCCL's own lines besides.
+hashed to the number of a row. When a process is lost, the job ends with one line that names it.
 """
 
 import math

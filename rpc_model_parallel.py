@@ -31,9 +31,6 @@ whatever P. Each micro-batch costs two round trips, so do not make them too smal
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 rpc_model_parallel.py
 
 Each worker uses a GPU of its own if there are two. For two machines see rpc_remote.py: RPC has no authentication.
-
-It prints a line per epoch, `epoch 1/2 | loss 0.8134 | accuracy 0.9743 (9743/10000) | 519 samples/s`, with the average
-training loss, the accuracy on all test samples and the speed of training.
 """
 
 import logging

@@ -17,9 +17,6 @@ the same global batch:
     push(g) -------------->                 <---------- push(g')
             <-------------- w <- SGD(w, (g + g') / 2) ---------->
 
-No update is lost, because the server updates under a lock. Reading takes no lock, so with hogwild an answer may hold a
-part of the next update already.
-
 Choose it when trainers should not wait for each other, or may get lost. Otherwise choose DDP (min_DDP.py), which is not
 stale and has no server through which all data must go, or FSDP (min_FSDP.py) if the model does not fit. PyTorch
 maintains torch.distributed.rpc but no longer develops it.
@@ -34,18 +31,9 @@ bytes each way per trainer, so 8·P·N through the server, where an all-reduce s
     export TP_SOCKET_IFNAME=eth1 GLOO_SOCKET_IFNAME=eth1              # on each of three machines: see rpc_remote.py
     torchrun --nnodes 3 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 rpc_param_server.py
 
-When a trainer is killed, the others continue without its share of the data. Under torchrun the job ends, because
-torchrun ends a job that has lost a process. When the server is killed, all trainers end. A trainer that hangs without
-dying does not count as lost: with sync the job ends after `--timeout` seconds, with hogwild the server waits for it for
-ever.
-
-It prints a line per epoch, here the first of two:
-
-    epoch 1/2 | held-out 0.0562 | accuracy 0.9832 (9832/10000) | 24.8 updates/s | staleness 0.98
-
-Loss and accuracy are those on all test samples. The last two numbers are averages since the start: updates per second,
-and how many updates the server made between sending parameters to a trainer and receiving the gradient. Only parameters
-are sent, because the models of mnist.py have no buffers.
+When a trainer is killed, the others continue without its share of the data, except under torchrun. When the server is
+killed, all trainers end. If a trainer hangs, sync ends after `--timeout` seconds, and hogwild waits for ever. Staleness
+is how many updates the server made between sending parameters to a trainer and receiving the gradient.
 """
 
 import queue

@@ -115,7 +115,7 @@ def positive_int(text):
 
 def parse_args():
     # Without a usage, an error is one line.
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], usage=argparse.SUPPRESS)
     parser.add_argument("total_epochs", type=positive_int, help="passes over the data")
     parser.add_argument("save_every", type=positive_int, help="epochs between checkpoints")
     parser.add_argument(

@@ -2,9 +2,7 @@
 
     epoch, step, run_id = checkpoint.load(path, model, optimizer, run_id=None)
     tracker = tracking.Tracker("my project", args, samples, run_id)  # a resumed run continues its W&B run
-    tracker.watch(model, every=100)  # histograms of parameters and gradients
     tracker.log(samples, loss=0.5)
-    tracker.log_images(samples, images, scores, labels)  # what the model makes of them
     checkpoint.save(path, model, optimizer, epoch=epoch, run_id=tracker.run_id)
     tracker.close()
 
@@ -74,31 +72,6 @@ class Tracker:
             with self._going_on("writer"):
                 for name, value in scalars.items():
                     self.writer.add_scalar(name, value, samples)
-
-    def watch(self, model, every, what="all"):
-        """Let W&B log histograms of rank 0's "gradients", of the "parameters", or of "all", every so many passes.
-
-        `model` is the plain model, without DDP.
-        """
-        if self.run is not None:
-            self.run.watch(model, log=what, log_freq=every, idx=0)
-
-    def log_images(self, samples, images, scores, labels):
-        """Log images (n, channels, height, width) with the truth, the model's guess, and its score of each class."""
-        guesses = scores.argmax(dim=1).tolist()
-        truths = labels.tolist()
-        if self.run is not None:
-            import wandb
-
-            table = wandb.Table(["image", "guess", "truth", *(f"score_{i}" for i in range(scores.shape[1]))])
-            for image, guess, truth, row in zip(images, guesses, truths, scores.tolist(), strict=True):
-                table.add_data(wandb.Image(image), guess, truth, *row)
-            with self._going_on("run"):
-                self.run.log({"samples": samples, "test_images": table})
-        if self.writer is not None:
-            with self._going_on("writer"):
-                self.writer.add_images("test_images", images, samples)
-                self.writer.add_text("test_images", f"guesses {guesses}, truths {truths}", samples)
 
     def close(self):
         """Rank 0 may upload for minutes, and the others do not wait for it."""

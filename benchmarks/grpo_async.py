@@ -3,7 +3,7 @@
     python -m benchmarks.grpo_async              # two processes, both cases in turn
     python -m benchmarks.grpo_async --nproc 3
 
-Training is the time of `min_GRPO.update`, on the slowest trainer. Generation is that of `min_GRPO.draw_answers`.
+Training is the time of `min_GRPO.update`, on the slowest trainer. Generation is that of `min_GRPO.draw_completions`.
 """
 
 import argparse
@@ -19,8 +19,8 @@ import options
 from benchmarks import common
 
 CASES = {"staleness 0": 0, "staleness 1": 1}
-OPTIONS = {"imitation_steps": 10, "prompts": 32, "samples": 8, "temperature": 1.0, "inner_steps": 2, "low": 0.2}
-OPTIONS |= {"high": 0.28, "lr": 0.0003, "seed": 0, "generators": 1, "log_every": 10**6}
+OPTIONS = {"imitation_steps": 10, "prompts": 32, "group_size": 8, "temperature": 1.0, "inner_steps": 2, "clip_low": 0.2}
+OPTIONS |= {"clip_high": 0.28, "lr": 0.0003, "seed": 0, "generators": 1, "log_every": 10**6, "output": None}
 
 
 def parse_args():
@@ -45,7 +45,7 @@ def worker(local_rank, world_size, args, report):
     intervals = []
     with (
         mock.patch.object(min_GRPO, "update", recorded(min_GRPO.update, intervals)),
-        mock.patch.object(min_GRPO, "draw_answers", recorded(min_GRPO.draw_answers, intervals)),
+        mock.patch.object(min_GRPO, "draw_completions", recorded(min_GRPO.draw_completions, intervals)),
         contextlib.redirect_stdout(io.StringIO()),
     ):
         min_GRPO_async.main_worker(local_rank, world_size, args)

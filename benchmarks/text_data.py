@@ -4,7 +4,7 @@
 
 - "stream": the loader of min_Stream.py, without training, with 0, 1 and 2 loader processes.
 - "in memory": the same documents in a list, in an order of their own, made into the same rows by a DataLoader.
-- "packed", "padded": trainings of one process by min_Packing.py, without --pad and with it. Padding is not counted.
+- "packed", "padded": trainings of one process by min_Packing.py, without --pad and with it, without the padding.
 
 The cases alternate, and only ratios within a round mean something.
 """
@@ -66,9 +66,9 @@ def read(results, name, kind, num_workers, shards):
 def train(results, waste, name, *given):
     command = [sys.executable, SCRIPT, *map(str, (*TRAINING, *given))]
     stdout = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600).stdout
-    speed, wasted = re.search(r"([\d,]+) tokens/s \| wasted ([\d.]+) %$", stdout.strip()).groups()
-    results[name].append(float(speed.replace(",", "")))
-    waste[name] = float(wasted)
+    waste[name] = float(re.search(r"([\d.]+) % padding", stdout)[1])
+    speed = float(re.findall(r"([\d,]+) tokens/s", stdout)[-1].replace(",", ""))
+    results[name].append(speed * (1 - waste[name] / 100))
 
 
 def main():

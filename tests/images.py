@@ -25,6 +25,7 @@ class Plain(Dataset):
 
     def __init__(self, whole):
         self.whole = whole
+        self.classes = whole.classes
 
     def __len__(self):
         return len(self.whole)

@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 
 import distributed as dist
 import gpt
-import min_EP
 
 CLIP = {"clip": 0.5}
 ODD = transformer.ODD
@@ -39,12 +38,13 @@ OPTIONS = {  # that differ from transformer.arguments, where a row says nothing 
     "min_FSDP_TP": {**TWO_BLOCKS, **NOT_SAVED, "replicate": 1, "shard": 1, "tensor": 1, "recompute": False},
     "min_TP": TWO_BLOCKS,
     "min_CP": {**TWO_BLOCKS, "attention": "ulysses"},
-    "min_CP_ring": {**TWO_BLOCKS, "whole": False},
+    "min_CP_ring": TWO_BLOCKS,
+    "min_CP_packed": TWO_BLOCKS,
     "min_PP": {"schedule": "1F1B", "micro_batches": 4},
     "min_PP_FSDP_TP": {"schedule": "1F1B", "micro_batches": 4, **NOT_SAVED, "stages": 1, "shard": 1, "tensor": 1},
     "min_EP": EXPERTS,
     "min_EP_FSDP": {**EXPERTS, "global_batch_size": 12, "expert_parallel": 1},
-    "min_DDP_scratch": {**ODD, "bucket_mb": 0.05, "accumulate": 1, "compress": "none"},
+    "min_DDP_scratch": {**ODD, "bucket_mb": 0.05, "accumulate": 1},
     "min_FSDP_scratch": {**ODD, "layers": 3},
     "min_DiLoCo": {"layers": 1, "steps": 14, "outer_lr": 0.7, "outer_momentum": 0.9},
     "min_Join": {"layers": 1, "steps": 10, "least": 4},
@@ -90,7 +90,7 @@ UNEVEN = {"global_batch_size": 6, **CLIP}  # for 3 processes, of which nothing i
 TP = [("AdamW", {}), ("SGD", {}), ("SGD", {"clip": 1.5})]  # the last one clips about half of the steps
 THREE = {"heads": 3, "width": 36, "length": 33}  # 256 bytes are not a multiple of 3
 CP = [("AdamW", {}), ("SGD", {"clip": 1.5})]
-RING = [("AdamW", {}), ("SGD", {"clip": 1.5}), ("SGD", {"whole": True})]  # documents are paragraphs, or whole rows
+RINGS = ("min_CP_ring", "min_CP_packed")
 IDLE = {"idle": (0, 6, 7)}  # of 8 experts: of 4 processes, the last has no token and the first has some
 EP = [("AdamW", IDLE), ("SGD", {"top": 3}), ("SGD", {"clip": 0.3})]
 EP_FSDP = [("SGD", {**IDLE, "clip": 0.3}), ("AdamW", {**IDLE, "clip": 0.3}), ("SGD", {"top": 3})]
@@ -214,10 +214,10 @@ ROWS = [
         ],
     ),
     # A length is 2·N pieces. There are fewer heads than processes, or as many as do not divide.
-    Row("min_CP_ring", 1, SLOW, RING),
-    Row("min_CP_ring", 2, QUICK, each_with(RING, heads=1)),
-    Row("min_CP_ring", 3, SLOW, each_with(RING, length=36)),
-    Row("min_CP_ring", 4, SLOW, each_with(RING, heads=2)),
+    *[Row(script, 1, SLOW, CP) for script in RINGS],
+    *[Row(script, 2, QUICK, each_with(CP, heads=1)) for script in RINGS],
+    *[Row(script, 3, SLOW, each_with(CP, length=36)) for script in RINGS],
+    *[Row(script, 4, SLOW, each_with(CP, heads=2)) for script in RINGS],
     Row("min_EP", 1, SLOW, EP[:1]),
     Row("min_EP", 2, GUARD, EP),
     Row("min_EP", 4, SLOW, EP),
@@ -288,7 +288,7 @@ def reference(script, optimizer, args):
     }
     if script in others:
         return others[script](optimizer, args)
-    if script == "min_CP_ring" and not args.whole:
+    if script == "min_CP_packed":
         return references.documents(optimizer, args)
     plain = vars(transformer.arguments()).keys() - {"nproc", "log_every"}
     return transformer.reference(optimizer, **{name: value for name, value in vars(args).items() if name in plain})
@@ -298,7 +298,7 @@ def held_out_loss(script, parameters, args):
     model, loss_of = transformer.make_model(args), transformer.plain_loss
     if "experts" in args:
         model = references.dense_model(args)
-    if script == "min_CP_ring" and not args.whole:
+    if script == "min_CP_packed":
         loss_of = references.loss_of_documents
     return transformer.held_out_loss(model, parameters, args, loss_of)
 
@@ -348,15 +348,7 @@ def train(script, optimizer, options):
     """What a script's main_worker trains, holds and prints in this process."""
     module = importlib.import_module(script)
     args = arguments(script, dist.get_world_size(), **options)
-    add_experts = min_EP.add_experts
-
-    def add_experts_and_leave_idle(model, *more):
-        add_experts(model, *more)
-        references.leave_idle(model, args.idle)
-
-    with contextlib.ExitStack() as stack:
-        if "experts" in args:
-            stack.enter_context(mock.patch.object(module, "add_experts", add_experts_and_leave_idle))
+    with references.leave_idle(args.idle) if "experts" in args else contextlib.nullcontext():
         result = transformer.run_main_worker(module, args, optimizer)
     own, params = parts_of(script, result.model)
     for param in params:
@@ -623,7 +615,7 @@ def expected_bytes():
     yield "min_TP", {}, ((12 * layers + 5) * batch + 1) * features + others * 4 * batch * length * 256
     yield "min_CP", {"attention": "ulysses"}, ddp + 2 / N * 4 * layers * batch * features
     yield "min_CP", {"attention": "all-gather"}, ddp + 4 * layers * batch * features
-    yield "min_CP_ring", {"whole": True}, ddp + 3 * others * 8 * layers * batch * length * width
+    yield "min_CP_ring", {}, ddp + 3 * others * 8 * layers * batch * length * width
     yield "min_FSDP", {}, fsdp
     yield "min_ZeRO", {}, on_gloo * ddp
     yield "min_DDP_scratch", {"accumulate": 2}, ddp

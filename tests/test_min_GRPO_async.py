@@ -28,7 +28,8 @@ import min_GRPO_async
 MESHES = [(2, 1), (3, 2)]  # trainers and generators
 MESHES += guards((1, 1), (1, 2), (2, 2), (2, 4))
 LINE = re.compile(
-    r"step (\d+)/\d+ \| reward (\d\.\d{3}) \| ratio (\d\.\d{4}) \| clipped (\d\.\d{3}) \| age (\d) \| [\d,]+ answers/s"
+    r"step (\d+)/\d+ \| reward (\d\.\d{3}) \| mismatch (\de[+-]\d\d) \| "
+    r"clipped (\d\.\d{3}) \| age (\d) \| [\d,]+ answers/s"
 )
 
 
@@ -102,16 +103,16 @@ def test_every_shard_arrives_bit_for_bit_and_nothing_else_is_sent(mesh, tmp_path
 def refuse_models_that_differ(local_rank, world_size):
     dist.init_process_group()
     first = {"a": torch.zeros(4), "b": torch.zeros(4)}
-    mistakes = {
-        "b (torch.float32, (4,)), where rank 0 has a": {"b": torch.zeros(4), "a": torch.zeros(4)},
-        "a (torch.float64, (4,)), where rank 0 has a (torch.float32, (4,))": {**first, "a": torch.zeros(4).double()},
-        "a (torch.float32, (5,)), where rank 0 has a (torch.float32, (4,))": {**first, "a": torch.zeros(5)},
-        "no parameter, where rank 0 has b": {"a": torch.zeros(4)},
-        "c (torch.float32, (4,)), where rank 0 has no parameter": {**first, "c": torch.zeros(4)},
-    }
-    for line, other in mistakes.items():
+    mistakes = [
+        {"b": torch.zeros(4), "a": torch.zeros(4)},
+        {**first, "a": torch.zeros(4).double()},
+        {**first, "a": torch.zeros(5)},
+        {"a": torch.zeros(4)},
+        {**first, "c": torch.zeros(4)},
+    ]
+    for other in mistakes:
         params = first if local_rank == 0 else other
-        with pytest.raises(dist.DistributedError, match=re.escape(f"rank 1 has {line}")):
+        with pytest.raises(dist.DistributedError, match="the list of parameters of rank 1 differs from rank 0's"):
             min_GRPO_async.Move(params.items(), [0], [1])
 
 
@@ -180,7 +181,7 @@ def test_rank_0_must_not_send_between_two_gathers(by_boxes, tmp_path):
 def train(case, generators, staleness):
     """What the script's main_worker trains on this rank, and prints."""
     optimizer_name, sparse, changes = synchronous.CASES[case]
-    args = synchronous.arguments(**changes, generators=generators, staleness=staleness, log_every=2)
+    args = synchronous.arguments(**changes, generators=generators, staleness=staleness, log_every=1)
     result = {}
     adamw, own_train = torch.optim.AdamW, min_GRPO_async.train
 
@@ -228,7 +229,7 @@ def test_without_staleness_it_equals_one_answer_at_a_time(mesh, tmp_path):
         numbers = [LINE.fullmatch(line).groups() for line in lines]
         assert [line[0] for line in numbers] == ["1", "2", "3"]
         assert [float(line[1]) for line in numbers] == pytest.approx(rewards, abs=0.0006)
-        assert {line[2] for line in numbers} == {"1.0000"} and {line[4] for line in numbers} == {"0"}
+        assert all(float(line[2]) < 1e-12 for line in numbers) and {line[4] for line in numbers} == {"0"}
         assert float(last.split()[-1]) == pytest.approx(held_out, abs=0.0006)
         assert not any(results[number]["stdout"] for results in by_rank[1:])
 
@@ -268,7 +269,9 @@ def test_with_staleness_it_equals_one_process_with_the_same_delay(mesh, tmp_path
         numbers = [LINE.fullmatch(line).groups() for line in lines]
         assert [line[4] for line in numbers] == ["0", "1", "1"]
         assert [float(line[1]) for line in numbers] == pytest.approx(rewards, abs=0.0006)
-        assert float(numbers[0][2]) == 1 != float(numbers[2][2]), "the generators' probabilities are in the ratio"
+        assert float(numbers[0][2]) < 1e-12 < 1e-6 < float(numbers[2][2]), (
+            "the generators' probabilities are in the ratio"
+        )
 
 
 # ---- at the same time -----------------------------------------------------------------------------------------------
@@ -276,10 +279,10 @@ def test_with_staleness_it_equals_one_process_with_the_same_delay(mesh, tmp_path
 
 def train_with_a_slow_half(local_rank, world_size, staleness, slow_half, folder):
     """Five steps in which one half is slow. Saves the seconds that this rank has waited for the others."""
-    args = synchronous.arguments(imitation_steps=1, steps=5, generators=1, staleness=staleness, log_every=2)
-    module, name = (min_GRPO_async, "receive_answers")
+    args = synchronous.arguments(imitation_steps=1, steps=5, generators=1, staleness=staleness, log_every=1)
+    module, name = (min_GRPO_async, "receive_completions")
     own = getattr(module, name)
-    own_draw = min_GRPO.draw_answers
+    own_draw = min_GRPO.draw_completions
     events = []
 
     def receive(*args):
@@ -297,7 +300,7 @@ def train_with_a_slow_half(local_rank, world_size, staleness, slow_half, folder)
     with (
         synchronous.small(),
         mock.patch.object(module, name, receive),
-        mock.patch.object(min_GRPO, "draw_answers", draw),
+        mock.patch.object(min_GRPO, "draw_completions", draw),
         contextlib.redirect_stdout(io.StringIO()),
     ):
         min_GRPO_async.main_worker(local_rank, world_size, args)
@@ -314,12 +317,12 @@ def test_the_slow_half_makes_the_other_wait_and_all_answers_are_learned(stalenes
 
 
 def die(local_rank, world_size, dying):
-    args = synchronous.arguments(imitation_steps=1, generators=1, staleness=1, log_every=2)
+    args = synchronous.arguments(imitation_steps=1, generators=1, staleness=1, log_every=1)
 
     def fail(*args):
         raise ZeroDivisionError(f"rank {local_rank} fails")
 
-    name = "send_answers" if dying == 2 else "receive_answers"
+    name = "send_completions" if dying == 2 else "receive_completions"
     patch = mock.patch.object(min_GRPO_async, name, fail) if local_rank == dying else contextlib.nullcontext()
     with synchronous.small(), patch:
         min_GRPO_async.main_worker(local_rank, world_size, args)

@@ -3,17 +3,17 @@
 import collections
 import functools
 import random
-import re
 from unittest import mock
 
 import pytest
 import torch
 import transformer
-from conftest import exit_message, float64, slow, slow_clock
+from conftest import exit_message, float64, slow
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 
 import distributed as dist
+import gpt
 import min_Packing
 
 STEPS = 6
@@ -124,34 +124,16 @@ def test_equals_one_process_and_documents_one_to_a_row(nprocs, tmp_path):
             assert sends == (STEPS if nprocs > 1 else 0), "gradients are reduced once per step"
 
 
-def test_a_line_has_the_mean_loss_and_counts_the_tokens_that_are_no_padding(monkeypatch, capsys):
-    train_all_steps, losses = min_Packing.train, []
-    monkeypatch.setattr(min_Packing, "train", lambda *args: losses.extend(train_all_steps(*args).tolist()))
-    monkeypatch.setattr(min_Packing, "time", slow_clock())
-    monkeypatch.setattr(min_Packing, "load_documents", small_documents)
-    args = arguments(1, steps=5, log_every=3)
-    min_Packing.main_worker(0, 1, args)
-    per_step = []
-    for step in range(5):
-        per_step.append(sum(len(prompt + answer) - 1 for prompt, answer in documents_of(step, args)))
-    out = capsys.readouterr().out
-    means = [sum(losses[:3]) / 3, sum(losses[3:]) / 2]
-    assert [float(loss) for loss in re.findall(r"\| loss (\d\.\d{4})", out)] == pytest.approx(means, abs=1e-4)
-    speeds = re.findall(r" ([\d,]+) tokens/s", out)
-    assert speeds == [f"{sum(per_step[:3]) / 2:,.0f}", f"{sum(per_step[3:]) / 2:,.0f}"]
-
-
 def test_held_out_rows_count_once():
-    documents = small_documents()[:20]
+    documents = small_documents()
     args = arguments(1)
     with float64():
         model = transformer.make_model(args)
-        tokens, targets = padded(documents)
+        tokens, targets = padded(documents[-4:])
         expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).item()
-        packing = min_Packing.PackedGPT(args.layers, args.width, args.heads, args.length)
-        packing.load_state_dict(model.state_dict())
-        rows = min_Packing.fill_rows([[document] for document in documents], LENGTH)
-        assert min_Packing.evaluate(packing, rows) == pytest.approx(expected, rel=1e-12)
+        packing = min_Packing.PackedGPT(gpt.Config.from_args(args), args.seed)
+        [batch] = min_Packing.Data(documents, args).held_out_batches()
+        assert min_Packing.loss_of(packing, *batch).item() == pytest.approx(expected, rel=1e-12)
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
@@ -162,15 +144,15 @@ def test_rows_hold_each_document_once():
     lists = min_Packing.pack(documents, LENGTH)
     assert sorted(document for row in lists for document in row) == sorted(documents)
     rows = min_Packing.fill_rows(lists, LENGTH)
-    tokens, positions, owners, targets = rows.unbind(1)
+    tokens, positions, document_ids, targets = rows.unbind(1)
     for row, packed in enumerate(lists):
         for number, (prompt, answer) in enumerate(packed):
-            mine = owners[row] == number
+            mine = document_ids[row] == number
             text = list(prompt + answer)
             assert tokens[row][mine].tolist() == text[:-1]
             assert positions[row][mine].tolist() == list(range(len(text) - 1))
             assert targets[row][mine].tolist() == [-100] * (len(prompt) - 1) + list(answer)
-        unused = owners[row] == min_Packing.PADDING
+        unused = document_ids[row] == min_Packing.PADDING
         assert (targets[row][unused] == -100).all()
     alone = min_Packing.fill_rows([[document] for document in documents], LENGTH)
     assert min_Packing.wasted(rows) < 0.1 < 0.5 < min_Packing.wasted(alone)
@@ -211,28 +193,25 @@ def short(): "One line."; return 2
 
 def test_length_must_fit_documents():
     args = arguments(1, length=2)
-    assert exit_message(min_Packing.prepare_rows, small_documents(), args).startswith(
-        "--length 2: only 4 documents fit"
-    )
+    assert exit_message(min_Packing.Data, small_documents(), args).startswith("--length 2: only 4 documents fit")
 
 
 # ---- leaks ----------------------------------------------------------------------------------------------------------
 
 
-def probe(mask_of=min_Packing.mask_of):
+def probe(block_diagonal_mask=min_Packing.block_diagonal_mask):
     """For each position of a row of 3 documents: has its logit changed, since a byte of the second one did?"""
     documents = sorted(small_documents(), key=min_Packing.n_positions)[40:43]
     rows = min_Packing.fill_rows([documents], LENGTH)
-    tokens, positions, owners, _ = rows.unbind(1)
-    second = owners == 1
-    with float64(), torch.no_grad(), mock.patch.object(min_Packing, "mask_of", mask_of):
-        torch.manual_seed(0)
-        model = min_Packing.PackedGPT(2, 16, 2, LENGTH)
-        before = model(tokens, positions, owners)
+    tokens, positions, document_ids, _ = rows.unbind(1)
+    second = document_ids == 1
+    with float64(), torch.no_grad(), mock.patch.object(min_Packing, "block_diagonal_mask", block_diagonal_mask):
+        model = min_Packing.PackedGPT(gpt.Config(2, 16, 2, LENGTH))
+        before = model(tokens, positions, document_ids)
         changed = tokens.clone()
         changed[0, second[0].nonzero()[0]] += 1
-        after = model(changed, positions, owners)
-    return (before != after).any(-1), owners, second
+        after = model(changed, positions, document_ids)
+    return (before != after).any(-1), document_ids, second
 
 
 def test_a_changed_byte_changes_its_own_document_only():
@@ -241,9 +220,6 @@ def test_a_changed_byte_changes_its_own_document_only():
 
 
 def test_without_the_mask_it_changes_all_that_follows():
-    changed, owners, _ = probe(lambda owners: torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
-    assert torch.equal(changed, owners != 0)
+    changed, document_ids, _ = probe(lambda document_ids: torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
+    assert torch.equal(changed, document_ids != 0)
     assert changed.double().mean() > 0.5
-
-
-# ---- the whole command ----------------------------------------------------------------------------------------------

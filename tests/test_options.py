@@ -16,20 +16,22 @@ import options
 import single_gpu
 
 TRANSFORMERS = [f"min_{name}" for name in ("FSDP_TP", "PP_FSDP_TP", "CP", "DiLoCo", "EP", "EP_FSDP", "FSDP", "Join")]
-TRANSFORMERS += [f"min_{name}" for name in ("Muon", "PP", "DDP_scratch", "Packing", "CP_ring", "Stream", "TP", "ZeRO")]
+TRANSFORMERS += [
+    f"min_{name}" for name in ("Muon", "PP", "DDP_scratch", "Packing", "CP_ring", "CP_packed", "Stream", "TP", "ZeRO")
+]
 TRANSFORMERS += ["min_FSDP_scratch"]
 NPROC = ["llm_FSDP", "min_GRPO", "mnist_DDP", "mnist_FSDP", *TRANSFORMERS]
 POSITIONAL = {"multigpu_torchrun": ["5", "1"], "multinode_torchrun": ["5", "1"]}
 SCRIPTS = [*NPROC, "min_FaultTolerant", "min_Generate", "rpc_param_server", "rpc_model_parallel"]
 MAY_BE_0 = {"weight-decay", "bucket-mb", "seed", "least", "clip", "num-workers", "max-restarts", "outer-momentum"}
 MAY_BE_0 |= {"warmup"}
-MAY_BE_0 |= {"imitation-steps", "low", "high", "kl"}  # of min_GRPO
+MAY_BE_0 |= {"imitation-steps", "clip-low", "clip-high", "kl"}  # of min_GRPO
 # Left out, nothing is done.
 WITHOUT_DEFAULT = {"checkpoint-dir", "output", "tensorboard", "snapshot-path", "layers"}
 WITHOUT_DEFAULT |= {"model", "prompts"}  # of min_Generate, which needs them
 PATHS = {"snapshot-path", "data-dir", "checkpoint-dir", "tensorboard", "output"}
 PATHS |= {"model", "data", "eval-data", "chat-template"}
-TEXTS = {("min_Generate", name) for name in ("model", "prompts", "output", "stop")}
+TEXTS = {("min_Generate", name) for name in ("model", "prompts", "output")}
 ZEROS = {("min_Generate", "temperature")}
 
 # As typed into a shell, and the options, values and numbers that must be in the line that answers, the wrong one first.
@@ -85,7 +87,6 @@ REFUSED = {
         --nproc 2 | --nproc 2
     """,
     "min_DDP_scratch.py": """
-        --compress powersgd | --compress 'powersgd' 'none' 'bf16'
         --nproc 2 --accumulate 3 --global-batch-size 16 | --global-batch-size 16 6 --accumulate
     """,
     "min_FSDP_TP.py": """
@@ -117,7 +118,7 @@ REFUSED = {
     """,
     "min_GRPO.py": """
         --nproc 3 --prompts 2 | --prompts 2 3
-        --samples 1 | --samples '1' 2
+        --group-size 1 | --group-size '1' 2
         --temperature 0 | --temperature '0' 0.01
     """,
     "min_FaultTolerant.py": """

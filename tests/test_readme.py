@@ -1,7 +1,6 @@
 """Every command of README.md, of docs/*.md and of a script's docstring runs, and prints lines of the quoted form."""
 
 import ast
-import fnmatch
 import importlib
 import os
 import re
@@ -106,7 +105,7 @@ def bash(script, folder, timeout):
     (folder / "shards").mkdir(exist_ok=True)  # which min_Stream.py is told to read
     (folder / "shards" / "0.jsonl").write_text(100 * '{"text": "a document"}\n')
     sizes = {"layers": 1, "width": 16, "heads": 2, "length": 19}  # what min_Generate.py is told to load
-    torch.save({"sizes": sizes, "model": gpt.GPT(**sizes).state_dict()}, folder / "model.pt")
+    torch.save({"sizes": sizes, "model": gpt.GPT(gpt.Config(**sizes)).state_dict()}, folder / "model.pt")
     (folder / "prompts.jsonl").write_text(100 * '{"prompt": "31524="}\n')
     return shell(script, folder, timeout)
 
@@ -243,6 +242,53 @@ def test_the_evaluation_counts_each_sample_once(run_in):
     assert run_in("evaluation", source, "main", 2) == "accuracy 1.0000\n"
 
 
+FSDP_PARTS = """
+def make_model():
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+
+
+def make_set(n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 6, generator=generator)
+    return torch.utils.data.TensorDataset(x, x[:, :3].argmax(dim=1))
+
+
+def make_test_set():
+    return make_set(13, 2)
+
+
+def train_epoch(model, optimizer, epoch):
+    share = make_set(12, 1)[dist.get_rank() :: dist.get_world_size()]
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(share[0]), share[1]).backward()
+        optimizer.step()
+    print(f"epoch {epoch} of rank {dist.get_rank()}: {evaluate(model)!r}")
+"""
+
+
+def test_from_ddp_to_fsdp(tmp_path, run_in):
+    """The block of docs/port.md: on two processes as on one, and a resumed run has the same losses and best weights."""
+    (block,) = re.findall(
+        r"^```python\n(import torch\nfrom torch.distributed.checkpoint.*?)^```", PAGES[PORT], re.M | re.S
+    )
+    source = block.replace("import torch\n", "import torch\n\ntorch.set_default_dtype(torch.float64)\n", 1) + FSDP_PARTS
+    losses, best = {}, {}
+    for nprocs, epochs in ((1, (20,)), (2, (4, 20))):
+        out = ""
+        for n in epochs:
+            out += run_in(f"fsdp_{nprocs}_{n}", source.replace("epoch < 20", f"epoch < {n}"), "main", nprocs)
+        losses[nprocs] = dict(re.findall(r"^epoch (\d+) of rank 0: (.*)$", out, re.M))
+        best[nprocs] = torch.load("best.pt", weights_only=True)
+        shutil.rmtree("checkpoints")
+    assert losses[1].keys() == losses[2].keys() and len(losses[1]) > 5
+    for epoch, loss in losses[1].items():
+        assert float(losses[2][epoch]) == pytest.approx(float(loss), abs=1e-12)
+    assert float(losses[1]["5"]) < float(losses[1]["0"])
+    torch.testing.assert_close(best[1], best[2], rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_the_example_in_the_helper(nprocs, run_in):
     """It learns, and prints once."""
@@ -267,22 +313,13 @@ def section(page, heading):
     return page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
-def test_the_file_tree_marks_what_is_run_and_what_is_imported():
-    run, imported = re.search(r"^run +(.*)\nimported (.*?)^```", PAGES[README], re.M | re.S).groups()
-    imported = set(re.findall(r"\w+\.py", imported))
-    assert imported == FOUNDATION
-    assert {name for pattern in run.split() for name in fnmatch.filter(SCRIPTS, pattern)} - imported == (
-        SCRIPTS.keys() - FOUNDATION
-    )
-
-
 def test_every_script_and_page_is_named_and_every_named_test_exists():
     costs = PAGES[ROOT / "docs" / "costs.md"]
     for name in SCRIPTS.keys() - FOUNDATION:
         assert f"[`{name}`]({name})" in section(PAGES[README], "Which script?"), name
         for page in (costs, PAGES[SCRIPTS_PAGE]) if name != "parity.py" else (PAGES[ROOT / "docs" / "parity.md"],):
             assert f"[`{name}`](../{name})" in page, name
-        assert (ROOT / "tests" / f"test_{name}").exists() or f'Row("{name.removesuffix(".py")}"' in EQUAL.read_text()
+        assert (ROOT / "tests" / f"test_{name}").exists() or f'"{name.removesuffix(".py")}"' in EQUAL.read_text()
     assert not [path.name for path in DOCS if f"](docs/{path.name})" not in PAGES[README]]
     named = [(page.parent / path, name) for page in PAGES for name, path in re.findall(TEST, PAGES[page])]
     assert len(named) > 20 and not [name for path, name in named if f"\ndef {name}(" not in path.read_text()]

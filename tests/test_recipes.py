@@ -369,13 +369,35 @@ def test_global_sums():
     check_equal(full_parameters(model), expected)
 
 
+def batch_norms():
+    """The classes of the recipe."""
+    (block,) = blocks_of("How do I use BatchNorm?")
+    (sums,) = blocks_of("A loss over the global batch")
+    return execute(sums.partition("\n\n\n")[0] + "\n\n\n" + block)
+
+
+@recipe
+def test_batch_norm_of_images_and_under_autocast():
+    """Images as torch's layer does; under autocast the statistics are float32, and the output has the input's type."""
+    classes = batch_norms()
+    images = torch.randn(12, 4, 3, 5, generator=torch.Generator().manual_seed(1))
+    alone, layer = nn.BatchNorm2d(4), classes.GlobalBatchNorm2d(4)
+    share = slice(0, 7) if dist.is_primary() else slice(7, 12)
+    assert torch.allclose(layer(images[share]), alone(images)[share], rtol=0, atol=1e-12)
+    check_equal(dict(layer.named_buffers()), dict(alone.named_buffers()))
+    assert torch.allclose(layer.eval()(images), alone.eval()(images), rtol=0, atol=1e-12)
+    model = nn.Sequential(nn.Linear(4, 4), classes.GlobalBatchNorm1d(4)).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = model(torch.randn(8, 4, dtype=torch.float32))
+    outputs.sum().backward()
+    assert outputs.dtype == torch.bfloat16 and model[1].running_mean.dtype == torch.float32
+
+
 @recipe
 def test_batch_norm():
     """The statistics of the global batch, forward and backward, with shares of 7 and 5 samples."""
-    (block,) = blocks_of("How do I use BatchNorm?")
-    (sums,) = blocks_of("A loss over the global batch")
     (quoted,) = re.findall(r"such a model raises `(.*?)`", " ".join(PAGE.read_text().split()))
-    classes = execute(sums.partition("\n\n\n")[0] + "\n\n\n" + block)
+    classes = batch_norms()
     x, y = make_batch()
 
     def network(layer):
@@ -488,7 +510,7 @@ def generator_loss(scores):
 
 @recipe
 def test_two_optimizers():
-    (block,) = blocks_of("My script has two models and two optimizers, like a GAN. What do I wrap?")
+    block, _ = blocks_of("My script has two models and two optimizers, like a GAN. What do I wrap?")
     torch.manual_seed(3)
     batches = [(torch.randn(8, 6), torch.randn(8, 6)) for _ in range(3)]
 
@@ -524,6 +546,41 @@ def test_two_optimizers():
     assert n_all_reduces(counts) == 2 * len(batches), "one of each model per step"
 
     assert len(computed) == len(batches), "the generator's step needs no gradients of the critic"
+
+
+@recipe
+def test_samples_of_a_generator_that_communicates():
+    """Rank 0 alone draws them, and does not wait for rank 1."""
+    _, block = blocks_of("My script has two models and two optimizers, like a GAN. What do I wrap?")
+    generator = nn.Sequential(nn.Linear(3, 4), batch_norms().GlobalBatchNorm1d(4))
+    fixed_noise = torch.randn(5, 3)
+    if dist.is_primary():
+        samples = execute(block, generator=generator, fixed_noise=fixed_noise).samples
+        assert torch.equal(samples, generator.eval()(fixed_noise)) and not samples.requires_grad
+
+
+@recipe
+def test_grad_scaler():
+    """Equal to one process without a scaler; an overflow on rank 1 makes both skip the step, and halves both scales."""
+    (block,) = blocks_of("How do I train in float16 with a GradScaler?")
+    x, y = make_batch()
+    alone = make_model()
+    optimizer = sgd(alone)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(alone(x), y).backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), max_norm=0.1)
+        optimizer.step()
+    expected = full_parameters(alone)
+    model = make_model()
+    names = {"model": model, "ddp_model": dist.prepare_ddp_model(model), "optimizer": sgd(model)}
+    own_batch = own(x, y)
+    execute(block.replace("torch.float16", "torch.float16, enabled=False"), batches=3 * [own_batch], **names)
+    check_equal(full_parameters(model), expected)
+    overflow = own_batch[0] / (0 if dist.get_rank() == 1 else 1), own_batch[1]
+    found = execute(block.replace("torch.float16", "torch.float16, enabled=False"), batches=[overflow], **names)
+    check_equal(full_parameters(model), expected)
+    assert found.epoch == 1 and found.scaler.get_scale() == 2.0**15
 
 
 @recipe

@@ -15,13 +15,14 @@ import distributed as dist
 import gpt
 
 MICRO_BATCHES = ("min_PP_FSDP_TP", "min_PP")  # the gradients of one are there when the next one begins
-SAME_DROPOUT = (
-    "min_FSDP_TP",
-    "min_PP_FSDP_TP",
+SAME_DROPOUT = ("min_FSDP_TP", "min_PP_FSDP_TP", "min_TP")  # tensor neighbours work on the same sequences
+WHOLE_BATCH = (
+    "min_CP",
+    "min_CP_ring",
+    "min_CP_packed",
     "min_PP",
     "min_TP",
-)  # tensor neighbours and stages work on the same sequences
-WHOLE_BATCH = ("min_CP", "min_CP_ring", "min_PP", "min_TP")  # each process takes the whole global batch
+)  # each process takes the whole global batch
 # The last part of parameters, of rows and of a ring is shorter on 2, 3 and 4 processes.
 ODD = {"layers": 2, "width": 35, "heads": 5, "length": 15, "global_batch_size": 24}
 BIGRAM = 2.46  # the held-out loss of guesses by the byte before, in nats
@@ -69,8 +70,7 @@ def make_optimizer(name, params, lr):
 
 def make_model(args):
     """The weights with which the reference starts."""
-    torch.manual_seed(args.seed)
-    return gpt.GPT(args.layers, args.width, args.heads, args.length)
+    return gpt.GPT(gpt.Config.from_args(args), args.seed)
 
 
 # ---- one process of plain PyTorch -----------------------------------------------------------------------------------
