@@ -81,6 +81,7 @@ REFUSED = {
         --lr fast | --lr 'fast' 0
         --data cifar | --data 'cifar' 'synthetic' 'mnist'
         --nproc 64 --accumulate 4 | --global-batch-size 128 256 64 --accumulate 4
+        --snapshot-path a.pt --output ./a.pt | --output ./a.pt --snapshot-path
     """,
     FLYTE: """
         --epochs 0 | --epochs '0' 1
