@@ -351,6 +351,8 @@ def parse_args(words=None):
         checkpoint.check_writable("--tensorboard", os.path.join(args.tensorboard, "events"))
     checkpoint.check_writable("--output", args.output)
     if args.snapshot_path is not None:
+        if os.path.realpath(args.snapshot_path) == os.path.realpath(args.output):
+            parser.error(f"argument --output: {args.output} is the file of --snapshot-path too: name another one")
         checkpoint.check_writable("--snapshot-path", args.snapshot_path)
     return args
 

@@ -6,9 +6,12 @@ import errno
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import signal
 import stat
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 from unittest import mock
@@ -17,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import Bomb, agreed_message, exit_message, killed_in, on_two_processes
+from conftest import ROOT, Bomb, agreed_message, exit_message, killed_in, on_two_processes, run
 from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
@@ -405,7 +408,13 @@ def test_settling_the_buckets_leaves_no_trace():
     ddp_model = dist.prepare_ddp_model(model)
     model.body[1].running_mean.fill_(dist.get_rank())
     before = copy.deepcopy(model.state_dict())
-    checkpoint.rebuild_buckets(ddp_model, lambda: sum(ddp_model(torch.randn(4, 4))).sum())
+
+    def compute_loss():
+        with torch.no_grad():
+            model.body[0].weight.mul_(0.9)  # as a forward does that moves an average of other weights
+        return sum(ddp_model(torch.randn(4, 4))).sum()
+
+    checkpoint.rebuild_buckets(ddp_model, compute_loss)
     assert_same(model.state_dict(), before)
     assert ddp_model.training and all(not param.grad.any() for param in model.parameters() if param.grad is not None)
     assert sum(ddp_model(torch.randn(4, 4))).sum().backward() is None
@@ -477,11 +486,77 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path):
     os.mkfifo(pipe)
     assert exit_message(checkpoint.check_writable, "--save", pipe) == f"--save: {pipe!r} is not the name of a file"
     assert exit_message(checkpoint.save, pipe, *objects(1)) == f"cannot save {pipe}: it is not a regular file"
+    long = str(tmp_path / ("x" * 250))  # the temporary file has a longer name
+    assert "File name too long" in exit_message(checkpoint.check_writable, "--save", long)
     for device in ("/dev/null", str(tmp_path)):
         assert "is not" in exit_message(checkpoint.check_writable, "--save", device)
     # A script that loads first learns there that it cannot save.
     assert exit_message(checkpoint.load, "/sys/snapshot.pt", *objects()).startswith("cannot write to /sys: ")
     assert stat.S_ISFIFO(os.stat(pipe).st_mode) and os.listdir(tmp_path) == ["pipe"]
+
+
+def test_a_save_keeps_the_mode_and_refuses_what_is_write_protected(tmp_path):
+    path = tmp_path / "snapshot.pt"
+    for mode in (0o600, 0o664):
+        path.touch()
+        path.chmod(mode)
+        checkpoint.check_writable("--output", path)
+        checkpoint.save(path, *objects(1))
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+    before = path.read_bytes()
+    path.chmod(0o444)
+    code = f"import checkpoint; checkpoint.check_writable('--output', {str(path)!r})"
+    as_anybody = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.getuid() == 0 else ()
+    status, _, stderr = run("-c", code, prefix=as_anybody)
+    assert status == 1 and stderr.startswith("--output: ") and stderr.endswith("snapshot.pt: Permission denied\n")
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["snapshot.pt"]
+
+
+def test_a_file_that_is_mounted_is_refused(tmp_path):
+    """As by `docker run -v model.pt:/data/model.pt`: no rename can replace it."""
+    (tmp_path / "model.pt").touch()
+    code = "import checkpoint; checkpoint.check_writable('--output', 'model.pt')"
+    command = f'mount --bind model.pt model.pt && PYTHONPATH={ROOT} {sys.executable} -c "{code}"'
+    isolated = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command)
+    done = subprocess.run(isolated, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and re.fullmatch("--output: .* is mounted as a file, .*\n", done.stderr), done.stderr
+
+
+def test_one_process_writes_whatever_its_local_rank_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")  # left in the shell
+    checkpoint.save(tmp_path / "snapshot.pt", *objects(1), epoch=3)
+    assert checkpoint.load(tmp_path / "snapshot.pt", *objects()) == (3, 0)
+
+
+def test_another_order_of_parameters_and_another_type_are_one_line(tmp_path):
+    """Else equal shapes would swap their states, and float32 would be rounded."""
+    path = tmp_path / "snapshot.pt"
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+
+    def adam(*names):
+        return torch.optim.Adam([{"params": model[name].parameters()} for name in names])
+
+    checkpoint.save(path, model, adam("a", "b"), epoch=1)
+    assert checkpoint.load(path, model, adam("a", "b")) == (1, 0)
+    line = exit_message(checkpoint.load, path, model, adam("b", "a"))
+    assert "was saved with optimizer parameter 0 of group 0 model.a.weight, not model.b.weight" in line
+    line = exit_message(checkpoint.load, path, model.bfloat16(), adam("a", "b"))
+    assert "was saved from another model or optimizer (a.weight is torch.bfloat16, and was torch.float32)" in line
+
+
+def test_settings_are_equal_or_refused(tmp_path):
+    parts, path = objects(), tmp_path / "snapshot.pt"
+    for same in (float("nan"), [1, 2.5], {"a": None}):
+        checkpoint.save(path, *parts, settings={"--clip": same})
+        assert checkpoint.load(path, *parts, settings={"--clip": same}) == (0, 0)
+    with pytest.raises(TypeError, match="Tensor is not JSON serializable"):
+        checkpoint.save(path, *parts, settings={"--clip": torch.ones(2)})
+    for number, hint in (
+        (np.float32(1), r"pass .* float\(best\)"),
+        (np.float64(1), r"of a number of numpy pass float"),
+    ):
+        with pytest.raises(dist.DistributedError, match=hint):
+            checkpoint.save(path, *parts, best=number)
 
 
 def test_another_optimizer_scheduler_or_settings_are_one_line(tmp_path):

@@ -341,6 +341,16 @@ def refused_worker(local_rank, world_size, folder):
     momentum = linear(make=torch.optim.SGD, groups=2, momentum=0.9)
     assert refused(*momentum, scheduler, None).startswith(missing)
 
+    # Two groups that have changed places, and another type.
+    model, _ = linear()
+    groups = [{"params": [param], "lr": 0.1 + i} for i, param in enumerate(model.parameters())]
+    checkpoint_sharded.save(f"{folder}/groups", model, torch.optim.SGD(groups), 1)
+    line = agreed_message(checkpoint_sharded.load, f"{folder}/groups", model, torch.optim.SGD(groups[::-1]))
+    assert line.startswith(f"{folder}/groups/step-1 was saved with other parameters in a group of the optimizer")
+    half = nn.Sequential(*[nn.Linear(4, 4) for _ in range(2)]).bfloat16()
+    line = agreed_message(checkpoint_sharded.load, f"{folder}/groups", half, torch.optim.SGD(half.parameters()))
+    assert line.startswith(f"{folder}/groups/step-1 was saved from another model: ") and "is torch.bfloat16" in line
+
     damage(folder, local_rank)
 
 
@@ -385,6 +395,30 @@ def damage(folder, local_rank):
 
 def test_what_does_not_fit_is_one_line_on_every_rank(tmp_path):
     dist.launch(refused_worker, str(tmp_path), nprocs=2)
+
+
+@on_two_processes
+def test_what_ranks_must_share_is_compared_and_further_values_come_back():
+    parts, rank, nan = linear(), dist.get_rank(), float("nan")
+    assert checkpoint_sharded.load("more", *parts, best=nan, counter=0)[0] == 0
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(parts[1])
+    plateau.step(1.0 + rank)  # the loss of this rank's share
+    for differs in ({"settings": {"--seed": rank}}, {"scheduler": plateau}, {"best": rank}):
+        line = agreed_message(checkpoint_sharded.save, "more", *parts, 1, **differs)
+        assert line.startswith(f"{next(iter(differs))} of rank 1 differs from rank 0's")
+    parts[1].param_groups[0]["lr"] = 0.1 + rank
+    line = agreed_message(checkpoint_sharded.save, "more", *parts, 1)
+    assert line.startswith("an option for 0.weight of rank 1 differs from rank 0's")
+    assert not os.path.exists("more")
+    weights = {name: param.detach().clone() for name, param in parts[0].named_parameters()}
+    more = {"best": {"weights": weights, "loss": 0.5}, "counter": 3}
+    parts[1].param_groups[0]["lr"] = 0.1
+    checkpoint_sharded.save("more", *parts, 1, settings={"--clip": nan}, **more)
+    empty = {"weights": {name: torch.zeros_like(weight) for name, weight in weights.items()}, "loss": None}
+    loaded = checkpoint_sharded.load("more", *linear(), settings={"--clip": nan}, best=empty, counter=None)
+    assert loaded[0] == 1 and loaded[2] == 3 and loaded[1]["loss"] == 0.5
+    for name, weight in weights.items():
+        assert torch.equal(whole(loaded[1]["weights"][name]), whole(weight))
 
 
 def test_a_folder_in_which_no_save_would_work(tmp_path):

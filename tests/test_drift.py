@@ -8,6 +8,8 @@ import pytest
 import torch
 from conftest import exit_message, on_two_processes
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import checkpoint
 import checkpoint_sharded
@@ -172,6 +174,75 @@ def check_what_is_compared(local_rank, world_size):
     check_differs("the list of names of rank 1", model, torch.optim.SGD(params))
     dist.check_in_sync(nn.ReLU(), names=("b", "a"), nothing=None, table={"a": [1, 2.5]})
     dist.check_in_sync(nn.ReLU(), loss=float("nan"))
+
+
+@on_two_processes
+def test_what_is_sharded_or_replicated_is_compared():
+    """Options by the names of parameters, and parts of DTensors that several ranks hold. Shards may differ."""
+    rank = dist.get_rank()
+    model = make_model()
+    for name, value in (("lr", 0.1 * (1 + rank)), ("betas", (0.9, 0.9 + 0.01 * rank))):
+        optimizer = torch.optim.Adam(model.parameters(), **{name: value})
+        check_differs("an option for 0.weight of rank 1", model, optimizer)
+    optimizer = torch.optim.SGD(list(model.parameters())[rank:], lr=0.1, dampening=0)  # as in ZeRO
+    dist.check_in_sync(model, optimizer, torch.optim.Adam(model.parameters()))
+    shards = init_device_mesh("cpu", (2,))
+    hybrid = init_device_mesh("cpu", (1, 2))  # the second dimension replicates
+    for mesh, placements, name in (
+        (shards, [Replicate()], "norm"),
+        (shards, [Shard(0)], None),
+        (hybrid, [Shard(0), Replicate()], r"norm, part \[0\]"),
+        (hybrid, [Replicate(), Shard(0)], None),
+    ):
+        layer = nn.Module()
+        layer.norm = nn.Parameter(distribute_tensor(torch.ones(4), mesh, placements))
+        dist.check_in_sync(layer)
+        layer.norm.detach().to_local().add_(rank)  # as by a gradient that is not summed
+        if name:
+            check_differs(f"{name} of rank 1", layer)
+            with pytest.raises(dist.DistributedError, match=f"{name} of rank 1 differs"):
+                checkpoint_sharded.save("replicated", layer, torch.optim.SGD(layer.parameters(), lr=0.1), 1)
+        else:
+            dist.check_in_sync(layer)
+    assert not os.path.exists("replicated")
+
+
+def in_order(*names):
+    return nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in names})
+
+
+def with_frozen_block(number):
+    model = make_model()
+    model[number].requires_grad_(False)
+    return model
+
+
+UNLIKE = [  # models that ranks build from what only they know, and what differs first
+    (lambda rank: nn.Sequential(nn.Embedding(8 + 4 * rank, 4), nn.Linear(4, 4)), "0.weight"),
+    (lambda rank: nn.Linear(4, 8, bias=False) if rank else nn.Linear(8, 4, bias=False), "weight"),
+    (lambda rank: nn.Sequential(nn.Linear(4, 4, dtype=torch.float64 if rank else torch.float32)), "0.weight"),
+    (lambda rank: with_frozen_block(3 * rank), "0.weight"),
+    (lambda rank: in_order(*("ab" if rank else "ba")), "the order of parameters"),
+]
+
+
+@on_two_processes
+def test_unlike_models_are_refused_before_anything_is_sent():
+    for build, name in UNLIKE:
+        with pytest.raises(dist.DistributedError, match=f"^{name} of rank 1 differs from rank 0's"):
+            dist.prepare_fsdp_model(build(dist.get_rank()))
+    with pytest.raises(dist.DistributedError, match=r"^tensor 1 to copy of rank 1 differs"):
+        dist.sync_params([torch.ones(2), torch.ones(2 + dist.get_rank())])
+    with pytest.raises(dist.DistributedError, match=r"^the number of tensors to copy of rank 1 differs"):
+        dist.sync_params([torch.ones(2)] * (1 + dist.get_rank()))
+
+
+@on_two_processes
+def test_ignored_parameters_keep_each_ranks_values():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + dist.get_rank()))
+    nn.init.constant_(model[1].weight, dist.get_rank())
+    dist.prepare_fsdp_model(model, blocks=(nn.Linear,), ignored_params=set(model[1].parameters()))
+    assert (model[1].weight == dist.get_rank()).all() and hasattr(model[0].weight, "to_local")
 
 
 def check_differs(what, *args, **values):

@@ -147,6 +147,46 @@ def test_a_main_file_of_a_folder_is_refused_in_one_line(tmp_path, command):
     assert (status, stdout) == (1, "") and re.fullmatch(r"launch needs a script: .* other than __main__.py\n", stderr)
 
 
+LOGGED = """
+import os, shutil, sys, tempfile
+import distributed as dist
+
+class Tee:
+    def __init__(self):
+        self.terminal, self.log = sys.stdout, open("log.txt", "a")
+
+    def write(self, text):
+        self.terminal.write(text)
+        self.log.write(text)
+
+    def flush(self):
+        self.terminal.flush()
+        self.log.flush()
+
+sys.stdout = Tee()
+
+def main(local_rank, world_size):
+    dist.init_process_group()
+    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+    dist.print_primary("trained")
+    return world_size
+
+if __name__ == "__main__":
+    print("returned", dist.launch(main, nprocs=2))
+"""
+
+
+@pytest.mark.guard
+@pytest.mark.slow
+def test_a_script_may_replace_stdout_and_needs_no_temporary_folder(tmp_path):
+    """A cleaner may empty that folder while a job of many days runs."""
+    (tmp_path / "script.py").write_text(LOGGED)
+    (tmp_path / "tmp").mkdir()
+    status, stdout, stderr = run("script.py", cwd=tmp_path, env={"TMPDIR": str(tmp_path / "tmp")})
+    assert (status, stdout, stderr) == (0, "trained\nreturned 2\n", "")
+    assert (tmp_path / "log.txt").read_text() == stdout
+
+
 def test_fewer_processes_than_one_are_refused():
     for nprocs in (0, -1):
         with pytest.raises(ValueError, match=f"^nprocs must be at least 1, got {nprocs}$"):

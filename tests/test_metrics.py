@@ -61,7 +61,11 @@ def check_reduce(rank, n):
     with pytest.raises(ValueError, match=r"the average of torch\.int64 would be rounded"):
         dist.reduce(torch.tensor(rank))
     assert dist.all_reduce(torch.tensor(rank == 0), "max").item() is True
-    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16):
+    for op in ("min", "max"):
+        for bad in range(n):
+            number = torch.tensor([float("nan") if rank == bad else 1.0 + rank, rank])
+            assert dist.reduce(number, op).isnan().tolist() == [True, False], "on each rank, whichever has it"
+    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32):
         with pytest.raises(ValueError, match=f"the sum of {dtype} may overflow"):
             dist.all_reduce(torch.tensor(100).to(dtype))
     assert dist.all_reduce(torch.tensor(100, dtype=torch.uint8), "min") == 100

@@ -81,6 +81,7 @@ REFUSED = {
         --lr fast | --lr 'fast' 0
         --data cifar | --data 'cifar' 'synthetic' 'mnist'
         --nproc 64 --accumulate 4 | --global-batch-size 128 256 64 --accumulate 4
+        --snapshot-path a.pt --output ./a.pt | --output ./a.pt --snapshot-path
     """,
     FLYTE: """
         --epochs 0 | --epochs '0' 1
@@ -320,3 +321,8 @@ def test_single_gpu_says_so_when_it_saves(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["single_gpu.py", "1", "1"])
     with pytest.raises(SystemExit, match=r"^cannot save /sys/checkpoint\.pt: [^\n]*$"):
         single_gpu.main(single_gpu.parse_args())
+
+
+def test_without_docstrings_the_help_has_no_description():
+    """As under `python -OO`."""
+    assert options.ArgumentParser(None).format_help().startswith("usage: ")

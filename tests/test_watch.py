@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conftest import ROOT, start, wait_for
+from conftest import ROOT, free_port, start, wait_for, wait_until
 from torch import nn
 from torch.multiprocessing import ProcessExitedException
 from torch.utils.data import DataLoader
@@ -122,7 +122,7 @@ def main_worker(local_rank, world_size, case, log, ends):
     if not ends and local_rank == 0:
         threading.Thread(target=end_when_told, args=(log,), daemon=True).start()
     dist.init_process_group()
-    store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = torch_dist.distributed_c10d._get_default_store()
     store.set(f"watch place {local_rank}", "1 in the processes before a restart")
     watch.start()
     case(local_rank, log)
@@ -335,6 +335,28 @@ if dist.get_rank() == 0:
     dist.all_reduce(torch.ones(1))
 dist.barrier()
 """
+
+
+def meet_elsewhere(local_rank, world_size, method, log):
+    sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115 - open until the process ends
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    torch_dist.init_process_group("gloo", init_method=method, rank=local_rank, world_size=world_size)
+    watch.start()
+    if local_rank == 0:
+        wait_until(lambda: told(log), seconds=60)
+    torch_dist.barrier()
+    torch_dist.destroy_process_group()
+
+
+def test_it_needs_no_variables(tmp_path, monkeypatch):
+    """The group's own store is used, wherever its processes have met."""
+    monkeypatch.setenv("WATCH_SECONDS", str(SECONDS))
+    for number, method in enumerate((f"tcp://127.0.0.1:{free_port()}", f"file://{tmp_path}/meet")):
+        log = tmp_path / f"{number}.log"
+        log.touch()
+        dist.launch(meet_elsewhere, method, log, nprocs=2)
+        assert len(told(log)) == 1
 
 
 @pytest.mark.slow
