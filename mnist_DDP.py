@@ -362,7 +362,7 @@ def parse_args(words=None):
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    watch.start()  # if the job hangs, one line says where each rank stands
+    watch.start()  # if the job hangs, one line says where each rank is
     device = dist.get_device()
     dist.print_primary(f"Training on {world_size} x {device.type}, global batch {args.global_batch_size}", flush=True)
     train_set, test_set = load_datasets(args)

@@ -238,7 +238,7 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    watch.start()  # if the job hangs, one line says where each rank stands
+    watch.start()  # if the job hangs, one line says where each rank is
     device = dist.get_device()
     dist.print_primary(f"Training on {world_size} x {device.type}: {args.strategy}")
     loader, test_loader = make_loaders(args, device)
