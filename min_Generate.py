@@ -165,8 +165,7 @@ def begin(args):
     job = json.dumps({**vars(args), "nproc": None, "tensor": None, "changed_at": changed_at})
     path = Path(args.output, "job.json")
     if path.exists() and path.read_text() != job:
-        line = f"--output: {args.output} has answers of another job, see {path}: choose another folder"
-        raise dist.DistributedError(line)
+        raise dist.DistributedError(f"--output: {path} names another job: choose another folder")
     with checkpoint.atomic(path) as file:
         file.write(job.encode())
 

@@ -169,11 +169,6 @@ def fill_rows(lists, length):
     return rows
 
 
-def wasted(rows):
-    """The share of positions that hold padding."""
-    return (rows[:, DOCUMENT_IDS] == PADDING).double().mean().item()
-
-
 class Data:
     """Gives this process its share of each global batch of rows, and of the rows held out, as gpt.Data does of text."""
 
@@ -226,8 +221,7 @@ def parse_args():
     parser.add_argument("--accumulate", type=options.whole_number(1), default=1, help="micro-batches per step")
     parser.add_argument("--pad", action="store_true", help="put one document into each row and fill it with padding")
     args = parser.parse_args()
-    shares = args.nproc * args.accumulate
-    gpt.check_model_options(parser, args, batch=(shares, "the number of processes times --accumulate"))
+    gpt.check_model_options(parser, args, batch=(args.nproc * args.accumulate, "processes times --accumulate"))
     return args
 
 
@@ -238,7 +232,8 @@ def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     gpt.start(args)
     data = Data(load_documents(), args)
-    dist.print_primary(f"{len(data.rows):,} rows, {100 * wasted(data.rows):.1f} % padding, which tokens/s counts too")
+    padding = (data.rows[:, DOCUMENT_IDS] == PADDING).double().mean()
+    dist.print_primary(f"{len(data.rows):,} rows, {100 * padding:.1f} % padding, which tokens/s counts too")
     model = PackedGPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())
     model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)

@@ -185,7 +185,7 @@ def test_a_folder_of_another_job_is_refused(args_of):
     launch(args_of("--nproc", 1))
     before = {path: path.read_bytes() for path in Path("answers").iterdir()}
     Path("other.jsonl").write_text(Path("prompts.jsonl").read_text())
-    line = "--output: answers has answers of another job, see answers/job.json: choose another folder"
+    line = "--output: answers/job.json names another job: choose another folder"
     changes = [("new-bytes", 29), ("temperature", 0.5), ("seed", 5), ("batch-size", 4), ("prompts", "other.jsonl")]
     for name, value in changes:
         assert exit_message(launch, args_of(f"--{name}", value)) == line, name
