@@ -102,6 +102,7 @@ NOTHING_LEFT = [("SGD", {"least": 0, "method": method}) for method in ("join", "
 NARROW = {"width": 9, "heads": 3, "lr": 0.05, "muon_lr": 0.1}  # of 9 rows the last of 4 processes has none
 MUON = [("AdamW", {}), ("SGD", {}), ("AdamW", NARROW)]
 INTERLEAVED = {"schedule": "Interleaved1F1B"}
+TIED = {"tie": True, **CLIP}
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 IN_ONE_PROCESS = list(SCHEDULES)
 if torch.__version__ < "2.12":  # there min_PP.py refuses two stages in a row on one process
@@ -145,6 +146,9 @@ ROWS = [
     Row("min_CP", 2, QUICK, [*CP, *each_with(CP, attention="all-gather")]),
     Row("min_CP", 4, SLOW, [*CP, *each_with(CP, attention="all-gather")]),
     Row("min_PP", 1, SLOW, [("AdamW", {}), *[("SGD", schedule(name, **CLIP)) for name in IN_ONE_PROCESS]]),
+    Row("min_PP", 1, SLOW, [("SGD", TIED)], "tied"),
+    Row("min_PP", 2, QUICK, [("AdamW", TIED), ("SGD", TIED), ("SGD", {**TIED, **schedule(SCHEDULES[-1])})], "tied"),
+    Row("min_PP", 3, SLOW, [("SGD", {**TIED, "layers": 6, "micro_batches": 6, "global_batch_size": 12})], "tied"),
     Row("min_PP", 2, QUICK, [("SGD", schedule("GPipe", 2))]),  # not clipped, which would hide a wrong scale
     Row(
         "min_PP",
@@ -302,6 +306,8 @@ def held_out_loss(script, parameters, args):
         model = references.dense_model(args)
     if script == "min_CP_packed":
         loss_of = references.loss_of_documents
+    if args.tie:
+        parameters = {**parameters, "head.weight": parameters["token.weight"]}
     return transformer.held_out_loss(model, parameters, args, loss_of)
 
 
@@ -358,6 +364,8 @@ def train(script, optimizer, options):
     with references.leave_idle(args.idle) if "experts" in args else contextlib.nullcontext():
         result = transformer.run_main_worker(module, args, optimizer)
     own, params = parts_of(script, result.model)
+    if args.tie and "head.weight" in own:  # another process may have the embedding
+        assert torch.equal(own.setdefault("token.weight", own["head.weight"]), own.pop("head.weight"))
     for param in params:
         if isinstance(param, DTensor) and "replicate" in (param.device_mesh.mesh_dim_names or ()):
             assert args.replicate > 1, "gradients of one replica are reduced over a group of one"
@@ -435,7 +443,8 @@ def share(script, args, parameters):
     if script == "min_FSDP_TP":
         return 1.08 * total / args.shard / args.tensor, args.replicate if args.tensor == 1 else None
     if script == "min_PP":
-        return (1.5 if n > 1 else 1) * total / n, 1  # narrow embeddings are a large part here
+        most = (1.5 if n > 1 or args.tie else 1) * total / n  # narrow embeddings are a large part here
+        return most, None if args.tie else 1
     if script == "min_PP_FSDP_TP":
         return (1.7 if n > 1 else 1) * total / n, 1 if args.tensor == 1 else None
     if script == "min_EP":
