@@ -405,9 +405,11 @@ def test_equal_to_one_process(job):
         parameters = ranks[0]["parameters"]
         for result in ranks:
             transformer.assert_equal(result["losses"], parameters, expected)
-        # Adam enlarges the rounding of gradients that are 0, as those of the keys' biases are.
+        # Adam enlarges rounding, which depends on the CPU, and most that of the keys' biases, whose gradients are 0.
+        # Under Adam a mistake is 1e-6 or more.
+        bound = 1e-10 if optimizer == "AdamW" else 1e-12
         without = [transformer.without_keys_biases(each, args.heads) for each in (parameters, expected[1])]
-        transformer.assert_equal(ranks[0]["losses"], without[0], (expected[0], without[1]), 1e-12)
+        transformer.assert_equal(ranks[0]["losses"], without[0], (expected[0], without[1]), bound)
         held_out = held_out_loss(row.script, parameters, args)
         for result in ranks:
             assert abs(result["held out"] - held_out) <= 1e-9
