@@ -90,7 +90,6 @@ UNEVEN = {"global_batch_size": 6, **CLIP}  # for 3 processes, of which nothing i
 TP = [("AdamW", {}), ("SGD", {}), ("SGD", {"clip": 1.5})]  # the last one clips about half of the steps
 THREE = {"heads": 3, "width": 36, "length": 33}  # 256 bytes are not a multiple of 3
 CP = [("AdamW", {}), ("SGD", {"clip": 1.5})]
-RINGS = ("min_CP_ring", "min_CP_packed")
 IDLE = {"idle": (0, 6, 7)}  # of 8 experts: of 4 processes, the last has no token and the first has some
 EP = [("AdamW", IDLE), ("SGD", {"top": 3}), ("SGD", {"clip": 0.3})]
 BIAS = [(optimizer, {"balance": "bias", "bias_step": 0.02}) for optimizer in ("AdamW", "SGD")]
@@ -219,10 +218,14 @@ ROWS = [
         ],
     ),
     # A length is 2·N pieces. There are fewer heads than processes, or as many as do not divide.
-    *[Row(script, 1, SLOW, CP) for script in RINGS],
-    *[Row(script, 2, QUICK, each_with(CP, heads=1)) for script in RINGS],
-    *[Row(script, 3, SLOW, each_with(CP, length=36)) for script in RINGS],
-    *[Row(script, 4, SLOW, each_with(CP, heads=2)) for script in RINGS],
+    Row("min_CP_ring", 1, SLOW, CP),
+    Row("min_CP_ring", 2, QUICK, each_with(CP, heads=1)),
+    Row("min_CP_ring", 3, SLOW, each_with(CP, length=36)),
+    Row("min_CP_ring", 4, SLOW, each_with(CP, heads=2)),
+    Row("min_CP_packed", 1, SLOW, CP),
+    Row("min_CP_packed", 2, QUICK, each_with(CP, heads=1)),
+    Row("min_CP_packed", 3, SLOW, each_with(CP, length=36)),
+    Row("min_CP_packed", 4, SLOW, each_with(CP, heads=2)),
     Row("min_EP", 1, SLOW, [EP[0], BIAS[0]]),
     Row("min_EP", 2, GUARD, EP),
     Row("min_EP", 2, QUICK, BIAS, "bias"),
