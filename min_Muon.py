@@ -144,15 +144,12 @@ def orthogonalize(matrix):
     Here it has the matrix's own type, because it magnifies rounding about a hundredfold: in bfloat16 the updates of N
     processes and of one would differ by up to 1 %.
     """
+    if matrix.shape[0] > matrix.shape[1]:
+        return orthogonalize(matrix.T).T  # so that x xᵀ is small
     x = matrix / matrix.norm().clamp(min=1e-7)  # all singular values are at most 1
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    if is_tall:
-        x = x.T  # so that x xᵀ is small
     for _ in range(5):
         square = x @ x.T
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    if is_tall:
-        x = x.T
     return x
 
 

@@ -77,10 +77,11 @@ class Pipeline:
     """This process's stages of a GPT, and the schedule that runs them with the other processes of the pipeline.
 
     `model` is the GPT with shapes but without memory. Afterwards it has memory, for this process's layers alone. `mesh`
-    has a dimension "stage". `parallelize(stage)` may split a stage further, before it has memory.
+    has a dimension "stage". `parallelize(stage)` may split a stage further, before it has memory. With `tie` the head
+    has the embedding's weight, as in GPT-2: see `tie_embedding`.
     """
 
-    def __init__(self, model, args, mesh, parallelize=None):
+    def __init__(self, model, args, mesh, parallelize=None, tie=False):
         self.model = model
         self.mesh = mesh
         self.group = mesh.get_group("stage")
@@ -98,12 +99,34 @@ class Pipeline:
                 parts.append(pipelining.PipelineStage(stage, i, n_stages, device, group=self.group))
         remove_layers_without_memory(model)
         gpt.fill(model.named_parameters(), args.seed)
+        self.copies = []  # of a tied weight, in this process
+        if tie:
+            self.tie_embedding(ranks[0], ranks[-1], args.seed)
 
         schedule_class = getattr(pipelining, f"Schedule{args.schedule}")
         if args.schedule in ONE_STAGE:
             self.schedule = schedule_class(parts[0], args.micro_batches, gpt.loss_fn)
         else:
             self.schedule = schedule_class(parts, args.micro_batches, gpt.loss_fn)
+
+    def tie_embedding(self, first, last, seed):
+        """Let the head of rank `last` begin with the weight of rank `first`'s embedding.
+
+        Each is a parameter of its own. They stay equal, because `step` gives both the sum of their gradients. One
+        shared parameter would be wrong where one rank has both stages: each stage divides its gradients by M.
+        """
+        self.tied_ranks = torch_dist.new_group(sorted({first, last}))
+        for rank, layer in ((first, self.model.token), (last, self.model.head)):
+            if self.group.rank() == rank:
+                gpt.fill([("token.weight", layer.weight)], seed)
+                self.copies.append(layer.weight)
+
+    def sum_tied_gradients(self):
+        if self.copies:
+            total = sum(copy.grad for copy in self.copies)
+            torch_dist.all_reduce(total, group=self.tied_ranks)
+            for copy in self.copies:
+                copy.grad.copy_(total)
 
     def step(self, x, y):
         """All forwards and backwards. All processes of the pipeline pass the same (x, y), to be cut into equal parts.
@@ -116,6 +139,7 @@ class Pipeline:
         losses = []  # filled by the last stage, one per micro-batch
         # The schedule sums the micro-batches' gradients and divides by their number: right, because the loss is a mean.
         self.schedule.step(*inputs, target=y, losses=losses, return_outputs=False)
+        self.sum_tied_gradients()
         if not losses:
             return torch.zeros((), device=y.device)
         return torch.stack(losses).mean() * self.group.size()
@@ -149,7 +173,7 @@ def remove_layers_without_memory(model):
 
 def make_pipeline(model, args):
     mesh = init_device_mesh(dist.get_device().type, (dist.get_world_size(),), mesh_dim_names=("stage",))
-    return Pipeline(model, args, mesh)
+    return Pipeline(model, args, mesh, tie=args.tie)
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
@@ -170,9 +194,12 @@ def train(pipeline, optimizer, data, args):
 
 
 def clip_gradients(pipeline, max_norm):
-    """As nn.utils.clip_grad_norm_, by the norm over all stages."""
+    """As nn.utils.clip_grad_norm_, by the norm over all stages. It counts a tied weight once."""
     params = list(pipeline.model.parameters())
-    norm = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+    counted = dict.fromkeys(params)  # in an order
+    if pipeline.copies and pipeline.model.head is not None:
+        del counted[pipeline.model.head.weight]
+    norm = nn.utils.get_total_norm([param.grad for param in counted if param.grad is not None])
     if hasattr(norm, "full_tensor"):  # in min_PP_FSDP_TP.py gradients are DTensors: the sum over a stage's processes
         norm = norm.full_tensor()
     squares = norm.to(dist.get_device()) ** 2  # if all is frozen, it was on the CPU
@@ -191,6 +218,7 @@ def parse_args():
     parser = options.ArgumentParser(__doc__)
     gpt.add_model_options(parser)
     parser.add_argument("--schedule", choices=schedules, default="1F1B", help="order of forwards and backwards")
+    parser.add_argument("--tie", action="store_true", help="let the head have the embedding's weight, as GPT-2 does")
     micro_help = "parts of a pipeline's batch (default: 8, or what fits)"
     parser.add_argument("--micro-batches", type=options.whole_number(1), help=micro_help)
     parser.set_defaults(steps=600, layers=None)  # 4 blocks, or one per stage
@@ -227,6 +255,8 @@ def main_worker(local_rank, world_size, args):
     gpt.start(args)
     model = gpt.make_meta_model(gpt.Config.from_args(args))  # shapes without memory: no process holds it whole
     n_params = sum(param.numel() for param in model.parameters())
+    if args.tie:
+        n_params -= model.head.weight.numel()
     pipeline = make_pipeline(model, args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {args.schedule}")

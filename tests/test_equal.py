@@ -90,7 +90,6 @@ UNEVEN = {"global_batch_size": 6, **CLIP}  # for 3 processes, of which nothing i
 TP = [("AdamW", {}), ("SGD", {}), ("SGD", {"clip": 1.5})]  # the last one clips about half of the steps
 THREE = {"heads": 3, "width": 36, "length": 33}  # 256 bytes are not a multiple of 3
 CP = [("AdamW", {}), ("SGD", {"clip": 1.5})]
-RINGS = ("min_CP_ring", "min_CP_packed")
 IDLE = {"idle": (0, 6, 7)}  # of 8 experts: of 4 processes, the last has no token and the first has some
 EP = [("AdamW", IDLE), ("SGD", {"top": 3}), ("SGD", {"clip": 0.3})]
 BIAS = [(optimizer, {"balance": "bias", "bias_step": 0.02}) for optimizer in ("AdamW", "SGD")]
@@ -102,6 +101,7 @@ NOTHING_LEFT = [("SGD", {"least": 0, "method": method}) for method in ("join", "
 NARROW = {"width": 9, "heads": 3, "lr": 0.05, "muon_lr": 0.1}  # of 9 rows the last of 4 processes has none
 MUON = [("AdamW", {}), ("SGD", {}), ("AdamW", NARROW)]
 INTERLEAVED = {"schedule": "Interleaved1F1B"}
+TIED = {"tie": True, **CLIP}
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 IN_ONE_PROCESS = list(SCHEDULES)
 if torch.__version__ < "2.12":  # there min_PP.py refuses two stages in a row on one process
@@ -145,6 +145,9 @@ ROWS = [
     Row("min_CP", 2, QUICK, [*CP, *each_with(CP, attention="all-gather")]),
     Row("min_CP", 4, SLOW, [*CP, *each_with(CP, attention="all-gather")]),
     Row("min_PP", 1, SLOW, [("AdamW", {}), *[("SGD", schedule(name, **CLIP)) for name in IN_ONE_PROCESS]]),
+    Row("min_PP", 1, SLOW, [("SGD", TIED)], "tied"),
+    Row("min_PP", 2, QUICK, [("AdamW", TIED), ("SGD", TIED), ("SGD", {**TIED, **schedule(SCHEDULES[-1])})], "tied"),
+    Row("min_PP", 3, SLOW, [("SGD", {**TIED, "layers": 6, "micro_batches": 6, "global_batch_size": 12})], "tied"),
     Row("min_PP", 2, QUICK, [("SGD", schedule("GPipe", 2))]),  # not clipped, which would hide a wrong scale
     Row(
         "min_PP",
@@ -215,10 +218,14 @@ ROWS = [
         ],
     ),
     # A length is 2·N pieces. There are fewer heads than processes, or as many as do not divide.
-    *[Row(script, 1, SLOW, CP) for script in RINGS],
-    *[Row(script, 2, QUICK, each_with(CP, heads=1)) for script in RINGS],
-    *[Row(script, 3, SLOW, each_with(CP, length=36)) for script in RINGS],
-    *[Row(script, 4, SLOW, each_with(CP, heads=2)) for script in RINGS],
+    Row("min_CP_ring", 1, SLOW, CP),
+    Row("min_CP_ring", 2, QUICK, each_with(CP, heads=1)),
+    Row("min_CP_ring", 3, SLOW, each_with(CP, length=36)),
+    Row("min_CP_ring", 4, SLOW, each_with(CP, heads=2)),
+    Row("min_CP_packed", 1, SLOW, CP),
+    Row("min_CP_packed", 2, QUICK, each_with(CP, heads=1)),
+    Row("min_CP_packed", 3, SLOW, each_with(CP, length=36)),
+    Row("min_CP_packed", 4, SLOW, each_with(CP, heads=2)),
     Row("min_EP", 1, SLOW, [EP[0], BIAS[0]]),
     Row("min_EP", 2, GUARD, EP),
     Row("min_EP", 2, QUICK, BIAS, "bias"),
@@ -302,6 +309,8 @@ def held_out_loss(script, parameters, args):
         model = references.dense_model(args)
     if script == "min_CP_packed":
         loss_of = references.loss_of_documents
+    if args.tie:
+        parameters = {**parameters, "head.weight": parameters["token.weight"]}
     return transformer.held_out_loss(model, parameters, args, loss_of)
 
 
@@ -358,6 +367,8 @@ def train(script, optimizer, options):
     with references.leave_idle(args.idle) if "experts" in args else contextlib.nullcontext():
         result = transformer.run_main_worker(module, args, optimizer)
     own, params = parts_of(script, result.model)
+    if args.tie and "head.weight" in own:  # another process may have the embedding
+        assert torch.equal(own.setdefault("token.weight", own["head.weight"]), own.pop("head.weight"))
     for param in params:
         if isinstance(param, DTensor) and "replicate" in (param.device_mesh.mesh_dim_names or ()):
             assert args.replicate > 1, "gradients of one replica are reduced over a group of one"
@@ -397,9 +408,11 @@ def test_equal_to_one_process(job):
         parameters = ranks[0]["parameters"]
         for result in ranks:
             transformer.assert_equal(result["losses"], parameters, expected)
-        # Adam enlarges the rounding of gradients that are 0, as those of the keys' biases are.
+        # Adam enlarges rounding, which depends on the CPU, and most that of the keys' biases, whose gradients are 0.
+        # Under Adam a mistake is 1e-6 or more.
+        bound = 1e-10 if optimizer == "AdamW" else 1e-12
         without = [transformer.without_keys_biases(each, args.heads) for each in (parameters, expected[1])]
-        transformer.assert_equal(ranks[0]["losses"], without[0], (expected[0], without[1]), 1e-12)
+        transformer.assert_equal(ranks[0]["losses"], without[0], (expected[0], without[1]), bound)
         held_out = held_out_loss(row.script, parameters, args)
         for result in ranks:
             assert abs(result["held out"] - held_out) <= 1e-9
@@ -435,7 +448,8 @@ def share(script, args, parameters):
     if script == "min_FSDP_TP":
         return 1.08 * total / args.shard / args.tensor, args.replicate if args.tensor == 1 else None
     if script == "min_PP":
-        return (1.5 if n > 1 else 1) * total / n, 1  # narrow embeddings are a large part here
+        most = (1.5 if n > 1 or args.tie else 1) * total / n  # narrow embeddings are a large part here
+        return most, None if args.tie else 1
     if script == "min_PP_FSDP_TP":
         return (1.7 if n > 1 else 1) * total / n, 1 if args.tensor == 1 else None
     if script == "min_EP":

@@ -129,6 +129,16 @@ def test_the_helpers_stay_small():
     assert all(sizes[name] <= most for name, most in MOST.items()), sizes
 
 
+def test_a_min_script_shows_its_idea_on_the_first_screen():
+    """Its docstring, with both lines of quotes."""
+    lines = {}
+    for name in SCRIPTS:
+        if name.startswith("min_"):
+            docstring = tree(name).body[0]
+            lines[name] = docstring.end_lineno - docstring.lineno + 1
+    assert all(length <= 32 for length in lines.values()), lines
+
+
 def test_the_helper_has_no_thread_no_exit_handler_and_no_private_names():
     modules = {
         alias.name for node in ast.walk(tree("distributed")) if isinstance(node, ast.Import) for alias in node.names

@@ -40,7 +40,7 @@ def arguments(nprocs=1, **changes):
     """
     values = {
         **{"layers": 4, "width": 32, "heads": 4, "length": 32, "global_batch_size": 8, "steps": 6, "log_every": 4},
-        **{"lr": 0.01, "clip": 0.0, "seed": 3, "nproc": nprocs, "bf16": False, "keep": None},
+        **{"lr": 0.01, "clip": 0.0, "seed": 3, "nproc": nprocs, "bf16": False, "keep": None, "tie": False},
     }
     return argparse.Namespace(**{**values, **changes})
 
@@ -70,7 +70,10 @@ def make_optimizer(name, params, lr):
 
 def make_model(args):
     """The weights with which the reference starts."""
-    return gpt.GPT(gpt.Config.from_args(args), args.seed)
+    model = gpt.GPT(gpt.Config.from_args(args), args.seed)
+    if args.tie:
+        model.head.weight = model.token.weight
+    return model
 
 
 # ---- one process of plain PyTorch -----------------------------------------------------------------------------------
