@@ -1,0 +1,255 @@
+"""Why does a script train otherwise on N processes? parity.py, which says whether, asks this file if it lies beside it.
+
+`CAUSES` are functions of (difference, one, ranks): the first difference, the steps of one process, and those of each
+rank. Each returns a cause in words, or None. They are asked in this order, and the first answer is told. It is a guess:
+it decides nothing.
+"""
+
+import torch
+
+import parity
+
+SEEDS = (
+    "is the same seed set before the model is built, and are weights loaded before it is wrapped, or on all ranks, "
+    "and drawn before it is sharded? Processes that a script spawns inherit no seed. If the script sets none: --seed 0"
+)
+STALE = "the optimizer was built before the model was sharded, and holds parameters that nobody uses"
+SUM = "it is summed over the ranks, and not averaged"
+DIVIDED = "it is averaged, but the loss is a sum over the samples, or has been divided by the number of processes"
+DIVIDE = "It must be divided by the number of processes, once, and no sample may be repeated"
+DRAWN = "if it is drawn at random, draw it for the global batch, and give each rank its share"
+AT_RANDOM = "are the data and their order the same on all ranks, and is nothing drawn at random, as augmentation is?"
+OTHER_GRADIENT = (
+    "are the labels, are random numbers drawn in the model, is it a mean over shares of unequal weight, "
+    "or does the loss compare samples with each other?"
+)
+
+
+def causes(difference, one, ranks):
+    """Yield the likely reasons in words, the likeliest first."""
+    for cause in CAUSES:
+        text = cause(difference, one, ranks)
+        if text:
+            yield text
+
+
+# ---- what the causes look at ---------------------------------------------------------------------------------------
+
+
+def compared(difference, one, ranks):
+    """The comparison of the step that differs."""
+    return parity.comparisons(one, ranks)[difference.step - 1]
+
+
+def wrong_gradients(difference, one, ranks):
+    """The names of gradients that are wrong in this step, or on which ranks disagree while they drift apart."""
+    found = compared(difference, one, ranks)
+    disagreeing = found.apart["gradients"] if found.wrong["ranks"] else {}
+    return [*found.wrong.get("gradients", {}), *disagreeing]
+
+
+def arguments(difference, one, ranks):
+    """Yield (name, rows, rows of each rank) of each argument, by place if no name is common.
+
+    Sequences of which each rank has a piece are left out: they cannot be compared.
+    """
+    steps = [one[difference.step - 1], *[steps[difference.step - 1] for steps in ranks]]
+    named = [step.inputs for step in steps]
+    if not named[0].keys() & named[1].keys():
+        named = [{f"number {place}": each for place, each in enumerate(inputs.values(), 1)} for inputs in named]
+    for name, (rows, width) in named[0].items():
+        of_ranks = [inputs.get(name, (rows[:0], width)) for inputs in named[1:]]
+        parts = [part for part, _ in of_ranks]
+        least = min(width for _, width in of_ranks)
+        if least == width or least * sum(map(len, parts)) != width * len(rows):
+            yield name, rows, parts
+
+
+def is_same(rows, others):
+    """Are they the same samples, in any order? Two rows are the same with or without what may be padding."""
+    rows, others = [[{f"{number:.6g}" for number in row} for row in each.tolist()] for each in (rows, others)]
+    every, every_other = set().union(*rows), set().union(*others)
+    is_known = all(row & every_other for row in rows) and all(row & every for row in others)
+    return len(rows) == len(others) and is_known
+
+
+def is_whole(rows, parts):
+    """Does each rank have all of these samples?"""
+    return all(is_same(part, rows) for part in parts)
+
+
+def is_equal(rows, parts):
+    return is_same(torch.cat(parts), rows) or is_whole(rows, parts)
+
+
+def equal_arguments(*run):
+    return [name for name, rows, parts in arguments(*run) if len(rows) and is_equal(rows, parts)]
+
+
+# ---- causes --------------------------------------------------------------------------------------------------------
+
+
+def start(difference, one, ranks):
+    if difference.kind == "cut":
+        return "is it drawn whole, and then cut?"
+    if difference.kind.startswith("begin"):
+        return SEEDS
+    return None
+
+
+def without_training(difference, one, ranks):
+    if difference.kind == "still" or (difference.kind == "zero" and not one[0].gradients):
+        return f"the rate is 0, or {STALE}"
+    return None
+
+
+def no_step(difference, one, ranks):
+    """Nothing is known of what is not in a step: the next causes are not asked."""
+    is_whole_run = difference.kind in ("group", "collectives", "nan", "zero", "steps")
+    return "do all processes do the same?" if is_whole_run else None
+
+
+def rounding(difference, one, ranks):
+    limits = parity.limits_of([*one, *(step for steps in ranks for step in steps)])
+    is_gradient = difference.kind in ("gradients", "clipped")
+    if is_gradient and limits == parity.LIMITS[8] and difference.size < 1e-5:
+        return "as if something computes in float32: judge it with --float32"
+    return None
+
+
+def not_finite(difference, one, ranks):
+    for rank, steps in enumerate(ranks):
+        for name in parity.not_finite(steps[difference.step - 1]):
+            return f"the gradient of {name} is NaN or infinite on rank {rank}"
+    return None
+
+
+def partly_used(difference, one, ranks):
+    """A parameter that all ranks hold has a gradient on some of them. If that is so of all, each has one owner."""
+    steps = [steps[difference.step - 1] for steps in ranks]
+    held = set.intersection(*[set(step.weights) for step in steps])
+    gradients = [held.intersection(step.gradients) for step in steps]
+    used_by_all = set.intersection(*gradients)
+    partly = set.union(*gradients) - used_by_all
+    suspects = wrong_gradients(difference, one, ranks) or [difference.name]
+    if used_by_all and partly.issuperset(suspects):
+        return f"there is a parameter that only some ranks use ({suspects[0]}), and others have no gradient to average"
+    return None
+
+
+def unaveraged(difference, one, ranks):
+    """Ranks end with different weights, and their gradients differ."""
+    found = compared(difference, one, ranks)
+    apart = found.apart["gradients"]
+    if difference.kind != "ranks" or not apart:
+        return None
+    name, (_, rank) = next(iter(apart.items()))
+    line = f"rank {rank} has another gradient of {name} than other ranks"
+    if len(apart) < len(found.ranks[rank].gradients):
+        return f"{line}: is it outside of the wrapped model, or was it unfrozen after wrapping?"
+    return f"{line}. Nothing averages them: is the plain model trained, or is the last backward inside of no_sync()?"
+
+
+def clipped_before_average(difference, one, ranks):
+    found = compared(difference, one, ranks)
+    for name, (_, rank) in found.apart["gradients"].items():
+        if found.wrong.get("clipped") and name not in found.apart["clipped"]:
+            return f"rank {rank} has another gradient of {name} than other ranks when they are clipped: average them first"
+    return None
+
+
+def number_of_samples(*run):
+    """An argument is no evidence if another one has the same rows: its first dimension may not be the batch."""
+    if not wrong_gradients(*run) or equal_arguments(*run):
+        return None
+    for name, rows, parts in arguments(*run):
+        n_rows = sum(map(len, parts))
+        if len(parts) > 1 and is_whole(parts[0], parts) and len(parts[0]):
+            return f"all ranks have the same samples ({name}): is there a sampler that gives each rank its share?"
+        if n_rows != len(rows) and all(map(len, parts)) and len(rows):
+            return f"the global batch has {n_rows} samples, and {len(rows)} on one process. {DIVIDE}"
+    return None
+
+
+def missing_argument(*run):
+    for name, rows, parts in arguments(*run):
+        if wrong_gradients(*run) and bool(len(rows)) + sum(bool(len(part)) for part in parts) not in (0, 1 + len(parts)):
+            return f"the argument {name} is None, or missing, on one process or on some ranks only"
+    return None
+
+
+def batch_norm(difference, one, ranks):
+    norms = one[difference.step - 1].clues.get("norms")
+    run = difference, one, ranks
+    if norms and wrong_gradients(*run) and equal_arguments(*run):
+        line = f"the samples are the same, but BatchNorm ({norms[0]}) uses the mean of each rank's alone"
+        return f"{line}. To judge the rest of the script: --eval-norm"
+    return None
+
+
+def other_samples(difference, one, ranks):
+    run = difference, one, ranks
+    equal = equal_arguments(*run)
+    for name, rows, parts in arguments(*run):
+        if wrong_gradients(*run) and len(rows) and name not in equal:
+            if equal:
+                return f"the argument {equal[0]} is the same, but {name} is not: {DRAWN}"
+            return f"the global batch has other samples ({name}): {how_drawn(*run)}"
+    return None
+
+
+def how_drawn(difference, one, ranks):
+    """Why samples may be other ones, from what is known of random draws."""
+    reasons = []
+    for key, of_one in one[difference.step - 1].clues.items():
+        of_ranks = [steps[difference.step - 1].clues[key] for steps in ranks]
+        if key != "norms" and set(of_ranks) != {of_one}:
+            reasons.append(f"{key} is {parity.listed(of_ranks)} on the ranks, and {of_one} on one process")
+    return ". And ".join(reasons) or AT_RANDOM
+
+
+def factor(difference, one, ranks):
+    """Wrong gradients are N or 1/N times those of one process."""
+    found = compared(difference, one, ranks)
+    wrong = list(found.wrong.get("gradients", {}))
+    n = len(ranks)
+    whole = [name for name, rows, parts in arguments(difference, one, ranks) if len(rows) and is_whole(rows, parts)]
+    added = f"{SUM}, or all ranks have the same samples ({whole[0]}), and the loss is a sum" if whole else SUM
+    for number, words, advice in ((n, f"{n}", added), (1 / n, f"1/{n}", DIVIDED)):
+        times = {name: number * found.one.gradients[name] for name in wrong}
+        far = parity.farthest(times, [rank.gradients for rank in found.ranks])
+        if wrong and max(far.values()) <= found.limits.gradients:
+            return f"the gradient of {wrong[0]} is {words} times that of one process: {advice}"
+    return None
+
+
+def other_gradient(*run):
+    wrong = wrong_gradients(*run)
+    if wrong and not any(len(rows) for _, rows, _ in arguments(*run)):
+        return "the arguments hold no tensors that can be compared: are the samples the same?"
+    return f"the samples are the same, and the gradient of {wrong[0]} is not: {OTHER_GRADIENT}" if wrong else None
+
+
+def clipped_otherwise(*run):
+    wrong = list(compared(*run).wrong.get("clipped", {}))
+    line = "is the same before clipping, but not after: clip once in a step, at its end"
+    return f"the gradient of {wrong[0]} {line}" if wrong else None
+
+
+def other_setting(*run):
+    for key, rank, value, of_one in compared(*run).settings:
+        return f"the optimizer's {key} is {value} on rank {rank}, and {of_one} on one process"
+    return None
+
+
+def stale(*run):
+    return None if compared(*run).has_moved else STALE
+
+
+def unknown(*run):
+    return "samples, gradients and settings are the same: is the optimizer's state, and what follows its step?"
+
+
+CAUSES = (start, without_training, no_step, rounding, not_finite, partly_used, unaveraged, clipped_before_average)
+CAUSES += (missing_argument, number_of_samples, factor, batch_norm, other_samples, other_gradient, clipped_otherwise)
+CAUSES += (other_setting, stale, unknown)
