@@ -16,8 +16,8 @@ Numbers are float64 where the script allows it, and dropout is off, so what shou
 
 The verdict follows from one rule. A gradient on which all ranks agree must equal the gradient of one process. Where the
 ranks disagree, the weights after the step decide: they must be the same on all ranks, and those of one process. The
-limit belongs to the lowest type that computes: see `LIMITS`. docs/parity.md says what cannot be seen. The exit status is
-0 if the runs are equal, 1 if they are not, and 2 if they could not be compared.
+limit belongs to the lowest type that computes: see `LIMITS`. docs/parity.md says what cannot be seen.
+The exit status is 0 if the runs are equal, 1 if they are not, and 2 if they could not be compared.
 
 `Recorder` writes the steps of each rank into a file, and `first_difference` gives the verdict. This file is complete.
 If parity_why.py lies beside it, the likely cause is named too. With watch.py, a job that stands still is ended early.
@@ -65,7 +65,7 @@ class Limits(NamedTuple):
 LIMITS = {8: Limits(1e-10, 1e-10, 1e-6), 4: Limits(1e-3, 0.01, 0.1), 2: Limits(0.1, 0.01, 0.1)}
 ROUNDING = 1e-15  # of all gradients: an element that is smaller, and not 0, is nothing but rounding
 ALONE = "each of them trains alone"
-WORDS = {
+WORDS = {  # by kind of difference. In a step they are asked in this order
     "group": f"no process group is made: {ALONE}",
     "collectives": f"a rank communicates with no other rank: {ALONE}",
     "nan": "nothing can be compared: the gradient of {name} is NaN or infinite on one process too",
@@ -160,8 +160,9 @@ def report(args, reference, ranks, failure):
         return 1
     steps = [step for each in (*reference, *ranks) for step in each]
     n_steps = min(map(len, (*reference, *ranks))) - 1  # the last one begins with the result of the last but one
-    line = f"{name} equal on {args.reference} and {args.nproc} processes for {max(n_steps, 1)} steps, up to {largest:.1e}"
-    print(f"{line} (allowed: {limits_of(steps).gradients:g}), judged in {listed(sorted(types_of(steps)))}")
+    line = f"{name} equal on {args.reference} and {args.nproc} processes for {max(n_steps, 1)} steps"
+    allowed, types = limits_of(steps).gradients, listed(sorted(types_of(steps)))
+    print(f"{line}, up to {largest:.1e} (allowed: {allowed:g}), judged in {types}")
     return 0
 
 
@@ -172,7 +173,8 @@ def in_words(difference, one, ranks):
         return words
     import parity_why
 
-    return ": ".join([words, *parity_why.causes(difference, one, ranks)][:2])
+    cause = parity_why.cause(difference, one, ranks)
+    return f"{words}: {cause}" if cause else words
 
 
 def processes_of(args):
@@ -257,7 +259,7 @@ def marker(log, event):
 
 
 def last_line(log):
-    """The error behind the last traceback, where frames are indented, with its place in the script; or the last line."""
+    """The error behind the last traceback, where frames are indented, and its place in the script. Or the last line."""
     text = re.sub(r"(?m)^\[rank\d+\]: ?|^ *what\(\): *", "", log.read_text(errors="replace"))
     _, traceback, text = text.rpartition("Traceback (most recent call last):\n")
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith(" ")] or [""]
@@ -268,7 +270,7 @@ def last_line(log):
 
 
 def is_installed(path):
-    return path.startswith("<frozen") or path == __file__ or bool(re.search(r"/(site|dist)-packages/|/lib/python3", path))
+    return path == __file__ or re.search(r"^<frozen|/(site|dist)-packages/|/lib/python3", path) is not None
 
 
 def read_steps(path):
@@ -324,7 +326,7 @@ def differences(one, ranks, have_ended):
     for name in not_finite(*one):
         yield Difference(1, "nan", name)
     begin, end = one[0].weights, one[-1].weights
-    if not any(sums.any() for _, sums, *_ in one[0].gradients.values()):
+    if not any(sums.any() for step in one for _, sums, *_ in step.gradients.values()):
         yield Difference(1, "zero")
     has_moved = any(not begin[name][1].equal(end[name][1]) for name in begin.keys() & end.keys())
     if len(one) > 1 and not has_moved and limits_of(one) == LIMITS[8]:  # rounding may undo small changes
@@ -334,18 +336,23 @@ def differences(one, ranks, have_ended):
     for name in cut_otherwise(one[0], *[steps[0] for steps in ranks]):
         yield Difference(1, "cut", name)
     for number, found in enumerate(comparisons(one, ranks), 1):
-        for kind, name, size, rank in found.differences():
-            yield Difference(number, kind, name, size, rank)
+        for kind in WORDS:
+            for name, (size, rank) in found.wrong.get(kind, {}).items():
+                yield Difference(number, kind, name, size, rank)
     counts = list(map(len, ranks))
     if have_ended and set(counts) != {len(one)}:
         yield Difference(min(counts), "steps", listed(counts), len(one))
-    does_all = all(len(rows) == len(steps[0].inputs.get(name, one[0].inputs[name])[0]) for steps in ranks for name, (rows, _) in one[0].inputs.items())
-    if does_all and min(counts) > 1 and any(steps[-1].n_collectives == steps[0].n_collectives for steps in ranks):
+    is_silent = any(steps[-1].n_collectives == steps[0].n_collectives for steps in ranks)
+    if min(counts) > 1 and is_silent and all(n_samples(steps[0]) == n_samples(one[0]) for steps in ranks):
         yield Difference(min(counts), "collectives")
 
 
 def not_finite(*steps):
     return [name for step in steps for name, (_, sums, *_) in step.gradients.items() if not sums.isfinite().all()]
+
+
+def n_samples(step):
+    return {name: len(rows) for name, (rows, _) in step.inputs.items()}
 
 
 def cut_otherwise(one, *ranks):
@@ -408,50 +415,50 @@ class Comparison:
 
     def __init__(self, step, after, begin, new, noise, limits):
         self.one, *self.ranks = step
-        self.limits, self.apart, self.wrong, self.compared = limits, {}, {}, set()
-        starts = [{name: each.weights[name] for name in new & each.weights.keys()} for each in step]
-        self.wrong["begin on a rank"] = apart(starts[1:], limits.ranks)
-        self.wrong["begin"] = apart(starts, limits.ranks)
-        exact = set().union(*[each.replicated for each in self.ranks])
-        far = {}
-        for key in ("gradients", "clipped"):
-            whole, *tensors = [getattr(each, key) for each in step]
-            self.apart[key] = apart(tensors, limits.ranks, exact)
-            far[key] = {name: size for name, size in farthest(whole, tensors).items() if name not in self.apart[key]}
-            self.compared |= far[key].keys()
-        changes = [moves(begin, each) for each in after or []]
-        moved = [{name for name, change in each.items() if change.any()} for each in changes]
-        disagreeing = self.apart["gradients"].keys() | self.apart["clipped"].keys()
-        self.wrong["ranks"] = apart(changes[1:], limits.ranks, exact | disagreeing)
-        far["weights"] = farthest(changes[0], changes[1:]) if changes else {}
+        self.limits, self.compared, self.largest = limits, set(), 0.0
         self.settings = list(other_settings(self.one, self.ranks))
-        self.has_moved = not changes or any(moved[1:]) or not moved[0]
-        # Another rate may make up for other gradients.
-        makes_up = self.settings and any(moved[1:]) and max(far["weights"].values()) <= limits.weights
-        if makes_up:
-            del far["gradients"], far["clipped"]
-        judged = far["weights"].keys() - noise if limits == LIMITS[8] else disagreeing
-        far["weights"] = {name: size for name, size in far["weights"].items() if name in judged}
-        self.compared |= far["weights"].keys() & set().union(*moved)
-        for key, sizes in far.items():
-            limit = limits.weights if key == "weights" else limits.gradients
-            self.wrong[key] = {name: (size, None) for name, size in sizes.items() if not size <= limit}
-        right = [size for key in far for name, size in far[key].items() if name not in self.wrong[key]]
-        self.largest = max(right, default=0.0)
-        self.decides = bool(self.settings) and not makes_up and limits != LIMITS[8]  # rounding hides much
-
-    def differences(self):
-        """Yield (kind, name, size, rank) of what decides."""
-        for kind in ("begin on a rank", "begin", "ranks", "gradients", "clipped"):
-            for name, (size, rank) in self.wrong.get(kind, {}).items():
-                yield kind, name, size, rank
-        if not self.has_moved:
-            yield "unmoved", "", 0.0, None
-        for name, (size, _) in self.wrong["weights"].items():
-            yield "weights", name, size, None
-        if self.decides:
+        self.exact = set().union(*[each.replicated for each in self.ranks])
+        starts = [{name: each.weights[name] for name in new & each.weights.keys()} for each in step]
+        self.apart = {}
+        self.wrong = {"begin on a rank": apart(starts[1:], limits.ranks), "begin": apart(starts, limits.ranks)}
+        self.compare_gradients("gradients")
+        self.compare_gradients("clipped")
+        if after:
+            self.compare_weights(*[moves(begin, each) for each in after], noise=noise)
+        if self.settings and limits != LIMITS[8]:  # rounding hides much of what they do
             key, rank, *_ = self.settings[0]
-            yield "settings", key, 0.0, rank
+            self.wrong["settings"] = {key: (0.0, rank)}
+
+    def compare_gradients(self, key):
+        """Those on which all ranks agree must equal those of one process."""
+        tensors = [getattr(each, key) for each in self.ranks]
+        self.apart[key] = apart(tensors, self.limits.ranks, self.exact)
+        far = farthest(getattr(self.one, key), tensors)
+        agreed = {name: size for name, size in far.items() if name not in self.apart[key]}
+        self.compared |= agreed.keys()
+        self.wrong[key] = too_far(agreed, self.limits.gradients)
+        right = [size for name, size in agreed.items() if name not in self.wrong[key]]
+        self.largest = max([self.largest, *right])
+
+    def compare_weights(self, one, *ranks, noise):
+        """Those whose gradients differ between ranks decide, and in float64 all others, too."""
+        disagreeing = self.apart["gradients"].keys() | self.apart["clipped"].keys()
+        self.wrong["ranks"] = apart(ranks, self.limits.ranks, self.exact | disagreeing)
+        far = farthest(one, ranks)
+        moved = {name for each in ranks for name, change in each.items() if change.any()}
+        if not moved and any(change.any() for change in one.values()):
+            self.wrong["unmoved"] = {"": (0.0, None)}
+        are_equal = moved and not too_far(far, self.limits.weights)
+        if self.settings and are_equal and (self.wrong["gradients"] or self.wrong["clipped"]):
+            self.wrong["gradients"], self.wrong["clipped"], self.settings = {}, {}, []  # another rate makes up for them
+        judged = far.keys() - noise if self.limits == LIMITS[8] else disagreeing
+        self.wrong["weights"] = too_far({name: far[name] for name in far if name in judged}, self.limits.weights)
+        self.compared |= moved.intersection(judged)
+
+
+def too_far(far, limit):
+    """As `apart` has it, without a rank."""
+    return {name: (size, None) for name, size in far.items() if not size <= limit}
 
 
 def moves(begin, step):
@@ -526,7 +533,6 @@ class Recorder:
         self.samplers = {}  # names of classes, in the order of their first use
         self.called = {}  # inputs of the outermost call that is running
         self.depth = 0  # of calls of modules, and of backward, which calls modules to recompute activations
-        self.optimizing = 0  # optimizers that are stepping, one inside the other
         self.step = Step(0)
 
     def install(self):
@@ -565,7 +571,8 @@ class Recorder:
         @functools.wraps(function)
         def call(tensor, *args, **kwargs):
             result = function(tensor, *args, **kwargs)
-            if torch.is_tensor(result) and result.is_floating_point() and result.dtype != tensor.dtype:
+            is_cast = torch.is_tensor(result) and (result.dtype != tensor.dtype or function.__name__ == "float")
+            if is_cast and result.is_floating_point():
                 if result.dtype == torch.float32 and not self.args.float32:
                     return tensor.double().to(result.device)
                 if self.depth or result.requires_grad:
@@ -610,15 +617,14 @@ class Recorder:
         return None
 
     def after_module(self, result):
-        tensors = [each for each in pytree.tree_leaves(result) if torch.is_tensor(each) and each.is_floating_point()]
+        tensors = [each for each in pytree.tree_leaves(result) if torch.is_tensor(each) and each.requires_grad]
         for each in tensors:
             self.note_type(each)
         if self.depth == 0 and self.called:
             inputs, self.called = self.called, {}
-            trained = [each for each in tensors if each.requires_grad]
-            for each in trained:
+            for each in tensors:
                 each.register_hook(lambda gradient: self.count(inputs))
-            if not trained:  # the result is an object that holds tensors
+            if not tensors:  # the result is an object that holds tensors
                 self.count(inputs)
 
     def begin_step(self):
@@ -634,15 +640,15 @@ class Recorder:
 
     def note_inputs(self, root, args, kwargs):
         """Keep what the call gets until its result gets a gradient. So an evaluation does not count."""
-        if all(param.grad is None for param in root.parameters()):  # what an earlier backward has added is thrown away
-            mine = self.prefix(root)
-            self.step.inputs = {name: each for name, each in self.step.inputs.items() if not name.startswith(mine)}
         norms = [(name, each) for name, each in root.named_modules() if isinstance(each, BATCH_NORM) and each.training]
         self.step.clues["norms"] = [without_wrappers(name) for name, _ in norms if not self.args.eval_norm]
         inputs = inspect.signature(root.forward).bind(*args, **kwargs).arguments
         for path, value in pytree.tree_flatten_with_path(dict(inputs))[0]:
             name = re.sub(r"\W+", ".", pytree.keystr(path)).strip(".")  # as batch.labels for ['batch']['labels']
             self.called[self.prefix(root) + name] = rows_of(value)
+        if all(param.grad is None for param in root.parameters()):  # what earlier backwards added is thrown away
+            for name in self.called:
+                self.step.inputs.pop(name, None)
 
     def count(self, inputs):
         """The samples of a call count once, when its result gets a gradient."""
@@ -652,31 +658,24 @@ class Recorder:
         inputs.clear()
 
     def before_optimizer(self, optimizer, args, kwargs):
-        self.optimizing += 1
-        if self.optimizing > 1:
-            return
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         if optimizer in self.stepped:  # no module was called since
             self.begin_step()
         self.record("weights")
-        if not any(callable(each) for each in (*args[1:], *kwargs.values())):  # a closure computes them later
-            self.record("gradients")
-            self.record("clipped")
+        self.record("gradients")  # a closure computes others later: they are recorded in the next step
+        self.record("clipped")
         for group in optimizer.param_groups:
             self.step.settings.append({key: repr(value) for key, value in group.items() if key != "params"})
 
     def after_optimizer(self, optimizer, args, kwargs):
-        self.optimizing -= 1
-        if self.optimizing == 0:
-            self.record("gradients")  # those of a closure
-            self.stepped.append(optimizer)
-            self.write_step()  # once more after each further optimizer: the last one counts
-            # Counted from 0: it begins with the result of the last step to compare.
-            if self.step.number == self.args.steps:
-                sys.stdout.flush()
-                self.done.touch()
-                threading.Event().wait()  # until this process is killed, since other ranks may still need it
+        self.stepped.append(optimizer)
+        self.write_step()  # once more after each further optimizer: the last one counts
+        # Counted from 0: it begins with the result of the last step to compare.
+        if self.step.number == self.args.steps:
+            sys.stdout.flush()
+            self.done.touch()
+            threading.Event().wait()  # until this process is killed, since other ranks may still need it
 
     def write_step(self):
         step = self.step
@@ -815,6 +814,7 @@ def run_rank(folder, args):
     compile = torch.compile  # it is off, by TORCH_COMPILE_DISABLE, with which it refuses `fullgraph`
     torch.compile = lambda *args, fullgraph=False, **kwargs: compile(*args, **kwargs)
     nn.SyncBatchNorm.forward = synchronized(nn.SyncBatchNorm.forward)
+    DistributedDataParallel._passing_sync_batchnorm_handle = lambda ddp, module: None  # it refuses it on the CPU
     look_at_process_group(args.seed)
     Recorder(folder, args).install()
     if args.seed is not None:
@@ -897,7 +897,7 @@ def synchronized(forward):
 
 
 def look_at_process_group(seed):
-    """Let watch.py, if it is beside this file, begin when the script makes its process group, and find own processes."""
+    """Start watch.py, if it is beside this file, when the script makes its group, and refuse its own processes."""
     pid = os.getpid()
     init_process_group = torch.distributed.init_process_group
     start_process = multiprocessing.process.BaseProcess.start

@@ -1,8 +1,8 @@
 """Why does a script train otherwise on N processes? parity.py, which says whether, asks this file if it lies beside it.
 
-`CAUSES` are functions of (difference, one, ranks): the first difference, the steps of one process, and those of each
-rank. Each returns a cause in words, or None. They are asked in this order, and the first answer is told. It is a guess:
-it decides nothing.
+`CAUSES` has for each kind of difference the functions that are asked, in this order. Each gets the first difference,
+the steps of one process and the steps of each rank. It returns a likely cause in words, or None. A cause is a guess: it
+decides nothing.
 """
 
 import torch
@@ -18,6 +18,7 @@ SUM = "it is summed over the ranks, and not averaged"
 DIVIDED = "it is averaged, but the loss is a sum over the samples, or has been divided by the number of processes"
 DIVIDE = "It must be divided by the number of processes, once, and no sample may be repeated"
 DRAWN = "if it is drawn at random, draw it for the global batch, and give each rank its share"
+UNAVERAGED = "is the plain model trained, or is the last backward inside of no_sync()?"
 AT_RANDOM = "are the data and their order the same on all ranks, and is nothing drawn at random, as augmentation is?"
 OTHER_GRADIENT = (
     "are the labels, are random numbers drawn in the model, is it a mean over shares of unequal weight, "
@@ -25,12 +26,10 @@ OTHER_GRADIENT = (
 )
 
 
-def causes(difference, one, ranks):
-    """Yield the likely reasons in words, the likeliest first."""
-    for cause in CAUSES:
-        text = cause(difference, one, ranks)
-        if text:
-            yield text
+def cause(difference, one, ranks):
+    """The likeliest reason in words, or None."""
+    answers = (ask(difference, one, ranks) for ask in CAUSES.get(difference.kind, ()))
+    return next((answer for answer in answers if answer), None)
 
 
 # ---- what the causes look at ---------------------------------------------------------------------------------------
@@ -41,20 +40,12 @@ def compared(difference, one, ranks):
     return parity.comparisons(one, ranks)[difference.step - 1]
 
 
-def wrong_gradients(difference, one, ranks):
-    """The names of gradients that are wrong in this step, or on which ranks disagree while they drift apart."""
-    found = compared(difference, one, ranks)
-    disagreeing = found.apart["gradients"] if found.wrong["ranks"] else {}
-    return [*found.wrong.get("gradients", {}), *disagreeing]
-
-
 def arguments(difference, one, ranks):
     """Yield (name, rows, rows of each rank) of each argument, by place if no name is common.
 
     Sequences of which each rank has a piece are left out: they cannot be compared.
     """
-    steps = [one[difference.step - 1], *[steps[difference.step - 1] for steps in ranks]]
-    named = [step.inputs for step in steps]
+    named = [steps[difference.step - 1].inputs for steps in (one, *ranks)]
     if not named[0].keys() & named[1].keys():
         named = [{f"number {place}": each for place, each in enumerate(inputs.values(), 1)} for inputs in named]
     for name, (rows, width) in named[0].items():
@@ -78,43 +69,30 @@ def is_whole(rows, parts):
     return all(is_same(part, rows) for part in parts)
 
 
-def is_equal(rows, parts):
-    return is_same(torch.cat(parts), rows) or is_whole(rows, parts)
-
-
 def equal_arguments(*run):
-    return [name for name, rows, parts in arguments(*run) if len(rows) and is_equal(rows, parts)]
+    found = [each for each in arguments(*run) if len(each[1])]
+    return [name for name, rows, parts in found if is_same(torch.cat(parts), rows) or is_whole(rows, parts)]
 
 
 # ---- causes --------------------------------------------------------------------------------------------------------
 
 
-def start(difference, one, ranks):
-    if difference.kind == "cut":
-        return "is it drawn whole, and then cut?"
-    if difference.kind.startswith("begin"):
-        return SEEDS
-    return None
+def drawn_otherwise(difference, one, ranks):
+    return SEEDS
 
 
-def without_training(difference, one, ranks):
-    if difference.kind == "still" or (difference.kind == "zero" and not one[0].gradients):
-        return f"the rate is 0, or {STALE}"
-    return None
+def cut_otherwise(difference, one, ranks):
+    return "is it drawn whole, and then cut?"
 
 
-def no_step(difference, one, ranks):
-    """Nothing is known of what is not in a step: the next causes are not asked."""
-    is_whole_run = difference.kind in ("group", "collectives", "nan", "zero", "steps")
-    return "do all processes do the same?" if is_whole_run else None
+def stale(difference, one, ranks):
+    return STALE if difference.kind == "unmoved" else f"is the rate 0, or the loss constant? Or {STALE}"
 
 
 def rounding(difference, one, ranks):
-    limits = parity.limits_of([*one, *(step for steps in ranks for step in steps)])
-    is_gradient = difference.kind in ("gradients", "clipped")
-    if is_gradient and limits == parity.LIMITS[8] and difference.size < 1e-5:
-        return "as if something computes in float32: judge it with --float32"
-    return None
+    is_float64 = compared(difference, one, ranks).limits == parity.LIMITS[8]
+    as_in = "as if something computes in float32: judge it with --float32"
+    return as_in if is_float64 and difference.size < 1e-5 else None
 
 
 def not_finite(difference, one, ranks):
@@ -131,67 +109,81 @@ def partly_used(difference, one, ranks):
     gradients = [held.intersection(step.gradients) for step in steps]
     used_by_all = set.intersection(*gradients)
     partly = set.union(*gradients) - used_by_all
-    suspects = wrong_gradients(difference, one, ranks) or [difference.name]
-    if used_by_all and partly.issuperset(suspects):
-        return f"there is a parameter that only some ranks use ({suspects[0]}), and others have no gradient to average"
+    if used_by_all and partly.issuperset(compared(difference, one, ranks).wrong[difference.kind]):
+        name = difference.name
+        return f"there is a parameter that only some ranks use ({name}), and others have no gradient to average"
     return None
 
 
 def unaveraged(difference, one, ranks):
-    """Ranks end with different weights, and their gradients differ."""
     found = compared(difference, one, ranks)
-    apart = found.apart["gradients"]
-    if difference.kind != "ranks" or not apart:
-        return None
-    name, (_, rank) = next(iter(apart.items()))
-    line = f"rank {rank} has another gradient of {name} than other ranks"
-    if len(apart) < len(found.ranks[rank].gradients):
-        return f"{line}: is it outside of the wrapped model, or was it unfrozen after wrapping?"
-    return f"{line}. Nothing averages them: is the plain model trained, or is the last backward inside of no_sync()?"
+    for name, (_, rank) in found.apart["gradients"].items():
+        line = f"rank {rank} has another gradient of {name} than other ranks"
+        if len(found.apart["gradients"]) < len(found.ranks[rank].gradients):
+            return f"{line}: is it outside of the wrapped model, or was it unfrozen after wrapping?"
+        return (
+            f"{line}. Nothing averages them: is the plain model trained, or is the last backward inside of no_sync()?"
+        )
+    return None
 
 
 def clipped_before_average(difference, one, ranks):
-    found = compared(difference, one, ranks)
-    for name, (_, rank) in found.apart["gradients"].items():
-        if found.wrong.get("clipped") and name not in found.apart["clipped"]:
-            return f"rank {rank} has another gradient of {name} than other ranks when they are clipped: average them first"
+    for name, (_, rank) in compared(difference, one, ranks).apart["gradients"].items():
+        line = f"rank {rank} has another gradient of {name} than other ranks"
+        return f"{line} when they are clipped: average them first"
+    return None
+
+
+def clipped_otherwise(difference, one, ranks):
+    line = "is the same before clipping, but not after: clip once in a step, at its end"
+    return f"the gradient of {difference.name} {line}"
+
+
+def missing_argument(*run):
+    for name, rows, parts in arguments(*run):
+        is_missing = [len(each) == 0 for each in (rows, *parts)]
+        if any(is_missing) and not all(is_missing):
+            return f"the argument {name} is None, or missing, on one process or on some ranks only"
     return None
 
 
 def number_of_samples(*run):
     """An argument is no evidence if another one has the same rows: its first dimension may not be the batch."""
-    if not wrong_gradients(*run) or equal_arguments(*run):
-        return None
-    for name, rows, parts in arguments(*run):
+    for name, rows, parts in arguments(*run) if not equal_arguments(*run) else ():
         n_rows = sum(map(len, parts))
-        if len(parts) > 1 and is_whole(parts[0], parts) and len(parts[0]):
+        if len(parts) > 1 and is_whole(parts[0], parts) and n_rows:
             return f"all ranks have the same samples ({name}): is there a sampler that gives each rank its share?"
-        if n_rows != len(rows) and all(map(len, parts)) and len(rows):
+        if n_rows != len(rows):
             return f"the global batch has {n_rows} samples, and {len(rows)} on one process. {DIVIDE}"
     return None
 
 
-def missing_argument(*run):
-    for name, rows, parts in arguments(*run):
-        if wrong_gradients(*run) and bool(len(rows)) + sum(bool(len(part)) for part in parts) not in (0, 1 + len(parts)):
-            return f"the argument {name} is None, or missing, on one process or on some ranks only"
+def factor(difference, one, ranks):
+    """Wrong gradients are N or 1/N times those of one process."""
+    found, n = compared(difference, one, ranks), len(ranks)
+    whole = [name for name, rows, parts in arguments(difference, one, ranks) if len(rows) and is_whole(rows, parts)]
+    added = f"{SUM}, or all ranks have the same samples ({whole[0]}), and the loss is a sum" if whole else SUM
+    for number, words, advice in ((n, f"{n}", added), (1 / n, f"1/{n}", DIVIDED)):
+        times = {name: number * found.one.gradients[name] for name in found.wrong["gradients"]}
+        far = parity.farthest(times, [rank.gradients for rank in found.ranks])
+        if not parity.too_far(far, found.limits.gradients):
+            return f"the gradient of {difference.name} is {words} times that of one process: {advice}"
     return None
 
 
 def batch_norm(difference, one, ranks):
-    norms = one[difference.step - 1].clues.get("norms")
-    run = difference, one, ranks
-    if norms and wrong_gradients(*run) and equal_arguments(*run):
-        line = f"the samples are the same, but BatchNorm ({norms[0]}) uses the mean of each rank's alone"
-        return f"{line}. To judge the rest of the script: --eval-norm"
+    """It is named before other samples: those of a further model may be what a model with BatchNorm has made."""
+    for name in one[difference.step - 1].clues.get("norms", ()):
+        if equal_arguments(difference, one, ranks):
+            line = f"the samples are the same, but BatchNorm ({name}) uses the mean of each rank's alone"
+            return f"{line}. To judge the rest of the script: --eval-norm"
     return None
 
 
-def other_samples(difference, one, ranks):
-    run = difference, one, ranks
+def other_samples(*run):
     equal = equal_arguments(*run)
-    for name, rows, parts in arguments(*run):
-        if wrong_gradients(*run) and len(rows) and name not in equal:
+    for name, rows, _ in arguments(*run):
+        if len(rows) and name not in equal:
             if equal:
                 return f"the argument {equal[0]} is the same, but {name} is not: {DRAWN}"
             return f"the global batch has other samples ({name}): {how_drawn(*run)}"
@@ -208,32 +200,10 @@ def how_drawn(difference, one, ranks):
     return ". And ".join(reasons) or AT_RANDOM
 
 
-def factor(difference, one, ranks):
-    """Wrong gradients are N or 1/N times those of one process."""
-    found = compared(difference, one, ranks)
-    wrong = list(found.wrong.get("gradients", {}))
-    n = len(ranks)
-    whole = [name for name, rows, parts in arguments(difference, one, ranks) if len(rows) and is_whole(rows, parts)]
-    added = f"{SUM}, or all ranks have the same samples ({whole[0]}), and the loss is a sum" if whole else SUM
-    for number, words, advice in ((n, f"{n}", added), (1 / n, f"1/{n}", DIVIDED)):
-        times = {name: number * found.one.gradients[name] for name in wrong}
-        far = parity.farthest(times, [rank.gradients for rank in found.ranks])
-        if wrong and max(far.values()) <= found.limits.gradients:
-            return f"the gradient of {wrong[0]} is {words} times that of one process: {advice}"
-    return None
-
-
 def other_gradient(*run):
-    wrong = wrong_gradients(*run)
-    if wrong and not any(len(rows) for _, rows, _ in arguments(*run)):
+    if not any(len(rows) for _, rows, _ in arguments(*run)):
         return "the arguments hold no tensors that can be compared: are the samples the same?"
-    return f"the samples are the same, and the gradient of {wrong[0]} is not: {OTHER_GRADIENT}" if wrong else None
-
-
-def clipped_otherwise(*run):
-    wrong = list(compared(*run).wrong.get("clipped", {}))
-    line = "is the same before clipping, but not after: clip once in a step, at its end"
-    return f"the gradient of {wrong[0]} {line}" if wrong else None
+    return f"the samples are the same, and the gradient of {run[0].name} is not: {OTHER_GRADIENT}"
 
 
 def other_setting(*run):
@@ -242,14 +212,21 @@ def other_setting(*run):
     return None
 
 
-def stale(*run):
-    return None if compared(*run).has_moved else STALE
-
-
-def unknown(*run):
+def what_follows(difference, one, ranks):
     return "samples, gradients and settings are the same: is the optimizer's state, and what follows its step?"
 
 
-CAUSES = (start, without_training, no_step, rounding, not_finite, partly_used, unaveraged, clipped_before_average)
-CAUSES += (missing_argument, number_of_samples, factor, batch_norm, other_samples, other_gradient, clipped_otherwise)
-CAUSES += (other_setting, stale, unknown)
+CAUSES = {
+    "zero": [stale],
+    "still": [stale],
+    "cut": [cut_otherwise],
+    "begin on a rank": [drawn_otherwise],
+    "begin": [drawn_otherwise],
+    "ranks": [not_finite, partly_used, unaveraged, other_setting, what_follows],
+    "gradients": [rounding, not_finite, partly_used, missing_argument, number_of_samples, factor, batch_norm],
+    "clipped": [rounding, clipped_before_average, clipped_otherwise],
+    "unmoved": [stale],
+    "weights": [not_finite, partly_used, other_setting, what_follows],
+    "settings": [other_setting],
+}
+CAUSES["gradients"] += [other_samples, other_gradient]
