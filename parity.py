@@ -425,6 +425,8 @@ class Comparison:
         self.compare_gradients("clipped")
         if after:
             self.compare_weights(*[moves(begin, each) for each in after], noise=noise)
+        elif self.settings:  # they may make up for other gradients, which is not known
+            self.wrong["gradients"], self.wrong["clipped"], self.settings = {}, {}, []
         if self.settings and limits != LIMITS[8]:  # rounding hides much of what they do
             key, rank, *_ = self.settings[0]
             self.wrong["settings"] = {key: (0.0, rank)}

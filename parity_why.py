@@ -119,6 +119,8 @@ def unaveraged(difference, one, ranks):
     found = compared(difference, one, ranks)
     for name, (_, rank) in found.apart["gradients"].items():
         line = f"rank {rank} has another gradient of {name} than other ranks"
+        if difference.kind == "weights" and name not in found.exact:  # outside of DDP the optimizer may average
+            continue
         if len(found.apart["gradients"]) < len(found.ranks[rank].gradients):
             return f"{line}: is it outside of the wrapped model, or was it unfrozen after wrapping?"
         return (
@@ -226,7 +228,7 @@ CAUSES = {
     "gradients": [rounding, not_finite, partly_used, missing_argument, number_of_samples, factor, batch_norm],
     "clipped": [rounding, clipped_before_average, clipped_otherwise],
     "unmoved": [stale],
-    "weights": [not_finite, partly_used, other_setting, what_follows],
+    "weights": [not_finite, partly_used, unaveraged, other_setting, what_follows],
     "settings": [other_setting],
 }
 CAUSES["gradients"] += [other_samples, other_gradient]
