@@ -883,7 +883,8 @@ class AllGather(torch.autograd.Function):
 
 
 def share(tensor, group):
-    return tensor.chunk(torch.distributed.get_world_size(group))[torch.distributed.get_rank(group)]
+    parts = tensor.chunk(torch.distributed.get_world_size(group))
+    return parts[torch.distributed.get_rank(group)].clone()  # a layer that follows may change it in place
 
 
 def synchronized(forward):

@@ -46,6 +46,7 @@ class Net(nn.Module):
 
     def forward(self, x, noise=None, mask=None):
         hidden = self.norm(torch.tanh(self.first(x)))
+        hidden = F.relu(hidden, inplace=True) if CASE == "sync_batch_norm" else hidden
         if noise is not None:
             hidden = hidden + noise
         if mask is not None:
@@ -147,7 +148,7 @@ class Casts(Net):
 
     def forward(self, x):
         weight, bias = self.first.weight.to(torch.bfloat16), self.first.bias.to(torch.bfloat16)
-        return self.last(torch.tanh(F.linear(x.bfloat16(), weight, bias)).to(x.dtype))
+        return self.last(self.norm(torch.tanh(F.linear(x.bfloat16(), weight, bias)).to(x.dtype)))
 
 
 class Signs(torch.optim.SGD):
