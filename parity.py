@@ -262,7 +262,7 @@ def last_line(log):
     """The error behind the last traceback, where frames are indented, and its place in the script. Or the last line."""
     text = re.sub(r"(?m)^\[rank\d+\]: ?|^ *what\(\): *", "", log.read_text(errors="replace"))
     _, traceback, text = text.rpartition("Traceback (most recent call last):\n")
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith(" ")] or [""]
+    lines = [line for line in text.splitlines() if line.strip(" ^~") and not line.startswith(" ")] or [""]
     places = [place for place in re.findall(r'(?m)^  File "(.*?)", line (\d+)', text) if not is_installed(place[0])]
     if not traceback:
         return lines[-1]
