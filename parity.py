@@ -238,7 +238,7 @@ def wait(processes, logs, timeout):
         if failed:
             rank = min(failed, key=lambda rank: logs[rank].stat().st_mtime)  # the first one is silent for longest
             print(*logs[rank].read_text(errors="replace").splitlines()[-20:], sep="\n", file=sys.stderr)
-            ended = [rank for rank, log in enumerate(logs) if marker(log, "ended").exists()]
+            ended = [rank for rank, log in enumerate(logs) if statuses[rank] == 0 or marker(log, "ended").exists()]
             before = f". Without an error ends rank {listed(ended)}" if ended else ""
             return f"fails on rank {rank}: {last_line(logs[rank]) or f'exit status {statuses[rank]}'}{before}"
         done = [marker(log, "done").exists() for log in logs]
@@ -534,6 +534,8 @@ class Recorder:
         self.replicated = set()  # parameters under DDP
         self.samplers = {}  # names of classes, in the order of their first use
         self.called = {}  # inputs of the outermost call that is running
+        self.is_model = False  # has the outermost module that is called something to train?
+        self.made = []  # what such modules have returned in this step
         self.depth = 0  # of calls of modules, and of backward, which calls modules to recompute activations
         self.step = Step(0)
 
@@ -577,8 +579,9 @@ class Recorder:
             if is_cast and result.is_floating_point():
                 if result.dtype == torch.float32 and not self.args.float32:
                     return tensor.double().to(result.device)
-                if self.depth or result.requires_grad:
-                    self.note_type(result)
+                for each in (tensor, result):
+                    if each.is_floating_point() and (self.depth or result.requires_grad):
+                        self.note_type(each)
             return result
 
         return call
@@ -602,8 +605,10 @@ class Recorder:
         is_random_depth = type(module).__name__.endswith(("DropPath", "StochasticDepth"))
         if is_random_depth or (self.args.eval_norm and isinstance(module, (*BATCH_NORM, nn.SyncBatchNorm))):
             module.training = False
-        is_trained = torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters())
-        if self.depth > 0 or not is_trained:
+        if self.depth > 0:
+            return None
+        self.is_model = any(param.requires_grad for param in module.parameters())
+        if not self.is_model or not torch.is_grad_enabled():
             return None
         if self.stepped:
             self.begin_step()
@@ -619,9 +624,12 @@ class Recorder:
         return None
 
     def after_module(self, result):
-        tensors = [each for each in pytree.tree_leaves(result) if torch.is_tensor(each) and each.requires_grad]
+        leaves = [each for each in pytree.tree_leaves(result) if torch.is_tensor(each)]
+        tensors = [each for each in leaves if each.requires_grad]
         for each in tensors:
             self.note_type(each)
+        if self.depth == 0 and self.is_model:
+            self.made += leaves
         if self.depth == 0 and self.called:
             inputs, self.called = self.called, {}
             for each in tensors:
@@ -630,7 +638,7 @@ class Recorder:
                 self.count(inputs)
 
     def begin_step(self):
-        self.stepped = []
+        self.stepped, self.made = [], []
         self.step = Step(self.step.number + 1)
 
     def make_float64(self, module):
@@ -643,11 +651,14 @@ class Recorder:
     def note_inputs(self, root, args, kwargs):
         """Keep what the call gets until its result gets a gradient. So an evaluation does not count."""
         norms = [(name, each) for name, each in root.named_modules() if isinstance(each, BATCH_NORM) and each.training]
-        self.step.clues["norms"] = [without_wrappers(name) for name, _ in norms if not self.args.eval_norm]
+        known = self.step.clues.setdefault("norms", [])
+        known += [without_wrappers(name) for name, _ in norms if not self.args.eval_norm]
+        made = set(map(memory_of, self.made))
         inputs = inspect.signature(root.forward).bind(*args, **kwargs).arguments
         for path, value in pytree.tree_flatten_with_path(dict(inputs))[0]:
             name = re.sub(r"\W+", ".", pytree.keystr(path)).strip(".")  # as batch.labels for ['batch']['labels']
-            self.called[self.prefix(root) + name] = rows_of(value)
+            if not torch.is_tensor(value) or (value.grad_fn is None and memory_of(value) not in made):
+                self.called[self.prefix(root) + name] = rows_of(value)  # what another model has made is no sample
         if all(param.grad is None for param in root.parameters()):  # what earlier backwards added is thrown away
             for name in self.called:
                 self.step.inputs.pop(name, None)
@@ -790,8 +801,13 @@ def is_untouched(tensor):
 
 
 def has_memory(tensor):
-    is_whole = hasattr(tensor, "full_tensor") or tensor.layout != torch.strided
-    return is_whole or tensor.untyped_storage().nbytes() >= tensor.nbytes
+    return memory_of(tensor) is None or tensor.untyped_storage().nbytes() >= tensor.nbytes
+
+
+def memory_of(tensor):
+    """The address, which views share, or None of a DTensor or a sparse tensor."""
+    has_storage = tensor.layout == torch.strided and not hasattr(tensor, "full_tensor")
+    return tensor.untyped_storage().data_ptr() if has_storage else None
 
 
 def count_collectives():

@@ -448,7 +448,10 @@ def two_models(rank, world_size):
 
 def gan(rank, world_size):
     torch.manual_seed(1)
-    generator = wrap(nn.Linear(4, 8).to(TYPE))
+    generator = nn.Linear(4, 8).to(TYPE)
+    if CASE == "gan_with_batch_norm":
+        generator = nn.Sequential(generator, nn.BatchNorm1d(8).to(TYPE))
+    generator = wrap(generator)
     critic = wrap(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).to(TYPE))
     of_generator, of_critic = (torch.optim.Adam(model.parameters(), lr=RATE) for model in (generator, critic))
     for x, _ in batches(rank, world_size):
@@ -459,6 +462,10 @@ def gan(rank, world_size):
         of_generator.zero_grad()
         F.softplus(-critic(generator(z))).mean().backward()
         of_generator.step()
+
+
+def gan_with_batch_norm(rank, world_size):
+    gan(rank, world_size)
 
 
 def padded(rank, world_size):
@@ -577,7 +584,7 @@ def children(rank, world_size):
 
 
 LOOPS = (two_models, gan, padded, redirected, some_ranks_use, sparse, stand_still, crash, early_stop)
-LOOPS += (not_in_float64, no_optimizer, no_gradient, children, tokens)
+LOOPS += (not_in_float64, no_optimizer, no_gradient, children, tokens, gan_with_batch_norm)
 
 
 def spawned(rank, world_size):

@@ -106,6 +106,7 @@ MISTAKES = {
     "dice_with_norm": "BatchNorm (norm)",
     "dice_rebuilds": "the samples are the same, and the gradient of",
     "graphs": "BatchNorm (norm)",
+    "gan_with_batch_norm": "BatchNorm (1)",
     "batch_in_an_object": "the arguments hold no tensors that can be compared: are the samples the same?",
     "optimizer_averages": "is the optimizer's state, and what follows its step?",
     "tokens": "a mean over shares of unequal weight",
