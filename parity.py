@@ -80,6 +80,7 @@ WORDS = {  # by kind of difference. In a step they are asked in this order
     "unmoved": "in step {step} no weight moves",
     "weights": "in step {step} {name} has moved otherwise since the start, by {size:.1e}",
     "settings": "in step {step} the optimizer's {name} is another one on rank {rank} than on one process",
+    "undecided": "in step {step} rank {rank} has another gradient of {name} than other ranks, and no weight moves",
     "steps": "the ranks take {name} steps, and one process takes {size}",
 }
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # SyncBatchNorm is none of these
@@ -335,16 +336,35 @@ def differences(one, ranks, have_ended):
         yield Difference(1, "group")
     for name in cut_otherwise(one[0], *[steps[0] for steps in ranks]):
         yield Difference(1, "cut", name)
-    for number, found in enumerate(comparisons(one, ranks), 1):
+    found = comparisons(one, ranks)
+    for number, comparison in enumerate(found, 1):
         for kind in WORDS:
-            for name, (size, rank) in found.wrong.get(kind, {}).items():
+            for name, (size, rank) in comparison.wrong.get(kind, {}).items():
                 yield Difference(number, kind, name, size, rank)
+    moved = set().union(*[each.moved for each in found])
+    for number, comparison in enumerate(found, 1):
+        for name, (size, rank) in undecided(comparison, moved):
+            yield Difference(number, "undecided", name, size, rank)
     counts = list(map(len, ranks))
     if have_ended and set(counts) != {len(one)}:
         yield Difference(min(counts), "steps", listed(counts), len(one))
     is_silent = any(steps[-1].n_collectives == steps[0].n_collectives for steps in ranks)
     if min(counts) > 1 and is_silent and all(n_samples(steps[0]) == n_samples(one[0]) for steps in ranks):
         yield Difference(min(counts), "collectives")
+
+
+def undecided(found, moved):
+    """Yield (name, (size, rank)) of gradients on which ranks disagree in low types, though rounding undoes all moves.
+
+    If one rank has that of one process, it is the owner of the parameter.
+    """
+    near = {}
+    for rank in found.ranks:
+        for name, size in distances(found.one.clipped, rank.clipped).items():
+            near[name] = min(near.get(name, math.inf), size)
+    for name, apart_by in found.apart["clipped"].items():
+        if found.limits != LIMITS[8] and name not in moved and near.get(name, 0) > found.limits.gradients:
+            yield name, apart_by
 
 
 def not_finite(*steps):
@@ -415,7 +435,7 @@ class Comparison:
 
     def __init__(self, step, after, begin, new, noise, limits):
         self.one, *self.ranks = step
-        self.limits, self.compared, self.largest = limits, set(), 0.0
+        self.limits, self.compared, self.moved, self.largest = limits, set(), set(), 0.0
         self.settings = list(other_settings(self.one, self.ranks))
         self.exact = set().union(*[each.replicated for each in self.ranks])
         starts = [{name: each.weights[name] for name in new & each.weights.keys()} for each in step]
@@ -434,7 +454,7 @@ class Comparison:
     def compare_gradients(self, key):
         """Those on which all ranks agree must equal those of one process."""
         tensors = [getattr(each, key) for each in self.ranks]
-        self.apart[key] = apart(tensors, self.limits.ranks, self.exact)
+        self.apart[key] = apart(tensors, min(self.limits.gradients, self.limits.ranks), self.exact)
         far = farthest(getattr(self.one, key), tensors)
         agreed = {name: size for name, size in far.items() if name not in self.apart[key]}
         self.compared |= agreed.keys()
@@ -447,15 +467,15 @@ class Comparison:
         disagreeing = self.apart["gradients"].keys() | self.apart["clipped"].keys()
         self.wrong["ranks"] = apart(ranks, self.limits.ranks, self.exact | disagreeing)
         far = farthest(one, ranks)
-        moved = {name for each in ranks for name, change in each.items() if change.any()}
-        if not moved and any(change.any() for change in one.values()):
+        self.moved = {name for each in ranks for name, change in each.items() if change.any()}
+        if not self.moved and any(change.any() for change in one.values()):
             self.wrong["unmoved"] = {"": (0.0, None)}
-        are_equal = moved and not too_far(far, self.limits.weights)
+        are_equal = self.moved and not too_far(far, self.limits.weights)
         if self.settings and are_equal and (self.wrong["gradients"] or self.wrong["clipped"]):
             self.wrong["gradients"], self.wrong["clipped"], self.settings = {}, {}, []  # another rate makes up for them
         judged = far.keys() - noise if self.limits == LIMITS[8] else disagreeing
         self.wrong["weights"] = too_far({name: far[name] for name in far if name in judged}, self.limits.weights)
-        self.compared |= moved.intersection(judged)
+        self.compared |= self.moved.intersection(judged)
 
 
 def too_far(far, limit):

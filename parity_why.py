@@ -230,5 +230,6 @@ CAUSES = {
     "unmoved": [stale],
     "weights": [not_finite, partly_used, unaveraged, other_setting, what_follows],
     "settings": [other_setting],
+    "undecided": [unaveraged],
 }
 CAUSES["gradients"] += [other_samples, other_gradient]
