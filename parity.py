@@ -358,13 +358,13 @@ def undecided(found, moved):
 
     If one rank has that of one process, it is the owner of the parameter.
     """
-    near = {}
-    for rank in found.ranks:
-        for name, size in distances(found.one.clipped, rank.clipped).items():
-            near[name] = min(near.get(name, math.inf), size)
-    for name, apart_by in found.apart["clipped"].items():
-        if found.limits != LIMITS[8] and name not in moved and near.get(name, 0) > found.limits.gradients:
-            yield name, apart_by
+    for key in ("gradients", "clipped"):
+        whole = getattr(found.one, key)
+        far = [distances(whole, getattr(rank, key)) for rank in found.ranks]
+        for name, apart_by in found.apart[key].items():
+            nearest = min([each[name] for each in far if name in each], default=0.0)
+            if found.limits != LIMITS[8] and name not in moved and nearest > found.limits.gradients:
+                yield name, apart_by
 
 
 def not_finite(*steps):
@@ -473,7 +473,7 @@ class Comparison:
         are_equal = self.moved and not too_far(far, self.limits.weights)
         if self.settings and are_equal and (self.wrong["gradients"] or self.wrong["clipped"]):
             self.wrong["gradients"], self.wrong["clipped"], self.settings = {}, {}, []  # another rate makes up for them
-        judged = far.keys() - noise if self.limits == LIMITS[8] else disagreeing
+        judged = disagreeing | (far.keys() - noise if self.limits == LIMITS[8] else set())
         self.wrong["weights"] = too_far({name: far[name] for name in far if name in judged}, self.limits.weights)
         self.compared |= self.moved.intersection(judged)
 

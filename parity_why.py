@@ -130,9 +130,11 @@ def unaveraged(difference, one, ranks):
 
 
 def clipped_before_average(difference, one, ranks):
-    for name, (_, rank) in compared(difference, one, ranks).apart["gradients"].items():
-        line = f"rank {rank} has another gradient of {name} than other ranks"
-        return f"{line} when they are clipped: average them first"
+    found = compared(difference, one, ranks)
+    for name, (_, rank) in found.apart["gradients"].items():
+        if name not in found.apart["clipped"]:
+            line = f"rank {rank} has another gradient of {name} than other ranks"
+            return f"{line} when they are clipped: average them first"
     return None
 
 
@@ -230,6 +232,6 @@ CAUSES = {
     "unmoved": [stale],
     "weights": [not_finite, partly_used, unaveraged, other_setting, what_follows],
     "settings": [other_setting],
-    "undecided": [unaveraged],
+    "undecided": [clipped_before_average, unaveraged],
 }
 CAUSES["gradients"] += [other_samples, other_gradient]
