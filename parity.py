@@ -162,7 +162,8 @@ def report(args, reference, ranks, failure):
     steps = [step for each in (*reference, *ranks) for step in each]
     n_steps = min(map(len, (*reference, *ranks))) - 1  # the last one begins with the result of the last but one
     line = f"{name} equal on {args.reference} and {args.nproc} processes for {max(n_steps, 1)} steps"
-    allowed, types = limits_of(steps).gradients, listed(sorted(types_of(steps)))
+    limits, types = limits_of(steps), listed(sorted(types_of(steps)))
+    allowed = limits.gradients if largest <= limits.gradients else limits.weights
     print(f"{line}, up to {largest:.1e} (allowed: {allowed:g}), judged in {types}")
     return 0
 
@@ -476,6 +477,8 @@ class Comparison:
         judged = disagreeing | (far.keys() - noise if self.limits == LIMITS[8] else set())
         self.wrong["weights"] = too_far({name: far[name] for name in far if name in judged}, self.limits.weights)
         self.compared |= self.moved.intersection(judged)
+        decided = [far[name] for name in disagreeing & far.keys() if name not in self.wrong["weights"]]
+        self.largest = max([self.largest, *decided])
 
 
 def too_far(far, limit):
