@@ -351,6 +351,7 @@ VERDICTS = [  # one process, each rank, the weights of the ranks after the step 
     (LOWEST, [{"gradient": 1.5, **LOWEST}] * 2, (), "in step 1 the gradient of a differs by"),
     # The weights after the last step are not known.
     ({}, [{"gradient": each} for each in (0.5, 1.5)], (), None),
+    ({}, [{"gradient": 0.5, **LR}] * 2, (), None),
     ({"gradient": float("nan")}, [{}] * 2, (), "the gradient of a is NaN or infinite on one process too"),
 ]
 
