@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import types
 from pathlib import Path
 
 import torch
@@ -39,11 +40,13 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(8, 12)
         self.dropout = nn.Dropout(0.2)
-        self.norm = nn.BatchNorm1d(12) if CASE == "batch_norm" else nn.LayerNorm(12)
+        has_batch_norm = CASE in ("batch_norm", "sync_batch_norm", "dice_with_norm")
+        self.norm = nn.BatchNorm1d(12) if has_batch_norm else nn.LayerNorm(12)
         self.last = nn.Linear(12, 3)
 
     def forward(self, x, noise=None, mask=None):
         hidden = self.norm(torch.tanh(self.first(x)))
+        hidden = F.relu(hidden, inplace=True) if CASE == "sync_batch_norm" else hidden
         if noise is not None:
             hidden = hidden + noise
         if mask is not None:
@@ -106,6 +109,70 @@ class Heads(nn.Module):
     def forward(self, x, numbers):
         hidden = torch.tanh(self.first(x))
         return torch.cat([self.heads[number](hidden[numbers == number]) for number in numbers.unique().tolist()])
+
+
+class Attention(nn.Module):
+    """Softmax ignores the bias of keys, so its gradient is nothing but rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = x.view(len(x), 2, 4).repeat(1, 1, 2)
+        return self.last(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+class Graphs(nn.Module):
+    """The first dimension of its edges, (2, n), is no batch. Without BatchNorm it would be right."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x, edges):
+        messages = torch.zeros_like(x).index_add(0, edges[1], self.first(x)[edges[0]])
+        return self.last(self.norm(messages).relu())
+
+
+class Opaque(Net):
+    """It gets an object in which nobody sees tensors."""
+
+    def forward(self, batch):
+        return super().forward(batch.x)
+
+
+class Casts(Net):
+    """It computes in bfloat16, with weights and a result of another type."""
+
+    def forward(self, x):
+        weight, bias = self.first.weight.to(torch.bfloat16), self.first.bias.to(torch.bfloat16)
+        return self.last(self.norm(torch.tanh(F.linear(x.bfloat16(), weight, bias)).to(x.dtype)))
+
+
+class Signs(torch.optim.SGD):
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            param.grad.sign_()
+        super().step()
+
+
+class Averaging(torch.optim.SGD):
+    """It averages gradients itself. That N processes decay N times is wrong."""
+
+    @torch.no_grad()
+    def step(self):
+        average_by_hand(self.param_groups[0]["params"])
+        for param in self.param_groups[0]["params"]:
+            param.mul_(0.7 ** torch_dist.get_world_size())
+        super().step()
+
+
+UNWRAPPED = ("summed", "clipped_before_average", "one_forgotten", "by_hand", "average_of_the_owner")
+UNWRAPPED += ("optimizer_averages",)
+MODELS = {"key_bias": Attention, "signs": Attention, "graphs": Graphs, "batch_in_an_object": Opaque, "casts": Casts}
+MODELS |= dict.fromkeys(("tied", "dict", "recompute", "rnn", "random_depth"), Special)
 
 
 # ---- start, wrap and average: with torch, or with the helper -------------------------------------------------------
@@ -176,7 +243,7 @@ def batches(rank, world_size):
         loader = DataLoader(dataset, batch_size, sampler=sampler_of(dataset))
     n_steps = STEPS // world_size if CASE == "fewer_steps" else STEPS
     for _, (x, y) in zip(range(n_steps), loader, strict=False):
-        yield x.to(TYPE), y.roll(rank) if CASE == "labels_of_other_rows" else y
+        yield x.to(TYPE), y.roll(rank) if CASE in ("labels_of_other_rows", "batch_in_an_object") else y
 
 
 def inputs_of(step, x, rank, world_size):
@@ -191,6 +258,8 @@ def inputs_of(step, x, rank, world_size):
         return {"mask": torch.full((len(x), 12), 0.5, dtype=TYPE) if rank == 0 else None}
     if CASE == "keywords":
         return {"mask": torch.full((len(x), 12), 0.5, dtype=TYPE)}
+    if CASE == "graphs":
+        return {"edges": torch.stack([torch.arange(len(x)), torch.arange(len(x)).roll(1)])}
     return {}
 
 
@@ -206,14 +275,18 @@ def loss_of(logits, y, rank, world_size):
         count = torch.tensor(len(y))
         sum_over_ranks(count)
         return F.cross_entropy(logits, y, reduction="sum") / count * world_size
+    if CASE in ("dice_with_norm", "dice_rebuilds"):  # that of each rank's share
+        p, is_first = logits.softmax(1)[:, 0], (y == 0).to(logits.dtype)
+        return 1 - 2 * (p * is_first).sum() / (p.sum() + is_first.sum())
     return F.cross_entropy(logits, y)
 
 
 def make_model(rank, world_size):
     if CASE != "no_seed":
         torch.manual_seed(world_size if CASE == "seed_of_the_model" else 1)
-    model = Special() if CASE in ("tied", "dict", "recompute", "rnn", "random_depth") else Net()
-    model.to(TYPE)
+    model = MODELS.get(CASE, Net)().to(TYPE)
+    if CASE == "sync_batch_norm":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if CASE in ("unfrozen_later", "frozen"):
         model.first.requires_grad_(False)
     return model
@@ -230,6 +303,12 @@ def make_optimizer(model, params, world_size):
         return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=RATE)
     if CASE == "rate_makes_up":
         return torch.optim.SGD(params, lr=RATE * world_size)
+    if CASE == "key_bias":
+        return torch.optim.AdamW(params, lr=RATE, eps=1e-10)
+    if CASE == "signs":
+        return Signs(params, lr=RATE)
+    if CASE == "optimizer_averages":
+        return Averaging(params, lr=10 * RATE)
     if CASE == "closure":
         return torch.optim.SGD(params, lr=10 * RATE, momentum=0.9)
     if CASE == "lbfgs":
@@ -246,7 +325,7 @@ def train(rank, world_size):
         optimizer = make_optimizer(model, list(model.parameters()), world_size)
     if CASE in ("optimizer_first", "sharded", "clipped_shards"):
         wrapped = shard(model)
-    elif CASE in ("summed", "clipped_before_average", "one_forgotten", "by_hand", "average_of_the_owner"):
+    elif CASE in UNWRAPPED:
         wrapped = model
     elif CASE == "wrapper_not_kept":
         wrapped = lambda *args, **kwargs: wrap(model)(*args, **kwargs)  # noqa: E731
@@ -269,11 +348,16 @@ def train(rank, world_size):
     if optimizer is None:
         optimizer = make_optimizer(model, params, world_size)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if CASE == "scheduled_n_times" else None
+    if CASE == "dice_rebuilds" and world_size > 1:  # as checkpoint.rebuild_buckets does
+        loss_of(wrapped(torch.ones(4, 8).to(TYPE)), torch.arange(4) % 3, rank, world_size).backward()
+        model.zero_grad()
     for step, (x, y) in enumerate(batches(rank, world_size)):
 
         def forward_and_backward(x=x, y=y, step=step):
             optimizer.zero_grad()
             inputs = {"x": x} if CASE == "dict" else x
+            if CASE == "batch_in_an_object":
+                inputs = types.SimpleNamespace(x=x)
             called = model if CASE == "plain_model" else wrapped
             logits = called(inputs, **inputs_of(step, x, rank, world_size))
             if CASE == "parameter_outside":
@@ -299,6 +383,8 @@ def train(rank, world_size):
         if scheduler:
             for _ in range(world_size):  # as where it counts the samples of all ranks
                 scheduler.step()
+        if CASE == "evaluates":  # all ranks look at all of it, with gradients on, and cast it
+            F.binary_cross_entropy(model(torch.ones(24, 8).to(TYPE)).sigmoid().to(torch.float32), torch.ones(24, 3))
         if average:
             with torch.no_grad():
                 for param, trained in zip(average.parameters(), model.parameters(), strict=True):
@@ -341,6 +427,12 @@ def average_and_clip(model, rank, world_size):
 # ---- loops of their own --------------------------------------------------------------------------------------------
 
 
+def descend(optimizer, loss):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def two_models(rank, world_size):
     """An encoder and a decoder, each wrapped, and one optimizer for each."""
     torch.manual_seed(1)
@@ -356,7 +448,10 @@ def two_models(rank, world_size):
 
 def gan(rank, world_size):
     torch.manual_seed(1)
-    generator = wrap(nn.Linear(4, 8).to(TYPE))
+    generator = nn.Linear(4, 8).to(TYPE)
+    if CASE == "gan_with_batch_norm":
+        generator = nn.Sequential(generator, nn.BatchNorm1d(8).to(TYPE))
+    generator = wrap(generator)
     critic = wrap(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).to(TYPE))
     of_generator, of_critic = (torch.optim.Adam(model.parameters(), lr=RATE) for model in (generator, critic))
     for x, _ in batches(rank, world_size):
@@ -369,6 +464,10 @@ def gan(rank, world_size):
         of_generator.step()
 
 
+def gan_with_batch_norm(rank, world_size):
+    gan(rank, world_size)
+
+
 def padded(rank, world_size):
     """Each rank pads its texts to its own longest one."""
     torch.manual_seed(1)
@@ -378,9 +477,7 @@ def padded(rank, world_size):
         lengths = torch.randint(1, 9, (BATCH,))
         texts = [torch.randint(1, 9, (length,)) for length in lengths.tolist()]
         own = texts[rank::world_size]
-        optimizer.zero_grad()
-        model(nn.utils.rnn.pad_sequence(own, batch_first=True)).square().mean().backward()
-        optimizer.step()
+        descend(optimizer, model(nn.utils.rnn.pad_sequence(own, batch_first=True)).square().mean())
 
 
 def redirected(rank, world_size):
@@ -390,9 +487,7 @@ def redirected(rank, world_size):
     called = wrap(task) if world_size > 1 else task.model
     optimizer = torch.optim.Adam(task.parameters(), lr=RATE)
     for x, _ in batches(rank, world_size):
-        optimizer.zero_grad()
-        called(x).square().mean().backward()
-        optimizer.step()
+        descend(optimizer, called(x).square().mean())
 
 
 def some_ranks_use(rank, world_size):
@@ -404,9 +499,7 @@ def some_ranks_use(rank, world_size):
     numbers = torch.arange(BATCH) % 2
     for _ in range(STEPS):
         x = torch.randn(BATCH, 8).to(TYPE)[rank::world_size]
-        optimizer.zero_grad()
-        model(x, numbers[rank::world_size]).square().mean().backward()
-        optimizer.step()
+        descend(optimizer, model(x, numbers[rank::world_size]).square().mean())
 
 
 def sparse(rank, world_size):
@@ -415,9 +508,29 @@ def sparse(rank, world_size):
     optimizer = torch.optim.SGD(model.parameters(), lr=10 * RATE)
     for _ in range(STEPS):
         words = torch.randint(10, (BATCH,))[rank::world_size]
-        optimizer.zero_grad()
-        model(words).square().mean().backward()
-        optimizer.step()
+        descend(optimizer, model(words).square().mean())
+
+
+def tokens(rank, world_size):
+    """Each rank divides by its own number of tokens: the gradient is only a few percent off."""
+    torch.manual_seed(1)
+    model = wrap(nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20)).to(TYPE))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for _ in range(STEPS):
+        texts, lengths = torch.randint(20, (BATCH, 25)), torch.randint(12, 25, (BATCH, 1))
+        own = slice(rank, None, world_size)
+        is_token = torch.arange(24) < lengths[own]
+        losses = F.cross_entropy(model(texts[own, :-1]).transpose(1, 2), texts[own, 1:], reduction="none")
+        descend(optimizer, (losses * is_token).sum() / is_token.sum())
+
+
+def early_stop(rank, world_size):
+    model = wrap(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, (x, y) in enumerate(batches(rank, world_size)):
+        if step == 3 and world_size > 1 and rank == 0:
+            break
+        descend(optimizer, F.cross_entropy(model(x), y))
 
 
 def stand_still(rank, world_size):
@@ -427,9 +540,7 @@ def stand_still(rank, world_size):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if step == 2 and world_size > 1 and rank == 0:
             torch_dist.barrier()
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        descend(optimizer, F.cross_entropy(model(x), y))
 
 
 def crash(rank, world_size):
@@ -439,14 +550,12 @@ def crash(rank, world_size):
     for step, (x, y) in enumerate(batches(rank, world_size)):
         if step == 3 and rank == 1:
             raise ZeroDivisionError("planted")
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        descend(optimizer, F.cross_entropy(model(x), y))
 
 
 def not_in_float64(rank, world_size):
     F.binary_cross_entropy(
-        wrap(nn.Linear(2, 1))(torch.ones(2, 2)).sigmoid(), torch.ones(2, 1).to(torch.float32)
+        wrap(nn.Linear(2, 1))(torch.ones(2, 2)).sigmoid(), torch.ones(2, 1, dtype=torch.float32)
     ).backward()
 
 
@@ -474,14 +583,28 @@ def children(rank, world_size):
     train(rank, world_size)
 
 
-LOOPS = (two_models, gan, padded, redirected, some_ranks_use, sparse, stand_still, crash)
-LOOPS += (not_in_float64, no_optimizer, no_gradient, children)
+LOOPS = (two_models, gan, padded, redirected, some_ranks_use, sparse, stand_still, crash, early_stop)
+LOOPS += (not_in_float64, no_optimizer, no_gradient, children, tokens, gan_with_batch_norm)
 
 
 def spawned(rank, world_size):
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": os.environ["PORT"]}
     torch_dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    train(rank, world_size)
+    if CASE == "spawned_without_seed":
+        by_hand_without_seed(rank, world_size)
+    else:
+        train(rank, world_size)
+
+
+def by_hand_without_seed(rank, world_size):
+    """main has set a seed, which a fresh process does not inherit."""
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches(rank, world_size):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        average_by_hand(model.parameters())
+        optimizer.step()
 
 
 def main(local_rank=None, world_size=None):
@@ -494,11 +617,13 @@ def main(local_rank=None, world_size=None):
 if __name__ == "__main__":
     if FLAVOUR == "helper":
         dist.launch(main)
-    elif CASE in ("spawn", "spawn_as_many"):
-        n_processes = int(sys.argv[3]) if CASE == "spawn_as_many" else 2
+    elif CASE in ("spawn", "spawn_as_many", "spawned_without_seed"):
+        torch.manual_seed(1)
+        n_processes = 2 if CASE == "spawn" else int(sys.argv[3])
         torch.multiprocessing.spawn(spawned, args=(n_processes,), nprocs=n_processes)
-    elif CASE == "fork":
-        process = torch.multiprocessing.get_context("fork").Process(target=spawned, args=(0, 1))
+    elif CASE in ("fork", "own_processes"):
+        method = "fork" if CASE == "fork" else "spawn"
+        process = torch.multiprocessing.get_context(method).Process(target=spawned, args=(0, 1))
         process.start()
         process.join()
     else:

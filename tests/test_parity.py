@@ -1,4 +1,4 @@
-"""parity.py: it finds planted mistakes, names their causes, and says nothing of right scripts."""
+"""parity.py finds planted mistakes and says nothing of right scripts, and parity_why.py names the causes."""
 
 import multiprocessing
 import os
@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from conftest import ROOT, finish, free_port, guards, run_under_launcher, slow, start, wait_for, wait_until
 
 import parity
+import parity_why
 
 PLANTED = ROOT / "tests" / "planted.py"
 
@@ -103,12 +103,20 @@ MISTAKES = {
     "some_ranks_use": "there is a parameter that only some ranks use",
     "no_process_group": "no process group is made: each of them trains alone",
     "copies": "a rank communicates with no other rank: each of them trains alone",
+    "dice_with_norm": "BatchNorm (norm)",
+    "dice_rebuilds": "the samples are the same, and the gradient of",
+    "graphs": "BatchNorm (norm)",
+    "gan_with_batch_norm": "BatchNorm (1)",
+    "batch_in_an_object": "the arguments hold no tensors that can be compared: are the samples the same?",
+    "optimizer_averages": "is the optimizer's state, and what follows its step?",
+    "tokens": "a mean over shares of unequal weight",
 }
 RIGHT = ["two_models", "gan", "padded", "accumulated", "frozen", "tied", "dict", "recompute", "rnn", "keywords"]
 RIGHT += ["compiled", "clipped", "closure", "lbfgs", "rmsprop", "ema", "zero_redundancy", "by_hand", "sharded"]
 RIGHT += ["average_of_the_owner", "noise_for_the_batch", "sum_over_the_count", "wrapped_inside", "random_depth"]
-RIGHT += ["sparse", "rate_makes_up", "redirected"]
+RIGHT += ["sparse", "rate_makes_up", "redirected", "evaluates", "key_bias", "signs", "sync_batch_norm"]
 
+CASES = (*MISTAKES, *RIGHT)
 PAGE = (ROOT / "docs" / "mistakes.md").read_text()
 PROVEN_HERE_ALONE = re.findall(r"\[`(\w+)`\]\(\.\./tests/planted\.py\)", PAGE)
 GUARDS = ("kept_batch_size", "no_sampler", "loss_is_a_sum")
@@ -119,39 +127,40 @@ def test_the_page_of_mistakes_quotes_what_is_said():
     assert len(quotes) >= 14 and set(quotes) <= set(MISTAKES.values()) and set(PROVEN_HERE_ALONE) <= set(MISTAKES)
 
 
-@pytest.mark.parametrize("flavour", ["torch", "helper"])
-@pytest.mark.parametrize("case", [*guards(*GUARDS), *slow(*[case for case in MISTAKES if case not in GUARDS])])
-def test_a_planted_mistake_is_found_and_named(case, flavour, judge):
-    status, printed = judge(PLANTED, case, flavour)
-    assert status == 1, printed
-    assert MISTAKES[case] in printed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flavour", ["torch", "helper"])
-@pytest.mark.parametrize("case", RIGHT)
-def test_an_unusual_but_right_script_is_equal(case, flavour, judge):
-    status, printed = judge(PLANTED, case, flavour)
-    assert status == 0, printed
-    assert re.search(EQUAL + r"\(allowed: 1e-10\), judged in float64\n$", printed)
-
-
-EQUAL = r"equal on 1 and 2 processes for 5 steps, up to \S+ "
+def check(case, judged, nproc=2, limit=r"1e-10\), judged in float64"):
+    """A cause has other numbers on four processes, and with a smaller rate."""
+    status, printed = judged
+    assert status == (1 if case in MISTAKES else 0), printed
+    if case in RIGHT:
+        assert re.search(rf"equal on 1 and {nproc} processes for 5 steps, up to \S+ \(allowed: {limit}", printed), (
+            printed
+        )
+    else:
+        assert without_numbers(MISTAKES[case]) in without_numbers(printed)
 
 
 def without_numbers(text):
-    """A cause has other numbers on four processes, and with a smaller rate."""
     return re.sub(r"\d[\d.e/-]*", "#", text)
 
 
-# LBFGS divides by differences of gradients, which are nothing but rounding in bfloat16.
-PAIRS = [(case, "float32") for case in (*MISTAKES, *RIGHT)]
-PAIRS += [(case, "bfloat16") for case in (*MISTAKES, *RIGHT) if case != "lbfgs"]
+@pytest.mark.parametrize("flavour", ["torch", "helper"])
+@pytest.mark.parametrize("case", [*guards(*GUARDS), *slow(*[case for case in CASES if case not in GUARDS])])
+def test_planted_cases_in_float64(case, flavour, judge):
+    status, printed = judge(PLANTED, case, flavour)
+    check(case, (status, printed))
+    assert case in RIGHT or MISTAKES[case] in printed
+
+
+# LBFGS divides by differences of gradients, which are nothing but rounding in bfloat16. In `tokens` gradients
+# are less than 10 % off.
+PAIRS = [(case, "float32") for case in CASES]
+PAIRS += [(case, "bfloat16") for case in CASES if case not in ("lbfgs", "tokens")]
 GUARD_PAIRS = [(case, "bfloat16") for case in GUARDS]
+LIMITS = {"float32": r"0.001\), judged in float32\n", "bfloat16": r"0.1\), judged in bfloat16"}
 
 
 @pytest.mark.parametrize("pair", [*guards(*GUARD_PAIRS), *slow(*[pair for pair in PAIRS if pair not in GUARD_PAIRS])])
-def test_in_low_types_with_a_small_rate(pair, judge, capsys):
+def test_planted_cases_in_low_types_with_a_small_rate(pair, judge, capsys):
     """On 2 and on 4 processes, which are compared with the same run of one process."""
     case, number_type = pair
     args = parity.parse_args(["--float32", str(PLANTED), case, "torch", number_type])
@@ -160,83 +169,71 @@ def test_in_low_types_with_a_small_rate(pair, judge, capsys):
     for nproc in (2, 4):
         args.nproc = nproc
         status = parity.report(args, reference, *parity.run(args, nproc))
-        printed = capsys.readouterr().out
-        assert status == (1 if case in MISTAKES else 0), printed
-        if case in MISTAKES:
-            assert without_numbers(MISTAKES[case]) in without_numbers(printed)
-        else:
-            assert re.search(r"\(allowed: 0.1\), judged in (bfloat16|float32)", printed)
+        check(case, (status, capsys.readouterr().out), nproc, LIMITS[number_type])
 
 
-# ---- runs that cannot be compared -----------------------------------------------------------------------------------
+# ---- options, and runs that cannot be compared ----------------------------------------------------------------------
+
+RUNS = [  # options of parity.py, arguments of planted.py, exit status, what is told
+    ("--eval-norm", "batch_norm helper", 0, ""),
+    ("--eval-norm", "dice_with_norm torch", 1, "a mean over shares of unequal weight"),
+    ("", "clipped torch float32", 0, r"\(allowed: 1e-10\), judged in float64\n$"),
+    ("", "casts torch", 0, r"\(allowed: 0.1\), judged in bfloat16 and float64"),
+    ("--float32", "casts torch", 0, "judged in bfloat16 and float32"),
+    ("", "no_seed torch", 1, "If the script sets none: --seed 0"),
+    ("--seed", "no_seed torch", 0, ""),
+    ("--reference 2 --nproc 4 --steps 3", "sharded torch", 0, "equal on 2 and 4 processes for 3 steps"),
+    ("--reference 2 --nproc 4", "kept_batch_size torch", 1, "the global batch has 32 samples, and 16 on 2 processes"),
+    ("--reference 2 --nproc 4", "kept_batch_size torch", 1, "Ranks 0 and 2 are compared with rank 0"),
+    ("", "no_optimizer torch", 2, "takes no step of an optimizer"),
+    ("", "no_gradient torch", 1, "nothing is trained, on one process too"),
+    ("", "not_in_float64 torch", 2, r"on one process it fails.*planted.py:\d+\).*try --float32\n$"),
+    (
+        "--timeout 0.1",
+        "two_models torch",
+        2,
+        "on one process it stands still: it has not ended after 0 s. Steps of",
+    ),
+    ("", "early_stop torch", 2, r"fails on rank 1: .*Without an error ends rank 0. Steps of each rank: 3 and 3"),
+    # Scripts that start their own processes are told at once. If there are as many, each rank does the work of one.
+    ("", "spawn torch", 2, "on one process it fails on rank 0: SystemExit|the script starts its own processes"),
+    ("", "fork torch", 2, "which says last: the script starts its own processes"),
+    ("", "own_processes torch", 2, "which says last: .*the script starts its own processes"),
+    ("", "spawn_as_many torch N", 0, ""),
+    ("", "spawned_without_seed torch N", 1, "begins with other weights on rank 1 than on other ranks"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "words", "expected", "told"), RUNS)
+def test_options_and_runs_that_cannot_be_compared(options, words, expected, told, judge, monkeypatch):
+    monkeypatch.setenv("PORT", str(free_port()))
+    status, printed = judge(*options.split(), PLANTED, *words.split())
+    assert status == expected and re.search(told, printed), printed
 
 
 def test_ranks_that_stand_still_are_named_with_their_steps(judge, monkeypatch):
     monkeypatch.setenv("WATCH_SECONDS", "1")
     status, printed = judge(PLANTED, "stand_still", "helper")
-    assert status == 2
-    line = (
-        r"planted.py: on 2 processes it stands still: no progress for 1 s: rank 0 in planted.py:\d+ torch_dist.barrier"
-    )
-    assert re.search(line + r".* \| rank 1 in planted.py:\d+ .*\. Steps of each rank: 2 and 2", printed), printed
+    ranks = [r"no progress for 1 s: rank 0 in planted.py:\d+ torch_dist.barrier", r" \| rank 1 in planted.py:\d+ "]
+    line = f"planted.py: on 2 processes it stands still: {'.*'.join(ranks)}.*\\. Steps of each rank: 2 and 2"
+    assert status == 2 and re.search(line, printed), printed
 
 
-def test_a_crash_on_several_processes_is_named_with_the_steps(judge):
+def test_a_crash_on_several_processes_is_named_with_its_place_and_the_steps(judge):
     status, printed = judge(PLANTED, "crash", "torch")
-    assert status == 2
-    line = (
-        r"planted.py: on 2 processes it fails on rank 1: ZeroDivisionError: planted. Steps of each rank: [23] and 3\n"
-    )
-    assert re.fullmatch(line, printed), printed
+    place = r"ZeroDivisionError: planted \(planted.py:\d+\). Steps of each rank: [23] and 3\n"
+    assert status == 2 and re.fullmatch(f"planted.py: on 2 processes it fails on rank 1: {place}", printed), printed
 
 
-def test_a_run_that_takes_too_long_is_ended(judge):
-    status, printed = judge("--timeout", 0.1, PLANTED, "two_models", "torch")
-    assert status == 2
-    assert "on one process it stands still: it has not ended after 0 s. Steps of each rank:" in printed
-
-
-@pytest.mark.slow
-def test_scripts_that_do_not_train_or_fail_in_float64(judge):
-    status, printed = judge(PLANTED, "no_optimizer", "torch")
-    assert status == 2 and "takes no step of an optimizer" in printed
-    status, printed = judge(PLANTED, "no_gradient", "torch")
-    assert status == 1 and "nothing is trained, on one process too" in printed
-    status, printed = judge(PLANTED, "not_in_float64", "torch")
-    assert status == 2 and "on one process it fails" in printed and printed.endswith("try --float32\n")
-
-
-@pytest.mark.slow
-def test_options(judge, monkeypatch):
-    """BatchNorm with its running statistics; float32 weights; a reference of two processes; a module; a seed."""
-    status, printed = judge("--eval-norm", PLANTED, "batch_norm", "helper")
-    assert status == 0, printed
-    status, printed = judge(PLANTED, "clipped", "torch", "float32")
-    assert status == 0 and printed.endswith("(allowed: 1e-10), judged in float64\n"), printed
-    status, printed = judge("--reference", 2, "--nproc", 4, "--steps", 3, PLANTED, "sharded", "torch")
-    assert status == 0 and "equal on 2 and 4 processes for 3 steps" in printed, printed
-    status, printed = judge("--reference", 2, "--nproc", 4, PLANTED, "kept_batch_size", "torch")
-    assert status == 1 and "the global batch has 32 samples, and 16 on 2 processes" in printed, printed
-    assert "Ranks 0 and 2 are compared with rank 0" in printed
+def test_a_module_and_a_verdict_without_its_reason(judge, monkeypatch, tmp_path):
+    """parity.py alone is complete."""
     monkeypatch.chdir(PLANTED.parent)
-    status, printed = judge("-m", "planted", "clipped", "torch")
-    assert status == 0, printed
-    status, printed = judge(PLANTED, "no_seed", "torch")
-    assert status == 1 and "If the script sets none: --seed 0" in printed, printed
-    status, printed = judge("--seed", PLANTED, "no_seed", "torch")
-    assert status == 0, printed
-
-
-@pytest.mark.slow
-def test_scripts_that_start_their_own_processes(judge, monkeypatch):
-    """They are told at once. If they start as many as parity.py does, each rank does the work of one."""
-    monkeypatch.setenv("PORT", str(free_port()))
-    status, printed = judge(PLANTED, "spawn", "torch")
-    assert status == 2 and "on one process it fails on rank 0: the script starts its own processes" in printed, printed
-    status, printed = judge(PLANTED, "fork", "torch")
-    assert status == 2 and "which says last: the script starts its own processes" in printed, printed
-    status, printed = judge(PLANTED, "spawn_as_many", "torch", "N")
-    assert status == 0, printed
+    monkeypatch.setattr(parity, "__file__", str(tmp_path / "parity.py"))
+    (tmp_path / "parity.py").write_text((ROOT / "parity.py").read_text())
+    status, printed = judge("-m", "planted", "summed", "torch")
+    line = r"planted: on 2 processes in step 1 the gradient of [\w.]+ differs by [\d.e+-]+\n"
+    assert status == 1 and re.fullmatch(line, printed), printed
 
 
 @pytest.mark.slow
@@ -271,107 +268,105 @@ def make_step(
         names = {"a": torch.arange(1.0, 4), "b": torch.ones(2, 2)}
         return {name: parity.sketch(value * tensor.double()) for name, tensor in names.items()}
 
-    step = parity.Step(number, tensors(weight), {"x": parity.rows_of(torch.tensor(rows)[:, None])}, tensors(gradient))
-    step.clipped = tensors(gradient if clipped is None else clipped)
-    step.norms = list(norms)
+    clipped = gradient if clipped is None else clipped
+    step = parity.Step(number, tensors(weight), tensors(gradient), tensors(clipped))
+    step.inputs = {"x": parity.rows_of(torch.tensor(rows)[:, None])}
+    step.clues = {"norms": list(norms)}
     step.types, step.replicated = set(types), set(replicated)
     step.settings = [{"lr": "0.1", **settings}]
     step.n_collectives = number
     return step
 
 
-def compare(one, ranks, have_ended=True):
-    """Returns the first difference in words, or None, and what else is known."""
-    result = SimpleNamespace(largest=0.0, compared=set())
-    return next(parity.differences(one, ranks, have_ended, result), None), result
+def verdict(one, ranks, have_ended=True):
+    """The first difference and its cause in words, or None."""
+    difference = parity.first_difference(one, ranks, have_ended)
+    return difference and parity.in_words(difference, one, ranks)
 
 
-def line_about(expected, ranks, weights_of_one=2.0, weights_of_ranks=3.0):
-    """What is said if the weights are other ones after the step."""
-    one = [make_step(**expected), make_step(1, weights_of_one)]
-    return compare(one, [[make_step(**each), make_step(1, weights_of_ranks)] for each in ranks])[0]
-
-
-def test_equal_steps_are_equal():
-    one = [make_step(0), make_step(1, weight=2.0)]
-    ranks = [[make_step(0, rows=[row]), make_step(1, 2.0, rows=[row])] for row in (1.0, 2.0)]
-    assert compare(one, ranks) == (None, SimpleNamespace(largest=0.0, compared={"a", "b"}))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "cause"),
-    [
-        ([{"rows": [1.0, 2.0]}, {"rows": [3.0, 4.0]}], "the global batch has 4 samples, and 2 on one process"),
-        ([{"rows": [1.0, 2.0]}, {"rows": [2.0]}], "and 2 on one process"),
-        ([{"rows": [1.0]}, {"rows": [3.0]}], "the global batch has other samples (x)"),
-        ([{"rows": [2.0]}, {"rows": [2.0]}], "all ranks have the same samples (x)"),
-    ],
-)
-def test_samples_are_the_first_cause(ranks, cause):
-    """Though BatchNorm is there."""
-    assert cause in line_about({"norms": ["norm"]}, [{"gradient": 3.0, **options} for options in ranks])
-
-
-@pytest.mark.parametrize(
-    ("expected", "ranks", "cause"),
-    [
-        ({}, [{"gradient": 3.0}, {"gradient": 4.0}], "rank 1 has another gradient of a than other ranks. Nothing"),
-        ({}, [{"gradient": each, "clipped": 1} for each in (3, 4)], "when they are clipped: average them first"),
-        ({}, [{"gradient": 2.0}] * 2, "the gradient of a is 2 times that of one process: it is summed"),
-        ({}, [{"gradient": 0.5}] * 2, "the gradient of a is 1/2 times that of one process: it is averaged"),
-        ({"norms": ["norm"]}, [{"gradient": 0.9}] * 2, "BatchNorm (norm)"),
-        ({}, [{"gradient": 0.9}] * 2, "the gradient of a is not: are the labels"),
-        ({}, [{"gradient": float("nan")}] * 2, "the gradient of a is NaN or infinite on rank 0"),
-        ({}, [{"clipped": 0.9}] * 2, "the same before clipping, but not after"),
-        ({}, [{"lr": "0.2"}] * 2, "the optimizer's lr is 0.2 on rank 0, and 0.1 on one process"),
-        ({}, [{}] * 2, "is the optimizer's state"),
-    ],
-)
-def test_other_causes_with_the_same_samples(expected, ranks, cause):
-    ranks = [{"rows": [number], **options} for number, options in zip((1.0, 2.0), ranks, strict=True)]
-    assert cause in line_about(expected, ranks)
-
-
-def test_ranks_that_drift_apart_are_told_before_their_samples():
-    one = [make_step(), make_step(1, 2.0)]
-    ranks = [[make_step(gradient=each, rows=[each]), make_step(1, each)] for each in (3.0, 4.0)]
-    line = compare(one, ranks)[0]
-    assert "rank 1 has another gradient of a than other ranks. Nothing averages them" in line
-    assert "ends with another a on rank 1" in line
-
-
-def test_a_gradient_that_one_rank_has_right_is_right():
-    """Scripts that split the optimizer average each gradient for its owner only, or average inside of the optimizer."""
-    for gradients in ([1.0, 7.0], [8.0, 7.0]):
-        assert line_about({}, [{"gradient": each} for each in gradients], weights_of_ranks=2.0) is None
-    one_step_only = [[make_step(gradient=each)] for each in (8.0, 7.0)]
-    assert "rank 1 has another gradient" in compare([make_step()], one_step_only)[0]
-
-
-LOW = {"types": ["float32"]}
-APART = [  # gradients and weights of two ranks, how they train, and what is told
-    ((1.0, 1.0), (2.0, 2.0 + 1e-15), {}, None),
-    ((1.0, 1.0), (2.0, 2.0 + 1e-15), {"replicated": ["a"]}, "rank 1"),
-    # In low types one percent is allowed, though one process may be farther away.
-    ((1.0, 1.005), (2.0, 2.0), LOW, None),
-    ((1.0, 1.0), (2.0, 2.005), LOW, None),
-    ((1.0, 1.005), (2.0, 2.005), LOW, None),
-    ((1.0, 1.05), (2.0, 2.0), LOW, None),  # if the weights agree, the gradients are averaged later
-    ((1.0, 1.0), (2.0, 2.05), LOW, "rank 1"),
-    ((1.0, 1.05), (2.0, 2.05), LOW, "rank 1"),
+ALL, LOW, LOWEST = {"rows": (1.0, 2.0)}, {"types": ["float32"]}, {"types": ["float64", "float16"]}
+WRONG = [{"gradient": 3.0}] * 2
+LR = {"lr": "0.2"}
+VERDICTS = [  # one process, each rank, the weights of the ranks after the step if it is known, and what is told
+    ({}, [{}] * 2, (2, 2), None),
+    # Samples. BatchNorm is a later cause, unless one argument is equal.
+    (
+        {"norms": ["norm"]},
+        [{"gradient": 3.0, "rows": each} for each in ((1, 2), (3, 4))],
+        (3, 3),
+        "batch has 4 samples",
+    ),
+    ({"norms": ["norm"]}, [{"gradient": 3.0, "rows": each} for each in ((1, 2), (2,))], (3, 3), "and 2 on one process"),
+    ({"norms": ["norm"]}, [{"gradient": 3.0, "rows": [each]} for each in (1, 3)], (3, 3), "has other samples (x)"),
+    ({"norms": ["norm"]}, [{"gradient": 3.0, "rows": [2.0]}] * 2, (3, 3), "all ranks have the same samples (x)"),
+    ({"norms": ["norm"]}, WRONG, (3, 3), "BatchNorm (norm)"),
+    # Gradients on which ranks agree.
+    ({}, [{"gradient": each, "clipped": 0.9} for each in (3, 4)], (3, 3), "when they are clipped: average them first"),
+    ({}, [{"gradient": 2.0}] * 2, (3, 3), "the gradient of a is 2 times that of one process: it is summed"),
+    ({}, [{"gradient": 0.5}] * 2, (3, 3), "the gradient of a is 1/2 times that of one process: it is averaged"),
+    ({}, [{"gradient": 0.5}] * 2, (2, 2), "is 1/2 times"),
+    ({}, [{"gradient": 0.5, **LR}] * 2, (2, 2), None),  # another rate makes up for it
+    ({}, [{"gradient": 0.9}] * 2, (3, 3), "the gradient of a is not: are the labels"),
+    ({}, [{"gradient": 1 + 1e-7}] * 2, (3, 3), "as if something computes in float32: judge it with --float32"),
+    ({}, [{"gradient": float("nan")}] * 2, (3, 3), "the gradient of a is NaN or infinite on rank 0"),
+    ({}, [{"clipped": 0.9}] * 2, (3, 3), "the same before clipping, but not after"),
+    # Gradients on which they disagree. The owner of a parameter, or the optimizer, averages later.
+    ({}, [{"gradient": each, **ALL} for each in (3, 4)], (3, 4), "in step 1 a ends otherwise on rank 1"),
+    (
+        {},
+        [{"gradient": each, "rows": [each]} for each in (3, 4)],
+        (3, 4),
+        "of a than other ranks. Nothing averages them",
+    ),
+    ({}, [{"gradient": each} for each in (1, 7)], (2, 2), None),
+    ({}, [{"gradient": each} for each in (8, 7)], (2, 2), None),
+    ({}, [{"gradient": each} for each in (8, 7)], (2.1, 2.1), "is the optimizer's state"),
+    (LOW, [{"gradient": each, **LOW} for each in (8, 7)], (2.01, 2.01), None),
+    (LOW, [{"gradient": each, **LOW} for each in (8, 7)], (2.2, 2.2), "is the optimizer's state"),
     # Adam moves weights nearly alike for other gradients of one sign.
-    ((0.5, 1.5), (2.0, 2.0), LOW, None),
-    ((0.5, 1.5), (2.0, 2.0 + 1e-6), LOW, "rank 1 has another gradient"),
+    (LOW, [{"gradient": each, **LOW} for each in (0.5, 1.5)], (2, 2), None),
+    (LOW, [{"gradient": each, **LOW} for each in (0.5, 1.5)], (2, 2 + 1e-6), "rank 1 has another gradient"),
+    # How far ranks may be apart.
+    ({}, [{}] * 2, (2, 2 + 1e-15), None),
+    ({}, [{"replicated": ["a"]}] * 2, (2, 2 + 1e-15), "rank 1"),
+    (LOW, [LOW] * 2, (2, 2.005), None),
+    (LOW, [LOW] * 2, (2, 2.05), "rank 1"),
+    (LOW, [{"gradient": each, **LOW} for each in (1, 1.0005)], (2, 2.005), None),
+    (LOW, [{"gradient": each, **LOW} for each in (1, 1.05)], (2, 2.05), "rank 1"),
+    # Weights and settings. In low types rounding and Adam make other weights of equal gradients.
+    ({}, [LR] * 2, (3, 3), "the optimizer's lr is 0.2 on rank 0, and 0.1 on one process"),
+    ({}, [LR] * 2, (2, 2), None),
+    (LOW, [{**LOW, **LR}] * 2, (2, 2), "the optimizer's lr is 0.2"),
+    ({}, [{}] * 2, (3, 3), "is the optimizer's state"),
+    ({}, [{}] * 2, (2 + 1e-7, 2 + 1e-7), None),
+    ({}, [{}] * 2, (2 + 1e-5, 2 + 1e-5), "a has moved otherwise since the start"),
+    (LOW, [LOW] * 2, (2.5, 2.5), None),
+    (LOW, [LOW] * 2, (1, 1), "no weight moves"),
+    # The limit of the lowest type.
+    ({}, [{"gradient": 1 + 5e-11}] * 2, (), None),
+    ({}, [{"gradient": 1 + 5e-10}] * 2, (), "in step 1 the gradient of a differs by"),
+    (LOW, [{"gradient": 1.0005, **LOW}] * 2, (), None),
+    (LOW, [{"gradient": 1.005, **LOW}] * 2, (), "in step 1 the gradient of a differs by"),
+    (LOWEST, [{"gradient": 1.05, **LOWEST}] * 2, (), None),
+    (LOWEST, [{"gradient": 1.5, **LOWEST}] * 2, (), "in step 1 the gradient of a differs by"),
+    # The weights after the last step are not known.
+    ({}, [{"gradient": each} for each in (0.5, 1.5)], (), None),
+    ({}, [{"gradient": 0.5, **LR}] * 2, (), None),
+    ({"gradient": float("nan")}, [{}] * 2, (), "the gradient of a is NaN or infinite on one process too"),
 ]
 
 
-@pytest.mark.parametrize(("gradients", "weights", "options", "told"), APART)
-def test_how_far_ranks_may_be_apart(gradients, weights, options, told):
-    ranks = []
-    for gradient, weight in zip(gradients, weights, strict=True):
-        ranks.append([make_step(gradient=gradient, **options), make_step(1, weight, **options)])
-    line, _ = compare([make_step(), make_step(1, 2.0)], ranks)
-    assert told in line if told else line is None
+@pytest.mark.parametrize(("expected", "ranks", "weights", "told"), VERDICTS)
+def test_the_verdict_on_a_step(expected, ranks, weights, told):
+    one, of_ranks = [make_step(**expected)], []
+    for number, options in enumerate(ranks, 1):
+        of_ranks.append([make_step(**{"rows": [number], **options})])
+    if weights:
+        one.append(make_step(1, 2.0, types=expected.get("types", ())))
+        for steps, weight in zip(of_ranks, weights, strict=True):
+            steps.append(make_step(1, weight, rows=[1.0], replicated=steps[0].replicated, types=steps[0].types))
+    line = verdict(one, of_ranks)
+    assert told in line if told else line is None, line
 
 
 def test_weights_are_compared_since_the_step_in_which_they_are_first_seen():
@@ -384,9 +379,9 @@ def test_weights_are_compared_since_the_step_in_which_they_are_first_seen():
             step.weights["b"] = parity.sketch(torch.full((2, 2), weight, dtype=torch.float64))
         return steps
 
-    assert compare(steps(2.0, 3.0), [steps(2.0, 3.0)] * 2)[0] is None
-    assert "begins with other weights than on one process (b" in compare(steps(2.0, 3.0), [steps(2.5, 3.5)] * 2)[0]
-    assert "b has moved otherwise since the start" in compare(steps(2.0, 3.0), [steps(2.0, 3.5)] * 2)[0]
+    assert verdict(steps(2.0, 3.0), [steps(2.0, 3.0)] * 2) is None
+    assert "begins with other weights than on one process (b" in verdict(steps(2.0, 3.0), [steps(2.5, 3.5)] * 2)
+    assert "b has moved otherwise since the start" in verdict(steps(2.0, 3.0), [steps(2.0, 3.5)] * 2)
 
 
 def test_most_of_what_is_trained_must_be_compared(capsys):
@@ -398,93 +393,56 @@ def test_most_of_what_is_trained_must_be_compared(capsys):
     assert "not compared: 1 tensors that the script cuts or names anew, as b" in capsys.readouterr().out
 
 
-def test_a_name_of_a_wrapper_within_the_model_hides_no_parameter():
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(2, 2)
-            self.module = torch.nn.ModuleDict({"layer": torch.nn.Linear(2, 2)})
-
-    recorder = mock.Mock(roots=[Model()], optimizers=[], prefix=lambda root: "")
-    assert len(parity.Recorder.named_params(recorder)) == 4
-
-
-def test_a_factor_is_told_though_the_weights_agree():
-    line = line_about({}, [{"gradient": 0.5}] * 2, weights_of_ranks=2.0)
-    assert line.startswith("in step 1 the gradient of a is 1/2 times")
-    # Another rate makes up for it.
-    assert line_about({}, [{"gradient": 0.5, "lr": "0.2"}] * 2, weights_of_ranks=2.0) is None
-
-
-def test_numbers_and_settings_decide_in_low_types():
-    """Gradients and weights agree."""
-
-    def line_of(number_type, **options):
-        types = [number_type]
-        steps = [make_step(types=types), make_step(1, 2.0, types=types)]
-        return compare(steps, [[make_step(types=types, **options), make_step(1, 2.0, types=types)]])[0]
-
-    for options, part in (({"lr": "0.2"}, "the optimizer's lr is 0.2"), ({"rows": [1.0] * 3}, "batch has 3 samples")):
-        assert part in line_of("float32", **options)
-        assert line_of("float64", **options) is None
-
-
-def test_the_last_step_is_asked_for_its_gradients():
-    assert compare([make_step()], [[make_step(gradient=0.9)]])[0].startswith("in step 1 the samples are the same")
-
-
-@pytest.mark.parametrize("before, is_right", [(1.0, False), (0.5, True)])
-def test_in_the_last_step_only_what_was_averaged_later_before_is_excused(before, is_right):
-    """The gradient of rank 0 is half of what it should be in the last step, and `before` in the steps before."""
-
-    def steps(*gradients):
-        return [make_step(number, 1.0 + number, gradient) for number, gradient in enumerate(gradients)]
-
-    line, *_ = compare(steps(1.0, 1.0, 1.0), [steps(before, before, 0.5), steps(2 - before, 2 - before, 1.5)])
-    assert line is None if is_right else line.startswith("in step 3 rank 1 has another gradient of a")
-
-
-def test_nothing_is_said_of_numbers_that_are_none():
-    nan = make_step(gradient=float("nan"))
-    assert "the gradient of a is NaN or infinite on one process too" in compare([nan], [[nan]])[0]
+def test_a_gradient_that_is_nothing_but_rounding_says_nothing_of_the_weights():
+    one, rank = ([make_step(), make_step(1, weight)] for weight in (2.0, 2.5))
+    for step in (*one, *rank):
+        for name in ("a", "b"):
+            shape, sums, total, _ = step.clipped[name]
+            step.clipped[name] = shape, sums, total, 1e-18
+    assert verdict(one, [rank]) is None
 
 
 def test_the_first_rank_with_other_weights_is_named():
     one = [make_step(0), make_step(1, weight=2.0)]
-    line, *_ = compare(one, [[make_step(0)], [make_step(0, weight=1.5)]])
+    line = verdict(one, [[make_step(0)], [make_step(0, weight=1.5)]])
     assert line.startswith("the first step begins with other weights on rank 1 than on other ranks (a)")
 
 
-@pytest.mark.parametrize(
-    ("halves", "part"), [((1.0, 1.0), None), ((1.0, 2.0), "which is cut)"), ((2.0, 2.0), "which is cut)")]
-)
+@pytest.mark.parametrize(("halves", "part"), [((1, 1), None), ((1, 2), "which is cut)"), ((2, 2), "which is cut)")])
 def test_parts_that_a_script_cuts_must_begin_as_parts_of_the_whole(halves, part):
     """They have another shape on several processes, and each rank has another one."""
     one, first, second = make_step(), make_step(), make_step()
     for step, number in ((first, halves[0]), (second, halves[1])):
-        step.weights["b"] = parity.sketch(torch.full((1, 2), number, dtype=torch.float64))
-    line = compare([one], [[first], [second]])[0]
+        step.weights["b"] = parity.sketch(torch.full((1, 2), float(number), dtype=torch.float64))
+    line = verdict([one], [[first], [second]])
     assert part in line if part else line is None
+
+
+def run_of(one, *ranks):
+    """What a cause is asked with: the gradients differ in the first step."""
+    for step in ranks:
+        step.gradients = make_step(gradient=0.9).gradients
+    return parity.Difference(1, "gradients", "a", 0.1), [one], [[step] for step in ranks]
 
 
 def test_arguments_of_other_names_are_compared_by_place():
     one, other = make_step(), make_step(rows=[1.0, 2.0, 3.0])
     other.inputs = {"batch": other.inputs["x"], "number": parity.rows_of(None)}
-    assert [line for line in parity.other_samples(one, [other]) if "has 3 samples, and 2" in line]
+    assert "has 3 samples, and 2" in parity_why.number_of_samples(*run_of(one, other))
 
 
 def test_what_is_known_of_random_draws():
     one, first, second = make_step(), make_step(rows=[7.0]), make_step(rows=[8.0])
-    one.draws = {"torch.initial_seed()": 0, "the DataLoader's sampler": "RandomSampler"}
-    first.draws = {"torch.initial_seed()": 0, "the DataLoader's sampler": "DistributedSampler"}
-    second.draws = first.draws | {"torch.initial_seed()": 1}
-    line = next(parity.other_samples(one, [first, second]))
+    one.clues = {"torch.initial_seed()": 0, "the DataLoader's sampler": "RandomSampler"}
+    first.clues = {"torch.initial_seed()": 0, "the DataLoader's sampler": "DistributedSampler"}
+    second.clues = first.clues | {"torch.initial_seed()": 1}
+    line = parity_why.other_samples(*run_of(one, first, second))
     assert "torch.initial_seed() is 0 and 1 on the ranks, and 0 on one process. And the DataLoader's sampler is" in line
 
 
 def test_a_sketch_sees_one_number_and_an_exchange():
     tensor = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    _, expected, _ = parity.sketch(tensor)
+    _, expected, *_ = parity.sketch(tensor)
 
     def distance(other):
         return parity.distances({"a": expected}, {"a": parity.sketch(other)[1]})["a"]
@@ -494,8 +452,8 @@ def test_a_sketch_sees_one_number_and_an_exchange():
     exchanged = tensor.clone()
     exchanged[[3, 3 + 64]] = tensor[[3 + 64, 3]]  # in the same sum
     for each in (other, exchanged, -tensor):
-        assert distance(each) > parity.ALLOWED
-    assert distance(tensor * (1 + 1e-12)) < parity.ALLOWED
+        assert distance(each) > 1e-10
+    assert distance(tensor * (1 + 1e-12)) < 1e-10
     imaginary = torch.complex(torch.ones(3), torch.ones(3))
     assert not parity.sketch(imaginary)[1].equal(parity.sketch(imaginary.conj().resolve_conj())[1])
 
@@ -510,9 +468,9 @@ def test_padding_at_the_ends_of_rows_changes_nothing():
             return parity.rows_of(together)[0]
 
         together = torch.cat([padded(rows[::2]), padded(rows[1::2])])
-        assert parity.is_same(padded(rows), together)
+        assert parity_why.is_same(padded(rows), together)
         rows[0][0] += 1
-        assert not parity.is_same(padded(rows), together)
+        assert not parity_why.is_same(padded(rows), together)
         rows[0][0] -= 1
 
 
@@ -549,18 +507,16 @@ def test_the_scripts_own_options_stay_with_it():
     assert (args.nproc, args.steps, args.args) == (3, 5, ["--steps", "7", "other.py"])
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        (
-            "Resize: 32\n[rank1]: Traceback (most recent call last):\n[rank1]:   File\n[rank1]: ValueError: odd\n",
-            "ValueError: odd",
-        ),
-        ("Traceback (most recent call last):\n  File\nKeyError: 1\nframe #0: c10\n10%|#  | 1/8", "KeyError: 1"),
-        ("usage: train.py\ntrain.py: error: --data is needed\n\n", "train.py: error: --data is needed"),
-        ("", ""),
-    ],
-)
+TRACEBACK = "Traceback (most recent call last):\n"
+LOGS = [  # what a script prints, and the line that says why it ends
+    (f"Resize: 32\n[rank1]: {TRACEBACK}[rank1]:   File\n[rank1]: ValueError: odd\n", "ValueError: odd"),
+    (f'{TRACEBACK}  File "/a/train.py", line 7\n    f()\nKeyError: 1\nframe #0\n1%|#', "KeyError: 1 (train.py:7)"),
+    ("usage: train.py\ntrain.py: error: --data is needed\n\n", "train.py: error: --data is needed"),
+    ("", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "line"), LOGS)
 def test_the_line_that_says_why_a_script_ends(text, line, tmp_path):
     (tmp_path / "log").write_text(text)
     assert parity.last_line(tmp_path / "log") == line
@@ -568,9 +524,7 @@ def test_the_line_that_says_why_a_script_ends(text, line, tmp_path):
 
 def test_the_rank_that_was_silent_first_has_failed_first(tmp_path):
     logs = []
-    for rank, text in enumerate(
-        ("RuntimeError: Connection closed by peer", "Traceback (most recent call last):\nKeyError: 1")
-    ):
+    for rank, text in enumerate(("RuntimeError: Connection closed by peer", f"{TRACEBACK}KeyError: 1")):
         logs.append(Path(tmp_path, f"printed {rank}"))
         logs[rank].write_text(text)
         os.utime(logs[rank], (0, 10 - rank))

@@ -27,7 +27,7 @@ HELPERS = (
     "checkpoint_sharded",
     "spawn",
 )
-ALL_HELPERS = {*HELPERS, "llm_documents", "llm_hub", "tracking", "watch"}
+ALL_HELPERS = {*HELPERS, "llm_documents", "llm_hub", "parity_why", "tracking", "watch"}
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem not in ALL_HELPERS)
 PUBLIC = {
     *("DistributedError", "is_launched", "get_rank", "get_local_rank", "get_world_size", "is_primary", "print_primary"),
