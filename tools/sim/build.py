@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 FOLDER = HERE.parent.parent / ".sim"
 VERSION = "2.14"
 ENTRY_POINT = "[torch.backends]\nsim = simgpu:autoload\n"  # `import torch` calls it
-FLAGS = "-std=c++20 -O1 -fPIC -fvisibility=hidden -w -DUSE_DISTRIBUTED -DUSE_C10D_GLOO -DTORCH_EXTENSION_NAME=_C"
+FLAGS = "-std=c++20 -O1 -fPIC -fvisibility=hidden -DUSE_DISTRIBUTED -DUSE_C10D_GLOO -DTORCH_EXTENSION_NAME=_C"
 
 
 def why_not():

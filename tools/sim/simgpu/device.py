@@ -49,9 +49,12 @@ def get_device_properties(device=None):
     return types.SimpleNamespace(name="simulated", total_memory=total, major=9, minor=0, multi_processor_count=1)
 
 
+SYNC_DEBUG_MODES = ("default", "warn", "error")
+
+
 def set_sync_debug_mode(mode):
-    """With "error" an operation that makes the host wait raises."""
-    _C.raise_on_wait(mode in (2, "error"))
+    """What happens when an operation makes the host wait: nothing, a warning or an error, as in torch.cuda."""
+    _C.set_sync_debug_mode(mode if isinstance(mode, int) else SYNC_DEBUG_MODES.index(mode))
 
 
 # ---- streams and events ---------------------------------------------------------------------------------------------
@@ -141,10 +144,10 @@ def module():
         current_device=_C.current_device,
         device_count=_C.device_count,
         is_available=lambda: _C.device_count() > 0,
-        is_initialized=lambda: True,
-        init=lambda: None,
-        _lazy_init=lambda: None,
-        _is_in_bad_fork=lambda: False,  # the allocator notices a fork
+        is_initialized=_C.is_used,
+        init=_C.use,
+        _lazy_init=_C.use,
+        _is_in_bad_fork=lambda: False,  # what uses a device notices a fork
         get_device_name=lambda device=None: "simulated",
         get_device_capability=lambda device=None: (9, 0),
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
