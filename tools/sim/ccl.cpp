@@ -130,11 +130,19 @@ struct Group final : c10d::Backend {
     auto kept = std::exchange(coalesced, {});
     return c10::make_intrusive<SimWork>(rank_, OpType::COALESCED, stream_on(device), kept, Tensors{});
   }
+  // n collectives with one work, also as a part of a longer list.
+  template <class Start> WorkPtr coalesce(size_t n, Start start) {
+    bool is_part = coalesces;
+    if (!is_part) startCoalescing();
+    WorkPtr last;
+    for (size_t i = 0; i < n; ++i) last = start(i);
+    return is_part ? last : endCoalescing();
+  }
 
   // ---- what all collectives do ----
 
   // Refuse what NCCL refuses. `op` is nullptr where nothing is reduced.
-  c10::Device check(OpType type, const Tensors& inputs, const Tensors& outputs, const c10d::ReduceOp* op, bool is_p2p) {
+  c10::Device check(const Tensors& inputs, const Tensors& outputs, const c10d::ReduceOp* op, bool is_p2p) {
     // NCCL's, in torch's NCCLUtils.hpp
     static const std::set<at::ScalarType> types{
         at::kChar, at::kByte, at::kFloat, at::kDouble, at::kInt, at::kLong, at::kHalf, at::kBool, at::kBFloat16,
@@ -149,8 +157,7 @@ struct Group final : c10d::Backend {
       TORCH_CHECK(t.device() == device, "simccl: tensors of several devices");
       bool is_packed = is_p2p ? t.is_non_overlapping_and_dense() : t.is_contiguous(t.suggest_memory_format());
       TORCH_CHECK_VALUE(is_packed, "simccl: Tensors must be contiguous");
-      auto& other = all[type == OpType::COALESCED ? i % inputs.size() : 0];
-      TORCH_CHECK_TYPE(t.dtype() == other.dtype(), "simccl: Tensors must have one type, not ", other.dtype(), " and ",
+      TORCH_CHECK_TYPE(t.dtype() == all[0].dtype(), "simccl: Tensors must have one type, not ", all[0].dtype(), " and ",
                        t.dtype());
       bool is_bad = !types.count(t.scalar_type()) || (op && at::isFloat8Type(t.scalar_type()));
       TORCH_CHECK(!is_bad, "simccl: no support for ", t.scalar_type());
@@ -169,13 +176,14 @@ struct Group final : c10d::Backend {
     char host[256] = "";
     gethostname(host, sizeof(host) - 1);
     int64_t node = std::hash<std::string>()(c10::str(host, setting("GROUP_RANK", 0)));
-    auto own = at::tensor({node, int64_t(device)}, at::kLong), all = at::empty({size_, 2}, at::kLong);
+    auto own = at::tensor({node, int64_t(device)}, at::kLong), all = at::empty({2 * size_}, at::kLong);
     c10d::AllgatherOptions o;
     o.timeout = options->timeout;
     gloo->_allgather_base(all, own, o)->wait();
     for (int i = 0; i < size_; ++i)
-      TORCH_CHECK_WITH(DistBackendError, i == rank_ || !at::equal(all[i], own), "simccl: Duplicate GPU detected : rank ",
-                       rank_, " and rank ", i, " both on sim:", int(device), ": is set_device missing?");
+      TORCH_CHECK_WITH(DistBackendError, i == rank_ || !at::equal(all.narrow(0, 2 * i, 2), own),
+                       "simccl: Duplicate GPU detected : rank ", rank_, " and rank ", i, " both on sim:", int(device),
+                       ": is set_device missing?");
   }
   // As NCCL's: pairs of ranks have streams of their own, but not in a batch.
   c10::Stream stream_on(c10::Device device, int peer = kAll) {
@@ -194,7 +202,7 @@ struct Group final : c10d::Backend {
     for (auto* tensors : {&inputs, &outputs})
       for (auto& t : *tensors)
         if (t.is_complex()) t = at::view_as_real(t);
-    auto device = check(type, inputs, outputs, op, peer != kAll);
+    auto device = check(inputs, outputs, op, peer != kAll);
     if (peer == kAll) meet(device.index());
     auto stream = stream_on(device, peer), current = current_stream(device.index());
     wait(stream, record(current));
@@ -251,24 +259,19 @@ struct Group final : c10d::Backend {
   static Finish until(WorkPtr work) { return [work] { work->wait(); }; }
   static Finish until(std::vector<WorkPtr> works) { return [works] { for (auto& w : works) w->wait(); }; }
 
-  WorkPtr reduce_all(Tensors& tensors, c10d::ReduceOp op, Milliseconds timeout) {
-    return run(OpType::ALLREDUCE, tensors, tensors, [&](Tensors in, Tensors out) {
-      c10d::AllreduceOptions opts;
-      opts.reduceOp = before(op, in);
-      opts.timeout = timeout;
-      std::vector<WorkPtr> works;
-      for (size_t i = 0; i < in.size(); ++i) {
-        Tensors one{flat(out[i]).copy_(flat(in[i]))};
-        works.push_back(gloo->allreduce(one, opts));
-      }
-      return [this, op, out, wait = until(works)]() mutable { wait(); for (auto& t : out) after(op, t); };
-    }, &op);
-  }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) override {
-    return reduce_all(tensors, o.reduceOp, o.timeout);
+    return run(OpType::ALLREDUCE, tensors, tensors, [&](Tensors in, Tensors out) {
+      auto opts = o;
+      opts.reduceOp = before(o.reduceOp, in);
+      Tensors one{flat(out[0]).copy_(flat(in[0]))};
+      return [this, op = o.reduceOp, out, wait = until(gloo->allreduce(one, opts))] { wait(); after(op, out[0]); };
+    }, &o.reduceOp);
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) override {
-    return reduce_all(tensors, o.reduceOp, o.timeout);
+    return coalesce(tensors.size(), [&](size_t i) {
+      Tensors one{tensors[i]};
+      return allreduce(one, o);
+    });
   }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) override {
     return run(OpType::BROADCAST, tensors, tensors, [&](Tensors in, Tensors out) {
@@ -297,10 +300,6 @@ struct Group final : c10d::Backend {
       return reduce_to(o.rootRank, in, out, o.reduceOp, o.timeout);
     }, &o.reduceOp);
   }
-  Finish gather_all(const Tensor& in, const Tensor& out, const c10d::AllgatherOptions& o) {
-    auto from = bytes(in), to = bytes(out);
-    return until(gloo->_allgather_base(to, from, o));
-  }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) override {
     return run(OpType::ALLGATHER, inputs, outputs.at(0), [&](Tensors in, Tensors out) {
       c10d::BroadcastOptions opts;
@@ -317,23 +316,13 @@ struct Group final : c10d::Backend {
   }
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& o) override {
     TORCH_CHECK(output.numel() == input.numel() * size_, "simccl: output must hold world size times the input");
-    auto start = [&](Tensors in, Tensors out) { return gather_all(in[0], out[0], o); };
-    return run(OpType::_ALLGATHER_BASE, {input}, {output}, start);
-  }
-  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) override {
-    return run(OpType::COALESCED, inputs, outputs, [&](Tensors in, Tensors out) {
-      std::vector<Finish> waits;
-      for (size_t i = 0; i < in.size(); ++i) waits.push_back(gather_all(in[i], out[i], o));
-      return [waits] { for (auto& wait : waits) wait(); };
+    return run(OpType::_ALLGATHER_BASE, {input}, {output}, [&](Tensors in, Tensors out) {
+      auto from = bytes(in[0]), to = bytes(out[0]);
+      return until(gloo->_allgather_base(to, from, o));
     });
   }
-  Finish scatter_sum(const Tensor& whole, const Tensor& out, const c10d::ReduceScatterOptions& o) {
-    Tensors from{whole};
-    auto opts = o;
-    opts.reduceOp = before(o.reduceOp, from);
-    auto to = flat(out);
-    auto wait = until(gloo->_reduce_scatter_base(to, from[0], opts));
-    return [this, op = o.reduceOp, out, from, wait]() mutable { wait(); after(op, out); };
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) override {
+    return coalesce(inputs.size(), [&](size_t i) { return _allgather_base(outputs[i], inputs[i], o); });
   }
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& o) override {
     TORCH_CHECK(outputs.at(0).numel() == inputs.at(0).at(rank_).numel(), "simccl: output must hold this rank's input");
@@ -343,19 +332,19 @@ struct Group final : c10d::Backend {
   }
   WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& o) override {
     TORCH_CHECK(input.numel() == output.numel() * size_, "simccl: input must hold world size times the output");
-    auto start = [&](Tensors in, Tensors out) { return scatter_sum(flat(in[0]), out[0], o); };
-    return run(OpType::_REDUCE_SCATTER_BASE, {input}, {output}, start, &o.reduceOp);
+    return run(OpType::_REDUCE_SCATTER_BASE, {input}, {output}, [&](Tensors in, Tensors out) {
+      auto opts = o;
+      opts.reduceOp = before(o.reduceOp, in);
+      auto from = flat(in[0]), to = flat(out[0]);
+      return [this, op = o.reduceOp, out, wait = until(gloo->_reduce_scatter_base(to, from, opts))] {
+        wait();
+        after(op, out[0]);
+      };
+    }, &o.reduceOp);
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& o) override {
-    return run(OpType::COALESCED, inputs, outputs, [&](Tensors in, Tensors out) {
-      std::vector<Finish> waits;
-      for (size_t i = 0; i < in.size(); ++i) waits.push_back(scatter_sum(flat(in[i]), out[i], o));
-      return [waits] { for (auto& wait : waits) wait(); };
-    }, &o.reduceOp);
-  }
-  Finish exchange(Tensor from, Tensor to, Sizes from_sizes, Sizes to_sizes, const c10d::AllToAllOptions& o) {
-    return [to, from, wait = until(gloo->alltoall_base(to, from, to_sizes, from_sizes, o))] { wait(); };
+    return coalesce(inputs.size(), [&](size_t i) { return _reduce_scatter_base(outputs[i], inputs[i], o); });
   }
   WorkPtr alltoall_base(Tensor& output, Tensor& input, Sizes& to_sizes, Sizes& from_sizes,
                         const c10d::AllToAllOptions& o) override {
@@ -366,7 +355,9 @@ struct Group final : c10d::Backend {
         for (int i = 0; i < size_; ++i) sizes.push_back(rows.empty() ? all / size_ : rows[i] * row);
         return sizes;
       };
-      return exchange(bytes(in[0]), bytes(out[0]), in_bytes(in[0], from_sizes), in_bytes(out[0], to_sizes), o);
+      auto from = bytes(in[0]), to = bytes(out[0]);
+      auto from_bytes = in_bytes(in[0], from_sizes), to_bytes = in_bytes(out[0], to_sizes);
+      return until(gloo->alltoall_base(to, from, to_bytes, from_bytes, o));
     });
   }
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& o) override {
@@ -375,11 +366,14 @@ struct Group final : c10d::Backend {
       for (auto& t : in) from_sizes.push_back(bytes(t).numel());
       for (auto& t : out) to_sizes.push_back(bytes(t).numel());
       auto from = at::cat(bytes(in)), to = at::empty_like(at::cat(bytes(out)));
-      auto wait = exchange(from, to, from_sizes, to_sizes, o);
-      return [wait, to, to_sizes, out] {
+      auto wait = until(gloo->alltoall_base(to, from, to_sizes, from_sizes, o));
+      return [wait, to, out] {
         wait();
-        auto parts = to.split_with_sizes(to_sizes);
-        for (size_t i = 0; i < out.size(); ++i) bytes(out[i]).copy_(parts[i]);
+        int64_t done = 0;
+        for (auto& part : bytes(out)) {
+          part.copy_(to.narrow(0, done, part.numel()));
+          done += part.numel();
+        }
       };
     });
   }

@@ -114,23 +114,13 @@ static Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 
 // ---- all other operators ----
 
-// CUDA's kernels take tensors of the CPU here.
-static const std::unordered_set<std::string> takes_cpu = {
-    "aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index",
-    "aten::_unsafe_index_put", "aten::_pack_padded_sequence", "aten::tensor_split"};
+// CUDA's kernels take tensors of the CPU here, and as indices.
+static const std::unordered_set<std::string> takes_cpu = {"aten::_pack_padded_sequence", "aten::tensor_split"};
 // The host waits in CUDA: for the shape of the result, for bounds, or to look for an error.
 static const std::unordered_set<std::string> waits = {
     "aten::bincount", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
     "aten::unique_consecutive", "aten::repeat_interleave", "aten::multinomial", "aten::histc", "aten::_ctc_loss",
     "aten::_linalg_check_errors", "aten::_linalg_svd", "aten::_linalg_eigh", "aten::linalg_eig", "aten::linalg_lstsq"};
-
-static Tensor from_kernel(const Tensor& made, Device device, const std::string& name) {
-  if (!made.defined()) return made;
-  auto result = empty_strided(made.sizes(), made.strides(), made.scalar_type(), {}, device, {});
-  on_cpu(result).copy_(made);
-  launch(current_stream(device.index()), {{result, true}}, name);
-  return result;
-}
 
 // A call of an operator, with its arguments on the stack.
 struct Call {
@@ -154,7 +144,7 @@ struct Call {
     auto* info = schema.arguments()[i].alias_info();
     return info && info->isWrite();
   }
-  template <class F> void each_tensor(F f) {  // f(tensor, whether it is written)
+  template <class F> void each_tensor(F f, bool with_indices = true) {  // f(tensor, whether it is written)
     for (size_t i = 0; i < n; ++i) {
       auto& value = argument(i);
       if (value.isTensor()) {
@@ -162,7 +152,7 @@ struct Call {
       } else if (value.isTensorList()) {
         for (const Tensor& t : value.toTensorVector())
           if (t.defined()) f(t, is_written(i));
-      } else if (value.isOptionalTensorList()) {
+      } else if (value.isOptionalTensorList() && with_indices) {
         for (const optional<Tensor>& t : value.toOptionalTensorVector())
           if (t && t->defined()) f(*t, is_written(i));
       }
@@ -197,7 +187,7 @@ struct Call {
     each_tensor([&](const Tensor& t, bool is_written) {
       bool is_bad = t.device().is_cpu() && (t.dim() > 0 || is_written) && !takes_cpu.count(schema.name());
       TORCH_CHECK(!is_bad, line, *device, " and cpu! (", op.operator_name(), ")");
-    });
+    }, false);
   }
   void launch_on(Stream stream) {
     bool is_view = false;  // it touches no memory
@@ -280,7 +270,9 @@ struct Call {
       if (made.is_neg()) view._set_neg(true);
       return view;
     }
-    auto result = from_kernel(made, *device, schema.name());
+    auto result = empty_strided(made.sizes(), made.strides(), made.scalar_type(), {}, device, {});
+    on_cpu(result).copy_(made);
+    launch(current_stream(device->index()), {{result, true}}, schema.name());
     if (made.unsafeGetTensorImpl()->is_wrapped_number()) result.unsafeGetTensorImpl()->set_wrapped_number(true);
     return result;
   }
@@ -320,38 +312,18 @@ static Tensor maybe_on_cpu(const Tensor& t) { return is_sim(t) ? on_cpu(t) : t; 
 static optional<Tensor> maybe_on_cpu(const optional<Tensor>& t) {
   return t && t->defined() ? optional<Tensor>(maybe_on_cpu(*t)) : std::nullopt;
 }
-static void check_devices(const Tensor& a, const Tensor& b) {
-  TORCH_CHECK(a.device() == b.device(), "Expected all tensors to be on the same device, but found at least two ",
-              "devices, ", a.device(), " and ", b.device(), "! (convolution)");
+static c10::OperatorHandle named(const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); }
+static void convolution(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  static auto op = named("aten::convolution");
+  fallback(op, stack);
 }
-static Tensor convolution(const Tensor& input, const Tensor& weight, const optional<Tensor>& bias, IntArrayRef stride,
-                          IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
-                          int64_t groups) {
-  check_devices(input, weight);
-  std::vector<Use> uses{{input, false}, {weight, false}};
-  if (bias && bias->defined()) {
-    check_devices(input, *bias);
-    uses.push_back({*bias, false});
-  }
-  auto stream = current_stream(input.device().index());
-  launch(stream, uses, "aten::convolution");
-  drain(stream);
-  auto made = at::convolution(on_cpu(input), on_cpu(weight), maybe_on_cpu(bias), stride, padding, dilation, transposed,
-                              output_padding, groups);
-  return from_kernel(made, input.device(), "aten::convolution");
-}
-static std::tuple<Tensor, Tensor, Tensor> convolution_backward(
-    const Tensor& grad, const Tensor& input, const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
-    IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
-  const char* name = "aten::convolution_backward";
-  auto stream = current_stream(input.device().index());
-  launch(stream, {{grad, false}, {input, false}, {weight, false}}, name);
-  drain(stream);
-  std::vector<int64_t> bias_sizes{transposed ? weight.size(1) * groups : weight.size(0)};
-  auto [a, b, c] = at::convolution_backward(on_cpu(grad), on_cpu(input), on_cpu(weight), bias_sizes, stride, padding,
-                                            dilation, transposed, output_padding, groups, mask);
-  auto device = input.device();
-  return {from_kernel(a, device, name), from_kernel(b, device, name), from_kernel(c, device, name)};
+static void convolution_backward(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  static auto op = named("aten::convolution_backward");
+  auto end = stack->end();  // gradient, input, weight, stride, padding, dilation, transposed, padding, groups, mask
+  const Tensor& weight = (end - 8)->toTensor();
+  std::vector<int64_t> bias_sizes{(end - 4)->toBool() ? weight.size(1) * (end - 2)->toInt() : weight.size(0)};
+  stack->insert(end - 7, IValue(bias_sizes));
+  fallback(op, stack);
 }
 static int64_t attention_choice(const Tensor& q, const Tensor& k, const Tensor& v, const optional<Tensor>& mask,
                                 double p, bool is_causal, optional<double> scale, bool gqa) {
@@ -375,8 +347,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", can_become);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
-  m.impl("convolution_overrideable", convolution);
-  m.impl("convolution_backward_overrideable", convolution_backward);
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   // torch would give it an output of the wrong shape for its kernel to resize, which warns.
   m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
