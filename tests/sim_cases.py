@@ -2,7 +2,7 @@
 
     SIM_DEVICES=2 python -m tests.sim_cases one      # those of one process
     SIM_DEVICES=2 python -m tests.sim_cases ranks    # those of two ranks
-    SIM_DEVICES=2 python -m tests.sim_cases late     # a rank that does not come; also `killed` and `watched`
+    SIM_DEVICES=2 python -m tests.sim_cases late     # ranks that fail; also `killed`, `watched`, `one_device`
 
 `one` and `ranks` print a dict in JSON for each rank: by name, the error of each case or None.
 """
@@ -22,6 +22,9 @@ import warnings
 import torch
 import torch.distributed as torch_dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -74,75 +77,57 @@ def check(tensor, expected):
 # ---- mistakes with devices ------------------------------------------------------------------------------------------
 
 
-@mistake(f"{DEVICES}.*sim:0 and sim:1")
-def tensors_of_two_devices():
-    ones(3) + ones(3, on="sim:1")
+def among_others(function):
+    """`function` of a device's matrix, its rows 0 and 1, and the same on the CPU."""
+    rows = torch.tensor([0, 1])
+    return lambda: function(ones(4, 4), rows.to(device()), torch.ones(4, 4), rows)
 
 
-@mistake(f"{DEVICES}.*cpu")
-def a_device_and_the_cpu():
-    ones(3) * torch.ones(3)
+for name, function in {
+    "add": lambda x, rows, c, c_rows: x + c,
+    "linear": lambda x, rows, c, c_rows: F.linear(x, c),
+    "a model": lambda x, rows, c, c_rows: nn.Linear(4, 2)(x),
+    "a bias": lambda x, rows, c, c_rows: F.conv1d(x[None, :1], x[:1, None, :1], c[0, :1]),
+    "a normalization": lambda x, rows, c, c_rows: F.layer_norm(x, (4,), c[0], c[0]),
+    "token ids": lambda x, rows, c, c_rows: F.embedding(c_rows, x),
+    "labels": lambda x, rows, c, c_rows: F.cross_entropy(x, torch.zeros(4, dtype=torch.long)),
+    "a mask": lambda x, rows, c, c_rows: x.masked_fill(c > 0, 0.0),
+    "a mask of attention": lambda x, rows, c, c_rows: F.scaled_dot_product_attention(*[x[None, None]] * 3, c > 0),
+    "keys": lambda x, rows, c, c_rows: F.scaled_dot_product_attention(x[None, None], c[None, None], x[None, None]),
+    "one in cat": lambda x, rows, c, c_rows: torch.cat([x, c]),
+    "out": lambda x, rows, c, c_rows: torch.add(x, 1, out=torch.empty(4, 4)),
+    "rows written by index": lambda x, rows, c, c_rows: x.__setitem__(rows, c[:2]),
+    "indices of index_select": lambda x, rows, c, c_rows: x.index_select(0, c_rows),
+    "indices of gather": lambda x, rows, c, c_rows: x.gather(0, c_rows[:, None]),
+    "a loss": lambda x, rows, c, c_rows: F.mse_loss(x, c),
+    "a foreach": lambda x, rows, c, c_rows: torch._foreach_add_([x], [c]),
+    "a number that is written": lambda x, rows, c, c_rows: c[0].add_(x[0]),
+}.items():
+    MISTAKES[f"on the cpu: {name}"] = (among_others(function), "device")
 
+for words, function in {
+    f"{DEVICES}.*sim:0 and sim:1": lambda: ones(3) + ones(3, on="sim:1"),
+    f"{DEVICES}.*two devices, sim:0 and sim:1.*convolution": lambda: F.conv2d(
+        ones(1, 1, 4, 4), ones(1, 1, 2, 2, on="sim:1")
+    ),
+    "indices should be either on cpu or on the same device": lambda: torch.ones(3)[torch.zeros(1).long().to("sim")],
+    "can't convert sim:0 device type tensor to numpy": lambda: ones(2).numpy(),
+    "Expected a 'sim' device type for generator": lambda: torch.rand(2, device="sim", generator=torch.Generator()),
+    "invalid device ordinal 2": lambda: ones(1, on="sim:2"),
+    "sim out of memory. Tried to allocate": lambda: torch.empty(2**40, device=device()),
+    "RNG state is wrong size": lambda: torch.sim.set_rng_state(torch.get_rng_state()),
+    "written-to tensor refer to a single memory": lambda: (lambda x: x[1:].copy_(x[:-1]))(ones(3)),
+}.items():
+    MISTAKES[words] = (function, words)
 
-@mistake(DEVICES)
-def a_model_that_stays_on_the_cpu():
-    nn.Linear(2, 2)(ones(1, 2))
-
-
-@mistake(DEVICES)
-def token_ids_on_the_cpu():
-    nn.Embedding(4, 2, device=device())(torch.tensor([1]))
-
-
-@mistake(DEVICES)
-def a_mask_made_on_the_cpu():
-    ones(3, 3).masked_fill(torch.ones(3, 3, dtype=torch.bool), 0.0)
-
-
-@mistake(DEVICES)
-def a_cpu_tensor_in_cat():
-    torch.cat([ones(2), torch.ones(2)])
-
-
-@mistake(DEVICES)
-def a_result_on_the_cpu():
-    torch.add(ones(2), 1, out=torch.empty(2))
-
-
-@mistake("indices should be either on cpu or on the same device")
-def a_cpu_tensor_indexed_by_the_device():
-    torch.ones(3)[torch.tensor([0, 1], device=device())]
-
-
-@mistake("two devices")
-def a_convolution_of_two_devices():
-    F.conv2d(ones(1, 1, 4, 4), ones(1, 1, 2, 2, on="sim:1"))
-
-
-@mistake("can't convert sim:0 device type tensor to numpy")
-def numpy_of_a_device():
-    ones(2).numpy()
-
-
-@mistake("Expected a 'sim' device type for generator")
-def a_generator_of_the_cpu():
-    torch.rand(2, device=device(), generator=torch.Generator())
-
-
-@mistake("invalid device ordinal 2")
-def a_device_that_is_not_there():
-    ones(1, on="sim:2")
-
-
-@mistake("sim out of memory. Tried to allocate")
-def more_memory_than_there_is():
-    torch.empty(2**40, device=device())
-
-
-@mistake("Cannot re-initialize sim in forked subprocess")
-def a_device_in_a_forked_process():
-    ones(1)
-    in_child(lambda: ones(1))
+FORKED = "Cannot re-initialize sim in forked subprocess"
+for name, function in {
+    "allocated": lambda x: ones(1),
+    "written": lambda x: x.add_(1),
+    "read": lambda x: x.item(),
+}.items():
+    MISTAKES[f"after a fork: {name}"] = (lambda function=function: in_child(function, ones(1)), FORKED)
+MISTAKES["after a fork: stacked by a loader"] = (lambda: list(DataLoader([ones(())], num_workers=1)), FORKED)
 
 
 @mistake("SIGSEGV: sim: the host touches memory of sim:0")
@@ -225,26 +210,81 @@ def a_prefetched_batch_used_too_early():
     x + 1
 
 
-@mistake("SIGSEGV: sim race: the host writes pinned memory that copy_ on stream 0 of sim:0 reads")
-def a_pinned_buffer_refilled_too_early():
-    staging = torch.ones(3).pin_memory()
-    staging.to(device(), non_blocking=True).sum()  # it runs, but the host has not waited
-    in_child(lambda: staging.fill_(2))
+def pinned(*shape):
+    return torch.ones(*shape).pin_memory()
 
 
-@mistake("the host writes pinned memory that copy_ on stream 0 of sim:0 reads")
-def a_slot_of_a_pinned_buffer_refilled_too_early():
-    staging = torch.ones(2, 3).pin_memory()
-    x = staging[0].to(device(), non_blocking=True)
-    staging[0] = 2
-    x.sum()
+def refilled(source, *to, kernel=False):
+    """The host refills what is copied, before it has waited."""
+    y = source.to(device(), *to, non_blocking=True)
+    if kernel:
+        y.sum()  # the copy runs, but the host has not waited
+    if source.data_ptr() % 4096 == 0 and source.nbytes == source.untyped_storage().nbytes():
+        in_child(source.fill_, 5)
+    source.fill_(5)
+    torch.accelerator.synchronize()
 
 
-@mistake("SIGSEGV: sim race: the host touches pinned memory that copy_ on stream 0 of sim:0 writes")
-def a_copy_read_by_the_host_too_early():
-    x = ones(3).to("cpu", non_blocking=True)
+def read_early(target, x):
+    """The host reads what a copy is to fill, before it has waited."""
+    target = x.to("cpu", target, non_blocking=True) if isinstance(target, torch.dtype) else target.copy_(x, True)
     ones(3).sum()  # the copy runs, but the host has not waited
-    in_child(x.tolist)
+    in_child(target.tolist)
+
+
+def refilled_ring():
+    ring, total = pinned(2, 100), torch.zeros((), device=device())
+    for i in range(6):
+        ring[i % 2].fill_(i)
+        total += ring[i % 2].to(device(), non_blocking=True).sum()
+    total.item()
+
+
+WRITES = "race: the host writes pinned memory that copy_ on stream 0 of sim:0 reads.*sim_cases.py:.* in refilled"
+TOUCHES = "SIGSEGV: sim race: the host touches pinned memory that copy_ on stream 0 of sim:0 writes.*sim_cases.py:"
+for name, (function, words) in {
+    "a buffer": (lambda: refilled(pinned(100)), f"SIGSEGV: sim {WRITES}"),
+    "a buffer after a kernel": (lambda: refilled(pinned(100), kernel=True), f"SIGSEGV: sim {WRITES}"),
+    "a buffer that is converted": (lambda: refilled(pinned(100), torch.bfloat16), f"SIGSEGV: sim {WRITES}"),
+    "a slot": (lambda: refilled(pinned(2, 100)[0]), WRITES),
+    "a slot after a kernel": (lambda: refilled(pinned(2, 100)[0], kernel=True), WRITES),
+    "a ring": (refilled_ring, WRITES),
+    "a copy": (lambda: read_early(pinned(100), ones(100)), TOUCHES),
+    "a converted copy": (lambda: read_early(pinned(100), ones(100).bfloat16()), TOUCHES),
+    "a copy by `to`": (lambda: read_early(torch.float32, ones(100).bfloat16()), TOUCHES),
+    "a transposed copy": (lambda: read_early(pinned(3, 2), ones(2, 3).t()), TOUCHES),
+    "a large slot": (lambda: read_early(pinned(2, 4096)[1], ones(4096)), TOUCHES),
+}.items():
+    MISTAKES[f"too early: {name}"] = (function, words)
+
+
+@mistake("SIGSEGV: sim race: the host touches")
+def an_event_recorded_before_the_copy():
+    x = ones(100)
+    event = main_stream().record_event()
+    y = x.to("cpu", non_blocking=True)
+    event.synchronize()
+    in_child(y.tolist)
+
+
+@mistake("aten::resize_ on stream 0|resize_ on stream 0 .* aten::fill_ on stream")
+def a_tensor_resized_while_a_side_stream_writes_it():
+    side, x = side_stream(), torch.zeros(10, device=device())
+    side.wait_stream(main_stream())
+    with side:
+        x.fill_(1)
+    x.resize_(20)
+
+
+@mistake(r"\n  aten::sum: .*sim_cases.py:\d+ in places_of_both\n  aten::mul: .*sim_cases.py:\d+ in twice")
+def places_of_both():
+    x = twice(ones(3))
+    with side_stream():
+        x.sum()
+
+
+def twice(x):
+    return x.mul_(2)
 
 
 @mistake("race: aten::mul on stream 0 .* aten::fill_ on stream")
@@ -258,20 +298,14 @@ def slices_of_one_buffer_that_overlap():
 
 @mistake("used before its memory was freed")
 def a_second_owner_of_memory_that_another_stream_uses():
-    side, x = side_stream(), torch.zeros(1000, device=device())
+    side, x = side_stream(), torch.zeros(100_000, device=device())
     side.wait_stream(main_stream())
     with side:
         x * 2
     del x
-    y = torch.empty(500, device=device())  # half of it
+    y = torch.empty(50_000, device=device())  # half of it
     del y
-    torch.zeros(500, device=device())
-
-
-@mistake("found at least two devices")
-def a_bias_on_the_host():
-    layer = torch.nn.Conv1d(1, 1, 1)
-    torch.nn.functional.conv1d(ones(1, 1, 3), layer.weight.to(device()), layer.bias)
+    torch.zeros(50_000, device=device())
 
 
 @mistake("aten::mul on stream")
@@ -286,34 +320,55 @@ def a_gradient_hook_on_a_side_stream_that_does_not_wait():
     (weight * 3).sum().backward()
 
 
-@mistake("called a synchronizing sim operation: aten::_local_scalar_dense")
-def a_number_read_where_waits_are_errors():
-    x = ones(1)
-    torch.sim.set_sync_debug_mode("error")
+@contextlib.contextmanager
+def sync_debug_mode(mode):
+    torch.sim.set_sync_debug_mode(mode)
     try:
-        x.item()
+        yield
     finally:
         torch.sim.set_sync_debug_mode("default")
 
 
-@mistake("called a synchronizing sim operation: aten::nonzero")
-def a_mask_as_index_where_waits_are_errors():
-    x, mask = ones(3), ones(3) > 0
-    torch.sim.set_sync_debug_mode("error")
-    try:
-        x[mask]
-    finally:
-        torch.sim.set_sync_debug_mode("default")
+def where_waits_are_errors(function):
+    def run():
+        x, n, matrix = torch.arange(6.0, device=device()), torch.tensor([1, 2, 3], device=device()), ones(3, 3)
+        with sync_debug_mode("error"):
+            function(x, n, matrix, x > 2)
+
+    return run
 
 
-def in_child(function):
+for name, function in {
+    "item": lambda x, n, m, mask: x[0].item(),
+    "if": lambda x, n, m, mask: bool(mask.any()),
+    "to the host": lambda x, n, m, mask: x.cpu(),
+    "from the host": lambda x, n, m, mask: torch.ones(3).to(device()),
+    "from a list": lambda x, n, m, mask: torch.tensor([1.0, 2.0], device=device()),
+    "print": lambda x, n, m, mask: str(x),
+    "a mask": lambda x, n, m, mask: x[mask],
+    "values written at a mask": lambda x, n, m, mask: x.__setitem__(mask, x[3:] + 1),
+    "where": lambda x, n, m, mask: torch.where(mask),
+    "masked_select": lambda x, n, m, mask: x.masked_select(mask),
+    "unique": lambda x, n, m, mask: x.unique(),
+    "bincount": lambda x, n, m, mask: n.bincount(),
+    "repeat_interleave": lambda x, n, m, mask: n.repeat_interleave(n),
+    "one_hot": lambda x, n, m, mask: F.one_hot(n),
+    "equal": lambda x, n, m, mask: torch.equal(x, x),
+    "inv": lambda x, n, m, mask: torch.linalg.inv(m + torch.eye(3, device=device())),
+    "svd": lambda x, n, m, mask: torch.linalg.svd(m),
+    "multinomial": lambda x, n, m, mask: torch.multinomial(x + 1, 2),
+}.items():
+    MISTAKES[f"waits: {name}"] = (where_waits_are_errors(function), "called a synchronizing sim operation")
+
+
+def in_child(function, *args):
     """Run it in a forked process. Raises what happened there."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         os.dup2(write_end, 2)
         try:
-            function()
+            function(*args)
         except BaseException as error:
             print(error, file=sys.stderr)
         os._exit(0)
@@ -495,13 +550,11 @@ def a_pinned_buffer_there_and_back():
 def a_step_without_waits():
     weight, x = ones(3, 3).requires_grad_(), torch.ones(2, 3).pin_memory()
     optimizer = torch.optim.AdamW([weight], fused=True)
-    torch.sim.set_sync_debug_mode("error")
-    try:
+    with sync_debug_mode("error"):
         (x.to(device(), non_blocking=True) @ weight).sum().backward()
         optimizer.step()
         total = weight.detach().sum().to("cpu", non_blocking=True)
-    finally:
-        torch.sim.set_sync_debug_mode("default")
+        x[x[:, 0] > 2] = 0.0  # as masked_fill
     torch.accelerator.synchronize()
     assert total.isfinite()
 
@@ -620,18 +673,6 @@ def a_parameter_moved_by_data():
 
 
 @right
-def an_lstm():
-    torch.manual_seed(0)
-    model, x = nn.LSTM(3, 4, num_layers=2), torch.randn(5, 2, 3)
-    other = copy.deepcopy(model).to(device())
-    for net, inputs in ((model, x), (other, x.to(device()))):
-        output, (hidden, cell) = net(inputs)
-        (output.square().sum() + cell.sum() + hidden.sum()).backward()
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad.cpu())
-
-
-@right
 def convolutions_and_attention_equal_the_cpu():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 32))
@@ -703,12 +744,62 @@ def new_memory_is_nan_and_counted():
 
 @right
 def a_part_of_a_pinned_buffer_read_too_early_is_nan():
-    """Not an error, but seen: the pages are shut only where a copy fills all of a buffer."""
-    ring = torch.zeros(2, 4).pin_memory()
-    ring[0].copy_(ones(4), non_blocking=True)
-    assert ring[0].isnan().all() and not ring[1].any()
-    torch.accelerator.synchronize()
-    check(ring[0], 1)
+    """Not an error, but seen: only pages that hold nothing else are shut."""
+    for ring, bad in ((torch.zeros(2, 4).pin_memory(), float("nan")), (torch.zeros(2, 4).long().pin_memory(), -1)):
+        ring[0].copy_(ones(4, dtype=ring.dtype), non_blocking=True)
+        ones(3).sum()  # the copy runs, but the host has not waited
+        torch.testing.assert_close(ring[0], torch.full_like(ring[0], bad), equal_nan=True)
+        assert not ring[1].any()
+        torch.accelerator.synchronize()
+        check(ring[0], 1)
+
+
+@right
+def host_memory_that_may_be_used_at_once():
+    pageable, target = torch.ones(100), torch.empty(100)
+    x = pageable.to(device(), non_blocking=True)
+    pageable.fill_(5)
+    columns = pinned(100, 2)
+    y = columns[:, 0].to(device(), non_blocking=True)  # made contiguous in pageable memory
+    columns.fill_(5)
+    target.copy_(x, non_blocking=True)
+    assert target.sum() == 100
+    check(y, 1)
+
+
+@right
+def waits_that_are_counted():
+    with warnings.catch_warnings(record=True) as found, sync_debug_mode("warn"):
+        warnings.simplefilter("always")
+        for _ in range(3):
+            ones(1).item()
+    assert len(found) == 3 and "called a synchronizing sim operation: aten::_local" in str(found[0].message), found
+
+
+@right
+def draws_of_the_device():
+    """The CPU's numbers stay as they were, and a state goes on where it was taken."""
+    for draw in (
+        lambda: F.dropout(ones(64)),
+        lambda: torch.rand(700, device=device()),
+        lambda: torch.randn(7, device=device()),
+        lambda: torch.randperm(64, device=device()),
+        lambda: torch.multinomial(ones(64), 3),
+        lambda: F.rrelu(-ones(64), training=True),
+        lambda: F.scaled_dot_product_attention(*[ones(1, 1, 8, 8)] * 3, dropout_p=0.5),
+    ):
+        torch.manual_seed(0)
+        expected = torch.rand(1)
+        torch.manual_seed(0)
+        before = [draw() for _ in range(2)]
+        check(torch.rand(1), expected)
+        state = torch.sim.get_rng_state()
+        after = draw()
+        torch.sim.manual_seed(5)
+        draw()
+        torch.sim.set_rng_state(state)
+        check(draw(), after.cpu())
+        assert state.numel() == 16 and not torch.equal(before[0], before[1])
 
 
 # ---- mistakes of two ranks ------------------------------------------------------------------------------------------
@@ -769,40 +860,53 @@ def a_collective_of_a_side_stream_used_on_another():
     x.sum()
 
 
-@mistake("tensor not on device passed to init_process_group", RANKS_MISTAKES)
-def the_device_of_another_rank():
-    torch_dist.all_reduce(ones(3, on=f"sim:{1 - dist.get_rank()}"))
+def all_reduce(*args):
+    torch_dist.all_reduce(*args)
 
 
-@mistake("must be contiguous", RANKS_MISTAKES)
-def a_column():
-    torch_dist.all_reduce(ones(4, 4)[:, 1])
+def reduced(dtype, op="SUM"):
+    return lambda: all_reduce(torch.ones(2).to(dtype).to(device()), getattr(torch_dist.ReduceOp, op))
 
 
-@mistake("must be contiguous", RANKS_MISTAKES)
-def an_expanded_tensor():
-    torch_dist.broadcast(ones(1).expand(4), 0)
+def gathered(n, dtype, other):
+    return lambda: torch_dist.all_gather_single(torch.empty(n, device=device(), dtype=dtype), ones(3, dtype=other))
 
 
-@mistake("no support for Short", RANKS_MISTAKES)
-def a_type_that_nccl_lacks():
-    torch_dist.all_reduce(ones(2, dtype=torch.int16))
+def scattered(n, dtype, other):
+    return lambda: torch_dist.reduce_scatter_single(torch.empty(2, device=device(), dtype=dtype), ones(n, dtype=other))
 
 
-@mistake("must hold world size times the input", RANKS_MISTAKES)
-def an_output_of_the_wrong_size():
-    torch_dist.all_gather_single(ones(3), ones(3))
-
-
-@mistake("must hold world size times the output", RANKS_MISTAKES)
-def an_input_of_the_wrong_size():
-    torch_dist.reduce_scatter_single(ones(2), ones(3))
-
-
-@mistake("No backend type associated with device type cpu", RANKS_MISTAKES)
-def a_cpu_tensor_for_a_group_of_devices():
-    group = torch_dist.new_group(backend="sim:simccl")
-    torch_dist.all_reduce(torch.ones(2), group=group)
+float32, bfloat16 = torch.float32, torch.bfloat16
+for name, (words, function) in {
+    "another rank's device": (
+        "tensor not on device passed to init_process_group",
+        lambda: all_reduce(ones(3, on=f"sim:{1 - dist.get_rank()}")),
+    ),
+    "a CPU tensor": (
+        "No backend type associated with device type cpu",
+        lambda: torch_dist.all_reduce(torch.ones(2), group=torch_dist.new_group(backend="sim:simccl")),
+    ),
+    "a column": ("must be contiguous", lambda: all_reduce(ones(4, 4)[:, 1])),
+    "a sent column": ("must be contiguous", lambda: torch_dist.isend(ones(4, 4)[:, 1], 1 - dist.get_rank())),
+    "a transposed matrix": ("must be contiguous", lambda: all_reduce(ones(2, 3).t())),
+    "a transposed input": (
+        "must be contiguous",
+        lambda: torch_dist.all_gather_single(torch.empty(6, 2, device=device()), ones(2, 3).t()),
+    ),
+    "an expanded tensor": ("must be contiguous", lambda: torch_dist.broadcast(ones(1).expand(4), 0)),
+    "a smaller output": ("must hold world size times the input", gathered(3, float32, float32)),
+    "a larger input": ("must hold world size times the output", scattered(3, float32, float32)),
+    "an output of a smaller type": ("must have one type", gathered(6, bfloat16, float32)),
+    "an output of a larger type": ("must have one type", gathered(6, float32, bfloat16)),
+    "an input of another type": ("must have one type", scattered(4, float32, bfloat16)),
+    "booleans": ("Cannot use ReduceOp.AVG with boolean inputs", reduced(torch.bool, "AVG")),
+    **{op: ("NCCL has no bitwise ReduceOp", reduced(torch.int32, op)) for op in ("BAND", "BOR", "BXOR")},
+    **{
+        str(dtype): ("no support for", reduced(dtype))
+        for dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn)
+    },
+}.items():
+    RANKS_MISTAKES[f"NCCL refuses {name}"] = (function, words)
 
 
 # ---- right uses of two ranks ----------------------------------------------------------------------------------------
@@ -842,6 +946,12 @@ def every_collective():
     torch_dist.reduce(y, 0)
     if rank == 0:
         check(y, 4)
+    parts = [torch.empty(i + 1, device=device()) for i in range(2)]  # of unequal sizes
+    torch_dist.all_gather(parts, ones(rank + 1))
+    check(torch.cat(parts), 1)
+    y = torch.empty(rank + 1, device=device())
+    torch_dist.reduce_scatter(y, [ones(1), ones(2)])
+    check(y, 2)
     y = torch.empty(1, device=device())
     torch_dist.scatter(y, [ones(1) * 5, ones(1) * 6] if rank == 0 else None)
     check(y, 5 + rank)
@@ -854,6 +964,48 @@ def every_collective():
         torch_dist.recv(y, 0)
         check(y, 5)
     torch_dist.barrier()
+
+
+@right_on_ranks
+def every_type():
+    for dtype in (torch.bool, torch.int8, torch.uint8, torch.int64, torch.half, torch.bfloat16, torch.complex64):
+        x = torch.ones(2).to(dtype).to(device())
+        torch_dist.all_reduce(x)
+        check(x, 1 if dtype == torch.bool else 2)
+    for dtype in (torch.bool, torch.float8_e4m3fn, torch.complex64):
+        x = torch.full((2,), float(dist.get_rank())).to(dtype).to(device())
+        torch_dist.broadcast(x, 1)
+        check(x.cpu().to(torch.complex64), 1)
+    x = torch.arange(16.0, device=device()).view(1, 2, 2, 4).to(memory_format=torch.channels_last)
+    torch_dist.all_reduce(x)
+    check(x.flatten(), torch.arange(0.0, 32, 2))
+
+
+@right_on_ranks
+def memory_of_a_refused_collective():
+    x = ones(4)
+    with contextlib.suppress(TypeError):
+        torch_dist.reduce_scatter_single(torch.empty(2, device=device(), dtype=torch.half), x)
+    check(x.zero_(), 0)
+
+
+@right_on_ranks
+def dtensors_that_are_drawn():
+    mesh = init_device_mesh("sim", (2,))
+    with torch.device("meta"):
+        model = nn.Linear(64, 64)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device=device())
+    torch.manual_seed(0)
+    model.reset_parameters()
+    whole = model.weight.full_tensor()
+    assert not torch.equal(whole[:32], whole[32:])
+    torch.manual_seed(0)
+    rows = F.dropout(distribute_tensor(ones(4, 64), mesh, [Shard(0)])).full_tensor()
+    assert not torch.equal(rows[:2], rows[2:])
+    torch.sim.manual_seed(dist.get_rank())
+    masks = dist.gather(F.dropout(ones(64)))
+    assert not torch.equal(*masks)
 
 
 @right_on_ranks
@@ -995,6 +1147,15 @@ def late(local_rank, world_size):
         x.sum().item()
     except torch_dist.DistBackendError as error:
         store.set("rank 0 has failed", "")
+        return str(error)
+
+
+def one_device(local_rank, world_size):
+    """Nobody has called set_device. The first collective says so."""
+    torch_dist.init_process_group(timeout=datetime.timedelta(seconds=60))
+    try:
+        torch_dist.all_reduce(torch.ones(3, device="sim"))
+    except torch_dist.DistBackendError as error:
         return str(error)
 
 

@@ -53,6 +53,13 @@ def test_a_rank_that_does_not_come_is_a_timeout():
 
 
 @pytest.mark.slow
+def test_two_ranks_on_one_device_are_told():
+    status, stdout, stderr = run("-m", "tests.sim_cases", "one_device", env=simulated_gpus(2), timeout=120)
+    assert status == 0, stderr
+    assert "Duplicate GPU detected : rank 0 and rank 1 both on sim:0" in json.loads(stdout), stdout
+
+
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job():
     begin = time.perf_counter()
     status, _, stderr = run("-m", "tests.sim_cases", "killed", env=simulated_gpus(2), timeout=200)
@@ -91,7 +98,23 @@ def test_the_examples_of_the_page(i, tmp_path):
 
 
 def test_the_page_is_short_and_has_an_example_of_each_kind():
-    assert len(EXAMPLES) == 4 and len(PAGE.splitlines()) <= 60
+    assert len(EXAMPLES) == 4 and len(PAGE.splitlines()) <= 72
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("SIM_DEVICES", "200", "0 to 64"),
+        ("SIM_DEVICES", "two", "0 to 64"),
+        ("SIM_DEVICES", "-1", "0 to 64"),
+        ("SIM_MEMORY_MB", "0", "1 to 16777216"),
+        ("SIM_MEMORY_MB", "1GB", "1 to 16777216"),
+    ],
+)
+def test_a_wrong_setting_is_a_line(name, value, allowed):
+    line = f"{name} is {value}: it must be an integer from {allowed}\n"
+    assert run("-c", "import torch", env={**simulated_gpus(2), name: value}) == (1, "", line)
 
 
 @pytest.mark.slow

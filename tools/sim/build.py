@@ -13,13 +13,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parent.parent / ".sim"
 VERSION = "2.14"
 ENTRY_POINT = "[torch.backends]\nsim = simgpu:autoload\n"  # `import torch` calls it
-FLAGS = "-std=c++20 -O1 -fPIC -fvisibility=hidden -w -DUSE_DISTRIBUTED -DUSE_C10D_GLOO -DTORCH_EXTENSION_NAME=_C"
+FLAGS = "-std=c++20 -O1 -fPIC -fvisibility=hidden -DUSE_DISTRIBUTED -DUSE_C10D_GLOO -DTORCH_EXTENSION_NAME=_C"
 
 
 def why_not():
@@ -65,31 +66,19 @@ def _compile():
     flags = [*FLAGS.split(), *(f"-I{folder}" for folder in headers)]
     shutil.copy(HERE / "runtime.h", objects)
     # All files include this header, and most of their time would go to the headers of torch in it.
-    _run([["g++", *flags, "-x", "c++-header", str(objects / "runtime.h"), "-o", str(objects / "runtime.h.gch")]])
-    compilers, linked = [], []
-    for source in sorted(HERE.glob("*.cpp")):
-        linked.append(str(objects / f"{source.stem}.o"))
-        copy = shutil.copy(source, objects)  # where the header is compiled
-        compilers.append(["g++", *flags, "-c", str(copy), "-o", linked[-1]])
-    _run(compilers)
+    _run("g++", *flags, "-x", "c++-header", objects / "runtime.h", "-o", objects / "runtime.h.gch")
+    sources = [shutil.copy(source, objects) for source in sorted(HERE.glob("*.cpp"))]  # where the header is compiled
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda source: _run("g++", *flags, "-c", source, "-o", f"{source}.o"), sources))
     libraries = [f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", "-ltorch_cpu", "-ltorch_python", "-ltorch", "-lc10"]
-    _run([["g++", "-shared", *linked, *libraries, "-o", str(FOLDER / "_C.so")]])
+    _run("g++", "-shared", *(f"{source}.o" for source in sources), *libraries, "-o", FOLDER / "_C.so")
     shutil.rmtree(objects)
 
 
-def _run(commands):
-    """All commands, as many at a time as there are cores."""
-    waiting, running = list(commands), []
-    while waiting or running:
-        while waiting and len(running) < (os.cpu_count() or 1):
-            running.append(subprocess.Popen(waiting.pop(0), stderr=subprocess.PIPE, text=True))
-        process = running.pop(0)
-        _, stderr = process.communicate()
-        if process.returncode:
-            for other in running:
-                other.kill()
-                other.communicate()
-            raise RuntimeError(f"{' '.join(process.args)}\n{stderr}")
+def _run(*command):
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stderr}")
 
 
 def _install():

@@ -1,5 +1,7 @@
 // The process group "simccl": collectives happen on a stream of the group, and gloo carries them between the CPUs.
 #include "runtime.h"
+#include <set>
+#include <unistd.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/DeviceGuard.h>
 #include <pybind11/chrono.h>
@@ -43,10 +45,9 @@ struct SimWork final : Work {
     future->markCompleted(c10::IValue(this->outputs));
   }
   ~SimWork() override {
-    c10::Stream stream(c10::Stream::UNSAFE, c10::Device(kSim, end.stream.first), end.stream.second);
     for (auto* kept : {&inputs, &outputs})
       for (auto& t : *kept)
-        if (!is_waited_for) record_stream(t.storage().data_ptr(), stream);
+        if (!is_waited_for) record_stream(t.storage().data_ptr(), stream_of(end.stream));
   }
   bool isCompleted() override {  // see Guard::ask
     bool done = is_done(end);
@@ -76,6 +77,7 @@ struct Group final : c10d::Backend {
   pybind11::function make_gloo;  // of store, rank, size and timeout
   c10::intrusive_ptr<Options> options;
   std::map<std::pair<c10::DeviceIndex, int>, c10::Stream> streams;  // by device and peer, or kAll
+  std::set<c10::DeviceIndex> met;  // of this rank, known to the others
   uint64_t sequence = 0;
   bool coalesces = false;
   Tensors coalesced;  // the tensors since startCoalescing
@@ -128,23 +130,60 @@ struct Group final : c10d::Backend {
     auto kept = std::exchange(coalesced, {});
     return c10::make_intrusive<SimWork>(rank_, OpType::COALESCED, stream_on(device), kept, Tensors{});
   }
+  // n collectives with one work, also as a part of a longer list.
+  template <class Start> WorkPtr coalesce(size_t n, Start start) {
+    bool is_part = coalesces;
+    if (!is_part) startCoalescing();
+    WorkPtr last;
+    for (size_t i = 0; i < n; ++i) last = start(i);
+    return is_part ? last : endCoalescing();
+  }
 
   // ---- what all collectives do ----
 
-  c10::Device check(const Tensors& tensors, bool is_reduced) {
-    TORCH_CHECK(!tensors.empty(), "simccl: no tensor");
-    auto device = tensors[0].device();
-    for (auto& t : tensors) {
+  // Refuse what NCCL refuses. `op` is nullptr where nothing is reduced.
+  c10::Device check(const Tensors& inputs, const Tensors& outputs, const c10d::ReduceOp* op, bool is_p2p) {
+    // NCCL's, in torch's NCCLUtils.hpp
+    static const std::set<at::ScalarType> types{
+        at::kChar, at::kByte, at::kFloat, at::kDouble, at::kInt, at::kLong, at::kHalf, at::kBool, at::kBFloat16,
+        at::kFloat8_e5m2, at::kFloat8_e4m3fn, at::kFloat8_e4m3fnuz, at::kFloat8_e5m2fnuz};
+    Tensors all = inputs;
+    all.insert(all.end(), outputs.begin(), outputs.end());
+    TORCH_CHECK(!all.empty(), "simccl: no tensor");
+    auto device = all[0].device();
+    for (size_t i = 0; i < all.size(); ++i) {
+      auto& t = all[i];
       TORCH_CHECK(t.device().type() == kSim, "simccl: Tensors must be on a sim device and dense, not on ", t.device());
-      TORCH_CHECK(t.is_non_overlapping_and_dense(), "simccl: Tensors must be contiguous");
       TORCH_CHECK(t.device() == device, "simccl: tensors of several devices");
-      auto type = t.scalar_type();
-      bool is_bad = type == at::kShort || (is_reduced && (at::isFloat8Type(type) || t.is_complex()));
-      TORCH_CHECK(!is_bad, "simccl: no support for ", type);
+      bool is_packed = is_p2p ? t.is_non_overlapping_and_dense() : t.is_contiguous(t.suggest_memory_format());
+      TORCH_CHECK_VALUE(is_packed, "simccl: Tensors must be contiguous");
+      TORCH_CHECK_TYPE(t.dtype() == all[0].dtype(), "simccl: Tensors must have one type, not ", all[0].dtype(), " and ",
+                       t.dtype());
+      bool is_bad = !types.count(t.scalar_type()) || (op && at::isFloat8Type(t.scalar_type()));
+      TORCH_CHECK(!is_bad, "simccl: no support for ", t.scalar_type());
     }
+    bool is_bitwise = op && (*op == c10d::ReduceOp::BAND || *op == c10d::ReduceOp::BOR || *op == c10d::ReduceOp::BXOR);
+    TORCH_CHECK_VALUE(!is_bitwise, "simccl: NCCL has no bitwise ReduceOp");
+    bool is_average_of_bools = op && *op == c10d::ReduceOp::AVG && all[0].scalar_type() == at::kBool;
+    TORCH_CHECK_TYPE(!is_average_of_bools, "simccl: Cannot use ReduceOp.AVG with boolean inputs");
     TORCH_CHECK(!bound_device_id_ || *bound_device_id_ == device, "Attempt to perform collective on tensor not on ",
                 "device passed to init_process_group: ", device, " is not ", *bound_device_id_);
     return device;
+  }
+  // As NCCL, before the first collective of all ranks. A node of torchrun has devices of its own.
+  void meet(c10::DeviceIndex device) {
+    if (!met.insert(device).second) return;
+    char host[256] = "";
+    gethostname(host, sizeof(host) - 1);
+    int64_t node = std::hash<std::string>()(c10::str(host, setting("GROUP_RANK", 0)));
+    auto own = at::tensor({node, int64_t(device)}, at::kLong), all = at::empty({2 * size_}, at::kLong);
+    c10d::AllgatherOptions o;
+    o.timeout = options->timeout;
+    gloo->_allgather_base(all, own, o)->wait();
+    for (int i = 0; i < size_; ++i)
+      TORCH_CHECK_WITH(DistBackendError, i == rank_ || !at::equal(all.narrow(0, 2 * i, 2), own),
+                       "simccl: Duplicate GPU detected : rank ", rank_, " and rank ", i, " both on sim:", int(device),
+                       ": is set_device missing?");
   }
   // As NCCL's: pairs of ranks have streams of their own, but not in a batch.
   c10::Stream stream_on(c10::Device device, int peer = kAll) {
@@ -156,12 +195,15 @@ struct Group final : c10d::Backend {
   // Read `inputs` now, start the exchange between the CPUs, and write `outputs` when the group's stream gets there.
   // `start(in, out)` has copies of both.
   template <class Start>
-  WorkPtr run(OpType type, Tensors inputs, Tensors outputs, Start start, bool is_reduced = false, int peer = kAll) {
-    Tensors all = inputs;
-    all.insert(all.end(), outputs.begin(), outputs.end());
-    auto device = check(all, is_reduced);
+  WorkPtr run(OpType type, Tensors inputs, Tensors outputs, Start start, const c10d::ReduceOp* op = nullptr,
+              int peer = kAll) {
     c10::InferenceMode normal(false);
     at::NoGradGuard no_grad;
+    for (auto* tensors : {&inputs, &outputs})
+      for (auto& t : *tensors)
+        if (t.is_complex()) t = at::view_as_real(t);
+    auto device = check(inputs, outputs, op, peer != kAll);
+    if (peer == kAll) meet(device.index());
     auto stream = stream_on(device, peer), current = current_stream(device.index());
     wait(stream, record(current));
     std::vector<Use> uses;
@@ -188,7 +230,8 @@ struct Group final : c10d::Backend {
       }
       for (size_t i = 0; i < out.size(); ++i) targets[i].copy_(out[i]);
     });
-    if (coalesces) coalesced.insert(coalesced.end(), all.begin(), all.end());
+    if (coalesces)
+      for (auto* tensors : {&inputs, &outputs}) coalesced.insert(coalesced.end(), tensors->begin(), tensors->end());
     return c10::make_intrusive<SimWork>(rank_, type, stream, inputs, outputs);
   }
   // The memory of a dense tensor, in the order of its addresses.
@@ -216,24 +259,19 @@ struct Group final : c10d::Backend {
   static Finish until(WorkPtr work) { return [work] { work->wait(); }; }
   static Finish until(std::vector<WorkPtr> works) { return [works] { for (auto& w : works) w->wait(); }; }
 
-  WorkPtr reduce_all(Tensors& tensors, c10d::ReduceOp op, Milliseconds timeout) {
-    return run(OpType::ALLREDUCE, tensors, tensors, [&](Tensors in, Tensors out) {
-      c10d::AllreduceOptions opts;
-      opts.reduceOp = before(op, in);
-      opts.timeout = timeout;
-      std::vector<WorkPtr> works;
-      for (size_t i = 0; i < in.size(); ++i) {
-        Tensors one{flat(out[i]).copy_(flat(in[i]))};
-        works.push_back(gloo->allreduce(one, opts));
-      }
-      return [this, op, out, wait = until(works)]() mutable { wait(); for (auto& t : out) after(op, t); };
-    }, true);
-  }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) override {
-    return reduce_all(tensors, o.reduceOp, o.timeout);
+    return run(OpType::ALLREDUCE, tensors, tensors, [&](Tensors in, Tensors out) {
+      auto opts = o;
+      opts.reduceOp = before(o.reduceOp, in);
+      Tensors one{flat(out[0]).copy_(flat(in[0]))};
+      return [this, op = o.reduceOp, out, wait = until(gloo->allreduce(one, opts))] { wait(); after(op, out[0]); };
+    }, &o.reduceOp);
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) override {
-    return reduce_all(tensors, o.reduceOp, o.timeout);
+    return coalesce(tensors.size(), [&](size_t i) {
+      Tensors one{tensors[i]};
+      return allreduce(one, o);
+    });
   }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) override {
     return run(OpType::BROADCAST, tensors, tensors, [&](Tensors in, Tensors out) {
@@ -241,80 +279,72 @@ struct Group final : c10d::Backend {
       return until(gloo->broadcast(one, o));
     });
   }
-  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& o) override {
-    bool is_root = rank_ == o.rootRank;
-    return run(OpType::REDUCE, tensors, is_root ? tensors : Tensors{}, [&](Tensors in, Tensors out) {
-      auto opts = o;
-      opts.reduceOp = before(o.reduceOp, in);
-      Tensors one{flat(in[0])};
-      auto wait = until(gloo->reduce(one, opts));
-      return [this, op = o.reduceOp, in, out, wait, is_root]() mutable {
-        wait();
-        if (is_root) after(op, out[0].copy_(in[0]));
-      };
-    }, true);
-  }
-  // Each rank's `in` in `out`, which holds size_ times as much, in one tensor or several.
-  Finish gather_all(const Tensor& in, const Tensors& out, const c10d::AllgatherOptions& o) {
-    auto from = bytes(in), to = at::empty({from.numel() * size_}, at::kByte);
-    auto wait = until(gloo->_allgather_base(to, from, o));
-    return [to, out, wait] {
+  // Of each rank's ith `in` on rank `root` + i, whose `out` it is.
+  Finish reduce_to(int root, Tensors in, Tensors out, const c10d::ReduceOp& op, Milliseconds timeout) {
+    c10d::ReduceOptions o;
+    o.reduceOp = before(op, in);
+    o.timeout = timeout;
+    std::vector<WorkPtr> works;
+    for (auto& t : in) {
+      o.rootRank = root + works.size();
+      Tensors one{flat(t)};
+      works.push_back(gloo->reduce(one, o));
+    }
+    return [this, op, wait = until(works), out, own = in[in.size() > 1 ? rank_ : 0]] {
       wait();
-      int64_t done = 0;
-      for (auto& t : out) {
-        auto part = bytes(t);
-        part.copy_(to.narrow(0, done, part.numel()));
-        done += part.numel();
-      }
+      for (auto& t : out) after(op, t.copy_(own));
     };
   }
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& o) override {
+    return run(OpType::REDUCE, tensors, rank_ == o.rootRank ? tensors : Tensors{}, [&](Tensors in, Tensors out) {
+      return reduce_to(o.rootRank, in, out, o.reduceOp, o.timeout);
+    }, &o.reduceOp);
+  }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) override {
-    for (auto& t : outputs.at(0))
-      TORCH_CHECK(t.numel() == inputs.at(0).numel(), "simccl: the parts must be of one size");
-    auto start = [&](Tensors in, Tensors out) { return gather_all(in[0], out, o); };
-    return run(OpType::ALLGATHER, inputs, outputs.at(0), start);
+    return run(OpType::ALLGATHER, inputs, outputs.at(0), [&](Tensors in, Tensors out) {
+      c10d::BroadcastOptions opts;
+      opts.timeout = o.timeout;
+      bytes(out.at(rank_)).copy_(bytes(in[0]));
+      std::vector<WorkPtr> works;
+      for (auto& t : out) {  // their sizes may differ
+        opts.rootRank = works.size();
+        Tensors one{bytes(t)};
+        works.push_back(gloo->broadcast(one, opts));
+      }
+      return until(works);
+    });
   }
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& o) override {
     TORCH_CHECK(output.numel() == input.numel() * size_, "simccl: output must hold world size times the input");
-    auto start = [&](Tensors in, Tensors out) { return gather_all(in[0], out, o); };
-    return run(OpType::_ALLGATHER_BASE, {input}, {output}, start);
-  }
-  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) override {
-    return run(OpType::COALESCED, inputs, outputs, [&](Tensors in, Tensors out) {
-      std::vector<Finish> waits;
-      for (size_t i = 0; i < in.size(); ++i) waits.push_back(gather_all(in[i], {out[i]}, o));
-      return [waits] { for (auto& wait : waits) wait(); };
+    return run(OpType::_ALLGATHER_BASE, {input}, {output}, [&](Tensors in, Tensors out) {
+      auto from = bytes(in[0]), to = bytes(out[0]);
+      return until(gloo->_allgather_base(to, from, o));
     });
   }
-  Finish scatter_sum(const Tensor& whole, const Tensor& out, const c10d::ReduceScatterOptions& o) {
-    Tensors from{whole};
-    auto opts = o;
-    opts.reduceOp = before(o.reduceOp, from);
-    auto to = flat(out);
-    auto wait = until(gloo->_reduce_scatter_base(to, from[0], opts));
-    return [this, op = o.reduceOp, out, from, wait]() mutable { wait(); after(op, out); };
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) override {
+    return coalesce(inputs.size(), [&](size_t i) { return _allgather_base(outputs[i], inputs[i], o); });
   }
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& o) override {
+    TORCH_CHECK(outputs.at(0).numel() == inputs.at(0).at(rank_).numel(), "simccl: output must hold this rank's input");
     return run(OpType::REDUCE_SCATTER, inputs.at(0), outputs, [&](Tensors in, Tensors out) {
-      for (auto& t : in) t = flat(t);
-      return scatter_sum(at::cat(in), out[0], o);
-    }, true);
+      return reduce_to(0, in, out, o.reduceOp, o.timeout);
+    }, &o.reduceOp);
   }
   WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& o) override {
     TORCH_CHECK(input.numel() == output.numel() * size_, "simccl: input must hold world size times the output");
-    auto start = [&](Tensors in, Tensors out) { return scatter_sum(flat(in[0]), out[0], o); };
-    return run(OpType::_REDUCE_SCATTER_BASE, {input}, {output}, start, true);
+    return run(OpType::_REDUCE_SCATTER_BASE, {input}, {output}, [&](Tensors in, Tensors out) {
+      auto opts = o;
+      opts.reduceOp = before(o.reduceOp, in);
+      auto from = flat(in[0]), to = flat(out[0]);
+      return [this, op = o.reduceOp, out, wait = until(gloo->_reduce_scatter_base(to, from, opts))] {
+        wait();
+        after(op, out[0]);
+      };
+    }, &o.reduceOp);
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& o) override {
-    return run(OpType::COALESCED, inputs, outputs, [&](Tensors in, Tensors out) {
-      std::vector<Finish> waits;
-      for (size_t i = 0; i < in.size(); ++i) waits.push_back(scatter_sum(flat(in[i]), out[i], o));
-      return [waits] { for (auto& wait : waits) wait(); };
-    }, true);
-  }
-  Finish exchange(Tensor from, Tensor to, Sizes from_sizes, Sizes to_sizes, const c10d::AllToAllOptions& o) {
-    return [to, from, wait = until(gloo->alltoall_base(to, from, to_sizes, from_sizes, o))] { wait(); };
+    return coalesce(inputs.size(), [&](size_t i) { return _reduce_scatter_base(outputs[i], inputs[i], o); });
   }
   WorkPtr alltoall_base(Tensor& output, Tensor& input, Sizes& to_sizes, Sizes& from_sizes,
                         const c10d::AllToAllOptions& o) override {
@@ -325,7 +355,9 @@ struct Group final : c10d::Backend {
         for (int i = 0; i < size_; ++i) sizes.push_back(rows.empty() ? all / size_ : rows[i] * row);
         return sizes;
       };
-      return exchange(bytes(in[0]), bytes(out[0]), in_bytes(in[0], from_sizes), in_bytes(out[0], to_sizes), o);
+      auto from = bytes(in[0]), to = bytes(out[0]);
+      auto from_bytes = in_bytes(in[0], from_sizes), to_bytes = in_bytes(out[0], to_sizes);
+      return until(gloo->alltoall_base(to, from, to_bytes, from_bytes, o));
     });
   }
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& o) override {
@@ -334,11 +366,14 @@ struct Group final : c10d::Backend {
       for (auto& t : in) from_sizes.push_back(bytes(t).numel());
       for (auto& t : out) to_sizes.push_back(bytes(t).numel());
       auto from = at::cat(bytes(in)), to = at::empty_like(at::cat(bytes(out)));
-      auto wait = exchange(from, to, from_sizes, to_sizes, o);
-      return [wait, to, to_sizes, out] {
+      auto wait = until(gloo->alltoall_base(to, from, to_sizes, from_sizes, o));
+      return [wait, to, out] {
         wait();
-        auto parts = to.split_with_sizes(to_sizes);
-        for (size_t i = 0; i < out.size(); ++i) bytes(out[i]).copy_(parts[i]);
+        int64_t done = 0;
+        for (auto& part : bytes(out)) {
+          part.copy_(to.narrow(0, done, part.numel()));
+          done += part.numel();
+        }
       };
     });
   }
@@ -364,17 +399,20 @@ struct Group final : c10d::Backend {
       auto from = bytes(in);
       auto wait = until(gloo->send(from, to, tag));
       return [from, wait] { wait(); };
-    }, false, to);
+    }, nullptr, to);
   }
   WorkPtr recv(Tensors& tensors, int from, int tag) override {
     return run(OpType::RECV, {}, tensors, [&](Tensors, Tensors out) {
       auto to = bytes(out);
       return until(gloo->recv(to, from, tag));
-    }, false, from);
+    }, nullptr, from);
   }
   WorkPtr barrier(const c10d::BarrierOptions& o) override {
-    auto device = o.device ? *o.device : bound_device_id_ ? *bound_device_id_ : c10::Device(kSim, current_device());
-    auto one = at::empty({1}, at::TensorOptions(device));
+    auto index = o.device && o.device->has_index() ? o.device->index()
+                 : bound_device_id_                ? bound_device_id_->index()
+                 : !met.empty()                    ? *met.begin()
+                                                   : rank_ % device_count();  // a guess, as NCCL's
+    auto one = at::empty({1}, at::TensorOptions(c10::Device(kSim, index)));
     return run(OpType::BARRIER, {}, {one}, [&](Tensors, Tensors) { return until(gloo->barrier(o)); });
   }
 };
@@ -383,13 +421,16 @@ struct Group final : c10d::Backend {
 PYBIND11_MODULE(_C, m) {
   namespace py = pybind11;
   using sim::Group;
+  sim::register_memory();
   auto make_group = [](c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, py::function make_gloo,
                        std::chrono::milliseconds timeout) {
     return c10::make_intrusive<Group>(gloo, rank, size, make_gloo, timeout);
   };
   py::class_<Group, c10d::Backend, c10::intrusive_ptr<Group>>(m, "Group").def(py::init(make_group));
   m.def("default_generator", [](int device) { return sim::default_generator(device); });
-  m.def("raise_on_wait", sim::raise_on_wait);
+  m.def("use", sim::use);
+  m.def("is_used", sim::is_used);
+  m.def("set_sync_debug_mode", sim::set_sync_debug_mode);
   m.def("current_device", [] { return int(sim::current_device()); });
   m.def("device_count", [] { return int(sim::device_count()); });
 }

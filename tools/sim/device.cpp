@@ -4,7 +4,9 @@
 #include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <atomic>
 #include <chrono>
+#include <unistd.h>
 
 namespace sim {
 using c10::Device, c10::DeviceIndex, c10::Stream;
@@ -23,20 +25,57 @@ DeviceIndex checked(DeviceIndex device) {
   return device;
 }
 
-// ---- generators: each has one of the CPU inside, so that the numbers are the CPU's ----
+static std::atomic<pid_t> process{0};
+bool is_used() { return process == getpid(); }
+void use() {
+  pid_t none = 0, now = getpid();
+  bool is_first_or_same = process.compare_exchange_strong(none, now) || none == now;
+  TORCH_CHECK(is_first_or_same, "Cannot re-initialize sim in forked subprocess: use the 'spawn' start method");
+}
+
+// ---- generators: a seed and an offset, as CUDA's. The numbers are the CPU's, and the offset counts its engine's ----
 
 struct Generator final : c10::GeneratorImpl {
-  at::Generator inner;
-  Generator(DeviceIndex device, at::Generator inner = at::make_generator<at::CPUGeneratorImpl>())
-      : c10::GeneratorImpl(Device(kSim, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), inner(inner) {}
-  void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
-  void set_offset(uint64_t) override { TORCH_CHECK(false, "sim: a generator has no offset"); }
-  uint64_t get_offset() const override { TORCH_CHECK(false, "sim: a generator has no offset"); }
-  uint64_t current_seed() const override { return inner.current_seed(); }
-  uint64_t seed() override { return inner.seed(); }
-  void set_state(const c10::TensorImpl& state) override { inner.unsafeGetGeneratorImpl()->set_state(state); }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return inner.unsafeGetGeneratorImpl()->get_state(); }
-  Generator* clone_impl() const override { return new Generator(device().index(), inner.clone()); }
+  at::mt19937 engine{c10::default_rng_seed_val};
+  uint64_t offset = 0;  // the engine has made as many numbers
+
+  explicit Generator(DeviceIndex device)
+      : c10::GeneratorImpl(Device(kSim, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
+  void set_current_seed(uint64_t seed) override {
+    engine = at::mt19937(seed);
+    offset = 0;
+  }
+  void set_offset(uint64_t n) override {
+    if (n < offset) set_current_seed(current_seed());
+    for (; offset < n; ++offset) engine();
+  }
+  uint64_t get_offset() const override { return offset; }
+  uint64_t current_seed() const override { return engine.seed(); }
+  uint64_t seed() override {
+    set_current_seed(c10::detail::getNonDeterministicRandom());
+    return current_seed();
+  }
+  void set_state(const c10::TensorImpl& state) override {
+    at::detail::check_rng_state(state);
+    TORCH_CHECK(state.numel() == 16, "RNG state is wrong size");
+    auto* numbers = state.data_ptr_impl<uint8_t>();
+    uint64_t seed_and_offset[2];
+    std::memcpy(seed_and_offset, numbers, 16);
+    if (seed_and_offset[0] != current_seed()) set_current_seed(seed_and_offset[0]);
+    set_offset(seed_and_offset[1]);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    auto state = at::empty({16}, at::kByte);
+    const uint64_t seed_and_offset[2] = {current_seed(), offset};
+    std::memcpy(state.data_ptr(), seed_and_offset, 16);
+    return state.getIntrusivePtr();
+  }
+  Generator* clone_impl() const override {
+    auto* made = new Generator(device().index());
+    made->engine = engine;
+    made->offset = offset;
+    return made;
+  }
 };
 const at::Generator& default_generator(DeviceIndex device) {
   static auto& all = *[] {
@@ -46,8 +85,21 @@ const at::Generator& default_generator(DeviceIndex device) {
   }();
   return all.at(checked(device));
 }
-at::Generator inner_generator(const at::Generator& generator) {
-  return static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->inner;
+static at::CPUGeneratorImpl& of_cpu() { return *at::detail::getDefaultCPUGenerator().get<at::CPUGeneratorImpl>(); }
+Draws::Draws(const at::Generator& generator)
+    : generator(generator), state_of_cpu(at::detail::getDefaultCPUGenerator().get_state()) {
+  of_cpu().set_engine(generator.get<Generator>()->engine);
+  of_cpu().set_next_float_normal_sample({});
+  of_cpu().set_next_double_normal_sample({});
+}
+Draws::~Draws() {
+  auto& own = *generator.get<Generator>();
+  auto end = of_cpu().engine().data();  // where `own` will be after some full turns more
+  constexpr int kTurn = at::MERSENNE_STATE_N;
+  own.set_offset(own.offset + (own.engine.data().left_ - end.left_ + kTurn) % kTurn);
+  while (own.engine.data().state_ != end.state_) own.set_offset(own.offset + kTurn);
+  auto cpu = at::detail::getDefaultCPUGenerator();
+  cpu.set_state(state_of_cpu);
 }
 
 // ---- the guard ----

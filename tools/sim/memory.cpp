@@ -24,15 +24,10 @@ int64_t setting(const char* name, int64_t default_value) {
 struct Block {
   char* data;
   size_t size;
-  Key stream;                    // which allocated it
-  std::vector<Stream> used_by;   // record_stream
-  std::vector<Event> used_until;  // when it was freed, the ends of its own stream and of these
+  std::vector<Key> users;   // its own stream, which allocated it, and those of record_stream
+  std::vector<Event> ends;  // where these were when it was freed
   History history;
-};
-struct Retired {  // a use by another stream, of memory that was freed
-  char *begin, *end;
-  Key owner;
-  Access use;
+  bool is_over() const { return std::all_of(ends.begin(), ends.end(), is_done); }
 };
 struct Free {
   size_t size;
@@ -40,10 +35,10 @@ struct Free {
 };
 struct Arena {
   char* base = nullptr;
-  size_t top = 0;                // the memory above was never used
-  std::map<size_t, Free> free;   // by offset
-  std::vector<Block*> waiting;   // freed, but queued work still uses it
-  std::vector<Retired> retired;
+  size_t top = 0;               // the memory above was never used
+  std::map<size_t, Free> free;  // by offset
+  std::vector<Block*> waiting;  // freed, but queued work still uses it
+  std::vector<std::pair<Key, Access>> left;  // other streams' uses of freed memory of a stream
   c10::CachingDeviceAllocator::DeviceStats stats;
 };
 
@@ -53,7 +48,6 @@ struct Allocator final : c10::DeviceAllocator {
   std::vector<Arena> arenas{size_t(device_count())};
   std::mutex mutex;
   char* first;
-  pid_t process = 0;
 
   static Allocator& get() {
     static Allocator& it = *new Allocator;
@@ -104,8 +98,8 @@ struct Allocator final : c10::DeviceAllocator {
   void free_waiting(Arena& arena, bool all) {
     std::vector<Block*> still;
     for (Block* block : arena.waiting) {
-      if (all || std::all_of(block->used_until.begin(), block->used_until.end(), is_done)) {
-        give_back(arena, block->data - arena.base, block->size, block->stream.second);
+      if (all || block->is_over()) {
+        give_back(arena, block->data - arena.base, block->size, block->users[0].second);
         delete block;
       } else {
         still.push_back(block);
@@ -125,8 +119,7 @@ struct Allocator final : c10::DeviceAllocator {
 
   c10::DataPtr allocate(size_t n) override {
     DeviceIndex device = checked(-1);
-    if (process == 0) process = getpid();
-    TORCH_CHECK(process == getpid(), "Cannot re-initialize sim in forked subprocess: use the 'spawn' start method");
+    use();
     if (n == 0) return {nullptr, nullptr, &release, Device(kSim, device)};
     size_t size = (n + 511) / 512 * 512;
     auto& arena = arenas[device];
@@ -148,11 +141,13 @@ struct Allocator final : c10::DeviceAllocator {
     TORCH_CHECK_WITH(OutOfMemoryError, data, "sim out of memory. Tried to allocate ", n, " bytes on device ",
                      int(device), ", which has ", capacity, " bytes");
     count(arena, size);
-    auto* block = new Block{data, size, stream};
-    remember_uses(arena, block);
+    auto* block = new Block{data, size, {stream}};
+    // The next owner must come after streams that may still use the memory. It raises when the new memory is used.
+    std::erase_if(arena.left, [](const auto& use) { return is_ordered(use.first, use.second); });
+    for (auto& [_, use] : arena.left)
+      if (use.begin < data + size && data < use.end) block->history.writes.push_back(use);
     lock.unlock();
-    // Not where somebody still uses it: the race is reported when its new owner uses it.
-    if (block->history.unordered.empty()) std::memset(alias(data), 0xff, size);
+    if (block->history.writes.empty()) std::memset(alias(data), 0xff, size);
     return {data, block, &release, Device(kSim, device)};
   }
   static void release(void* context) {
@@ -160,36 +155,24 @@ struct Allocator final : c10::DeviceAllocator {
     if (!block) return;
     auto& it = get();
     std::lock_guard lock(it.mutex);
-    auto& arena = it.arenas[block->stream.first];
+    auto& arena = it.arenas[block->users[0].first];
     it.count(arena, -int64_t(block->size));
-    block->used_by.push_back(Stream(Stream::UNSAFE, Device(kSim, block->stream.first), block->stream.second));
-    for (auto stream : block->used_by) block->used_until.push_back(record(stream));
+    for (auto user : block->users) block->ends.push_back(record(stream_of(user)));
+    for (auto* accesses : {&block->history.writes, &block->history.reads}) {
+      for (auto& use : *accesses) {
+        bool is_recorded = std::count(block->users.begin(), block->users.end(), use.stream);
+        use.is_of_freed = true;
+        if (!is_recorded && !is_ordered(block->users[0], use)) arena.left.push_back({block->users[0], use});
+      }
+    }
     it.give_pages_back(block);
-    it.retire(arena, block);
     arena.waiting.push_back(block);
     it.free_waiting(arena, false);
   }
   void give_pages_back(Block* block) {
     auto begin = (uintptr_t(alias(block->data)) + 4095) & ~uintptr_t(4095);
     auto end = uintptr_t(alias(block->data) + block->size) & ~uintptr_t(4095);
-    bool is_over = std::all_of(block->used_until.begin(), block->used_until.end(), is_done);
-    if (end > begin + (1 << 20) && is_over) madvise((void*)begin, end - begin, MADV_DONTNEED);
-  }
-  // Streams other than the owner may still use a freed block. Its next owner must come after them.
-  void retire(Arena& arena, Block* block) {
-    auto note = [&](const Access& use) {
-      bool is_recorded = std::any_of(block->used_by.begin(), block->used_by.end(),
-                                     [&](Stream stream) { return key_of(stream) == use.stream; });
-      if (!is_recorded && !is_ordered(block->stream, use))
-        arena.retired.push_back({block->data, block->data + block->size, block->stream, use});
-    };
-    for (auto& write : block->history.writes) note(write);
-    for (auto& read : block->history.reads) note(read);
-  }
-  void remember_uses(Arena& arena, Block* block) {
-    std::erase_if(arena.retired, [](const Retired& old) { return is_ordered(old.owner, old.use); });
-    for (auto& old : arena.retired)
-      if (old.begin < block->data + block->size && block->data < old.end) block->history.unordered.push_back(old.use);
+    if (end > begin + (1 << 20) && block->is_over()) madvise((void*)begin, end - begin, MADV_DONTNEED);
   }
 
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -200,7 +183,7 @@ struct Allocator final : c10::DeviceAllocator {
     if (data.get_deleter() != &release || !data.get_context()) return;
     auto* block = static_cast<Block*>(data.get_context());
     std::lock_guard lock(mutex);
-    if (key_of(stream) != block->stream) block->used_by.push_back(stream);
+    if (!std::count(block->users.begin(), block->users.end(), key_of(stream))) block->users.push_back(key_of(stream));
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
     std::lock_guard lock(mutex);
@@ -267,18 +250,25 @@ at::Tensor on_cpu(const at::Tensor& t) {
   return result;
 }
 
-// ---- pinned memory: its own pages, which are shut while a copy uses them that the host has not waited for ----
+// ---- pinned memory ----
+//
+// A copy has its own bytes: what it reads was read when it was launched, and what it writes gets to the host when the
+// host has waited for it. Until then its pages are shut. Where others share them, what it reads must not change, and
+// what it writes is 0xff.
 
 struct Pinned final : c10::Allocator {
-  struct Copy {  // of the whole range
-    Access access;
+  struct Copy {
+    Access access;  // its bytes on the host
     bool is_written;
+    std::string line;  // what the host does wrong if it does not wait
+    std::string bytes;
+    bool is_watched = false;                   // as long as nobody else may change what it reads
+    std::vector<std::shared_ptr<Copy>> fills;  // earlier ones, of what it reads
+    bool is_unchanged() const { return !is_watched || !std::memcmp(bytes.data(), access.begin, bytes.size()); }
   };
   struct Range {
     size_t size, pages;
-    std::vector<Copy> copies;      // for which the host has not waited
-    int n_fills = 0, n_reads = 0;  // queued copies of a part: others may use the rest of its pages
-    char line[160] = {};           // for SIGSEGV
+    std::vector<std::shared_ptr<Copy>> copies;  // for which the host has not waited
   };
   std::map<char*, Range> ranges;
   std::mutex mutex;
@@ -316,18 +306,28 @@ struct Pinned final : c10::Allocator {
     --next;
     return data < next->first + next->second.size ? next : ranges.end();
   }
-  static bool is_filled(const Range& range) {
-    return std::any_of(range.copies.begin(), range.copies.end(), [](const Copy& copy) { return copy.is_written; });
-  }
-  void shut(char* data, Range& range) {
-    int allowed = range.copies.empty() ? PROT_READ | PROT_WRITE : is_filled(range) ? PROT_NONE : PROT_READ;
-    mprotect(data, range.pages, allowed);
-    if (range.copies.empty()) return;
-    auto& [access, is_written] = range.copies.back();
-    std::snprintf(range.line, sizeof(range.line), "%s pinned memory that copy_ on %s %s",
-                  is_filled(range) ? "touches" : "writes", name_of(access.stream).c_str(), is_written ? "writes" : "reads");
-  }
   void open(char* data, Range& range) { mprotect(data, range.pages, PROT_READ | PROT_WRITE); }
+  void shut(char* data, Range& range) {  // the pages that hold nothing but a copy's bytes
+    open(data, range);
+    for (bool is_written : {false, true}) {
+      for (auto& copy : range.copies) {
+        auto begin = (uintptr_t(copy->access.begin) + 4095) & ~uintptr_t(4095);
+        bool is_last = copy->access.end == data + range.size;
+        auto end = is_last ? uintptr_t(data + range.pages) : uintptr_t(copy->access.end) & ~uintptr_t(4095);
+        if (copy->is_written != is_written || begin >= end) continue;
+        mprotect((void*)begin, end - begin, is_written ? PROT_NONE : PROT_READ);
+      }
+    }
+  }
+  // Returns what the host has done wrong.
+  std::string check(Range& range) {
+    for (auto& copy : range.copies) {
+      if (copy->is_unchanged()) continue;
+      copy->is_watched = false;
+      return "sim race: the host writes " + copy->line;
+    }
+    return "";
+  }
 };
 at::Allocator* pinned_allocator() { return &Pinned::get(); }
 bool is_pinned(const void* data) {
@@ -338,45 +338,56 @@ bool is_pinned(const void* data) {
 void open_pinned() {
   auto& it = Pinned::get();
   std::lock_guard lock(it.mutex);
-  for (auto& [data, range] : it.ranges)
-    if (std::erase_if(range.copies, [](const Pinned::Copy& copy) { return host_knows(copy.access); }))
-      it.shut(data, range);
-}
-void while_open(const at::Tensor& host, const std::function<void()>& copy) {
-  auto& it = Pinned::get();
-  std::lock_guard lock(it.mutex);
-  auto at = it.find(host.data_ptr());
-  if (at == it.ranges.end()) return copy();
-  it.open(at->first, at->second);
-  copy();
-  it.shut(at->first, at->second);
+  auto is_known = [](const std::shared_ptr<Pinned::Copy>& copy) { return host_knows(copy->access); };
+  std::string wrong;
+  for (auto& [data, range] : it.ranges) {
+    if (std::none_of(range.copies.begin(), range.copies.end(), is_known)) continue;
+    if (wrong.empty()) wrong = it.check(range);
+    it.open(data, range);
+    for (auto& copy : range.copies)
+      if (copy->is_written && is_known(copy)) std::memcpy((char*)copy->access.begin, copy->bytes.data(), copy->bytes.size());
+    std::erase_if(range.copies, is_known);
+    it.shut(data, range);
+  }
+  TORCH_CHECK(wrong.empty(), wrong);
 }
 
-std::function<void()> watch_host(const at::Tensor& host, bool is_written, Stream stream, std::function<void()> copy) {
-  auto& it = Pinned::get();
-  const Access access{key_of(stream), clock_of(stream)[key_of(stream)]};  // the copy was just launched
+std::function<void()> copy_pinned(const at::Tensor& host, char* device, bool is_written, Access access) {
   auto* data = (char*)host.data_ptr();
-  size_t n = host.numel() * host.itemsize();
+  const size_t n = host.nbytes();
+  auto copy = std::make_shared<Pinned::Copy>(Pinned::Copy{access, is_written});
+  copy->access.begin = data;
+  copy->access.end = data + n;
+  copy->line = c10::str("pinned memory that copy_ on ", name_of(access.stream), is_written ? " writes" : " reads",
+                        ", and nothing makes it wait", place_of(access));
+  auto& it = Pinned::get();
   std::lock_guard lock(it.mutex);
-  auto at = it.find(data);
-  auto& range = at->second;
-  if (data == at->first && n == range.size) {
-    range.copies.push_back({access, is_written});
-    it.shut(data, range);
-    return [=] { while_open(host, copy); };
+  auto& [begin, range] = *it.find(data);
+  auto wrong = it.check(range);
+  TORCH_CHECK(wrong.empty(), wrong);
+  it.open(begin, range);
+  copy->bytes.assign(data, n);
+  copy->is_watched = !is_written;
+  for (auto& other : range.copies) {
+    if (other->access.end <= data || data + n <= other->access.begin) continue;
+    if (is_written) other->is_watched = false;
+    if (!is_written && other->is_written) copy->fills.push_back(other);
   }
-  auto* queued = is_written ? &range.n_fills : &range.n_reads;
-  if (is_written && !range.n_reads && range.copies.empty()) std::memset(data, 0xff, n);
-  std::shared_ptr<std::string> before;  // unless an earlier copy fills it first
-  if (!is_written && !range.n_fills && !Pinned::is_filled(range)) before = std::make_shared<std::string>(data, n);
-  ++*queued;
-  return [=, name = name_of(key_of(stream))] {
-    while_open(host, [&] {
-      --*queued;
-      TORCH_CHECK(!before || std::memcmp(before->data(), data, n) == 0, "sim race: the host writes pinned memory that ",
-                  "copy_ on ", name, " reads, and nothing makes it wait");
-      copy();
-    });
+  if (is_written) std::memset(data, 0xff, n);
+  copy->is_watched &= copy->fills.empty();
+  range.copies.push_back(copy);
+  it.shut(begin, range);
+  return [=, keep = host] {  // pinned memory is not used again before its copy is done
+    if (is_written) {
+      copy->bytes.assign(device, n);
+      return;
+    }
+    TORCH_CHECK(copy->is_unchanged(), "sim race: the host writes ", copy->line);
+    for (auto& fill : copy->fills) {
+      auto *from = std::max(fill->access.begin, copy->access.begin), *to = std::min(fill->access.end, copy->access.end);
+      copy->bytes.replace(from - copy->access.begin, to - from, fill->bytes, from - fill->access.begin, to - from);
+    }
+    std::memcpy(device, copy->bytes.data(), n);
   };
 }
 
@@ -385,24 +396,28 @@ std::function<void()> watch_host(const at::Tensor& host, bool is_written, Stream
 static struct sigaction previous;
 static void on_fault(int, siginfo_t* info, void*) {
   auto* at = (char*)info->si_addr;
-  char line[256] = "";
+  char line[1024] = "";
   if (owns(at)) {
     std::snprintf(line, sizeof(line), "sim: the host touches memory of sim:%d\n", int(device_of(at).index()));
   } else {
     auto range = Pinned::get().find(at);
-    if (range != Pinned::get().ranges.end())
-      std::snprintf(line, sizeof(line), "sim race: the host %s, and nothing makes it wait\n", range->second.line);
+    if (range != Pinned::get().ranges.end()) {
+      for (auto& copy : range->second.copies) {
+        if (at < copy->access.begin || copy->access.end <= at) continue;
+        const char* does = copy->is_written ? "touches" : "writes";
+        std::snprintf(line, sizeof(line), "sim race: the host %s %s\n", does, copy->line.c_str());
+      }
+    }
   }
   [[maybe_unused]] auto written = write(STDERR_FILENO, line, std::strlen(line));
   sigaction(SIGSEGV, &previous, nullptr);  // the instruction is tried again, and its fault is handled there
 }
 
-static int registered = [] {
+void register_memory() {
   c10::SetAllocator(kSim, &Allocator::get());
   struct sigaction action = {};
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
   sigaction(SIGSEGV, &action, &previous);
-  return 0;
-}();
+}
 }  // namespace sim

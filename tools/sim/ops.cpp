@@ -1,6 +1,7 @@
 // Operators. Memory, views and copies are the device's own; all others run the CPU's kernel on the same memory.
 #include "runtime.h"
 #include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/DispatchStub.h>
@@ -30,9 +31,11 @@ static Tensor empty(IntArrayRef size, optional<at::ScalarType> dtype, optional<a
   return at::detail::empty_generic(size, c10::GetAllocator(kSim), keys(), c10::dtype_or_default(dtype), format);
 }
 static void set_shape(const Tensor& t, IntArrayRef size, IntArrayRef stride, int64_t offset) {
-  t.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
   size_t bytes = at::detail::computeStorageNbytes(size, stride, t.itemsize(), offset);
-  if (t.numel() && bytes > t.storage().nbytes()) resize_storage(t.storage(), bytes);
+  bool is_too_small = c10::multiply_integers(size) && bytes > t.storage().nbytes();
+  if (is_too_small) launch(current_stream(t.device().index()), {{t, false}}, "resize_");  // it keeps what there is
+  t.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
+  if (is_too_small) resize_storage(t.storage(), bytes);
 }
 static std::vector<int64_t> strides_of(IntArrayRef size, optional<at::MemoryFormat> format = {}) {
   auto options = at::TensorOptions(c10::kMeta).memory_format(format.value_or(at::MemoryFormat::Contiguous));
@@ -69,36 +72,39 @@ static bool can_become(const Tensor& t, const Tensor& other) {
 // ---- copies ----
 
 static Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  at::assert_no_partial_overlap(to, from);
+  const bool is_between = is_sim(from) && is_sim(to);
+  bool is_dense = (from.is_contiguous() && to.is_contiguous()) ||
+                  (from.strides() == to.strides() && from.is_non_overlapping_and_dense());
+  bool same = is_dense && from.dtype() == to.dtype() && from.sizes() == to.sizes() &&
+              from.is_conj() == to.is_conj() && from.is_neg() == to.is_neg();
+  if (non_blocking && !is_between && !same) {  // as CUDA: it is converted on the device, and copied contiguous
+    auto made = is_sim(from) ? from.to(to.dtype()) : from;
+    made = made.expand_as(to).resolve_conj().resolve_neg().contiguous();
+    bool fits = to.is_contiguous() && to.dtype() == made.dtype() && !to.is_conj() && !to.is_neg();
+    auto whole = fits ? to : at::empty(to.sizes(), made.options().device(to.device()));
+    copy_from(made, whole, true);
+    return fits ? to : to.copy_(whole, true);
+  }
   auto stream = current_stream((is_sim(to) ? to : from).device().index());
   auto source = is_sim(from) ? on_cpu(from) : from, target = is_sim(to) ? on_cpu(to) : to;
-  if (is_sim(from) && is_sim(to) && from.device() != to.device()) {  // each device waits for the other, as in CUDA
-    auto other = current_stream(from.device().index());
-    wait(stream, record(other));
-  }
+  if (is_between && from.device() != to.device())  // each device waits for the other, as in CUDA
+    wait(stream, record(current_stream(from.device().index())));
   std::vector<Use> uses;
   if (is_sim(from)) uses.push_back({from, false});
   if (is_sim(to)) uses.push_back({to, true});
-  launch(stream, uses, "copy_");
-  if (is_sim(from) && is_sim(to) && from.device() != to.device())
-    wait(current_stream(from.device().index()), record(stream));
-  bool same = from.dtype() == to.dtype() && from.sizes() == to.sizes() && from.strides() == to.strides() &&
-              from.is_non_overlapping_and_dense() && from.is_conj() == to.is_conj() && from.is_neg() == to.is_neg();
-  const Tensor* host = !is_sim(from) ? &from : !is_sim(to) ? &to : nullptr;
-  if (host && non_blocking && same && host->numel() && is_pinned(host->storage().data())) {
-    // `keep`: pinned memory is not used again before its copy is done.
-    auto copy = [source = source.detach(), target = target.detach(), keep = *host]() mutable {
-      c10::InferenceMode guard(false);
-      at::NoGradGuard no_grad;
-      target.copy_(source);
-    };
-    push(stream, watch_host(*host, host == &to, stream, copy));
-  } else {
-    drain(stream);
-    auto copy = [&] { target.copy_(source); };
-    host ? while_open(*host, copy) : copy();
-    if (host && !non_blocking) host_waits(stream, "copy_");
-    if (host == &to) host_learns(clock_of(stream));  // to memory that is not pinned CUDA copies at once
+  auto access = launch(stream, uses, "copy_");
+  if (is_between && from.device() != to.device()) wait(current_stream(from.device().index()), record(stream));
+  const Tensor* host = is_between ? nullptr : is_sim(to) ? &from : &to;
+  if (host && non_blocking && host->numel() && is_pinned(host->storage().data())) {
+    auto* device = (char*)(host == &to ? source : target).data_ptr();
+    push(stream, copy_pinned(*host, device, host == &to, access));
+    return to;
   }
+  drain(stream);
+  if (host && !non_blocking) host_waits(stream, "copy_");
+  if (host == &to) host_learns(clock_of(stream));  // to memory that is not pinned CUDA copies at once
+  target.copy_(source);
   return to;
 }
 static Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
@@ -108,21 +114,13 @@ static Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 
 // ---- all other operators ----
 
-// CUDA's kernels take tensors of the CPU here.
-static const std::unordered_set<std::string> takes_cpu = {
-    "aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index",
-    "aten::_unsafe_index_put", "aten::_pack_padded_sequence", "aten::tensor_split"};
-// The host waits, since the shape of the result depends on the values.
+// CUDA's kernels take tensors of the CPU here, and as indices.
+static const std::unordered_set<std::string> takes_cpu = {"aten::_pack_padded_sequence", "aten::tensor_split"};
+// The host waits in CUDA: for the shape of the result, for bounds, or to look for an error.
 static const std::unordered_set<std::string> waits = {
-    "aten::bincount", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"};
-
-static Tensor from_kernel(const Tensor& made, Device device, const std::string& name) {
-  if (!made.defined()) return made;
-  auto result = empty_strided(made.sizes(), made.strides(), made.scalar_type(), {}, device, {});
-  on_cpu(result).copy_(made);
-  launch(current_stream(device.index()), {{result, true}}, name);
-  return result;
-}
+    "aten::bincount", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
+    "aten::unique_consecutive", "aten::repeat_interleave", "aten::multinomial", "aten::histc", "aten::_ctc_loss",
+    "aten::_linalg_check_errors", "aten::_linalg_svd", "aten::_linalg_eigh", "aten::linalg_eig", "aten::linalg_lstsq"};
 
 // A call of an operator, with its arguments on the stack.
 struct Call {
@@ -138,14 +136,15 @@ struct Call {
     bool is_written;
   };
   std::vector<Pair> pairs;
-  bool is_waited_for = waits.count(schema.name());  // the host needs a shape, or a number
+  at::Generator generator;
+  bool is_waited_for = waits.count(schema.name());
 
   IValue& argument(size_t i) { return stack[first + i]; }
   bool is_written(size_t i) const {
     auto* info = schema.arguments()[i].alias_info();
     return info && info->isWrite();
   }
-  template <class F> void each_tensor(F f) {  // f(tensor, whether it is written)
+  template <class F> void each_tensor(F f, bool with_indices = true) {  // f(tensor, whether it is written)
     for (size_t i = 0; i < n; ++i) {
       auto& value = argument(i);
       if (value.isTensor()) {
@@ -153,7 +152,7 @@ struct Call {
       } else if (value.isTensorList()) {
         for (const Tensor& t : value.toTensorVector())
           if (t.defined()) f(t, is_written(i));
-      } else if (value.isOptionalTensorList()) {
+      } else if (value.isOptionalTensorList() && with_indices) {
         for (const optional<Tensor>& t : value.toOptionalTensorVector())
           if (t && t->defined()) f(*t, is_written(i));
       }
@@ -177,10 +176,18 @@ struct Call {
       auto kind = value.type()->kind();
       is_waited_for |= kind != c10::TypeKind::TensorType && kind != c10::TypeKind::ListType;
     }
+    auto size = schema.argumentIndexWithName("output_size");  // of repeat_interleave
+    if (size && !argument(*size).isNone()) is_waited_for = false;
+    auto value = schema.argumentIndexWithName("values");
+    bool is_number = value && argument(*value).toTensor().device().is_cpu();  // then a mask needs no shape
+    for (size_t i = 0; i < n && !is_number; ++i)
+      if (argument(i).isOptionalTensorList())
+        for (const optional<Tensor>& t : argument(i).toOptionalTensorVector())
+          is_waited_for |= t && is_sim(*t) && (t->scalar_type() == at::kBool || t->scalar_type() == at::kByte);
     each_tensor([&](const Tensor& t, bool is_written) {
       bool is_bad = t.device().is_cpu() && (t.dim() > 0 || is_written) && !takes_cpu.count(schema.name());
       TORCH_CHECK(!is_bad, line, *device, " and cpu! (", op.operator_name(), ")");
-    });
+    }, false);
   }
   void launch_on(Stream stream) {
     bool is_view = false;  // it touches no memory
@@ -205,6 +212,7 @@ struct Call {
     return made;
   }
   void move_arguments_to_cpu() {
+    generator = default_generator(device->index());
     for (size_t i = 0; i < n; ++i) {
       auto& value = argument(i);
       if (value.isTensor()) {
@@ -224,11 +232,8 @@ struct Call {
         auto generator = value.toGenerator();
         TORCH_CHECK(!generator.defined() || generator.device().type() == kSim,
                     "Expected a 'sim' device type for generator but found 'cpu'");
-        if (generator.defined()) value = inner_generator(generator);
-      } else if (value.isNone()) {
-        auto type = schema.arguments()[i].type()->cast<c10::OptionalType>();
-        if (type && type->getElementType()->kind() == c10::TypeKind::GeneratorType)
-          value = inner_generator(default_generator(device->index()));
+        if (generator.defined()) this->generator = generator;
+        value = IValue();
       }
     }
   }
@@ -265,7 +270,9 @@ struct Call {
       if (made.is_neg()) view._set_neg(true);
       return view;
     }
-    auto result = from_kernel(made, *device, schema.name());
+    auto result = empty_strided(made.sizes(), made.strides(), made.scalar_type(), {}, device, {});
+    on_cpu(result).copy_(made);
+    launch(current_stream(device->index()), {{result, true}}, schema.name());
     if (made.unsafeGetTensorImpl()->is_wrapped_number()) result.unsafeGetTensorImpl()->set_wrapped_number(true);
     return result;
   }
@@ -290,7 +297,11 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto stream = current_stream(call.device->index());
   call.launch_on(stream);
   call.move_arguments_to_cpu();
+  optional<Draws> draws;
+  if (op.hasTag(at::Tag::nondeterministic_seeded) || call.schema.argumentIndexWithName("generator"))
+    draws.emplace(call.generator);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  draws.reset();
   call.move_shapes_back();
   call.move_results_back(stream);
 }
@@ -301,38 +312,18 @@ static Tensor maybe_on_cpu(const Tensor& t) { return is_sim(t) ? on_cpu(t) : t; 
 static optional<Tensor> maybe_on_cpu(const optional<Tensor>& t) {
   return t && t->defined() ? optional<Tensor>(maybe_on_cpu(*t)) : std::nullopt;
 }
-static void check_devices(const Tensor& a, const Tensor& b) {
-  TORCH_CHECK(a.device() == b.device(), "Expected all tensors to be on the same device, but found at least two ",
-              "devices, ", a.device(), " and ", b.device(), "! (convolution)");
+static c10::OperatorHandle named(const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); }
+static void convolution(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  static auto op = named("aten::convolution");
+  fallback(op, stack);
 }
-static Tensor convolution(const Tensor& input, const Tensor& weight, const optional<Tensor>& bias, IntArrayRef stride,
-                          IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding,
-                          int64_t groups) {
-  check_devices(input, weight);
-  std::vector<Use> uses{{input, false}, {weight, false}};
-  if (bias && bias->defined()) {
-    check_devices(input, *bias);
-    uses.push_back({*bias, false});
-  }
-  auto stream = current_stream(input.device().index());
-  launch(stream, uses, "aten::convolution");
-  drain(stream);
-  auto made = at::convolution(on_cpu(input), on_cpu(weight), maybe_on_cpu(bias), stride, padding, dilation, transposed,
-                              output_padding, groups);
-  return from_kernel(made, input.device(), "aten::convolution");
-}
-static std::tuple<Tensor, Tensor, Tensor> convolution_backward(
-    const Tensor& grad, const Tensor& input, const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
-    IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
-  const char* name = "aten::convolution_backward";
-  auto stream = current_stream(input.device().index());
-  launch(stream, {{grad, false}, {input, false}, {weight, false}}, name);
-  drain(stream);
-  std::vector<int64_t> bias_sizes{transposed ? weight.size(1) * groups : weight.size(0)};
-  auto [a, b, c] = at::convolution_backward(on_cpu(grad), on_cpu(input), on_cpu(weight), bias_sizes, stride, padding,
-                                            dilation, transposed, output_padding, groups, mask);
-  auto device = input.device();
-  return {from_kernel(a, device, name), from_kernel(b, device, name), from_kernel(c, device, name)};
+static void convolution_backward(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  static auto op = named("aten::convolution_backward");
+  auto end = stack->end();  // gradient, input, weight, stride, padding, dilation, transposed, padding, groups, mask
+  const Tensor& weight = (end - 8)->toTensor();
+  std::vector<int64_t> bias_sizes{(end - 4)->toBool() ? weight.size(1) * (end - 2)->toInt() : weight.size(0)};
+  stack->insert(end - 7, IValue(bias_sizes));
+  fallback(op, stack);
 }
 static int64_t attention_choice(const Tensor& q, const Tensor& k, const Tensor& v, const optional<Tensor>& mask,
                                 double p, bool is_causal, optional<double> scale, bool gqa) {
@@ -356,8 +347,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", can_become);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
-  m.impl("convolution_overrideable", convolution);
-  m.impl("convolution_backward_overrideable", convolution_backward);
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   // torch would give it an output of the wrong shape for its kernel to resize, which warns.
   m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }

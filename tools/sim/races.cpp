@@ -3,6 +3,7 @@
 #include "runtime.h"
 #include <atomic>
 #include <mutex>
+#include <torch/csrc/profiler/combined_traceback.h>
 
 namespace sim {
 using c10::Stream;
@@ -38,10 +39,11 @@ bool host_knows(const Access& access) {
   std::lock_guard lock(mutex);
   return knows(host, access);
 }
-static std::atomic<bool> waits_are_errors{false};
-void raise_on_wait(bool is_error) { waits_are_errors = is_error; }
+static std::atomic<int> sync_debug_mode{0};
+void set_sync_debug_mode(int mode) { sync_debug_mode = mode; }
 void host_waits(Stream stream, const std::string& name) {
-  TORCH_CHECK(!waits_are_errors, "called a synchronizing sim operation: ", name);
+  if (sync_debug_mode == 1) TORCH_WARN("called a synchronizing sim operation: ", name);
+  TORCH_CHECK(sync_debug_mode != 2, "called a synchronizing sim operation: ", name);
   host_learns(clock_of(stream));
 }
 bool is_ordered(Key owner, const Access& access) {
@@ -49,42 +51,60 @@ bool is_ordered(Key owner, const Access& access) {
   return access.stream == owner || knows(streams[owner], access) || knows(host, access);
 }
 
-void launch(Stream stream, const std::vector<Use>& uses, const std::string& name) {
+// The innermost frame that is not torch's.
+std::string place_of(const Access& access) {
+  auto found = torch::symbolize({access.stack.get()});
+  for (auto i : found.tracebacks.at(0)) {
+    auto& frame = found.all_frames[i];
+    bool is_own = frame.filename.find("/torch/") == std::string::npos && frame.filename[0] != '<';
+    if (is_own) return c10::str("\n  ", access.name, ": ", frame.filename, ":", frame.lineno, " in ", frame.funcname);
+  }
+  return "";
+}
+
+Access launch(Stream stream, const std::vector<Use>& uses, const std::string& name) {
+  use();
   const Key own = key_of(stream);
-  std::lock_guard lock(mutex);
+  Access access{own, 0, name, torch::CapturedTraceback::gather(true, false, false)};  // may wait for Python's lock
+  Access other;
+  const char* other_did = nullptr;
+  bool writes = false;
+  std::unique_lock lock(mutex);
   auto& clock = streams[own];
   merge(clock, host);
-  const uint64_t step = ++clock[own];
-  auto check = [&](const Access& other, const char* did, const char* does) {
-    TORCH_CHECK(knows(clock, other), "sim race: ", name, " on ", name_of(own), " ", does,
-                " a tensor that ", other.name, " on ", name_of(other.stream), " ", did,
-                ", and nothing makes it wait");
-  };
+  access.step = ++clock[own];
   for (auto& [tensor, is_written] : uses) {
     auto* history = history_of(tensor);
     if (!history) continue;
-    for (auto& use : history->unordered)
-      check(use, "used before its memory was freed (without record_stream)", "uses");
-    history->unordered.clear();
-    const size_t begin = tensor.storage_offset() * tensor.itemsize();
-    const size_t end = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
-                                                        tensor.storage_offset());
-    if (begin >= end) continue;  // no element
-    auto overlaps = [&](const Access& other) { return other.begin < end && begin < other.end; };
-    // All that comes after this access comes after the accesses that this one comes after.
-    auto is_replaced = [&](const Access& other) {
-      bool is_inside = begin <= other.begin && other.end <= end;
-      return knows(host, other) || (is_inside && (is_written || other.stream == own));
+    const size_t offset = tensor.storage_offset() * tensor.itemsize();
+    const size_t n = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+    if (n == 0) continue;
+    access.begin = (const char*)tensor.storage().data() + offset;
+    access.end = access.begin + n;
+    auto check = [&](const std::vector<Access>& accesses, const char* did) {
+      for (auto& of : accesses) {
+        if (other_did || knows(clock, of) || of.end <= access.begin || access.end <= of.begin) continue;
+        other = of;
+        other_did = of.is_of_freed ? "used before its memory was freed (without record_stream)" : did;
+        writes = is_written;
+      }
     };
-    for (auto& write : history->writes)
-      if (overlaps(write)) check(write, "writes", is_written ? "writes" : "reads");
-    if (is_written) {
-      for (auto& read : history->reads)
-        if (overlaps(read)) check(read, "reads", "writes");
-      std::erase_if(history->writes, is_replaced);
-    }
+    check(history->writes, "writes");
+    if (is_written) check(history->reads, "reads");
+    if (other_did) break;
+    // All that comes after this access comes after the accesses that this one comes after.
+    auto is_replaced = [&](const Access& of) {
+      bool is_inside = access.begin <= of.begin && of.end <= access.end;
+      return knows(host, of) || (is_inside && (is_written || of.stream == own));
+    };
+    if (is_written) std::erase_if(history->writes, is_replaced);
     std::erase_if(history->reads, is_replaced);
-    (is_written ? history->writes : history->reads).push_back({own, step, name, begin, end});
+    (is_written ? history->writes : history->reads).push_back(access);
   }
+  lock.unlock();
+  TORCH_CHECK(!other_did, "sim race: ", name, " on ", name_of(own), writes ? " writes" : " reads", " a tensor that ",
+              other.name, " on ", name_of(other.stream), " ", other_did, ", and nothing makes it wait",
+              place_of(access), place_of(other));
+  return access;
 }
 }  // namespace sim

@@ -9,6 +9,9 @@
 #include <string>
 #include <vector>
 
+namespace torch {
+struct CapturedTraceback;
+}
 namespace sim {
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
 
@@ -20,8 +23,15 @@ int64_t setting(const char* name, int64_t default_value);
 c10::DeviceIndex device_count();
 c10::DeviceIndex& current_device();                        // of this thread
 c10::DeviceIndex checked(c10::DeviceIndex device);         // -1 is the current one; raises if it does not exist
+void use();      // of a device, in this process. Raises in a process that was forked from one that has used devices
+bool is_used();  // in this process
 const at::Generator& default_generator(c10::DeviceIndex device);
-at::Generator inner_generator(const at::Generator& generator);  // the CPU's generator that makes its numbers
+struct Draws {  // Meanwhile a kernel that draws from the CPU's default generator draws from this one.
+  at::Generator generator;
+  at::Tensor state_of_cpu;
+  explicit Draws(const at::Generator& generator);
+  ~Draws();
+};
 
 // ---- streams.cpp: a stream is a queue of work, which runs when somebody needs its results ----
 
@@ -41,6 +51,7 @@ c10::Stream current_stream(c10::DeviceIndex device);  // of this thread
 void set_current_stream(c10::Stream stream);
 c10::Stream new_stream(c10::DeviceIndex device);
 c10::Stream pool_stream(c10::DeviceIndex device);  // one of 32, as in CUDA
+c10::Stream stream_of(Key key);
 Event record(c10::Stream stream);
 bool is_done(const Event& event);
 void push(c10::Stream stream, std::function<void()> work);  // queue it
@@ -64,26 +75,28 @@ struct Access {
   Key stream;
   uint64_t step = 0;  // which launch of that stream
   std::string name;   // of the operator
-  size_t begin = 0, end = 0;  // in bytes, from the start of the block
+  std::shared_ptr<torch::CapturedTraceback> stack;
+  const char *begin = nullptr, *end = nullptr;
+  bool is_of_freed = false;  // of the same memory before it was freed and given out again
 };
 struct History {  // of one block of memory, as long as the host does not know that they are over
   std::vector<Access> writes, reads;
-  std::vector<Access> unordered;  // uses of the same memory before it was freed and given out again
 };
 struct Use {
   at::Tensor tensor;
   bool is_written;
 };
 // An operator is launched. Raises if another stream uses its memory and nothing makes this one wait.
-void launch(c10::Stream stream, const std::vector<Use>& uses, const std::string& name);
+Access launch(c10::Stream stream, const std::vector<Use>& uses, const std::string& name);
+std::string place_of(const Access& access);  // in the script: file and line, or nothing
 Clock clock_of(c10::Stream stream);
 void learn(c10::Stream stream, const Clock& clock);  // it waits for all in `clock`
 void host_learns(const Clock& clock);
 bool host_knows(const Access& access);             // the host has waited for it
 bool is_ordered(Key owner, const Access& access);  // new launches of `owner` come after it
-// `name` makes the host wait for `stream`. Raises after raise_on_wait(true), as torch.cuda.set_sync_debug_mode.
+// `name` makes the host wait for `stream`. After set_sync_debug_mode(1) that is a warning, and after 2 an error.
 void host_waits(c10::Stream stream, const std::string& name);
-void raise_on_wait(bool is_error);
+void set_sync_debug_mode(int mode);
 
 // ---- memory.cpp ----
 
@@ -95,10 +108,9 @@ bool owns(const void* data);
 c10::Device device_of(const void* data);
 at::Allocator* pinned_allocator();
 bool is_pinned(const void* data);
-// `copy`, from or to pinned memory, is queued in `stream`: what it returns is queued in its place. Until the host has
-// waited for it, the host may not write its source, nor touch its target.
-std::function<void()> watch_host(const at::Tensor& host, bool is_written, c10::Stream stream,
-                                 std::function<void()> copy);
-void while_open(const at::Tensor& host, const std::function<void()>& copy);  // though it is watched
+// A copy from or to pinned memory, launched as `access`, and what to queue for it. `device` is its other side, of the
+// same strides. The host may not write its source, nor touch its target, until it has waited for the copy.
+std::function<void()> copy_pinned(const at::Tensor& host, char* device, bool is_written, Access access);
 void open_pinned();  // what the host has waited for
+void register_memory();
 }  // namespace sim

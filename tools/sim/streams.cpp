@@ -23,6 +23,7 @@ static Queue& queue(Key key) {
 }
 
 Key key_of(Stream stream) { return {stream.device_index(), stream.id()}; }
+Stream stream_of(Key key) { return Stream(Stream::UNSAFE, Device(kSim, key.first), key.second); }
 std::string name_of(Key stream) { return c10::str("stream ", stream.second, " of sim:", int(stream.first)); }
 
 static StreamId& current_id(DeviceIndex device) {
@@ -31,15 +32,15 @@ static StreamId& current_id(DeviceIndex device) {
 }
 Stream current_stream(DeviceIndex device) {
   device = checked(device);
-  return Stream(Stream::UNSAFE, Device(kSim, device), current_id(device));
+  return stream_of({device, current_id(device)});
 }
 void set_current_stream(Stream stream) { current_id(stream.device_index()) = stream.id(); }
 Stream new_stream(DeviceIndex device) {
-  return Stream(Stream::UNSAFE, Device(kSim, checked(device)), ++last_stream);
+  return stream_of({checked(device), ++last_stream});
 }
 Stream pool_stream(DeviceIndex device) {
   static std::atomic<StreamId> n_given{0};
-  return Stream(Stream::UNSAFE, Device(kSim, checked(device)), n_given++ % kPool - kPool);
+  return stream_of({checked(device), n_given++ % kPool - kPool});
 }
 
 Event record(Stream stream) {
@@ -89,7 +90,6 @@ void synchronize(const Event& event) {
   host_learns(*event.clock);
 }
 void synchronize(DeviceIndex device) {
-  for (StreamId id = -kPool; id <= last_stream; ++id)
-    synchronize(record(Stream(Stream::UNSAFE, Device(kSim, device), id)));
+  for (StreamId id = -kPool; id <= last_stream; ++id) synchronize(record(stream_of({device, id})));
 }
 }  // namespace sim

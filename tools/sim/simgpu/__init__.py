@@ -5,6 +5,7 @@ Without SIM_DEVICES nothing happens.
 
 import faulthandler
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -12,7 +13,9 @@ import torch
 
 def autoload():
     """The entry point in the group torch.backends."""
-    if not int(os.environ.get("SIM_DEVICES") or 0):
+    n = setting("SIM_DEVICES", 0, range(65))
+    setting("SIM_MEMORY_MB", 16384, range(1, 2**25 // max(n, 1) + 1))
+    if not n:
         return
     built_for = (Path(__file__).parent / "built_for.txt").read_text()
     if built_for != torch.__version__.partition("+")[0]:
@@ -23,11 +26,19 @@ def autoload():
 
     from . import device
 
-    torch._register_device_module("sim", device.module())
+    torch._register_device_module("sim", device)
+    sys.modules["torch.sim"] = device
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
     from . import cuda_ops  # noqa: F401
 
     torch_dist.Backend.register_backend("simccl", _make_group, devices=["sim"])
+
+
+def setting(name, default, allowed):
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal() or int(text) not in allowed:
+        sys.exit(f"{name} is {text}: it must be an integer from {allowed[0]} to {allowed[-1]}")
+    return int(text)
 
 
 def _make_gloo(store, rank, size, timeout):

@@ -1,60 +1,48 @@
-"""torch.sim: the functions that torch and scripts look for in torch.cuda."""
+"""torch.sim: what torch and scripts look for in torch.cuda."""
 
 import contextlib
-import sys
 import types
 
 import torch
 
 from . import _C
 
-memory = torch.accelerator.memory
+accelerator = torch.accelerator
+sync_debug_modes = ("default", "warn", "error")
 
 
 def index_of(device=None):
     """The index of a device, given as torch.cuda takes it."""
-    if device is None:
-        return _C.current_device()
-    if isinstance(device, int):
-        return device if device >= 0 else _C.current_device()
-    device = torch.device(device)
+    if isinstance(device, int) and device >= 0:
+        return device
+    device = torch.device("sim") if device is None or isinstance(device, int) else torch.device(device)
     if device.type != "sim":
         raise ValueError(f"Expected a sim device, but got: {device}")
     return _C.current_device() if device.index is None else device.index
 
 
-# ---- devices --------------------------------------------------------------------------------------------------------
-
-
 def set_device(device):
-    torch.accelerator.set_device_index(index_of(device))
+    accelerator.set_device_index(index_of(device))
 
 
-class DeviceContext:
-    """torch.sim.device(1), for `with`"""
-
-    def __init__(self, device):
-        self.index = index_of(device)
-
-    def __enter__(self):
-        self.before = _C.current_device()
-        set_device(self.index)
-
-    def __exit__(self, *_):
-        set_device(self.before)
+@contextlib.contextmanager
+def device(device):
+    before = _C.current_device()
+    set_device(device)
+    try:
+        yield
+    finally:
+        set_device(before)
 
 
 def get_device_properties(device=None):
-    total = memory.get_memory_info(index_of(device))[1]
+    total = accelerator.memory.get_memory_info(index_of(device))[1]
     return types.SimpleNamespace(name="simulated", total_memory=total, major=9, minor=0, multi_processor_count=1)
 
 
 def set_sync_debug_mode(mode):
-    """With "error" an operation that makes the host wait raises."""
-    _C.raise_on_wait(mode in (2, "error"))
-
-
-# ---- streams and events ---------------------------------------------------------------------------------------------
+    """What happens where the host waits for a device: nothing, a warning or an error, as in torch.cuda."""
+    _C.set_sync_debug_mode(mode if isinstance(mode, int) else sync_debug_modes.index(mode))
 
 
 class Stream(torch.Stream):
@@ -67,20 +55,8 @@ class Event(torch.Event):
         return torch.Event("sim", enable_timing=True)
 
 
-@contextlib.contextmanager
-def stream(stream):
-    if stream is None:
-        yield
-        return
-    with stream:
-        yield stream
-
-
 def default_stream(device=None):
     return torch.Stream(stream_id=0, device_index=index_of(device), device_type=20)  # 20 is PrivateUse1
-
-
-# ---- random numbers -------------------------------------------------------------------------------------------------
 
 
 def generator(device=None):
@@ -97,6 +73,7 @@ def manual_seed_all(seed):
 
 
 def get_rng_state(device="sim"):
+    """A seed and an offset, in 16 bytes."""
     return generator(device).get_state()
 
 
@@ -113,51 +90,32 @@ def set_rng_state_all(states):
         set_rng_state(state, i)
 
 
-# ---- the module -----------------------------------------------------------------------------------------------------
+def of_index(function):
+    return lambda device=None: function(index_of(device))
 
 
-def module():
-    """torch.sim"""
-    made = types.ModuleType("torch.sim", "The simulated accelerator, as torch.cuda is of GPUs.")
-    own = (
-        set_device,
-        get_device_properties,
-        set_sync_debug_mode,
-        Stream,
-        Event,
-        stream,
-        default_stream,
-        generator,
-        manual_seed,
-    )
-    own += (manual_seed_all, get_rng_state, set_rng_state, get_rng_state_all, set_rng_state_all)
-    vars(made).update({function.__name__: function for function in own})
-    of_memory = ("memory_stats", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-    of_memory += ("reset_peak_memory_stats", "reset_accumulated_memory_stats")
-    for name in of_memory:
-        setattr(made, name, lambda device=None, name=name: getattr(memory, name)(index_of(device)))
-    vars(made).update(
-        device=DeviceContext,
-        current_device=_C.current_device,
-        device_count=_C.device_count,
-        is_available=lambda: _C.device_count() > 0,
-        is_initialized=lambda: True,
-        init=lambda: None,
-        _lazy_init=lambda: None,
-        _is_in_bad_fork=lambda: False,  # the allocator notices a fork
-        get_device_name=lambda device=None: "simulated",
-        get_device_capability=lambda device=None: (9, 0),
-        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
-        is_bf16_supported=lambda *_, **__: True,
-        can_device_access_peer=lambda a, b: True,
-        set_stream=torch.accelerator.set_stream,
-        current_stream=lambda device=None: torch.accelerator.current_stream(index_of(device)),
-        synchronize=lambda device=None: torch.accelerator.synchronize(index_of(device)),
-        seed_all=lambda: manual_seed_all(torch.seed()),
-        initial_seed=lambda: generator().initial_seed(),
-        empty_cache=lambda: None,
-        ipc_collect=lambda: None,
-        mem_get_info=lambda device=None: memory.get_memory_info(index_of(device)),
-    )
-    sys.modules["torch.sim"] = made
-    return made
+for name in ("memory_stats", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+    globals()[name] = of_index(getattr(accelerator, name))
+for name in ("reset_peak_memory_stats", "reset_accumulated_memory_stats", "current_stream", "synchronize"):
+    globals()[name] = of_index(getattr(accelerator, name))
+globals().update(
+    mem_get_info=of_index(accelerator.memory.get_memory_info),
+    current_device=_C.current_device,
+    device_count=_C.device_count,
+    is_available=lambda: True,
+    is_initialized=_C.is_used,
+    init=_C.use,
+    _lazy_init=_C.use,
+    _is_in_bad_fork=lambda: False,  # what uses a device notices a fork
+    get_device_name=lambda device=None: "simulated",
+    get_device_capability=lambda device=None: (9, 0),
+    get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+    is_bf16_supported=lambda *_, **__: True,
+    can_device_access_peer=lambda a, b: True,
+    set_stream=accelerator.set_stream,
+    stream=lambda stream: contextlib.nullcontext() if stream is None else stream,
+    seed_all=lambda: manual_seed_all(torch.seed()),
+    initial_seed=lambda: generator().initial_seed(),
+    empty_cache=lambda: None,
+    ipc_collect=lambda: None,
+)
