@@ -748,9 +748,10 @@ def test_without_network_a_name_that_is_not_cached_is_one_line(folder, tmp_path)
     assert stderr.startswith("--model nobody/nothing: ") and stderr.count("\n") == 1
 
 
-def begin_training(folder, name="llama", another=0, **changes):
-    """What main_worker does before `train`. With `another` the model has another weight."""
+def begin_training(folder, name="llama", another=0, base=None, **changes):
+    """What main_worker does before `train`. With `another` the model has another weight; `base` is another --model."""
     args = arguments(folder, name, **{"epochs": 1, **changes})
+    args.model = base or args.model
     whole, config, types, rows, held_out = llm_FSDP.prepare(args)
     with torch.no_grad():
         whole.get_input_embeddings().weight[0, 0] += another
@@ -793,7 +794,7 @@ def test_a_checkpoint_of_other_options_or_weights_is_refused(folder, group, tmp_
             ({"bf16": True}, "--bf16 False, not True"),
             ({"lora": 4, "lora_alpha": 4.0}, f"--lora {kind.get('lora')}, not 4"),
             ({"another": 1.0}, "--model (checksum) "),
-            ({"model": str(tmp_path / "llama")}, "config.json: rope_parameters "),
+            ({"base": str(tmp_path / "llama")}, "config.json: rope_parameters "),
         ):
             message = exit_message(llm_FSDP.train, *begin_training(folder, **{**kind, **changes}))
             assert f"was saved with {line}" in message, message
@@ -1203,7 +1204,8 @@ def test_a_model_on_the_hub_is_read_as_a_folder_is(folder, group, tmp_path):
         ("nobody/nothing", "nobody/nothing"),
         (os.path.relpath(folder / "llama"), str(folder / "llama")),
     ):
-        args = arguments(folder, "llama", model=name, lora=2, lora_alpha=4.0, output=str(tmp_path / base[-7:]))
+        args = arguments(folder, "llama", output=str(tmp_path / base[-5:]), lora=2, lora_alpha=4.0)
+        args.model = name
         with mock.patch("huggingface_hub.snapshot_download", download):
             whole, config, types, *_ = llm_FSDP.prepare(args)
         llm_hub.save(llm_FSDP.make_model(whole, config, types, args), whole, types, args.output)

@@ -1,6 +1,7 @@
 """llm_documents.py: what is in the loss, what is left out, what is cut, and where each document lies in its row."""
 
 import gzip
+import itertools
 import json
 import math
 import re
@@ -85,12 +86,10 @@ def test_a_token_that_begins_with_the_end_of_the_prompt():
 
 
 def test_the_text_around_the_loss(tokenizer):
-    for record, length, expected in (
-        (CHAT, 4, ("i.<|end|><|assistant|>", "Hell")),
-        ({"text": "abc"}, 20, ("a", "bc<|end|>")),
-    ):
+    text = {"text": "abc"}
+    for record, n_tokens, expected in ((CHAT, 4, ("i.<|end|><|assistant|>", "Hell")), (text, 20, ("a", "bc<|end|>"))):
         (row,) = llm_documents.make_rows(read(tokenizer, record), 200)
-        assert llm_documents.text_around_loss(row.numpy(), tokenizer, n_tokens=length) == expected
+        assert llm_documents.text_around_loss(row.numpy(), tokenizer, n_tokens) == expected
 
 
 def test_a_text_is_cut_and_each_of_its_tokens_is_a_target_once(tokenizer):
@@ -142,6 +141,7 @@ def test_without_an_eos_token_a_text_ends_as_the_tokenizer_has_it():
 
 def test_many_lines_are_read_in_parts_and_what_is_too_long_is_counted(tokenizer, monkeypatch, capsys):
     """While a text is tokenized, it takes far more memory than afterwards. The documents are those of lines alone."""
+    n = len(read(tokenizer, CHAT)[0][0][0])
     sizes = []
     function = llm_documents.read
     monkeypatch.setattr(llm_documents, "read", lambda part, *rest: sizes.append(len(part)) or function(part, *rest))
@@ -149,17 +149,15 @@ def test_many_lines_are_read_in_parts_and_what_is_too_long_is_counted(tokenizer,
     now = iter([0, 1, 31.5, 31.5, *[40] * 99])
     monkeypatch.setattr(llm_documents, "time", SimpleNamespace(monotonic=lambda: next(now)))
     records = [*[{"text": 600 * "a"}] * 5, {"text": 5000 * "b"}, {"text": "c"}, *language.records(30), CHAT]
-    n = len(read(tokenizer, CHAT)[0][0][0])
     found = list(llm_documents.documents_of(lines(*records), tokenizer, n - 1))
+    assert sizes[:3] == [2, 2, 2] and sum(sizes) == len(records)
     alone = [document for record in records[:-1] for document in read(tokenizer, record, length=n - 1)[0]]
     fitting = [document for document in alone if len(document[0]) < n]
     assert [tokens.tolist() for tokens, _ in found] == [tokens.tolist() for tokens, _ in fitting]
-    assert sizes[:3] == [2, 2, 2] and sum(sizes) == len(records)
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "4 lines are read, up to data.jsonl: line 4"
-    assert said[1:] == [
-        f"{len(alone) - len(fitting) + 1} conversations have more than --length {n - 1} tokens and are left out"
-    ]
+    n_left_out = len(alone) - len(fitting) + 1
+    assert said[1:] == [f"{n_left_out} conversations have more than --length {n - 1} tokens and are left out"]
 
 
 @pytest.mark.parametrize("pad", [False, True])
@@ -171,20 +169,14 @@ def test_rows_in_a_file_are_the_documents_and_are_counted(pad, tokenizer, tmp_pa
     assert rows.shape == (n_rows, 3, 48) and rows.dtype == np.int32 and (not pad or n_rows == len(documents))
     found = []
     for row in rows:
-        starts = [
-            *np.flatnonzero((row[1] == 0) & (row[0] != llm_documents.PADDING)),
-            (row[0] != llm_documents.PADDING).sum(),
-        ]
-        found += [row[[0, 2], first:end].tolist() for first, end in zip(starts[:-1], starts[1:], strict=True)]
+        is_used = row[0] != llm_documents.PADDING
+        starts = [*np.flatnonzero((row[1] == 0) & is_used), is_used.sum()]
+        found += [row[[0, 2], first:end].tolist() for first, end in itertools.pairwise(starts)]
     assert sorted(found) == sorted(np.stack(document).tolist() for document in documents)
     tokens, targets, of_chats, n_positions = llm_documents.count(tmp_path / "rows.npy")
     chats = [document for document in documents if llm_documents.IGNORED in document[1]]
-    for counts, parts in (
-        (tokens, [t for t, _ in documents]),
-        (targets, [t for _, t in documents]),
-        (of_chats, [t for _, t in chats]),
-    ):
-        every = np.concatenate(parts)
+    for counts, kind, some in ((tokens, 0, documents), (targets, 1, documents), (of_chats, 1, chats)):
+        every = np.concatenate([document[kind] for document in some])
         assert counts.tolist() == np.bincount(every[every >= 0], minlength=len(counts)).tolist()
     assert n_positions == rows.shape[0] * 48 and of_chats.sum() > 0
     np.save(tmp_path / "other.npy", np.zeros(3))
@@ -208,7 +200,7 @@ def test_held_out_lines_are_drawn_at_random_and_equal_lines_are_on_one_side():
 
 def test_documents_share_rows_and_none_is_lost(tokenizer):
     length = 48
-    found = [document for line in read(tokenizer, *language.records(80), length=length) for document in line]
+    found = list(llm_documents.documents_of(lines(*language.records(80)), tokenizer, length))
     lists = llm_documents.pack(found, length)
     assert sorted(id(document) for row in lists for document in row) == sorted(map(id, found))
     n_tokens = sum(len(tokens) for tokens, _ in found)
