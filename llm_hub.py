@@ -170,7 +170,7 @@ def load_model(name, folder, config):
     left_out = [key for key in weights if re.search(patterns, key) and key not in model.state_dict()]
     if left_out:
         print(f"transformers leaves out {len(left_out)} weights of {name}, such as {left_out[0]}", flush=True)
-    model.name_or_path = str(Path(name).absolute()) if Path(name).is_dir() else name
+    model.name_or_path = os.path.abspath(name) if Path(name).is_dir() else name
     if not model.all_tied_weights_keys:
         model.config.tie_word_embeddings = False  # transformers unties weights that differ in the files
     return model
