@@ -30,6 +30,7 @@ from tokenizers import Tokenizer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed as dist
 import llm_documents
@@ -45,6 +46,7 @@ ADAMW = {"lr": 0.003, "weight_decay": 0.1, "clip": 0.5, "warmup": 2}
 SGD = {"lr": 0.05, "clip": 0.0, "warmup": 0}  # a clip of 0 does not clip
 CLIPPED = {"lr": 0.05, "clip": 1.0, "warmup": 0}
 LORA = {"lora": 4, "lora_alpha": 6.0}
+SLIDING = {**language.SMALL, "head_dim": 8, "sliding_window": 32}
 CASES = {  # name: (model, optimizer, options)
     "llama": ("llama", "SGD", SGD),
     "tied": ("llama_tied", "AdamW", ADAMW),
@@ -58,7 +60,7 @@ CASES = {  # name: (model, optimizer, options)
     "gemma3": ("gemma3", "SGD", SGD),
     "qwen3_moe": ("qwen3_moe", "SGD", SGD),
     "lora": ("llama_tied_float64", "SGD", {**SGD, **LORA, "lr": 0.5}),
-    "lora, AdamW": ("llama_float64", "AdamW", {**ADAMW, **LORA}),
+    "lora, AdamW": ("llama_float64", "AdamW", {**ADAMW, **LORA, "lr": 0.03}),
     "lora, 4 bits": ("wide_float64", "SGD", {**SGD, **LORA, "lr": 0.5, "nf4": True, "loss_chunk": 5}),
     "lora, gpt2": ("gpt2_float64", "SGD", {**SGD, **LORA, "lr": 0.5}),
     "lora, qwen3": ("qwen3_float64", "SGD", {**SGD, **LORA, "lr": 0.5}),
@@ -544,9 +546,9 @@ def held_bytes(model, optimizer):
     return held
 
 
-def mix(folder, output, **changes):
+def mix(folder, output, model="bfloat16", **changes):
     """A model in bfloat16 is loaded, trained by mixed precision for a step, and written."""
-    args = arguments(folder, "bfloat16", output, bf16=True, **changes)
+    args = arguments(folder, model, output, bf16=True, **changes)
     with contextlib.redirect_stdout(io.StringIO()):
         whole, config, types, rows, _ = llm_FSDP.prepare(args)
         model = llm_FSDP.make_model(whole, config, types, args)
@@ -555,7 +557,9 @@ def mix(folder, output, **changes):
             n_params[param.requires_grad] += param.numel()
         optimizer, _ = llm_FSDP.make_optimizer(model, STEPS, args.lr, args.warmup, args.weight_decay)
         trained = [param for param in model.parameters() if param.requires_grad]
-        first_rows, own_rows, _ = [list(llm_documents.share_of(rows, batch)) for batch in batches_of(rows, args)]
+        first_rows, own_rows, _ = [
+            list(llm_documents.share_of(rows, batch)) for batch in batches_of(llm_documents.mapped(rows), args)
+        ]
         step(model, first_rows, optimizer, trained, args)
         with Watch() as watch:
             step(model, own_rows, optimizer, trained, args)
@@ -585,12 +589,14 @@ def work_mixed(local_rank, world_size, folder):
     transformers.utils.logging.disable_progress_bar()
     results = {"full": mix(folder, "mixed"), "lora": mix(folder, "mixed lora", lora=4, lora_alpha=8.0)}
     results["once"] = mix(folder, "mixed once", gather_once=True)
+    results["nf4"] = mix(folder, "mixed nf4", "bfloat16 wide", lora=4, lora_alpha=8.0, nf4=True)
     return dist.gather_objects(results)
 
 
 @pytest.fixture(scope="module")
 def mixed(folder):
     language.make_folder("llama", folder / "bfloat16", torch.bfloat16)
+    language.make_folder("wide", folder / "bfloat16 wide", torch.bfloat16)
     return dist.launch(work_mixed, str(folder), nprocs=2)
 
 
@@ -611,6 +617,10 @@ def test_bytes_that_are_held_and_types_that_are_sent_are_those_of_the_docstring(
             assert each["host reads"] == BATCH // 2, "in each forward transformers looks for packed positions"
         assert once["gathered"] == ["torch.bfloat16"] * 4 and once["reduced"] == ["torch.float32"] * 4, "once per step"
         assert once["held"] == full["held"], "after the step, the shards alone are left"
+        n_packed = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 64)
+        n_others = (2 * 259 + 5) * 64  # embedding, head and norms
+        assert result["nf4"]["held"][False] == (9 / 16 * n_packed + 2 * n_others) / 2
+        assert "torch.float32" not in result["nf4"]["gathered"]
 
 
 @pytest.mark.guard
@@ -623,6 +633,72 @@ def test_results_of_mixed_precision_are_bfloat16_and_bit_for_bit_what_was_traine
     adapted = peft.PeftModel.from_pretrained(base, folder / "mixed lora")
     expected = mixed[0]["lora"]["logits"]
     assert (logits_of_bfloat16(adapted) - expected).abs().max() < 0.05 * expected.std()
+
+
+def test_of_a_layer_in_4_bits_its_bytes_alone_are_saved_for_backward():
+    layer, saved = llm_hub.LinearNF4(nn.Linear(128, 64)), []
+    inputs = torch.randn(3, 128, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        layer(inputs).sum().backward()
+    assert {tensor.data_ptr() for tensor in saved} == {
+        tensor.data_ptr() for tensor in (layer.packed, layer.scales, layer.levels_of_byte)
+    }
+    weight = llm_hub.unpacked(layer.packed, layer.scales, layer.levels_of_byte)
+    assert (inputs.grad - weight.sum(dim=0)).abs().max() < 1e-6
+    zeros = nn.Linear(64, 1)
+    nn.init.zeros_(zeros.weight)
+    layer = llm_hub.LinearNF4(zeros)
+    assert not llm_hub.unpacked(layer.packed, layer.scales, layer.levels_of_byte).any()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_4_bits_are_refused_for_layers_that_are_not_whole_blocks(name, folder, group):
+    args = arguments(folder, name, lora=2, lora_alpha=4.0, nf4=True)
+    assert "needs linear layers whose inputs are a multiple of 64" in exit_message(llm_FSDP.prepare, args)
+
+
+class LargestLogits(TorchDispatchMode):
+    """The most bytes of a tensor (1, targets, vocabulary)."""
+
+    n_bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, tuple | list) else [output]:
+            if isinstance(tensor, torch.Tensor) and tensor.dim() == 3 and tensor.shape[-1] == 259:
+                self.n_bytes = max(self.n_bytes, tensor.nbytes)
+        return output
+
+
+@pytest.mark.parametrize("lora", [None, 2])
+@pytest.mark.parametrize("name", [*language.FIVE, "capped"])
+def test_the_loss_in_chunks_equals_that_of_a_row_and_has_the_logits_of_one_chunk(name, lora):
+    """In float64, and the gradients too. Gemma 2 caps its logits behind the output layer."""
+    capped = functools.partial(transformers.Gemma2Config, **SLIDING, final_logit_softcapping=0.5)
+    found = []
+    with float64_everywhere():
+        torch.manual_seed(0)
+        model = llm_hub.build_model(language.CONFIGS.get(name, capped)(), torch.float64)
+        model = llm_FSDP.change_model(model, lora, 4.0)
+        tokens = torch.randint(250, (1, 50))
+        row = SimpleNamespace(tokens=tokens, positions=torch.arange(50)[None] % 20, places=torch.arange(3, 40))
+        row.targets = tokens[0, 4:41]
+        for size in (None, 7, 100):
+            each = copy.deepcopy(model)
+            each.loss_in_chunks = bool(size)
+            if size:
+                llm_hub.compute_loss_in_chunks(each, size, llm_FSDP.loss_of)
+            with LargestLogits() as largest:
+                loss = llm_FSDP.sum_of_losses(each, row)
+            loss.backward()
+            trained = [param for param in each.parameters() if param.requires_grad]
+            found.append((loss.detach(), *[param.grad for param in trained]))
+            assert largest.n_bytes == 8 * 259 * min(size or 37, 37)
+            row_without_targets = SimpleNamespace(**vars(row) | {"places": row.places[:0], "targets": row.targets[:0]})
+            assert llm_FSDP.sum_of_losses(each, row_without_targets) == 0
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert (one - other).abs().max() <= 1e-12
 
 
 @torch.no_grad()
@@ -1097,7 +1173,6 @@ def test_a_token_without_an_embedding_is_one_line(folder, group, tmp_path):
 
 # Models for which transformers has no scaled_dot_product_attention.
 TINY = {"vocab_size": 259, "hidden_size": 32}
-SLIDING = {**language.SMALL, "head_dim": 8, "sliding_window": 32}
 EAGER = {
     "Gemma2": SLIDING,
     "GptOss": {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
