@@ -709,7 +709,7 @@ def test_the_page_converts_prompts_and_completions(tokenizer, tmp_path, monkeypa
     """Of each line, these two fields are taken, and others left out."""
     monkeypatch.chdir(tmp_path)
     language.write_jsonl(Path("completions.jsonl"), [{"id": 1, "prompt": "2+2?", "completion": "4."}])
-    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    block, *_ = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     exec(compile(block, PAGE, "exec"))
     messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4."}]
     assert json.loads(Path("chats.jsonl").read_text()) == {"messages": messages}
