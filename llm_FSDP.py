@@ -12,9 +12,10 @@ holds 1/N of each layer: of the parameters, the gradients and Adam's state. A st
     loss = (sum of the losses of all targets of all ranks and rows) / (number of all these targets)
 
 A target is a token that is in the loss: a label other than -100. So the number of processes changes the speed and not
-the result, except for rounding and dropout. min_FSDP.py explains FSDP. No process holds the whole model on its device:
-it is built on the meta device, which has shapes without memory, then sharded, then filled by rank 0, which alone reads
-the model and the data. With --lora the model is frozen, and small matrices beside its linear layers are trained.
+the result, except for rounding and dropout. min_FSDP.py explains FSDP. No process holds the whole model on its device,
+unless you ask for it by --gather-once: it is built on the meta device, which has shapes without memory, then sharded,
+then filled by rank 0, which alone reads the model and the data. With --lora the model is frozen, and small matrices
+beside its linear layers are trained.
 
 The result is a new folder: the files of --model, byte for byte, with the trained weights. `from_pretrained` of
 transformers, or of PEFT, loads it. Checkpoints resume on any number of processes. Rows are made at the first start, and
@@ -45,6 +46,7 @@ import math
 import os
 import random
 import resource
+import shutil
 import time
 from pathlib import Path
 
@@ -380,7 +382,11 @@ def prepare(args):
     Only rank 0 reads the model and the data. Raises DistributedError on every rank if something cannot be read.
     """
     whole = shared = None
-    found = llm_hub.on_rank_0(read_all, args)
+    try:
+        found = llm_hub.on_rank_0(read_all, args)
+    except dist.DistributedError:
+        shutil.rmtree(llm_hub.incomplete(args.output), ignore_errors=True)
+        raise
     if found:
         whole, *files = found
         shared = whole.config, llm_hub.types_of(whole), *files
@@ -600,6 +606,8 @@ def check_together(parser, args):
         parser.error("argument --nf4: weights in 4 bits are not trained, so it needs --lora")
     if has_rows(args.data) and not (len(args.data) == 1 and args.eval_data and has_rows(args.eval_data)):
         parser.error("argument --data: for one file of rows, name another one by --eval-data, such as held-out.npy")
+    if has_rows(args.data) and args.pad:
+        parser.error("argument --pad: the rows of --data are made already")
     if args.output and os.path.exists(args.output):
         parser.error(f"argument --output: {args.output} exists: name a new folder")
     if args.lora_alpha and not args.lora:

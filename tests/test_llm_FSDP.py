@@ -862,6 +862,7 @@ def test_a_folder_that_cannot_be_used(spoil, change, cause, folder, tmp_path, gr
     for options in ({}, {"from_scratch": True}) if cause == OWN_CODE else ({},):
         message = exit_message(llm_FSDP.prepare, arguments(tmp_path, "llama", **options))
         assert re.fullmatch(f"--model {tmp_path}/llama: {cause}", message)
+        assert not (tmp_path / "out.incomplete").exists(), "nothing is left of a run that could not begin"
     assert not ask.called
 
 

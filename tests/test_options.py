@@ -72,6 +72,7 @@ REFUSED = {
         --model folder --data a --lora-alpha 2 | --lora-alpha --lora
         --model folder --data a --nf4 | --nf4 --lora
         --model folder --data rows.npy | --data --eval-data
+        --model folder --data rows.npy --eval-data held-out.npy --pad | --pad --data
         --output / | --output /
         --length 1 | --length '1' 2
         --nproc 2 --global-batch-size 1 | --global-batch-size 1 2
