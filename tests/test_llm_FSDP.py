@@ -894,7 +894,8 @@ def test_a_cause_that_goes_on_in_the_next_line_is_told_with_it():
 @pytest.mark.slow
 def test_without_network_a_name_that_is_not_cached_is_one_line(folder, tmp_path):
     env = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    command = ["llm_FSDP.py", "--model", "nobody/nothing", "--data", folder / "data.jsonl", "--output", tmp_path / "out"]
+    command = ["llm_FSDP.py", "--model", "nobody/nothing", "--data", folder / "data.jsonl"]
+    command += ["--output", tmp_path / "out"]
     status, stdout, stderr = run(*command, "--nproc", "2", env=env)
     assert (status, stdout) == (1, "")
     assert stderr.startswith("--model nobody/nothing: ") and stderr.count("\n") == 1
