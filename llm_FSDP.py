@@ -113,7 +113,7 @@ def sum_of_losses(model, row):
     # transformers looks for them at the start of each forward, and waits for the device there.
     # Logits are computed for the targets of one row at a time: a large vocabulary makes them large.
     options = {"position_ids": row.positions, "use_cache": False, "logits_to_keep": row.places}
-    if model.loss_in_chunks:  # by --loss-chunk
+    if getattr(model, "loss_in_chunks", False):  # by --loss-chunk
         return model(row.tokens, targets=row.targets, **options)
     return loss_of(model(row.tokens, **options).logits[0], row.targets)
 
@@ -167,7 +167,6 @@ def make_model(whole, config, types, args):
         if args.compile:
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy)  # a unit, which is gathered and freed by itself
-    model.loss_in_chunks = bool(args.loss_chunk)
     if args.loss_chunk:
         llm_hub.compute_loss_in_chunks(model, args.loss_chunk, loss_of)
     embedding = model.get_input_embeddings()

@@ -407,6 +407,7 @@ def compute_loss_in_chunks(model, size, loss_of):
         return sum(recompute(of_chunk, output, *chunk, use_reentrant=False) for chunk in chunks)
 
     model.forward = forward_in_chunks
+    model.loss_in_chunks = True
 
 
 # ---- write --------------------------------------------------------------------------------------------------------

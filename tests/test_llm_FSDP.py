@@ -760,7 +760,6 @@ def test_the_loss_in_chunks_equals_that_of_a_row_and_has_the_logits_of_one_chunk
         row.targets = tokens[0, 4:41]
         for size in (None, 7, 100):
             each = copy.deepcopy(model)
-            each.loss_in_chunks = bool(size)
             if size:
                 llm_hub.compute_loss_in_chunks(each, size, llm_FSDP.loss_of)
             with LargestLogits() as largest:
