@@ -14,62 +14,41 @@ holds 1/N of each layer: of the parameters, the gradients and Adam's state. A st
 A target is a token that is in the loss: a label other than -100. So the number of processes changes the speed and not
 the result, except for rounding and dropout. min_FSDP.py explains FSDP. No process holds the whole model on its device,
 unless you ask for it by --gather-once: it is built on the meta device, which has shapes without memory, then sharded,
-then filled by rank 0, which alone reads files. With --lora the model is frozen, and small matrices beside its linear
-layers are trained. The result is a folder that `from_pretrained` of transformers, or of PEFT, loads. Checkpoints resume
-on any number of processes. If the newest one is the end of the training or beyond it, its result is written and nothing
-is trained. To write the result of an earlier one, move the newer folders away, and choose --epochs so that it is the
-end. Another --epochs is refused while steps are left, because the learning rate would jump. held-out.txt beside the
-checkpoints has the losses of the evaluations. first-start.txt has the date that chat templates write as today's, so
-that the rows are the same on another day. --wandb and --tensorboard track the run.
+then filled by rank 0, which alone reads the model and the data. With --lora the model is frozen, and small matrices
+beside its linear layers are trained.
 
-A result replaces an older one in --output, and no other files. Until it is complete it is in a folder
-.incomplete-HOST-PID there. A run that is killed leaves that folder, which may be deleted.
-
-Before training, one check compares a document alone and in a row of --length tokens. It refuses models that mix packed
-documents, that see later tokens, as BERT does, or that treat long rows otherwise, as Phi-3 does: use --pad for it. The
-result has each weight in the type in which it was loaded. Routers that were loaded in float32 stay so, but --bf16
-gathers them in bfloat16 as all other parameters.
-
-In the words of TRL, --length is max_length, --global-batch-size is per_device_train_batch_size ·
-gradient_accumulation_steps · N, and packing and assistant_only_loss are on. Not offered: a base in 4 bits, code from
-the Hub, tokenizers that are not fast, the router's loss of a mixture of experts, training adapters further. --lora
-adapts linear layers, but not experts that are stored as one 3-D tensor. It refuses models for which PEFT would adapt
-the experts instead, such as GLM-4.5 and DeepSeek-V3. It trains neither embeddings nor the output layer, so train a
-model with new tokens without it. `AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload()` of PEFT merges
-adapters into their model.
-
-Choose mnist_DDP.py for images, and min_FSDP.py or min_Packing.py to learn one of the ideas.
+The result is a new folder: the files of --model, byte for byte, with the trained weights. `from_pretrained` of
+transformers, or of PEFT, loads it. Checkpoints resume on any number of processes. Rows are made at the first start, and
+lie beside the checkpoints. docs/language_models.md has more: which models are refused, other data, and recipes.
 
 Cost per process for P parameters on N processes: 16·P/N bytes between two steps (float32 parameters 4, gradients 4,
-Adam 8), with --lora 2·P/N (bfloat16). Rank 0 also needs the CPU's memory for one model while it writes the result, 2·P
-bytes in bfloat16, and from scratch 4·P while it starts. With --bf16 each row sends up to (N-1)/N · 8·P bytes: it
-gathers the parameters twice, 2·P each, and reduces float32 gradients, 4·P; with --lora (N-1)/N · 4·P. The activations
-of one row and the logits of its targets come on top: they are what runs out of memory, and --recompute keeps only each
-layer's input. With --gather-once a step sends (N-1)/N · 6·P bytes, for any number of rows, and holds 6·P more: the
-gathered model and its whole gradients. It is faster for a small model.
+Adam 8), with --lora 2·P/N (bfloat16), with --nf4 0.56·P/N for the layers that are packed. With --bf16 each row sends up
+to (N-1)/N · 8·P bytes: it gathers the parameters twice, 2·P each, and reduces float32 gradients, 4·P; with --lora
+(N-1)/N · 4·P. The activations of one row and the logits of its targets come on top: --recompute keeps only each
+layer's input, and --loss-chunk the logits of some targets. With --gather-once a step sends (N-1)/N · 6·P bytes, for any
+number of rows, and holds 6·P more: the gathered model and its whole gradients. It is faster for a small model.
 
     python llm_FSDP.py --nproc 2                                               # no network: a small Llama, from scratch
     python llm_FSDP.py --model Qwen/Qwen3-8B --data chats.jsonl --lora 16      # all GPUs of this machine
     python llm_FSDP.py --model folder --data chats.jsonl --checkpoint-dir runs/a   # the same command again resumes
     torchrun --nnodes 2 --nproc-per-node auto --rdzv-backend c10d --rdzv-endpoint HOST:29400 llm_FSDP.py \
-        --model Qwen/Qwen3-0.6B --from-scratch --data books/*.jsonl            # two machines
+        --model Qwen/Qwen3-0.6B --from-scratch --data books/*.jsonl            # two machines, which share a folder
 
-The data are .jsonl files, up to 1 GB together, as `Dataset.to_json` of Hugging Face writes them: {"messages": [...]} or
-{"text": ...}. In a conversation only the assistant's words are in the loss. It prints `step 20/370 | loss 6.2499 | norm
-1.64 | lr 4.0e-03 | 3,892 targets/s | 7,686 tokens/s | 656 MB`. Neither speed counts padding. Every --eval-every steps
-it prints `step 100/370 | held-out 4.2481`, the mean loss of the documents that are not trained on.
+Each line of the data is {"messages": [...]} or {"text": ...}. It prints `step 20/370 | loss 6.2499 | norm 1.64 | lr
+4.0e-03 | 3,892 targets/s | 7,686 tokens/s | 656 MB`. Neither speed counts padding. Every --eval-every steps it prints
+`step 100/370 | held-out 4.2481`, the mean loss of the documents that are not trained on.
 """
 
 import argparse
 import datetime
 import functools
 import math
+import os
 import random
 import resource
+import shutil
 import time
-import zlib
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -79,7 +58,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
-from transformers.utils import chat_template_utils
 
 import checkpoint
 import checkpoint_sharded
@@ -93,53 +71,51 @@ import watch
 # ---- CHANGE HERE: data, model, loss and metric, optimizer -----------------------------------------------------------
 
 
-def load_documents(tokenizer, data, eval_data, length):
-    """The data, read by rank 0: documents to train on, and documents held out. Rows are `length` tokens long.
+def load_documents(tokenizer, data, eval_data, length, seed=0):
+    """The data, read by rank 0 at the first start: documents to train on, and documents held out.
 
-    Both are lists of pairs of arrays, tokens and targets, as llm_documents.py makes them. Its `turns` finds the tokens
-    that are in the loss.
+    Both are generators of pairs of arrays, tokens and targets, as llm_documents.py makes them. Its `turns` finds the
+    tokens that are in the loss. Documents have up to `length` tokens.
     """
-    lines = llm_documents.lines_of_library()
-    if data:
-        lines = llm_documents.lines_of(data)
-    found = llm_documents.read(lines, tokenizer, length)
-    training = [of_line for of_line in found if of_line]  # without those that are too long
+    training = functools.partial(llm_documents.lines_of, data) if data else llm_documents.lines_of_library
     if eval_data:
-        held_out = llm_documents.read(llm_documents.lines_of(eval_data, "--eval-data"), tokenizer, length)
+        lines = training(), llm_documents.lines_of(eval_data, "--eval-data")
     else:
-        every = max(20, len(training) // 500)
-        held_out = training[::every]
-        del training[::every]
-    training = [document for of_line in training for document in of_line]
-    held_out = [document for of_line in held_out for document in of_line]
-    if not training or not held_out:
-        line = f"--data, --eval-data: too few lines fit into --length {length} to train on and to hold out"
-        raise dist.DistributedError(f"{line}: give more, or name --eval-data")
-    return training, held_out
+        lines = llm_documents.split(training, seed)
+    return [llm_documents.documents_of(each, tokenizer, length) for each in lines]
 
 
-def change_model(model, lora, lora_alpha):
+def change_model(model, lora, lora_alpha, nf4=False):
     """The model to train: here adapters beside a frozen model, or all of it. Freeze parameters and replace layers here.
 
     Every rank calls it on a model without memory, before that is sharded. Rank 0 calls it on the whole model too, whose
     values then fill the shards.
     """
     if lora:
-        return llm_hub.add_lora(model, lora, lora_alpha)
+        model = llm_hub.add_lora(model, lora, lora_alpha)
+    if nf4:
+        llm_hub.pack_frozen(model)
     return model
 
 
-def sum_of_losses(model, row):
-    """The loss of a row, and the metric of a held-out row. In a conversation the targets are what the assistant says.
+def loss_of(logits, targets):
+    """The loss, and the metric of held-out rows. In a conversation the targets are what the assistant says.
 
     It is a sum and not a mean, since rows have unequal numbers of targets.
     """
+    logits = logits.to(torch.get_default_dtype())  # bfloat16 has too few digits for a sum of losses
+    return F.cross_entropy(logits, targets, reduction="sum")
+
+
+def sum_of_losses(model, row):
+    """The loss of a row."""
     # Positions that start at 0 again keep documents apart, but only without a cache and without an attention mask.
     # transformers looks for them at the start of each forward, and waits for the device there.
     # Logits are computed for the targets of one row at a time: a large vocabulary makes them large.
-    output = model(row.tokens, position_ids=row.positions, use_cache=False, logits_to_keep=row.places)
-    logits = output.logits[0].to(torch.get_default_dtype())  # bfloat16 has too few digits for a sum of losses
-    return F.cross_entropy(logits, row.targets, reduction="sum")
+    options = {"position_ids": row.positions, "use_cache": False, "logits_to_keep": row.places}
+    if getattr(model, "loss_in_chunks", False):  # by --loss-chunk
+        return model(row.tokens, targets=row.targets, **options)
+    return loss_of(model(row.tokens, **options).logits[0], row.targets)
 
 
 def make_optimizer(model, steps, lr, warmup, weight_decay):
@@ -183,7 +159,7 @@ def make_model(whole, config, types, args):
         # Parameters are gathered in bfloat16. The shards of trained weights, and Adam's state, stay float32.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):  # shapes without memory
-        model = change_model(llm_hub.build_model(config, dtype), args.lora, args.lora_alpha)
+        model = change_model(llm_hub.build_model(config, dtype), args.lora, args.lora_alpha, args.nf4)
     llm_hub.hold_as_loaded(model, types)  # what is frozen
     for layer in reversed(llm_hub.layers_of(model)):  # if one contains others, these come first
         if args.recompute:
@@ -191,6 +167,8 @@ def make_model(whole, config, types, args):
         if args.compile:
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy)  # a unit, which is gathered and freed by itself
+    if args.loss_chunk:
+        llm_hub.compute_loss_in_chunks(model, args.loss_chunk, loss_of)
     embedding = model.get_input_embeddings()
     if embedding.weight is not model.get_output_embeddings().weight:  # a tied one belongs to the root
         fully_shard(embedding, mesh=mesh, mp_policy=policy)
@@ -208,23 +186,26 @@ def recompute_in_backward(layer):
 
 
 def train(model, rows, held_out, args):
-    """Take all steps that the newest checkpoint has not done."""
-    steps = math.ceil(args.epochs * len(rows) / args.global_batch_size)
-    n_epochs = steps * args.global_batch_size / len(rows)
+    """Take all steps that the newest checkpoint has not done. `rows` and `held_out` are paths of files."""
+    n_rows = len(llm_documents.mapped(rows))
+    steps = math.ceil(args.epochs * n_rows / args.global_batch_size)
+    n_epochs = steps * args.global_batch_size / n_rows
     dist.print_primary(f"{steps:,} steps of {args.global_batch_size} rows are {n_epochs:.2f} epochs", flush=True)
     optimizer, scheduler = make_optimizer(model, steps, args.lr, args.warmup, args.weight_decay)
     scheduler.steps = steps  # is part of its state_dict
     trained = [param for param in model.parameters() if param.requires_grad]
-    order = llm_documents.order_of(len(rows), steps * args.global_batch_size, args.seed)
+    order = llm_documents.order_of(n_rows, steps * args.global_batch_size, args.seed)
     first_step = 0
     if args.checkpoint_dir:
         # Frozen weights are left out: they are those of --model.
-        parts = {"scheduler": scheduler, "settings": settings_of(model, rows, args), "frozen": False}
+        parts = {"scheduler": scheduler, "settings": settings_of(model, args), "frozen": False}
         preemption = checkpoint.Preemption()
         first_step = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer, **parts)
         refuse_jump(first_step, steps, scheduler)
     if first_step >= steps:
         dist.print_primary(f"no steps are left: the checkpoint has {first_step} steps, and --epochs gives {steps}")
+    elif args.warmup and args.warmup >= steps:
+        raise dist.DistributedError(f"argument --warmup: {args.warmup} is not less than {steps}, the number of steps")
     samples = first_step * args.global_batch_size
     tracker = make_tracker(samples, args)
     evaluate(model, held_out, f"step {first_step}/{steps}", samples, args.checkpoint_dir, tracker)
@@ -316,7 +297,7 @@ def evaluate(model, held_out, step, samples, checkpoint_dir, tracker):
     """Print and track the mean loss of all held-out targets."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=dist.get_device())
-    for row in llm_documents.share_of(held_out, range(len(held_out))):
+    for row in llm_documents.share_of(held_out, range(len(llm_documents.mapped(held_out)))):
         sums[0] += sum_of_losses(model, row)
         sums[1] += len(row.targets)
     loss_sum, n_targets = dist.all_reduce(sums).tolist()
@@ -331,12 +312,14 @@ def evaluate(model, held_out, step, samples, checkpoint_dir, tracker):
             print(line, file=file)
 
 
-def settings_of(model, rows, args):
+def settings_of(model, args):
     """What a resumed run must share: else it would continue another training, silently."""
-    names = ("seed", "lr", "warmup", "weight_decay", "clip", "bf16", "global_batch_size", "lora", "lora_alpha")
-    settings = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
-    settings["--length"] = rows.shape[2]
-    settings["--data (checksum)"] = zlib.crc32(rows.numpy())
+    names = ("seed", "lr", "warmup", "weight_decay", "clip", "bf16", "global_batch_size", "lora", "lora_alpha", "nf4")
+    settings = {f"--{name.replace('_', '-')}": getattr(args, name) for name in (*names, "pad")}
+    settings["--data"] = [path.name for path in args.data or []]
+    for name, value in model.config.to_diff_dict().items():
+        if name != "transformers_version":
+            settings[f"config.json: {name}"] = value
     if args.model and not args.from_scratch:
         settings["--model (checksum)"] = checksum_of_weights(model)
     return settings
@@ -393,80 +376,104 @@ def peak_memory():
 
 
 def prepare(args):
-    """The whole model on rank 0, None on the others. On all: its configuration and types, and the rows.
+    """The whole model on rank 0, None on the others. On all: its configuration and types, and the files of the rows.
 
-    Only rank 0 reads files. Raises DistributedError on every rank if something cannot be read.
+    Only rank 0 reads the model and the data. Raises DistributedError on every rank if something cannot be read.
     """
-    whole = rows = held_out = shared = None
-    found = llm_hub.on_rank_0(read_all, args)
+    whole = shared = None
+    try:
+        found = llm_hub.on_rank_0(read_all, args)
+    except dist.DistributedError:
+        shutil.rmtree(llm_hub.incomplete(args.output), ignore_errors=True)
+        raise
     if found:
-        whole, rows, held_out = found
-        shared = whole.config, llm_hub.types_of(whole)
-    config, types = dist.broadcast_object(shared)
-    return whole, config, types, llm_documents.broadcast_rows(rows), llm_documents.broadcast_rows(held_out)
+        whole, *files = found
+        shared = whole.config, llm_hub.types_of(whole), *files
+    config, types, rows, held_out = dist.broadcast_object(shared)
+    error = f"rank {dist.get_rank()} does not see {rows}, as rank 0 does: all machines must share its folder"
+    dist.raise_on_all(None if rows.exists() and held_out.exists() else error)
+    return whole, config, types, rows, held_out
 
 
 def read_all(args):
-    """The whole model, rows to train on, and rows held out. Begins the result."""
+    """The whole model, and the files of the rows to train on and of those held out. Begins the result."""
     with llm_hub.one_line(f"--model {args.model}"):  # what transformers raises becomes one line
-        tokenizer, config, length = load_tokenizer_and_config(args)
-    training, held_out = load_documents(tokenizer, args.data, args.eval_data, length)
-    rows = rows_of(training, length, args.pad)
-    held_out_rows = rows_of(held_out, length, args.pad)
-    n_targets = (rows[:, llm_documents.TARGETS] != llm_documents.IGNORED).sum().item()
-    padding = (rows[:, llm_documents.TOKENS] == llm_documents.PADDING).double().mean().item()
+        folder, tokenizer, config = load_tokenizer_and_config(args)
+    temporary = begin_result(folder, tokenizer, config, args)
+    rows, held_out = files_of_rows(tokenizer, config, temporary, args)
+    with llm_hub.one_line(f"--model {args.model}"):
+        whole = load_whole_model(folder, config, args)
+        whole = change_model(whole, args.lora, args.lora_alpha, args.nf4)
+    llm_hub.refuse_full_disk(args.output, whole)
+    tokens, targets, targets_of_chats, n_positions = llm_documents.count(rows)
+    n_rows, _, length = llm_documents.mapped(rows).shape
     print(
-        f"{len(rows):,} rows of {length} tokens, {n_targets:,} targets, {padding:.1%} padding; "
-        f"{len(held_out):,} documents are held out",
+        f"{n_rows:,} rows of {length} tokens, {targets.sum():,} targets, {1 - tokens.sum() / n_positions:.1%} padding; "
+        f"{len(llm_documents.mapped(held_out)):,} rows are held out",
         flush=True,
     )
-    before, in_loss = llm_documents.text_around_loss(training[0], tokenizer)
+    before, in_loss = llm_documents.text_around_loss(llm_documents.mapped(rows)[0], tokenizer)
     print(f"in the loss, for example: {in_loss!r} after {before!r}", flush=True)
-    with llm_hub.one_line(f"--model {args.model}"):
-        name = None if args.from_scratch else args.model
-        whole = change_model(load_whole_model(name, config, args.seed), args.lora, args.lora_alpha)
-    refuse_unknown_tokens(training + held_out, whole, tokenizer, args.model)
-    warn_if_answers_do_not_end(training, whole.generation_config, tokenizer)
+    last_token = max(len(tokens), len(llm_documents.count(held_out)[0])) - 1
+    refuse_unknown_token(last_token, whole, tokenizer, args.model)
+    warn_if_answers_do_not_end(targets_of_chats, whole.generation_config, tokenizer)
     if args.lora:
-        warn_if_rows_are_alike(training, whole.get_output_embeddings().weight, tokenizer)
-    llm_hub.begin(args.output, tokenizer, whole)  # writes all but the weights, to see now that it can be written
-    return whole, rows, held_out_rows
-
-
-def rows_of(found, length, pad):
-    lists = [[document] for document in found]
-    if not pad:
-        lists = llm_documents.pack(found, length)
-    return llm_documents.make_rows(lists, length)
+        warn_if_rows_are_alike(targets.nonzero()[0], whole.get_output_embeddings().weight, tokenizer)
+    return whole, rows, held_out
 
 
 def load_tokenizer_and_config(args):
-    """The tokenizer, the configuration, and the length of a row, whose default depends on the model."""
+    """The folder of --model or None, its tokenizer and its configuration."""
     if not args.model:
-        length = args.length or 256
         tokenizer = llm_documents.library_tokenizer()
-        return tokenizer, small_llama(tokenizer, length, args.attention), length
-    tokenizer, config = llm_hub.load_tokenizer_and_config(args.model, args.attention)
-    # Chat templates write today's date by strftime_now, which looks here.
-    chat_template_utils.datetime = SimpleNamespace(now=functools.partial(first_start, args.checkpoint_dir))
+        return None, tokenizer, small_llama(tokenizer, args.length or 256, args.attention)
+    folder = llm_hub.folder_of(args.model)
+    tokenizer, config = llm_hub.load_tokenizer_and_config(folder, args.attention)
     if args.chat_template:
         with llm_hub.one_line(f"--chat-template {args.chat_template}"):
             tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")
+    return folder, tokenizer, config
+
+
+def begin_result(folder, tokenizer, config, args):
+    """Write all but the weights of the result, to see now that it can be written. Returns a folder for other files."""
+    temporary = llm_hub.begin(args.output, folder, is_whole=not args.lora)
+    with llm_hub.one_line(f"cannot write {args.output}"):
+        if not folder:
+            config.save_pretrained(temporary.parent)
+            tokenizer.save_pretrained(temporary.parent)
+        if args.chat_template:  # transformers takes this file before the others that have a template
+            Path(temporary.parent, "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
+    return temporary
+
+
+def files_of_rows(tokenizer, config, temporary, args):
+    """The paths of the rows to train on and of those held out. A resume takes those that the first start has made."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
     length = args.length or min(2048, longest)
+    paths = [Path(args.checkpoint_dir or temporary, name).absolute() for name in ("rows.npy", "held-out.npy")]
+    are_made = bool(args.checkpoint_dir) and any(Path(args.checkpoint_dir).glob("step-*/.metadata"))
+    if has_rows(args.data):
+        paths, are_made = [args.data[0].absolute(), args.eval_data[0].absolute()], True
+    if are_made:
+        length = llm_documents.mapped(paths[0]).shape[2]
+        if args.length not in (None, length):
+            line = f"argument --length: {args.length}, but the rows of {paths[0]} have {length} tokens"
+            raise dist.DistributedError(line)
     if length > longest:
-        raise ValueError(f"--length {length} is more than its {longest} positions")
-    return tokenizer, config, length
+        raise dist.DistributedError(f"--model {args.model}: --length {length} is more than its {longest} positions")
+    if not are_made:
+        documents = load_documents(tokenizer, args.data, args.eval_data, length, args.seed)
+        for path, some in zip(paths, documents, strict=True):
+            if not llm_documents.write_rows(path, some, length, args.pad):
+                line = f"--data, --eval-data: too few lines fit into --length {length} to train on and to hold out"
+                raise dist.DistributedError(f"{line}: give more, or name --eval-data")
+    return paths
 
 
-def first_start(checkpoint_dir):
-    """When this training was started first: texts with that date are the same after a resume on another day."""
-    if not checkpoint_dir:
-        return datetime.datetime.now()
-    file = Path(checkpoint_dir, "first-start.txt")
-    if not file.exists():
-        file.write_text(datetime.datetime.now().isoformat())
-    return datetime.datetime.fromisoformat(file.read_text())
+def has_rows(data):
+    """Is --data a file of rows that another run has made?"""
+    return bool(data) and data[0].suffix == ".npy"
 
 
 def small_llama(tokenizer, length, attention="sdpa"):
@@ -485,41 +492,39 @@ def small_llama(tokenizer, length, attention="sdpa"):
     )
 
 
-def load_whole_model(name, config, seed):
-    """The model to begin with, on the CPU: that of the folder `name`, or an untrained one."""
-    torch.manual_seed(seed)
-    if name:
-        return llm_hub.load_model(name, config)
-    return llm_hub.build_model(config, torch.get_default_dtype())
+def load_whole_model(folder, config, args):
+    """The model to begin with, on the CPU: that of the folder of --model, or an untrained one."""
+    torch.manual_seed(args.seed)
+    if folder and not args.from_scratch:
+        return llm_hub.load_model(args.model, folder, config)
+    return llm_hub.build_model(config, config.dtype or torch.get_default_dtype())
 
 
-def refuse_unknown_tokens(found, whole, tokenizer, model_name):
-    """Raise DistributedError if a token of the documents has no embedding."""
+def refuse_unknown_token(token, whole, tokenizer, model_name):
+    """Raise DistributedError if the last token of the data has no embedding."""
     n_embeddings = len(whole.get_input_embeddings().weight)
-    token = 0
-    for tokens, targets in found:
-        token = max(token, tokens.max(initial=0), targets.max(initial=0))
     if token >= n_embeddings:
         line = f"--model {model_name}: token {token}, {tokenizer.decode(token)!r}, of the data has no embedding"
         sizes = f"the tokenizer has {len(tokenizer)} tokens, and the model {n_embeddings} embeddings"
         raise dist.DistributedError(f"{line}: {sizes}: resize them first, by resize_token_embeddings")
 
 
-def warn_if_answers_do_not_end(found, generation_config, tokenizer):
-    """Print a line if no token that ends generation is in the loss of conversations: then `generate` runs on."""
-    answers = [targets for _, targets in found if llm_documents.IGNORED in targets]  # a plain text has only targets
+def warn_if_answers_do_not_end(counts, generation_config, tokenizer):
+    """Print a line if no token that ends generation is in the loss of conversations: then `generate` runs on.
+
+    `counts` has how often each token is a target there.
+    """
     ends = generation_config.eos_token_id  # a number, a list or None
-    if answers and ends is None:
+    if counts.any() and ends is None:
         print("generation_config names no token that ends generation: `generate` runs on after an answer", flush=True)
-    elif answers and not np.isin(np.concatenate(answers), ends).any():
+    elif counts.any() and not set(counts.nonzero()[0]).intersection(np.ravel(ends)):
         line = "which is in no answer of the data: `generate` runs on after an answer"
         print(f"generation_config ends generation at {tokenizer.decode(ends)!r}, {line}", flush=True)
 
 
-def warn_if_rows_are_alike(found, head, tokenizer):
-    """Print a line if rows of targets in the frozen `head` equal other rows, or are 0: they were never trained."""
-    targets = torch.from_numpy(np.unique(np.concatenate([targets for _, targets in found]))).long()
-    targets = targets[targets != llm_documents.IGNORED]
+def warn_if_rows_are_alike(targets, head, tokenizer):
+    """Print a line if rows of `targets` in the frozen `head` equal other rows, or are 0: they were never trained."""
+    targets = torch.from_numpy(targets)
     # Rows that were trained differ in their first numbers.
     _, groups, sizes = head[:, :64].float().unique(dim=0, return_inverse=True, return_counts=True)
     alike = targets[(sizes[groups[targets]] > 1) | (head[targets] == 0).all(dim=1)]
@@ -536,16 +541,18 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--model", help="folder, or name on the Hugging Face Hub (default: a small Llama, untrained)")
     add("--from-scratch", action="store_true", help="take the configuration and the tokenizer of --model, no weights")
-    add("--data", type=Path, nargs="+", help=".jsonl files (default: functions of Python's library)")
-    add("--eval-data", type=Path, nargs="+", help="files to evaluate on (default: up to one line in 20 of --data)")
+    data_help = ".jsonl files, or rows.npy of another run (default: functions of Python's library)"
+    add("--data", type=Path, nargs="+", help=data_help)
+    add("--eval-data", type=Path, nargs="+", help="files to evaluate on (default: a twentieth of --data)")
     add("--chat-template", type=Path, help="file with a chat template (default: the one of the tokenizer)")
-    add("--output", default="runs/llm", help="write the trained model, or its adapters, to this folder")
+    add("--output", help="new folder for the trained model or its adapters (default: runs/llm-DATE-TIME)")
     add("--checkpoint-dir", help="save in this folder, and resume from its newest checkpoint")
     add("--save-every", type=options.whole_number(1), default=500, help="steps between checkpoints")
     add("--keep", type=options.whole_number(1), help="checkpoints to keep (default: all)")
     lora_help = "freeze the model, train adapters of this rank (default: no)"
     add("--lora", type=options.whole_number(1), help=lora_help, metavar="RANK")
     add("--lora-alpha", type=options.positive_number, help="scale adapters by this / RANK (default: twice RANK)")
+    add("--nf4", action="store_true", help="hold the frozen linear layers of --lora in 4 bits")
     add("--length", type=options.whole_number(2), help="tokens per row (default: up to 2048, 256 without --model)")
     add("--pad", action="store_true", help="do not pack: one document in each row, filled with padding")
     add("--global-batch-size", type=options.whole_number(1), default=8, help="rows per step, over all processes")
@@ -561,6 +568,8 @@ def parse_args(argv=None):
     add("--attention", choices=kernels, default="sdpa", help="kernel of attention; some models have no sdpa")
     add("--gather-once", action="store_true", help="gather the layers once per step, not for each row: less is sent")
     add("--recompute", action="store_true", help="recompute activations in backward, to save memory")
+    chunk_help = "compute the logits of this many targets at a time, and again in backward (default: of all)"
+    add("--loss-chunk", type=options.whole_number(1), help=chunk_help)
     add("--compile", action="store_true", help="compile each layer with torch.compile")
     add("--log-every", type=options.whole_number(1), default=20, help="steps between lines of progress")
     add("--eval-every", type=options.whole_number(1), default=100, help="steps between evaluations")
@@ -575,7 +584,8 @@ def parse_args(argv=None):
         tracking.check_installed("wandb")
     if args.tensorboard is not None:
         tracking.check_installed("tensorboard")
-    for option in ("output", "checkpoint_dir", "tensorboard"):
+    checkpoint.check_writable("--output", args.output)
+    for option in ("checkpoint_dir", "tensorboard"):
         if getattr(args, option) is not None:
             checkpoint_sharded.check_folder(f"--{option.replace('_', '-')}", getattr(args, option))
     return args
@@ -591,6 +601,14 @@ def check_together(parser, args):
         parser.error("argument --from-scratch: name the --model whose configuration and tokenizer are taken")
     if args.lora and (args.from_scratch or not args.model):
         parser.error("argument --lora: adapters need a --model with weights")
+    if args.nf4 and not args.lora:
+        parser.error("argument --nf4: weights in 4 bits are not trained, so it needs --lora")
+    if has_rows(args.data) and not (len(args.data) == 1 and args.eval_data and has_rows(args.eval_data)):
+        parser.error("argument --data: for one file of rows, name another one by --eval-data, such as held-out.npy")
+    if has_rows(args.data) and args.pad:
+        parser.error("argument --pad: the rows of --data are made already")
+    if args.output and os.path.exists(args.output):
+        parser.error(f"argument --output: {args.output} exists: name a new folder")
     if args.lora_alpha and not args.lora:
         parser.error("argument --lora-alpha: it scales adapters, so it needs --lora")
     if args.global_batch_size < args.nproc:
@@ -609,6 +627,8 @@ def set_defaults(args):
     if not args.model:
         lr = 4e-3
     args.lr = args.lr or lr
+    if args.output is None:
+        args.output = f"runs/llm-{datetime.datetime.now():%Y-%m-%d-%H%M%S}"
 
 
 # ---- start --------------------------------------------------------------------------------------------------------
@@ -628,7 +648,7 @@ def main_worker(local_rank, world_size, args):
         whole.to("meta")  # its values are in the shards now
     line = f"Training {model.num_parameters(only_trainable=True):,} of {model.num_parameters():,} parameters"
     dist.print_primary(f"{line} on {world_size} x {dist.get_device().type}", flush=True)
-    llm_hub.check_rows(model, rows.shape[2], args.pad)
+    llm_hub.check_rows(model, llm_documents.mapped(rows).shape[2], args.pad)
     train(model, rows, held_out, args)
     llm_hub.save(model, whole, types, args.output)
     dist.print_primary(f"Wrote {args.output}")

@@ -1,4 +1,4 @@
-"""Hugging Face's format, read into the shards of FSDP and written from them; and LoRA, by PEFT.
+"""Hugging Face's format, read into the shards of FSDP and written from them; LoRA, by PEFT; a frozen model in 4 bits.
 
     types = dist.broadcast_object(types_of_rank_0)  # llm_hub.types_of(whole)
     with torch.device("meta"):
@@ -10,7 +10,7 @@
     fully_shard(model)
     llm_hub.fill(model, whole)                     # rank 0 has the `whole` model; the other ranks pass None
                                                    # with add_lora above, `whole` needs add_lora too
-    llm_hub.begin("folder", tokenizer, whole)      # on rank 0
+    llm_hub.begin("folder", base, is_whole=True)   # on rank 0; `base` is the folder from which `whole` was loaded
     ...
     llm_hub.save(model, whole, types, "folder")    # transformers.AutoModelForCausalLM.from_pretrained("folder")
                                                    # adapters: peft.AutoPeftModelForCausalLM.from_pretrained("folder")
@@ -21,6 +21,7 @@ because safetensors maps the files into memory, and no rank ever holds a whole m
 
 import contextlib
 import copy
+import json
 import os
 import re
 import shutil
@@ -30,11 +31,14 @@ from pathlib import Path
 
 import huggingface_hub
 import peft
+import tokenizers
 import torch
 import transformers
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as recompute
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
@@ -94,40 +98,57 @@ def layers_of(model):
 def build_model(config, dtype):
     """An untrained model. Under torch.device("meta") it needs no memory. Its attention is the one of `config`."""
     config = copy.deepcopy(config)  # from_config writes the type into it
-    vars(config).pop("quantization_config", None)  # what is built and written here is not quantized
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.tie_weights()  # transformers 5.0 does not tie weights on "meta"
     return model
 
 
-def load_tokenizer_and_config(name, attention):
-    """Of a folder, or of a name on the Hub.
+# Files with weights, which a result does not take from the model that was loaded.
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".index.json")
 
-    `attention` is a name that transformers knows: "sdpa", "eager", "flex_attention", "flash_attention_2".
-    """
-    if Path(name, "adapter_config.json").exists():
+
+def folder_of(name):
+    """The folder `name`, or the one of a snapshot of the Hub, which is downloaded with its weights in safetensors."""
+    if Path(name).is_dir():
+        return Path(name)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # a name on the Hub has another form
+        raise ValueError("there is no such folder")
+    others = [f"*{suffix}" for suffix in WEIGHTS[1:-1]]
+    return Path(huggingface_hub.snapshot_download(name, ignore_patterns=["*/*", "consolidated*", *others]))
+
+
+def load_tokenizer_and_config(folder, attention):
+    """`attention` is a name that transformers knows: "sdpa", "eager", "flex_attention", "flash_attention_2"."""
+    if Path(folder, "adapter_config.json").exists():
         raise ValueError("it holds adapters: merge them into their model first, by merge_and_unload of PEFT")
-    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ValueError("there is no such folder")  # a name on the Hub has another form
-    for file in sorted(Path(name).glob("*.*")):
+    for file in sorted(Path(folder).glob("*.*")):
         if file.is_file() and file.open("rb").read(40).startswith(b"version https://git-lfs"):
             raise ValueError(f"{file.name} is a pointer of git-lfs: run `git lfs pull` in the folder")
-    config = transformers.AutoConfig.from_pretrained(name, attn_implementation=attention, trust_remote_code=False)
+    config = transformers.AutoConfig.from_pretrained(folder, attn_implementation=attention, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise ValueError("it is an encoder-decoder, whose encoder would be left out")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    if getattr(config, "quantization_config", None):
+        raise ValueError("its config.json has a quantization_config: quantized weights cannot be trained")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise ValueError("its tokenizer is not a fast one, which knows at which character a token starts")
+    file = Path(folder, "tokenizer.json")
+    if file.exists() and parts_of(tokenizers.Tokenizer.from_file(str(file))) != parts_of(tokenizer.backend_tokenizer):
+        print(f"transformers builds another tokenizer than {file} has: the one of the file is taken", flush=True)
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     return tokenizer, config
 
 
-def load_model(name, config):
-    """The whole model of a folder, or of a name on the Hub, on the CPU, in the type of its files."""
-    folder = Path(name)
-    if not folder.is_dir():
-        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns="model*.safetensors"))
+def parts_of(tokenizer):
+    """What decides how a tokenizer divides a text."""
+    parts = json.loads(tokenizer.to_str())
+    return [parts[name] for name in ("normalizer", "pre_tokenizer", "model")]
+
+
+def load_model(name, folder, config):
+    """The whole model of a folder on the CPU, in the type of its files. Adapters will say that they are for `name`."""
     weights = {}  # mapped into memory
-    for file in sorted(folder.glob("model*.safetensors")):
+    for file in sorted(Path(folder).glob("model*.safetensors")):
         with one_line(file), safe_open(file, framework="pt") as opened:  # raises if a part of the file is missing
             weights |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
     types = [weight.dtype for weight in weights.values() if weight.is_floating_point() and weight.itemsize > 1]
@@ -137,7 +158,7 @@ def load_model(name, config):
     logger = transformers.utils.logging.get_logger("transformers.modeling_utils")
     logger.addFilter(lambda record: "LOAD REPORT" not in record.getMessage())  # refused below in one line
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, **options)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, **options)
     for key, in_files, in_model in info["mismatched_keys"]:
         raise ValueError(f"{key} is {tuple(in_files)} in its files, and {tuple(in_model)} by its config.json")
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
@@ -149,8 +170,7 @@ def load_model(name, config):
     left_out = [key for key in weights if re.search(patterns, key) and key not in model.state_dict()]
     if left_out:
         print(f"transformers leaves out {len(left_out)} weights of {name}, such as {left_out[0]}", flush=True)
-    if getattr(model, "is_quantized", False):
-        raise ValueError("its weights are quantized, and cannot be trained")
+    model.name_or_path = os.path.abspath(name) if Path(name).is_dir() else name
     if not model.all_tied_weights_keys:
         model.config.tie_word_embeddings = False  # transformers unties weights that differ in the files
     return model
@@ -293,58 +313,134 @@ def add_lora(model, rank, alpha):
     return model
 
 
-# ---- write --------------------------------------------------------------------------------------------------------
+# ---- 4 bits -------------------------------------------------------------------------------------------------------
 
-CONFIGS = {"config.json": "a whole model", "adapter_config.json": "adapters"}  # nothing loads a folder without them
-# The other files of a result, which transformers and PEFT would read together with those of another one.
-OLD = r"((generation|processor|preprocessor|tokenizer)_config|tokenizer|vocab|special_tokens_map|added_tokens)\.json"
-OLD += r"|((pytorch_|adapter_)?model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|chat_template\.(jinja|json)"
-OLD += r"|additional_chat_templates|(tokenizer|spiece|sentencepiece\.bpe)\.model|(vocab|merges)\.txt|tekken\.json"
+# The 16 quantiles of a normal distribution, scaled to [-1, 1]. https://arxiv.org/abs/2305.14314, appendix E
+LEVELS = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635]
+LEVELS += [-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725]
+LEVELS += [0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
+BLOCK = 64  # numbers that share a scale, as in bitsandbytes
 
 
-def begin(folder, tokenizer, whole):
-    """Before training, on rank 0: write a result without its weights to a folder of this process in `folder`.
+def pack_frozen(model):
+    """Replace the frozen linear layers beside adapters by ones in 4 bits, one after the other."""
+    for module in list(model.modules()):
+        if hasattr(module, "lora_A"):
+            layer = module.base_layer
+            if not isinstance(layer, nn.Linear) or layer.in_features % BLOCK:
+                raise ValueError(f"--nf4 needs linear layers whose inputs are a multiple of {BLOCK}: {layer} is none")
+            module.base_layer = LinearNF4(layer)
 
-    So what cannot be written fails here. Raises DistributedError, also if the disk has no room for the weights, if
-    `folder` has files of another kind that would be replaced, or a result of the other kind, a model or adapters:
-    transformers would load it together with this one.
+
+class LinearNF4(nn.Module):
+    """A frozen linear layer in 4.5 bits per weight, NF4. FSDP cuts it between rows, which are whole blocks.
+
+    `packed`, uint8 (outputs, inputs / 2), has two weights in a byte. `scales`, uint8 (outputs, inputs / 16), has the
+    bytes of the float32 scales of the blocks: FSDP would gather floating-point numbers in bfloat16.
     """
-    refuse(folder, whole)
-    with one_line(f"cannot write {folder}"):
-        shutil.rmtree(incomplete(folder), ignore_errors=True)
-        tokenizer.save_pretrained(incomplete(folder))
-        write(whole, incomplete(folder), {})
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        levels = torch.tensor(LEVELS, dtype=torch.float32, device=linear.weight.device)
+        blocks = linear.weight.detach().float().unflatten(1, (-1, BLOCK))
+        scales = blocks.abs().amax(dim=2)
+        between = (levels[1:] + levels[:-1]) / 2
+        codes = torch.bucketize(blocks / scales.clamp(min=1e-30)[..., None], between, out_int32=True)
+        codes = codes.flatten(1).to(torch.uint8)
+        self.packed = nn.Parameter(codes[:, ::2] << 4 | codes[:, 1::2], requires_grad=False)
+        self.scales = nn.Parameter(scales.view(torch.uint8), requires_grad=False)
+        self.register_buffer("levels_of_byte", torch.cartesian_prod(levels, levels), persistent=False)
+
+    def forward(self, inputs):
+        output = ProductNF4.apply(inputs, self.packed, self.scales, self.levels_of_byte)
+        return output if self.bias is None else output + self.bias
 
 
-def refuse(folder, whole):
-    """Raise DistributedError if the result, which `whole` will be, may not or cannot be written to `folder`."""
-    os.makedirs(folder, exist_ok=True)
-    old = old_files(folder)
-    for name, kind in CONFIGS.items():
-        if name in old and (name == "config.json") == isinstance(whole, peft.PeftModel):
-            raise dist.DistributedError(f"{folder} holds {kind} already: choose another folder")
-    text = "".join(Path(folder, name).read_text("latin-1") for name in CONFIGS if name in old)
-    was_killed = any(name.startswith(".incomplete") for name in os.listdir(folder))  # perhaps between two results
-    if old and not was_killed and not re.search('"(model|peft)_type"', text):
-        raise dist.DistributedError(f"{folder} holds {old[0]}, which is of no result: choose another folder")
-    if old:
-        print(f"{folder} holds a result already, which this run will replace", flush=True)
-    n_bytes = sum(tensor.nbytes for _, tensor in written(whole))
-    free = shutil.disk_usage(folder).free
-    if n_bytes > free:
-        line = f"the result has {n_bytes / 1e6:,.1f} MB, and the disk has room for {free / 1e6:,.1f} MB"
-        raise dist.DistributedError(f"cannot write {folder}: {line}")
+class ProductNF4(torch.autograd.Function):
+    """inputs @ weight.T. The weight is computed in forward and again in backward: only its 4 bits are saved."""
+
+    @staticmethod
+    def forward(ctx, inputs, *packed):
+        ctx.save_for_backward(*packed)
+        return F.linear(inputs, unpacked(*packed).to(inputs.dtype))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient @ unpacked(*ctx.saved_tensors).to(gradient.dtype), None, None, None
+
+
+def unpacked(packed, scales, levels_of_byte):
+    """The weight (outputs, inputs) in float32."""
+    values = F.embedding(packed.int(), levels_of_byte)  # (outputs, inputs / 2, 2)
+    blocks = values.view(len(packed), -1, BLOCK)
+    return blocks.mul_(scales.view(torch.float32)[..., None]).flatten(1)
+
+
+# ---- the loss in chunks -------------------------------------------------------------------------------------------
+
+
+def compute_loss_in_chunks(model, size, loss_of):
+    """Make `model(..., targets=targets)` return the sum of loss_of(logits, targets) over chunks of `size` targets.
+
+    The logits of a chunk are computed again in backward. Call it before fully_shard: so all chunks are computed within
+    one forward of the model, for which FSDP gathers the output layer once.
+    """
+    body = (model.get_base_model() if isinstance(model, peft.PeftModel) else model).base_model
+    forward, forward_of_body = model.forward, body.forward
+
+    def of_chunk(output, hidden, targets):
+        """What follows the body, such as the output layer and a cap of the logits, for some of its output."""
+        chunk = type(output)({**output, "last_hidden_state": hidden[None]})
+        body.forward = lambda *args, **kwargs: chunk
+        try:
+            return loss_of(forward(hidden.new_zeros(1, 1, dtype=torch.long), use_cache=False).logits[0], targets)
+        finally:
+            body.forward = forward_of_body
+
+    def forward_in_chunks(tokens, targets=None, logits_to_keep=0, **options):
+        if targets is None:
+            return forward(tokens, logits_to_keep=logits_to_keep, **options)
+        output = body(tokens, **options)
+        hidden = output.last_hidden_state[0, logits_to_keep]
+        chunks = zip(hidden.split(size), targets.split(size), strict=True)
+        return sum(recompute(of_chunk, output, *chunk, use_reentrant=False) for chunk in chunks)
+
+    model.forward = forward_in_chunks
+    model.loss_in_chunks = True
+
+
+# ---- write --------------------------------------------------------------------------------------------------------
 
 
 def incomplete(folder):
-    """The folder to which this process writes. Another run may write to the same `folder`."""
-    return Path(folder, f".incomplete-{os.uname().nodename}-{os.getpid()}")
+    """Where a result is written until it is complete."""
+    return Path(f"{folder}.incomplete")
 
 
-def old_files(folder):
-    """The names of the files of a result, the configuration first."""
-    names = [name for name in os.listdir(folder) if name in CONFIGS or re.fullmatch(OLD, name)]
-    return sorted(names, key=lambda name: name not in CONFIGS)
+def begin(folder, base, is_whole):
+    """Before training, on rank 0: copy the files of the folder `base` to the result in progress, except for weights.
+
+    Adapters are no whole model, so they get no config.json. What a killed run has left there is deleted. Returns the
+    path of a folder for what is not part of the result.
+    """
+    with one_line(f"cannot write {folder}"):
+        shutil.rmtree(incomplete(folder), ignore_errors=True)
+        temporary = incomplete(folder) / "temporary"
+        temporary.mkdir(parents=True)
+        for file in Path(base).iterdir() if base else ():
+            if file.is_file() and not file.name.endswith(WEIGHTS) and (is_whole or file.name != "config.json"):
+                shutil.copyfile(file, incomplete(folder) / file.name)
+    return temporary
+
+
+def refuse_full_disk(folder, whole):
+    """Raise DistributedError if there is no room for the weights of the result."""
+    n_bytes = sum(tensor.nbytes for _, tensor in written(whole))
+    free = shutil.disk_usage(incomplete(folder)).free
+    if n_bytes > free:
+        line = f"the result has {n_bytes / 1e6:,.1f} MB, and the disk has room for {free / 1e6:,.1f} MB"
+        raise dist.DistributedError(f"cannot write {folder}: {line}")
 
 
 def written(model):
@@ -371,33 +467,14 @@ def save(model, whole, types, folder):
     on_rank_0(complete, folder, whole, weights)
 
 
-def write(whole, folder, weights):
-    # PEFT would ask the Hub whether the model had other embeddings there.
-    whole.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
-    Path(folder, "README.md").unlink(missing_ok=True)  # of PEFT: it says nothing, and would replace the user's
-
-
 def complete(folder, whole, weights):
-    """Write `weights` into the folder that `begin` has made, and move all of its files to `folder`.
-
-    The configuration is removed first and moved last. Nothing loads the folder without it, so a kill at any moment
-    leaves a complete result or none. All of an older result is removed, by the names of its files.
-    """
+    """Write `weights` into the result in progress, and give it its name. So a kill leaves a whole result or none."""
     with one_line(f"cannot write {folder}"):
-        write(whole, incomplete(folder), weights)
-        old = old_files(folder)
-        if old:
-            print(f"replacing the result that {folder} holds", flush=True)
-        for name in old:
-            remove(Path(folder, name))
-        for path in sorted(incomplete(folder).iterdir(), key=lambda path: path.name in CONFIGS):
-            remove(Path(folder, path.name))
-            os.replace(path, Path(folder, path.name))
-        incomplete(folder).rmdir()
-
-
-def remove(path):
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        temporary = incomplete(folder) / "temporary"
+        # PEFT would ask the Hub whether the model had other embeddings there.
+        whole.save_pretrained(temporary, state_dict=weights, save_embedding_layers=False)
+        for file in temporary.iterdir():  # without configurations and PEFT's README.md
+            if file.name.endswith(WEIGHTS) or file.name == "adapter_config.json":
+                os.replace(file, incomplete(folder) / file.name)
+        shutil.rmtree(temporary)
+        os.rename(incomplete(folder), folder)

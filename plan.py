@@ -19,13 +19,15 @@ latencies, kernels and slow machines are not in it. docs/costs.md compares it wi
 
     python plan.py llama3-8b --gpus 8 --gpu h100
     python plan.py llama3-70b --gpus 256 --gpu h200 --global-batch-size 512
+    python plan.py llama3-70b --gpus 8 --gpu rtx4090 --lora 16 --nf4 --length 4096
     python plan.py gpt2 --layers 24 --width 2048 --heads 16 --hidden 8192 --gpus 4 --gpu a100    # another shape
 
 The first prints `1. FSDP 8: roughly 1.07 s per step, 7,690 tokens/s per GPU`, and seven other meshes.
 
 llm_FSDP.py trains the model itself. The other commands train gpt.py's model, which has as many layers, heads and
-features, but bytes as tokens. Replace it by yours. Of scripts with the same mesh the fastest is named. Not planned:
-LoRA, mixtures of experts, ring attention, DiLoCo.
+features, but bytes as tokens. Replace it by yours. Of scripts with the same mesh the fastest is named. With
+--lora a plan has llm_FSDP.py alone, which then computes 1,024 logits at a time. Not planned: mixtures of experts, ring
+attention, DiLoCo.
 """
 
 import argparse
@@ -62,6 +64,11 @@ class Model:
         return self.width * (2 * self.width + 2 * self.kv_width + self.matrices * self.hidden)
 
     @property
+    def inputs_and_outputs(self):
+        """Of all matrices of a block, added up: so many parameters have its adapters of rank 1."""
+        return 6 * self.width + 2 * self.kv_width + self.matrices * (self.width + self.hidden)
+
+    @property
     def root(self):
         """Parameters outside the blocks: embedding and head."""
         return self.vocabulary * self.width * (1 if self.tied else 2)
@@ -94,6 +101,8 @@ class Mesh:
     sequences: int = 1  # of a micro-batch
     recompute: bool = False
     number_bytes: int = 2  # bfloat16, or 4: float32, whose matrix products run in TF32 at half of the speed
+    lora: int = 0  # the rank of adapters beside frozen parameters; 0 trains all
+    nf4: bool = False  # hold the frozen matrices of the blocks in 4 bits
 
     @property
     def n_gpus(self):
@@ -109,7 +118,12 @@ class Mesh:
     def name(self):
         """For example FSDP 8 x TP 4, recomputing."""
         name = " x ".join(f"{axis} {size}" for axis, size in self.axes.items()) or "one GPU"
-        return name + (", recomputing" if self.recompute else "") + (", float32" if self.number_bytes == 4 else "")
+        return (
+            name
+            + (", LoRA" if self.lora else "")
+            + (", recomputing" if self.recompute else "")
+            + (", float32" if self.number_bytes == 4 else "")
+        )
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -123,6 +137,16 @@ def memory(model, mesh):
     held = computed / mesh.shard
     sharers = mesh.replicate if mesh.script == "min_ZeRO.py" else 1
     activations, logits = activation_bytes(model, mesh)
+    if mesh.lora:
+        adapters = adapter_parameters(model, mesh) / mesh.shard
+        frozen = frozen_bytes(model, mesh) / mesh.shard
+        return {
+            "frozen": frozen,
+            "adapters": 16 * adapters,
+            "gathered": gathered_bytes(model, mesh, computed),
+            "activations": activations,
+            "logits": logits,
+        }
     return {
         "parameters": 4 * held,
         "gradients": 4 * held,
@@ -133,14 +157,31 @@ def memory(model, mesh):
     }
 
 
+def adapter_parameters(model, mesh):
+    return model.layers * mesh.lora * model.inputs_and_outputs
+
+
+def bytes_of_block(model, mesh):
+    """Of a frozen block. 64 numbers in 4 bits share a scale of 4 bytes."""
+    return (0.5 + 4 / 64 if mesh.nf4 else 2) * model.block
+
+
+def frozen_bytes(model, mesh):
+    return model.layers * bytes_of_block(model, mesh) + 2 * model.root
+
+
 def gathered_bytes(model, mesh, computed):
     """What FSDP holds besides its shards while a block computes: see min_FSDP.py, min_FSDP_TP.py, min_PP_FSDP_TP.py.
 
     A number takes `size` bytes, 2 in bfloat16. These are the block and its gradients, the next block, and the
     buffers that are sent; outside the blocks, the parameters and their gradients. In a pipeline all layers stay
-    gathered for the step, and their gradients are summed in float32.
+    gathered for the step, and their gradients are summed in float32. Frozen parameters have no gradients.
     """
     size = mesh.number_bytes
+    if mesh.lora:
+        unpacked = 6 * model.width * model.hidden if mesh.nf4 else 0  # the largest matrix in float32 and bfloat16
+        head = 2 * model.vocabulary * model.width  # the embedding is freed before the first block
+        return 2 * bytes_of_block(model, mesh) + head + unpacked
     if size == 4:  # scripts without FSDP, or one process
         return 0
     if mesh.stages > 1:
@@ -167,7 +208,8 @@ def activation_bytes(model, mesh):
     if mesh.recompute:
         kept, working = size * tokens * width / mesh.tensor, 1.5 * whole_block
     kept *= math.ceil(model.layers / mesh.stages)
-    last_stage = (kept + working, 12 * tokens * model.vocabulary)  # float32 logits, their softmax and their gradient
+    n_logits = min(tokens, LOSS_CHUNK) if mesh.lora else tokens
+    last_stage = (kept + working, 12 * n_logits * model.vocabulary)  # float32 logits, their softmax and their gradient
     first_stage = (kept * min(mesh.micro_batches, mesh.stages) + working, 0)
     return max(first_stage, last_stage, key=sum)
 
@@ -184,7 +226,8 @@ def operations(model):
 def seconds(model, mesh, gpu, per_node=8):
     """{part: seconds} of a step. What shard and replicate send is hidden behind the computation, as far as it lasts."""
     tokens = mesh.micro_batches * mesh.sequences * model.length / mesh.context / mesh.tensor
-    again = 4 / 3 if mesh.recompute else 1  # forward, a third of the operations, is computed twice
+    # Forward is a third of the operations, as are the gradients of inputs, and of the parameters.
+    again = (3 - bool(mesh.lora) + mesh.recompute) / 3
     uneven = math.ceil(model.layers / mesh.stages) / model.layers
     speed = gpu.flops * gpu.efficiency * 2 / mesh.number_bytes
     compute = again * uneven * operations(model) * tokens / speed
@@ -208,6 +251,9 @@ def sent_bytes(model, mesh):
     rounds, gathers = (mesh.micro_batches, 2) if mesh.stages == 1 else (1, 1)
     activations = (11 if mesh.recompute else 8) * blocks + 4  # all-gathers and reduce-scatters
     logits = 4 * sequence_tokens * model.vocabulary
+    if mesh.lora:
+        per_round = 2 * frozen_bytes(model, mesh) + (2 * size + 4) * adapter_parameters(model, mesh)
+        return dict.fromkeys(AXES, 0) | {"shard": split["shard"] * mesh.micro_batches * per_round}
     return {
         "shard": split["shard"] * rounds * (gathers * size + 4) * computed,
         "replicate": 2 * 4 * computed * (split["replicate"] / mesh.shard + split["context"]),
@@ -241,17 +287,22 @@ SCRIPTS = {  # the axes of each, and its options for them
     "min_PP_FSDP_TP.py": (("stages", "shard", "tensor"), "--stages {stages} --shard {shard} --tensor {tensor}"),
 }
 FLOAT32 = ("min_ZeRO.py", "min_CP.py", "min_PP.py")  # they have no --bf16
+LOSS_CHUNK = 1024  # targets whose logits llm_FSDP.py computes at a time
 SHARE_OF_MEMORY = 0.95  # the rest is for CUDA, NCCL and fragments
 
 
-def meshes(model, n_gpus, per_node, batch):
+def meshes(model, n_gpus, per_node, batch, lora=0, nf4=False):
     """All meshes of all scripts on which the model and the batch can be split."""
     divisors = [size for size in range(1, n_gpus + 1) if n_gpus % size == 0]
     for script, (axes, _) in SCRIPTS.items():
+        if lora and script != "llm_FSDP.py":
+            continue
         # For one process the scripts refuse --bf16, except llm_FSDP.py.
         is_bf16 = script == "llm_FSDP.py" or (script not in FLOAT32 and n_gpus > 1)
         for sizes in itertools.product(divisors, repeat=len(axes)):
-            mesh = Mesh(script, **dict(zip(axes, sizes, strict=True)), number_bytes=2 if is_bf16 else 4)
+            mesh = Mesh(
+                script, **dict(zip(axes, sizes, strict=True)), number_bytes=2 if is_bf16 else 4, lora=lora, nf4=nf4
+            )
             share, rest = divmod(batch, mesh.replicate * mesh.shard)
             if mesh.n_gpus != n_gpus or rest or mesh.stages > share or not can_split(model, mesh, per_node):
                 continue
@@ -287,6 +338,8 @@ def command(model, mesh, per_node, batch):
         words.append("--recompute")
     if mesh.script == "llm_FSDP.py":
         words.append(f"--model {model.hub} --data DATA.jsonl")  # --bf16 is its default on GPUs
+        if mesh.lora:
+            words.append(f"--lora {mesh.lora} --loss-chunk {LOSS_CHUNK}" + (" --nf4" if mesh.nf4 else ""))
     else:
         words.append("--bf16" if mesh.number_bytes == 2 else "")
         words.append(f"--layers {model.layers} --width {model.width} --heads {model.heads}")
@@ -297,10 +350,10 @@ def command(model, mesh, per_node, batch):
 # ---- the answer -----------------------------------------------------------------------------------------------------
 
 
-def plan(model, gpu, n_gpus, per_node, batch):
+def plan(model, gpu, n_gpus, per_node, batch, lora=0, nf4=False):
     """(meshes that fit, the fastest first; others, the smallest first): the best one of each combination of axes."""
     best = {}
-    for mesh in meshes(model, n_gpus, per_node, batch):
+    for mesh in meshes(model, n_gpus, per_node, batch, lora, nf4):
         needed = sum(memory(model, mesh).values())
         step = round(sum(seconds(model, mesh, gpu, per_node).values()), 6)  # microseconds decide nothing
         fits = needed <= SHARE_OF_MEMORY * gpu.memory * GIB
@@ -373,6 +426,10 @@ def parse_args():
     add("--gpus-per-node", type=whole_number, default=8, help="GPUs of a machine (default: %(default)s)")
     add("--length", type=whole_number, help="tokens per sequence, up to 65536 (default: the model's)")
     add("--global-batch-size", type=whole_number, help="sequences per step (default: about 8192 tokens per GPU)")
+    add(
+        "--lora", type=whole_number, default=0, metavar="RANK", help="train adapters of this rank beside a frozen model"
+    )
+    add("--nf4", action="store_true", help="hold the frozen model in 4 bits")
     for name in SHAPE:
         add(f"--{name.replace('_', '-')}", type=whole_number, help="of a model of another shape (default: MODEL's)")
     args = parser.parse_args()
@@ -391,6 +448,10 @@ def parse_args():
 def check_options(parser, args):
     """End the program with one line if options do not go together."""
     model, per_node = args.model, args.gpus_per_node
+    if args.lora and not model.hub:
+        parser.error("argument --lora: llm_FSDP.py trains MODEL itself, and not another shape")
+    if args.nf4 and not args.lora:
+        parser.error("argument --nf4: weights in 4 bits are not trained, so it needs --lora")
     if model.width % model.heads:
         parser.error(f"argument --width: {model.width} is not a multiple of --heads {model.heads}")
     if model.heads % model.kv_heads:
@@ -404,7 +465,7 @@ def check_options(parser, args):
 def main():
     args = parse_args()
     model, gpu, batch, per_node = args.model, GPUS[args.gpu], args.global_batch_size, args.gpus_per_node
-    fitting, others = plan(model, gpu, args.gpus, per_node, batch)
+    fitting, others = plan(model, gpu, args.gpus, per_node, batch, args.lora, args.nf4)
     where = f"{model.parameters / 1e9:.2f} billion parameters on {args.gpus} x {args.gpu}"
     print(f"Rough projection of {where}, {batch} sequences of {model.length:,} tokens per step")
     for number, mesh in enumerate(fitting, start=1):

@@ -15,6 +15,7 @@ NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=False),
     "llama_tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "wide": lambda: transformers.LlamaConfig(**SMALL | {"hidden_size": 64}),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=8),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=259, n_embd=32, n_layer=2, n_head=4, n_positions=256, **NO_DROPOUT
@@ -64,7 +65,7 @@ def records(n=60, seed=0):
         messages = []
         for _ in range(draw.choice((1, 1, 2, 3))):
             question = "".join(draw.choices("abcdefgh ", k=draw.randint(3, 15)))
-            answer = "".join(draw.choices("stuvw ", k=draw.randint(1, draw.choice((2, 3, 30)))))
+            answer = "s" + "".join(draw.choices("stuvw ", k=draw.randint(0, draw.choice((1, 2, 29)))))
             messages.append({"role": "user", "content": question})
             messages.append({"role": "assistant", "content": answer})
         yield {"messages": messages}

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import datetime
 import functools
 import io
 import itertools
@@ -13,23 +12,25 @@ import random
 import re
 import shutil
 import threading
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import language
+import numpy as np
 import peft
 import pytest
 import safetensors.torch
 import torch
 import transformers
-from conftest import Watch, exit_message, float64, run, start, wait_for
+from conftest import ROOT, Watch, exit_message, float64, run, start, wait_for
 from conftest import whole as full
 from test_recipes import blocks_of, execute
+from tokenizers import Tokenizer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed as dist
 import llm_documents
@@ -39,11 +40,14 @@ import llm_hub
 LENGTH = 64
 BATCH = 6
 STEPS = 3
+N_ROWS = 34  # of the data
 IDS = torch.randint(0, 250, (2, 40), generator=torch.Generator().manual_seed(0))
 ADAMW = {"lr": 0.003, "weight_decay": 0.1, "clip": 0.5, "warmup": 2}
 SGD = {"lr": 0.05, "clip": 0.0, "warmup": 0}  # a clip of 0 does not clip
 CLIPPED = {"lr": 0.05, "clip": 1.0, "warmup": 0}
 LORA = {"lora": 4, "lora_alpha": 6.0}
+DPO = (ROOT / "docs" / "language_models.md").read_text().partition("(DPO)?\n")[2]
+SLIDING = {**language.SMALL, "head_dim": 8, "sliding_window": 32}
 CASES = {  # name: (model, optimizer, options)
     "llama": ("llama", "SGD", SGD),
     "tied": ("llama_tied", "AdamW", ADAMW),
@@ -52,17 +56,19 @@ CASES = {  # name: (model, optimizer, options)
     "gathered once": ("llama_tied", "SGD", {**CLIPPED, "gather_once": True}),
     "replicas": ("llama_tied", "SGD", CLIPPED),
     "padded": ("gpt2", "SGD", {**SGD, "pad": True}),
+    "in chunks": ("llama_tied", "SGD", {**CLIPPED, "loss_chunk": 5}),
     "recomputed": ("qwen3", "AdamW", {**ADAMW, "recompute": True}),
     "gemma3": ("gemma3", "SGD", SGD),
     "qwen3_moe": ("qwen3_moe", "SGD", SGD),
     "lora": ("llama_tied_float64", "SGD", {**SGD, **LORA, "lr": 0.5}),
-    "lora, AdamW": ("llama_float64", "AdamW", {**ADAMW, **LORA}),
+    "lora, AdamW": ("llama_float64", "AdamW", {**ADAMW, **LORA, "lr": 0.03}),
+    "lora, 4 bits": ("wide_float64", "SGD", {**SGD, **LORA, "lr": 0.5, "nf4": True, "loss_chunk": 5}),
     "lora, gpt2": ("gpt2_float64", "SGD", {**SGD, **LORA, "lr": 0.5}),
     "lora, qwen3": ("qwen3_float64", "SGD", {**SGD, **LORA, "lr": 0.5}),
     "lora, gemma3": ("gemma3_float64", "SGD", {**SGD, **LORA, "lr": 1.0}),
     "lora, qwen3_moe": ("qwen3_moe_float64", "SGD", {**SGD, **LORA, "lr": 0.5}),
 }
-ON = {1: ["llama", "tied", "lora"], 2: list(CASES), 3: ["tied", "uneven", "gathered once", "lora, AdamW"]}
+ON = {1: ["llama", "tied", "lora"], 2: list(CASES), 3: ["tied", "uneven", "in chunks", "lora, 4 bits"]}
 RESUMED = ["tied", "lora"]
 # On two processes they stop after this step. Two steps are left. A scheduler that starts anew shows in the second.
 STOP = 1
@@ -99,6 +105,7 @@ def documents_of(args):
     """The documents of each row, and the numbers of the rows of each step."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     found, _ = llm_FSDP.load_documents(tokenizer, args.data, args.eval_data, LENGTH)
+    found = list(found)
     lists = llm_documents.pack(found, LENGTH)
     if args.pad:
         lists = [[document] for document in found]
@@ -113,6 +120,10 @@ def batches_of(rows, args):
 
 def plain_model(args, lora_A):
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float64)
+    if args.nf4:
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.Linear) and name != "lm_head":
+                layer.weight.data = rounded_to_nf4(layer.weight.data)
     if args.lora:
         targets = "all-linear"
         if "moe" in args.model:  # PEFT also adapts experts, whose weights are no linear layers
@@ -123,6 +134,15 @@ def plain_model(args, lora_A):
             if "lora_A" in name:
                 param.data = lora_A[plain_name(name)].double().clone()
     return model
+
+
+def rounded_to_nf4(weight):
+    """The definition: in each block of 64 the nearest of 16 levels, times the largest absolute number."""
+    blocks = weight.float().reshape(-1, 64)
+    scales = blocks.abs().amax(dim=1, keepdim=True)
+    levels = torch.tensor(llm_hub.LEVELS, dtype=torch.float32)
+    nearest = (blocks[..., None] / scales[..., None] - levels).abs().argmin(dim=2)
+    return (levels[nearest] * scales).view_as(weight).double()
 
 
 def plain_name(name):
@@ -214,7 +234,7 @@ def train(folder, name, output=None, **changes):
         model = llm_FSDP.make_model(whole, config, types, args)
         llm_hub.check_rows(model, args.length, pad=False)
         lora_A = whole_parameters(model, "lora_A")
-        args.epochs = STEPS * args.global_batch_size / len(rows)
+        args.epochs = STEPS * args.global_batch_size / len(llm_documents.mapped(rows))
         with mock.patch.object(llm_FSDP, "backward", recording(llm_FSDP.backward, shares)):
             try:
                 llm_FSDP.train(model, rows, held_out, args)
@@ -305,11 +325,12 @@ def test_equals_one_process(folder, name, world_size):
     assert losses[-1] < losses[0] - 0.02
     assert result["losses"].dtype == torch.float64
     assert (result["losses"] - losses).abs().max() < 1e-7
-    assert result["parameters"].keys() == parameters.keys()
+    trained = {key: value for key, value in result["parameters"].items() if not key.endswith(("packed", "scales"))}
+    parameters = {key: value for key, value in parameters.items() if key in trained or not args.nf4}
+    assert trained.keys() == parameters.keys()
     for key, value in parameters.items():
-        trained = ".lora_" in key if args.lora else True
         moved = (result["parameters"][key] - before[key]).abs().max()
-        assert (moved > 1e-5) == trained, key
+        assert (moved > 1e-5) == (".lora_" in key or not args.lora), key
         assert (result["parameters"][key] - value).abs().max() < 1e-6, key
 
 
@@ -327,16 +348,20 @@ def test_results_load(folder, name):
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(output)
         assert model.dtype == torch.float32, "as in the files that were loaded"
-        assert json.loads((output / "generation_config.json").read_text())["eos_token_id"] == 256
-        config, before = [json.loads((path / "config.json").read_text()) for path in (output, folder / model_name)]
-        assert config["architectures"] == before["architectures"]
+    for file in (folder / model_name).iterdir():
+        if "safetensors" not in file.name and not ("lora" in options and file.name == "config.json"):
+            assert (output / file.name).read_bytes() == file.read_bytes(), "the base's own file"
+    if "nf4" in options:  # PEFT puts the adapters beside the weights in full precision
+        for module in model.modules():
+            if hasattr(module, "lora_A"):
+                module.base_layer.weight.data = rounded_to_nf4(module.base_layer.weight.data).float()
     assert (logits_of(model.double()) - result["logits"]).abs().max() < 1e-5
     tokenizer = transformers.AutoTokenizer.from_pretrained(output)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "abc"}], tokenize=False, add_generation_prompt=True
     )
     assert prompt == "<|user|>abc<|end|><|assistant|>"
-    assert not list(output.glob(".incomplete"))
+    assert not Path(f"{output}.incomplete").exists() and not (output / "temporary").exists()
 
 
 @pytest.mark.guard
@@ -355,7 +380,9 @@ def test_resumes_inside_an_epoch_on_any_number_of_processes(folder, name, world_
     for key, value in whole["parameters"].items():
         assert (resumed["parameters"][key] - value).abs().max() <= tolerance, key
     checkpoints = folder / f"{name} resumed {world_size}"
-    assert {path.name for path in checkpoints.iterdir()} == {f"step-{STOP}", f"step-{STEPS}", "held-out.txt"}
+    assert {path.name for path in checkpoints.iterdir()} == {
+        *(f"step-{STOP}", f"step-{STEPS}", "held-out.txt", "rows.npy", "held-out.npy")
+    }
     found = re.findall(r"^step (\d+)/3 \| held-out (\d+\.\d{4})$", (checkpoints / "held-out.txt").read_text(), re.M)
     assert [int(step) for step, _ in found] == [0, STOP, STEPS]
     assert float(found[-1][1]) < float(found[0][1])
@@ -385,7 +412,7 @@ def test_without_a_model_and_a_network_it_learns_and_answers(tmp_path):
 def small_run(folder, output, nproc):
     """The options of a run of 200 steps, which saves every tenth, and prints every step."""
     command = ["--model", folder / "llama", "--data", folder / "data.jsonl", "--length", LENGTH, "--seed", 1]
-    command += ["--epochs", (200 * 6 - 3) / 34, "--global-batch-size", 6, "--lr", 0.01]
+    command += ["--epochs", (200 * 6 - 3) / N_ROWS, "--global-batch-size", 6, "--lr", 0.01]
     command += ["--log-every", 1, "--save-every", 10]
     return [*command, "--output", output, "--checkpoint-dir", f"{output} checkpoints", "--nproc", nproc]
 
@@ -471,7 +498,7 @@ def measure_memory(local_rank, world_size, folder):
     args = arguments(Path(folder), "large", f"large {world_size}")
     peaks = []
     with contextlib.redirect_stdout(io.StringIO()):
-        whole, config, types, _, _ = llm_FSDP.prepare(args)
+        whole, config, types, *_ = llm_FSDP.prepare(args)
         with watch_peak(peaks):
             model = llm_FSDP.make_model(whole, config, types, args)
             if local_rank == 0:
@@ -520,9 +547,9 @@ def held_bytes(model, optimizer):
     return held
 
 
-def mix(folder, output, **changes):
+def mix(folder, output, model="bfloat16", **changes):
     """A model in bfloat16 is loaded, trained by mixed precision for a step, and written."""
-    args = arguments(folder, "bfloat16", output, bf16=True, **changes)
+    args = arguments(folder, model, output, bf16=True, **changes)
     with contextlib.redirect_stdout(io.StringIO()):
         whole, config, types, rows, _ = llm_FSDP.prepare(args)
         model = llm_FSDP.make_model(whole, config, types, args)
@@ -531,7 +558,9 @@ def mix(folder, output, **changes):
             n_params[param.requires_grad] += param.numel()
         optimizer, _ = llm_FSDP.make_optimizer(model, STEPS, args.lr, args.warmup, args.weight_decay)
         trained = [param for param in model.parameters() if param.requires_grad]
-        first_rows, own_rows, _ = [list(llm_documents.share_of(rows, batch)) for batch in batches_of(rows, args)]
+        first_rows, own_rows, _ = [
+            list(llm_documents.share_of(rows, batch)) for batch in batches_of(llm_documents.mapped(rows), args)
+        ]
         step(model, first_rows, optimizer, trained, args)
         with Watch() as watch:
             step(model, own_rows, optimizer, trained, args)
@@ -561,12 +590,14 @@ def work_mixed(local_rank, world_size, folder):
     transformers.utils.logging.disable_progress_bar()
     results = {"full": mix(folder, "mixed"), "lora": mix(folder, "mixed lora", lora=4, lora_alpha=8.0)}
     results["once"] = mix(folder, "mixed once", gather_once=True)
+    results["nf4"] = mix(folder, "mixed nf4", "bfloat16 wide", lora=4, lora_alpha=8.0, nf4=True)
     return dist.gather_objects(results)
 
 
 @pytest.fixture(scope="module")
 def mixed(folder):
     language.make_folder("llama", folder / "bfloat16", torch.bfloat16)
+    language.make_folder("wide", folder / "bfloat16 wide", torch.bfloat16)
     return dist.launch(work_mixed, str(folder), nprocs=2)
 
 
@@ -587,6 +618,10 @@ def test_bytes_that_are_held_and_types_that_are_sent_are_those_of_the_docstring(
             assert each["host reads"] == BATCH // 2, "in each forward transformers looks for packed positions"
         assert once["gathered"] == ["torch.bfloat16"] * 4 and once["reduced"] == ["torch.float32"] * 4, "once per step"
         assert once["held"] == full["held"], "after the step, the shards alone are left"
+        n_packed = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 64)
+        n_others = (2 * 259 + 5) * 64  # embedding, head and norms
+        assert result["nf4"]["held"][False] == pytest.approx((9 / 16 * n_packed + 2 * n_others) / 2, rel=0.01)
+        assert "torch.float32" not in result["nf4"]["gathered"]
 
 
 @pytest.mark.guard
@@ -599,6 +634,145 @@ def test_results_of_mixed_precision_are_bfloat16_and_bit_for_bit_what_was_traine
     adapted = peft.PeftModel.from_pretrained(base, folder / "mixed lora")
     expected = mixed[0]["lora"]["logits"]
     assert (logits_of_bfloat16(adapted) - expected).abs().max() < 0.05 * expected.std()
+
+
+PAIRS = [[[("user", "2+2?"), ("assistant", "4.")], [("user", "2+2?"), ("assistant", "it is five")]]]
+PAIRS += [[[("user", "Hi."), ("assistant", "Hello!")], [("user", "Hi."), ("assistant", "no")]]]
+
+
+def work_dpo(local_rank, world_size, folder):
+    """The loss, and the gradient of all adapters, of two pairs and a row of padding."""
+    dist.init_process_group(even_alone=True)
+    transformers.utils.logging.set_verbosity_error()
+    folder = Path(folder)
+    to_rows, loss = re.findall(r"```python\n(.*?)^```", DPO, re.M | re.S)
+    names = {"torch": torch, "F": F}
+    exec(to_rows + loss, names)
+    with float64_everywhere(), contextlib.redirect_stdout(io.StringIO()):
+        if local_rank == 0:
+            lines = []
+            for pair in PAIRS:
+                sides = [[{"role": role, "content": words} for role, words in side] for side in pair]
+                lines.append(("a line", json.dumps(dict(zip(("chosen", "rejected"), sides, strict=True)))))
+            names["write_pairs"](folder / "pairs.npy", lines, language.byte_tokenizer(), LENGTH)
+        dist.barrier()
+        pairs = folder / "pairs.npy"
+        options = {"lora": 2, "lora_alpha": 4.0, "data": [pairs], "eval_data": [pairs], "length": None}
+        args = arguments(folder, "llama_float64", f"dpo {world_size}", **options)
+        whole, config, types, rows, _ = llm_FSDP.prepare(args)
+        model = llm_FSDP.make_model(whole, config, types, args)
+        llm_hub.check_rows(model, LENGTH, pad=False)
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if "lora_B" in name:
+                    param.copy_(0.05 * torch.ones_like(param))
+        own_rows = list(llm_documents.share_of(rows, [0, 1]))
+        with mock.patch.object(llm_FSDP, "sum_of_losses", names["sum_of_losses"]):
+            share = llm_FSDP.backward(model, own_rows)
+            padding = llm_documents.on_device(llm_documents.make_rows([[]], LENGTH)[0])
+            assert names["sum_of_losses"](model, padding) == 0
+        found = {plain_name(name): full(param.grad) for name, param in model.named_parameters() if param.requires_grad}
+        values = {plain_name(name): full(param.detach()) for name, param in model.named_parameters()}
+    return dist.gather_objects((dist.all_reduce(share.detach()), found, values))
+
+
+@pytest.mark.guard
+@pytest.mark.slow
+def test_dpo_of_the_page_equals_its_definition(folder):
+    """-log sigmoid(beta (gain of the chosen answer - gain of the rejected one)), one conversation at a time."""
+    results = {n: dist.launch(work_dpo, str(folder), nprocs=n)[0] for n in (1, 2)}
+    args = arguments(folder, "llama_float64", lora=2, lora_alpha=4.0, output="no folder")
+    _, _, values = results[1]
+    with float64_everywhere():
+        model = plain_model(args, values)
+        for name, param in model.named_parameters():
+            param.data = values[plain_name(name)].clone()
+        total, n_targets = 0, 0
+        for pair in PAIRS:
+            gains = []
+            for side in pair:
+                record = {"messages": [{"role": role, "content": words} for role, words in side]}
+                (((tokens, targets),),) = llm_documents.read(
+                    [("", json.dumps(record))], language.byte_tokenizer(), LENGTH
+                )
+                tokens, targets = torch.tensor(tokens).long()[None], torch.tensor(targets).long()
+                n_targets += (targets >= 0).sum()
+                losses = [F.cross_entropy(model(tokens).logits[0], targets, reduction="sum")]
+                with model.disable_adapter():
+                    losses.append(F.cross_entropy(model(tokens).logits[0], targets, reduction="sum"))
+                gains.append(losses[1].detach() - losses[0])
+            total = total - F.logsigmoid(0.1 * (gains[0] - gains[1]))
+        (total / n_targets).backward()
+    for loss, gradients, _ in results.values():
+        assert (loss - total.detach() / n_targets).abs() < 1e-9
+        for name, param in model.named_parameters():
+            if ".lora_" in name:
+                assert (gradients[plain_name(name)] - param.grad).abs().max() < 1e-8, name
+
+
+def test_of_a_layer_in_4_bits_its_bytes_alone_are_saved_for_backward():
+    layer, saved = llm_hub.LinearNF4(nn.Linear(128, 64)), []
+    inputs = torch.randn(3, 128, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        layer(inputs).sum().backward()
+    assert {tensor.data_ptr() for tensor in saved} == {
+        tensor.data_ptr() for tensor in (layer.packed, layer.scales, layer.levels_of_byte)
+    }
+    weight = llm_hub.unpacked(layer.packed, layer.scales, layer.levels_of_byte)
+    assert (inputs.grad - weight.sum(dim=0)).abs().max() < 1e-6
+    zeros = nn.Linear(64, 1)
+    nn.init.zeros_(zeros.weight)
+    layer = llm_hub.LinearNF4(zeros)
+    assert not llm_hub.unpacked(layer.packed, layer.scales, layer.levels_of_byte).any()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_4_bits_are_refused_for_layers_that_are_not_whole_blocks(name, folder, group):
+    args = arguments(folder, name, lora=2, lora_alpha=4.0, nf4=True)
+    assert "needs linear layers whose inputs are a multiple of 64" in exit_message(llm_FSDP.prepare, args)
+
+
+class LargestLogits(TorchDispatchMode):
+    """The most bytes of a tensor (1, targets, vocabulary)."""
+
+    n_bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, tuple | list) else [output]:
+            if isinstance(tensor, torch.Tensor) and tensor.dim() == 3 and tensor.shape[-1] == 259:
+                self.n_bytes = max(self.n_bytes, tensor.nbytes)
+        return output
+
+
+@pytest.mark.parametrize("lora", [None, 2])
+@pytest.mark.parametrize("name", [*language.FIVE, "capped"])
+def test_the_loss_in_chunks_equals_that_of_a_row_and_has_the_logits_of_one_chunk(name, lora):
+    """In float64, and the gradients too. Gemma 2 caps its logits behind the output layer."""
+    capped = functools.partial(transformers.Gemma2Config, **SLIDING, final_logit_softcapping=0.5)
+    found = []
+    with float64_everywhere():
+        torch.manual_seed(0)
+        model = llm_hub.build_model(language.CONFIGS.get(name, capped)(), torch.float64)
+        model = llm_FSDP.change_model(model, lora, 4.0)
+        tokens = torch.randint(250, (1, 50))
+        row = SimpleNamespace(tokens=tokens, positions=torch.arange(50)[None] % 20, places=torch.arange(3, 40))
+        row.targets = tokens[0, 4:41]
+        for size in (None, 7, 100):
+            each = copy.deepcopy(model)
+            if size:
+                llm_hub.compute_loss_in_chunks(each, size, llm_FSDP.loss_of)
+            with LargestLogits() as largest:
+                loss = llm_FSDP.sum_of_losses(each, row)
+            loss.backward()
+            trained = [param for param in each.parameters() if param.requires_grad]
+            found.append((loss.detach(), *[param.grad for param in trained]))
+            assert largest.n_bytes == 8 * 259 * min(size or 37, 37)
+            row_without_targets = SimpleNamespace(**vars(row) | {"places": row.places[:0], "targets": row.targets[:0]})
+            assert llm_FSDP.sum_of_losses(each, row_without_targets) == 0
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert (one - other).abs().max() <= 1e-12
 
 
 @torch.no_grad()
@@ -669,6 +843,7 @@ SPOILED = [  # how a folder is spoiled, and the line that says so
     (write, {"adapter_config.json": "{}"}, "it holds adapters.*"),
     (write, {FIRST_FILE: POINTER}, "model-.*safetensors is a pointer of git-lfs: run `git lfs pull`.*"),
     (configure, {"vocab_size": 300}, r".*\(259, 32\) in its files, and \(300, 32\) by its config.json"),
+    (configure, {"quantization_config": {"quant_method": "mxfp4"}}, ".* quantized weights cannot be trained"),
     (configure, {"is_encoder_decoder": True}, "it is an encoder-decoder, whose encoder would be left out"),
     (configure, {"model_type": "mine", "auto_map": {"AutoConfig": "code.Config"}}, OWN_CODE),
     (configure, {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "code.Model"}}, OWN_CODE),
@@ -686,6 +861,7 @@ def test_a_folder_that_cannot_be_used(spoil, change, cause, folder, tmp_path, gr
     for options in ({}, {"from_scratch": True}) if cause == OWN_CODE else ({},):
         message = exit_message(llm_FSDP.prepare, arguments(tmp_path, "llama", **options))
         assert re.fullmatch(f"--model {tmp_path}/llama: {cause}", message)
+        assert not (tmp_path / "out.incomplete").exists(), "nothing is left of a run that could not begin"
     assert not ask.called
 
 
@@ -695,7 +871,6 @@ LONG_CHAT = {"messages": [{"role": "user", "content": 100 * "a"}, {"role": "assi
 def test_what_does_not_fit(folder, tmp_path, group):
     args = arguments(folder, "llama", length=257)
     assert exit_message(llm_FSDP.prepare, args).endswith("llama: --length 257 is more than its 256 positions")
-    assert llm_FSDP.load_tokenizer_and_config(arguments(folder, "llama", length=256))[2] == 256
     conversations = [record for record in language.records() if "messages" in record]
     args = arguments(folder, "llama", length=4, data=[language.write_jsonl(tmp_path / "chats.jsonl", conversations)])
     line = "--data, --eval-data: too few lines fit into --length {}"
@@ -718,26 +893,32 @@ def test_a_cause_that_goes_on_in_the_next_line_is_told_with_it():
 @pytest.mark.slow
 def test_without_network_a_name_that_is_not_cached_is_one_line(folder, tmp_path):
     env = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    command = ["llm_FSDP.py", "--model", "nobody/nothing", "--data", folder / "data.jsonl", "--output", tmp_path]
+    command = ["llm_FSDP.py", "--model", "nobody/nothing", "--data", folder / "data.jsonl"]
+    command += ["--output", tmp_path / "out"]
     status, stdout, stderr = run(*command, "--nproc", "2", env=env)
     assert (status, stdout) == (1, "")
     assert stderr.startswith("--model nobody/nothing: ") and stderr.count("\n") == 1
 
 
-def begin_training(folder, name="llama", another=0, **changes):
-    """What main_worker does before `train`. With `another` the model has another weight."""
+def begin_training(folder, name="llama", another=0, base=None, **changes):
+    """What main_worker does before `train`. With `another` the model has another weight; `base` is another --model."""
     args = arguments(folder, name, **{"epochs": 1, **changes})
+    args.model = base or args.model
     whole, config, types, rows, held_out = llm_FSDP.prepare(args)
     with torch.no_grad():
         whole.get_input_embeddings().weight[0, 0] += another
     return llm_FSDP.make_model(whole, config, types, args), rows, held_out, args
 
 
+def n_rows_of(training):
+    return len(llm_documents.mapped(training[1]))
+
+
 @pytest.mark.guard
 @pytest.mark.slow
 def test_a_sigterm_during_the_last_step_does_not_keep_the_result_from_being_written(folder, group, tmp_path):
     model, rows, held_out, args = begin_training(folder, checkpoint_dir=str(tmp_path))
-    args.epochs = 2 * args.global_batch_size / len(rows)
+    args.epochs = 2 * args.global_batch_size / len(llm_documents.mapped(rows))
     with (
         mock.patch("checkpoint.Preemption.agreed", lambda preemption: True),
         mock.patch("checkpoint.Preemption.leave") as leave,
@@ -748,18 +929,16 @@ def test_a_sigterm_during_the_last_step_does_not_keep_the_result_from_being_writ
 
 @pytest.mark.slow
 def test_a_checkpoint_of_other_options_or_weights_is_refused(folder, group, tmp_path):
-    records = list(language.records())
-    for record in records:
-        for message in record.get("messages", []):
-            message["content"] = message["content"].upper()
-    other = language.write_jsonl(tmp_path / "other.jsonl", records)
+    other = language.write_jsonl(tmp_path / "other.jsonl", language.records())
+    shutil.copytree(folder / "llama", tmp_path / "llama")
+    configure(tmp_path / "llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}})
     for kind in ({}, {"lora": 2, "lora_alpha": 4.0}):
         kind["checkpoint_dir"] = str(tmp_path / f"checkpoints of {len(kind)}")
         llm_FSDP.train(*begin_training(folder, **kind))
         for changes, line in (
-            ({"length": 32}, "--length 64, not 32"),
             ({"seed": 1}, "--seed 0, not 1"),
-            ({"data": [other]}, "--data (checksum) "),
+            ({"data": [other]}, "--data ['data.jsonl'], not ['other.jsonl']"),
+            ({"pad": True}, "--pad False, not True"),
             ({"weight_decay": 0.5}, "--weight-decay 0.0, not 0.5"),
             ({"lr": 0.5}, "--lr 2e-05, not 0.5"),
             ({"warmup": 3}, "--warmup None, not 3"),
@@ -767,9 +946,32 @@ def test_a_checkpoint_of_other_options_or_weights_is_refused(folder, group, tmp_
             ({"bf16": True}, "--bf16 False, not True"),
             ({"lora": 4, "lora_alpha": 4.0}, f"--lora {kind.get('lora')}, not 4"),
             ({"another": 1.0}, "--model (checksum) "),
+            ({"base": str(tmp_path / "llama")}, "config.json: rope_parameters "),
         ):
             message = exit_message(llm_FSDP.train, *begin_training(folder, **{**kind, **changes}))
             assert f"was saved with {line}" in message, message
+        line = rf"argument --length: 32, but the rows of {tmp_path}/.*/rows.npy have 64 tokens"
+        assert re.fullmatch(line, exit_message(begin_training, folder, **kind, length=32))
+
+
+def test_a_resume_reads_no_documents(folder, group, tmp_path):
+    """Rows of the first start are taken once there is a checkpoint, and not before: then the options may change."""
+    checkpoints = tmp_path / "checkpoints"
+    begin_training(folder, checkpoint_dir=str(checkpoints), length=32)
+    training = begin_training(folder, checkpoint_dir=str(checkpoints))
+    rows = llm_documents.mapped(training[1])
+    assert rows.shape[2] == 64
+    training[-1].epochs = BATCH / len(rows)
+    llm_FSDP.train(*training)
+    with mock.patch.object(llm_documents, "lines_of", mock.Mock(side_effect=AssertionError("it reads"))):
+        again = begin_training(folder, checkpoint_dir=str(checkpoints), length=None)
+        others = begin_training(folder, data=[training[1]], eval_data=[training[2]], length=None)
+    for each in (again, others):
+        assert (llm_documents.mapped(each[1]) == rows).all()
+    too_long = tmp_path / "rows.npy"
+    llm_documents.write_rows(too_long, [2 * [np.ones(300, dtype=np.int32)]], 300)
+    line = f"--model {folder}/llama: --length 300 is more than its 256 positions"
+    assert exit_message(begin_training, folder, data=[too_long], eval_data=[too_long], length=None) == line
 
 
 @pytest.mark.guard
@@ -780,7 +982,7 @@ def test_a_result_is_written_from_a_checkpoint_that_has_all_steps_or_more(folder
     model, rows, held_out, args = begin_training(folder, **options)
     with mock.patch.object(llm_FSDP, "evaluate", wraps=llm_FSDP.evaluate) as evaluations:
         llm_FSDP.train(model, rows, held_out, args)
-    steps = math.ceil(len(rows) / BATCH)
+    steps = math.ceil(len(llm_documents.mapped(rows)) / BATCH)
     expected = whole_parameters(model)
     evaluated = [*range(0, steps, 2), steps]
     assert [call.args[2] for call in evaluations.call_args_list] == [f"step {step}/{steps}" for step in evaluated]
@@ -804,7 +1006,7 @@ def test_a_result_is_written_from_a_checkpoint_that_has_all_steps_or_more(folder
 @pytest.mark.slow
 def test_other_epochs_are_refused_while_steps_are_left_and_allowed_after_the_last_one(folder, group, tmp_path, capsys):
     checkpoints = str(tmp_path / "checkpoints")
-    n = len(begin_training(folder)[1])
+    n = n_rows_of(begin_training(folder))
 
     def run_epochs(n_steps, stop=False):
         epochs = (n_steps - 0.5) * BATCH / n
@@ -818,6 +1020,7 @@ def test_other_epochs_are_refused_while_steps_are_left_and_allowed_after_the_las
             llm_FSDP.train(*training)
         return capsys.readouterr().out
 
+    capsys.readouterr()
     assert f"5 steps of {BATCH} rows are {5 * BATCH / n:.2f} epochs\n" in run_epochs(5, stop=True)
     for other in (3, 4, 8):
         message = exit_message(run_epochs, other)
@@ -892,12 +1095,6 @@ def test_what_is_printed_is_of_the_steps_alone(folder, group, tmp_path, monkeypa
         assert float(loss) == pytest.approx(sum(shares[first : int(done)]) / n, abs=1e-4)
         first = int(done)
     assert [int(done) for done, *_ in found][:4] == [2, 3, 4, 6] and rates[0] == pytest.approx(0.002)
-
-
-def save_whole(model, tokenizer, folder):
-    """As the script writes a result."""
-    llm_hub.begin(folder, tokenizer, model)
-    llm_hub.save(model, model, llm_hub.types_of(model), folder)
 
 
 # ---- what is kept in float32 ----------------------------------------------------------------------------------------
@@ -1052,7 +1249,6 @@ def test_a_token_without_an_embedding_is_one_line(folder, group, tmp_path):
 
 # Models for which transformers has no scaled_dot_product_attention.
 TINY = {"vocab_size": 259, "hidden_size": 32}
-SLIDING = {**language.SMALL, "head_dim": 8, "sliding_window": 32}
 EAGER = {
     "Gemma2": SLIDING,
     "GptOss": {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -1094,14 +1290,18 @@ def test_what_can_be_written_before_training_is_written_before(lora, folder, gro
     output = tmp_path / "out"
     options = {"lora": lora, "lora_alpha": 2.0, "output": str(output)}
     assert exit_message(llm_FSDP.main_worker, 0, 1, arguments(folder, "llama", **options)) == "it trains"
-    expected = {"tokenizer.json", "chat_template.jinja"}
-    expected |= {"adapter_config.json"} if lora else {"config.json", "generation_config.json"}
-    (incomplete,) = output.glob(".incomplete-*")
-    assert expected <= set(os.listdir(incomplete))
-    name = "PreTrainedTokenizerFast" if lora else "GenerationConfig"
-    with mock.patch(f"transformers.{name}.save_pretrained", side_effect=KeyError("it is invalid:\n- temperature")):
+    expected = {"tokenizer.json", "chat_template.jinja", "generation_config.json"} | (
+        {"config.json"} if not lora else set()
+    )
+    assert expected <= set(os.listdir(f"{output}.incomplete"))
+    for target in ("shutil.copyfile", "pathlib.Path.mkdir"):
+        with mock.patch(target, side_effect=OSError(28, "No space left on device")):
+            message = exit_message(llm_FSDP.main_worker, 0, 1, arguments(folder, "llama", **options))
+        assert message == f"cannot write {output}: [Errno 28] No space left on device"
+    with mock.patch("shutil.disk_usage", lambda path: SimpleNamespace(free=100)):
         message = exit_message(llm_FSDP.main_worker, 0, 1, arguments(folder, "llama", **options))
-    assert message.startswith(f"cannot write {output}: ") and "\n" not in message
+    line = f"cannot write {output}: the result has 0.. MB, and the disk has room for 0.0 MB"
+    assert re.fullmatch(line, message)
 
 
 def test_weights_that_the_configuration_ties_and_the_files_do_not(folder, group, tmp_path):
@@ -1114,17 +1314,6 @@ def test_weights_that_the_configuration_ties_and_the_files_do_not(folder, group,
     assert torch.equal(logits_of(model), expected)
     llm_hub.save(model, whole, types, args.output)
     assert torch.equal(logits_of(transformers.AutoModelForCausalLM.from_pretrained(args.output)), expected)
-
-
-def test_a_result_is_not_quantized(folder, group, tmp_path):
-    config = language.CONFIGS["llama"]()
-    config.quantization_config = {"quant_method": "mxfp4"}
-    model = llm_hub.build_model(config, torch.float32)
-    save_whole(model, language.byte_tokenizer(), tmp_path)
-    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
-    with mock.patch("transformers.LlamaForCausalLM.is_quantized", True, create=True):
-        line = f"--model {folder}/llama: its weights are quantized, and cannot be trained"
-        assert exit_message(llm_FSDP.prepare, arguments(folder, "llama")) == line
 
 
 @pytest.mark.parametrize("in_files", [torch.float32, torch.float16, torch.bfloat16])
@@ -1141,7 +1330,7 @@ def test_the_type_is_that_of_most_weights_of_the_files(in_files, folder, group, 
             if "norm" in name:
                 weights[name] = weights[name].float()
         safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
-    whole = llm_hub.load_model(str(path), transformers.AutoConfig.from_pretrained(path))
+    whole = llm_hub.load_model(str(path), path, transformers.AutoConfig.from_pretrained(path))
     assert whole.config.dtype == in_files
     for name, value in whole.state_dict().items():
         assert value.dtype == in_files and torch.equal(value, expected[name]), name
@@ -1154,26 +1343,28 @@ def test_weights_that_transformers_leaves_out_on_purpose_are_one_line(group, tmp
     weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
     weights |= {"model.layers.46.a": torch.zeros(2), "model.layers.46.b": torch.zeros(2)}
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    llm_hub.load_model(str(tmp_path), config)
+    llm_hub.load_model(str(tmp_path), tmp_path, config)
     line = f"transformers leaves out 2 weights of {tmp_path}, such as model.layers.46.a\n"
     assert capsys.readouterr().out == line
 
 
-def test_a_model_on_the_hub_is_read_as_a_folder_is(folder, group, tmp_path, monkeypatch):
-    asked = []
-
-    def download(name, allow_patterns):
-        asked.append((name, allow_patterns))
-        return str(folder / "llama")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    config = transformers.AutoConfig.from_pretrained(folder / "llama")
-    load = mock.Mock(side_effect=ValueError)
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", load)
-    with pytest.raises(ValueError):
-        llm_hub.load_model("nobody/nothing", config)
-    assert asked == [("nobody/nothing", "model*.safetensors")]
-    assert load.call_args.args == ("nobody/nothing",) and load.call_args.kwargs["dtype"] == torch.float32
+def test_a_model_on_the_hub_is_read_as_a_folder_is(folder, group, tmp_path):
+    """Its adapters name it as it is called there, and those of a folder name the folder from its root."""
+    download = mock.Mock(return_value=str(folder / "llama"))
+    for name, base in (
+        ("nobody/nothing", "nobody/nothing"),
+        (os.path.relpath(folder / "llama"), str(folder / "llama")),
+    ):
+        args = arguments(folder, "llama", output=str(tmp_path / base[-5:]), lora=2, lora_alpha=4.0)
+        args.model = name
+        with mock.patch("huggingface_hub.snapshot_download", download):
+            whole, config, types, *_ = llm_FSDP.prepare(args)
+        llm_hub.save(llm_FSDP.make_model(whole, config, types, args), whole, types, args.output)
+        written = json.loads(Path(args.output, "adapter_config.json").read_text())
+        assert written["base_model_name_or_path"] == base
+    assert download.call_count == 1 and download.call_args.args == ("nobody/nothing",)
+    ignored = download.call_args.kwargs["ignore_patterns"]
+    assert {"*/*", "*.bin", "*.gguf"} <= set(ignored) and "*.safetensors" not in ignored
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
@@ -1211,29 +1402,23 @@ def test_tokens_whose_rows_were_never_trained_are_named_before_lora(row, folder,
     assert "cannot be learned" not in capsys.readouterr().out
 
 
-class Tomorrow(datetime.datetime):
-    @classmethod
-    def now(cls):
-        return super().now() + datetime.timedelta(days=1)
+@pytest.mark.parametrize(("part", "value"), [("pre_tokenizer", None), ("normalizer", {"type": "Lowercase"})])
+def test_the_tokenizer_is_the_one_of_the_file(part, value, folder, group, tmp_path, capsys):
+    """Qwen2Tokenizer would put in its own. The result has the file as it was."""
+    path = copy_of(folder, tmp_path)
+    content = json.loads((path / "tokenizer.json").read_text()) | {part: value}
+    write(path, {"tokenizer.json": json.dumps(content)})
+    configure(path, {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]})
+    configure_tokenizer(path, {"tokenizer_class": "Qwen2Tokenizer"})
+    tokenizer, _ = llm_hub.load_tokenizer_and_config(path, "sdpa")
+    right = Tokenizer.from_file(str(path / "tokenizer.json"))
+    assert tokenizer("12 ABC", add_special_tokens=False).input_ids == right.encode("12 ABC").ids
+    assert "transformers builds another tokenizer than" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("options", [{}, {"lora": 2, "lora_alpha": 4.0}, {"from_scratch": True}])
-def test_what_is_compared_on_resume_is_equal_on_another_day_and_on_another_cpu(options, folder, group, tmp_path):
-    """Chat templates may write the date. Other kinds of CPUs draw other random numbers from the same seed."""
-    template = tmp_path / "template"
-    template.write_text("{{ strftime_now('%A %d %B') }}" + llm_documents.CHAT_TEMPLATE)
-    settings = []
-    for number in range(2):
-        args = arguments(folder, "llama", chat_template=template, checkpoint_dir=str(tmp_path / "runs"), **options)
-        clock = (datetime.datetime, Tomorrow)[number]
-        args.seed = number  # as on another kind of CPU, the same rows and other random weights
-        with mock.patch("datetime.datetime", clock):
-            whole, config, types, rows, _ = llm_FSDP.prepare(args)
-        settings.append(llm_FSDP.settings_of(llm_FSDP.make_model(whole, config, types, args), rows, args))
-    assert settings[0] | {"--seed": 1} == settings[1]
-    with mock.patch("datetime.datetime", Tomorrow):
-        *_, rows, _ = llm_FSDP.prepare(arguments(folder, "llama", chat_template=template, **options))
-    assert zlib.crc32(rows.numpy()) != settings[0]["--data (checksum)"], "without checkpoints it is the day's date"
+def test_a_warm_up_that_does_not_end_is_refused(folder, group):
+    training = begin_training(folder, warmup=500)
+    assert re.fullmatch(r"argument --warmup: 500 is not less than \d, .*", exit_message(llm_FSDP.train, *training))
 
 
 def test_few_steps_warm_up_over_a_tenth_of_them():
@@ -1353,13 +1538,14 @@ def test_packed_documents_do_not_see_each_other(name, attention, folder):
         assert (packed - alone).abs().max() <= 1e-5 * alone.abs().max().clamp(min=1)
 
 
-def test_the_last_rows_of_a_batch_may_be_without_targets():
+def test_the_last_rows_of_a_batch_may_be_without_targets(tmp_path):
     row = torch.tensor([[7, 8, llm_documents.PADDING], [0, 1, 0], [8, 9, llm_documents.IGNORED]], dtype=torch.int32)
     there = llm_documents.on_device(row)
     assert there.tokens.tolist() == [[7, 8, 0]] and there.positions.tolist() == [[0, 1, 0]]
     assert there.places.tolist() == [0, 1] and there.targets.tolist() == [8, 9] and there.n_tokens == 2
     with mock.patch("distributed.get_world_size", lambda: 2), mock.patch("distributed.get_rank", lambda: 1):
-        ours, empty = llm_documents.share_of(torch.stack([row, row]), [0, 1, 0])
+        np.save(tmp_path / "rows.npy", torch.stack([row, row]).numpy())
+        ours, empty = llm_documents.share_of(tmp_path / "rows.npy", [0, 1, 0])
     assert ours.places.tolist() == [0, 1]
     assert empty.tokens.tolist() == [[0, 0, 0]] and empty.positions.tolist() == [[0, 0, 0]]
     assert len(empty.places) == len(empty.targets) == empty.n_tokens == 0
@@ -1377,155 +1563,57 @@ def test_every_row_is_taken_once_in_an_epoch_in_another_order_in_the_next():
 # ---- results are complete or absent ---------------------------------------------------------------------------------
 
 
-def die_in_call(number):
-    """Of os.replace and Path.unlink together, the calls that change the folder."""
-    calls = []
+@pytest.mark.parametrize("lora", [None, 2])
+def test_a_kill_while_a_result_is_written_leaves_a_whole_one_or_none(lora, folder, group, tmp_path):
+    """Whatever call on files it hits. The next run needs nothing to be deleted."""
+    output = tmp_path / "out"
+    args = arguments(folder, "llama", lora=lora, lora_alpha=4.0, output=str(output))
+    n_calls = []
 
-    def counting(function):
+    def counting(function, last_call):
         def call(*args, **kwargs):
-            calls.append(None)
-            if len(calls) == number:
-                os._exit(9)
+            n_calls.append(None)
+            if len(n_calls) == last_call:
+                raise KeyboardInterrupt
             return function(*args, **kwargs)
 
         return call
 
-    for target, name in ((os, "replace"), (Path, "unlink")):
-        mock.patch.object(target, name, counting(getattr(target, name))).start()
-
-
-def result_in(folder):
-    """The number that a result holds, or None without one."""
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    except (OSError, ValueError):  # no config.json, or no weights
-        return None
-    return model.get_input_embeddings().weight[0, 0].item()
-
-
-@pytest.mark.guard
-@pytest.mark.slow
-def test_a_kill_while_a_result_is_written_leaves_the_old_one_the_new_one_or_none(folder, tmp_path):
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
-    tokenizer = language.byte_tokenizer()
-    found = []
-    for number in range(1, 30):
-        output = tmp_path / str(number)
-        shutil.copytree(folder / "llama", output)  # two files; the new result has one of them
-        with torch.no_grad():
-            model.get_input_embeddings().weight[0, 0] = 5.0
-        child = os.fork()
-        if child == 0:
-            die_in_call(number)
-            save_whole(model, tokenizer, output)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        found.append(result_in(output))
-        if status == 0:
+    for last_call in range(1, 99):
+        whole, config, types, *_ = llm_FSDP.prepare(args)
+        model = llm_FSDP.make_model(whole, config, types, args)
+        n_calls.clear()
+        with contextlib.ExitStack() as stack:
+            for name in ("replace", "rename", "unlink", "rmdir"):
+                stack.enter_context(mock.patch.object(os, name, counting(getattr(os, name), last_call)))
+            stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+            llm_hub.save(model, whole, types, args.output)
             break
-        save_whole(model, tokenizer, output)
-        assert result_in(output) == 5.0 and not (output / ".incomplete").exists()
-    old = result_in(folder / "llama")
-    assert found[0] == old and found[-1] == 5.0 and None in found
-    assert set(found) == {old, None, 5.0}
-    assert 6 < len(found) < 29
+        assert not output.exists()
+    assert last_call > 3 and set(os.listdir(tmp_path)) == {"out"}
+    kind = peft.AutoPeftModelForCausalLM if lora else transformers.AutoModelForCausalLM
+    assert (logits_of(kind.from_pretrained(output)) - logits_of(model)).abs().max() < 1e-5
+    expected = {"chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    expected |= {"adapter_config.json", "adapter_model.safetensors"} if lora else {"config.json", "model.safetensors"}
+    assert set(os.listdir(output)) == expected
 
 
-def test_a_disk_that_is_full_is_one_line(folder, tmp_path):
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
-    save_whole(model, language.byte_tokenizer(), tmp_path)
-    before = sorted(path.name for path in tmp_path.iterdir())
-    full = OSError(28, "No space left on device")
-    for name in ("LlamaForCausalLM.save_pretrained", "PreTrainedTokenizerFast.save_pretrained"):
-        with mock.patch(f"transformers.{name}", side_effect=full):
-            message = exit_message(save_whole, model, language.byte_tokenizer(), tmp_path)
-        assert message == f"cannot write {tmp_path}: [Errno 28] No space left on device"
-        left = [path.name for path in tmp_path.iterdir() if not path.name.startswith(".incomplete-")]
-        assert sorted(left) == before and result_in(tmp_path) is not None
+def test_a_result_has_the_other_files_of_the_base_and_the_given_template(folder, group, tmp_path):
+    path = copy_of(folder, tmp_path)
+    others = {"preprocessor_config.json": '{"size": 224}\n', "LICENSE": "mine", "pytorch_model.bin": "weights"}
+    write(path, others)
+    write(tmp_path, {"template": "{# other #}" + llm_documents.CHAT_TEMPLATE})
+    args = arguments(tmp_path, "llama", output=str(tmp_path / "out"), chat_template=tmp_path / "template")
+    whole, config, types, *_ = llm_FSDP.prepare(args)
+    llm_hub.save(llm_FSDP.make_model(whole, config, types, args), whole, types, args.output)
+    for name in ("config.json", "tokenizer_config.json", "preprocessor_config.json", "LICENSE"):
+        assert (tmp_path / "out" / name).read_bytes() == (path / name).read_bytes()
+    assert not (tmp_path / "out" / "pytorch_model.bin").exists()
+    template = transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    assert template == (tmp_path / "template").read_text()
 
 
-def test_weights_that_do_not_fit_on_the_disk_are_one_line_before_training(folder, group, tmp_path):
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
-    adapters = llm_hub.add_lora(copy.deepcopy(model), 2, 4.0)
-    n_bytes = 4 * model.num_parameters()
-    n_of_adapters = 4 * adapters.num_parameters(only_trainable=True)
-    for whole, needed in ((model, n_bytes), (adapters, n_of_adapters)):
-        with mock.patch("shutil.disk_usage", lambda path, free=needed - 1: SimpleNamespace(free=free)):
-            message = exit_message(llm_hub.begin, tmp_path, language.byte_tokenizer(), whole)
-        assert re.fullmatch(
-            f"cannot write {tmp_path}: the result has 0.. MB, and the disk has room for 0.. MB", message
-        )
-        assert not os.listdir(tmp_path)
-    with mock.patch("shutil.disk_usage", lambda path: SimpleNamespace(free=n_bytes)):
-        llm_hub.begin(tmp_path, language.byte_tokenizer(), model)
-    save_whole(model, language.byte_tokenizer(), tmp_path)
-    assert n_bytes <= (tmp_path / "model.safetensors").stat().st_size < n_bytes + 10_000
-
-
-OWN = ("tokenizer.py", "tokenizers/bpe.py", "vocab.py", "spm.model", "pytorch_model_zoo/a.py", "README.md")
-OWN += ("my_chat_template_notes.md", "model-of-the-world.safetensors.txt", "held-out.txt")
-
-
-@pytest.mark.parametrize("lora", [False, True])
-def test_a_users_own_files_stay_and_all_of_an_older_result_goes(lora, folder, group, tmp_path, capsys):
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
-    if lora:
-        model = llm_hub.add_lora(model, 2, 4.0)
-    for name in OWN:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("mine")
-    tokenizer = language.byte_tokenizer()
-    tokenizer.chat_template = {"default": llm_documents.CHAT_TEMPLATE, "tool_use": "{{ tools }}"}
-    save_whole(model, tokenizer, tmp_path)
-    assert "result" not in capsys.readouterr().out
-    assert (tmp_path / "additional_chat_templates").is_dir()
-    for name in ("vocab.txt", "spiece.model", "added_tokens.json", "pytorch_model.bin", "preprocessor_config.json"):
-        (tmp_path / name).write_text("of another model")
-    tokenizer.chat_template = None
-    save_whole(model, tokenizer, tmp_path)
-    line = f"{tmp_path} holds a result already, which this run will replace"
-    assert capsys.readouterr().out == f"{line}\nreplacing the result that {tmp_path} holds\n"
-    assert not transformers.AutoTokenizer.from_pretrained(tmp_path).chat_template
-    assert all((tmp_path / name).read_text() == "mine" for name in OWN)
-    new = {"tokenizer.json", "tokenizer_config.json"}
-    new |= {"adapter_config.json", "adapter_model.safetensors"} if lora else {"config.json", "model.safetensors"}
-    new |= set() if lora else {"generation_config.json"}
-    assert set(os.listdir(tmp_path)) == {Path(name).parts[0] for name in OWN} | new
-    # transformers would load adapters that lie beside a model into it.
-    if lora:
-        kind, another = "adapters", copy.deepcopy(model).unload()
-    else:
-        kind, another = "a whole model", llm_hub.add_lora(copy.deepcopy(model), 2, 4)
-    line = f"{tmp_path} holds {kind} already: choose another folder"
-    assert exit_message(llm_hub.begin, tmp_path, tokenizer, another) == line
-    for number, name in enumerate(("config.json", "tokenizer.json", "vocab.txt", "model.safetensors")):
-        other = tmp_path / str(number)
-        other.mkdir()
-        (other / name).write_text('{"lr": 1}')
-        message = exit_message(llm_hub.begin, other, language.byte_tokenizer(), model)
-        assert f"{other} holds " in message and message.endswith(": choose another folder")
-        assert os.listdir(other) == [name], "it is as it was"
-
-
-def test_two_runs_that_write_to_one_folder_do_not_mix(folder, group, tmp_path, capsys):
-    """Each result is of one run: what the other one has written before training is elsewhere."""
-    first = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
-    second = transformers.AutoModelForCausalLM.from_pretrained(folder / "qwen3")
-    template = "{# of the second #}" + llm_documents.CHAT_TEMPLATE
-    tokenizer = language.byte_tokenizer()
-    tokenizer.chat_template = template
-    pids = {"first": os.getpid(), "second": os.getpid() + 1}
-    with mock.patch("os.getpid", lambda: pids["first"]):
-        llm_hub.begin(tmp_path, language.byte_tokenizer(), first)
-    with mock.patch("os.getpid", lambda: pids["second"]):
-        llm_hub.begin(tmp_path, tokenizer, second)
-        llm_hub.save(second, second, llm_hub.types_of(second), tmp_path)
-    assert transformers.AutoConfig.from_pretrained(tmp_path).model_type == "qwen3"
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path).chat_template == template
-    capsys.readouterr()
-    with mock.patch("os.getpid", lambda: pids["first"]):
-        llm_hub.save(first, first, llm_hub.types_of(first), tmp_path)
-    assert capsys.readouterr().out == f"replacing the result that {tmp_path} holds\n"
-    assert transformers.AutoConfig.from_pretrained(tmp_path).model_type == "llama"
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path).chat_template == llm_documents.CHAT_TEMPLATE
-    assert not list(tmp_path.glob(".incomplete*"))
+def test_the_output_must_not_exist(folder, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        arguments(folder, "llama", output="llama")
+    assert f"argument --output: {folder}/llama exists: name a new folder" in capsys.readouterr().err

@@ -1,8 +1,11 @@
 """llm_documents.py: what is in the loss, what is left out, what is cut, and where each document lies in its row."""
 
+import gzip
+import itertools
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,9 +39,12 @@ def with_template(template):
     return tokenizer
 
 
-def read(tokenizer, *records, length=200, **options):
-    lines = [(f"data.jsonl: line {number}", json.dumps(record)) for number, record in enumerate(records, 1)]
-    return llm_documents.read(lines, tokenizer, length, **options)
+def lines(*records):
+    return [(f"data.jsonl: line {number}", json.dumps(record).encode()) for number, record in enumerate(records, 1)]
+
+
+def read(tokenizer, *records, length=200):
+    return llm_documents.read(lines(*records), tokenizer, length)
 
 
 def said(tokenizer, document):
@@ -80,11 +86,10 @@ def test_a_token_that_begins_with_the_end_of_the_prompt():
 
 
 def test_the_text_around_the_loss(tokenizer):
-    ((document,),) = read(tokenizer, CHAT)
-    before, in_loss = llm_documents.text_around_loss(document, tokenizer, n_tokens=4)
-    assert (before, in_loss) == ("i.<|end|><|assistant|>", "Hell")
-    ((document,),) = read(tokenizer, {"text": "abc"})
-    assert llm_documents.text_around_loss(document, tokenizer) == ("a", "bc<|end|>")
+    text = {"text": "abc"}
+    for record, n_tokens, expected in ((CHAT, 4, ("i.<|end|><|assistant|>", "Hell")), (text, 20, ("a", "bc<|end|>"))):
+        (row,) = llm_documents.make_rows(read(tokenizer, record), 200)
+        assert llm_documents.text_around_loss(row.numpy(), tokenizer, n_tokens) == expected
 
 
 def test_a_text_is_cut_and_each_of_its_tokens_is_a_target_once(tokenizer):
@@ -134,47 +139,68 @@ def test_without_an_eos_token_a_text_ends_as_the_tokenizer_has_it():
     assert [tokenizer.decode(part) for part in document] == ["ab", "bc"]
 
 
-def test_too_long_conversations_are_left_out_and_counted(tokenizer, capsys):
-    short = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    ((exact,),) = read(tokenizer, short)
-    n = len(exact[0])
-    found = read(tokenizer, short, CHAT, short, length=n)
-    assert [len(documents) for documents in found] == [1, 0, 1]
-    assert capsys.readouterr().out == f"1 conversations have more than --length {n} tokens and are left out\n"
-
-
-def test_many_lines_are_read_in_parts(tokenizer, monkeypatch):
+def test_many_lines_are_read_in_parts_and_what_is_too_long_is_counted(tokenizer, monkeypatch, capsys):
     """While a text is tokenized, it takes far more memory than afterwards. The documents are those of lines alone."""
+    n = len(read(tokenizer, CHAT)[0][0][0])
     sizes = []
-
-    class Watched(type(tokenizer)):
-        def __call__(self, text, **options):
-            if isinstance(text, list):
-                sizes.append([len(each) for each in text])
-            return super().__call__(text, **options)
-
-    watched = language.byte_tokenizer()
-    watched.__class__ = Watched
+    function = llm_documents.read
+    monkeypatch.setattr(llm_documents, "read", lambda part, *rest: sizes.append(len(part)) or function(part, *rest))
     monkeypatch.setattr(llm_documents, "BYTES_AT_A_TIME", 1000)
-    records = [*[{"text": 600 * "a"}] * 5, {"text": 5000 * "b"}, {"text": "c"}]
-    together = read(watched, *records, *language.records(30))
-    assert sizes[:3] == [[600, 600], [600, 600], [600, 5000]]
-    for number, record in enumerate([*records, *language.records(30)]):
-        (alone,) = read(tokenizer, record)
-        assert [tokens.tolist() for tokens, _ in together[number]] == [tokens.tolist() for tokens, _ in alone]
-
-
-def test_it_prints_how_far_it_has_read(tokenizer, monkeypatch, capsys):
-    now = iter([0, 1, 31.5, 31.5, 61, 62, 62])
+    now = iter([0, 1, 31.5, 31.5, *[40] * 99])
     monkeypatch.setattr(llm_documents, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    read(tokenizer, *[{"text": "a"}] * 4)
-    lines = [f"{n} lines are read, up to data.jsonl: line {n}\n" for n in (2, 4)]
-    assert capsys.readouterr().out == "".join(lines)
+    records = [*[{"text": 600 * "a"}] * 5, {"text": 5000 * "b"}, {"text": "c"}, *language.records(30), CHAT]
+    found = list(llm_documents.documents_of(lines(*records), tokenizer, n - 1))
+    assert sizes[:3] == [2, 2, 2] and sum(sizes) == len(records)
+    alone = [document for record in records[:-1] for document in read(tokenizer, record, length=n - 1)[0]]
+    fitting = [document for document in alone if len(document[0]) < n]
+    assert [tokens.tolist() for tokens, _ in found] == [tokens.tolist() for tokens, _ in fitting]
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "4 lines are read, up to data.jsonl: line 4"
+    n_left_out = len(alone) - len(fitting) + 1
+    assert said[1:] == [f"{n_left_out} conversations have more than --length {n - 1} tokens and are left out"]
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_rows_in_a_file_are_the_documents_and_are_counted(pad, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(llm_documents, "TOKENS_AT_A_TIME", 300)
+    documents = list(llm_documents.documents_of(lines(*language.records(40)), tokenizer, 48))
+    n_rows = llm_documents.write_rows(tmp_path / "rows.npy", iter(documents), 48, pad)
+    rows = llm_documents.mapped(tmp_path / "rows.npy")
+    assert rows.shape == (n_rows, 3, 48) and rows.dtype == np.int32 and (not pad or n_rows == len(documents))
+    found = []
+    for row in rows:
+        is_used = row[0] != llm_documents.PADDING
+        starts = [*np.flatnonzero((row[1] == 0) & is_used), is_used.sum()]
+        found += [row[[0, 2], first:end].tolist() for first, end in itertools.pairwise(starts)]
+    assert sorted(found) == sorted(np.stack(document).tolist() for document in documents)
+    tokens, targets, of_chats, n_positions = llm_documents.count(tmp_path / "rows.npy")
+    chats = [document for document in documents if llm_documents.IGNORED in document[1]]
+    for counts, kind, some in ((tokens, 0, documents), (targets, 1, documents), (of_chats, 1, chats)):
+        every = np.concatenate([document[kind] for document in some])
+        assert counts.tolist() == np.bincount(every[every >= 0], minlength=len(counts)).tolist()
+    assert n_positions == rows.shape[0] * 48 and of_chats.sum() > 0
+    np.save(tmp_path / "other.npy", np.zeros(3))
+    for name, line in (("other.npy", "has no rows of llm_FSDP.py"), ("none.npy", "cannot read the rows of ")):
+        assert line in exit_message(llm_documents.mapped, tmp_path / name)
+
+
+def test_held_out_lines_are_drawn_at_random_and_equal_lines_are_on_one_side():
+    records = [{"text": f"kind {number % 20} number {number % 900}"} for number in range(1000)]
+    sides = [[line for _, line in side] for side in llm_documents.split(lambda: iter(lines(*records)), 0)]
+    training, held_out = sides
+    assert len(training) + len(held_out) == 1000 and len(set(held_out)) == 45 and not set(training) & set(held_out)
+    for side, n_kinds in ((training, 20), (held_out, 14)):
+        assert len({line.split()[2] for line in side}) >= n_kinds
+    again, other = [
+        [line for _, line in llm_documents.split(lambda: iter(lines(*records)), seed)[1]] for seed in (0, 1)
+    ]
+    assert again == held_out != other
+    assert [len(list(side)) for side in llm_documents.split(lambda: iter(lines(*records[:12])), 0)] == [11, 1]
 
 
 def test_documents_share_rows_and_none_is_lost(tokenizer):
     length = 48
-    found = [document for line in read(tokenizer, *language.records(80), length=length) for document in line]
+    found = list(llm_documents.documents_of(lines(*language.records(80)), tokenizer, length))
     lists = llm_documents.pack(found, length)
     assert sorted(id(document) for row in lists for document in row) == sorted(map(id, found))
     n_tokens = sum(len(tokens) for tokens, _ in found)
@@ -197,8 +223,14 @@ def test_documents_share_rows_and_none_is_lost(tokenizer):
 
 
 BAD = [
-    ("{", "JSONDecodeError"),
-    ('"text"', "it is no JSON object"),
+    ("{", "an object has several lines: write each one in one line"),
+    ('"text"', "the file is no .jsonl: load it by `datasets.load_dataset`"),
+    ("[1]", "the file is a JSON array: write one object per line"),
+    ('{"text": "a"},', "the line ends with a comma"),
+    ("prompt,completion", "the file is no .jsonl"),
+    (b"\xff\xfe{\0", "the file is UTF-16: save it as UTF-8"),
+    (b"\0\0\0", "the file is damaged: it has zeros"),
+    ('{"text": }', "JSONDecodeError"),
     ("{}", "it has neither, but nothing"),
     ('{"prompt": "x", "completion": "y"}', "it has neither, but prompt, completion: write each text as a"),
     ('{"text": 3}', "its text is no string"),
@@ -223,17 +255,41 @@ def test_a_bad_line_is_named(line, cause, tokenizer, tmp_path):
     path = tmp_path / "chats.jsonl"
     content = line if isinstance(line, bytes) else line.encode()
     path.write_bytes(b'{"text": "good"}\n\n' + content + b"\n")
-    message = exit_message(llm_documents.read, llm_documents.lines_of([path]), tokenizer, 50)
+    message = exit_message(llm_documents.read, list(llm_documents.lines_of([path])), tokenizer, 50)
     start = f'{path}: line 3 is no {{"messages": [...]}} or {{"text": "..."}} that this model can read ('
     assert message.startswith(start)
     assert cause in message, message
+
+
+def test_special_tokens_among_words_are_text(tokenizer):
+    """They are split into bytes like other words, and those of the chat template stay."""
+    words = "a<|end|>b<|user|>"
+    ((document,),) = read(tokenizer, {"messages": [{"role": "user", "content": words}, says(words)]})
+    tokens = [*document[0], document[1][-1]]
+    assert tokenizer.decode(tokens) == f"<|user|>{words}<|end|><|assistant|>{words}<|end|>"
+    assert [token for token in tokens if token > 255] == [257, 256, 258, 256]
+    assert said(tokenizer, document) == [f"{words}<|end|>"] and len(tokens) == 4 + 2 * len(words)
+
+
+STRINGS = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}\
+{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}<|end|>{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"), [('{"a":2}', '{"a":2}'), ({"a": "é"}, '{"a": "é"}'), ({}, "{}"), (None, "{}")]
+)
+def test_a_template_may_want_arguments_as_strings(given, shown):
+    tokenizer = with_template(STRINGS)
+    ((document,),) = read(tokenizer, chat(says("", tool_calls=[call(given)])))
+    assert said(tokenizer, document) == [f"add {shown}<|end|>"]
 
 
 # ---- what a line may say -------------------------------------------------------------------------------------------
 
 
 def test_in_a_conversation_of_many_answers_each_answer_is_rendered_twice(tokenizer):
-    """The conversation up to each answer, with and without the answer; and the whole of it once, with marks."""
+    """The conversation up to each answer, with and without the answer."""
     n_messages = []
 
     def render(messages, add_generation_prompt=False):
@@ -246,7 +302,7 @@ def test_in_a_conversation_of_many_answers_each_answer_is_rendered_twice(tokeniz
     special = llm_documents.special_tokens(tokenizer)
     ((text, spans),) = llm_documents.turns(messages, range(1, 2 * n, 2), render, special)
     assert [text[first:end] for first, end in spans] == [f"a {number}<|end|>" for number in range(n)]
-    assert sorted(n_messages) == sorted([1, *range(1, 2 * n), 2 * n, 2 * n])
+    assert sorted(n_messages) == sorted([1, *range(1, 2 * n), 2 * n])
 
 
 USER = {"role": "user", "content": "Hi."}
@@ -539,11 +595,11 @@ SYSTEM = {"messages": [{"role": "system", "content": "Be kind."}, *CHAT["message
 HINT = {"role": "user", "content": "2+2?", "reasoning_content": "a hint"}
 THOUGHTFUL = says("4.", reasoning_content="2+2=4")
 NOT_SHOWN = "the chat template does not show"
-NOT_THE_HINT = f"{NOT_SHOWN} reasoning_content of the role user;"
-NOT_THE_ARGUMENTS = f"{NOT_SHOWN} the arguments of the tool call add;"
+NOT_THE_HINT = f"{NOT_SHOWN} 'a hint' of the role user;"
 NO_LOSS = "says nothing in it that is in the loss"
 ROLES = "the chat template shows the roles system, user, assistant)"
 LEAVES = "{% if not (m.tool_calls and messages[-1].content == '9.') %}" + THOUGHT + "{% endif %}"
+OPENS = PLAIN.replace("<|assistant|>{% endif", "<|assistant|><think>{% endif")
 THOUGHT_LEAVES = WITH_THOUGHTS.replace(THOUGHT, LEAVES)
 REFUSED = [  # a chat template, a line, and what is said
     (None, SYSTEM, "the tokenizer has no chat template: give one by --chat-template, or use texts"),
@@ -564,13 +620,18 @@ REFUSED = [  # a chat template, a line, and what is said
     (WITH_TOOLS, chat(says("", tool_calls=[call("[1]")])), "the arguments of the tool call add are no JSON object"),
     (WITH_TOOLS, chat(says("", tool_calls=[call("a=2")])), "JSONDecodeError"),
     (DROPS_THOUGHTS, chat(says("<think>why</think>4.")), f"{NOT_SHOWN} all that the assistant says: '<think>why</thi"),
-    (DROPS_CALLS, chat(says("Wait.", tool_calls=[call({})])), f"{NOT_SHOWN} the name of a tool call;"),
+    (DROPS_CALLS, chat(says("Wait.", tool_calls=[call({})])), f"{NOT_SHOWN} all that the assistant says: 'add'"),
     # The template contains the name of the field, and shows what it holds: in another message, or of another call.
     (SHOWS_SOME, {"messages": [HINT, THOUGHTFUL]}, NOT_THE_HINT),
     (SHOWS_SOME, chat(THOUGHTFUL, HINT, THOUGHTFUL), NOT_THE_HINT),
     (SHOWS_SOME, chat(says("no", weight=0), HINT, THOUGHTFUL), NOT_THE_HINT),
-    (SHOWS_SOME, chat(says("", tool_calls=[call({"a": 2})])), NOT_THE_ARGUMENTS),
-    (SHOWS_SOME, chat(says("", all=True, tool_calls=[call({"a": 2}), call({"a": 3})])), NOT_THE_ARGUMENTS),
+    (SHOWS_SOME, chat(says("", tool_calls=[call({"a": "two"})])), f"{NOT_SHOWN} all that the assistant says: 'two'"),
+    (SHOWS_SOME, chat(says("", all=True, tool_calls=[call({"a": 2}), call({"a": 3})])), "assistant says: '3'"),
+    (OPENS, chat(says()), "the prompt for an answer ends with '<think>', and the chat template shows it without that"),
+    (PLAIN, chat(says(""), USER, says()), "an answer of the assistant is empty: leave it out"),
+    (PLAIN, chat(says(None)), "an answer of the assistant is empty"),
+    (PLAIN, chat(says("  ")), "an answer of the assistant is empty"),
+    (PLAIN, chat(says(), USER, {"role": "gpt", "content": "d"}), "the chat template ignores gpt of the roles"),
     (ALTERNATES, SYSTEM, "(no system; the chat template shows the roles user, assistant)"),
 ]
 for field in ("reasoning_content", "function_call", "refusal", "tool_calls"):
@@ -583,7 +644,7 @@ for field in ("system", "weight", "train", "images", "loss_mask", "id"):
         REFUSED.append((PLAIN, {**record, field: 0, "source": "web", "score": None}, line))
 for role in ("human", "tool"):
     record = chat({"role": role, "content": "important"}, says())
-    REFUSED.append((KNOWS, record, f"{NOT_SHOWN} content of the role {role}; {ROLES}"))
+    REFUSED.append((KNOWS, record, f"{NOT_SHOWN} 'important' of the role {role}; {ROLES}"))
     REFUSED.append((KNOWS_AND_RAISES, record, f"(what?; {ROLES}"))
 
 
@@ -606,13 +667,30 @@ def test_what_is_shown_somehow_is_not_refused():
 # ---- files, and the conversations of the library ----------------------------------------------------------
 
 
-def test_files_that_are_too_large_or_missing(tmp_path):
-    path = tmp_path / "large.jsonl"
-    path.touch()
-    path.open("r+").truncate(3 * 10**9)  # a sparse file
-    assert exit_message(list, llm_documents.lines_of([path])).startswith("--data has 3.0 GB, more than the 1 GB ")
-    message = exit_message(list, llm_documents.lines_of([tmp_path / "none.jsonl"], "--eval-data"))
-    assert message == f"--eval-data: cannot read {tmp_path}/none.jsonl: No such file or directory"
+def test_files_that_are_compressed_or_cannot_be_read(tmp_path, monkeypatch):
+    content = b'{"text": "a"}\n\n{"text": "b"}\n'
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content)[:20])
+    (tmp_path / "c.parquet").write_bytes(b"PAR1 and more")
+    place = f"{tmp_path}/a.jsonl.gz"
+    found = list(llm_documents.lines_of([place]))
+    assert found == [(f"{place}: line 1", b'{"text": "a"}\n'), (f"{place}: line 3", b'{"text": "b"}\n')]
+    for name, cause in (
+        ("none.jsonl", "No such file or directory"),
+        ("b.jsonl.gz", "Compressed file ended before"),
+        ("c.parquet", "a parquet file needs `pip install pyarrow`"),
+        ("", f"it is a folder: name its files, such as {tmp_path}/"),
+    ):
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+        message = exit_message(list, llm_documents.lines_of([tmp_path / name], "--eval-data"))
+        assert message.startswith(f"--eval-data: cannot read {tmp_path / name}: {cause}")
+    rows = SimpleNamespace(to_pylist=lambda: [{"text": "a"}, {"text": None}])
+    parquet = SimpleNamespace(ParquetFile=lambda path: SimpleNamespace(iter_batches=lambda n: [rows]))
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=parquet))
+    assert [line for _, line in llm_documents.lines_of([tmp_path / "c.parquet"])] == [
+        b'{"text": "a"}',
+        b'{"text": null}',
+    ]
 
 
 def test_conversations_of_the_library(monkeypatch, tmp_path):
@@ -631,8 +709,8 @@ def test_the_page_converts_prompts_and_completions(tokenizer, tmp_path, monkeypa
     """Of each line, these two fields are taken, and others left out."""
     monkeypatch.chdir(tmp_path)
     language.write_jsonl(Path("completions.jsonl"), [{"id": 1, "prompt": "2+2?", "completion": "4."}])
-    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    block, *_ = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     exec(compile(block, PAGE, "exec"))
     messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4."}]
     assert json.loads(Path("chats.jsonl").read_text()) == {"messages": messages}
-    assert llm_documents.read(llm_documents.lines_of(["chats.jsonl"]), tokenizer, 200)
+    assert llm_documents.read(list(llm_documents.lines_of(["chats.jsonl"])), tokenizer, 200)

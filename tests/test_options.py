@@ -72,6 +72,10 @@ REFUSED = {
         --lora 4 | --lora --model
         --model folder --data a --lora 4 --from-scratch | --lora --model
         --model folder --data a --lora-alpha 2 | --lora-alpha --lora
+        --model folder --data a --nf4 | --nf4 --lora
+        --model folder --data rows.npy | --data --eval-data
+        --model folder --data rows.npy --eval-data held-out.npy --pad | --pad --data
+        --output / | --output /
         --length 1 | --length '1' 2
         --nproc 2 --global-batch-size 1 | --global-batch-size 1 2
     """,
@@ -277,7 +281,8 @@ def test_an_option_may_be_typed_with_underscores(monkeypatch):
 
 
 FOLDERS = [  # where scripts save, and the name of a file there
-    *[("llm_FSDP", option, "") for option in ("--output", "--checkpoint-dir", "--tensorboard")],
+    *[("llm_FSDP", option, "") for option in ("--checkpoint-dir", "--tensorboard")],
+    ("llm_FSDP", "--output", "result"),
     *[(f"min_{name}", "--checkpoint-dir", "") for name in ("FSDP", "FSDP_TP", "PP_FSDP_TP", "Muon")],
     ("mnist_FSDP", "--checkpoint-dir", ""),
     ("multigpu_torchrun", "--snapshot-path", "snapshot.pt"),

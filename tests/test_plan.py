@@ -121,6 +121,22 @@ def test_llm_fsdp_gathers_for_each_row():
     assert plan.sent_bytes(MODEL, rows)["shard"] == pytest.approx(3 * (N - 1) / N * 8 * P)
 
 
+@pytest.mark.parametrize("nf4", [False, True])
+def test_lora_holds_and_sends_what_the_docstring_of_llm_fsdp_says(nf4):
+    layout = mesh("llm_FSDP.py", shard=N, number_bytes=2, lora=4, nf4=nf4, micro_batches=3)
+    held = plan.memory(MODEL, layout)
+    frozen = (9 / 16 if nf4 else 2) * (P - MODEL.root) + 2 * MODEL.root
+    assert held["frozen"] == pytest.approx(frozen / N)
+    adapters = 8 * 4 * (4 * 2 * 1024 + 2 * (1024 + 4096))  # the rank times inputs and outputs of each matrix
+    assert held["adapters"] == 16 * adapters / N
+    sent = plan.sent_bytes(MODEL, layout)["shard"]
+    assert sent == pytest.approx(3 * (N - 1) / N * (2 * frozen + 8 * adapters))
+    whole = dataclasses.replace(layout, lora=0, nf4=False)
+    assert plan.seconds(MODEL, layout, H100)["compute"] == pytest.approx(
+        2 / 3 * plan.seconds(MODEL, whole, H100)["compute"]
+    )
+
+
 def test_the_bubble_is_that_of_the_docs():
     """(N-1)/(M+N-1) of a step."""
     assert "| 1F1B | (N-1)/(M+N-1) |" in COSTS
@@ -313,6 +329,18 @@ def test_llm_fsdp_takes_the_command_of_a_model_of_the_hub(tmp_path, capsys, monk
     assert args.global_batch_size == 4
 
 
+@pytest.mark.parametrize(("model", "options"), [("llama3-8b", ()), ("llama3-70b", ("--nf4", "--length", "4096"))])
+def test_large_models_fit_on_small_gpus_by_lora(model, options, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = commands(capsys, monkeypatch, model, "--gpus", "8", "--gpu", "rtx4090", "--lora", "16", *options)
+    ((_, script, *words),) = found
+    args = importlib.import_module("llm_FSDP").parse_args(words)
+    assert (script, args.lora, args.nf4, args.loss_chunk) == ("llm_FSDP.py", 16, bool(options), 1024)
+    less = ("--lora", "16", *options[1:]) if options else ()
+    with pytest.raises(SystemExit, match="fits nowhere"):
+        answer(capsys, monkeypatch, model, "--gpus", "8", "--gpu", "rtx4090", *less)
+
+
 def test_on_several_machines_it_is_a_command_of_torchrun(capsys, monkeypatch):
     first, *_ = commands(capsys, monkeypatch, "llama3-8b", "--gpus", "64", "--gpus-per-node", "4")
     assert first[:5] == ["torchrun", "--nnodes", "16", "--nproc-per-node", "4"] and "--nproc" not in first
@@ -360,6 +388,8 @@ def test_a_changed_shape_is_not_the_hubs_model(capsys, monkeypatch):
         (("gpt2", "--kv-heads", "5"), ("--heads", "12", "5")),
         (("gpt2", "--gpus", "0"), ("--gpus", "0", "at least 1")),
         (("gpt2", "--gpus", "12"), ("--gpus", "12", "8")),
+        (("gpt2", "--nf4"), ("--nf4", "--lora")),
+        (("gpt2", "--layers", "3", "--lora", "2"), ("--lora", "llm_FSDP.py")),
         (("gpt2", "--gpu", "v100"), ("--gpu", "v100", "h100")),
         (("gpt2", "--length", "70000"), ("--length", "70000", "65536")),
         (("gpt2", "--global-batch-size", "1.5"), ("--global-batch-size", "1.5")),
