@@ -1,33 +1,33 @@
-"""Train on 1, 2, 4 or 8 processes and get the same weights, in every bit: the minimal example of a fixed order of sums.
+"""Get the same weights, in every bit, from any number of processes: the minimum working example of a fixed sum order.
 
-Floating-point sums depend on their order: (a + b) + c is not a + (b + c). Here the order is a binary tree over the rows
-of the global batch, which knows nothing of processes. For 8 rows g_0 to g_7:
+Sums of floats depend on their order. Here the order is a binary tree over the rows of the global batch, whichever
+process has them. For 8 rows, where g_i is the gradient of the loss of row i:
 
-    g = (((g_0 + g_1) + (g_2 + g_3)) + ((g_4 + g_5) + (g_6 + g_7))) / 8      g_i is the gradient of row i's loss
+    g = 1/8 · (((g_0 + g_1) + (g_2 + g_3)) + ((g_4 + g_5) + (g_6 + g_7)))
 
-    row               0   1   2   3   4   5   6   7        2 processes           4 processes
-                      '-+-'   '-+-'   '-+-'   '-+-'        in each process       in each process
-                        '---+---'       '---+---'          in each process       between neighbours
-                            '-------+-------'              between both          between pairs of neighbours
+    row      0   1   2   3   4   5   6   7        one process    2 processes    4 processes
+             '-+-'   '-+-'   '-+-'   '-+-'        inside         inside         inside each
+               '---+---'       '---+---'          inside         inside         between neighbours
+                   '-------+-------'              inside         between both   between pairs of neighbours
 
-Each row is a micro-batch of its own, so that every kernel sees the same shapes for any N. A process sums its rows by
-halves. Then processes sum theirs by pairs, nearest first, as a reduce-scatter in which each hop halves what is sent.
+Each row is a micro-batch by itself, so kernels see the same shapes for any N. A process sums its rows by halves. Then
+the processes sum by pairs, nearest first. This is a reduce-scatter: each hop sends half as much as the one before.
 
-Choose it to tell a change of the number of processes from a mistake, and to resume on another number without a trace.
-N must be a power of two that divides --global-batch-size. Otherwise min_DDP.py is equal but for rounding, and faster
-where several short rows fit into one micro-batch. Also these change the bits: another CPU or GPU, another version of
-torch, and another number of threads, which is 1 here. On GPUs, kernels with atomics would change them from run to run,
-so they are forbidden. In a model with dropout, seed each row by itself.
+Choose it to tell a mistake from rounding when the number of processes changes, and to resume unnoticed on another
+number. N must be a power of two, and divide the batch. min_DDP.py is equal up to rounding, for any N, and faster where
+several short rows fit into one micro-batch. Another type of CPU or GPU, another version of torch, and another number of
+threads (here 1) give other bits. Kernels that add in any order, by atomics on GPUs, are forbidden here. If your model
+has dropout, seed each row by its place in the global batch.
 
-Cost per process, for P float32 parameters on N processes, and R rows in each: 16·P bytes as in DDP (parameters 4,
-gradients 4, AdamW 8), and up to 4·P·(2 + log2 R) more for the sums in progress. A step sends 2·(N-1)/N · 4·P bytes, as
-a ring does, but after backward.
+Cost per process, for P float32 parameters on N processes and R rows in each: 16·P bytes as with DDP (parameters 4,
+gradients 4, AdamW 8), and up to 4·P·(2 + log2 R) for unfinished sums. Each step sends 2·(N-1)/N · 4·P bytes, as a ring
+does, but not during backward.
 
     python min_Bitwise.py --nproc 2                           # two processes; without --nproc, all GPUs
     python min_Bitwise.py --nproc 4 --snapshot-path run.pt    # saves; rerun it with --nproc 2 to resume
-    torchrun --standalone --nproc-per-node 2 min_Bitwise.py --bf16
+    torchrun --standalone --nproc-per-node 2 min_Bitwise.py
 
-Its last line is the same for any N on one machine: `sha256 of the weights: 5f0c6f1ab2e4d3c7`.
+On one machine the last line is the same for any N: `sha256 of the weights: 6f8d2cf5eb4b388f`.
 """
 
 import hashlib
@@ -54,7 +54,9 @@ def sum_over_rows(model, x, y, bf16=False):
     """The loss of each row and its gradient, summed over the rows by halves: (1 + parameters,)."""
     if len(x) > 1:
         half = len(x) // 2
-        return sum_over_rows(model, x[:half], y[:half], bf16) + sum_over_rows(model, x[half:], y[half:], bf16)
+        total = sum_over_rows(model, x[:half], y[:half], bf16)
+        total += sum_over_rows(model, x[half:], y[half:], bf16)
+        return total
     with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
         loss = gpt.loss_fn(model(x), y)
     grads = torch.autograd.grad(loss, list(model.parameters()))

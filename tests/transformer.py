@@ -20,7 +20,8 @@ SAME_DROPOUT = (
     "min_PP_FSDP_TP",
     "min_PP",
     "min_TP",
-)  # tensor neighbours and stages work on the same sequences
+    "min_Bitwise",
+)  # tensor neighbours and stages work on the same sequences; what a row's dropout is must not depend on its process
 WHOLE_BATCH = ("min_CP", "min_CP_ring", "min_PP", "min_TP")  # each process takes the whole global batch
 # The last part of parameters, of rows and of a ring is shorter on 2, 3 and 4 processes.
 ODD = {"layers": 2, "width": 35, "heads": 5, "length": 15, "global_batch_size": 24}
