@@ -1,6 +1,7 @@
 """Model, text and progress of the transformer scripts: a small GPT that reads Python's own standard library.
 
-model = gpt.GPT(args.layers, args.width, args.heads, args.length)
+config = gpt.Config.from_args(args)
+model = gpt.GPT(config, args.seed)             # the same weights on every process
 data = gpt.Data(args)                          # this process's share of each global batch
 progress = gpt.Progress(model, data, args)
 for step in range(args.steps):
@@ -13,6 +14,7 @@ Of held-out text a blind guess has a loss of log(256) = 5.545 nats per byte. Gue
 have 3.15, by the byte before 2.46, and by the two bytes before 1.89.
 """
 
+import dataclasses
 import math
 import random
 import resource
@@ -34,11 +36,27 @@ LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 # ---- model --------------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass
+class Config:
+    """Sizes of a GPT: how many blocks, features per byte, heads per block, and the bytes of the longest sequence."""
+
+    layers: int
+    width: int
+    heads: int
+    length: int
+
+    @classmethod
+    def from_args(cls, args):
+        """The sizes that `args` has, beside all other options of a script."""
+        return cls(args.layers, args.width, args.heads, args.length)
+
+
 class Attention(nn.Module):
     """Causal. `attend(q, k, v)`, each (batch, heads, length, width / heads), may be replaced on the instance."""
 
-    def __init__(self, width, heads):
+    def __init__(self, config):
         super().__init__()
+        width, heads = config.width, config.heads
         assert width % heads == 0, f"a width of {width} is not a multiple of {heads} heads"
         self.head_width = width // heads
         self.qkv = nn.Linear(width, 3 * width)  # rows ordered by head, then q, k, v: a slice of rows is whole heads
@@ -55,22 +73,22 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, width):
+    def __init__(self, config):
         super().__init__()
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x):
         return self.down(F.gelu(self.up(x)))
 
 
 class Block(nn.Module):
-    def __init__(self, width, heads):
+    def __init__(self, config):
         super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
-        self.norm2 = nn.LayerNorm(width)
-        self.mlp = MLP(width)
+        self.norm1 = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.mlp = MLP(config)
 
     def forward(self, x):
         x = x + self.attention(self.norm1(x))
@@ -80,19 +98,19 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Logits (batch, length, 256) of `tokens` (batch, length), whose positions are 0, 1, … if `positions` is None.
 
-    `positions` are (length,), or (batch, length) where rows differ.
+    `positions` are (length,), or (batch, length) where rows differ. Its weights come from `seed`, as `fill` says.
     Splitting a model with dropout or tied weights can change its result without an error. So it has neither.
     """
 
-    def __init__(self, layers, width, heads, length):
+    def __init__(self, config, seed=0):
         super().__init__()
-        self.token = nn.Embedding(256, width)
-        self.position = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 256, bias=False)
-        for embedding in (self.token, self.position):
-            init_embedding(embedding)
+        self.token = nn.Embedding(256, config.width)
+        self.position = nn.Embedding(config.length, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, 256, bias=False)
+        if not self.head.weight.is_meta:
+            fill(self.named_parameters(), seed)
 
     def forward(self, tokens, positions=None):
         if positions is None:
@@ -101,10 +119,6 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
-
-
-def init_embedding(embedding):
-    nn.init.normal_(embedding.weight, std=0.02)
 
 
 def loss_fn(logits, targets):
@@ -118,58 +132,51 @@ def model_loss(model, x, y):
     return loss_fn(model(x), y)
 
 
-# ---- a model that no process could hold ---------------------------------------------------------------------------
+# ---- weights, also of a model that no process could hold ----------------------------------------------------------
 
 
-def make_meta_model(args):
+def make_meta_model(config):
     """A GPT whose parameters have shapes, but no memory. Split it, call its `to_empty`, then `fill` it."""
     with torch.device("meta"):
-        return GPT(args.layers, args.width, args.heads, args.length)
+        return GPT(config)
 
 
 @torch.no_grad()
-def fill(named_params, args):
-    """Fill this process's part of a GPT with the weights that `torch.manual_seed(args.seed)` and GPT(...) give.
+def fill(named_params, seed):
+    """Give each parameter its initial weights. They depend on its name, its shape and `seed` alone.
 
-    `named_params` are pairs of a name, as in the whole GPT, and a parameter. A DTensor receives its shard. Every
-    process draws the same numbers, one layer after the other, and keeps its part. So nothing is sent, and a process
-    holds no more than its part and one layer. Raises ValueError if there are no weights for a parameter.
+    `named_params` are pairs of a name, as in the whole GPT, and a parameter. A DTensor receives its shard. So nothing
+    is sent, each process fills its part in any order, and it holds no more than its part and one whole parameter.
+    Raises ValueError if there are no weights for a parameter.
     """
-    from torch.distributed.tensor import DTensor, distribute_tensor  # takes 0.5 s, which most scripts need not spend
+    for name, param in named_params:
+        weights = initial_weights(name, param.shape, param.dtype, seed)
+        if hasattr(param, "to_local"):  # a DTensor
+            from torch.distributed.tensor import distribute_tensor  # takes 0.5 s, which most scripts need not spend
 
-    own = dict(named_params)
-    missing = set(own)
-    for name, weights in initial_weights(args):
-        if name in own:
-            param = own[name]
-            missing.discard(name)
-            if isinstance(param, DTensor):
-                # With src_data_rank=None each process cuts its shard from its own tensor.
-                weights = distribute_tensor(weights, param.device_mesh, param.placements, src_data_rank=None)
-            param.copy_(weights)
-    if missing:  # of a layer that `initial_weights` does not know, or under another name
-        raise ValueError(f"there are no weights for {', '.join(sorted(missing))}")
+            # With src_data_rank=None each process cuts its shard from its own tensor.
+            weights = distribute_tensor(weights, param.device_mesh, param.placements, src_data_rank=None)
+        param.copy_(weights)
 
 
-def initial_weights(args):
-    """Yields name and tensor of all weights, layer after layer. A layer's memory is freed before the next one is made.
+def initial_weights(name, shape, dtype, seed):
+    """The initial weights of the parameter `name`. For a pretrained model return the tensor of its file instead.
 
-    For a pretrained model yield the tensors of its files instead. `safe_open` of safetensors reads them one by one.
+    `safe_open` of safetensors reads one tensor by its name.
     """
-    torch.manual_seed(args.seed)
-    model = make_meta_model(args)
-    draws = []
-    for prefix, layer in model.named_modules():
-        if hasattr(layer, "reset_parameters"):  # the layers of torch, in the order in which GPT makes them
-            draws.append((prefix, layer, type(layer).reset_parameters))
-    draws.append(("token", model.token, init_embedding))
-    draws.append(("position", model.position, init_embedding))
-    for prefix, layer, draw in draws:
-        layer.to_empty(device="cpu")
-        draw(layer)
-        for name, param in layer.named_parameters():
-            yield f"{prefix}.{name}", param.detach()
-        layer.to("meta")
+    weights = torch.empty(shape, dtype=dtype)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    layer, _, kind = name.rpartition(".")
+    if kind == "bias":
+        return weights.zero_()
+    if kind != "weight":
+        raise ValueError(f"there are no weights for {name}")
+    if layer in ("token", "position"):
+        return weights.normal_(std=0.02, generator=generator)
+    if len(shape) == 1:  # of a LayerNorm
+        return weights.fill_(1)
+    bound = shape[1] ** -0.5
+    return weights.uniform_(-bound, bound, generator=generator)
 
 
 # ---- text ---------------------------------------------------------------------------------------------------------
@@ -249,6 +256,20 @@ def to_device(tensor, device):
     if torch.device(device).type != "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+# ---- start --------------------------------------------------------------------------------------------------------
+
+
+def start(args, share=None):
+    """Call it after init_process_group: it seeds this process, and lets GPUs multiply matrices as TF32.
+
+    TF32 is far faster, with 10 bits of mantissa. The weights do not depend on the process's random numbers, and this
+    model draws none. If yours has dropout, processes with different shares of the batch draw different masks. `share`
+    is the number of this process's share, by default its rank.
+    """
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(args.seed + (dist.get_rank() if share is None else share))
 
 
 # ---- progress -----------------------------------------------------------------------------------------------------
@@ -359,7 +380,10 @@ def add_model_options(parser, length=None):
     parser.add_nproc()
 
 
-def check_model_options(parser, args, batch=(1, "1"), heads=(1, "1"), length=(1, "1")):
+NOT_SPLIT = (1, "one part")  # a divisor of every number, so no error has its name
+
+
+def check_model_options(parser, args, batch=NOT_SPLIT, heads=NOT_SPLIT, length=NOT_SPLIT):
     """Check that a script can split the batch, the heads and the length, and fill in those that were not given.
 
     `batch`, `heads` and `length` are pairs: the required divisor, and its name in the error. Ends the program with one

@@ -164,10 +164,9 @@ def main_worker(local_rank, world_size, args):
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)  # for any N: kernels sum in as many parts as there are threads
     dist.init_process_group()
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+    gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
-    torch.manual_seed(args.seed)  # the same weights on all ranks
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
+    model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     first_step = 0
     if args.snapshot_path:

@@ -387,13 +387,11 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+    gpt.start(args)
     data = gpt.Data(args, share=(0, 1), device="cpu")  # the whole batch; each process takes its share of each row
-    torch.manual_seed(args.seed)
-    model = RingGPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
+    model = RingGPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())
     gpt.report_held(model.parameters())
     model = parallelize(model)
-    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, data, args)
 

@@ -122,11 +122,9 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+    gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
-    torch.manual_seed(args.seed)  # the same weights on all ranks
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
-    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
+    model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, data, args)
     report_sent(model, args)

@@ -60,18 +60,17 @@ class MixtureOfExperts(nn.Module):
     forward also sets `tokens_per_expert`, (experts,), of all ranks, and `balance`, the load-balancing loss.
     """
 
-    def __init__(self, width, n_experts, top, ranks=None, group=None):
+    def __init__(self, config, n_experts, top, ranks=None, group=None):
         super().__init__()
         self.ranks = ranks or list(range(dist.get_world_size()))
         self.place = self.ranks.index(dist.get_rank())
         self.group = group
         self.n_experts = n_experts
         self.top = top
-        self.router = nn.Linear(width, n_experts, bias=False)
-        experts = [gpt.MLP(width) for _ in range(n_experts)]  # all of them, so that all ranks draw the same numbers
+        self.router = nn.Linear(config.width, n_experts, bias=False)
         self.n_held = n_experts // len(self.ranks)
         first = self.place * self.n_held
-        self.experts = Experts({i: experts[i] for i in range(first, first + self.n_held)})
+        self.experts = Experts({i: gpt.MLP(config) for i in range(first, first + self.n_held)})
 
     def forward(self, x):
         """Gives (batch, length, width), as `x`."""
@@ -131,9 +130,11 @@ class Experts(nn.Module):
 
 
 def add_experts(model, args, ranks=None, group=None):
-    """Replace each MLP by a mixture of experts. All ranks must have the same random state."""
-    for block in model.blocks:
-        block.mlp = MixtureOfExperts(args.width, args.experts, args.top, ranks, group)
+    """Replace each MLP by a mixture of experts, with shapes but without memory."""
+    config = gpt.Config.from_args(args)
+    with torch.device("meta"):
+        for block in model.blocks:
+            block.mlp = MixtureOfExperts(config, args.experts, args.top, ranks, group)
 
 
 # ---- gradients ----------------------------------------------------------------------------------------------------
@@ -261,13 +262,12 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+    gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
-    torch.manual_seed(args.seed)  # the same weights on all ranks, before each keeps its part
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length)
+    model = gpt.make_meta_model(gpt.Config.from_args(args))  # shapes without memory: no process holds it whole
     add_experts(model, args)
-    model.to(dist.get_device())
-    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
+    model.to_empty(device=dist.get_device())  # memory for this process's part
+    gpt.fill(model.named_parameters(), args.seed)
     shared, experts = split_params(model)
     n_params = sum(param.numel() for param in shared) + world_size * sum(param.numel() for param in experts)
     gpt.report_held(model.parameters(), n_params)

@@ -31,9 +31,7 @@ Cost per process, for S shared float32 parameters, R of them outside the blocks,
 B sequences of T bytes:
     memory    16·(S + X)/N bytes between two steps (parameters 4, gradients 4, AdamW 8). While a block computes that has
               s shared parameters and x of experts, up to 20·(s + x/ep) more. Parameters outside the blocks stay
-              gathered from forward to backward, 4·R bytes, and after an evaluation until the next backward. At the
-              start 4·(S + X/ep) bytes in the CPU's memory, and all experts of one block. `gpt.fill` avoids that for
-              models without experts.
+              gathered from forward to backward, 4·R bytes, and after an evaluation until the next backward.
     sent      (N-1)/N · 4·(3·S - R) bytes in each step for the shared parameters, 3·(dp-1)/dp · 4·X/ep for the experts,
               and (ep-1)/ep · 16·L·top·D·B·T/N for the tokens if all experts are used evenly. gloo's reduce-scatter
               sends twice as much as it should.
@@ -60,7 +58,7 @@ from min_EP import add_experts, gradients, split_params
 
 
 def parallelize(model, args):
-    """Split the experts and shard everything. All ranks must have the same random state. Build the optimizer after it.
+    """Split the experts and shard everything. Build the optimizer after it.
 
     In a single process the model only gets its experts.
     """
@@ -163,13 +161,12 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+    gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
-    torch.manual_seed(args.seed)  # the same weights on all ranks, before each keeps its part
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length)
+    model = gpt.make_meta_model(gpt.Config.from_args(args))  # shapes without memory: no process holds it whole
     parallelize(model, args)
-    model.to(dist.get_device())
-    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
+    model.to_empty(device=dist.get_device())  # memory for this process's part
+    gpt.fill(model.named_parameters(), args.seed)
     shared, experts = split_params(model)
     # A DTensor counts as the whole tensor.
     n_params = sum(param.numel() for param in shared) + args.expert_parallel * sum(param.numel() for param in experts)

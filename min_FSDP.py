@@ -59,7 +59,7 @@ def shard(model, args):
 
 
 def make_model(args):
-    return gpt.GPT(args.layers, args.width, args.heads, args.length)
+    return gpt.GPT(gpt.Config.from_args(args), args.seed)
 
 
 def make_sharded_model(args):
@@ -126,12 +126,10 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+    gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}")
-    torch.manual_seed(args.seed)
     model = make_sharded_model(args)
-    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     gpt.report_held(model.parameters())
     # Built after sharding, because it steps the shards.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)

@@ -180,16 +180,15 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     share = dist.get_rank() // args.tensor  # tensor neighbours, whose ranks are consecutive, take the same one
+    gpt.start(args, share)
     data = gpt.Data(args, share=(share, args.replicate * args.shard))
     mesh = f"replicate {args.replicate} x shard {args.shard} x tensor {args.tensor}"
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {mesh}")
-    model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
+    model = gpt.make_meta_model(gpt.Config.from_args(args))  # shapes without memory: no process holds it whole
     parallelize(model, args)
     model.to_empty(device=dist.get_device())  # memory for this process's part
-    gpt.fill(model.named_parameters(), args)
-    torch.manual_seed(args.seed + share)  # this model has no dropout; in yours, each share of the batch draws its own
+    gpt.fill(model.named_parameters(), args.seed)
     gpt.report_held(model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, data, args)

@@ -86,11 +86,9 @@ class Trainer:
     """Model, optimizer, and `step`: the parameters here are the parameters before this step."""
 
     def __init__(self, args):
-        torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+        gpt.start(args)
         device = dist.get_device()
-        torch.manual_seed(args.seed)  # the same weights in every process
-        self.model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(device)
-        torch.seed()  # this model has no dropout; in yours, each process draws its own
+        self.model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, fused=True)
         self.gradients = make_gradients(self.model)
         self.step = 0

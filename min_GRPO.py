@@ -352,11 +352,9 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    torch.manual_seed(args.seed)  # the same weights on all ranks
-    model = gpt.GPT(**SIZES).to(dist.get_device())
+    gpt.start(args)
+    model = gpt.GPT(gpt.Config(**SIZES), args.seed).to(dist.get_device())
     model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
-    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     imitate(model, args)
     held_out = evaluate(model, args.seed)
     dist.print_primary(f"after {args.imitation_steps} steps of imitation | held-out {held_out:.3f}", flush=True)

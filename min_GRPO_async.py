@@ -54,7 +54,6 @@ clipped at the last inner step. Age says how many steps old the weights were tha
 after, it prints the share of held-out prompts that the model solves.
 """
 
-import argparse
 import functools
 import itertools
 import math
@@ -328,7 +327,7 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+    gpt.start(args)
     ranks = list(range(world_size))
     n_trainers = world_size - args.generators
     # Every rank makes both meshes, since each of them makes a process group.
@@ -342,12 +341,10 @@ def main_worker(local_rank, world_size, args):
 
 def be_trainer(mesh, ranks, args):
     n_trainers = mesh.size()
-    sizes = argparse.Namespace(**min_GRPO.SIZES, seed=args.seed)
-    model = gpt.make_meta_model(sizes)  # shapes without memory: each rank makes its part only
+    model = gpt.make_meta_model(gpt.Config(**min_GRPO.SIZES))  # shapes without memory
     shard(model, mesh)
     model.to_empty(device=dist.get_device())  # memory for this rank's shards
-    gpt.fill(model.named_parameters(), sizes)
-    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each rank draws its own
+    gpt.fill(model.named_parameters(), args.seed)
     move = Move(model.named_parameters(), ranks[:n_trainers], ranks[n_trainers:])
     min_GRPO.imitate(model, args, mesh.get_group())
     ask_held_out(f"{args.imitation_steps} steps of imitation", move, n_trainers)
@@ -358,7 +355,7 @@ def be_trainer(mesh, ranks, args):
 
 def be_generator(mesh, ranks, args):
     n_trainers = len(ranks) - mesh.size()
-    model = gpt.make_meta_model(argparse.Namespace(**min_GRPO.SIZES))
+    model = gpt.make_meta_model(gpt.Config(**min_GRPO.SIZES))
     if mesh.size() > 1:
         split_layers(model, mesh)
     model.to_empty(device=dist.get_device())  # memory for this rank's part, which the first move fills

@@ -192,7 +192,7 @@ def load_model(args):
     try:
         saved = torch.load(args.model, map_location="cpu", mmap=True, weights_only=True)
         with torch.device("meta"):
-            model = gpt.GPT(**saved["sizes"])
+            model = gpt.GPT(gpt.Config(**saved["sizes"]))
             model(torch.zeros(1, 1, dtype=torch.long))  # fails if the sizes do not fit each other
         model.load_state_dict(saved["model"], assign=True)
         n_heads = saved["sizes"]["heads"]
@@ -283,7 +283,7 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     # A process that has answered its share may wait for hours until the slowest one is done.
     dist.init_process_group(timeout=datetime.timedelta(days=1))
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+    gpt.start(args)
     model = load_model(args)
     try:
         records, new_bytes, folder, answers = prepare(model.position.num_embeddings, args)

@@ -144,12 +144,10 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+    gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
-    torch.manual_seed(args.seed)
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
+    model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())
     model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
-    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, data, args)
 

@@ -179,14 +179,14 @@ def orthogonalize(matrix):
 
 def make_sharded_model(args):
     """A GPT sharded as in min_FSDP.py: each block is gathered when it computes. No process ever holds it whole."""
-    model = gpt.make_meta_model(args)
+    model = gpt.make_meta_model(gpt.Config.from_args(args))
     if dist.get_world_size() > 1:
         mesh = init_device_mesh(dist.get_device().type, (dist.get_world_size(),))
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     model.to_empty(device=dist.get_device())  # memory for this process's shards
-    gpt.fill(model.named_parameters(), args)
+    gpt.fill(model.named_parameters(), args.seed)
     return model
 
 
@@ -246,10 +246,9 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+    gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
     model = make_sharded_model(args)
-    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     gpt.report_held(model.parameters())
     train(model, make_optimizers(model, args.lr, args.muon_lr), data, args)
 

@@ -112,7 +112,7 @@ class Pipeline:
                 self.stages[i] = stage.to_empty(device=device)
                 parts.append(pipelining.PipelineStage(stage, i, n_stages, device, group=self.group))
         remove_layers_without_memory(model)
-        gpt.fill(model.named_parameters(), args)
+        gpt.fill(model.named_parameters(), args.seed)
 
         schedule_class = getattr(pipelining, f"Schedule{args.schedule}")
         if args.schedule in ONE_STAGE:
@@ -239,8 +239,8 @@ def check_stages(parser, args, n_ranks):
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group(even_alone=True)  # PipelineStage needs a process group, in one process too
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
+    gpt.start(args)
+    model = gpt.make_meta_model(gpt.Config.from_args(args))  # shapes without memory: no process holds it whole
     n_params = sum(param.numel() for param in model.parameters())
     pipeline = make_pipeline(model, args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)

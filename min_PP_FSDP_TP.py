@@ -168,18 +168,17 @@ def check_options(parser, args):
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group(even_alone=True)  # PipelineStage needs a process group, in one process too
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     silence_false_alarms()
     mesh = f"stages {args.stages} x shard {args.shard} x tensor {args.tensor}"
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {mesh}, {args.schedule}")
-    model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
+    model = gpt.make_meta_model(gpt.Config.from_args(args))  # shapes without memory: no process holds it whole
     n_params = sum(param.numel() for param in model.parameters())
     pipeline = make_pipeline(model, args)
     gpt.report_held(model.parameters(), n_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     share = pipeline.mesh.get_local_rank("shard")  # tensor neighbours, and the stages of a pipeline, take the same one
+    gpt.start(args, share)
     data = gpt.Data(args, share=(share, args.shard))
-    torch.manual_seed(args.seed + share)  # this model has no dropout; in yours, each share of the batch draws its own
     train(pipeline, optimizer, data, args)
 
 

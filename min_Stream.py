@@ -281,7 +281,7 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+    gpt.start(args)
     paths = gpt.LIBRARY.glob("*.py")
     if args.data_dir is not None:
         paths = args.data_dir.glob("*.jsonl")
@@ -290,8 +290,7 @@ def main_worker(local_rank, world_size, args):
         raise dist.DistributedError(f"--data-dir: {args.data_dir} has no .jsonl file with a document")
     dist.print_primary(f"{len(stream.shards):,} shards of {stream.n_documents:,} documents")
 
-    torch.manual_seed(args.seed)
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length).to(dist.get_device())
+    model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())
     model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     position = 0
@@ -303,7 +302,6 @@ def main_worker(local_rank, world_size, args):
         dist.print_primary(f"Resuming at document {position:,}")
     tokens = torch.zeros(1, args.length, dtype=torch.long, device=dist.get_device())
     checkpoint.rebuild_buckets(model, lambda: model(tokens).sum())  # else a resumed run differs in the last bit
-    torch.manual_seed(args.seed + dist.get_rank())  # this model has no dropout; in yours, each process draws its own
     train(model, optimizer, stream, position, args)
 
 

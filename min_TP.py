@@ -120,13 +120,13 @@ def parse_args():
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
+    gpt.start(args, share=0)  # all processes work on the same sequences
     data = gpt.Data(args, share=(0, 1))  # each process takes the whole batch
-    model = gpt.make_meta_model(args)  # shapes without memory: no process ever holds the whole model
+    model = gpt.make_meta_model(gpt.Config.from_args(args))  # shapes without memory: no process holds it whole
     if world_size > 1:
         split_layers(model, init_device_mesh(dist.get_device().type, (world_size,)))
     model.to_empty(device=dist.get_device())  # memory for this process's part
-    gpt.fill(model.named_parameters(), args)
+    gpt.fill(model.named_parameters(), args.seed)
     gpt.report_held(model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, data, args)

@@ -43,8 +43,7 @@ def worker(local_rank, world_size, width, rounds, report):
     text, _ = gpt.load_text()
     models, runs = {}, {}
     for name, args in make_cases(width).items():
-        torch.manual_seed(0)
-        model = gpt.GPT(2, width, 4, 128).to(device)
+        model = gpt.GPT(gpt.Config(2, width, 4, 128)).to(device)
         if name == LIBRARY:
             mebibytes = args.bucket_mb * 1e6 / 2**20
             model = dist.prepare_ddp_model(model, bucket_cap_mb=mebibytes, gradient_as_bucket_view=True)

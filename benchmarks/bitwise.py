@@ -47,8 +47,7 @@ def main_worker(local_rank, world_size, width, rounds, report):
     x, y = gpt.Data(args).batch(0)
 
     def case(step, wrap, number):
-        torch.manual_seed(0)
-        model = gpt.GPT(layers=2, width=width, heads=4, length=128).to(dist.get_device())
+        model = gpt.GPT(gpt.Config(2, width, 4, 128)).to(dist.get_device())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, fused=True)
         train = functools.partial(step, wrap(model), optimizer, x, y, number)
         return lambda number_of_round: train()

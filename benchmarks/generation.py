@@ -53,8 +53,7 @@ def main():
     results, cases, ratios = {}, {}, {}
     shapes = SMALL if args.small else SHAPES
     for layers, width, rows, n_new in shapes:
-        torch.manual_seed(0)
-        model = gpt.GPT(layers, width, 4, len(PROMPT) + n_new)
+        model = gpt.GPT(gpt.Config(layers, width, 4, len(PROMPT) + n_new))
         prompts = rows * [PROMPT]
         drawn = gpt_generate.uniform("benchmark", rows, n_new)
         tokens, _, _ = gpt_generate.generate(model, prompts, drawn)

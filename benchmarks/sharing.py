@@ -39,8 +39,7 @@ def make_args(nproc, steps, **changes):
 
 
 def make_model(args):
-    torch.manual_seed(args.seed)
-    return gpt.GPT(args.layers, args.width, args.heads, args.length)
+    return gpt.GPT(gpt.Config.from_args(args), args.seed)
 
 
 def held_out_loss(local_loss, args):

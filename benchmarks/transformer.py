@@ -61,16 +61,15 @@ def make_args(nproc, steps, **changes):
 
 
 def whole(args, model=gpt.GPT):
-    torch.manual_seed(args.seed)
-    return model(args.layers, args.width, args.heads, args.length).to(dist.get_device())
+    return model(gpt.Config.from_args(args), args.seed).to(dist.get_device())
 
 
 def split(how, args):
     """What this process holds of a model that no process ever holds whole, as the scripts make it."""
-    model = gpt.make_meta_model(args)
+    model = gpt.make_meta_model(gpt.Config.from_args(args))
     how(model)
     model.to_empty(device=dist.get_device())
-    gpt.fill(model.named_parameters(), args)
+    gpt.fill(model.named_parameters(), args.seed)
     return model
 
 
@@ -87,7 +86,7 @@ CASES = {
     "DDP": (lambda args: dist.prepare_ddp_model(whole(args), gradient_as_bucket_view=True), min_FSDP_TP.train),
     "FSDP": (lambda args: split(functools.partial(min_FSDP_TP.parallelize, args=args), args), min_FSDP_TP.train),
     "TP": (lambda args: split(tensor_parallel, args), min_TP.train),
-    "PP": (lambda args: min_PP.make_pipeline(gpt.make_meta_model(args), args), min_PP.train),
+    "PP": (lambda args: min_PP.make_pipeline(gpt.make_meta_model(gpt.Config.from_args(args)), args), min_PP.train),
     "CP": (lambda args: min_CP.parallelize(whole(args), args.attention), min_CP.train),
     "all-gather": (lambda args: min_CP.parallelize(whole(args), "all-gather"), min_CP.train),
     "ring": (lambda args: min_CP_ring.parallelize(whole(args, min_CP_ring.RingGPT)), min_CP_ring.train),

@@ -16,11 +16,11 @@ import gpt
 class DenseExperts(torch.nn.Module):
     """All experts see all tokens; the weights of those that are not chosen are 0."""
 
-    def __init__(self, width, count, top):
+    def __init__(self, config, count, top):
         super().__init__()
         self.top = top
-        self.router = torch.nn.Linear(width, count, bias=False)
-        self.experts = torch.nn.ModuleList(gpt.MLP(width) for _ in range(count))
+        self.router = torch.nn.Linear(config.width, count, bias=False)
+        self.experts = torch.nn.ModuleList(gpt.MLP(config) for _ in range(count))
 
     def forward(self, x):
         probs = F.softmax(self.router(x), -1)
@@ -32,21 +32,27 @@ class DenseExperts(torch.nn.Module):
         return (results * (chosen * probs)[..., None, :]).sum(-1)
 
 
-def leave_idle(model, idle):
-    """Let the router find no token for these experts: normalized features, plus 1, have a sum far above 0."""
-    if idle:
-        with torch.no_grad():
-            for block in model.blocks:
-                block.norm2.bias.fill_(1)
-                block.mlp.router.weight[list(idle)] = -1
+def leave_idle(idle):
+    """A patch with which routers find no token for these experts: normalized features, plus 1, have a sum above 0."""
+    initial_weights = gpt.initial_weights
+
+    def changed(name, *more):
+        weights = initial_weights(name, *more)
+        if idle and name.endswith("norm2.bias"):
+            weights.fill_(1)
+        if name.endswith("router.weight"):
+            weights[list(idle)] = -1
+        return weights
+
+    return mock.patch.object(gpt, "initial_weights", changed)
 
 
 def dense_model(args):
-    with float64():
+    with float64(), leave_idle(args.idle):
         model = transformer.make_model(args)
         for block in model.blocks:
-            block.mlp = DenseExperts(args.width, args.experts, args.top)
-    leave_idle(model, args.idle)
+            block.mlp = DenseExperts(gpt.Config.from_args(args), args.experts, args.top)
+        gpt.fill(model.named_parameters(), args.seed)
     return model
 
 

@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 
 import distributed as dist
 import gpt
-import min_EP
 
 CLIP = {"clip": 0.5}
 ODD = transformer.ODD
@@ -351,15 +350,7 @@ def train(script, optimizer, options):
     """What a script's main_worker trains, holds and prints in this process."""
     module = importlib.import_module(script)
     args = arguments(script, dist.get_world_size(), **options)
-    add_experts = min_EP.add_experts
-
-    def add_experts_and_leave_idle(model, *more):
-        add_experts(model, *more)
-        references.leave_idle(model, args.idle)
-
-    with contextlib.ExitStack() as stack:
-        if "experts" in args:
-            stack.enter_context(mock.patch.object(module, "add_experts", add_experts_and_leave_idle))
+    with references.leave_idle(args.idle) if "experts" in args else contextlib.nullcontext():
         result = transformer.run_main_worker(module, args, optimizer)
     own, params = parts_of(script, result.model)
     for param in params:

@@ -1,5 +1,6 @@
 """gpt.py: real text, batches from seed and step alone, a causal model, and the progress that scripts print."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def test_sizes_that_do_not_fit_are_one_line():
     with pytest.raises(dist.DistributedError, match=r"^8 is not a multiple of 3, the number of equal shares$"):
         transformer.small_data(transformer.arguments(), (0, 3)).held_out_batches()
     with pytest.raises(AssertionError, match=r"^a width of 10 is not a multiple of 4 heads$"):
-        gpt.GPT(1, 10, 4, 8)  # would have 5 heads
+        gpt.GPT(gpt.Config(1, 10, 4, 8))  # would have 5 heads
 
 
 def test_a_checkpoint_beyond_the_last_step_is_refused():
@@ -90,8 +91,7 @@ def test_ranks_with_different_texts_are_one_line(tmp_path):
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    return gpt.GPT(layers=2, width=32, heads=4, length=16)
+    return gpt.GPT(gpt.Config(layers=2, width=32, heads=4, length=16), seed=2)
 
 
 def test_the_model_guesses_at_first_and_looks_at_no_later_byte(model):
@@ -112,7 +112,7 @@ def test_positions_are_learnt_and_may_be_given(model):
 
 
 def test_a_slice_of_the_rows_of_qkv_is_whole_heads(model):
-    attention, half = model.blocks[0].attention, gpt.Attention(32, 4)
+    attention, half = model.blocks[0].attention, gpt.Attention(gpt.Config(1, 32, 4, 16))
     x = torch.randn(2, 16, 32)
     seen = []
     for rows in (slice(None), slice(48, 96)):
@@ -124,24 +124,22 @@ def test_a_slice_of_the_rows_of_qkv_is_whole_heads(model):
 
 
 def test_a_part_is_filled_as_the_whole_model_is_made():
-    args = transformer.arguments()
-    whole = transformer.make_model(args)
-    after = torch.rand(1)
-    part = gpt.make_meta_model(args).blocks[1].to_empty(device="cpu")
+    config = gpt.Config(layers=2, width=32, heads=4, length=16)
+    whole = gpt.GPT(config, seed=5)
+    longer = gpt.make_meta_model(dataclasses.replace(config, layers=3)).blocks.to_empty(device="cpu")
     torch.manual_seed(7)
-    gpt.fill([(f"blocks.1.{name}", param) for name, param in part.named_parameters()], args)
-    for param, expected in zip(part.parameters(), whole.blocks[1].parameters(), strict=True):
-        assert torch.equal(param, expected)
-    assert torch.equal(torch.rand(1), after), "and so do the random numbers that follow"
+    gpt.fill(reversed([(f"blocks.{name}", param) for name, param in longer.named_parameters()]), seed=5)
+    for param, expected in zip(longer[:2].parameters(), whole.blocks.parameters(), strict=True):
+        assert torch.equal(param, expected), "in any order, and beside any others"
+    drawn = [param for param in [*whole.parameters(), *gpt.GPT(config, seed=6).parameters()] if param.ndim == 2]
+    assert len({param.sum().item() for param in drawn}) == len(drawn), "each name and each seed has other ones"
 
 
 def test_a_parameter_without_weights_is_an_error():
-    args = transformer.arguments(layers=1)
-    model = gpt.make_meta_model(args).to_empty(device="cpu")
-    gpt.fill(model.named_parameters(), args)
+    model = gpt.GPT(gpt.Config(1, 32, 4, 16))
     model.scale = torch.nn.Parameter(torch.empty(1))
     with pytest.raises(ValueError, match="there are no weights for scale"):
-        gpt.fill(model.named_parameters(), args)
+        gpt.fill(model.named_parameters(), seed=0)
 
 
 # ---- progress -----------------------------------------------------------------------------------------------------

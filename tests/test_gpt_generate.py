@@ -13,11 +13,13 @@ import gpt_generate
 PROMPTS = [b"a", b"hello", b"abcdefghijk", b"xy"]
 
 
-def peaked_model(width=32, heads=4, length=64, seed=0):
-    """In float64, with large weights: what was read before decides what comes, so a wrong position changes it."""
+def peaked_model(width=32, heads=4, length=64, seed=72):
+    """In float64, with large weights: what was read before decides what comes, so a wrong position changes it.
+
+    With this seed some rows of the tests below end early.
+    """
     with float64():
-        torch.manual_seed(seed)
-        model = gpt.GPT(2, width, heads, length)
+        model = gpt.GPT(gpt.Config(2, width, heads, length), seed)
     with torch.no_grad():
         for param in model.parameters():
             param *= 3

@@ -146,7 +146,7 @@ def check_attention(probes):
 
 
 def make_model(args):
-    model = min_CP_ring.RingGPT(args.layers, args.width, args.heads, args.length)
+    model = min_CP_ring.RingGPT(gpt.Config.from_args(args), args.seed)
     model.load_state_dict(transformer.make_model(args).state_dict())
     return model
 

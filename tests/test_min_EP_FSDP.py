@@ -39,11 +39,18 @@ def freeze(model, names):
         param.requires_grad_(not any(part in name for part in names))
 
 
+def make_model(parallelize, args):
+    model = gpt.make_meta_model(gpt.Config.from_args(args))
+    parallelize(model, args)
+    model.to_empty(device="cpu")
+    gpt.fill(model.named_parameters(), args.seed)
+    return model
+
+
 def clipped_gradients(module, frozen):
     """Of one step on this rank's share, by name, by the functions of min_EP or min_EP_FSDP."""
     args = arguments(dist.get_world_size())
-    model = transformer.make_model(args)
-    (min_EP_FSDP.parallelize if module == "min_EP_FSDP" else min_EP.add_experts)(model, args)
+    model = make_model(min_EP_FSDP.parallelize if module == "min_EP_FSDP" else min_EP.add_experts, args)
     freeze(model, frozen)
     share = (dist.get_rank(), dist.get_world_size())
     x, y = gpt.batch(transformer.small_text()[0], 0, args.global_batch_size, args.length, share=share)
@@ -85,8 +92,7 @@ EVEN = {"top": 4, "steps": 1}  # each token visits all experts, so all are used 
 def watch_step(ep):
     torch.set_default_dtype(torch.float32)
     args = arguments(ep, **EVEN)
-    model = transformer.make_model(args)
-    min_EP_FSDP.parallelize(model, args)
+    model = make_model(min_EP_FSDP.parallelize, args)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     data = transformer.small_data(args)
     with mock.patch("gpt.Progress"), Watch() as watch:
@@ -101,8 +107,7 @@ def watch_step(ep):
 def formula(n, ep):
     """Bytes of parameters and of tokens, by the docstring."""
     args = arguments(**EVEN)
-    model = transformer.make_model(args)
-    min_EP.add_experts(model, args)
+    model = make_model(min_EP.add_experts, args)
     shared, experts = min_EP.split_params(model)
     n_shared = sum(param.numel() for param in shared)
     n_experts = sum(param.numel() for param in experts)

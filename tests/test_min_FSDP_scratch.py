@@ -112,7 +112,7 @@ def bytes_in_memory(name):
 def peak_of_the_root():
     """Bytes per byte of the root, from the forward to the end of `finish_backward`, beside those between two steps."""
     torch.manual_seed(0)
-    zero = min_FSDP_scratch.ZeRO3(gpt.GPT(1, 64, 2, 100_000))
+    zero = min_FSDP_scratch.ZeRO3(gpt.GPT(gpt.Config(1, 64, 2, 100_000)))
     tokens = torch.zeros(1, 8, dtype=torch.long)
     peaks = []
     for _ in range(4):
@@ -137,17 +137,17 @@ def test_the_root_takes_twice_its_bytes_while_it_is_reduced(tmp_path):
 class Tied(gpt.GPT):
     """The head has the embedding's weight, and two layers are never used: weight decay must not change them."""
 
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
+    def __init__(self, config):
+        super().__init__(config)
         self.head.weight = self.token.weight
         self.unused = nn.Linear(3, 5)
         self.blocks[0].unused = nn.Linear(2, 7)
+        gpt.fill(self.named_parameters(), seed=0)
 
 
 def small_model(model_class):
     args = transformer.arguments(dist.get_world_size(), **ODD)
-    torch.manual_seed(0)
-    return model_class(args.layers, args.width, args.heads, args.length), args
+    return model_class(gpt.Config.from_args(args)), args
 
 
 def train_like_plain(model, args, optimizer_class=torch.optim.SGD):
@@ -192,8 +192,8 @@ def train_frozen(optimizer_class, frozen):
 
 
 class Recomputing(gpt.GPT):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
+    def __init__(self, config):
+        super().__init__(config)
         for block in self.blocks:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 

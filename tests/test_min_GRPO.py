@@ -111,8 +111,7 @@ def imitator():
     """The model after imitation. Every case starts from it."""
     args = arguments()
     with float64(), small():
-        torch.manual_seed(args.seed)
-        model = gpt.GPT(**min_GRPO.SIZES)
+        model = gpt.GPT(gpt.Config(**min_GRPO.SIZES), args.seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=IMITATION_LR)
         for step in range(args.imitation_steps):
             prompts = min_GRPO.make_prompts(f"imitate {step}", 2 * args.prompts, args.seed)
@@ -320,7 +319,7 @@ def test_what_it_prints_and_saves(job_of, tmp_path, monkeypatch):
     assert [(number[0], number[6]) for number in numbers] == [("1", "4"), ("10", "36"), ("12", "8")]
     saved = torch.load(path, weights_only=True)
     assert saved["sizes"] == {"layers": 2, "width": 64, "heads": 4, "length": 19}
-    gpt.GPT(**saved["sizes"]).load_state_dict(saved["model"])
+    gpt.GPT(gpt.Config(**saved["sizes"])).load_state_dict(saved["model"])
     assert [name.name for name in Path(path.parent).iterdir()] == ["model.pt"]
 
 
@@ -350,7 +349,7 @@ def test_the_divergence_and_its_gradient_are_exact_in_expectation():
 def test_rewards_are_floats_whatever_the_program_returns(value, monkeypatch):
     """On a rank where all are whole numbers too, since ranks must reduce one type."""
     monkeypatch.setattr(min_GRPO, "reward", lambda prompt, answer: value)
-    model = gpt.GPT(**min_GRPO.SIZES)
+    model = gpt.GPT(gpt.Config(**min_GRPO.SIZES))
     *_, rewards = min_GRPO.draw_answers(model, 0, [0, 1], arguments())
     assert rewards.dtype == torch.get_default_dtype() and rewards.tolist() == [1] * 6
     assert type(min_GRPO.count_solved(model, [b"21="])) is float
@@ -359,7 +358,7 @@ def test_rewards_are_floats_whatever_the_program_returns(value, monkeypatch):
 def test_a_reward_that_is_not_finite_is_named(monkeypatch):
     monkeypatch.setattr(min_GRPO, "reward", lambda prompt, answer: float("nan"))
     with pytest.raises(dist.DistributedError, match=r"^the reward of the answer b'.*' to the prompt b'21=' is nan$"):
-        min_GRPO.count_solved(gpt.GPT(**min_GRPO.SIZES), [b"21="])
+        min_GRPO.count_solved(gpt.GPT(gpt.Config(**min_GRPO.SIZES)), [b"21="])
 
 
 def test_the_task():

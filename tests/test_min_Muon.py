@@ -145,7 +145,7 @@ def test_groups_equal_one_process_and_momentum_memory_and_bytes_are_split(tmp_pa
 
 
 def test_a_frozen_matrix_is_left_out():
-    model = gpt.GPT(2, 16, 2, 8)
+    model = gpt.GPT(gpt.Config(2, 16, 2, 8))
     model.blocks[0].requires_grad_(False)
     matrices, rest = min_Muon.split_params(model)
     assert len(matrices) == 4 and all(param.requires_grad for param in [*matrices, *rest])

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn import functional as F
 
 import distributed as dist
+import gpt
 import min_Packing
 
 STEPS = 6
@@ -148,7 +149,7 @@ def test_held_out_rows_count_once():
         model = transformer.make_model(args)
         tokens, targets = padded(documents)
         expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).item()
-        packing = min_Packing.PackedGPT(args.layers, args.width, args.heads, args.length)
+        packing = min_Packing.PackedGPT(gpt.Config.from_args(args), args.seed)
         packing.load_state_dict(model.state_dict())
         rows = min_Packing.fill_rows([[document] for document in documents], LENGTH)
         assert min_Packing.evaluate(packing, rows) == pytest.approx(expected, rel=1e-12)
@@ -226,8 +227,7 @@ def probe(mask_of=min_Packing.mask_of):
     tokens, positions, owners, _ = rows.unbind(1)
     second = owners == 1
     with float64(), torch.no_grad(), mock.patch.object(min_Packing, "mask_of", mask_of):
-        torch.manual_seed(0)
-        model = min_Packing.PackedGPT(2, 16, 2, LENGTH)
+        model = min_Packing.PackedGPT(gpt.Config(2, 16, 2, LENGTH))
         before = model(tokens, positions, owners)
         changed = tokens.clone()
         changed[0, second[0].nonzero()[0]] += 1

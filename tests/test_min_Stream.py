@@ -413,17 +413,6 @@ def test_a_sigterm_during_the_last_step_does_not_stop_the_job(tmp_path, monkeypa
     assert leave.call_count == 1, "after the first step, as a process that has not ended goes on here"
 
 
-def test_it_seeds_after_the_buckets_are_rebuilt(tmp_path, monkeypatch):
-    """The backward of `rebuild_buckets` may draw random numbers, and a single process has none."""
-    drawn = []
-    monkeypatch.setattr("checkpoint.rebuild_buckets", lambda model, compute_loss: torch.rand(1))
-    monkeypatch.setattr(min_Stream, "train", lambda *args: drawn.append(torch.rand(1).item()))
-    args = arguments(write_shards(tmp_path / "many", SIZES["many"]))
-    min_Stream.main_worker(0, 1, args)
-    torch.manual_seed(args.seed)
-    assert drawn == [torch.rand(1).item()]
-
-
 def see_other_data(first, second):
     folder = Path(second if dist.get_rank() == 1 else first)
     args = arguments(folder, dist.get_world_size())

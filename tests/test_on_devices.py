@@ -141,7 +141,7 @@ def test_no_step_waits_for_the_device(tmp_path):
 
 def formula(script, n):
     """From the script's docstring: the numbers of 4 bytes between two steps, and at most in a step. N is `n`."""
-    model = gpt.GPT(4, 128, 4, 16)
+    model = gpt.GPT(gpt.Config(4, 128, 4, 16))
     every = sum(param.numel() for param in model.parameters())
     block = sum(param.numel() for param in model.blocks[0].parameters())
     root = every - 4 * block

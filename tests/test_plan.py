@@ -130,13 +130,13 @@ def test_the_bubble_is_that_of_the_docs():
 
 def test_the_parameters_of_gpt_py():
     """All but norms, biases and positions, which are few in wide layers."""
-    model = gpt.GPT(layers=2, width=512, heads=8, length=16)
+    model = gpt.GPT(gpt.Config(layers=2, width=512, heads=8, length=16))
     shape = plan.Model(layers=2, width=512, heads=8, kv_heads=8, hidden=2048, matrices=2, vocabulary=256)
     assert shape.parameters == pytest.approx(sum(param.numel() for param in model.parameters()), rel=0.01)
 
 
 def test_the_activations_of_a_block_are_what_torch_keeps():
-    block = gpt.Block(MODEL.width, MODEL.heads)
+    block = gpt.Block(gpt.Config(1, MODEL.width, MODEL.heads, 1))
     parameters = {param.untyped_storage().data_ptr() for param in block.parameters()}
     kept = {}
 

@@ -15,13 +15,7 @@ import distributed as dist
 import gpt
 
 MICRO_BATCHES = ("min_PP_FSDP_TP", "min_PP")  # the gradients of one are there when the next one begins
-SAME_DROPOUT = (
-    "min_FSDP_TP",
-    "min_PP_FSDP_TP",
-    "min_PP",
-    "min_TP",
-    "min_Bitwise",
-)  # tensor neighbours and stages work on the same sequences; what a row's dropout is must not depend on its process
+SAME_DROPOUT = ("min_FSDP_TP", "min_PP_FSDP_TP", "min_TP")  # tensor neighbours work on the same sequences
 WHOLE_BATCH = ("min_CP", "min_CP_ring", "min_PP", "min_TP")  # each process takes the whole global batch
 # The last part of parameters, of rows and of a ring is shorter on 2, 3 and 4 processes.
 ODD = {"layers": 2, "width": 35, "heads": 5, "length": 15, "global_batch_size": 24}
@@ -70,8 +64,7 @@ def make_optimizer(name, params, lr):
 
 def make_model(args):
     """The weights with which the reference starts."""
-    torch.manual_seed(args.seed)
-    return gpt.GPT(args.layers, args.width, args.heads, args.length)
+    return gpt.GPT(gpt.Config.from_args(args), args.seed)
 
 
 # ---- one process of plain PyTorch -----------------------------------------------------------------------------------

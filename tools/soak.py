@@ -194,8 +194,8 @@ def inputs():
     language.make_folder("llama", path / "llama")
     language.write_jsonl(path / "data.jsonl", language.records())
     sizes = {"layers": 2, "width": 36, "heads": 6, "length": 80}
-    torch.manual_seed(1)
-    torch.save({"sizes": sizes, "model": gpt.GPT(**sizes).double().state_dict()}, path / "model.pt")
+    model = gpt.GPT(gpt.Config(**sizes), seed=1)
+    torch.save({"sizes": sizes, "model": model.double().state_dict()}, path / "model.pt")
     prompts = [json.dumps({"prompt": f"{number}+{number * number}="}) + "\n" for number in range(400)]
     (path / "prompts.jsonl").write_text("".join(prompts))
     return folder
@@ -390,8 +390,7 @@ def one_process():
     args = argparse.Namespace(**FAULTS)
     torch.set_num_threads(1)  # beside the load generator, threads would wait for each other
     torch.set_default_dtype(torch.float64)
-    torch.manual_seed(args.seed)
-    model = gpt.GPT(args.layers, args.width, args.heads, args.length)
+    model = gpt.GPT(gpt.Config.from_args(args), args.seed)
     optimizer, losses, (text, _) = sgd(model.parameters(), args.lr), [], gpt.load_text()
     for step in range(args.steps):
         x, y = gpt.batch(text, step, args.global_batch_size, args.length, args.seed)
