@@ -27,7 +27,7 @@ def checksum(nprocs, steps, *more):
     command = ("min_Bitwise.py", "--nproc", nprocs, "--steps", steps, "--log-every", steps, *words, *more)
     status, stdout, stderr = run(*command)
     assert (status, stderr) == (0, "")
-    return re.fullmatch(r"sha256 of the weights: (\w{16})", stdout.splitlines()[-1])[1]
+    return re.fullmatch(r"checksum of the weights: (\d+)", stdout.splitlines()[-1])[1]
 
 
 @functools.cache
