@@ -6,6 +6,7 @@ so run one at a time. Choices are environment variables:
 
     DDP=torch    distributed.prepare_ddp_model           DDP=scratch     min_DDP_scratch.RingDDP
     FSDP=helper  distributed.prepare_fsdp_model          FSDP=scratch    min_FSDP_scratch.ZeRO3 (float32 only)
+                                                         FSDP=tree       the same, with the sums of min_Bitwise.py
     The sharded optimizer is min_ZeRO.ZeRO, and attention is that of one block of min_CP_ring.py.
 """
 
@@ -164,14 +165,18 @@ class InBlocks(nn.Module):
 class Scratch(nn.Module):
     def __init__(self, module, compute_dtype):
         super().__init__()
-        from min_FSDP_scratch import ZeRO3
+        import min_Bitwise
+        import min_FSDP_scratch
 
+        if FSDP == "tree":
+            tree = min_Bitwise.reduce_scatter_by_halves
+            min_FSDP_scratch.reduce_scatter_single = lambda part, vector, async_op: tree(part, vector)
         if compute_dtype is not None:
             import pytest
 
             pytest.skip("ZeRO3 has no mixed precision")
         self.names = {param: name for name, param in module.named_parameters()}
-        self.__dict__["zero"] = ZeRO3(InBlocks(module))
+        self.__dict__["zero"] = min_FSDP_scratch.ZeRO3(InBlocks(module))
         self.__dict__["module"] = Whole(module, self.gather)
 
     def forward(self, x):
