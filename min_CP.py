@@ -16,26 +16,19 @@ N = 4, these are the processes that hold the q, k and v of each head at each pie
         head 2         0    1    2    3      <-------->             2    2    2    2
         head 3         0    1    2    3                             3    3    3    3
 
-All processes do the same work. There can be no more processes than heads.
-
+There can be no more processes than heads.
 --attention all-gather (Llama 3, arXiv:2407.21783) gathers the keys and values of all pieces on every process. It works
-for any number of processes, but keys and values are whole, and the process with the last piece has the most work: its
-queries attend to all pieces. On the CPU it also saves a mask of T/N · T in each layer.
+for any number of processes, but the process with the last piece has the most work: its queries attend to all pieces.
 
 Choose this script when one sequence with its activations does not fit on one device. With more processes than heads, or
-with slow links and long sequences, choose min_CP_ring.py. There no process holds all keys and values, and all have the
-same work. It sends more bytes than Ulysses, but sends them while attention is computed. If the sequence fits but the
-batch does not, choose min_DDP.py. If the parameters do not fit, choose min_FSDP.py, which splits them.
+slow links and long sequences, choose min_CP_ring.py, which sends more bytes, but while attention is computed.
 
 Cost per process, for P float32 parameters, L layers of width D, B sequences of T bytes, N processes: 16·P bytes, as
 with DDP, and 1/N of the activations. Each step sends DDP's 2·(N-1)/N · 4·P bytes. Attention, forward and backward,
 sends (N-1)/N · 32·L·B·T·D/N bytes, with all-gather (N-1)/N · 16·L·B·T·D.
 
-    python min_CP.py --length 8192                       # one process per visible GPU, or one on the CPU
-    python min_CP.py --nproc 2                           # two processes
+    python min_CP.py --nproc 2                           # two processes; without --nproc, all GPUs
     python min_CP.py --nproc 4 --attention all-gather    # four processes, which gather keys and values
-
-It prints lines of loss, speed and memory: `step 400/400 | loss 2.1925 | held-out 2.2289 | …`.
 """
 
 import torch

@@ -1,45 +1,33 @@
 """Split the experts: expert parallelism (EP), for a mixture of experts.
 
 Each block has several MLPs, its experts, instead of one. A router gives every token (here a byte) a probability p_k for
-each expert. The token visits the --top experts with the highest probabilities, and their results are added up:
-
-    y = Σ_k p_k E_k(x)        over the chosen experts k
-
-So the model has many more parameters, but a token visits only --top experts. Each process holds 1/N of the experts and
-all the rest, and trains on its share of the batch. The path of 4 tokens a b c d on 2 ranks, with 4 experts and --top 2:
+each expert. The token is routed to the --top experts with the highest probabilities: y = Σ_k p_k E_k(x). So the model
+has many more parameters than a token uses. Each process holds 1/N of the experts and all the rest, and trains on its
+share of the batch. The path of 4 tokens a b c d on 2 ranks, with 4 experts and --top 2:
 
                              rank 0: experts 0 and 1             rank 1: experts 2 and 3
     route                    a to 0 and 2, b to 2 and 3          c to 0 and 1, d to 0 and 3
     sort by expert           a0 a2 b2 b3                         c0 d0 c1 d3
-    all-to-all               a0 from rank 0, c0 d0 c1 from 1     a2 b2 b3 from rank 0, d3 from 1
+    dispatch (all-to-all)    a0 from rank 0, c0 d0 c1 from 1     a2 b2 b3 from rank 0, d3 from 1
     sort by expert again     a0 c0 d0 | c1                       a2 b2 | b3 d3
     experts                  E_0(a) E_0(c) E_0(d) | E_1(c)       E_2(a) E_2(b) | E_3(b) E_3(d)
-    all-to-all back          E_0(a) E_2(a) E_2(b) E_3(b)         E_0(c) E_0(d) E_1(c) E_3(d)
+    combine (all-to-all)     E_0(a) E_2(a) E_2(b) E_3(b)         E_0(c) E_0(d) E_1(c) E_3(d)
     weighted sum             a becomes p_0 E_0(a) + p_2 E_2(a)   d becomes p_0 E_0(d) + p_3 E_3(d)
 
+No token is dropped, so N processes compute what one computes. All wait for the busiest expert. --balance loss evens out
+their use by a loss (Switch, arXiv:2101.03961), --balance bias by a bias for each expert, which moves after each step
+against its load and changes the choice of experts alone (arXiv:2408.15664). The host waits for the device once per
+block, for the number of tokens. GShard and Switch give each expert a fixed capacity instead, and drop or pad tokens.
+
 Choose it when most parameters are experts and one device cannot hold them. FSDP (min_FSDP.py) splits them too, but
-sends parameters instead of tokens. min_EP_FSDP.py does both. Here no token is dropped, so N processes compute what one
-process computes. All processes wait for the busiest expert, so a load-balancing loss evens out their use (Switch,
-arXiv:2101.03961).
+sends parameters instead of tokens. min_EP_FSDP.py does both.
 
-The host waits for the device once per block: it needs the number of tokens to allocate memory for them. torchtitan's
-standard dispatch and DeepEP's training mode wait too. GShard and Switch avoid the wait: they give each expert a fixed
-capacity, and drop or pad tokens. torchtitan replaces the loop over experts by torch.nn.functional.grouped_mm.
+Cost per process, for S shared float32 parameters and X of experts, L layers of width D, B sequences of T bytes: memory
+16·(S + X/N) bytes. Sent in each step 2·(N-1)/N · 4·S bytes for the shared gradients, and (N-1)/N · 16·L·top·D·B·T/N for
+the tokens if all experts are used evenly, or N/2 times as much if all tokens are routed to one process.
 
-Cost per process, for S shared float32 parameters and X of experts, L layers of width D, B sequences of T bytes and N
-processes:
-    memory    16·(S + X/N) bytes (parameters 4, gradients 4, AdamW 8)
-    sent      2·(N-1)/N · 4·S bytes in each step for the shared gradients, as with DDP, and (N-1)/N · 16·L·top·D·B·T/N
-              for the tokens if all experts are used evenly. If all tokens visit the experts of one process, that
-              process sends N/2 times as much.
-
-    python min_EP.py --nproc 2                                        # two processes; without --nproc, all GPUs
-    CUDA_VISIBLE_DEVICES=0,1 python min_EP.py --experts 64 --top 4    # two GPUs
-    torchrun --standalone --nproc-per-node 4 min_EP.py --experts 4 --top 1
-
-It prints `parameters held: 1,271,040 of 2,324,736 (0.547)`, and every --log-every steps a line of loss, speed and
-memory, `step 50/400 | loss 3.1652 | held-out 2.8792 | 4,645 tokens/s | …`. The line below it says how many tokens each
-expert of each block got.
+    python min_EP.py --nproc 2                          # two processes; without --nproc, all GPUs
+    python min_EP.py --nproc 4 --experts 64 --top 4 --balance bias
 """
 
 import torch
@@ -57,7 +45,7 @@ class MixtureOfExperts(nn.Module):
     """Stands in the place of an MLP. `ranks`, by default all, split the experts: the one in place p holds `n_held`.
 
     They are numbers p · n_held and following, and `group` is the group of these ranks.
-    forward also sets `tokens_per_expert`, (experts,), of all ranks, and `balance`, the load-balancing loss.
+    forward also sets `tokens_per_expert`, (experts,), of all ranks, and `balance_loss`.
     """
 
     def __init__(self, config, n_experts, top, ranks=None, group=None):
@@ -68,6 +56,7 @@ class MixtureOfExperts(nn.Module):
         self.n_experts = n_experts
         self.top = top
         self.router = nn.Linear(config.width, n_experts, bias=False)
+        self.register_buffer("bias", torch.zeros(n_experts))  # a state_dict has it, so it is saved
         self.n_held = n_experts // len(self.ranks)
         first = self.place * self.n_held
         self.experts = Experts({i: gpt.MLP(config) for i in range(first, first + self.n_held)})
@@ -77,26 +66,27 @@ class MixtureOfExperts(nn.Module):
         # Route.
         tokens = x.flatten(0, -2)  # (tokens, width)
         probabilities = self.router(tokens).softmax(dim=-1)  # (tokens, experts)
-        weights, chosen = probabilities.topk(self.top)  # both (tokens, top)
-        counts = count_visits(chosen, self.n_experts)  # (ranks, experts)
+        chosen = (probabilities + self.bias).topk(self.top).indices  # (tokens, top)
+        weights = probabilities.gather(1, chosen)
+        counts = count_routed(chosen, self.n_experts)  # (ranks, experts)
 
         # Balance: smallest if all experts have as many tokens. Its mean over ranks is the loss of the batch.
         self.tokens_per_expert = counts.sum(dim=0)
         shares = self.tokens_per_expert / self.tokens_per_expert.sum()
-        self.balance = self.n_experts * (shares * probabilities.mean(dim=0)).sum()
+        self.balance_loss = self.n_experts * (shares * probabilities.mean(dim=0)).sum()
 
-        # Sort by expert, one row for each visit. A rank holds consecutive experts, so this sorts by rank too.
+        # Sort by expert, one row for each expert of a token. A rank holds consecutive experts, so this sorts by rank.
         order = chosen.flatten().argsort(stable=True)
-        rows = tokens[order // self.top]  # (visits of this rank's tokens, width)
+        rows = tokens[order // self.top]  # (routed tokens of this rank, width)
 
-        # All-to-all, experts, all-to-all back. The host waits for the counts, to allocate memory.
+        # Dispatch, experts, combine. The host waits for the counts, to allocate memory.
         by_rank = counts.cpu()[self.ranks].view(len(self.ranks), -1, self.n_held)  # (from rank, to rank, to its expert)
         sent = by_rank[self.place]  # (to rank, to its expert)
         received = by_rank[:, self.place]  # (from rank, to this rank's expert)
         n_sent = sent.sum(dim=1).tolist()
         n_received = received.sum(dim=1).tolist()
-        visitors = all_to_all(rows, n_sent, n_received, self.group)  # (visits to this rank's experts, width)
-        results = self.experts(visitors, received)  # the same shape
+        dispatched = all_to_all(rows, n_sent, n_received, self.group)  # (tokens routed to this rank's experts, width)
+        results = self.experts(dispatched, received)  # the same shape
         results = all_to_all(results, n_received, n_sent, self.group)  # as `rows`
 
         # Weighted sum: y = Σ_k p_k E_k(x).
@@ -113,17 +103,17 @@ class Experts(nn.Module):
         for number, expert in experts.items():
             self.add_module(str(number), expert)
 
-    def forward(self, visitors, received):
-        """Each expert's results, in the order of `visitors`, (visits, width), which are sorted by rank, then by expert.
+    def forward(self, tokens, received):
+        """Each expert's results, in the order of `tokens`, (tokens, width), which are sorted by rank, then by expert.
 
-        `received`, (ranks, held experts), says how many visits come from a rank to an expert.
+        `received`, (ranks, held experts), says how many tokens a rank has routed to an expert.
         """
         experts = list(self.children())
         numbers = torch.arange(len(experts)).repeat(len(received))  # the held experts, once per rank
         expert_of_row = numbers.repeat_interleave(received.flatten())
-        order = gpt.to_device(expert_of_row.argsort(stable=True), visitors.device)  # without a wait
+        order = gpt.to_device(expert_of_row.argsort(stable=True), tokens.device)  # without a wait
         inverse = order.argsort()
-        parts = visitors[order].split(received.sum(dim=0).tolist())
+        parts = tokens[order].split(received.sum(dim=0).tolist())
         # An expert without tokens runs too: without a gradient of zeros, AdamW would skip its weight decay.
         results = [expert(part) for expert, part in zip(experts, parts, strict=True)]
         return torch.cat(results)[inverse]
@@ -135,6 +125,13 @@ def add_experts(model, args, ranks=None, group=None):
     with torch.device("meta"):
         for block in model.blocks:
             block.mlp = MixtureOfExperts(config, args.experts, args.top, ranks, group)
+
+
+def move_biases(model, step):
+    """Let experts with more tokens than the mean of all be chosen less by the next batch, and the others more."""
+    for block in model.blocks:
+        counts = block.mlp.tokens_per_expert
+        block.mlp.bias += step * torch.sign(counts.sum() - len(counts) * counts)
 
 
 # ---- gradients ----------------------------------------------------------------------------------------------------
@@ -184,11 +181,11 @@ def clip_gradients(model, max_norm):
 # ---- all-to-all ---------------------------------------------------------------------------------------------------
 
 
-def count_visits(chosen, n_experts):
+def count_routed(chosen, n_experts):
     """How many tokens each rank sends to each expert, (ranks, experts), on every rank."""
     counts = torch.zeros(dist.get_world_size(), n_experts, dtype=torch.long, device=chosen.device)
-    visits = chosen.flatten()
-    counts[dist.get_rank()].index_add_(0, visits, torch.ones_like(visits))
+    routed = chosen.flatten()
+    counts[dist.get_rank()].index_add_(0, routed, torch.ones_like(routed))
     return dist.all_reduce(counts)
 
 
@@ -226,11 +223,15 @@ def train(model, optimizer, data, args):
         x, y = data.batch(step)
         optimizer.zero_grad()
         loss = gpt.loss_fn(model(x), y)
-        balance = sum(block.mlp.balance for block in model.blocks)
-        backward(model, loss + args.balance * balance)
+        total = loss
+        if args.balance == "loss":
+            total = loss + args.balance_weight * sum(block.mlp.balance_loss for block in model.blocks)
+        backward(model, total)
         if args.clip:
             clip_gradients(model, args.clip)
         optimizer.step()
+        if args.balance == "bias":
+            move_biases(model, args.bias_step)
         counts = [block.mlp.tokens_per_expert for block in model.blocks]  # taken here, because `progress` evaluates
         progress(step, loss)
         if progress.is_due(step):
@@ -246,9 +247,10 @@ def parse_args():
     gpt.add_model_options(parser)
     experts_help = "experts per block (default: 8, or what can be split)"
     parser.add_argument("--experts", type=options.whole_number(1), help=experts_help)
-    parser.add_argument("--top", type=options.whole_number(1), default=2, help="experts that each token visits")
-    balance_help = "weight of the load-balancing loss"
-    parser.add_argument("--balance", type=options.positive_number, default=0.01, help=balance_help)
+    parser.add_argument("--top", type=options.whole_number(1), default=2, help="experts of each token")
+    parser.add_argument("--balance", choices=("loss", "bias"), default="loss", help="what evens out the experts' use")
+    parser.add_argument("--balance-weight", type=options.positive_number, default=0.01, help="weight of that loss")
+    parser.add_argument("--bias-step", type=options.positive_number, default=0.001, help="how far a bias moves")
     args = parser.parse_args()
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
     gpt.require_multiple(parser, args, "experts", args.nproc, "the number of processes", default=8)
@@ -267,7 +269,7 @@ def main_worker(local_rank, world_size, args):
     model = gpt.make_meta_model(gpt.Config.from_args(args))  # shapes without memory: no process holds it whole
     add_experts(model, args)
     model.to_empty(device=dist.get_device())  # memory for this process's part
-    gpt.fill(model.named_parameters(), args.seed)
+    gpt.fill([*model.named_parameters(), *model.named_buffers()], args.seed)
     shared, experts = split_params(model)
     n_params = sum(param.numel() for param in shared) + world_size * sum(param.numel() for param in experts)
     gpt.report_held(model.parameters(), n_params)

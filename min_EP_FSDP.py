@@ -1,9 +1,8 @@
 """Split the experts and shard everything: expert parallelism (EP) x FSDP, for a mixture of experts.
 
-It uses the layers of min_EP.py: each token visits the --top experts that its router has chosen, wherever they are. In
-min_EP.py each process holds all other parameters whole, and there are no more processes than experts. Here the
-processes have places in a mesh of dp x ep. The experts of a block are split over ep, and fully_shard shards each of
-them over dp. It shards all other parameters over both. With 2 x 2 processes and 4 experts:
+It uses the layers of min_EP.py: each token is routed to --top experts, wherever they are. The processes have places in
+a mesh of dp x ep. The experts of a block are split over ep, and fully_shard shards each of them over dp. It shards all
+other parameters over both. With 2 x 2 processes and 4 experts:
 
              ep 0                                 ep 1
     dp 0     rank 0   half of experts 0 and 1     rank 1   half of experts 2 and 3      each rank also holds
@@ -11,36 +10,23 @@ them over dp. It shards all other parameters over both. With 2 x 2 processes and
 
     along ep     0-1  2-3       tokens travel to their experts and back (all-to-all, as in min_EP.py)
     along dp     0-2  1-3       experts are gathered before they compute, their gradients are reduced (fully_shard)
-    over all     0-1-2-3        the same for all else; the visits of all tokens are counted, for the load-balancing loss
+    over all     0-1-2-3        the same for all else; routed tokens are counted, for the load-balancing loss
 
-Every rank has its share of the batch, and the loss is the mean over all N = dp · ep ranks. So all gradients are sums
-over N ranks, divided by N. The sums of the two kinds of parameters are made in two ways:
+The loss is the mean over all N = dp · ep ranks, so all gradients are sums over N ranks, divided by N:
 
     all else     fully_shard sums over N ranks, and divides by N
     experts      backward sums over the ep ranks whose tokens an expert has seen. fully_shard sums over dp ranks, and
                  divides by dp. This script divides by ep
 
-No element of a gradient is on two ranks. So one sum of squares over all ranks gives the norm that clipping needs.
-nn.utils.clip_grad_norm_ raises an error, because the gradients are DTensors of two meshes.
-
 Choose it when the shared parameters with Adam's state do not fit into a device beside its experts, as in min_EP.py. Let
-ep be the processes of one machine: tokens travel in each block, forward and backward. min_FSDP.py sends no tokens, but
-gathers all experts of a block on every process.
+ep be the processes of one machine: tokens travel in each block. min_FSDP.py gathers all experts of a block instead.
 
-Cost per process, for S shared float32 parameters, R of them outside the blocks, and X of experts, L layers of width D,
-B sequences of T bytes:
-    memory    16·(S + X)/N bytes between two steps (parameters 4, gradients 4, AdamW 8). While a block computes that has
-              s shared parameters and x of experts, up to 20·(s + x/ep) more. Parameters outside the blocks stay
-              gathered from forward to backward, 4·R bytes, and after an evaluation until the next backward.
-    sent      (N-1)/N · 4·(3·S - R) bytes in each step for the shared parameters, 3·(dp-1)/dp · 4·X/ep for the experts,
-              and (ep-1)/ep · 16·L·top·D·B·T/N for the tokens if all experts are used evenly. gloo's reduce-scatter
-              sends twice as much as it should.
+Cost per process, for S shared float32 parameters, R of them outside the blocks, and X of experts: 16·(S + X)/N bytes
+between two steps. While a block computes that has s shared parameters and x of experts, up to 20·(s + x/ep) more, and
+4·R. Sent in each step: (N-1)/N · 4·(3·S - R) bytes, 3·(dp-1)/dp · 4·X/ep for the experts, and tokens as in min_EP.py,
+with (ep-1)/ep for (N-1)/N. gloo's reduce-scatter sends twice as much as it should.
 
-    python min_EP_FSDP.py --nproc 2                              # two processes; without --nproc, all GPUs
-    python min_EP_FSDP.py --nproc 4 --expert-parallel 2          # 2 x 2 processes
-    torchrun --standalone --nproc-per-node 4 min_EP_FSDP.py --expert-parallel 4 --experts 16
-
-It prints `parameters held: 1,162,368 of 2,324,736 (0.500)`, and then what min_EP.py prints.
+    python min_EP_FSDP.py --nproc 4 --expert-parallel 2          # 2 x 2 processes; without --nproc, all GPUs
 """
 
 import torch
@@ -117,8 +103,8 @@ def train(model, optimizer, data, args):
         x, y = data.batch(step)
         optimizer.zero_grad()
         loss = gpt.loss_fn(model(x), y)
-        balance = sum(block.mlp.balance for block in model.blocks)
-        backward(model, loss + args.balance * balance, args.expert_parallel)
+        balance_loss = sum(block.mlp.balance_loss for block in model.blocks)
+        backward(model, loss + args.balance_weight * balance_loss, args.expert_parallel)
         if args.clip:
             clip_gradients(model, args.clip)
         optimizer.step()
@@ -139,9 +125,9 @@ def parse_args():
     parser.add_argument("--expert-parallel", type=options.whole_number(1), help=parallel_help)
     experts_help = "experts per block (default: 8, or what can be split)"
     parser.add_argument("--experts", type=options.whole_number(1), help=experts_help)
-    parser.add_argument("--top", type=options.whole_number(1), default=2, help="experts that each token visits")
-    balance_help = "weight of the load-balancing loss"
-    parser.add_argument("--balance", type=options.positive_number, default=0.01, help=balance_help)
+    parser.add_argument("--top", type=options.whole_number(1), default=2, help="experts of each token")
+    weight_help = "weight of the load-balancing loss"
+    parser.add_argument("--balance-weight", type=options.positive_number, default=0.01, help=weight_help)
     args = parser.parse_args()
     if args.expert_parallel is None:
         args.expert_parallel = 1 if args.nproc % 2 else 2
@@ -166,7 +152,7 @@ def main_worker(local_rank, world_size, args):
     model = gpt.make_meta_model(gpt.Config.from_args(args))  # shapes without memory: no process holds it whole
     parallelize(model, args)
     model.to_empty(device=dist.get_device())  # memory for this process's part
-    gpt.fill(model.named_parameters(), args.seed)
+    gpt.fill([*model.named_parameters(), *model.named_buffers()], args.seed)
     shared, experts = split_params(model)
     # A DTensor counts as the whole tensor.
     n_params = sum(param.numel() for param in shared) + args.expert_parallel * sum(param.numel() for param in experts)

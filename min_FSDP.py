@@ -26,10 +26,7 @@ all-reduce.
     python min_FSDP.py --nproc 2 --checkpoint-dir runs/fsdp          # save; the same command resumes, with any --nproc
     torchrun --standalone --nproc-per-node 2 min_FSDP.py             # torchrun starts the processes
 
-It prints `parameters held: 239,360 of 478,720 (0.500)`, and every --log-every steps a line like
-`step 50/400 | loss 3.1585 | held-out 2.9212 | 2,624 tokens/s | 548 MB`. Each checkpoint is a folder `step-N` in
---checkpoint-dir. With --keep 3 older ones are deleted. All machines must share --checkpoint-dir. Load only checkpoints
-that you trust, because parts of them are pickles.
+All machines must share --checkpoint-dir. Load only checkpoints that you trust, because parts of them are pickles.
 """
 
 import torch

@@ -10,33 +10,24 @@ Every process has a place in a mesh of replicate x shard x tensor processes. Wit
                 | /       | /
                 2 ------- 3
 
-Neighbours along `tensor` take the same sequences. Neighbours along `shard` hold different parts of the parameters,
-gradients and optimizer state. Neighbours along `replicate` hold the same parts. Tensor neighbours communicate most
-often and have consecutive ranks, so they are on the fastest links. Replicas communicate once per step.
+Tensor neighbours take the same sequences, communicate most often, and have consecutive ranks, so they are on the
+fastest links. Neighbours along `shard` hold different parts of the model. Replicas communicate once per step.
 
 - replicate x shard (HSDP): choose it when the processes of one machine hold the model easily. Machines then exchange
   only the gradients of a shard, once per step. min_FSDP.py over all machines would gather every layer across them.
 - shard x tensor: choose it when min_FSDP.py has more processes than the batch has sequences, or when the activations
-  of one sequence do not fit.
-- replicate x shard x tensor: on many machines.
+  of one sequence do not fit. With replicas too: on many machines.
 
-Cost per process, for P float32 parameters, B sequences of T bytes, width D, and the a = 4·B·T·D/(replicate·shard) bytes
-that leave a block:
-    memory    16·P/(shard·tensor) bytes (parameters 4, gradients 4, AdamW 8; tensor splits neither norms nor the biases
-              of RowwiseParallel layers). While a block computes, up to 20/tensor bytes more for each of its parameters.
-              With --recompute a block keeps only its input for backward, a/tensor bytes, and computes a third more.
+Cost per process, for P float32 parameters and the a = 4·batch·length·width/(replicate·shard) bytes that leave a block:
+    memory    16·P/(shard·tensor) bytes (parameters 4, gradients 4, AdamW 8; tensor does not split norms). While a block
+              computes, up to 20/tensor bytes more for each of its parameters. With --recompute (activation
+              checkpointing) a block keeps only its input for backward, a/tensor bytes, and computes a third more.
     sent      in each step 3·(shard-1)/shard · 4·P/tensor bytes along shard, 2·(replicate-1)/replicate ·
-              4·P/(shard·tensor) along replicate, and 8·(tensor-1)/tensor · a per block along tensor, or 11 for 8 with
-              --recompute
+              4·P/(shard·tensor) along replicate, 8·(tensor-1)/tensor · a per block along tensor (11 with --recompute)
 
-No process ever holds the whole model: it is built without memory, on the device "meta", split, and then filled.
-
-    python min_FSDP_TP.py --nproc 4 --replicate 2                         # HSDP: 2 replicas of 2 shards
+    python min_FSDP_TP.py --nproc 4 --replicate 2                            # HSDP: 2 replicas of 2 shards
     python min_FSDP_TP.py --nproc 4 --tensor 2 --checkpoint-dir runs/2d      # FSDP x TP: 2 shards of layers split in 2
     python min_FSDP_TP.py --nproc 1 --checkpoint-dir runs/2d --steps 600     # resumes on another mesh, of 1
-
-The second prints `parameters held: 120,128 of 478,720 (0.251)`. Each checkpoint is a folder `step-N` in
---checkpoint-dir. With --keep 3 older ones are deleted. Load only checkpoints that you trust.
 """
 
 import functools
@@ -47,20 +38,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate
 from torch.utils.checkpoint import checkpoint as recompute
 
 import checkpoint_sharded
 import distributed as dist
 import gpt
 import options
+from min_TP import split_layers
 
 # ---- one mesh for all dimensions ----------------------------------------------------------------------------------
 
@@ -75,7 +60,7 @@ def parallelize(model, args):
     shape = (args.replicate, args.shard, args.tensor)
     mesh = init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
     if args.tensor > 1:
-        split_layers(model, mesh["tensor"])
+        split_layers(model, mesh["tensor"], logits=Replicate())
         silence_false_alarms()
     fsdp_mesh = mesh["shard"]
     if args.replicate > 1:
@@ -87,33 +72,6 @@ def parallelize(model, args):
     for block in model.blocks:
         fully_shard(block, mesh=fsdp_mesh, mp_policy=policy)
     fully_shard(model, mesh=fsdp_mesh, mp_policy=policy)  # the rest: embeddings, last norm and head
-
-
-def split_layers(model, mesh):
-    """Split the layers of a GPT in place over the N processes of `mesh`.
-
-    The number of heads and the sequence length must be multiples of N. The plan names every parameter, those of the
-    LayerNorms too, because clipping needs DTensors of one mesh. Freeze parameters after this call: SequenceParallel
-    unfreezes those of LayerNorms (torch 2.14). Then build the optimizer.
-    """
-    sequence = Shard(1)  # dimension 1 of (batch, length, width)
-    # Beside each layer: what it gives on a process, for a batch (B, T) and a model of width D.
-    plan = {
-        "token": ColwiseParallel(output_layouts=Replicate()),  # (B, T, D)
-        "position": ColwiseParallel(output_layouts=Replicate()),  # (T, D)
-        "blocks.0": PrepareModuleInput(  # each process takes its piece of the embedded sequence, (B, T/N, D)
-            input_layouts=Replicate(), desired_input_layouts=sequence, use_local_output=True
-        ),
-        "blocks.*.norm1": SequenceParallel(),  # (B, T/N, D)
-        "blocks.*.attention.qkv": ColwiseParallel(input_layouts=sequence),  # (B, T, 3 D/N): whole heads, see gpt.py
-        "blocks.*.attention.out": RowwiseParallel(output_layouts=sequence),  # (B, T/N, D)
-        "blocks.*.norm2": SequenceParallel(),  # (B, T/N, D)
-        "blocks.*.mlp.up": ColwiseParallel(input_layouts=sequence),  # (B, T, 4 D/N)
-        "blocks.*.mlp.down": RowwiseParallel(output_layouts=sequence),  # (B, T/N, D)
-        "norm": SequenceParallel(),  # (B, T/N, D)
-        "head": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),  # (B, T, 256)
-    }
-    parallelize_module(model, mesh, plan)
 
 
 def silence_false_alarms():

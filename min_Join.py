@@ -1,13 +1,12 @@
 """Train on ranks with unequal amounts of data: no batch is dropped, none is repeated, and no rank waits forever.
 
 In every step DDP averages the gradients of all ranks. Let rank 0 have 4 batches (b) and rank 1 only 2. If each rank
-just stops after its last batch, rank 0 waits for gradients that never come, until a timeout ends the job:
+just stops after its last batch, rank 0 waits for gradients that never come:
 
     step                       1    2    3    4
     rank 0                     b    b    b          waits in backward of step 3
     rank 1                     b    b               has left the loop
 
-If rank 1 then calls another collective, for instance for a metric, DDP may even take that for the missing gradients.
 There are two ways out.
 
 --method join    torch's Join lets a rank without batches answer DDP's all-reduce with zeros. With the option used here,
@@ -15,28 +14,21 @@ There are two ways out.
     as it is. All batches must be equally large. A rank that leaves early receives the final weights, but not the
     optimizer's state: send that too before a second pass over the data.
 
-    step                       1    2    3    4
     rank 0                     b    b    b    b
     rank 1                     b    b    0    0     answers with zeros, inside of Join
     gradients divided by       2    2    1    1
 
 --method weights    A rank without batches takes empty ones, and every rank divides the sum of its losses by the number
     of samples on all ranks. It suits batches of any size and any number of passes. If a module refuses an empty batch,
-    as 16-bit attention does on GPUs, take a batch of one sequence and multiply its loss by zero.
+    take a batch of one sequence and multiply its loss by zero.
 
-Both give the mean over all samples of a step. If you can redistribute the data, do that instead (dist.data_sampler
-gives all ranks equally many samples), because a rank without data does nothing useful.
+Both give the mean over all samples of a step. If you can redistribute the data, do that instead (dist.data_sampler).
 
 Cost per process, for P float32 parameters on N processes: as with DDP, 16·P bytes with AdamW, and 2·(N-1)/N · 4·P bytes
-sent in each step, also by a rank without data. In each step `join` also all-reduces two numbers, and `weights` one.
-After each --log-every steps `join` also broadcasts the parameters, 4·P bytes.
+sent in each step. After each --log-every steps `join` also broadcasts the parameters, 4·P bytes.
 
     python min_Join.py --nproc 2                        # two processes with 400 and 300 batches
-    python min_Join.py --nproc 2 --least 0              # the last process has no data at all
     torchrun --standalone --nproc-per-node 2 min_Join.py --method weights
-
-It prints `batches of each process: [400, 300]`. Its tokens/s counts every batch as a full one, so the number is
-too high once a process has run out of data.
 """
 
 import torch

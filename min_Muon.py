@@ -7,10 +7,9 @@ G and the momentum M:
     U S Vᵀ = (1-μ) G + μ M                          as singular values S and directions U and V (Nesterov's momentum)
     W ← (1 - η λ) W - η √max(1, rows/columns) U Vᵀ  with the learning rate η and the weight decay λ
 
-`orthogonalize` computes about U Vᵀ by matrix products alone (Newton-Schulz). Each element of U Vᵀ depends on the whole
-matrix. But fully_shard has split W, G and M by rows: each process holds 1/N of the rows of every matrix. All else in a
-step treats each element by itself, and works on shards. So N matrices are stepped together: each process makes one of
-them whole and orthogonalizes it. With N = 2, | separates the rows of process 0 from those of process 1 in A and B:
+`orthogonalize` computes about U Vᵀ, each element of which depends on the whole matrix. But fully_shard has split W, G
+and M by rows. So N matrices are stepped together: each process makes one of them whole and orthogonalizes it. With
+N = 2, | separates the rows of process 0 from those of process 1 in A and B:
 
                                     process 0                   process 1
     momentum, on shards             A = a0 |      B = b0 |      A =    | a1   B =    | b1
@@ -19,34 +18,17 @@ them whole and orthogonalizes it. With N = 2, | separates the rows of process 0 
     all-to-all back                 rows 0 of both              rows 1 of both
     W, on shards                    A and B: rows 0             A and B: rows 1
 
-It is a mistake to orthogonalize each shard by itself, which needs no all-to-all. No error is raised, but the first
-update of this model is off by 51 % of its norm with two processes, and by 103 % with four.
+To orthogonalize each shard by itself raises no error, but the first update is off by 51 % of its norm with N = 2.
+AdamW steps the rest: embeddings, norms, biases and the head.
+Choose it over AdamW (min_FSDP.py) for a lower loss in as many steps. Muon needs a learning rate of its own. The Muon of
+dion (https://github.com/microsoft/dion) sends matrices while it orthogonalizes others, which this script does not.
 
-The rest of the parameters are embeddings, norms, biases and the head. AdamW steps their shards, as in min_FSDP.py.
+Cost per process, for P float32 parameters, X of them in the matrices: (12·X + 16·(P-X))/N bytes between two steps, in
+forward and backward as much more as min_FSDP.py, and in Muon's step about 30 bytes for each element of the largest
+matrix. Muon sends 8·(N-1)/N² · X bytes on average in each step, and adds at most 5·m/(B·T) to the work of forward and
+backward, for matrices whose smaller side is m, and batches of B sequences of T bytes.
 
-Choose it over AdamW (min_FSDP.py) to reach a lower loss in the same number of steps. Muon needs a learning rate of its
-own, and a scheduler of its own. If the model fits into one device, you may use DDP instead: then every process has the
-whole gradients, rank i orthogonalizes matrix i without the first all-to-all, and an all-gather of the updates takes the
-place of the second. The Muon of dion (https://github.com/microsoft/dion) also sends matrices while it orthogonalizes
-others, and orthogonalizes several of one shape in one batch. This script does neither.
-
-Cost per process, for P float32 parameters, X of them in the matrices, on N processes:
-    memory    (12·X + 16·(P-X))/N bytes between two steps: parameters 4, gradients 4, momentum 4 or Adam's state 8. In
-              forward and backward as much more as min_FSDP.py, and after an evaluation 4 bytes for each parameter
-              outside the blocks, until the next backward. In Muon's step about 30·E more, with any number of
-              processes, where the largest matrix has E elements.
-    sent      8·(N-1)/N² · X bytes on average in each step by Muon, besides what min_FSDP.py sends: at least 1.5·N times
-              as much.
-    compute   Newton-Schulz adds at most 5·m/(B·T) to the work of forward and backward, for matrices whose smaller side
-              is m, and global batches of B sequences of T bytes. The processes share it. N matrices take as long as the
-              largest of them. With more processes than matrices, some are idle.
-
-    python min_Muon.py --nproc 2                                 # two processes; without --nproc, all GPUs
     python min_Muon.py --nproc 2 --checkpoint-dir runs/muon      # save; run again to resume, with any --nproc
-    torchrun --standalone --nproc-per-node 2 min_Muon.py         # torchrun starts the processes
-
-It prints `parameters held: 239,360 of 478,720 (0.500)`, and then lines of loss, speed and memory. Each checkpoint is a
-folder `step-N` in --checkpoint-dir. Load only checkpoints that you trust, because parts of them are pickles.
 """
 
 import math

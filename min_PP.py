@@ -2,8 +2,7 @@
 
 Each process holds some consecutive blocks, a stage. The batch is cut into M micro-batches, so that all stages can work
 at the same time. A stage sends its activations to the next stage, and their gradients to the previous one. With N = 3
-processes and M = 4 micro-batches, F1 is the forward of micro-batch 1, B1 its backward, and the dots are the bubble, the
-time that a process waits for others:
+processes and M = 4, F1 is the forward of micro-batch 1, B1 its backward, and the dots are the bubble:
 
     GPipe    rank 0   F0 F1 F2 F3  .  .  .  . B0 B1 B2 B3
              rank 1    . F0 F1 F2 F3  .  . B0 B1 B2 B3  .
@@ -13,7 +12,7 @@ time that a process waits for others:
              rank 1    . F0 F1  . B0 F2 B1 F3 B2  . B3  .
              rank 2    .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
 
-Both are idle for (N-1)/(M+N-1) of a step. GPipe keeps the activations of all M micro-batches. 1F1B keeps at most N. The
+Both are idle for (N-1)/(M+N-1) of a step. GPipe keeps the activations of all M micro-batches, 1F1B of at most N. The
 other schedules have two stages in each process and a smaller bubble. With N = 3, the six stages are on these ranks:
 
     Interleaved1F1B        0 1 2 0 1 2   waits for (N-1)/(2·M+N-1) of a step
@@ -21,28 +20,14 @@ other schedules have two stages in each process and a smaller bubble. With N = 3
     ZBVZeroBubble          0 1 2 2 1 0   computes gradients of weights in the bubble
     DualPipeV              0 1 2 2 1 0   also runs one micro-batch's forward together with another's backward
 
-The gradient of the batch is the mean of the micro-batches' gradients, so the result does not depend on the schedule.
+Choose it when one device cannot hold the model and links are slow: only neighbours communicate, and they send little.
+Over fast links FSDP (min_FSDP.py) has no bubble and no stages to balance. No process ever holds the whole model.
 
-Choose it when one device cannot hold the model and links are slow, as between machines: only neighbours communicate,
-and they send little. Over fast links FSDP (min_FSDP.py) is simpler: it has no bubble and no stages to balance.
-min_PP_FSDP_TP.py trains several pipelines side by side, each on its share of the batch.
+Cost, for P float32 parameters, and the A = 4·batch·length·width bytes that leave a block: 16·P/N bytes per process, and
+embeddings or the head. All processes together send in each step 2·A·(N-1) bytes with one stage per process,
+2·A·(2·N-1) with Interleaved…, 4·A·(N-1) with ZBVZeroBubble and DualPipeV.
 
-No process ever holds the whole model: it is built without memory, on the device "meta", and each process fills its own
-stages. On GPUs torch 2.15 sends to all neighbours on one stream. With `backend_override={"stage": "nccl-lazy"}`
-init_device_mesh makes a stream for each pair of neighbours.
-
-Cost, for P float32 parameters, B sequences of T bytes, width D, and the A = 4·B·T·D bytes that leave a block:
-    memory    16·P/N bytes per process for parameters, gradients and AdamW's state; the first stage also has the
-              embeddings, and the last one the head
-    sent      in each step, by all processes together: 2·A·(N-1) bytes with one stage per process, 2·A·(2·N-1) with
-              Interleaved…, 4·A·(N-1) with ZBVZeroBubble and DualPipeV
-
-    python min_PP.py --nproc 2                                     # two processes; without --nproc, all GPUs
-    CUDA_VISIBLE_DEVICES=0,1 python min_PP.py --schedule GPipe     # GPUs 0 and 1
-    torchrun --standalone --nproc-per-node 2 min_PP.py --schedule ZBVZeroBubble
-
-It prints `parameters held: 445,696 of 875,264 (0.509)` for the process that holds most. Every --log-every steps it
-prints the loss, the loss on held-out text, the tokens per second and the largest process's peak memory.
+    python min_PP.py --nproc 2 --schedule ZBVZeroBubble     # two processes; without --nproc, all GPUs
 """
 
 import torch

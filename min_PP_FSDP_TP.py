@@ -1,7 +1,7 @@
 """Three dimensions: a pipeline of stages, each sharded by FSDP and split by tensor parallelism, on one DeviceMesh.
 
-The pipeline is imported from min_PP.py, and the split of the layers from min_FSDP_TP.py. This script combines them.
-Every process has a place in a mesh of stages x shard x tensor processes. With 2 x 2 x 2 these are the ranks:
+The pipeline is imported from min_PP.py, and the split of the layers from min_TP.py. Every process has a place in a mesh
+of stages x shard x tensor processes. With 2 x 2 x 2 these are the ranks:
 
                     4 ------- 5
                   / |       / |
@@ -11,44 +11,24 @@ Every process has a place in a mesh of stages x shard x tensor processes. With 2
                 | /       | /
                 2 ------- 3            rank = (stage · 2 + shard) · 2 + tensor
 
-Ranks 0 to 3 hold the first half of the blocks, ranks 4 to 7 the second half. The batch is cut into --shard shares, and
-each share into M micro-batches, which follow each other through the stages. In each step a process gathers its layers
-(G) before its first forward and reduces their gradients (R) after its last backward. With M = 2 and 1F1B:
+The batch is cut into --shard shares, and each share into M micro-batches. In each step a process gathers its layers (G)
+before its first forward and reduces their gradients (R) after its last backward. With M = 2 and 1F1B:
 
     ranks 0 to 3   G F0 F1  .  . B0  . B1  R
     ranks 4 to 7   .  .  G F0 B0 F1 B1  R  .
 
-By default FSDP gathers in each forward and backward, and reduces in each backward. That would be 2·M gathers and M
-reductions per step. Here the layers stay gathered during a step, and the micro-batches' gradients are summed locally.
+Tensor neighbours exchange activations eight times per block and micro-batch, so they belong in one machine. Neighbours
+along shard exchange every parameter and gradient once per step. A stage sends one activation per micro-batch, which
+needs the least bandwidth, so the stages are outermost: with shard x tensor GPUs per machine, each machine is a stage.
 
-Which dimension belongs on which links of a cluster:
-
-- tensor: neighbours exchange activations eight times per block and micro-batch, and wait for them. They have
-  consecutive ranks, so they are in one machine if --tensor divides its number of GPUs.
-- shard: neighbours exchange every parameter and every gradient once per step.
-- stages: a process sends one activation per micro-batch to the next stage, and one gradient to the previous one. This
-  needs the least bandwidth, so the stages are outermost. With shard x tensor GPUs per machine, each machine is a
-  stage.
-
-Choose it when the processes of min_FSDP_TP.py cannot hold the model, or would gather it over slow links. On few GPUs
-one or two dimensions are enough. Set the others to 1, or copy the script that has only those.
-
-Cost per process, for P float32 parameters, B sequences of T bytes, width D, and the a = 4·B·T·D/shard bytes that
-leave a block:
-    memory    16·P/(stages·shard·tensor) bytes between steps (parameters 4, gradients 4, AdamW 8). During a step it is
-              up to 8·P/(stages·tensor) more, for gathered parameters and their gradients. The first stage also has the
-              embeddings and the last one the head, and tensor does not split norms.
+Choose it when the processes of min_FSDP_TP.py cannot hold the model, or would gather it over slow links.
+Cost per process, for P float32 parameters and the a = 4·batch·length·width/shard bytes that leave a block:
+    memory    16·P/(stages·shard·tensor) bytes between steps, during one up to 8·P/(stages·tensor) more
     sent      2·(shard-1)/shard · 4·P/(stages·tensor) bytes per step along shard, 8·(tensor-1)/tensor · a per block of
               its stage along tensor, and a/tensor to each neighbour along stages, or twice as much with Interleaved1F1B
 
-No process ever holds the whole model: it is built without memory, on the device "meta", split, and then filled.
-
-    python min_PP_FSDP_TP.py --nproc 8                                         # 2 x 2 x 2 processes
-    python min_PP_FSDP_TP.py --nproc 4 --stages 2 --shard 2 --checkpoint-dir runs/3d
+    python min_PP_FSDP_TP.py --nproc 8 --checkpoint-dir runs/3d                # 2 x 2 x 2 processes
     python min_PP_FSDP_TP.py --nproc 1 --checkpoint-dir runs/3d --steps 800    # resumes on another mesh, of 1
-
-The first prints `parameters held: 111,808 of 875,264 (0.128)` for the process that holds most. Each checkpoint is a
-folder `step-N` in --checkpoint-dir. With --keep 3 older ones are deleted. Load only checkpoints that you trust.
 """
 
 import functools
@@ -57,13 +37,15 @@ import warnings
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
 
 import checkpoint_sharded
 import distributed as dist
 import gpt
 import options
-from min_FSDP_TP import silence_false_alarms, split_layers
+from min_FSDP_TP import silence_false_alarms
 from min_PP import Pipeline, check_stages, clip_gradients
+from min_TP import split_layers
 
 # ---- a stage, split and sharded -----------------------------------------------------------------------------------
 
@@ -75,7 +57,7 @@ def parallelize(stage, mesh, args):
         # next stage.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Parallelize plan key")  # a stage lacks layers of the plan
-            split_layers(stage, mesh["tensor"])
+            split_layers(stage, mesh["tensor"], logits=Replicate())
     policy = MixedPrecisionPolicy()
     if args.bf16:  # activations travel in bfloat16 too
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -15,27 +15,23 @@ In an MLP, V is `up`, f is GELU and W is `down`. In attention, V is `qkv`, f is 
 this is sequence parallelism. An all-gather joins the pieces to X. A reduce-scatter sums Y and leaves each process its
 piece.
 
+The head is cut by columns: each process has the logits of 1/N of the vocabulary, and nothing gathers them. The loss
+needs two small all-reduces of numbers per byte: the largest logit, and the sum of exponentials (`SplitCrossEntropy`).
+
 Choose it when a layer is too wide for one device, or when there are more devices than sequences in the batch. It
 communicates inside every layer, so it needs fast links, as inside one machine. FSDP (min_FSDP.py) splits the parameters
 too, but also divides the batch, and tolerates slower links. min_FSDP_TP.py combines both.
 
 Cost per process, for P float32 parameters, L layers of width D, B sequences of T bytes and N processes:
-    memory    16·P/N bytes (parameters 4, gradients 4, AdamW 8; norms and some biases, under 1 %, are whole).
-              Activations take 1/N, except the input X of each pair, which is kept for backward, and the logits.
-    sent      (N-1)/N · ((8·L + 4)·B + 1) · 4·T·D bytes in each step, and (N-1)/N · 4·B·T·256 for the logits. The CPU's
-              gloo sends 12·L + 5 for 8·L + 4, because its reduce-scatter is an all-reduce.
+    memory    16·P/N bytes (parameters 4, gradients 4, AdamW 8; norms and some biases, under 1 %, are whole). No process
+              ever holds the whole model. Activations take 1/N, but for the input X of each pair, kept for backward.
+    sent      (N-1)/N · ((8·L + 4)·B + 1) · 4·T·D bytes in each step, and (N-1)/N · 24·B·T for the loss. The CPU's gloo
+              sends 12·L + 5 for 8·L + 4, because its reduce-scatter is an all-reduce.
 
-No process ever holds the whole model: it is built without memory, on the device "meta", and each process fills its
-part. Each process has all logits and computes the same loss. With a vocabulary larger than these 256 bytes the logits
-can stay split: see `loss_parallel` in torch.distributed.tensor.parallel.
-
-    python min_TP.py --nproc 2                                           # two processes; without --nproc, all GPUs
-    CUDA_VISIBLE_DEVICES=0,1 python min_TP.py --width 2048 --heads 16    # two GPUs
-    torchrun --standalone --nproc-per-node 2 min_TP.py
-
-It prints `parameters held: 240,256 of 478,720 (0.502)`, and then lines of loss, speed and memory:
-`step 400/400 | loss 2.2577 | held-out 2.2450 | …`.
+    python min_TP.py --nproc 2 --width 512       # two processes; without --nproc, all GPUs
 """
+
+import math
 
 import torch
 from torch import nn
@@ -56,10 +52,11 @@ import options
 # ---- split layers -------------------------------------------------------------------------------------------------
 
 
-def split_layers(model, mesh):
+def split_layers(model, mesh, logits=None):
     """Split the layers of a GPT in place over the N processes of `mesh`.
 
-    The number of heads and the sequence length must be multiples of N. The plan names every parameter, those of the
+    By default each process gets the logits of its part of the vocabulary, with Replicate() all of them. The number of
+    heads and the sequence length must be multiples of N. The plan names every parameter, those of the
     LayerNorms too, because clipping needs DTensors of one mesh. Freeze parameters after this call: SequenceParallel
     unfreezes those of LayerNorms (torch 2.14). Then build the optimizer.
     """
@@ -78,9 +75,44 @@ def split_layers(model, mesh):
         "blocks.*.mlp.up": ColwiseParallel(input_layouts=sequence),  # (B, T, 4 D/N)
         "blocks.*.mlp.down": RowwiseParallel(output_layouts=sequence),  # (B, T/N, D)
         "norm": SequenceParallel(),  # (B, T/N, D)
-        "head": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),  # (B, T, 256)
+        "head": ColwiseParallel(input_layouts=sequence, output_layouts=logits),  # (B, T, 256/N)
     }
     parallelize_module(model, mesh, plan)
+
+
+# ---- the loss of split logits -------------------------------------------------------------------------------------
+
+
+class SplitCrossEntropy(torch.autograd.Function):
+    """The cross-entropy of each row of `logits`, (rows, own part of the vocabulary): (rows,), on every process.
+
+    `targets`, (rows,), count from the first logit of this process. Those outside of its part are another process's.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        maximum = dist.all_reduce(logits.amax(dim=1), "max")
+        shifted = logits - maximum[:, None]
+        is_own = (targets >= 0) & (targets < logits.shape[1])
+        place = targets.clamp(0, logits.shape[1] - 1)[:, None]  # anywhere, if it is not this process's
+        target_logits = shifted.gather(1, place)[:, 0] * is_own
+        exponentials = shifted.exp()
+        total, target_logits = dist.all_reduce(torch.stack([exponentials.sum(dim=1), target_logits]))
+        ctx.save_for_backward(exponentials / total[:, None], place, is_own)
+        return total.log() - target_logits
+
+    @staticmethod
+    def backward(ctx, grad):
+        softmax, place, is_own = ctx.saved_tensors
+        ones = is_own[:, None].to(softmax.dtype)
+        return softmax.scatter_add(1, place, -ones) * grad[:, None], None
+
+
+def split_loss(model, x, y):
+    """The mean over all bytes, in nats, the same on every process."""
+    logits = model(x).flatten(0, 1)
+    largest_part = math.ceil(256 / dist.get_world_size())  # as torch.chunk cuts the vocabulary
+    return SplitCrossEntropy.apply(logits, y.flatten() - dist.get_rank() * largest_part).mean()
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
@@ -88,11 +120,11 @@ def split_layers(model, mesh):
 
 def train(model, optimizer, data, args):
     """Returns the loss of every step over all processes, (steps,)."""
-    progress = gpt.Progress(model, data, args)
+    progress = gpt.Progress(model, data, args, loss_of=split_loss)
     for step in range(args.steps):
         x, y = data.batch(step)
         optimizer.zero_grad()
-        loss = gpt.loss_fn(model(x), y)
+        loss = split_loss(model, x, y)
         loss.backward()
         if args.clip:
             # The gradients are DTensors, so this is the norm over all processes. With foreach=True, torch 2.11 would

@@ -29,8 +29,6 @@ different options, make one ZeRO for each group of them. Each of these clips its
     python min_ZeRO.py                                      # one process per visible GPU, or one on the CPU
     python min_ZeRO.py --nproc 2                            # two processes
     torchrun --standalone --nproc-per-node 2 min_ZeRO.py    # torchrun starts the processes
-
-The last line of two processes is `optimizer state held: 1,914,880 of 3,829,760 bytes (0.500)`.
 """
 
 import math

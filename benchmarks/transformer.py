@@ -55,13 +55,12 @@ def make_args(nproc, steps, **changes):
     shape = {"layers": LAYERS, "width": 128, "heads": 4, "length": LENGTH, "global_batch_size": BATCH}
     split = {"replicate": 1, "shard": nproc, "tensor": 1, "checkpoint_dir": None, "recompute": False}
     split |= {"attention": "ulysses", "schedule": "1F1B", "micro_batches": 8, "log_every": steps}
-    split |= {"whole": True}  # of min_CP_ring.py
     training = {"steps": steps, "lr": 0.001, "clip": None, "seed": 0, "nproc": nproc, "bf16": False}
     return argparse.Namespace(**{**shape, **split, **training, **changes})
 
 
-def whole(args, model=gpt.GPT):
-    return model(gpt.Config.from_args(args), args.seed).to(dist.get_device())
+def whole(args):
+    return gpt.GPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())
 
 
 def split(how, args):
@@ -89,7 +88,7 @@ CASES = {
     "PP": (lambda args: min_PP.make_pipeline(gpt.make_meta_model(gpt.Config.from_args(args)), args), min_PP.train),
     "CP": (lambda args: min_CP.parallelize(whole(args), args.attention), min_CP.train),
     "all-gather": (lambda args: min_CP.parallelize(whole(args), "all-gather"), min_CP.train),
-    "ring": (lambda args: min_CP_ring.parallelize(whole(args, min_CP_ring.RingGPT)), min_CP_ring.train),
+    "ring": (lambda args: min_CP_ring.parallelize(whole(args), args.length), min_CP_ring.train),
 }
 
 # What attention waits in: DDP, which averages the gradients in all these cases, uses none of them.
@@ -156,7 +155,7 @@ def worker(local_rank, world_size, case, args, threads, report):
         "one process": functools.partial(gpt.model_loss, model),
         "CP": functools.partial(min_CP.local_loss, model),
         "all-gather": functools.partial(min_CP.local_loss, model),
-        "ring": functools.partial(min_CP_ring.local_loss, model, whole=True),
+        "ring": functools.partial(min_CP_ring.local_loss, model),
     }
     saved = saved_bytes(loss_of[case], data) if case in loss_of else 0
     device = dist.get_device()

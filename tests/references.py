@@ -21,11 +21,13 @@ class DenseExperts(torch.nn.Module):
         self.top = top
         self.router = torch.nn.Linear(config.width, count, bias=False)
         self.experts = torch.nn.ModuleList(gpt.MLP(config) for _ in range(count))
+        self.register_buffer("bias", torch.zeros(count))
 
     def forward(self, x):
         probs = F.softmax(self.router(x), -1)
-        least = probs.sort(-1, descending=True).values[..., self.top - 1 : self.top]
-        chosen = (probs >= least).double()
+        biased = probs + self.bias
+        least = biased.sort(-1, descending=True).values[..., self.top - 1 : self.top]
+        chosen = (biased >= least).double()
         self.share = chosen.mean((0, 1)) / self.top
         self.balance = len(self.experts) * (self.share * probs.mean((0, 1))).sum()
         results = torch.stack([expert(x) for expert in self.experts], -1)
@@ -64,7 +66,11 @@ def experts(optimizer, args):
         loss = transformer.plain_loss(model, x, y)
         losses.append(loss.detach())
         shares.extend(block.mlp.share for block in model.blocks)
-        return loss + args.balance * sum(block.mlp.balance for block in model.blocks)
+        if args.balance == "bias":
+            for block in model.blocks:
+                block.mlp.bias += args.bias_step * (1 / args.experts - block.mlp.share).sign()
+            return loss
+        return loss + args.balance_weight * sum(block.mlp.balance for block in model.blocks)
 
     _, parameters = transformer.train_alone(dense_model(args), optimizer, args, loss_of)
     for of_block in shares:

@@ -48,6 +48,7 @@ TRANSFORMERS = [  # their losses are compared with those on CPUs
     ("min_Packing.py", *STEPS, "--accumulate", 2),
     ("min_Stream.py", *STEPS),
     ("min_CP_ring.py", *STEPS, "--clip", 1),
+    ("min_CP_packed.py", *STEPS, "--clip", 1),
     ("min_TP.py", *STEPS, "--clip", 1),
     ("min_ZeRO.py", *STEPS, "--clip", 1),
 ]

@@ -1,4 +1,4 @@
-"""min_CP_ring.py: each document alone, nothing of other shares saved, hops left out.
+"""min_CP_ring.py and min_CP_packed.py: each document alone, nothing of other shares saved, hops left out.
 
 test_equal.py has what all scripts that train the GPT promise.
 """
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import distributed as dist
 import gpt
+import min_CP_packed
 import min_CP_ring
 import min_Packing
 
@@ -52,7 +53,7 @@ def packed_rows(length):
     documents = [(b"p", bytes(draw.randint(1, length))) for _ in range(20)]
     rows = min_Packing.fill_rows(min_Packing.pack(documents, length), length)
     owners = rows[:, min_Packing.OWNERS]
-    assert (owners == min_CP_ring.PADDING).any()
+    assert (owners == min_CP_packed.PADDING).any()
     return owners
 
 
@@ -62,7 +63,7 @@ def attention_alone(q, k, v, owners):
     for row in range(len(owners)):
         for number in owners[row].unique().tolist():
             mine = owners[row] == number
-            if number != min_CP_ring.PADDING:
+            if number != min_CP_packed.PADDING:
                 alone = F.scaled_dot_product_attention(
                     q[row, :, mine], k[row, :, mine], v[row, :, mine], is_causal=True
                 )
@@ -80,7 +81,7 @@ def attention_errors(owners, dtype=torch.float64, scale=1.0):
     q, k, v, grad = [torch.randn(rows, 2, length, 8, generator=generator, dtype=torch.float64) for _ in range(4)]
     q, k, v, grad = [tensor.to(dtype) for tensor in (scale * q, k, v, grad)]
     mine = min_CP_ring.local_positions(length)
-    plan = min_CP_ring.make_plan(owners)
+    plan = min_CP_packed.make_plan(owners)
     alone = functools.partial(attention_alone, owners=owners)
 
     def ring(q, k, v):
@@ -114,7 +115,7 @@ def mistakes():
     q = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16)
     return [
         refused(min_CP_ring.local_positions, length),
-        refused(min_CP_ring.make_plan, owners_of([[length]])),
+        refused(min_CP_packed.make_plan, owners_of([[length]])),
         refused(min_CP_ring.RingAttention.apply, q, q, q, [], None),
     ]
 
@@ -145,16 +146,10 @@ def check_attention(probes):
 # ---- costs ----------------------------------------------------------------------------------------------------------
 
 
-def make_model(args):
-    model = min_CP_ring.RingGPT(gpt.Config.from_args(args), args.seed)
-    model.load_state_dict(transformer.make_model(args).state_dict())
-    return model
-
-
 def saved_bytes(length):
     """What a loss on one sequence saves in this process for its backward, parameters aside."""
     args = transformer.arguments(layers=2, width=64, length=length)
-    model = min_CP_ring.parallelize(make_model(args).float())
+    model = min_CP_ring.parallelize(transformer.make_model(args).float(), length)
     return transformer.saved_bytes(min_CP_ring.local_loss, model, args)
 
 
@@ -198,16 +193,24 @@ REPLACED = ("attend_to_block", "gradients_of_block", "start_hop", "finish_hop")
 attend_to_block, gradients_of_block, start_hop, finish_hop = (getattr(min_CP_ring, name) for name in REPLACED)
 
 
-def record_step(owners):
-    """One layer, with documents as `owners` has them."""
+def record_step(owners, alone=False):
+    """One layer, with documents as `owners` has them, or with one document in each row by min_CP_ring.py alone."""
     rows, length = owners.shape
     args = transformer.arguments(layers=1, length=length, heads=1)
     recorder = Recorder()
     replaced = {name: getattr(recorder, name) for name in REPLACED}
-    with mock.patch.multiple(min_CP_ring, **replaced, number_documents=lambda x, whole: owners):
-        model = min_CP_ring.parallelize(make_model(args))
-        x, y = gpt.batch(transformer.small_text()[0], 0, rows, length)
-        min_CP_ring.local_loss(model, x, y).backward()
+
+    def number(x):
+        return owners
+
+    x, y = gpt.batch(transformer.small_text()[0], 0, rows, length)
+    config = gpt.Config.from_args(args)
+    with mock.patch.multiple(min_CP_ring, **replaced), mock.patch.object(min_CP_packed, "number_documents", number):
+        if alone:
+            min_CP_ring.local_loss(min_CP_ring.parallelize(gpt.GPT(config), length), x, y).backward()
+        else:
+            packed = min_CP_packed.parallelize(min_CP_packed.PackedRingGPT(config))
+            min_CP_packed.local_loss(packed, x, y).backward()
     return {name: getattr(recorder, name) for name in ("events", "pairs", "hops", "sent")}
 
 
@@ -225,6 +228,7 @@ def rows_to_count(n):
 def probe_costs():
     n = dist.get_world_size()
     recorded = {name: record_step(owners) for name, owners in rows_to_count(n).items()}
+    assert record_step(rows_to_count(n)["one document"], alone=True) == recorded["one document"]
     return {"saved": saved_bytes(1024 * n), **recorded}
 
 
@@ -295,7 +299,7 @@ def test_documents_are_attended_to_alone_and_no_more_is_sent_or_computed(nprocs,
 
 def test_a_blank_line_ends_a_document():
     row = torch.tensor(list(b"a\n\nbc\n\n\n\nd\n"))
-    assert min_CP_ring.number_documents(row[None]).tolist() == [[0, 0, 0, 3, 3, 3, 3, 7, 8, 9, 9]]
+    assert min_CP_packed.number_documents(row[None]).tolist() == [[0, 0, 0, 3, 3, 3, 3, 7, 8, 9, 9]]
     assert references.paragraphs(row) == [(0, 3), (3, 7), (7, 8), (8, 9), (9, 11)]
 
 
@@ -375,7 +379,7 @@ def test_defaults_suit_any_number_of_processes(nproc, monkeypatch):
 
 @pytest.mark.slow
 def test_more_processes_than_heads_print_how_they_learn():
-    status, stdout, stderr = run("min_CP_ring.py", "--nproc", 3, "--heads", 1, "--steps", 3, "--log-every", 2)
+    status, stdout, stderr = run("min_CP_packed.py", "--nproc", 3, "--heads", 1, "--steps", 3, "--log-every", 2)
     assert (status, stderr) == (0, "")
     assert stdout.startswith("parameters held: 479,232 of 479,232 (1.000)\n")
     assert [line["step"] for line in transformer.progress_lines(stdout)] == [2, 3]

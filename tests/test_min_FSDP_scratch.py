@@ -35,23 +35,21 @@ def whole_parameters(zero):
 
 
 def hold_and_send():
-    """What this rank holds after a run of the script's main_worker, the sizes of its units, and what it sends."""
+    """What this rank holds after a run of the script's main_worker, and the sizes of its units."""
     args = transformer.arguments(dist.get_world_size(), **{**ODD, "steps": 1})
     zero = transformer.run_main_worker(min_FSDP_scratch, args, "AdamW").model
     held = sum(piece.numel() for piece in zero.pieces())
     memory = sum(unit.own.numel() + unit.full.untyped_storage().nbytes() for unit in zero.units)
-    return held, memory, [len(unit.full) for unit in zero.units], zero.network.sent
+    return held, memory, [len(unit.full) for unit in zero.units]
 
 
 @pytest.mark.parametrize("nprocs", [2, *slow(1, 3, 4)])
-def test_it_holds_and_sends_its_part(nprocs, tmp_path):
+def test_it_holds_its_part(nprocs, tmp_path):
     total = sum(param.numel() for param in small_model(gpt.GPT)[0].parameters())
-    for ((held, memory, sizes, sent),) in transformer.train_on(nprocs, hold_and_send, [()], tmp_path):
-        *blocks, root = sizes
-        padded = sum(blocks) + root
+    for ((held, memory, sizes),) in transformer.train_on(nprocs, hold_and_send, [()], tmp_path):
+        padded = sum(sizes)
         assert total <= padded < total + nprocs * len(sizes)
         assert held <= padded // nprocs == memory, "nothing else has memory"
-        assert sent == 8 * (nprocs - 1) * (3 * padded - root) // nprocs, "numbers of 8 bytes"
 
 
 # ---- what is in memory at the same time -----------------------------------------------------------------------------
@@ -60,7 +58,6 @@ def test_it_holds_and_sends_its_part(nprocs, tmp_path):
 def gathered_units(steps=2):
     """How many blocks had memory after each gather, or gradients in flight; the order of gathers and reductions."""
     args = transformer.arguments(dist.get_world_size(), **{**ODD, "layers": 5})
-    torch.manual_seed(0)
     zero = min_FSDP_scratch.ZeRO3(transformer.make_model(args))
     *blocks, _ = zero.units
     in_memory, in_flight, events = [], [], []
@@ -111,7 +108,7 @@ def bytes_in_memory(name):
 
 def peak_of_the_root():
     """Bytes per byte of the root, from the forward to the end of `finish_backward`, beside those between two steps."""
-    torch.manual_seed(0)
+    dist.init_process_group(even_alone=True)
     zero = min_FSDP_scratch.ZeRO3(gpt.GPT(gpt.Config(1, 64, 2, 100_000)))
     tokens = torch.zeros(1, 8, dtype=torch.long)
     peaks = []
@@ -126,22 +123,24 @@ def peak_of_the_root():
 
 @pytest.mark.guard
 @pytest.mark.slow
-def test_the_root_takes_twice_its_bytes_while_it_is_reduced(tmp_path):
+def test_the_root_takes_three_times_its_bytes_while_gloo_reduces_a_copy_of_its_gradients(tmp_path):
     ((peaks,),) = transformer.train_on(1, peak_of_the_root, [()], tmp_path)
-    assert 1.9 < max(peaks[1:]) < 2.3  # not the first, and the allocator may keep something for the next step
+    assert 2.9 < max(peaks[1:]) < 3.3  # not the first, and the allocator may keep something for the next step
 
 
 # ---- tied weights, and parameters without a gradient ----------------------------------------------------------------
 
 
 class Tied(gpt.GPT):
-    """The head has the embedding's weight, and two layers are never used: weight decay must not change them."""
+    """The head has the embedding's weight, and two frozen layers are never used: weight decay must not change them."""
 
     def __init__(self, config):
         super().__init__(config)
         self.head.weight = self.token.weight
         self.unused = nn.Linear(3, 5)
         self.blocks[0].unused = nn.Linear(2, 7)
+        for layer in (self.unused, self.blocks[0].unused):
+            layer.requires_grad_(False)
         gpt.fill(self.named_parameters(), seed=0)
 
 
@@ -174,17 +173,34 @@ def train_like_plain(model, args, optimizer_class=torch.optim.SGD):
     return True
 
 
-def train_tied(optimizer_class):
-    return train_like_plain(*small_model(Tied), optimizer_class)
+class OneRank(gpt.GPT):
+    """Only rank 0's half of the batch, the even rows, uses the first MLP, and only rank 1's half the second one."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for uses in range(2):
+            mlp = self.blocks[uses].mlp
+            mlp.forward = functools.partial(self.use_for_half, mlp.forward, uses)
+
+    def use_for_half(self, forward, uses, x):
+        if len(x) == transformer.arguments(**ODD).global_batch_size:  # one process has all rows
+            is_used = torch.arange(len(x)) % 2 == uses
+            return forward(x) * is_used[:, None, None]
+        return forward(x) if dist.get_rank() == uses else 0 * x
 
 
-def test_tied_weights_and_parameters_without_a_gradient(tmp_path):
-    cases = [(torch.optim.AdamW,), (torch.optim.SGD,)]
-    assert transformer.train_on(2, train_tied, cases, tmp_path) == [[True, True]] * 2
+def train_special(model_class, optimizer_class):
+    return train_like_plain(*small_model(model_class), optimizer_class)
+
+
+def test_tied_weights_frozen_layers_and_parameters_that_one_rank_uses(tmp_path):
+    cases = [(model, optimizer) for model in (Tied, OneRank) for optimizer in (torch.optim.AdamW, torch.optim.SGD)]
+    assert transformer.train_on(2, train_special, cases, tmp_path) == [[True] * 4] * 2
 
 
 def train_frozen(optimizer_class, frozen):
     """The input of block 0 needs no gradient, if the embeddings are frozen."""
+    dist.init_process_group(even_alone=True)
     model, args = small_model(gpt.GPT)
     for name in frozen:
         model.get_submodule(name).requires_grad_(False)
@@ -199,6 +215,7 @@ class Recomputing(gpt.GPT):
 
 
 def train_recomputing(optimizer_class, frozen):
+    dist.init_process_group(even_alone=True)
     model, args = small_model(gpt.GPT)
     recomputing, _ = small_model(Recomputing)
     zero = min_FSDP_scratch.ZeRO3(recomputing)
@@ -327,6 +344,7 @@ WRONG.update({name: (gpt.GPT.forward, step) for name, step in FREED.items()})
 
 
 def error_of(name):
+    dist.init_process_group(even_alone=True)
     forward, step = WRONG[name]
     model, args = small_model(gpt.GPT)
     zero = min_FSDP_scratch.ZeRO3(model)
@@ -370,6 +388,7 @@ def test_a_parameter_in_two_units_is_refused(share):
 
 
 def test_a_unit_of_several_types_is_refused_and_a_block_may_be_frozen_later():
+    dist.init_process_group(even_alone=True)
     model, args = small_model(gpt.GPT)
     model.blocks[1].mlp.bfloat16()
     with pytest.raises(ValueError, match="several types"):
@@ -382,13 +401,4 @@ def test_a_unit_of_several_types_is_refused_and_a_block_may_be_frozen_later():
     one_step(zero, x, y)
     for number, unit in enumerate(zero.units):
         assert [piece.grad is None for piece in unit.pieces] == [number == 1] * len(unit.pieces)
-
-
-def test_the_script_prints_its_lines(job_of):
-    stdout = job_of("min_FSDP_scratch.py", "--nproc", 2, "--width", 32, "--length", 32, "--steps", 2, "--log-every", 1)
-    held, *lines, last = stdout.splitlines()
-    assert held.endswith(" (0.500)") and len(lines) == 2
-    n_params = int(held.split()[4].replace(",", ""))
-    root = 32 * (256 + 32 + 256 + 2)
-    sent = 4 * (3 * n_params - root) // 2
-    assert last.startswith(f"sent per step: {sent:,} bytes | waited for the network and other ranks: ")
+    dist.cleanup()

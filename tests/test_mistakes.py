@@ -432,8 +432,8 @@ def shard_from_scratch(model):
 @mistake
 def test_under_fsdp_ranks_use_the_same_parameters():
     """Without an error a shard receives another parameter's gradient. From torch 2.14 on FSDP can fill in zeros."""
-    for shard in (shard_by_hand, shard_from_scratch):
-        check(functools.partial(use_other_heads, shard), False, True)
+    check(functools.partial(use_other_heads, shard_by_hand), False, True)
+    assert use_other_heads(shard_from_scratch) < 1e-12
     if torch.__version__ >= "2.14":
         assert use_other_heads(functools.partial(shard_by_the_helper, zeros=True, blocks=(TwoHeads,))) < 1e-12
 

@@ -28,6 +28,7 @@ QUICK = [
 MAIN = [
     ("min_DDP_scratch", *STEPS, "--bucket-mb", 0.01),
     ("min_CP_ring", *STEPS, "--length", 40),  # 20 positions per rank: no multiple of 32
+    ("min_CP_packed", *STEPS, "--length", 40),
     ("min_FSDP", *STEPS, "--layers", 2),
     ("min_ZeRO", *STEPS),
     ("min_TP", *STEPS),
@@ -41,7 +42,7 @@ MORE = [
     ("min_Join", *STEPS, "--least", 3),
     ("mnist_FSDP", *IMAGES, "--batch-size", 32),
     ("min_Join", *STEPS, "--least", 0, "--method", "weights"),
-    ("min_DDP_scratch", *STEPS, "--compress", "bf16", "--accumulate", 2),
+    ("min_DDP_scratch", *STEPS, "--accumulate", 2),
     ("min_FSDP", *STEPS, "--bf16"),
     ("min_FSDP", *STEPS, "--checkpoint-dir", "../fsdp"),
     ("min_FSDP", *STEPS, "--steps", 6, "--checkpoint-dir", "../fsdp"),  # resumes
@@ -127,7 +128,9 @@ SIX = ("--steps", 6, "--log-every", 6, "--width", 32, "--layers", 2)
 # Not min_EP.py, which waits for the number of tokens of each expert, nor min_Join.py, where DDP waits for the number of
 # ranks that have batches left.
 WITHOUT_WAITS = [(f"min_{name}", *SIX) for name in ("FSDP", "FSDP_scratch", "DDP_scratch", "ZeRO", "Muon", "TP", "PP")]
-WITHOUT_WAITS += [(f"min_{name}", *SIX, "--clip", 1) for name in ("CP", "CP_ring", "DiLoCo", "Packing", "Stream")]
+WITHOUT_WAITS += [
+    (f"min_{name}", *SIX, "--clip", 1) for name in ("CP", "CP_ring", "CP_packed", "DiLoCo", "Packing", "Stream")
+]
 WITHOUT_WAITS += [("min_DDP", "--epochs", 1, "--batch-size", 2), ("multigpu_torchrun", 1, 1, "--batch-size", 64)]
 WITHOUT_WAITS += [("mnist_DDP", *IMAGES, "--global-batch-size", 8), ("mnist_FSDP", *IMAGES, "--batch-size", 4)]
 

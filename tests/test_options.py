@@ -16,7 +16,9 @@ import options
 import single_gpu
 
 TRANSFORMERS = [f"min_{name}" for name in ("FSDP_TP", "PP_FSDP_TP", "CP", "DiLoCo", "EP", "EP_FSDP", "FSDP", "Join")]
-TRANSFORMERS += [f"min_{name}" for name in ("Muon", "PP", "DDP_scratch", "Packing", "CP_ring", "Stream", "TP", "ZeRO")]
+TRANSFORMERS += [
+    f"min_{name}" for name in ("Muon", "PP", "DDP_scratch", "Packing", "CP_ring", "CP_packed", "Stream", "TP", "ZeRO")
+]
 TRANSFORMERS += ["min_FSDP_scratch"]
 NPROC = ["llm_FSDP", "min_GRPO", "mnist_DDP", "mnist_FSDP", *TRANSFORMERS]
 POSITIONAL = {"multigpu_torchrun": ["5", "1"], "multinode_torchrun": ["5", "1"]}
@@ -85,7 +87,6 @@ REFUSED = {
         --nproc 2 | --nproc 2
     """,
     "min_DDP_scratch.py": """
-        --compress powersgd | --compress 'powersgd' 'none' 'bf16'
         --nproc 2 --accumulate 3 --global-batch-size 16 | --global-batch-size 16 6 --accumulate
     """,
     "min_FSDP_TP.py": """

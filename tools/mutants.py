@@ -44,7 +44,10 @@ TESTS = {  # of the files that have no test file of their own name, or more than
     "min_EP": ["min_EP_FSDP"],
     "mnist": ["mnist", "mnist_DDP", "mnist_FSDP"],
 }
-EQUAL = [f"min_{name}" for name in ("CP", "CP_ring", "DDP_scratch", "DiLoCo", "EP", "EP_FSDP", "FSDP", "FSDP_TP")]
+EQUAL = [
+    f"min_{name}"
+    for name in ("CP", "CP_ring", "CP_packed", "DDP_scratch", "DiLoCo", "EP", "EP_FSDP", "FSDP", "FSDP_TP")
+]
 EQUAL += [f"min_{name}" for name in ("FSDP_scratch", "Join", "Muon", "PP", "PP_FSDP_TP", "TP", "ZeRO")]
 ROWS = {name: [name] for name in EQUAL}  # of tests/test_equal.py, which begin with these names
 ROWS["gpt"] = ["min_TP", "min_FSDP_TP"]
