@@ -4,7 +4,7 @@ Put it in the place of tests/adapters.py, in the release of 2026 (9d95f3b) or of
 https://github.com/stanford-cs336/assignment2-systems. The tests need einops, einx and jaxtyping. They use a fixed port,
 so run one at a time. Choices are environment variables:
 
-    DDP=torch    distributed.prepare_ddp_model           DDP=scratch     min_DDP_scratch.RingDDP
+    DDP=torch    distributed.prepare_ddp_model           DDP=scratch     min_DDP_scratch.Reducer
     FSDP=helper  distributed.prepare_fsdp_model          FSDP=scratch    min_FSDP_scratch.ZeRO3 (float32 only)
                                                          FSDP=tree       the same, with the sums of min_Bitwise.py
     The sharded optimizer is min_ZeRO.ZeRO, and attention is that of one block of min_CP_ring.py.
@@ -58,14 +58,26 @@ def get_flashattention_autograd_function_triton():
 def make_ddp(module, bucket_mb):
     if DDP == "torch":
         return helper.prepare_ddp_model(module, bucket_cap_mb=max(bucket_mb, 1e-4))
-    from min_DDP_scratch import RingDDP
+    from min_DDP_scratch import Reducer
 
-    return RingDDP(module, bucket_mb * 1e6)
+    return Reduced(module, Reducer(module, bucket_mb * 1e6))
+
+
+class Reduced(nn.Module):
+    """The tests want one module, whose gradients are averaged."""
+
+    def __init__(self, module, reducer):
+        super().__init__()
+        self.module = module
+        self.__dict__["reducer"] = reducer
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
 
 
 def after_backward(ddp_model, optimizer):
     if DDP == "scratch":
-        ddp_model.wait()
+        ddp_model.reducer.wait()
 
 
 def get_ddp(module):  # release of 2026: each gradient by itself

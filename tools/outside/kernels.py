@@ -26,6 +26,7 @@ import min_CP_ring
 import min_EP
 import min_FSDP_scratch
 import min_Muon
+import min_TP
 import min_ZeRO
 import options
 
@@ -96,7 +97,7 @@ def balance(solution):
     model, top = mixture(8, 2), 2
     x = drawn(5, WIDTH, seed=4, own=True)
     model(x)
-    ours = dist.reduce(model.balance.detach())
+    ours = dist.reduce(model.balance_loss.detach())
     theirs = solution(model.router(x).detach(), 8, top) / top
     everything = torch.cat(dist.gather(model.router(x).detach()))
     with mock.patch.object(torch_dist, "is_initialized", lambda: False):
@@ -107,7 +108,7 @@ def balance(solution):
 def preprocess(solution):
     model = mixture(8, 3)
     _, chosen, mask = routing(model, drawn(5, WIDTH, seed=5, own=True))
-    counts = min_EP.count_visits(chosen, 8).view(dist.get_world_size(), -1, model.n_held)
+    counts = min_EP.count_routed(chosen, 8).view(dist.get_world_size(), -1, model.n_held)
     sent, received = counts[dist.get_rank()], counts[:, dist.get_rank()]
     return zip([sent.sum(1), received.sum(1), received, received.sum(0)], solution(mask, 8), strict=True)
 
@@ -164,7 +165,7 @@ def ring(forward, backward):
     theirs = forward(*[by_rank(tensor, 1) for tensor in (q, k, v)], causal=True)
     places = min_CP_ring.local_positions(length)
     own = [tensor[:, places].transpose(1, 2).contiguous().requires_grad_() for tensor in (q, k, v)]
-    plan = min_CP_ring.make_plan(torch.zeros(rows, length, dtype=torch.long))
+    plan = min_CP_ring.make_plan(length // (2 * dist.get_world_size()))
     ours = min_CP_ring.RingAttention.apply(*own, plan, torch_dist.group.WORLD)
     ours_grads = torch.autograd.grad(ours, own, grad[:, places].transpose(1, 2))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * WIDTH**-0.5
@@ -245,6 +246,14 @@ def fsdp(solution):
     return [(nn.utils.parameters_to_vector(model.blocks.parameters()), torch.cat(dist.gather(shard)))]
 
 
+def split_cross_entropy(solution):
+    """The last part of this project's vocabulary may be shorter, but the reference wants equal ones."""
+    logits, targets = drawn(5, 4 * dist.get_world_size(), seed=60), torch.arange(5) % 4
+    own = by_rank(logits, 1)
+    ours = min_TP.SplitCrossEntropy.apply(own, targets - dist.get_rank() * own.shape[1])
+    return [(ours, solution(own.clone(), targets))]
+
+
 def muon(solution):
     matrix = drawn(4 * dist.get_world_size(), 12, seed=50)
     ours = min_Muon.orthogonalize_sharded([by_rank(matrix)], [matrix.shape])
@@ -255,8 +264,8 @@ def muon(solution):
 
 CASES = [
     ("22", "min_EP.clip_gradients", clip_norm),
-    ("24", "min_EP.MixtureOfExperts.balance; the same, and 24 in one process", balance),
-    ("26", "min_EP.count_visits", preprocess),
+    ("24", "min_EP.MixtureOfExperts.balance_loss; the same, and 24 in one process", balance),
+    ("26", "min_EP.count_routed", preprocess),
     ("27", "min_EP.all_to_all", all_to_all),
     ("28 29 26", "min_EP.MixtureOfExperts: visitors, results", dispatch),
     ("49", "min_EP.MixtureOfExperts with its experts, and gradients", balanced),
@@ -266,6 +275,7 @@ CASES = [
     ("54 57", "min_CP_ring.RingAttention, and gradients", ring),
     ("41", "min_ZeRO.ZeRO, three steps", zero1),
     ("47", "min_FSDP_scratch.ZeRO3, three steps", fsdp),
+    ("73", "min_TP.SplitCrossEntropy", split_cross_entropy),
     ("86", "min_Muon.orthogonalize_sharded", muon),
 ]
 
