@@ -10,6 +10,7 @@ so run one at a time. Choices are environment variables:
     The sharded optimizer is min_ZeRO.ZeRO, and attention is that of one block of min_CP_ring.py.
 """
 
+import math
 import os
 import sys
 
@@ -209,8 +210,8 @@ class Scratch(nn.Module):
             torch_dist.all_gather(list(grads.chunk(n_ranks)), unit.own_grad)
             start = 0
             for param in unit.params:
-                stop = start + param.numel()
                 shape = self._shapes[self.names[param]]  # the parameter itself is Freed
+                stop = start + math.prod(shape)
                 whole[self.names[param]] = (values[start:stop].view(shape), grads[start:stop].view(shape))
                 start = stop
         return whole
