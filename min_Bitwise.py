@@ -16,8 +16,8 @@ the processes sum by pairs, nearest first. This is a reduce-scatter: each hop se
 Choose it to tell a mistake from rounding when the number of processes changes, and to resume unnoticed on another
 number. N must be a power of two, and divide the batch. min_DDP.py is equal up to rounding, for any N, and faster where
 several short rows fit into one micro-batch. Another type of CPU or GPU, another version of torch, and another number of
-threads (here 1) give other bits. Kernels that add in any order, by atomics on GPUs, are forbidden here. If your model
-has dropout, seed each row by its place in the global batch.
+threads (here 1) may give other bits. Kernels that add in any order, by atomics on GPUs, are forbidden here. If your
+model has dropout, seed each row by its place in the global batch.
 
 Cost per process, for P float32 parameters on N processes and R rows in each: 16·P bytes as with DDP (parameters 4,
 gradients 4, AdamW 8), and up to 4·P·(2 + log2 R) for unfinished sums. Each step sends 2·(N-1)/N · 4·P bytes, as a ring
