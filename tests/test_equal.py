@@ -48,6 +48,7 @@ OPTIONS = {  # that differ from transformer.arguments, where a row says nothing 
     "min_FSDP_scratch": {**ODD, "layers": 3},
     "min_DiLoCo": {"layers": 1, "steps": 14, "outer_lr": 0.7, "outer_momentum": 0.9},
     "min_Join": {"layers": 1, "steps": 10, "least": 4},
+    "min_Bitwise": {**ODD, "snapshot_path": None},
 }
 
 # ---- what is trained ------------------------------------------------------------------------------------------------
@@ -271,6 +272,8 @@ ROWS = [
     Row("min_Join", 1, SLOW, JOIN),
     Row("min_Join", 2, QUICK, [*JOIN, *NOTHING_LEFT]),
     Row("min_Join", 3, SLOW, each_with(JOIN, global_batch_size=9)),
+    Row("min_Bitwise", 2, QUICK, ADAMW_AND_SGD),
+    Row("min_Bitwise", 4, GUARD, ADAMW_AND_SGD),
     Row("min_Muon", 1, SLOW, MUON),
     Row("min_Muon", 2, GUARD, MUON),
     Row("min_Muon", 3, SLOW, MUON),
@@ -472,7 +475,12 @@ def test_each_process_holds_its_share_and_says_so(job):
         most, copies = share(row.script, args, parameters)
         assert max(held) <= most and sum(held) >= total
         assert copies is None or sum(held) == copies * total
-        if row.script not in ("min_DDP_scratch", "min_DiLoCo", "min_Join"):  # each process holds all, as with DDP
+        if row.script not in (
+            "min_DDP_scratch",
+            "min_DiLoCo",
+            "min_Join",
+            "min_Bitwise",
+        ):  # each process holds all, as with DDP
             line = f"parameters held: {max(held):,} of {total:,} ({max(held) / total:.3f})\n"
             assert line in ranks[0]["stdout"]
             check_gradients_and_state(row, optimizer, args, parameters, ranks)
@@ -569,6 +577,7 @@ NEVER_WAIT = [  # test_on_devices.py has these and others on simulated GPUs
     ("min_CP", {}),
     ("min_DDP_scratch", {}),
     ("min_FSDP_scratch", {}),
+    ("min_Bitwise", {}),
 ]
 FORWARD = gpt.Block.forward  # before run_main_worker replaces it by one that reads gradients
 
@@ -641,6 +650,7 @@ def expected_bytes():
     yield "min_FSDP", {}, fsdp
     yield "min_ZeRO", {}, on_gloo * ddp
     yield "min_DDP_scratch", {"accumulate": 2}, ddp
+    yield "min_Bitwise", {}, ddp
     yield "min_Muon", {}, fsdp + 8 * (N - 1) / N**2 * matrices
     yield "min_PP_FSDP_TP", stages(2, 1, 1), 4 * batch * length * width
     yield "min_PP_FSDP_TP", stages(1, 2, 1), on_gloo * ddp

@@ -33,6 +33,7 @@ TRANSFORMERS = [  # their losses are compared with those on CPUs
     ("min_FSDP_TP.py", *STEPS, "--tensor", GPUS, "--recompute"),
     ("min_PP_FSDP_TP.py", *STEPS),
     ("min_DDP_scratch.py", *STEPS, "--clip", 1),
+    ("min_Bitwise.py", *STEPS, "--clip", 1),
     ("min_CP.py", *STEPS),
     ("min_CP.py", *STEPS, "--attention", "all-gather"),
     ("min_DiLoCo.py", *STEPS, "--sync-every", 5),

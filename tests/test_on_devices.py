@@ -38,6 +38,7 @@ MAIN = [
     (*LLM, "--no-bf16", "--model", "../llm", "--lora", 2),
 ]
 MORE = [
+    ("min_Bitwise", *STEPS, "--clip", 1),
     ("min_Join", *STEPS, "--least", 3),
     ("mnist_FSDP", *IMAGES, "--batch-size", 32),
     ("min_Join", *STEPS, "--least", 0, "--method", "weights"),

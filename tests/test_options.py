@@ -103,6 +103,10 @@ REFUSED = {
         --nproc 3 --tensor 3 --heads 4 | --heads 4 3 --tensor
         --nproc 2 --tensor 2 --length 31 | --length 31 2 --tensor
     """,
+    "min_Bitwise.py": """
+        --nproc 3 | --nproc 3
+        --nproc 4 --global-batch-size 6 | --global-batch-size 6 4
+    """,
     "min_CP.py": """
         --nproc 2 --heads 1 | --heads 1 2
         --nproc 3 --length 128 --attention all-gather | --length 128 3
@@ -286,7 +290,7 @@ FOLDERS = [  # where scripts save, and the name of a file there
     *[(f"min_{name}", "--checkpoint-dir", "") for name in ("FSDP", "FSDP_TP", "PP_FSDP_TP", "Muon")],
     ("mnist_FSDP", "--checkpoint-dir", ""),
     ("multigpu_torchrun", "--snapshot-path", "snapshot.pt"),
-    ("min_Stream", "--snapshot-path", "snapshot.pt"),
+    *[(script, "--snapshot-path", "snapshot.pt") for script in ("min_Bitwise", "min_Stream")],
     ("mnist_DDP", "--snapshot-path", "snapshot.pt"),
     *[(script, "--output", "model.pt") for script in ("mnist_DDP", "mnist_FSDP", "min_GRPO")],
 ]

@@ -1,0 +1,115 @@
+"""min_Bitwise.py: one checksum for any number of processes, also when it changes on the way, and for shards.
+
+test_equal.py has what all scripts that train the GPT promise. All here is float32.
+"""
+
+import functools
+import re
+from unittest import mock
+
+import pytest
+import torch
+import transformer
+from conftest import guards, run, slow
+
+import distributed as dist
+import gpt
+import min_Bitwise
+import min_FSDP_scratch
+
+SIZES = {"layers": 1, "width": 36, "heads": 3, "length": 33, "global_batch_size": 24, "lr": 0.01, "clip": 0.5}
+COUNTS = (1, 2, 4, 8)  # of 24 rows, 8 processes have 3
+
+
+def checksum(nprocs, steps, *more):
+    """What the command prints at its end."""
+    words = [str(word) for name, value in SIZES.items() for word in (f"--{name.replace('_', '-')}", value)]
+    command = ("min_Bitwise.py", "--nproc", nprocs, "--steps", steps, "--log-every", steps, *words, *more)
+    status, stdout, stderr = run(*command)
+    assert (status, stderr) == (0, "")
+    return re.fullmatch(r"checksum of the weights: (\d+)", stdout.splitlines()[-1])[1]
+
+
+@functools.cache
+def of_one_process(steps):
+    return checksum(1, steps)
+
+
+@pytest.mark.parametrize("nprocs", COUNTS[1:])
+def test_the_weights_of_any_number_of_processes_have_one_checksum(nprocs):
+    assert checksum(nprocs, 6) == of_one_process(6) != of_one_process(5)
+
+
+@pytest.mark.guard
+@pytest.mark.slow
+def test_bfloat16_has_one_checksum_too():
+    of_each = {checksum(nprocs, 6, "--bf16") for nprocs in COUNTS}
+    assert len(of_each) == 1 and of_each != {of_one_process(6)}
+
+
+@pytest.mark.guard
+@pytest.mark.slow
+def test_stopped_and_resumed_on_another_number_of_processes(tmp_path):
+    path = tmp_path / "run.pt"
+    for nprocs, steps in [(2, 2), (4, 3), (8, 4), (1, 6)]:
+        assert checksum(nprocs, steps, "--snapshot-path", path) == of_one_process(steps)
+
+
+# ---- shards ---------------------------------------------------------------------------------------------------------
+
+
+def reduce_scatter(part, vector, async_op):
+    """In place of the collective of min_FSDP_scratch.py."""
+    min_Bitwise.reduce_scatter_by_halves(part, vector)
+
+
+def mean_over_rows(zero, x, y):
+    """This rank's part of the gradients of each unit, by halves as sum_over_rows has it."""
+    if len(x) > 1:
+        half = len(x) // 2
+        first, second = mean_over_rows(zero, x[:half], y[:half]), mean_over_rows(zero, x[half:], y[half:])
+        return [(a + b) / 2 for a, b in zip(first, second, strict=True)]
+    gpt.loss_fn(zero(x), y).backward()
+    zero.finish_backward()
+    return [unit.own_grad.clone() for unit in zero.units]
+
+
+def train_shards(args):
+    """Each rank has every N-th row, because the rows of all ranks are summed first."""
+    zero = min_FSDP_scratch.ZeRO3(transformer.make_model(args))
+    optimizer = torch.optim.AdamW(zero.pieces(), lr=args.lr)
+    for step in range(args.steps):
+        x, y = gpt.batch(transformer.small_text()[0], step, args.global_batch_size, args.length, args.seed)
+        own = slice(dist.get_rank(), None, dist.get_world_size())
+        for unit, gradient in zip(zero.units, mean_over_rows(zero, x[own], y[own]), strict=True):
+            unit.own_grad.copy_(gradient)
+        optimizer.step()
+    for unit in zero.units:
+        unit.wait()
+    return min_Bitwise.checksum(zero.model)
+
+
+def train_copies(args):
+    model = transformer.make_model(args)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    min_Bitwise.train(model, optimizer, transformer.small_data(args), 0, args)
+    return min_Bitwise.checksum(model)
+
+
+def train_both(local_rank, world_size):
+    dist.init_process_group()
+    torch.set_num_threads(1)
+    options = {**SIZES, "global_batch_size": 8, "clip": 0, "snapshot_path": None}  # FSDP's norm is summed by shards
+    args = transformer.arguments(world_size, **options)
+    with mock.patch.object(min_FSDP_scratch, "reduce_scatter_single", reduce_scatter):
+        return train_shards(args), train_copies(args)
+
+
+@pytest.mark.parametrize("nprocs", [2, *guards(4), *slow(8)])
+def test_shards_have_the_bits_of_copies(nprocs):
+    """min_FSDP_scratch.py needs another reduce-scatter, one row in each backward, and an AdamW that is not fused.
+
+    On CPUs the fused one rounds the last elements of a tensor otherwise, and a shard may end anywhere.
+    """
+    of_shards, of_copies = dist.launch(train_both, nprocs=nprocs)
+    assert of_shards == of_copies
