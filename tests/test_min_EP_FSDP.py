@@ -43,7 +43,7 @@ def make_model(parallelize, args):
     model = gpt.make_meta_model(gpt.Config.from_args(args))
     parallelize(model, args)
     model.to_empty(device="cpu")
-    gpt.fill(model.named_parameters(), args.seed)
+    gpt.fill([*model.named_parameters(), *model.named_buffers()], args.seed)
     return model
 
 
