@@ -145,9 +145,10 @@ def measure_talk(nproc, small):
 
 def tokens_worker(local_rank, world_size, args, report):
     dist.init_process_group()
-    model = make_model(args)
+    model = gpt.make_meta_model(gpt.Config.from_args(args))
     min_EP.add_experts(model, args)
-    model.to(dist.get_device())
+    model.to_empty(device=dist.get_device())
+    gpt.fill([*model.named_parameters(), *model.named_buffers()], args.seed)
     shares = [{} for _ in model.blocks]
 
     class Counting(gpt.Progress):
@@ -168,7 +169,7 @@ def measure_tokens(nproc, small):
     experts = {"experts": 4 * nproc, "top": 2}
     results, losses = {}, {}
     for balance in (0.01, 0):
-        args = make_args(nproc, MARKS[1 if small else -1], balance=balance, **experts)
+        args = make_args(nproc, MARKS[1 if small else -1], balance="loss", balance_weight=balance, **experts)
         losses[f"balance {balance}"], *blocks = common.launch(tokens_worker, args, nprocs=nproc)
         results |= {f"balance {balance}: block {i + 1}": shares for i, shares in enumerate(blocks)}
     for name, shares in results.items():

@@ -20,7 +20,8 @@ import min_EP_FSDP
 
 
 def arguments(expert_parallel=1, **changes):
-    options = {"layers": 2, "experts": 4, "top": 2, "balance": 0.1, "idle": (), "expert_parallel": expert_parallel}
+    options = {"layers": 2, "experts": 4, "top": 2, "balance": "loss", "balance_weight": 0.1, "idle": ()}
+    options["expert_parallel"] = expert_parallel
     return transformer.arguments(global_batch_size=12, **{**options, **changes})
 
 
@@ -43,7 +44,7 @@ def make_model(parallelize, args):
     model = gpt.make_meta_model(gpt.Config.from_args(args))
     parallelize(model, args)
     model.to_empty(device="cpu")
-    gpt.fill(model.named_parameters(), args.seed)
+    gpt.fill([*model.named_parameters(), *model.named_buffers()], args.seed)
     return model
 
 
