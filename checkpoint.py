@@ -38,7 +38,7 @@ def atomic(path, instead=None):
 
     The new file has the mode of the old one. A kill or a power cut leaves the old file or the new one; a block that
     fails leaves the old one. A killed process also leaves the temporary file, `path.RANK.tmp`, which its next save
-    writes over. Two jobs must not save to one path. With `instead` the file of that name is replaced, as a trial.
+    writes over. Two jobs must not save to one path. To try out a save, `instead` names another file to replace.
     Raises DistributedError if the disk is full or refuses, or if `path` is write-protected, mounted, a folder or a
     device.
     """
@@ -83,7 +83,7 @@ def _become_like(target, file):
 def check_writable(option, path):
     """Before any training: make the folder of the file `path`. Raises SystemExit, naming `option`, if no save can work.
 
-    It does all that a save does, but that it replaces another file of the folder.
+    It does all that a save does, except that it replaces another file of the folder.
     """
     problem = _problem_of(path)
     if problem:
@@ -209,7 +209,8 @@ def _restore(parts, settings, snapshot, path):
         raise dist.DistributedError(f"{line}: save and load the same parts")
     before = _description(parts) | snapshot["settings"]  # older snapshots have no description
     for name in before | settings:
-        if json.dumps(before.get(name)) != json.dumps(settings.get(name)):  # NaN is not equal to NaN
+        old, new = before.get(name), settings.get(name)
+        if old != new and json.dumps(old) != json.dumps(new):  # as text, NaN is equal to NaN
             line = f"{path} was saved with {name} {before.get(name)}, not {settings.get(name)}"
             raise dist.DistributedError(f"{line}: use the same, or another path")
     try:
@@ -230,7 +231,8 @@ def _parts(model, optimizer, scheduler, more):
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, **more}
     if scheduler is None:
         del parts["scheduler"]
-    if any(hasattr(param, "to_local") for param in model.parameters()):
+    modules = [part for part in parts.values() if isinstance(part, nn.Module)]
+    if any(hasattr(param, "to_local") for module in modules for param in module.parameters()):
         raise dist.DistributedError("the model is sharded: use checkpoint_sharded.save and checkpoint_sharded.load")
     return {name: dist.unwrapped(part) for name, part in parts.items()}
 
@@ -238,7 +240,7 @@ def _parts(model, optimizer, scheduler, more):
 def _compare_types(part, saved):
     """Raise ValueError if a weight was saved in another type: load_state_dict would convert it."""
     for name, tensor in part.state_dict().items() if isinstance(part, nn.Module) else ():
-        if torch.is_tensor(tensor) and saved[name].dtype != tensor.dtype:
+        if torch.is_tensor(tensor) and saved.get(name, tensor).dtype != tensor.dtype:
             raise ValueError(f"{name} is {tensor.dtype}, and was {saved[name].dtype}")
 
 

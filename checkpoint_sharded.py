@@ -7,7 +7,7 @@
     first_step, best = checkpoint_sharded.load(folder, model, optimizer, best=math.inf)    # other values too
     checkpoint_sharded.save(folder, model, optimizer, step + 1, best=best)
 
-A `Saver` does the first two for a script with the options --checkpoint-dir, --save-every and --keep.
+A `Saver` loads and saves for a script with the options --checkpoint-dir, --save-every and --keep.
 
 The model may be sharded by fully_shard, split by tensor parallelism, a stage of a pipeline, wrapped in DDP, or plain.
 Each checkpoint is a folder `step-N`, which all machines must share. Any number of processes can load what any number
@@ -80,7 +80,9 @@ def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=Non
     """
     if step < 1 or (keep is not None and keep < 1):
         raise ValueError(f"step, the next one to run, and keep must be at least 1, got {step} and {keep}")
-    equal = {"settings": settings, "scheduler": scheduler and scheduler.state_dict(), **more}
+    json.dumps(settings)  # raises TypeError for what `load` could not compare
+    equal = {"settings": settings, "scheduler": scheduler and scheduler.state_dict()}
+    equal |= {f"the value {name}": value for name, value in more.items()}  # a parameter may have this name too
     dist.check_in_sync(model, *_as_list(optimizer), **equal)
     names = [name for name, _ in model.named_buffers()]
     if all(names == others for others in dist.gather_objects(names)):  # the stages of a pipeline have different ones
@@ -102,8 +104,9 @@ def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=Non
 def load(folder, model, optimizer, scheduler=None, settings=None, frozen=True, **more):
     """Restore the newest complete checkpoint on every rank. Returns its step, the next one to run.
 
-    With `more` it returns the step and the saved values of these names, in this order. Without a checkpoint it changes
-    nothing, and returns 0 and the given values. Every rank must call it, with arguments as in `save`. The optimizer
+    With `more` it returns the step and the saved values of these names, in this order. Give it dicts with the same
+    keys, and tensors of the same shapes, which are filled. Without a checkpoint it changes nothing, and returns 0 and
+    the given values. Every rank must call it, with arguments as in `save`. The optimizer
     gets the learning rate and all other options of the checkpoint. Raises DistributedError on every rank if the
     checkpoint cannot be read, is incomplete, has other `settings`, or does not match the model, its types, the
     optimizer and the scheduler.
@@ -193,8 +196,8 @@ def _compare_types(path, saved, weights):
     """Raise DistributedError if a weight was saved in another type: dcp would convert it."""
     error = None
     for name, weight in weights.items():
-        properties = getattr(saved.get(f"model.{name}"), "properties", weight)
-        if properties.dtype != weight.dtype:
+        properties = getattr(saved.get(f"model.{name}"), "properties", None)  # of a tensor
+        if properties and properties.dtype != weight.dtype:
             error = f"{path} was saved from another model: {name} was {properties.dtype}, and is {weight.dtype}"
     dist.raise_on_all(error)
 
@@ -204,7 +207,8 @@ def _compare_settings(path, settings):
     _run(dcp.load, path, state)
     saved = state["settings"][0]
     for name in saved | settings:
-        if json.dumps(saved.get(name)) != json.dumps(settings.get(name)):  # NaN is not equal to NaN
+        old, new = saved.get(name), settings.get(name)
+        if old != new and json.dumps(old) != json.dumps(new):  # as text, NaN is equal to NaN
             line = f"{path} was saved with {name} {saved.get(name)}, not {settings.get(name)}"
             raise dist.DistributedError(f"{line}: use the same, or another folder")
 

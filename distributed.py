@@ -293,7 +293,7 @@ def _units(model, blocks, min_num_params):
 def sync_params(params, src=0):
     """Copy each tensor of `params` from rank `src` to all ranks. The tensors may be on any device, and may be views.
 
-    Raises DistributedError on every rank if their number, shapes or types differ between ranks.
+    Raises DistributedError on every rank if their number, shapes or types differ, or which of them are trained.
     """
     params = list(params)
     if get_world_size() > 1:
@@ -312,21 +312,21 @@ def check_in_sync(model, /, *optimizers, **values):
 
     Call it on every rank, for example after each epoch, and once for each model, which may be None. With `optimizers`
     their options are compared for each parameter, such as the learning rate, and the parameters that they train outside
-    `model`. Further `values` are tensors, numbers, strings, and lists and dicts of these. Other types raise
-    DistributedError too. Of each tensor a checksum is compared, its shape and type, and whether it is trained. Of a
-    DTensor, the ranks that hold the same part compare it. Buffers are not compared. Ranks that hold different pipeline
-    stages may pass different models.
+    `model`. Further `values` are tensors, numbers, strings, and lists and dicts of these, under names that no parameter
+    has. Other types raise DistributedError too. Of each tensor a checksum is compared, its shape and type, and whether
+    it is trained. Of a DTensor, the ranks of its mesh that hold the same part compare it. Buffers are not compared.
+    Ranks that hold different pipeline stages may pass different models.
     """
     params = dict(unwrapped(model).named_parameters()) if model is not None else {}
     names = {param: name for name, param in params.items()}
     options, comparable = {}, int | float | str | tuple | torch.Tensor
-    for optimizer in optimizers:
-        groups = [(param, group) for group in optimizer.param_groups for param in group["params"]]
-        for i, (param, group) in enumerate(groups):
-            name = names.get(param, f"parameter {i} of the optimizer")
-            options[f"an option for {name}"] = {k: value for k, value in group.items() if isinstance(value, comparable)}
-            if param not in names:
-                values[name] = param
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    trained = [(param, group) for group in groups for param in group["params"]]
+    for i, (param, group) in enumerate(trained):
+        name = names.get(param, f"parameter {i} of the optimizer")
+        options[f"an option for {name}"] = {key: value for key, value in group.items() if isinstance(value, comparable)}
+        if param not in names:
+            values[name] = param
     values["the list of names"] = sorted(values)
     _compare([*params.items(), *values.items(), *options.items()])
 
@@ -347,7 +347,7 @@ def _compare(named, checksum=True):
 
 
 def _part(value):
-    """Which part of a DTensor this rank holds, as text. It is empty if no other rank holds the same part, or all do."""
+    """The part of a DTensor that this rank holds, as text. It is empty if all ranks hold it, or this one alone."""
     placements = getattr(value, "placements", ())
     shards = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     if len(shards) in (0, len(placements)):

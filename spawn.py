@@ -12,6 +12,7 @@ instance those started with `start_new_session=True`. It needs Linux.
 
 import contextlib
 import ctypes
+import fcntl
 import importlib
 import io
 import multiprocessing
@@ -22,6 +23,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from multiprocessing import connection
 from multiprocessing import spawn as mp_spawn
@@ -48,7 +50,8 @@ def run_processes(worker_fn, args, nprocs, tolerate_killed=False):
     is_importable = os.path.isfile(script) and os.path.basename(script) != "__main__.py"
     if not is_importable and any(getattr(each, "__module__", None) == "__main__" for each in (worker_fn, *args)):
         raise SystemExit("launch needs a script: new processes import worker_fn from a .py file other than __main__.py")
-    del main["authkey"]  # it cannot be sent
+    # The key cannot be sent. Without the method, a worker may still choose how it starts processes of its own.
+    del main["authkey"], main["start_method"]
     job = pickle.dumps((worker_fn, args))  # a copy for each: multiprocessing would share the tensors in it
     store = start_store()
     channel, servers_end = multiprocessing.Pipe()
@@ -67,7 +70,7 @@ def start_server(environment, *ends):
     """Start a process that calls `_serve` with its ends of the pipes, and close them here."""
     fds = [end.fileno() for end in ends]
     # It imports from where this process does. With `-c` alone it would import from the working folder too.
-    code = f"import sys; sys.path[:] = {sys.path}; import spawn; spawn._serve(*{fds})"
+    code = f"import sys; sys.path[:] = {list(map(str, sys.path))}; import spawn; spawn._serve(*{fds})"
     command = [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code]
     # Ctrl-C is for the launcher, so the session is a new one.
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, env=environment, start_new_session=True)
@@ -101,26 +104,26 @@ def _environment(nprocs, port):
 def _wait(channel, reports, tolerate_killed):
     """Wait until all workers have reported. Raises the failure that came first; returns rank 0's value.
 
-    A worker that dies closes its pipe before its sockets, and its peers fail after that. So where a pipe has ended
-    without a report, that worker is the cause of each failure that can be read at the same time.
+    The end of a process closes its pipe before its sockets, see `_serve`, and its peers fail after that. So where a
+    pipe has ended without a report, that worker is the cause of each failure that can be read at the same time.
     """
     value, waiting = None, {report: rank for rank, report in enumerate(reports)}
     while waiting:
         connection.wait(waiting)
-        failures = []
+        failures = {}  # by the time at which they were reported
         for report in connection.wait(waiting, timeout=0):  # all that can be read by now
             rank = waiting.pop(report)
             try:
-                failure, result = report.recv()
-            except EOFError:
+                seconds, failure, result = report.recv()
+            except (EOFError, OSError):
                 _check_exit(rank, channel, tolerate_killed)
                 continue
             if failure:
-                failures.append(failure)
+                failures[seconds] = failure
             elif result:
                 value = torch.load(io.BytesIO(result), map_location="cpu", weights_only=False)
         if failures:
-            raise failures[0]
+            raise failures[min(failures)]
     return value
 
 
@@ -140,7 +143,11 @@ def _check_exit(rank, channel, tolerate_killed):
 def _serve(*fds):
     """Fork the workers, tell the launcher how they have ended, and end them when the launcher ends."""
     sys.stdout.reconfigure(line_buffering=True)  # nothing printed is lost when another rank's failure ends a worker
-    channel, *reports = map(connection.Connection, fds)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # were it ignored, the exit codes of workers would be lost
+    # Commands that a worker starts do not inherit these, and Linux closes the highest of a process first.
+    channel, *reports = [connection.Connection(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 256)) for fd in fds]
+    for fd in fds:
+        os.close(fd)
     preloaded, main, job = channel.recv()
     for name in preloaded:
         importlib.import_module(name)
@@ -154,7 +161,7 @@ def _serve(*fds):
         os.setpgid(pid, pid)
         report.close()
         pids.append(pid)
-    with contextlib.suppress(EOFError, ConnectionResetError):  # the launcher has closed its end
+    with contextlib.suppress(EOFError, ConnectionError):  # the launcher has closed its end
         while True:
             pid = pids[channel.recv()]
             end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -172,6 +179,7 @@ def _work(rank, report, main, job):
     os.setpgid(0, 0)  # its children are in this group too. The server does the same, whoever comes first
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends if the server does
     os.register_at_fork(after_in_child=report.close)  # the pipe ends with this process, and not with its children
+    torch.set_num_threads(torch.get_num_threads())  # the threads that the server may have are not in a fork
     # Each rank draws numbers of its own, unless the script has a seed at its top level.
     torch.seed()
     if "numpy.random" in sys.modules:
@@ -192,7 +200,8 @@ def _work(rank, report, main, job):
         failure = SystemExit(message) if error.code else None
     except BaseException:
         failure = ProcessRaisedException(f"rank {rank} raised:\n\n{traceback.format_exc()}", rank, os.getpid())
-    sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):  # stdout is closed
+        sys.stdout.flush()
     with contextlib.suppress(BrokenPipeError):  # the launcher has ended
-        report.send((failure, result.getvalue()))
+        report.send((time.monotonic(), failure, result.getvalue()))
     os._exit(0)

@@ -31,6 +31,7 @@ def serve(environment, outputs, ends):
         output.close()
     os.environ.clear()
     os.environ.update(environment)
+    multiprocessing.set_start_method(None, force=True)  # as in a new process
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch has read the variable before
     spawn._serve(*[end.fileno() for end in ends])
 

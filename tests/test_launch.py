@@ -327,14 +327,21 @@ def test_a_rank_that_exits_because_of_its_peer_is_not_the_cause():
         dist.launch(exit_after_the_peers_failure, nprocs=2)
 
 
-def die_silently(local_rank, world_size):
+def end_first(local_rank, world_size, how):
     dist.init_process_group()
     if local_rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+        how()
     dist.barrier()  # the others fail
 
 
-def test_a_rank_that_died_is_the_cause_although_its_peers_reports_are_read_at_the_same_time(monkeypatch):
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        (partial(signal.raise_signal, signal.SIGKILL), ProcessExitedException, "^rank 2 was killed by SIGKILL$"),
+        (partial(sys.exit, "the cause"), SystemExit, "^the cause$"),
+    ],
+)
+def test_the_first_is_the_cause_although_its_peers_reports_are_read_at_the_same_time(how, error, message, monkeypatch):
     """The launcher looks after all three have ended, and reads the pipes in the order of the ranks."""
     wait = spawn.connection.wait
     monkeypatch.setattr(spawn.connection, "wait", lambda pipes, timeout=None: all(map(wait_for, pipes)) and wait(pipes))
@@ -342,8 +349,31 @@ def test_a_rank_that_died_is_the_cause_although_its_peers_reports_are_read_at_th
     def wait_for(pipe):
         return wait([pipe])
 
-    with pytest.raises(ProcessExitedException, match=r"^rank 2 was killed by SIGKILL$"):
-        dist.launch(die_silently, nprocs=3)
+    with pytest.raises(error, match=message):
+        dist.launch(end_first, how, nprocs=3)
+
+
+def die_beside_a_command(local_rank, world_size):
+    if local_rank == 1:
+        os.system("sleep 600 &")  # it inherits what is inheritable
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def test_a_death_is_noticed_while_a_command_of_the_dead_runs():
+    begin = time.monotonic()
+    with pytest.raises(ProcessExitedException, match=r"^rank 1 was killed by SIGKILL$"):
+        dist.launch(die_beside_a_command, nprocs=2)
+    assert time.monotonic() - begin < 60
+
+
+def close_stdout(local_rank, world_size):
+    with open(os.devnull, "w") as sys.stdout:
+        return "the value"
+
+
+def test_a_closed_stdout_loses_no_result():
+    assert dist.launch(close_stdout, nprocs=2) == "the value"
 
 
 def leave_a_child_behind(local_rank, world_size, marks):

@@ -277,7 +277,8 @@ def test_from_ddp_to_fsdp(tmp_path, run_in):
     for nprocs, epochs in ((1, (20,)), (2, (4, 20))):
         out = ""
         for n in epochs:
-            out += run_in(f"fsdp_{nprocs}_{n}", source.replace("epoch < 20", f"epoch < {n}"), "main", nprocs)
+            with float64():
+                out += run_in(f"fsdp_{nprocs}_{n}", source.replace("epoch < 20", f"epoch < {n}"), "main", nprocs)
         losses[nprocs] = dict(re.findall(r"^epoch (\d+) of rank 0: (.*)$", out, re.M))
         best[nprocs] = torch.load("best.pt", weights_only=True)
         shutil.rmtree("checkpoints")
