@@ -20,6 +20,7 @@ noticed. Parts of a checkpoint are pickles, so load only folders that you trust.
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
+import functools
 import json
 import os
 import shutil
@@ -61,13 +62,13 @@ def check_folder(option, folder):
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as path:
-            _run(dcp.save, Path(path), {"step": 0}, storage_writer=_Writer(path), no_dist=True)
+            _run("save", Path(path), dcp.save, {"step": 0}, storage_writer=_Writer(path), no_dist=True)
     except (OSError, dist.DistributedError) as error:
         line = f"{option}: cannot write to {folder or repr('')}: {getattr(error, 'strerror', error)}"
         raise SystemExit(line) from None
 
 
-def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=None, frozen=True, **more):
+def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=None, frozen=True, group=None, **more):
     """Write `folder`/step-N, where N is `step`, the next step to run, at least 1. Every rank must call it.
 
     `optimizer` is an optimizer, or a list of optimizers of different parameters. `settings` is a dict of options that a
@@ -77,6 +78,10 @@ def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=Non
     lists and dicts of these. The buffers become rank 0's on all ranks, as in DDP. Raises DistributedError on every rank
     if what should be equal differs between ranks, if a rank cannot write, or if machines do not share the folder. What
     a failed save has written is deleted.
+
+    With `group`, a gloo group of all ranks that nothing else uses, it returns once the state is copied to the CPU, and
+    threads write behind the next steps. It returns a function that waits until the checkpoint is complete. Call that on
+    every rank, before the next save and at the end: it raises what went wrong. A kill before leaves the old checkpoint.
     """
     if step < 1 or (keep is not None and keep < 1):
         raise ValueError(f"step, the next one to run, and keep must be at least 1, got {step} and {keep}")
@@ -92,13 +97,20 @@ def save(folder, model, optimizer, step, scheduler=None, settings=None, keep=Non
         _delete(path)
     dist.barrier()
     state = _state(model, optimizer, scheduler, settings, frozen, more)
-    _run(dcp.save, path, state, storage_writer=_Writer(path))
-    error = f"rank {dist.get_rank()} does not see {path}, as rank 0 does: all machines must share the folder"
-    dist.raise_on_all(None if (path / ".metadata").exists() else error)
-    if keep is not None and dist.is_primary():
-        others = [other for other in _steps(folder) if other != step]  # may be higher ones, of an earlier run
-        for other in [*others, step][:-keep]:
-            _delete(path.with_name(f"step-{other}"))
+
+    def complete(function, *args, **kwargs):
+        _run("save", path, function, *args, **kwargs)
+        error = f"rank {dist.get_rank()} does not see {path}, as rank 0 does: all machines must share the folder"
+        dist.raise_on_all(None if (path / ".metadata").exists() else error)
+        if keep is not None and dist.is_primary():
+            others = [other for other in _steps(folder) if other != step]  # may be higher ones, of an earlier run
+            for other in [*others, step][:-keep]:
+                _delete(path.with_name(f"step-{other}"))
+
+    if group is None:
+        return complete(dcp.save, state, checkpoint_id=path, storage_writer=_Writer(path))
+    written = dcp.async_save(state, checkpoint_id=path, storage_writer=_Writer(path), process_group=group)
+    return functools.partial(complete, written.result)
 
 
 def load(folder, model, optimizer, scheduler=None, settings=None, frozen=True, **more):
@@ -122,7 +134,7 @@ def load(folder, model, optimizer, scheduler=None, settings=None, frozen=True, *
     _compare_settings(path, state["settings"][0])
     _compare_types(path, saved, state["model"])
     planner = dcp.DefaultLoadPlanner()
-    _run(dcp.load, path, state, planner=planner)  # into the tensors of the model and the optimizer
+    _run("load", path, dcp.load, state, checkpoint_id=path, planner=planner)  # into the tensors of both
     _refuse_unknown(path, set(saved), planner.state_dict)
     if state["groups"] != groups:
         line = f"{path} was saved with other parameters in a group of the optimizer"
@@ -167,18 +179,18 @@ class _Writer(dcp.FileSystemWriter):
             raise (failure.__context__ or failure) from None
 
 
-def _run(function, path, state, **kwargs):
-    """Run dcp.save or dcp.load on every rank. Raises DistributedError on every rank if one of them fails."""
+def _run(verb, path, function, *args, **kwargs):
+    """Call a function of dcp on every rank, to "save" or "load". If it fails, raises DistributedError on every rank."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process, where it is right
-            function(state, checkpoint_id=path, **kwargs)
+            function(*args, **kwargs)
     except CheckpointException as failure:
-        if function is dcp.save and dist.is_primary():
+        if verb == "save" and dist.is_primary():
             _delete(path)  # all ranks have ended their part
         cause, _ = failure.failures[min(failure.failures)]
         cause = " ".join(f"{type(cause).__name__}: {cause}".split())[:300]
-        raise dist.DistributedError(f"cannot {function.__name__} {path}: {cause}") from None
+        raise dist.DistributedError(f"cannot {verb} {path}: {cause}") from None
 
 
 def _read_index(path):
@@ -204,7 +216,7 @@ def _compare_types(path, saved, weights):
 
 def _compare_settings(path, settings):
     state = {"settings": ()}
-    _run(dcp.load, path, state)
+    _run("load", path, dcp.load, state, checkpoint_id=path)
     saved = state["settings"][0]
     for name in saved | settings:
         old, new = saved.get(name), settings.get(name)

@@ -637,7 +637,7 @@ def set_defaults(args):
 def main_worker(local_rank, world_size, args):
     # While rank 0 downloads and writes, the others wait. fully_shard needs a group of one process for mixed precision.
     dist.init_process_group(timeout=datetime.timedelta(hours=4), even_alone=True)
-    watch.start()  # if the job stands still, one line says where each rank stands
+    watch.start()  # if the job hangs, one line says where each rank stands
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
     if not dist.is_primary():
         transformers.utils.logging.set_verbosity_error()  # rank 0 loads, and may warn of tokens or rotary positions

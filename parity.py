@@ -20,7 +20,7 @@ limit belongs to the lowest type that computes: see `LIMITS`. docs/parity.md say
 The exit status is 0 if the runs are equal, 1 if they are not, and 2 if they could not be compared.
 
 `Recorder` writes the steps of each rank into a file, and `first_difference` gives the verdict. This file is complete.
-If parity_why.py lies beside it, the likely cause is named too. With watch.py, a job that stands still is ended early.
+If parity_why.py lies beside it, the likely cause is named too. With watch.py, a job that hangs is ended early.
 """
 
 import argparse

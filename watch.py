@@ -1,4 +1,4 @@
-"""Where does each rank stand? If the job stands still, one line on stderr names the place of every rank.
+"""Where does each rank stand? If the job hangs, one line on stderr names the place of every rank.
 
     torch.distributed.init_process_group()
     watch.start()  # on every rank
@@ -8,11 +8,11 @@
 Ranks in different places have called different collectives, and each waits for the other. It works for every call that
 waits: a collective, DDP's backward, a copy from a GPU to the CPU, a DataLoader. The job continues in any case, for
 example if rank 0 computes for long while the others wait. Set WATCH_SECONDS to another number of seconds than 30. The
-line comes up to half as many seconds later, when all ranks that stand still have said so.
+line comes up to half as many seconds later, when all ranks that hang have said so.
 
 This file needs only torch, so it can be copied into any script that torchrun starts. In each process a sleeping thread
 looks every second or two whether the main thread is in another line, has computed, or has called a collective. Only a
-rank that stands still uses the job's store.
+rank that hangs uses the job's store.
 """
 
 import contextlib
@@ -73,11 +73,11 @@ def _watch(thread, store, rank, world_size, stop):
             before, work_before = place, work
 
 
-# ---- what a rank does while it stands still -----------------------------------------------------------------------
+# ---- what a rank does while it hangs -----------------------------------------------------------------------
 
 
 class Standstill:
-    """One rank asks where all ranks stand. Those that stand still answer. One of these tells the answers.
+    """One rank asks where all ranks stand. Those that hang answer. One of these tells the answers.
 
     A question is a number in the store. An answer to an older question does not count: its rank may have moved on, left
     the group or ended since.

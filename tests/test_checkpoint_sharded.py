@@ -484,6 +484,35 @@ def test_the_newest_are_kept():
     assert checkpoint_sharded.load(folder, *parts) == 11
 
 
+@on_two_processes
+def test_a_save_behind_the_next_steps_has_the_state_of_its_call():
+    """It is complete when its function returns, equals a save that waits, and its errors are raised there."""
+    group = torch.distributed.new_group(backend="gloo")
+    for mode in (group, None):
+        parts = make_parts("AdamW")
+        train(*parts, 0, 1)
+        path = Path(f"runs {mode is None}").absolute()
+        checkpoint_sharded.save(path, *parts[:2], 1)
+        train(*parts, 1, 2)
+        wait = checkpoint_sharded.save(path, *parts[:2], 2, keep=1, group=mode, counter=2)
+        train(*parts, 2, 4)  # while it is written
+        if mode is not None:
+            wait()
+        dist.barrier()
+        assert os.listdir(path) == ["step-2"]
+        expected = make_parts("AdamW")
+        train(*expected, 0, 2)
+        parts = make_parts("AdamW", seed=1)
+        assert checkpoint_sharded.load(path, *parts[:2], counter=0) == (2, 2)
+        assert_equal(state_of(*parts[:2]), state_of(*expected[:2]))
+    with mock.patch.object(FileSystemWriter, "write_data", disk_full):
+        wait = checkpoint_sharded.save(path, *parts[:2], 3, keep=1, group=group)
+        line = agreed_message(wait)
+    assert line == f"cannot save {path}/step-3: OSError: [Errno 28] No space left on device"
+    dist.barrier()
+    assert os.listdir(path) == ["step-2"]
+
+
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 KILLS = {  # the rank, how it is killed in the save of step 2, and the newest complete checkpoint
     "before the data": (1, (f"{FILESYSTEM}._write_files_from_queue",), 1),
@@ -497,14 +526,18 @@ KILLS = {  # the rank, how it is killed in the save of step 2, and the newest co
 }
 
 
-def killed_worker(local_rank, world_size, folder, rank, how):
+def killed_worker(local_rank, world_size, folder, rank, how, behind):
     dist.init_process_group()
+    group = torch.distributed.new_group(backend="gloo") if behind else None
     parts = make_parts("AdamW")
     train(*parts, 0, 1)
     checkpoint_sharded.save(folder, *parts[:2], 1)
     train(*parts, 1, 2)
     with killed_in(*how) if local_rank == rank else contextlib.nullcontext():
-        checkpoint_sharded.save(folder, *parts[:2], 2, keep=1)
+        wait = checkpoint_sharded.save(folder, *parts[:2], 2, keep=1, group=group)
+        if behind:
+            train(*parts, 2, 3)
+            wait()
 
 
 def survivors_worker(local_rank, world_size, folder):
@@ -524,8 +557,9 @@ def survivors_worker(local_rank, world_size, folder):
 
 @pytest.mark.guard
 @pytest.mark.slow
-def test_kill_in_a_save(tmp_path):
+@pytest.mark.parametrize("behind", [False, True])
+def test_kill_in_a_save(behind, tmp_path):
     for moment, (rank, how, _) in KILLS.items():
         with pytest.raises(ProcessExitedException, match=f"rank {rank} was killed by SIGKILL"):
-            dist.launch(killed_worker, str(tmp_path / moment), rank, how, nprocs=2)
+            dist.launch(killed_worker, str(tmp_path / moment), rank, how, behind, nprocs=2)
     dist.launch(survivors_worker, str(tmp_path), nprocs=2)
