@@ -1,4 +1,4 @@
-"""Get the same weights, in every bit, from any number of processes: the minimum working example of a fixed sum order.
+"""Get the same weights, in every bit, on 1, 2, 4 or 8 processes: the minimum working example of a fixed sum order.
 
 Sums of floats depend on their order. Here the order is a binary tree over the rows of the global batch, whichever
 process has them. For 8 rows, where g_i is the gradient of the loss of row i:
@@ -11,7 +11,8 @@ process has them. For 8 rows, where g_i is the gradient of the loss of row i:
                    '-------+-------'              inside         between both   between pairs of neighbours
 
 Each row is a micro-batch by itself, so kernels see the same shapes for any N. A process sums its rows by halves. Then
-the processes sum by pairs, nearest first. This is a reduce-scatter: each hop sends half as much as the one before.
+pairs of processes sum, nearest first. This is a reduce-scatter: each hop sends half as much as the one before. An
+all-gather then copies the sums to all processes.
 
 Choose it to tell a mistake from rounding when the number of processes changes, and to resume unnoticed on another
 number. N must be a power of two, and divide the batch. min_DDP.py is equal up to rounding, for any N, and faster where
@@ -70,20 +71,20 @@ def sum_over_ranks(vector):
     padded = F.pad(vector, (0, -len(vector) % dist.get_world_size()))
     part = padded.new_empty(len(padded) // dist.get_world_size())
     reduce_scatter_by_halves(part, padded)
-    all_gather_single(padded, part)  # it only copies
+    all_gather_single(padded, part)  # copies, so no bit changes
     return padded[: len(vector)]
 
 
 def reduce_scatter_by_halves(part, vector):
-    """Fill `part` with this rank's part of the sum of `vector` over all ranks: part r of N equal ones, for rank r."""
+    """Sum `vector` over all ranks. Rank r gets part r of N equal parts of the sum, in `part`."""
     rank = dist.get_rank()
     parts = vector.view(dist.get_world_size(), -1)
     distance = 1  # to the other rank of the pair
     while len(parts) > 1:
         bit = rank // distance % 2
-        own, given = parts[bit::2], parts[1 - bit :: 2]  # those of the ranks that agree with this one in this bit
+        own, given = parts[bit::2], parts[1 - bit :: 2]  # the parts of ranks with this rank's bit, and with the other
         received = exchange(given.contiguous(), rank ^ distance)
-        parts = own + received
+        parts = own + received  # a sum of two has the same bits in either order
         distance *= 2
     part.copy_(parts[0])
 

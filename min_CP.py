@@ -21,7 +21,7 @@ There can be no more processes than heads.
 for any number of processes, but the process with the last piece has the most work: its queries attend to all pieces.
 
 Choose this script when one sequence with its activations does not fit on one device. With more processes than heads, or
-slow links and long sequences, choose min_CP_ring.py, which sends more bytes, but while attention is computed.
+slow links and long sequences, choose min_CP_ring.py. It sends more bytes, but while attention computes.
 
 Cost per process, for P float32 parameters, L layers of width D, B sequences of T bytes, N processes: 16·P bytes, as
 with DDP, and 1/N of the activations. Each step sends DDP's 2·(N-1)/N · 4·P bytes. Attention, forward and backward,
@@ -76,7 +76,7 @@ class AllToAll(torch.autograd.Function):
 
 def all_gather(q, k, v):
     kv = torch.stack([k, v])  # (2, batch, heads, piece, head width)
-    sent = kv.expand(dist.get_world_size(), *kv.shape).contiguous()  # a copy for each rank; their gradients are summed
+    sent = kv.expand(dist.get_world_size(), *kv.shape).contiguous()  # one copy per rank; backward sums their gradients
     pieces = AllToAll.apply(sent)  # keys and values of all ranks: (ranks, 2, batch, heads, piece, head width)
     k, v = torch.cat(pieces.unbind(), dim=3)  # each (batch, heads, length, head width), in the order of the sequence
     piece = q.shape[2]

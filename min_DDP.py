@@ -47,11 +47,11 @@ def main_worker(local_rank, world_size, args):
     sampler = dist.data_sampler(dataset, distributed=True, shuffle=True, seed=args.seed)  # this rank's share
     loader = DataLoader(dataset, args.batch_size, sampler=sampler, pin_memory=device.type != "cpu")
 
-    # Each rank draws its own dropout, if your model has dropout. The weights are equal anyway: DDP copies rank 0's.
+    # Each rank has its own seed, so that dropout differs between ranks. DDP copies rank 0's weights to all ranks.
     torch.manual_seed(args.seed + dist.get_rank())
     model = DummyModel().to(device)
-    # DistributedDataParallel averages the gradients in backward. Bucket views save a copy of all gradients. But a
-    # gradient that is kept is then overwritten by the next backward.
+    # DDP averages the gradients in backward. With bucket views each gradient is a view of what is sent, which saves a
+    # second copy of them. Clone a gradient that you keep: the next backward overwrites it.
     ddp_model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
 
@@ -63,7 +63,7 @@ def main_worker(local_rank, world_size, args):
         loss, hits, n = train_epoch(ddp_model, loader, optimizer, device)
         dist.print_primary(f"Finish epoch {epoch + 1} - acc: {hits / n:.4f} ({hits}/{n}) - loss: {loss:.4f}")
 
-    # Not `ddp_model`: DDP may communicate in each forward pass, and some ranks have fewer batches. A real run evaluates
+    # Not `ddp_model`: DDP may communicate in forward, and would hang if a rank has fewer batches. A real run evaluates
     # on a test set.
     correct = evaluate(model, dataset, args.batch_size, device)
     n = len(dataset)

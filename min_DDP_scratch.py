@@ -21,7 +21,7 @@ ring reduces a bucket as soon as its gradients are there, while backward compute
     ring                    | bucket 0 | bucket 1 | bucket 2 | bucket 3 |  step
 
 Read this script to learn what DDP does (arXiv:2006.15704). To train, choose min_DDP.py: DDP needs no `wait` in the
-loop, and keeps buffers equal. Here each parameter needs a gradient in each step, and all have one type.
+loop, and sends rank 0's buffers. Here each parameter needs a gradient in each step, and all have one dtype.
 
 Cost per process, for P float32 parameters on N processes: 16·P bytes (parameters 4, gradients 4, AdamW 8), and a bucket
 more while its gradients are copied. Each step sends 2·(N-1)/N · 4·P bytes, so less than twice the gradients for any N.
@@ -162,13 +162,13 @@ class BackgroundThread:
 
 
 class BackgroundStream:
-    """The same on a GPU, on a second stream. `wait` lets the current stream wait for it, and not the host."""
+    """The same on a GPU, on a second stream. `wait` makes the current stream wait, and the host continues."""
 
     def __init__(self):
         self.stream = torch.Stream(dist.get_device())
 
     def start(self, function, *args):
-        self.stream.wait_stream(torch.accelerator.current_stream())  # which computes the gradients
+        self.stream.wait_stream(torch.accelerator.current_stream())  # the current stream computes the gradients
         with self.stream:
             function(*args)
 

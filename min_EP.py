@@ -24,7 +24,7 @@ sends parameters instead of tokens. min_EP_FSDP.py does both.
 
 Cost per process, for S shared float32 parameters and X of experts, L layers of width D, B sequences of T bytes: memory
 16·(S + X/N) bytes. Sent in each step 2·(N-1)/N · 4·S bytes for the shared gradients, and (N-1)/N · 16·L·top·D·B·T/N for
-the tokens if all experts are used evenly, or N/2 times as much if all tokens are routed to one process.
+the tokens if all experts are used evenly. If all tokens are routed to one process, it sends N/2 times as much.
 
     python min_EP.py --nproc 2                          # two processes; without --nproc, all GPUs
     python min_EP.py --nproc 4 --experts 64 --top 4 --balance bias
@@ -42,9 +42,9 @@ import options
 
 
 class MixtureOfExperts(nn.Module):
-    """Stands in the place of an MLP. `ranks`, by default all, split the experts: the one in place p holds `n_held`.
+    """Replaces an MLP. The ranks in the list `ranks`, by default all, split the experts evenly.
 
-    They are numbers p · n_held and following, and `group` is the group of these ranks.
+    ranks[p] holds `n_held` experts, from number p · n_held on. `group` is the process group of `ranks`.
     forward also sets `tokens_per_expert`, (experts,), of all ranks, and `balance_loss`.
     """
 
@@ -90,7 +90,7 @@ class MixtureOfExperts(nn.Module):
         results = all_to_all(results, n_received, n_sent, self.group)  # as `rows`
 
         # Weighted sum: y = Σ_k p_k E_k(x).
-        inverse = order.argsort()  # undoes the sorting: row order[i] went to place i
+        inverse = order.argsort()  # the inverse permutation: it undoes the sorting
         results = results[inverse].view(*chosen.shape, -1)  # (tokens, top, width)
         return (weights[..., None] * results).sum(dim=1).view_as(x)
 
@@ -128,7 +128,7 @@ def add_experts(model, args, ranks=None, group=None):
 
 
 def move_biases(model, step):
-    """Let experts with more tokens than the mean of all be chosen less by the next batch, and the others more."""
+    """Lower the bias of each expert with more tokens than the mean, and raise it for each expert with fewer."""
     for block in model.blocks:
         counts = block.mlp.tokens_per_expert
         block.mlp.bias += step * torch.sign(counts.sum() - len(counts) * counts)

@@ -10,9 +10,9 @@ again. Then each process receives its shard of the gradients, averaged over all 
 
 On GPUs the network works while the previous block computes, as drawn. On the CPU each block waits for its parameters.
 
-Choose it if parameters, gradients and Adam's state do not fit into one device. If they do, min_DDP.py sends a third
-less. If only Adam's state does not fit, min_ZeRO.py shards just that and sends as little as DDP. min_FSDP_scratch.py
-shows what `fully_shard` does inside.
+Choose it if parameters, gradients and Adam's state do not fit into one device. If they fit, choose min_DDP.py, which
+sends a third less. If only Adam's state does not fit, min_ZeRO.py shards just that and sends as little as DDP.
+min_FSDP_scratch.py shows what `fully_shard` does inside.
 
 Cost per process, for P float32 parameters on N processes: 16·P/N bytes between two steps (parameters 4, gradients 4,
 AdamW 8); with DDP 16·P. While a block computes, up to 20 bytes more for each of its parameters: the block and its
@@ -60,7 +60,7 @@ def make_model(args):
 
 
 def make_sharded_model(args):
-    """A sharded model with rank 0's weights. No other rank ever holds it whole, and rank 0 only in the CPU's memory.
+    """A sharded model with rank 0's weights. Only rank 0 ever holds the whole model, and only in the CPU's memory.
 
     In a single process it is the plain model.
     """

@@ -15,8 +15,8 @@ fastest links. Neighbours along `shard` hold different parts of the model. Repli
 
 - replicate x shard (HSDP): choose it when the processes of one machine hold the model easily. Machines then exchange
   only the gradients of a shard, once per step. min_FSDP.py over all machines would gather every layer across them.
-- shard x tensor: choose it when min_FSDP.py has more processes than the batch has sequences, or when the activations
-  of one sequence do not fit. With replicas too: on many machines.
+- shard x tensor: choose it when you have more processes than the batch has sequences, or when the activations of one
+  sequence do not fit. On many machines, add replicas.
 
 Cost per process, for P float32 parameters and the a = 4·batch·length·width/(replicate·shard) bytes that leave a block:
     memory    16·P/(shard·tensor) bytes (parameters 4, gradients 4, AdamW 8; tensor does not split norms). While a block
@@ -64,7 +64,7 @@ def parallelize(model, args):
         silence_false_alarms()
     fsdp_mesh = mesh["shard"]
     if args.replicate > 1:
-        fsdp_mesh = mesh["replicate", "shard"]  # HSDP: along its first dimension FSDP averages gradients, as DDP does
+        fsdp_mesh = mesh["replicate", "shard"]  # HSDP: all-reduce along the first dimension, shard along the second
     policy = MixedPrecisionPolicy()
     if args.bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)  # as in min_FSDP.py
@@ -139,7 +139,7 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     share = dist.get_rank() // args.tensor  # tensor neighbours, whose ranks are consecutive, take the same one
-    gpt.start(args, share)
+    gpt.start(args, share)  # a seed for each share, so tensor neighbours draw the same
     data = gpt.Data(args, share=(share, args.replicate * args.shard))
     mesh = f"replicate {args.replicate} x shard {args.shard} x tensor {args.tensor}"
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {mesh}")

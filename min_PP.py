@@ -12,7 +12,7 @@ processes and M = 4, F1 is the forward of micro-batch 1, B1 its backward, and th
              rank 1    . F0 F1  . B0 F2 B1 F3 B2  . B3  .
              rank 2    .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
 
-Both are idle for (N-1)/(M+N-1) of a step. GPipe keeps the activations of all M micro-batches, 1F1B of at most N. The
+Both are idle for (N-1)/(M+N-1) of a step. GPipe keeps activations of all M micro-batches, 1F1B those of at most N. The
 other schedules have two stages in each process and a smaller bubble. With N = 3, the six stages are on these ranks:
 
     Interleaved1F1B        0 1 2 0 1 2   waits for (N-1)/(2·M+N-1) of a step
@@ -89,7 +89,7 @@ class Pipeline:
         n_stages = len(ranks)
         device = dist.get_device()
         self.stages = {}
-        parts = []  # a part is a stage that also sends and receives
+        parts = []  # torch's PipelineStage around each stage: it sends and receives
         for i in range(n_stages):
             if ranks[i] == self.group.rank():
                 stage = Stage(model, i * args.layers // n_stages, (i + 1) * args.layers // n_stages)
@@ -146,7 +146,7 @@ class Pipeline:
 
     @torch.enable_grad()
     def evaluate(self, x, y):
-        """As `step`: the next `zero_grad` discards the gradients.
+        """Runs `step`, with its backward: the next `zero_grad` discards the gradients.
 
         The schedules have an `eval`, but it fails if two stages in a row share a process (torch 2.15).
         """
@@ -164,7 +164,7 @@ def stage_ranks(schedule, n_ranks):
 
 
 def remove_layers_without_memory(model):
-    """Remove the layers of other processes. The others keep their names, so a checkpoint fits every mesh."""
+    """Remove the layers of other processes. The remaining layers keep their names, so a checkpoint fits every mesh."""
     for parent in (model.blocks, model):
         for name, child in list(parent.named_children()):
             if all(param.is_meta for param in child.parameters()):
@@ -196,7 +196,7 @@ def train(pipeline, optimizer, data, args):
 def clip_gradients(pipeline, max_norm):
     """As nn.utils.clip_grad_norm_, by the norm over all stages. It counts a tied weight once."""
     params = list(pipeline.model.parameters())
-    counted = dict.fromkeys(params)  # in an order
+    counted = dict.fromkeys(params)  # an ordered set
     if pipeline.copies and pipeline.model.head is not None:
         del counted[pipeline.model.head.weight]
     norm = nn.utils.get_total_norm([param.grad for param in counted if param.grad is not None])

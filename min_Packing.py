@@ -52,7 +52,7 @@ TOKENS, POSITIONS, DOCUMENT_IDS, TARGETS = range(4)  # the second dimension of a
 
 
 def backward(model, micro_batches):
-    """Leave the gradients of the global batch on every rank. Returns this process's `loss_of` all its micro-batches."""
+    """Leave the global batch's gradients on every rank. Returns the sum of `loss_of` over this rank's micro-batches."""
     n_targets = dist.all_reduce(sum(count_targets(rows) for rows in micro_batches))  # of all ranks and micro-batches
     total = 0
     for number, rows in enumerate(micro_batches, 1):
@@ -67,9 +67,9 @@ def backward(model, micro_batches):
 
 
 def loss_of(model, rows, n_targets):
-    """The mean over all processes of what this returns is the mean loss of `n_targets`, the targets of all of them.
+    """This process's sum of losses, times world size, divided by `n_targets`, the number of targets of all processes.
 
-    DDP averages the gradients in the same way: it divides their sum by the world size.
+    DDP divides the sum of the gradients by the world size. The factor cancels that division.
     """
     tokens, positions, document_ids, targets = rows.unbind(1)
     logits = model(tokens, positions, document_ids)
@@ -82,7 +82,7 @@ def count_targets(rows):
 
 
 class PackedGPT(gpt.GPT):
-    """A GPT whose rows hold several documents: `document_ids` (batch, length) says whose each position is."""
+    """A GPT whose rows hold several documents. `document_ids`, (batch, length), has the document of each position."""
 
     def forward(self, tokens, positions, document_ids):
         mask = block_diagonal_mask(document_ids)

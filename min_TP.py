@@ -1,7 +1,7 @@
 """Split every layer: tensor parallelism (TP), with the sequence split between the layers.
 
-A product with V, then f, then a product with W need only one sum over the processes, if V is cut by columns and W by
-rows, and f treats each part of the columns by itself:
+Take two linear layers, V and W, with a function f between them. Cut V by columns and W by rows. If f acts on each part
+of the columns by itself, the pair needs only one sum over the processes:
 
     Y = f(X V) W = Σ_i f(X V_i) W_i
 
@@ -34,6 +34,7 @@ Cost per process, for P float32 parameters, L layers of width D, B sequences of 
 import math
 
 import torch
+import torch.distributed as torch_dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -61,7 +62,7 @@ def split_layers(model, mesh, logits=None):
     unfreezes those of LayerNorms (torch 2.14). Then build the optimizer.
     """
     sequence = Shard(1)  # dimension 1 of (batch, length, width)
-    # Beside each layer: what it gives on a process, for a batch (B, T) and a model of width D.
+    # The comments give the shape of each layer's local output, for a batch (B, T) and a model of width D.
     plan = {
         "token": ColwiseParallel(output_layouts=Replicate()),  # (B, T, D)
         "position": ColwiseParallel(output_layouts=Replicate()),  # (T, D)
@@ -91,10 +92,11 @@ class SplitCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets):
-        maximum = dist.all_reduce(logits.amax(dim=1), "max")
+        maximum = logits.amax(dim=1)
+        torch_dist.all_reduce(maximum, torch_dist.ReduceOp.MAX)
         shifted = logits - maximum[:, None]
         is_own = (targets >= 0) & (targets < logits.shape[1])
-        place = targets.clamp(0, logits.shape[1] - 1)[:, None]  # anywhere, if it is not this process's
+        place = targets.clamp(0, logits.shape[1] - 1)[:, None]  # a valid index; is_own masks it below
         target_logits = shifted.gather(1, place)[:, 0] * is_own
         exponentials = shifted.exp()
         total, target_logits = dist.all_reduce(torch.stack([exponentials.sum(dim=1), target_logits]))
@@ -151,8 +153,8 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
-    gpt.start(args, share=0)  # all processes work on the same sequences
+    dist.init_process_group(even_alone=True)  # the loss of split logits needs a group
+    gpt.start(args, share=0)  # one seed for all processes, because they work on the same sequences
     data = gpt.Data(args, share=(0, 1))  # each process takes the whole batch
     model = gpt.make_meta_model(gpt.Config.from_args(args))  # shapes without memory: no process holds it whole
     if world_size > 1:
