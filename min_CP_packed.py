@@ -24,11 +24,12 @@ ranks. Each document of a row is a call of the kernel by itself, unless all rows
 """
 
 import torch
+import torch.distributed as torch_dist
 
 import distributed as dist
 import gpt
 import options
-from min_CP_ring import RingAttention, Step, local_positions, make_group, train
+from min_CP_ring import RingAttention, Step, local_positions, train
 
 PADDING = -1  # the document of a position that no document uses, as in min_Packing.py
 
@@ -117,7 +118,9 @@ class PackedRingGPT(gpt.GPT):
 
 def parallelize(model):
     """Give attention a group of its own, and let DDP average the gradients."""
-    model.group = make_group()
+    model.group = torch_dist.new_group()
+    # All ranks must take part in the first call of a group of NCCL, and not all take part in each hop.
+    torch_dist.all_reduce(torch.zeros(1, device=dist.get_device()), group=model.group)
     return dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
 
 
@@ -160,7 +163,7 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
+    dist.init_process_group(even_alone=True)  # so that one process has groups too
     gpt.start(args)
     data = gpt.Data(args, share=(0, 1), device="cpu")  # the whole batch; each process takes its share of each row
     model = PackedRingGPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())

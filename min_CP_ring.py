@@ -76,7 +76,7 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         grad_q = torch.zeros_like(q)
         grad_kv = torch.zeros_like(torch.stack([k, v]))
-        hop = None
+        hop = torch.zeros_like(grad_kv), []  # nothing has travelled yet
         for step, (step_k, step_v) in enumerate(around_the_ring(torch.stack([k, v]), ctx.plan, ctx.group)):
             step_grad = torch.zeros_like(grad_kv)
             for mine, theirs in ctx.plan[step].blocks:
@@ -86,16 +86,10 @@ class RingAttention(torch.autograd.Function):
                 grad_q[mine] += block_grad_q
                 step_grad[0][theirs] += block_grad_k
                 step_grad[1][theirs] += block_grad_v
-            if hop:
-                grad_kv += finish_hop(hop)  # it has travelled while this step was computed
-            if step == 0:
-                grad_kv += step_grad  # of this rank's own keys and values
-            else:  # back to their owner
-                hop = start_hop(step_grad, -step, ctx.plan[step].receives, ctx.plan[step].sends, ctx.group)
-        if hop:
-            grad_kv += finish_hop(hop)
-        grad_k, grad_v = grad_kv
-        return grad_q, grad_k, grad_v, None, None
+            grad_kv += finish_hop(hop)  # it has travelled while this step was computed
+            hop = start_hop(step_grad, -step, ctx.plan[step].receives, ctx.plan[step].sends, ctx.group)  # to the owner
+        grad_kv += finish_hop(hop)
+        return grad_q, *grad_kv, None, None
 
 
 def around_the_ring(kv, plan, group):
@@ -114,8 +108,10 @@ def around_the_ring(kv, plan, group):
 def start_hop(tensor, distance, sends, receives, group):
     """Start to send `tensor` to the rank `distance` places on, and to receive from the rank as many places before.
 
-    What a rank `sends` the other one `receives`: if nobody needs it, both leave it out. `finish_hop` waits for both.
+    What a rank `sends` the other one `receives`: if nobody needs it, both leave it out. Give `finish_hop` the result.
     """
+    if distance == 0:
+        return tensor, []
     rank, world_size = dist.get_rank(), dist.get_world_size()
     received = torch.zeros_like(tensor)
     operations = []
@@ -205,21 +201,11 @@ def make_plan(piece):
 
 def parallelize(model, length):
     """Let attention reach the shares of all ranks, for sequences of `length`, and let DDP average the gradients."""
-    group = make_group()
+    group = torch_dist.new_group()  # in the job's own group a hop would wait behind the gradients that DDP reduces
     plan = make_plan(length // (2 * dist.get_world_size()))
     for block in model.blocks:
         block.attention.attend = lambda q, k, v: RingAttention.apply(q, k, v, plan, group)
     return dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
-
-
-def make_group():
-    """In the job's own group each hop would wait in line behind the gradients that DDP reduces meanwhile."""
-    if dist.get_world_size() == 1:
-        return None
-    group = torch_dist.new_group()
-    # All ranks must take part in the first call of a group of NCCL, and not all take part in each hop.
-    torch_dist.all_reduce(torch.zeros(1, device=dist.get_device()), group=group)
-    return group
 
 
 def local_positions(length):
@@ -266,7 +252,7 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
+    dist.init_process_group(even_alone=True)  # so that one process has groups too
     gpt.start(args)
     data = gpt.Data(args, share=(0, 1))  # the whole batch; each process takes its share of each sequence
     model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())

@@ -104,9 +104,7 @@ class Trainer:
             self.optimizer.step()  # it creates the state that is received now
         tensors = [*self.model.parameters(), *self.model.buffers()]
         for param in self.model.parameters():
-            for value in self.optimizer.state[param].values():
-                if torch.is_tensor(value):
-                    tensors.append(value)
+            tensors.extend(self.optimizer.state[param].values())  # all are tensors, as AdamW has them
         with communication():
             for tensor in tensors:
                 quorum.group.broadcast(tensor.detach(), root=0).wait()

@@ -29,14 +29,13 @@ of R rows, TP makes 2·L all-reduces of 4·D·R bytes and a broadcast of 8·R by
     torchrun --standalone --nproc-per-node 2 min_Generate.py --model model.pt --prompts prompts.jsonl --output third
 
 `python min_GRPO.py --output model.pt` makes a model that sorts digits. Lines of prompts.jsonl are objects like
-{"prompt": "31524="}; each gets an "answer". It prints `500 answers | 3,778 new bytes | 14,428 bytes/s`.
+{"prompt": "31524="}; each gets an "answer". It prints `500 answers | 3,778 new bytes`.
 """
 
 import datetime
 import functools
 import json
 import os
-import time
 from pathlib import Path
 
 import torch
@@ -209,10 +208,8 @@ def main_worker(local_rank, world_size, args):
     model.to(dist.get_device())  # after it is split, so no GPU holds the whole model
     if dist.is_primary():
         begin(args)
-    start = time.perf_counter()
     n_bytes = answer_missing(model, records, choose, args)
-    speed = n_bytes / (time.perf_counter() - start)
-    dist.print_primary(f"{len(records):,} answers | {n_bytes:,} new bytes | {speed:,.0f} bytes/s")
+    dist.print_primary(f"{len(records):,} answers | {n_bytes:,} new bytes")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def local(tensor):
-    """This process's shard of a DTensor. In a single process nothing is sharded."""
+    """This process's shard of a DTensor. A plain matrix in a single process is its own shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -129,8 +129,6 @@ def shard_sizes(rows):
 
 def all_to_all(flat, sent_sizes, received_sizes):
     """Send the first sent_sizes[0] elements to rank 0, the next ones to rank 1, … Rank r sends received_sizes[r]."""
-    if dist.get_world_size() == 1:
-        return flat
     result = flat.new_empty(sum(received_sizes))
     torch_dist.all_to_all_single(result, flat, received_sizes, sent_sizes)
     return result
@@ -159,11 +157,10 @@ def orthogonalize(matrix):
 def make_sharded_model(args):
     """A GPT sharded as in min_FSDP.py: each block is gathered when it computes. No process ever holds it whole."""
     model = gpt.make_meta_model(gpt.Config.from_args(args))
-    if dist.get_world_size() > 1:
-        mesh = init_device_mesh(dist.get_device().type, (dist.get_world_size(),))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    mesh = init_device_mesh(dist.get_device().type, (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     model.to_empty(device=dist.get_device())  # memory for this process's shards
     gpt.fill(model.named_parameters(), args.seed)
     return model
@@ -224,7 +221,7 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
+    dist.init_process_group(even_alone=True)  # so that fully_shard has a mesh in one process too
     gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
     model = make_sharded_model(args)

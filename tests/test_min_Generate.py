@@ -25,7 +25,7 @@ SIZES = {"layers": 2, "width": 36, "heads": 6, "length": 80}
 NEW_BYTES, STOP, TEMPERATURE, SEED = 30, b"B", 0.7, 4
 FILES = ("--model", "model.pt", "--prompts", "prompts.jsonl")
 OPTIONS = ("--new-bytes", NEW_BYTES, "--temperature", TEMPERATURE, "--seed", SEED, "--batch-size", 5)
-LAST_LINE = re.compile(r"24 answers \| ([\d,]+) new bytes \| [\d,]+ bytes/s")
+LAST_LINE = re.compile(r"24 answers \| ([\d,]+) new bytes")
 DRAW = random.Random(0)
 RECORDS = []  # 24 prompts of 1 to 46 bytes, one of them twice
 for number in range(23):

@@ -114,6 +114,7 @@ def watch_step():
 
 
 def call(function):
+    dist.init_process_group(even_alone=True)  # as main_worker does
     return function()
 
 
@@ -144,7 +145,8 @@ def test_groups_equal_one_process_and_momentum_memory_and_bytes_are_split(tmp_pa
     assert sum(sent for _, (sent, _) in ranks) == pytest.approx(nprocs * formula), "bytes of the docstring"
 
 
-def test_a_frozen_matrix_is_left_out():
+def frozen_worker(local_rank, world_size):
+    dist.init_process_group(even_alone=True)
     model = gpt.GPT(gpt.Config(2, 16, 2, 8))
     model.blocks[0].requires_grad_(False)
     matrices, rest = min_Muon.split_params(model)
@@ -156,6 +158,10 @@ def test_a_frozen_matrix_is_left_out():
         matrix.grad = torch.ones_like(matrix)
     muon.step()
     assert torch.equal(frozen, before) and frozen not in muon.state and len(muon.state) == 4
+
+
+def test_a_frozen_matrix_is_left_out():
+    dist.launch(frozen_worker, nprocs=1)
 
 
 def replicated_worker(local_rank, world_size):
