@@ -3,7 +3,6 @@
 `build()` does nothing if the folder is up to date. It needs g++, Python's headers and torch 2.14, but imports no torch.
 """
 
-import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
@@ -95,8 +94,7 @@ def _install():
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        try:
-            build()
-        except RuntimeError as error:
-            sys.exit(f"not built: {error}")
+    try:
+        build()
+    except RuntimeError as error:
+        sys.exit(f"not built: {error}")
