@@ -3,7 +3,6 @@
 #include <set>
 #include <unistd.h>
 #include <ATen/core/ivalue.h>
-#include <c10/core/DeviceGuard.h>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -397,10 +396,10 @@ struct Group final : c10d::Backend {
     }, nullptr, from);
   }
   WorkPtr barrier(const c10d::BarrierOptions& o) override {
-    auto index = o.device && o.device->has_index() ? o.device->index()
-                 : bound_device_id_                ? bound_device_id_->index()
-                 : !met.empty()                    ? *met.begin()
-                                                   : rank_ % device_count();  // a guess, as NCCL's
+    auto index = !o.device_ids.empty() ? o.device_ids[0]
+                 : bound_device_id_    ? bound_device_id_->index()
+                 : !met.empty()        ? *met.begin()
+                                       : rank_ % device_count();  // a guess, as NCCL's
     auto one = at::empty({1}, at::TensorOptions(c10::Device(kSim, index)));
     return run(OpType::BARRIER, {}, {one}, [&](Tensors, Tensors) { return until(gloo->barrier(o)); });
   }

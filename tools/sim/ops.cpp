@@ -112,7 +112,7 @@ static Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking)
 
 // CUDA's kernels take tensors of the CPU here, and as indices.
 static const std::unordered_set<std::string> takes_cpu = {"aten::_pack_padded_sequence", "aten::tensor_split"};
-// Arguments that are no numbers, which may be of the CPU where they have no dimension.
+// Tensors of the CPU without a dimension are numbers, but not in these arguments.
 static const std::unordered_set<std::string> indices = {"index", "indices", "target"};
 // The host waits in CUDA: for the shape of the result, for bounds, or to look for an error.
 static const std::unordered_set<std::string> waits = {
@@ -160,11 +160,15 @@ struct Call {
     auto* info = schema.arguments()[i].alias_info();
     return info && info->isWrite();
   }
+
   // Raises as CUDA does if its tensors are not all on one device.
   void find_device() {
     const char* line = "Expected all tensors to be on the same device, but found at least two devices, ";
     for (size_t i = 0; i < n; ++i)
-      replace_tensors(argument(i), [&](const Tensor& t) { return arguments.push_back({t, i}), t; });
+      replace_tensors(argument(i), [&](const Tensor& t) {
+        arguments.emplace_back(t, i);
+        return t;
+      });
     for (auto& [t, _] : arguments) {
       if (!is_sim(t)) continue;
       TORCH_CHECK(!device || *device == t.device(), line, *device, " and ", t.device(), "! (", op.operator_name(), ")");
@@ -189,8 +193,8 @@ struct Call {
         is_waited_for |= is_sim(t) && is_bytes && !is_number;
         continue;
       }
-      bool is_index = t.scalar_type() == at::kLong && indices.count(schema.arguments()[i].name());
-      bool is_bad = t.device().is_cpu() && (t.dim() > 0 || is_written(i) || is_index) && !takes_cpu.count(schema.name());
+      bool indexes = t.scalar_type() == at::kLong && indices.count(schema.arguments()[i].name());
+      bool is_bad = t.device().is_cpu() && (t.dim() > 0 || is_written(i) || indexes) && !takes_cpu.count(schema.name());
       TORCH_CHECK(!is_bad, line, *device, " and cpu! (", op.operator_name(), ")");
     }
   }

@@ -15,7 +15,6 @@ struct CapturedTraceback;
 namespace sim {
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
 
-// An environment variable.
 int64_t setting(const char* name, int64_t default_value);
 
 // ---- device.cpp ----

@@ -101,6 +101,5 @@ globals().update(
     set_stream=accelerator.set_stream,
     stream=lambda stream: contextlib.nullcontext() if stream is None else stream,
     seed_all=lambda: manual_seed_all(torch.seed()),
-    initial_seed=lambda: generator().initial_seed(),
     empty_cache=lambda: None,
 )
