@@ -98,6 +98,8 @@ for name, function in {
     "out": lambda x, rows, c, c_rows: torch.add(x, 1, out=torch.empty(4, 4)),
     "rows written by index": lambda x, rows, c, c_rows: x.__setitem__(rows, c[:2]),
     "indices of index_select": lambda x, rows, c, c_rows: x.index_select(0, c_rows),
+    "an index of index_select": lambda x, rows, c, c_rows: x[0].index_select(0, c_rows[0]),
+    "a label": lambda x, rows, c, c_rows: F.cross_entropy(x[0], c_rows[0]),
     "indices of gather": lambda x, rows, c, c_rows: x.gather(0, c_rows[:, None]),
     "a loss": lambda x, rows, c, c_rows: F.mse_loss(x, c),
     "a foreach": lambda x, rows, c, c_rows: torch._foreach_add_([x], [c]),

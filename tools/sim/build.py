@@ -3,7 +3,6 @@
 `build()` does nothing if the folder is up to date. It needs g++, Python's headers and torch 2.14, but imports no torch.
 """
 
-import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
@@ -19,7 +18,6 @@ from pathlib import Path
 HERE = Path(__file__).parent
 FOLDER = HERE.parent.parent / ".sim"
 VERSION = "2.14"
-ENTRY_POINT = "[torch.backends]\nsim = simgpu:autoload\n"  # `import torch` calls it
 FLAGS = "-std=c++20 -O1 -fPIC -fvisibility=hidden -DUSE_DISTRIBUTED -DUSE_C10D_GLOO -DTORCH_EXTENSION_NAME=_C"
 
 
@@ -91,12 +89,11 @@ def _install():
     (FOLDER / "_C.so").rename(package / "_C.so")
     (package / "built_for.txt").write_text(importlib.metadata.version("torch").partition("+")[0])
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: simgpu\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(ENTRY_POINT)
+    (metadata / "entry_points.txt").write_text("[torch.backends]\nsim = simgpu:autoload\n")  # `import torch` calls it
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        try:
-            build()
-        except RuntimeError as error:
-            sys.exit(f"not built: {error}")
+    try:
+        build()
+    except RuntimeError as error:
+        sys.exit(f"not built: {error}")

@@ -3,7 +3,6 @@
 #include <set>
 #include <unistd.h>
 #include <ATen/core/ivalue.h>
-#include <c10/core/DeviceGuard.h>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -49,12 +48,7 @@ struct SimWork final : Work {
       for (auto& t : *kept)
         if (!is_waited_for) record_stream(t.storage().data_ptr(), stream_of(end.stream));
   }
-  bool isCompleted() override {  // see Guard::ask
-    bool done = is_done(end);
-    done ? host_learns(*end.clock) : drain(end);
-    return done;
-  }
-  bool isSuccess() const override { return true; }
+  bool isCompleted() override { return ask(end); }
   void synchronize() override {
     sim::wait(current_stream(end.stream.first), end);
     is_waited_for = true;
@@ -333,13 +327,7 @@ struct Group final : c10d::Backend {
   WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& o) override {
     TORCH_CHECK(input.numel() == output.numel() * size_, "simccl: input must hold world size times the output");
     return run(OpType::_REDUCE_SCATTER_BASE, {input}, {output}, [&](Tensors in, Tensors out) {
-      auto opts = o;
-      opts.reduceOp = before(o.reduceOp, in);
-      auto from = flat(in[0]), to = flat(out[0]);
-      return [this, op = o.reduceOp, out, wait = until(gloo->_reduce_scatter_base(to, from, opts))] {
-        wait();
-        after(op, out[0]);
-      };
+      return reduce_to(0, flat(in[0]).chunk(size_), {flat(out[0])}, o.reduceOp, o.timeout);
     }, &o.reduceOp);
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -408,10 +396,10 @@ struct Group final : c10d::Backend {
     }, nullptr, from);
   }
   WorkPtr barrier(const c10d::BarrierOptions& o) override {
-    auto index = o.device && o.device->has_index() ? o.device->index()
-                 : bound_device_id_                ? bound_device_id_->index()
-                 : !met.empty()                    ? *met.begin()
-                                                   : rank_ % device_count();  // a guess, as NCCL's
+    auto index = !o.device_ids.empty() ? o.device_ids[0]
+                 : bound_device_id_    ? bound_device_id_->index()
+                 : !met.empty()        ? *met.begin()
+                                       : rank_ % device_count();  // a guess, as NCCL's
     auto one = at::empty({1}, at::TensorOptions(c10::Device(kSim, index)));
     return run(OpType::BARRIER, {}, {one}, [&](Tensors, Tensors) { return until(gloo->barrier(o)); });
   }

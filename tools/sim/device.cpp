@@ -98,8 +98,7 @@ Draws::~Draws() {
   constexpr int kTurn = at::MERSENNE_STATE_N;
   own.set_offset(own.offset + (own.engine.data().left_ - end.left_ + kTurn) % kTurn);
   while (own.engine.data().state_ != end.state_) own.set_offset(own.offset + kTurn);
-  auto cpu = at::detail::getDefaultCPUGenerator();
-  cpu.set_state(state_of_cpu);
+  of_cpu().set_state(*state_of_cpu.unsafeGetTensorImpl());
 }
 
 // ---- the guard ----
@@ -110,13 +109,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     std::chrono::steady_clock::time_point at;
   };
   static Event& of(void* event) { return static_cast<TimedEvent*>(event)->event; }
-  // Whether it is done. If it is not, it runs now, and is done at the next question: nobody asks forever.
-  static bool ask(const Event& event) {
-    bool done = is_done(event);
-    if (done) host_learns(*event.clock);
-    else drain(event);
-    return done;
-  }
 
   c10::DeviceType type() const override { return kSim; }
   DeviceIndex deviceCount() const noexcept override { return device_count(); }
@@ -134,7 +126,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return Stream(Stream::DEFAULT, Device(kSim, checked(device.index())));
   }
   Stream getNewStream(Device device, int) const override { return new_stream(device.index()); }
-  Stream getStreamFromGlobalPool(Device device, bool) const override { return pool_stream(device.index()); }
+  Stream getStreamFromGlobalPool(Device device, bool) const override {
+    return stream_of({checked(device.index()), kCallbacks});
+  }
   Stream exchangeStream(Stream stream) const override {
     Stream old = current_stream(stream.device_index());
     set_current_stream(stream);
@@ -173,19 +167,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return device_count() > 0; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  void init() const override {}
   DeviceIndex deviceCount() const override { return device_count(); }
   DeviceIndex getCurrentDevice() const override { return current_device(); }
-  void setCurrentDevice(DeviceIndex device) const override { current_device() = checked(device); }
-  DeviceIndex exchangeDevice(DeviceIndex device) const override {
-    return std::exchange(current_device(), checked(device));
-  }
-  DeviceIndex maybeExchangeDevice(DeviceIndex device) const override {
-    return device < 0 ? current_device() : exchangeDevice(device);
-  }
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
   at::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
-  Device getDeviceFromPtr(void* data) const override { return device_of(data); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t n) const override { resize_storage(storage, n); }
   const at::Generator& getDefaultGenerator(DeviceIndex device) const override { return default_generator(device); }
   at::Generator getNewGenerator(DeviceIndex device) const override {

@@ -27,7 +27,6 @@ struct Block {
   std::vector<Key> users;   // its own stream, which allocated it, and those of record_stream
   std::vector<Event> ends;  // where these were when it was freed
   History history;
-  bool is_over() const { return std::all_of(ends.begin(), ends.end(), is_done); }
 };
 struct Free {
   size_t size;
@@ -98,7 +97,7 @@ struct Allocator final : c10::DeviceAllocator {
   void free_waiting(Arena& arena, bool all) {
     std::vector<Block*> still;
     for (Block* block : arena.waiting) {
-      if (all || block->is_over()) {
+      if (all || std::all_of(block->ends.begin(), block->ends.end(), is_done)) {
         give_back(arena, block->data - arena.base, block->size, block->users[0].second);
         delete block;
       } else {
@@ -109,10 +108,8 @@ struct Allocator final : c10::DeviceAllocator {
   }
   void count(Arena& arena, int64_t bytes) {
     auto& s = arena.stats;
-    for (auto* stats : {&s.allocated_bytes, &s.active_bytes, &s.requested_bytes})
+    for (auto* stats : {&s.allocated_bytes, &s.active_bytes})
       bytes > 0 ? (*stats)[0].increase(bytes) : (*stats)[0].decrease(-bytes);
-    for (auto* stats : {&s.allocation, &s.active}) bytes > 0 ? (*stats)[0].increase(1) : (*stats)[0].decrease(1);
-    ++(bytes > 0 ? s.num_device_alloc : s.num_device_free);
   }
 
   // -- what torch calls --
@@ -137,7 +134,6 @@ struct Allocator final : c10::DeviceAllocator {
       for (auto& [at, entry] : cached) give_back(arena, at, entry.size, stream.second);
       data = take(arena, size, stream.second);
     }
-    if (!data) ++arena.stats.num_ooms;
     TORCH_CHECK_WITH(OutOfMemoryError, data, "sim out of memory. Tried to allocate ", n, " bytes on device ",
                      int(device), ", which has ", capacity, " bytes");
     count(arena, size);
@@ -165,17 +161,10 @@ struct Allocator final : c10::DeviceAllocator {
         if (!is_recorded && !is_ordered(block->users[0], use)) arena.left.push_back({block->users[0], use});
       }
     }
-    it.give_pages_back(block);
     arena.waiting.push_back(block);
     it.free_waiting(arena, false);
   }
-  void give_pages_back(Block* block) {
-    auto begin = (uintptr_t(alias(block->data)) + 4095) & ~uintptr_t(4095);
-    auto end = uintptr_t(alias(block->data) + block->size) & ~uintptr_t(4095);
-    if (end > begin + (1 << 20) && block->is_over()) madvise((void*)begin, end - begin, MADV_DONTNEED);
-  }
 
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(alias(to), alias(from), n); }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
@@ -196,9 +185,7 @@ struct Allocator final : c10::DeviceAllocator {
   template <class F> void each_stat(DeviceIndex device, F f) {
     std::lock_guard lock(mutex);
     auto& s = arenas[checked(device)].stats;
-    for (auto* stats : {&s.allocated_bytes, &s.active_bytes, &s.requested_bytes, &s.allocation, &s.active})
-      f((*stats)[0]);
-    f(s.reserved_bytes[0]);
+    for (auto* stats : {&s.allocated_bytes, &s.active_bytes, &s.reserved_bytes}) f((*stats)[0]);
   }
   void resetAccumulatedStats(DeviceIndex device) override { each_stat(device, [](auto& s) { s.reset_accumulated(); }); }
   void resetPeakStats(DeviceIndex device) override { each_stat(device, [](auto& s) { s.reset_peak(); }); }
@@ -214,15 +201,6 @@ History* history_of(const at::Tensor& tensor) {
   return is_own ? &static_cast<Block*>(data.get_context())->history : nullptr;
 }
 void record_stream(const c10::DataPtr& data, Stream stream) { Allocator::get().recordStream(data, stream); }
-bool owns(const void* data) {
-  auto& it = Allocator::get();
-  return data >= it.first && data < it.first + it.distance;
-}
-Device device_of(const void* data) {
-  TORCH_CHECK(owns(data), "not a pointer to memory of a sim device");
-  auto& it = Allocator::get();
-  return Device(kSim, ((char*)data - it.first) / it.capacity);
-}
 // It never waits: FSDP resizes to nothing and back while Python's lock is held.
 void resize_storage(const c10::Storage& storage, size_t n) {
   c10::DeviceGuard guard(storage.device());
@@ -236,18 +214,20 @@ void resize_storage(const c10::Storage& storage, size_t n) {
   storage.unsafeGetStorageImpl()->set_nbytes(n);
 }
 
-at::Tensor on_cpu(const at::Tensor& t) {
-  auto data = c10::DataPtr(Allocator::get().alias(t.storage().data()), Device(c10::kCPU));
-  auto storage = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), t.storage().nbytes(), std::move(data), c10::GetAllocator(c10::kCPU), true));
-  auto result = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
+at::Tensor with_storage(const at::Tensor& t, c10::Storage storage, c10::DispatchKeySet keys) {
+  auto result = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, t.dtype());
   auto* impl = result.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
   if (t.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
   if (t.is_conj()) result._set_conj(true);
   if (t.is_neg()) result._set_neg(true);
   return result;
+}
+at::Tensor on_cpu(const at::Tensor& t) {
+  auto data = c10::DataPtr(Allocator::get().alias(t.storage().data()), Device(c10::kCPU));
+  auto storage = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), t.storage().nbytes(), std::move(data), c10::GetAllocator(c10::kCPU), true));
+  return with_storage(t, std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU));
 }
 
 // ---- pinned memory ----
@@ -295,7 +275,6 @@ struct Pinned final : c10::Allocator {
     munmap(data, at->second.pages);
     it.ranges.erase(at);
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
 
   // -- under `mutex` --
@@ -397,8 +376,10 @@ static struct sigaction previous;
 static void on_fault(int, siginfo_t* info, void*) {
   auto* at = (char*)info->si_addr;
   char line[1024] = "";
-  if (owns(at)) {
-    std::snprintf(line, sizeof(line), "sim: the host touches memory of sim:%d\n", int(device_of(at).index()));
+  auto& devices = Allocator::get();
+  if (devices.first <= at && at < devices.first + devices.distance) {
+    int device = (at - devices.first) / devices.capacity;
+    std::snprintf(line, sizeof(line), "sim: the host touches memory of sim:%d\n", device);
   } else {
     auto range = Pinned::get().find(at);
     if (range != Pinned::get().ranges.end()) {

@@ -107,20 +107,35 @@ static Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking)
   target.copy_(source);
   return to;
 }
-static Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
-  if (to.sizes() != from.sizes()) to.resize_(from.sizes());
-  return copy_from(from, to, false);
-}
 
 // ---- all other operators ----
 
 // CUDA's kernels take tensors of the CPU here, and as indices.
 static const std::unordered_set<std::string> takes_cpu = {"aten::_pack_padded_sequence", "aten::tensor_split"};
+// Tensors of the CPU without a dimension are numbers, but not in these arguments.
+static const std::unordered_set<std::string> indices = {"index", "indices", "target"};
 // The host waits in CUDA: for the shape of the result, for bounds, or to look for an error.
 static const std::unordered_set<std::string> waits = {
     "aten::bincount", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
     "aten::unique_consecutive", "aten::repeat_interleave", "aten::multinomial", "aten::histc", "aten::_ctc_loss",
     "aten::_linalg_check_errors", "aten::_linalg_svd", "aten::_linalg_eigh", "aten::linalg_eig", "aten::linalg_lstsq"};
+
+// Put f(tensor) in the place of each tensor of `value`.
+template <class F> static void replace_tensors(IValue& value, F f) {
+  auto replaced = [&](const Tensor& t) { return t.defined() ? f(t) : t; };
+  if (value.isTensor()) {
+    value = replaced(value.toTensor());
+  } else if (value.isTensorList()) {
+    c10::List<Tensor> list;
+    for (const Tensor& t : value.toTensorVector()) list.push_back(replaced(t));
+    value = list;
+  } else if (value.isOptionalTensorList()) {
+    c10::List<optional<Tensor>> list;
+    for (const optional<Tensor>& t : value.toOptionalTensorVector())
+      list.push_back(t ? optional<Tensor>(replaced(*t)) : t);
+    value = list;
+  }
+}
 
 // A call of an operator, with its arguments on the stack.
 struct Call {
@@ -130,6 +145,7 @@ struct Call {
   const size_t n = schema.arguments().size();
   const size_t first = stack.size() - n;
   optional<Device> device;
+  std::vector<std::pair<Tensor, size_t>> arguments;  // all tensors, and the numbers of the arguments that they are in
   struct Pair {
     Tensor original, alias;  // the same memory, of sim and of the CPU
     const void* data;
@@ -144,29 +160,20 @@ struct Call {
     auto* info = schema.arguments()[i].alias_info();
     return info && info->isWrite();
   }
-  template <class F> void each_tensor(F f, bool with_indices = true) {  // f(tensor, whether it is written)
-    for (size_t i = 0; i < n; ++i) {
-      auto& value = argument(i);
-      if (value.isTensor()) {
-        if (value.toTensor().defined()) f(value.toTensor(), is_written(i));
-      } else if (value.isTensorList()) {
-        for (const Tensor& t : value.toTensorVector())
-          if (t.defined()) f(t, is_written(i));
-      } else if (value.isOptionalTensorList() && with_indices) {
-        for (const optional<Tensor>& t : value.toOptionalTensorVector())
-          if (t && t->defined()) f(*t, is_written(i));
-      }
-    }
-  }
 
   // Raises as CUDA does if its tensors are not all on one device.
   void find_device() {
     const char* line = "Expected all tensors to be on the same device, but found at least two devices, ";
-    each_tensor([&](const Tensor& t, bool) {
-      if (!is_sim(t)) return;
+    for (size_t i = 0; i < n; ++i)
+      replace_tensors(argument(i), [&](const Tensor& t) {
+        arguments.emplace_back(t, i);
+        return t;
+      });
+    for (auto& [t, _] : arguments) {
+      if (!is_sim(t)) continue;
       TORCH_CHECK(!device || *device == t.device(), line, *device, " and ", t.device(), "! (", op.operator_name(), ")");
       device = t.device();
-    });
+    }
     for (size_t i = 0; i < n && !device; ++i) {
       auto& value = argument(i);
       if (value.isDevice() && value.toDevice().type() == kSim) device = value.toDevice();
@@ -180,22 +187,23 @@ struct Call {
     if (size && !argument(*size).isNone()) is_waited_for = false;
     auto value = schema.argumentIndexWithName("values");
     bool is_number = value && argument(*value).toTensor().device().is_cpu();  // then a mask needs no shape
-    for (size_t i = 0; i < n && !is_number; ++i)
-      if (argument(i).isOptionalTensorList())
-        for (const optional<Tensor>& t : argument(i).toOptionalTensorVector())
-          is_waited_for |= t && is_sim(*t) && (t->scalar_type() == at::kBool || t->scalar_type() == at::kByte);
-    each_tensor([&](const Tensor& t, bool is_written) {
-      bool is_bad = t.device().is_cpu() && (t.dim() > 0 || is_written) && !takes_cpu.count(schema.name());
+    for (auto& [t, i] : arguments) {
+      bool is_bytes = t.scalar_type() == at::kBool || t.scalar_type() == at::kByte;
+      if (argument(i).isOptionalTensorList()) {
+        is_waited_for |= is_sim(t) && is_bytes && !is_number;
+        continue;
+      }
+      bool indexes = t.scalar_type() == at::kLong && indices.count(schema.arguments()[i].name());
+      bool is_bad = t.device().is_cpu() && (t.dim() > 0 || is_written(i) || indexes) && !takes_cpu.count(schema.name());
       TORCH_CHECK(!is_bad, line, *device, " and cpu! (", op.operator_name(), ")");
-    }, false);
+    }
   }
   void launch_on(Stream stream) {
     bool is_view = false;  // it touches no memory
     for (auto& value : schema.returns()) is_view |= value.alias_info() && !value.alias_info()->isWrite();
     std::vector<Use> uses;
-    if (!is_view) each_tensor([&](const Tensor& t, bool is_written) {
-      if (is_sim(t)) uses.push_back({t, is_written});
-    });
+    for (auto& [t, i] : arguments)
+      if (is_sim(t) && !is_view) uses.push_back({t, is_written(i)});
     launch(stream, uses, schema.name());
     drain(stream);
   }
@@ -215,18 +223,8 @@ struct Call {
     generator = default_generator(device->index());
     for (size_t i = 0; i < n; ++i) {
       auto& value = argument(i);
-      if (value.isTensor()) {
-        if (value.toTensor().defined()) value = to_alias(value.toTensor(), is_written(i));
-      } else if (value.isTensorList()) {
-        c10::List<Tensor> list;
-        for (const Tensor& t : value.toTensorVector()) list.push_back(to_alias(t, is_written(i)));
-        value = list;
-      } else if (value.isOptionalTensorList()) {
-        c10::List<optional<Tensor>> list;
-        for (const optional<Tensor>& t : value.toOptionalTensorVector())
-          list.push_back(t ? optional<Tensor>(to_alias(*t, is_written(i))) : t);
-        value = list;
-      } else if (value.isDevice()) {
+      replace_tensors(value, [&](const Tensor& t) { return to_alias(t, is_written(i)); });
+      if (value.isDevice()) {
         if (value.toDevice().type() == kSim) value = Device(c10::kCPU);
       } else if (value.isGenerator()) {
         auto generator = value.toGenerator();
@@ -242,33 +240,23 @@ struct Call {
   void move_shapes_back() {
     for (auto& [t, made, data, is_written] : pairs) {
       if (!is_written) continue;
-      if (made.storage().data() != data) {
-        resize_storage(t.storage(), made.storage().nbytes());
-        auto bytes = empty({0}, at::kByte, {}, *device, {}, {});
-        set_storage(bytes, t.storage());
-        auto source = at::empty({0}, at::kByte);
-        source.set_(made.storage());
-        on_cpu(bytes).copy_(source);
-      }
+      bool is_moved = made.storage().data() != data;
+      if (is_moved) resize_storage(t.storage(), made.storage().nbytes());
       if (made.sizes() != t.sizes() || made.strides() != t.strides() || made.storage_offset() != t.storage_offset())
         t.unsafeGetTensorImpl()->set_sizes_and_strides(made.sizes(), made.strides(), made.storage_offset());
+      if (is_moved) on_cpu(t).copy_(made);
     }
   }
   // The tensor of sim for one that the kernel returns: an argument, a view of one, or new.
   Tensor to_original(const Tensor& made) {
-    if (!made.defined() || !made.device().is_cpu()) return made;
+    if (!made.device().is_cpu()) return made;
     for (auto& pair : pairs)
       if (pair.alias.is_same(made)) return pair.original;
     if (!made.has_storage()) return made;
     for (auto& pair : pairs) {
       bool is_same_memory = pair.data && pair.data == made.storage().data();
       if (!is_same_memory && !pair.alias.storage().is_alias_of(made.storage())) continue;
-      auto storage = c10::Storage(pair.original.storage());
-      Tensor view = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys(), made.dtype());
-      view.unsafeGetTensorImpl()->set_sizes_and_strides(made.sizes(), made.strides(), made.storage_offset());
-      if (made.is_conj()) view._set_conj(true);
-      if (made.is_neg()) view._set_neg(true);
-      return view;
+      return with_storage(made, pair.original.storage(), keys());
     }
     auto result = empty_strided(made.sizes(), made.strides(), made.scalar_type(), {}, device, {});
     on_cpu(result).copy_(made);
@@ -277,16 +265,8 @@ struct Call {
     return result;
   }
   void move_results_back(Stream stream) {
-    for (size_t i = stack.size() - schema.returns().size(); i < stack.size(); ++i) {
-      auto& value = stack[i];
-      if (value.isTensor()) {
-        value = to_original(value.toTensor());
-      } else if (value.isTensorList()) {
-        c10::List<Tensor> list;
-        for (const Tensor& t : value.toTensorVector()) list.push_back(to_original(t));
-        value = list;
-      }
-    }
+    for (size_t i = stack.size() - schema.returns().size(); i < stack.size(); ++i)
+      replace_tensors(stack[i], [&](const Tensor& t) { return to_original(t); });
     if (is_waited_for) host_waits(stream, schema.name());
   }
 };
@@ -308,10 +288,6 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 // ---- operators for which torch asks devices other than its own to choose: the CPU's choice ----
 
-static Tensor maybe_on_cpu(const Tensor& t) { return is_sim(t) ? on_cpu(t) : t; }
-static optional<Tensor> maybe_on_cpu(const optional<Tensor>& t) {
-  return t && t->defined() ? optional<Tensor>(maybe_on_cpu(*t)) : std::nullopt;
-}
 static c10::OperatorHandle named(const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); }
 static void convolution(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   static auto op = named("aten::convolution");
@@ -327,8 +303,9 @@ static void convolution_backward(const c10::OperatorHandle&, torch::jit::Stack* 
 }
 static int64_t attention_choice(const Tensor& q, const Tensor& k, const Tensor& v, const optional<Tensor>& mask,
                                 double p, bool is_causal, optional<double> scale, bool gqa) {
-  auto like = [](const Tensor& t) { return maybe_on_cpu(t).detach().requires_grad_(t.requires_grad()); };
-  return at::_fused_sdp_choice(like(q), like(k), like(v), maybe_on_cpu(mask), p, is_causal, scale, gqa);
+  auto like = [](const Tensor& t) { return on_cpu(t).detach().requires_grad_(t.requires_grad()); };
+  auto mask_like = mask && mask->defined() ? optional<Tensor>(on_cpu(*mask)) : std::nullopt;
+  return at::_fused_sdp_choice(like(q), like(k), like(v), mask_like, p, is_causal, scale, gqa);  // it reads no memory
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
@@ -346,7 +323,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", record_tensor);
   m.impl("_has_compatible_shallow_copy_type", can_become);
   m.impl("_copy_from", copy_from);
-  m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   // torch would give it an output of the wrong shape for its kernel to resize, which warns.

@@ -15,7 +15,6 @@ struct CapturedTraceback;
 namespace sim {
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
 
-// An environment variable.
 int64_t setting(const char* name, int64_t default_value);
 
 // ---- device.cpp ----
@@ -50,10 +49,11 @@ struct Event {
 c10::Stream current_stream(c10::DeviceIndex device);  // of this thread
 void set_current_stream(c10::Stream stream);
 c10::Stream new_stream(c10::DeviceIndex device);
-c10::Stream pool_stream(c10::DeviceIndex device);  // one of 32, as in CUDA
+constexpr c10::StreamId kCallbacks = -1;  // the number of the stream of all callbacks of futures
 c10::Stream stream_of(Key key);
 Event record(c10::Stream stream);
 bool is_done(const Event& event);
+bool ask(const Event& event);  // whether it is done. If not, it runs now, and the next answer is yes
 void push(c10::Stream stream, std::function<void()> work);  // queue it
 void wait(c10::Stream stream, const Event& event);          // what comes later in `stream` comes after `event`
 void drain(const Event& event);                             // run now what is queued before it
@@ -102,10 +102,9 @@ void set_sync_debug_mode(int mode);
 
 History* history_of(const at::Tensor& tensor);    // nullptr for memory that is not this device's
 at::Tensor on_cpu(const at::Tensor& tensor);      // the same memory as a tensor of the CPU, for kernels only
+at::Tensor with_storage(const at::Tensor& tensor, c10::Storage storage, c10::DispatchKeySet keys);  // a view of it
 void record_stream(const c10::DataPtr& data, c10::Stream stream);
 void resize_storage(const c10::Storage& storage, size_t n_bytes);
-bool owns(const void* data);
-c10::Device device_of(const void* data);
 at::Allocator* pinned_allocator();
 bool is_pinned(const void* data);
 // A copy from or to pinned memory, launched as `access`, and what to queue for it. `device` is its other side, of the

@@ -13,7 +13,6 @@ struct Queue {
   std::atomic<uint64_t> pushed{0}, done{0};
 };
 static std::mutex queues_mutex;  // for the table of queues and their `work`
-constexpr StreamId kPool = 32;  // with the numbers -32 to -1
 static std::atomic<StreamId> last_stream{0};
 
 static Queue& queue(Key key) {
@@ -37,10 +36,6 @@ Stream current_stream(DeviceIndex device) {
 void set_current_stream(Stream stream) { current_id(stream.device_index()) = stream.id(); }
 Stream new_stream(DeviceIndex device) {
   return stream_of({checked(device), ++last_stream});
-}
-Stream pool_stream(DeviceIndex device) {
-  static std::atomic<StreamId> n_given{0};
-  return stream_of({checked(device), n_given++ % kPool - kPool});
 }
 
 Event record(Stream stream) {
@@ -85,11 +80,17 @@ void drain(Stream stream) {
   auto& q = queue(key_of(stream));
   drain(Event{key_of(stream), q.pushed, nullptr});
 }
+bool ask(const Event& event) {
+  bool done = is_done(event);
+  if (done) host_learns(*event.clock);
+  else drain(event);
+  return done;
+}
 void synchronize(const Event& event) {
   drain(event);
   host_learns(*event.clock);
 }
 void synchronize(DeviceIndex device) {
-  for (StreamId id = -kPool; id <= last_stream; ++id) synchronize(record(stream_of({device, id})));
+  for (StreamId id = kCallbacks; id <= last_stream; ++id) synchronize(record(stream_of({device, id})));
 }
 }  // namespace sim

@@ -42,9 +42,8 @@ def setting(name, default, allowed):
 
 
 def _make_gloo(store, rank, size, timeout):
-    from torch.distributed import PrefixStore, ProcessGroupGloo
-
-    return ProcessGroupGloo(PrefixStore("gloo of simccl", store), rank, size, timeout)
+    store = torch.distributed.PrefixStore("gloo of simccl", store)
+    return torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
 
 
 def _make_group(store, rank, size, timeout):

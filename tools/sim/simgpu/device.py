@@ -55,10 +55,6 @@ class Event(torch.Event):
         return torch.Event("sim", enable_timing=True)
 
 
-def default_stream(device=None):
-    return torch.Stream(stream_id=0, device_index=index_of(device), device_type=20)  # 20 is PrivateUse1
-
-
 def generator(device=None):
     return _C.default_generator(index_of(device))
 
@@ -79,15 +75,6 @@ def get_rng_state(device="sim"):
 
 def set_rng_state(state, device="sim"):
     generator(device).set_state(state.cpu())
-
-
-def get_rng_state_all():
-    return [get_rng_state(i) for i in range(_C.device_count())]
-
-
-def set_rng_state_all(states):
-    for i, state in enumerate(states):
-        set_rng_state(state, i)
 
 
 def of_index(function):
@@ -111,11 +98,8 @@ globals().update(
     get_device_capability=lambda device=None: (9, 0),
     get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
     is_bf16_supported=lambda *_, **__: True,
-    can_device_access_peer=lambda a, b: True,
     set_stream=accelerator.set_stream,
     stream=lambda stream: contextlib.nullcontext() if stream is None else stream,
     seed_all=lambda: manual_seed_all(torch.seed()),
-    initial_seed=lambda: generator().initial_seed(),
     empty_cache=lambda: None,
-    ipc_collect=lambda: None,
 )
