@@ -116,9 +116,11 @@ def pytest_sessionfinish():
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
-    """Tests start as a user's shell does: under no launcher."""
+    """Tests start as a user's shell does: under no launcher, and without the group of the test before."""
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    yield
+    distributed.cleanup()
 
 
 def free_port():
