@@ -116,9 +116,14 @@ def pytest_sessionfinish():
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
-    """Tests start as a user's shell does: under no launcher, and without the group of the test before."""
+    """Tests start as a user's shell does: under no launcher."""
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_group():
+    """The tests of a file do not see a process group of the file before."""
     yield
     distributed.cleanup()
 
