@@ -4,6 +4,7 @@
     launcher ◀───────── a result or a failure ────────────────────────────── each worker
 
 Both lines are pipes. No other process can write to them, so the launcher may unpickle what they bring.
+
 The server imports torch once for all workers: with torch.multiprocessing.spawn each of them would import it anew. When
 the launcher has ended, however it ended, the server's pipe ends too. Then the server ends all workers and their
 children. It does the same after the first failure. Only children that left the worker's process group stay, for

@@ -147,6 +147,14 @@ def test_a_main_file_of_a_folder_is_refused_in_one_line(tmp_path, command):
     assert (status, stdout) == (1, "") and re.fullmatch(r"launch needs a script: .* other than __main__.py\n", stderr)
 
 
+@pytest.mark.slow
+def test_a_script_that_calls_launch_when_it_is_imported_is_refused(tmp_path):
+    """Each of its workers would start workers."""
+    (tmp_path / "script.py").write_text(PROGRAM.replace('if __name__ == "__main__":', "if True:"))
+    status, stdout, stderr = run("script.py", cwd=tmp_path)
+    assert (status, stdout) == (1, "") and "if __name__ == '__main__':" in stderr
+
+
 LOGGED = """
 import os, shutil, sys, tempfile
 import distributed as dist
