@@ -118,6 +118,7 @@ for words, function in {
     "invalid device ordinal 2": lambda: ones(1, on="sim:2"),
     "sim out of memory. Tried to allocate": lambda: torch.empty(2**40, device=device()),
     "RNG state is wrong size": lambda: torch.sim.set_rng_state(torch.get_rng_state()),
+    "has no tensors of Sparse": lambda: ones(3).to_sparse(),
     "written-to tensor refer to a single memory": lambda: (lambda x: x[1:].copy_(x[:-1]))(ones(3)),
 }.items():
     MISTAKES[words] = (function, words)
@@ -296,6 +297,22 @@ def slices_of_one_buffer_that_overlap():
     with side:
         x[3:6].fill_(1)
     x[5:] * 2
+
+
+for name, early, late in (
+    ("a row and a column", lambda x: x[1], lambda x: x[:, 0]),
+    ("a column after another was written", lambda x: x[2, 1], lambda x: (x[:, 0].fill_(1), x)[1][:, 1]),
+    ("the halves of a number", lambda x: x.view(torch.int16)[:, 1], lambda x: x[:, 0]),
+):
+
+    def two_parts(early=early, late=late):
+        side, x = side_stream(), torch.zeros(4, 4, device=device())
+        side.wait_stream(main_stream())
+        with side:
+            early(x).fill_(1)
+        late(x).mul_(2)
+
+    MISTAKES[f"two streams write {name}"] = (two_parts, "race: aten::mul on stream 0 .* aten::fill_ on stream")
 
 
 @mistake("used before its memory was freed")
@@ -499,15 +516,83 @@ def a_slot_that_is_filled_and_read_in_one_stream():
     check(z, 10)
 
 
+for name, part in {
+    "halves": lambda x, i: x[i * 2 : i * 2 + 2],
+    "columns": lambda x, i: x[:, i],
+    "every second element": lambda x, i: x.view(-1)[i::2],
+    "q and k of a matrix": lambda x, i: x.view(4, 3, 2)[:, i],
+    "real and imaginary parts": lambda x, i: (x.view(torch.complex64).real, x.view(torch.complex64).imag)[i],
+}.items():
+
+    def two_streams(part=part):
+        side, x = side_stream(), torch.zeros(4, 6, device=device())
+        side.wait_stream(main_stream())
+        for _ in range(2):
+            with side:
+                part(x, 0).fill_(1)
+            part(x, 1).fill_(2)
+        main_stream().wait_stream(side)
+        n = part(x, 0).numel()
+        check(x.sum(), 3.0 * n)
+
+    RIGHT[f"two streams fill {name}"] = (two_streams, None)
+
+
 @right
-def a_buffer_that_two_streams_fill():
-    side, x = side_stream(), torch.zeros(10, device=device())
+def views_that_conjugate_and_negate():
+    on_cpu = torch.view_as_complex(torch.arange(8.0).view(4, 2))
+    z = on_cpu.to(device())
+    for function in (
+        lambda z: z.conj(),
+        lambda z: z.conj().imag,
+        lambda z: z.conj().imag * 2,
+        lambda z: z.conj().imag.double(),
+        lambda z: z.outer(z.conj()).sum(0),
+        lambda z: z.clone().conj().mul_(2),
+        lambda z: z.clone().imag.copy_(z.conj().imag),
+        lambda z: torch.zeros_like(z).conj().copy_(z),
+    ):
+        check(function(z), function(on_cpu))
+    host = torch.zeros_like(on_cpu).pin_memory().copy_(z.conj(), non_blocking=True)
+    torch.accelerator.synchronize()
+    check(host, on_cpu.conj())
+
+
+@right
+def a_question_comes_before_the_answer():
+    """A script that goes on without the work meets it here, as on a GPU that is still busy."""
+    x = ones(4) * 2
+    assert not main_stream().query() and main_stream().query()
+    x.sum().item()
+    assert main_stream().query()
+
+
+@right
+def streams_of_a_script_come_in_turn():
+    assert len({side_stream().stream_id for _ in range(100)}) == 32
+
+
+@right
+def memory_taken_often_before_its_stream_has_waited():
+    side, x = side_stream(), ones(1000)
     side.wait_stream(main_stream())
     with side:
-        x[:5].fill_(1)
-    x[5:].fill_(1)
+        x * 2
+    del x
+    for _ in range(60):
+        torch.empty(1000, device=device())
     main_stream().wait_stream(side)
-    check(x, 1)
+    check(ones(1000), 1)
+
+
+@right
+def memory_of_neighbours_is_joined():
+    n = 2**22
+    x, y = torch.empty(n, device=device()), torch.empty(n, device=device())
+    reserved = torch.accelerator.memory_reserved()
+    del x, y
+    torch.empty(2 * n, device=device())
+    assert torch.accelerator.memory_reserved() == reserved
 
 
 @right
@@ -557,6 +642,10 @@ def a_step_without_waits():
         optimizer.step()
         total = weight.detach().sum().to("cpu", non_blocking=True)
         x[x[:, 0] > 2] = 0.0  # as masked_fill
+        n = ones(3, dtype=torch.long)
+        n.repeat_interleave(n, output_size=3)
+        torch.multinomial(ones(3), 5, replacement=True)
+        torch.histc(ones(3), min=0, max=2)
     torch.accelerator.synchronize()
     assert total.isfinite()
 
@@ -775,6 +864,7 @@ def waits_that_are_counted():
         warnings.simplefilter("always")
         for _ in range(3):
             ones(1).item()
+        assert torch.sim.get_sync_debug_mode() == 1
     assert len(found) == 3 and "called a synchronizing sim operation: aten::_local" in str(found[0].message), found
 
 

@@ -81,14 +81,12 @@ def _run(*command):
 
 def _install():
     package, metadata = FOLDER / "simgpu", FOLDER / "simgpu-1.dist-info"
-    for folder in (package, metadata):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-    for path in (HERE / "simgpu").glob("*.py"):
-        (package / path.name).symlink_to(path)
+    shutil.rmtree(package, ignore_errors=True)
+    shutil.copytree(HERE / "simgpu", package)
     (FOLDER / "_C.so").rename(package / "_C.so")
-    (package / "built_for.txt").write_text(importlib.metadata.version("torch").partition("+")[0])
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: simgpu\nVersion: 1\n")
+    metadata.mkdir(exist_ok=True)
+    version = importlib.metadata.version("torch").partition("+")[0]  # simgpu's is the one of torch
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: simgpu\nVersion: {version}\n")
     (metadata / "entry_points.txt").write_text("[torch.backends]\nsim = simgpu:autoload\n")  # `import torch` calls it
 
 

@@ -145,8 +145,7 @@ struct Group final : c10d::Backend {
     all.insert(all.end(), outputs.begin(), outputs.end());
     TORCH_CHECK(!all.empty(), "simccl: no tensor");
     auto device = all[0].device();
-    for (size_t i = 0; i < all.size(); ++i) {
-      auto& t = all[i];
+    for (auto& t : all) {
       TORCH_CHECK(t.device().type() == kSim, "simccl: Tensors must be on a sim device and dense, not on ", t.device());
       TORCH_CHECK(t.device() == device, "simccl: tensors of several devices");
       bool is_packed = is_p2p ? t.is_non_overlapping_and_dense() : t.is_contiguous(t.suggest_memory_format());
@@ -418,7 +417,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("default_generator", [](int device) { return sim::default_generator(device); });
   m.def("use", sim::use);
   m.def("is_used", sim::is_used);
-  m.def("set_sync_debug_mode", sim::set_sync_debug_mode);
+  m.def("get_sync_debug_mode", [] { return int(sim::sync_debug_mode); });
+  m.def("set_sync_debug_mode", [](int mode) { sim::sync_debug_mode = mode; });
   m.def("current_device", [] { return int(sim::current_device()); });
   m.def("device_count", [] { return int(sim::device_count()); });
 }

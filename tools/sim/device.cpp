@@ -4,12 +4,11 @@
 #include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <atomic>
 #include <chrono>
 #include <unistd.h>
 
 namespace sim {
-using c10::Device, c10::DeviceIndex, c10::Stream;
+using c10::Device, c10::DeviceIndex, c10::Stream, c10::StreamId;
 
 DeviceIndex device_count() {
   static DeviceIndex count = setting("SIM_DEVICES", 0);
@@ -125,7 +124,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Stream getDefaultStream(Device device) const override {
     return Stream(Stream::DEFAULT, Device(kSim, checked(device.index())));
   }
-  Stream getNewStream(Device device, int) const override { return new_stream(device.index()); }
+  Stream getNewStream(Device device, int) const override {  // in turn, as CUDA's
+    static std::atomic<StreamId> n{0};
+    return stream_of({checked(device.index()), n++ % kStreams + 1});
+  }
   Stream getStreamFromGlobalPool(Device device, bool) const override {
     return stream_of({checked(device.index()), kCallbacks});
   }

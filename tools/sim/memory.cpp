@@ -63,26 +63,17 @@ struct Allocator final : c10::DeviceAllocator {
 
   // -- free memory, under `mutex` --
 
-  void give_back(Arena& arena, size_t at, size_t size, StreamId stream) {
-    auto next = arena.free.lower_bound(at);
-    if (next != arena.free.end() && next->first == at + size && next->second.stream == stream) {
-      size += next->second.size;
-      next = arena.free.erase(next);
-    }
-    if (next != arena.free.begin()) {
-      auto& [previous, entry] = *std::prev(next);
-      if (previous + entry.size == at && entry.stream == stream) {
-        entry.size += size;
-        return;
-      }
-    }
-    arena.free[at] = {size, stream};
-  }
   char* take(Arena& arena, size_t size, StreamId stream) {  // the smallest that fits
     auto best = arena.free.end();
     for (auto it = arena.free.begin(); it != arena.free.end(); ++it) {
-      bool fits = it->second.stream == stream && it->second.size >= size;
-      if (fits && (best == arena.free.end() || it->second.size < best->second.size)) best = it;
+      auto& [at, entry] = *it;
+      auto next = std::next(it);
+      while (next != arena.free.end() && next->first == at + entry.size && next->second.stream == entry.stream) {
+        entry.size += next->second.size;
+        next = arena.free.erase(next);
+      }
+      bool fits = entry.stream == stream && entry.size >= size;
+      if (fits && (best == arena.free.end() || entry.size < best->second.size)) best = it;
     }
     if (best != arena.free.end()) {
       auto [at, entry] = *best;
@@ -98,7 +89,7 @@ struct Allocator final : c10::DeviceAllocator {
     std::vector<Block*> still;
     for (Block* block : arena.waiting) {
       if (all || std::all_of(block->ends.begin(), block->ends.end(), is_done)) {
-        give_back(arena, block->data - arena.base, block->size, block->users[0].second);
+        arena.free[block->data - arena.base] = {block->size, block->users[0].second};
         delete block;
       } else {
         still.push_back(block);
@@ -129,9 +120,7 @@ struct Allocator final : c10::DeviceAllocator {
       synchronize(device);
       lock.lock();
       free_waiting(arena, true);
-      auto cached = std::move(arena.free);
-      arena.free.clear();
-      for (auto& [at, entry] : cached) give_back(arena, at, entry.size, stream.second);
+      for (auto& [_, entry] : arena.free) entry.stream = stream.second;
       data = take(arena, size, stream.second);
     }
     TORCH_CHECK_WITH(OutOfMemoryError, data, "sim out of memory. Tried to allocate ", n, " bytes on device ",
@@ -157,8 +146,9 @@ struct Allocator final : c10::DeviceAllocator {
     for (auto* accesses : {&block->history.writes, &block->history.reads}) {
       for (auto& use : *accesses) {
         bool is_recorded = std::count(block->users.begin(), block->users.end(), use.stream);
+        bool is_left = !is_recorded && !use.is_of_freed && !is_ordered(block->users[0], use);
         use.is_of_freed = true;
-        if (!is_recorded && !is_ordered(block->users[0], use)) arena.left.push_back({block->users[0], use});
+        if (is_left) arena.left.push_back({block->users[0], use});
       }
     }
     arena.waiting.push_back(block);
@@ -323,8 +313,10 @@ void open_pinned() {
     if (std::none_of(range.copies.begin(), range.copies.end(), is_known)) continue;
     if (wrong.empty()) wrong = it.check(range);
     it.open(data, range);
-    for (auto& copy : range.copies)
-      if (copy->is_written && is_known(copy)) std::memcpy((char*)copy->access.begin, copy->bytes.data(), copy->bytes.size());
+    for (auto& copy : range.copies) {
+      bool is_filled = copy->is_written && is_known(copy);
+      if (is_filled) std::memcpy((char*)copy->access.begin, copy->bytes.data(), copy->bytes.size());
+    }
     std::erase_if(range.copies, is_known);
     it.shut(data, range);
   }

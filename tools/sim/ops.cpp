@@ -10,6 +10,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
+#include <unordered_map>
 #include <unordered_set>
 
 namespace sim {
@@ -114,11 +115,14 @@ static Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking)
 static const std::unordered_set<std::string> takes_cpu = {"aten::_pack_padded_sequence", "aten::tensor_split"};
 // Tensors of the CPU without a dimension are numbers, but not in these arguments.
 static const std::unordered_set<std::string> indices = {"index", "indices", "target"};
-// The host waits in CUDA: for the shape of the result, for bounds, or to look for an error.
-static const std::unordered_set<std::string> waits = {
-    "aten::bincount", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
-    "aten::unique_consecutive", "aten::repeat_interleave", "aten::multinomial", "aten::histc", "aten::_ctc_loss",
-    "aten::_linalg_check_errors", "aten::_linalg_svd", "aten::_linalg_eigh", "aten::linalg_eig", "aten::linalg_lstsq"};
+// The host waits in CUDA: for the shape of the result, for bounds, or to look for an error. But not if this argument
+// is given.
+static const std::unordered_map<std::string, std::string> waits = {
+    {"aten::bincount", ""}, {"aten::nonzero", ""}, {"aten::masked_select", ""}, {"aten::_unique2", ""},
+    {"aten::unique_dim", ""}, {"aten::unique_consecutive", ""}, {"aten::repeat_interleave", "output_size"},
+    {"aten::multinomial", "replacement"}, {"aten::histc", "max"}, {"aten::_ctc_loss", ""},
+    {"aten::_linalg_check_errors", ""}, {"aten::_linalg_svd", ""}, {"aten::_linalg_eigh", ""},
+    {"aten::linalg_eig", ""}, {"aten::linalg_lstsq", ""}};
 
 // Put f(tensor) in the place of each tensor of `value`.
 template <class F> static void replace_tensors(IValue& value, F f) {
@@ -153,7 +157,7 @@ struct Call {
   };
   std::vector<Pair> pairs;
   at::Generator generator;
-  bool is_waited_for = waits.count(schema.name());
+  bool is_waited_for = false;
 
   IValue& argument(size_t i) { return stack[first + i]; }
   bool is_written(size_t i) const {
@@ -183,8 +187,11 @@ struct Call {
       auto kind = value.type()->kind();
       is_waited_for |= kind != c10::TypeKind::TensorType && kind != c10::TypeKind::ListType;
     }
-    auto size = schema.argumentIndexWithName("output_size");  // of repeat_interleave
-    if (size && !argument(*size).isNone()) is_waited_for = false;
+    auto found = waits.find(schema.name());
+    if (found != waits.end()) {
+      auto i = schema.argumentIndexWithName(found->second);
+      is_waited_for = !i || argument(*i).isNone() || (argument(*i).isScalar() && !argument(*i).toScalar().toBool());
+    }
     auto value = schema.argumentIndexWithName("values");
     bool is_number = value && argument(*value).toTensor().device().is_cpu();  // then a mask needs no shape
     for (auto& [t, i] : arguments) {
@@ -252,7 +259,7 @@ struct Call {
     if (!made.device().is_cpu()) return made;
     for (auto& pair : pairs)
       if (pair.alias.is_same(made)) return pair.original;
-    if (!made.has_storage()) return made;
+    TORCH_CHECK_NOT_IMPLEMENTED(made.has_storage(), schema.name(), ": a sim device has no tensors of ", made.layout());
     for (auto& pair : pairs) {
       bool is_same_memory = pair.data && pair.data == made.storage().data();
       if (!is_same_memory && !pair.alias.storage().is_alias_of(made.storage())) continue;
@@ -286,21 +293,7 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   call.move_results_back(stream);
 }
 
-// ---- operators for which torch asks devices other than its own to choose: the CPU's choice ----
-
-static c10::OperatorHandle named(const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); }
-static void convolution(const c10::OperatorHandle&, torch::jit::Stack* stack) {
-  static auto op = named("aten::convolution");
-  fallback(op, stack);
-}
-static void convolution_backward(const c10::OperatorHandle&, torch::jit::Stack* stack) {
-  static auto op = named("aten::convolution_backward");
-  auto end = stack->end();  // gradient, input, weight, stride, padding, dilation, transposed, padding, groups, mask
-  const Tensor& weight = (end - 8)->toTensor();
-  std::vector<int64_t> bias_sizes{(end - 4)->toBool() ? weight.size(1) * (end - 2)->toInt() : weight.size(0)};
-  stack->insert(end - 7, IValue(bias_sizes));
-  fallback(op, stack);
-}
+// For attention torch asks devices other than its own to choose: the CPU's choice.
 static int64_t attention_choice(const Tensor& q, const Tensor& k, const Tensor& v, const optional<Tensor>& mask,
                                 double p, bool is_causal, optional<double> scale, bool gqa) {
   auto like = [](const Tensor& t) { return on_cpu(t).detach().requires_grad_(t.requires_grad()); };
@@ -323,12 +316,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", record_tensor);
   m.impl("_has_compatible_shallow_copy_type", can_become);
   m.impl("_copy_from", copy_from);
-  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
-  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
-  // torch would give it an output of the wrong shape for its kernel to resize, which warns.
-  m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  // torch has kernels of these for all devices, but they look for a device's own, or resize an output with a warning.
+  for (auto* name : {"convolution", "convolution_backward", "mse_loss"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("_has_compatible_shallow_copy_type", can_become); }
+// `_copy_from` itself conjugates and negates.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 }  // namespace sim
 
 namespace at::native {

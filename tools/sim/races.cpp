@@ -1,7 +1,6 @@
 // Vector clocks. Each launch is a step of its stream. A stream knows of every stream which step it comes after: it
 // learns that from the events that it waits for, and from what the host has waited for.
 #include "runtime.h"
-#include <atomic>
 #include <mutex>
 #include <torch/csrc/profiler/combined_traceback.h>
 
@@ -10,6 +9,7 @@ using c10::Stream;
 
 static std::mutex mutex;
 static Clock host;                    // what the host has waited for, whichever of its threads
+static Clock asked;                   // the same, and what it has asked for
 static std::map<Key, Clock> streams;
 
 static void merge(Clock& clock, const Clock& other) {
@@ -18,6 +18,25 @@ static void merge(Clock& clock, const Clock& other) {
 static bool knows(const Clock& clock, const Access& access) {
   auto at = clock.find(access.stream);
   return at != clock.end() && at->second >= access.step;
+}
+
+// Whether they share a byte.
+static bool overlap(const Access& a, const Access& b) {
+  if (a.end <= b.begin || b.end <= a.begin) return false;
+  if (a.sizes.empty() && b.sizes.empty()) return true;
+  auto* begin = std::min(a.begin, b.begin);
+  auto bytes = at::zeros({std::max(a.end, b.end) - begin}, at::kBool);
+  auto part = [&](const Access& of) {
+    if (of.sizes.empty()) return bytes.slice(0, of.begin - begin, of.end - begin);
+    return bytes.as_strided(of.sizes, of.strides, of.begin - begin);
+  };
+  part(a).fill_(true);
+  return part(b).any().item<bool>();
+}
+// Whether `a` has all bytes of `b`, if that is easy to say.
+static bool covers(const Access& a, const Access& b) {
+  bool is_same = a.begin == b.begin && a.sizes == b.sizes && a.strides == b.strides;
+  return a.begin <= b.begin && b.end <= a.end && (a.sizes.empty() || is_same);
 }
 
 Clock clock_of(Stream stream) {
@@ -32,15 +51,21 @@ void host_learns(const Clock& clock) {
   {
     std::lock_guard lock(mutex);
     merge(host, clock);
+    merge(asked, clock);
   }
   open_pinned();
+}
+bool host_asks(const Clock& clock) {
+  std::lock_guard lock(mutex);
+  bool is_old = std::all_of(clock.begin(), clock.end(), [](auto& of) { return asked[of.first] >= of.second; });
+  merge(asked, clock);
+  return is_old;
 }
 bool host_knows(const Access& access) {
   std::lock_guard lock(mutex);
   return knows(host, access);
 }
-static std::atomic<int> sync_debug_mode{0};
-void set_sync_debug_mode(int mode) { sync_debug_mode = mode; }
+std::atomic<int> sync_debug_mode{0};
 void host_waits(Stream stream, const std::string& name) {
   if (sync_debug_mode == 1) TORCH_WARN("called a synchronizing sim operation: ", name);
   TORCH_CHECK(sync_debug_mode != 2, "called a synchronizing sim operation: ", name);
@@ -81,9 +106,17 @@ Access launch(Stream stream, const std::vector<Use>& uses, const std::string& na
     if (n == 0) continue;
     access.begin = (const char*)tensor.storage().data() + offset;
     access.end = access.begin + n;
+    access.sizes.clear();
+    access.strides.clear();
+    if (!tensor.is_non_overlapping_and_dense()) {
+      for (auto size : tensor.sizes()) access.sizes.push_back(size);
+      for (auto stride : tensor.strides()) access.strides.push_back(stride * tensor.itemsize());
+      access.sizes.push_back(tensor.itemsize());
+      access.strides.push_back(1);
+    }
     auto check = [&](const std::vector<Access>& accesses, const char* did) {
       for (auto& of : accesses) {
-        if (other_did || knows(clock, of) || of.end <= access.begin || access.end <= of.begin) continue;
+        if (other_did || knows(clock, of) || !overlap(access, of)) continue;
         other = of;
         other_did = of.is_of_freed ? "used before its memory was freed (without record_stream)" : did;
         writes = is_written;
@@ -94,8 +127,7 @@ Access launch(Stream stream, const std::vector<Use>& uses, const std::string& na
     if (other_did) break;
     // All that comes after this access comes after the accesses that this one comes after.
     auto is_replaced = [&](const Access& of) {
-      bool is_inside = access.begin <= of.begin && of.end <= access.end;
-      return knows(host, of) || (is_inside && (is_written || of.stream == own));
+      return knows(host, of) || (covers(access, of) && (is_written || of.stream == own));
     };
     if (is_written) std::erase_if(history->writes, is_replaced);
     std::erase_if(history->reads, is_replaced);

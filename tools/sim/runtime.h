@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <Python.h>
 #include <c10/core/Stream.h>
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -50,10 +51,11 @@ c10::Stream current_stream(c10::DeviceIndex device);  // of this thread
 void set_current_stream(c10::Stream stream);
 c10::Stream new_stream(c10::DeviceIndex device);
 constexpr c10::StreamId kCallbacks = -1;  // the number of the stream of all callbacks of futures
+constexpr c10::StreamId kStreams = 32;    // a script has the streams up to this number, and groups have those above
 c10::Stream stream_of(Key key);
 Event record(c10::Stream stream);
 bool is_done(const Event& event);
-bool ask(const Event& event);  // whether it is done. If not, it runs now, and the next answer is yes
+bool ask(const Event& event);  // whether the host knows that it is done. It runs now, and the next answer is yes
 void push(c10::Stream stream, std::function<void()> work);  // queue it
 void wait(c10::Stream stream, const Event& event);          // what comes later in `stream` comes after `event`
 void drain(const Event& event);                             // run now what is queued before it
@@ -77,6 +79,7 @@ struct Access {
   std::string name;   // of the operator
   std::shared_ptr<torch::CapturedTraceback> stack;
   const char *begin = nullptr, *end = nullptr;
+  std::vector<int64_t> sizes, strides;  // in bytes, if there are gaps between them
   bool is_of_freed = false;  // of the same memory before it was freed and given out again
 };
 struct History {  // of one block of memory, as long as the host does not know that they are over
@@ -92,11 +95,12 @@ std::string place_of(const Access& access);  // in the script: file and line, or
 Clock clock_of(c10::Stream stream);
 void learn(c10::Stream stream, const Clock& clock);  // it waits for all in `clock`
 void host_learns(const Clock& clock);
+bool host_asks(const Clock& clock);                // whether it is not the first time, or the host has waited for all
 bool host_knows(const Access& access);             // the host has waited for it
 bool is_ordered(Key owner, const Access& access);  // new launches of `owner` come after it
-// `name` makes the host wait for `stream`. After set_sync_debug_mode(1) that is a warning, and after 2 an error.
+// `name` makes the host wait for `stream`. In sync_debug_mode 1 that is a warning, and in 2 an error.
 void host_waits(c10::Stream stream, const std::string& name);
-void set_sync_debug_mode(int mode);
+extern std::atomic<int> sync_debug_mode;
 
 // ---- memory.cpp ----
 

@@ -1,6 +1,5 @@
 // Streams and events. Work is run as late as possible, so that what does not wait for it sees that it has not run.
 #include "runtime.h"
-#include <atomic>
 #include <deque>
 #include <mutex>
 
@@ -13,7 +12,7 @@ struct Queue {
   std::atomic<uint64_t> pushed{0}, done{0};
 };
 static std::mutex queues_mutex;  // for the table of queues and their `work`
-static std::atomic<StreamId> last_stream{0};
+static std::atomic<StreamId> last_stream{kStreams};
 
 static Queue& queue(Key key) {
   static auto& queues = *new std::map<Key, Queue>;  // never destroyed: threads may outlive the end of main
@@ -81,10 +80,10 @@ void drain(Stream stream) {
   drain(Event{key_of(stream), q.pushed, nullptr});
 }
 bool ask(const Event& event) {
-  bool done = is_done(event);
-  if (done) host_learns(*event.clock);
-  else drain(event);
-  return done;
+  drain(event);
+  bool is_known = host_asks(*event.clock);
+  if (is_known) host_learns(*event.clock);
+  return is_known;
 }
 void synchronize(const Event& event) {
   drain(event);

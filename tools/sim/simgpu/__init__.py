@@ -4,9 +4,9 @@ Without SIM_DEVICES nothing happens.
 """
 
 import faulthandler
+import importlib.metadata
 import os
 import sys
-from pathlib import Path
 
 import torch
 
@@ -17,7 +17,7 @@ def autoload():
     setting("SIM_MEMORY_MB", 16384, range(1, 2**25 // max(n, 1) + 1))
     if not n:
         return
-    built_for = (Path(__file__).parent / "built_for.txt").read_text()
+    built_for = importlib.metadata.version("simgpu")
     if built_for != torch.__version__.partition("+")[0]:
         raise RuntimeError(f"simulated GPUs are built for torch {built_for}, not {torch.__version__}: run `make sim`")
     faulthandler.enable()  # a touch of a device's memory then shows the line of Python

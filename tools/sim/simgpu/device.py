@@ -1,38 +1,21 @@
 """torch.sim: what torch and scripts look for in torch.cuda."""
 
 import contextlib
+import functools
 import types
 
 import torch
+from torch.accelerator._utils import _get_device_index
 
 from . import _C
 
 accelerator = torch.accelerator
+index_of = functools.partial(_get_device_index, optional=True)  # of a device, given as torch.cuda takes it
 sync_debug_modes = ("default", "warn", "error")
 
 
-def index_of(device=None):
-    """The index of a device, given as torch.cuda takes it."""
-    if isinstance(device, int) and device >= 0:
-        return device
-    device = torch.device("sim") if device is None or isinstance(device, int) else torch.device(device)
-    if device.type != "sim":
-        raise ValueError(f"Expected a sim device, but got: {device}")
-    return _C.current_device() if device.index is None else device.index
-
-
-def set_device(device):
-    accelerator.set_device_index(index_of(device))
-
-
-@contextlib.contextmanager
 def device(device):
-    before = _C.current_device()
-    set_device(device)
-    try:
-        yield
-    finally:
-        set_device(before)
+    return accelerator.device_index(index_of(device))
 
 
 def get_device_properties(device=None):
@@ -86,11 +69,13 @@ for name in ("memory_stats", "memory_allocated", "max_memory_allocated", "memory
 for name in ("reset_peak_memory_stats", "reset_accumulated_memory_stats", "current_stream", "synchronize"):
     globals()[name] = of_index(getattr(accelerator, name))
 globals().update(
+    set_device=of_index(accelerator.set_device_index),
     mem_get_info=of_index(accelerator.memory.get_memory_info),
     current_device=_C.current_device,
     device_count=_C.device_count,
     is_available=lambda: True,
     is_initialized=_C.is_used,
+    get_sync_debug_mode=_C.get_sync_debug_mode,
     init=_C.use,
     _lazy_init=_C.use,
     _is_in_bad_fork=lambda: False,  # what uses a device notices a fork
