@@ -579,10 +579,17 @@ def memory_taken_often_before_its_stream_has_waited():
     with side:
         x * 2
     del x
-    for _ in range(60):
+    before = resident_pages()
+    for _ in range(20):
         torch.empty(1000, device=device())
     main_stream().wait_stream(side)
     check(ones(1000), 1)
+    assert resident_pages() - before < 10_000
+
+
+def resident_pages():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1])
 
 
 @right
