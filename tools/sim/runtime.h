@@ -79,7 +79,7 @@ struct Access {
   std::string name;   // of the operator
   std::shared_ptr<torch::CapturedTraceback> stack;
   const char *begin = nullptr, *end = nullptr;
-  std::vector<int64_t> sizes, strides;  // in bytes, if there are gaps between them
+  std::vector<int64_t> sizes, strides;  // of its bytes, if there are gaps from `begin` to `end`
   bool is_of_freed = false;  // of the same memory before it was freed and given out again
 };
 struct History {  // of one block of memory, as long as the host does not know that they are over
@@ -95,7 +95,7 @@ std::string place_of(const Access& access);  // in the script: file and line, or
 Clock clock_of(c10::Stream stream);
 void learn(c10::Stream stream, const Clock& clock);  // it waits for all in `clock`
 void host_learns(const Clock& clock);
-bool host_asks(const Clock& clock);                // whether it is not the first time, or the host has waited for all
+bool host_asks(const Clock& clock);                // the answer: it has asked before, or has waited for all of it
 bool host_knows(const Access& access);             // the host has waited for it
 bool is_ordered(Key owner, const Access& access);  // new launches of `owner` come after it
 // `name` makes the host wait for `stream`. In sync_debug_mode 1 that is a warning, and in 2 an error.
