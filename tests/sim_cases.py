@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import warnings
+from multiprocessing.reduction import ForkingPickler
 
 import torch
 import torch.distributed as torch_dist
@@ -119,6 +120,11 @@ for words, function in {
     "sim out of memory. Tried to allocate": lambda: torch.empty(2**40, device=device()),
     "RNG state is wrong size": lambda: torch.sim.set_rng_state(torch.get_rng_state()),
     "has no tensors of Sparse": lambda: ones(3).to_sparse(),
+    "Could not run .* 'Quantizedsim'": lambda: torch.empty(3, dtype=torch.qint8, device=device()),
+    "Could not run 'aten::_thnn_fused_lstm_cell'": lambda: nn.LSTM(4, 4).to(device())(ones(3, 4)),
+    "Could not run 'aten::_thnn_fused_gru_cell'": lambda: nn.GRU(4, 4).to(device())(ones(3, 4)),
+    "no attribute 'memory_summary'": lambda: torch.sim.memory_summary(),
+    "_share_fd_: only available on CPU": lambda: ForkingPickler.dumps(ones(1)),
     "written-to tensor refer to a single memory": lambda: (lambda x: x[1:].copy_(x[:-1]))(ones(3)),
 }.items():
     MISTAKES[words] = (function, words)

@@ -97,6 +97,13 @@ def test_the_examples_of_the_page(i, tmp_path):
     assert status != 0 and line in stderr, stderr
 
 
+@pytest.mark.slow
+def test_a_compiler_that_makes_code_for_gpus_is_a_line():
+    code = "import torch; torch.compile(lambda x: x * 2)(torch.ones(3, device='sim'))"
+    status, _, stderr = run("-c", code, env=simulated_gpus(2), timeout=200)
+    assert status == 1 and "no scheduling registered for device sim" in stderr, stderr
+
+
 def test_the_page_is_short_and_has_an_example_of_each_kind():
     assert len(EXAMPLES) == 4 and len(PAGE.splitlines()) <= 85
 
