@@ -231,9 +231,9 @@ def record_of(line):
     """The JSON object of a line, without the fields that are null, at any depth."""
     try:
         return dict(json.loads(line, object_pairs_hook=without_nulls))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError) as error:
         advice = "each line is one object of JSON, in UTF-8: docs/language_models.md converts other formats"
-        raise ValueError(f"it begins with {line[:25]!r}, but {advice}") from None
+        raise ValueError(f"it begins with {line[:25]!r}, but {advice}; {error}") from None
 
 
 def without_nulls(pairs):

@@ -73,12 +73,9 @@ def on_rank_0(function, *args):
 def layers_of(model):
     """The layers of a model of transformers: what FSDP gathers at a time. Some models have layers inside of layers.
 
-    The outer one comes first. Raises DistributedError if the model has none that transformers marks as such.
+    The outer one comes first.
     """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise dist.DistributedError(f"{type(model).__name__} has no layers that transformers marks as such")
-    return layers
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def build_model(config, dtype):
@@ -378,14 +375,6 @@ def begin(folder, base, is_whole):
     return incomplete(folder)
 
 
-def written(model):
-    """Pairs of the name and the tensor of each weight of the result: of adapters these alone."""
-    for name, tensor in model.state_dict().items():
-        is_frozen = isinstance(model, peft.PeftModel) and ".lora_" not in name
-        if name not in model.all_tied_weights_keys and not is_frozen:  # from_pretrained ties again
-            yield name, tensor
-
-
 def save(model, whole, types, folder):
     """Complete what `begin` has begun, so that `from_pretrained` of transformers, or of PEFT, loads it.
 
@@ -393,7 +382,10 @@ def save(model, whole, types, folder):
     the type in which it was loaded, or the adapters alone. Raises DistributedError on every rank if it cannot write.
     """
     weights = {}
-    for name, tensor in written(model):
+    for name, tensor in model.state_dict().items():
+        is_frozen = isinstance(model, peft.PeftModel) and ".lora_" not in name
+        if name in model.all_tied_weights_keys or is_frozen:  # from_pretrained ties again
+            continue
         tensor = tensor.to(types[name])
         if hasattr(tensor, "full_tensor"):
             tensor = tensor.full_tensor()

@@ -74,10 +74,10 @@ REFUSED = {
         --model folder --data a --lora-alpha 2 | --lora-alpha --lora
         --model folder --data a --nf4 | --nf4 --lora
         --model folder --data rows.npy | --data --eval-data
-        --model folder --data rows.npy --eval-data held-out.npy --pad | --pad --data
+        --model folder --data rows.npy --eval-data held-out.npy --pad | --pad --length --data
+        --model folder --data rows.npy --eval-data held-out.npy --length 64 | --pad --length --data
         --output / | --output /
         --length 1 | --length '1' 2
-        --nproc 2 --global-batch-size 1 | --global-batch-size 1 2
     """,
     "mnist_DDP.py": """
         --clip -1 | --clip '-1' 0
