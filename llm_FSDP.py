@@ -493,7 +493,7 @@ def check_together(parser, args):
     if has_rows(args.data) and not (len(args.data) == 1 and has_rows(args.eval_data)):
         parser.error("argument --data: for one file of rows, name another one by --eval-data, such as held-out.npy")
     if has_rows(args.data) and (args.pad or args.length):
-        parser.error("argument --pad, --length: the rows of --data are made already")
+        parser.error("argument --data: its rows are made already, so leave out --pad and --length")
     if os.path.exists(args.output):
         parser.error(f"argument --output: {args.output} exists: name a new folder")
 

@@ -140,10 +140,11 @@ def read(lines, tokenizer, length):
             texts.append((len(found), text, spans))
         found.append([])
     # The chat template has written all special tokens, and `pieces` adds those of a text.
-    encoded = without_breaks(tokenizer)([text for _, text, _ in texts], add_special_tokens=False)
+    encode = without_breaks(tokenizer)
+    encoded = encode([text for _, text, _ in texts], add_special_tokens=False)
     for (number, text, spans), encoding in zip(texts, encoded.encodings, strict=True):
         if spans is None:
-            found[number] += pieces(text, encoding, tokenizer, length)
+            found[number] += pieces(text, encoding, encode, length)
         else:
             found[number].append(tokens_and_targets(encoding, spans))
     return found
@@ -336,6 +337,8 @@ def turns(messages, trained, render, special):
     found = []
     first = 0
     for number in trained:
+        if number == 0:
+            raise ValueError("its first message is the assistant's, and answers nothing")
         prompt = render(messages[:number], add_generation_prompt=True)
         text = render(messages[: number + 1], add_generation_prompt=False)
         start = n_common(prompt, text)

@@ -88,8 +88,10 @@ def test_the_text_around_the_loss(tokenizer):
         assert llm_documents.text_around_loss(row.numpy(), tokenizer, n_tokens) == expected
 
 
-def test_a_text_is_cut_and_each_of_its_tokens_is_a_target_once(tokenizer):
+def test_a_text_is_cut_and_each_of_its_tokens_is_a_target_once():
+    tokenizer = language.byte_tokenizer()
     text = "abcdefghij"
+    tokenizer.backend_tokenizer.enable_truncation(4)  # as some tokenizer.json say
     for length in (2, 3, 10, 11, 50):
         (found,) = read(tokenizer, {"text": text}, length=length)
         tokens = np.concatenate([tokens for tokens, _ in found])
@@ -230,6 +232,7 @@ BAD = [  # a line, and what is said
     ('{"messages": ["x"]}', "AttributeError"),
     ('{"messages": [{"role": "user", "content": "x"}]}', "the assistant says nothing in it"),
     ('{"messages": [{"content": "x"}]}', "KeyError: 'role'"),
+    ('{"messages": [{"role": "assistant", "content": "x"}]}', "its first message is the assistant's"),
     # JSON allows it, and UTF-8 does not: half of a surrogate pair, in a text and in what a template shows
     (r'{"text": "cut \ud83d"}', "UnicodeEncodeError"),
     (r'{"messages": [{"role": "user", "content": "\udc00"}, {"role": "assistant", "content": "x"}]}', "UnicodeEncode"),
