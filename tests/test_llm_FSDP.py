@@ -215,6 +215,16 @@ class Stopped(Exception):
     """Instead of the exit of a process that has received SIGTERM."""
 
 
+@contextlib.contextmanager
+def preempted(agreed):
+    """As after SIGTERM, wherever `agreed` returns True."""
+    with (
+        mock.patch("checkpoint.Preemption.agreed", lambda preemption: agreed()),
+        mock.patch("checkpoint.Preemption.leave", mock.Mock(side_effect=Stopped)),
+    ):
+        yield
+
+
 def train(folder, name, output=None, **changes):
     """What the script's functions make of a case: losses, parameters, logits, and the adapters' random lora_A.
 
@@ -230,8 +240,7 @@ def train(folder, name, output=None, **changes):
             stack.enter_context(mock.patch("torch.optim.AdamW", make_sgd))
         if name == "replicas":
             stack.enter_context(mock.patch("llm_FSDP.init_device_mesh", mesh_of_the_recipe))
-        whole, config, types, rows, held_out = llm_FSDP.prepare(args)
-        model = llm_FSDP.make_model(whole, config, types, args)
+        model, whole, types, rows, held_out = made(args)
         llm_hub.check_rows(model, args.length, pad=False)
         lora_A = whole_parameters(model, "lora_A")
         args.epochs = STEPS * args.global_batch_size / len(llm_documents.mapped(rows))
@@ -547,8 +556,7 @@ def mix(folder, output, model="bfloat16", **changes):
     """A model in bfloat16 is loaded, trained by mixed precision for a step, and written."""
     args = arguments(folder, model, output, bf16=True, **changes)
     with contextlib.redirect_stdout(io.StringIO()):
-        whole, config, types, rows, _ = llm_FSDP.prepare(args)
-        model = llm_FSDP.make_model(whole, config, types, args)
+        model, whole, types, rows, _ = made(args)
         n_params = {True: 0, False: 0}
         for param in model.parameters():
             n_params[param.requires_grad] += param.numel()
@@ -655,8 +663,7 @@ def work_dpo(local_rank, world_size, folder):
         pairs = folder / "pairs.npy"
         options = {"lora": 2, "lora_alpha": 4.0, "data": [pairs], "eval_data": [pairs], "length": None}
         args = arguments(folder, "llama_float64", f"dpo {world_size}", **options)
-        whole, config, types, rows, _ = llm_FSDP.prepare(args)
-        model = llm_FSDP.make_model(whole, config, types, args)
+        model, _, _, rows, _ = made(args)
         llm_hub.check_rows(model, LENGTH, pad=False)
         with torch.no_grad():
             for name, param in model.named_parameters():
@@ -891,6 +898,19 @@ def test_without_network_a_name_that_is_not_cached_is_one_line(folder, tmp_path)
     assert stderr.startswith("--model nobody/nothing: ") and stderr.count("\n") == 1
 
 
+def made(args):
+    """The sharded model, with what `prepare` gives for it."""
+    whole, config, types, rows, held_out = llm_FSDP.prepare(args)
+    return llm_FSDP.make_model(whole, config, types, args), whole, types, rows, held_out
+
+
+def write_result(args):
+    """Write the model as it was loaded, and return it."""
+    model, whole, types, _, _ = made(args)
+    llm_hub.save(model, whole, types, args.output)
+    return model
+
+
 def begin_training(folder, name="llama", another=0, base=None, **changes):
     """What main_worker does before `train`. With `another` the model has another weight; `base` is another --model."""
     args = arguments(folder, name, **{"epochs": 1, **changes})
@@ -899,10 +919,6 @@ def begin_training(folder, name="llama", another=0, base=None, **changes):
     with torch.no_grad():
         whole.get_input_embeddings().weight[0, 0] += another
     return llm_FSDP.make_model(whole, config, types, args), rows, held_out, args
-
-
-def n_rows_of(training):
-    return len(llm_documents.mapped(training[1]))
 
 
 @pytest.mark.guard
@@ -998,17 +1014,12 @@ def test_a_result_is_written_from_a_checkpoint_that_has_all_steps_or_more(folder
 @pytest.mark.slow
 def test_other_epochs_are_refused_while_steps_are_left_and_allowed_after_the_last_one(folder, group, tmp_path):
     checkpoints = str(tmp_path / "checkpoints")
-    n = n_rows_of(begin_training(folder))
+    n = len(llm_documents.mapped(begin_training(folder)[1]))
 
     def run_epochs(n_steps, stop=False):
         epochs = (n_steps - 0.5) * BATCH / n
         training = begin_training(folder, checkpoint_dir=checkpoints, epochs=epochs, save_every=2)
-        leave = mock.Mock(side_effect=Stopped)
-        with (
-            mock.patch("checkpoint.Preemption.agreed", lambda preemption: stop),
-            mock.patch("checkpoint.Preemption.leave", leave),
-            contextlib.suppress(Stopped),
-        ):
+        with preempted(lambda: stop), contextlib.suppress(Stopped):
             llm_FSDP.train(*training)
 
     run_epochs(5, stop=True)
@@ -1106,8 +1117,7 @@ def test_routers_in_float32_are_held_and_written_as_they_were_loaded(lora, folde
     language.byte_tokenizer().save_pretrained(tmp_path / "llama")
     shutil.copy(folder / "data.jsonl", tmp_path)
     args = arguments(tmp_path, "llama", lora=lora, lora_alpha=4.0, attention="eager", output=str(tmp_path / "out"))
-    whole, config, types, _, _ = llm_FSDP.prepare(args)
-    model = llm_FSDP.make_model(whole, config, types, args)
+    model = write_result(args)
     expected = base.state_dict()
     assert {str(value.dtype) for value in expected.values()} == {"torch.bfloat16", "torch.float32"}
     held = {plain_name(key): value for key, value in model.state_dict().items() if ".lora_" not in key}
@@ -1116,7 +1126,6 @@ def test_routers_in_float32_are_held_and_written_as_they_were_loaded(lora, folde
         is_trained = not lora and "e_score" not in key
         assert held[key].dtype == (torch.float32 if is_trained else value.dtype), key
         assert torch.equal(full(held[key]), value.to(held[key].dtype)), key
-    llm_hub.save(model, whole, types, args.output)
     if not lora:
         written = {}
         for file in Path(args.output).glob("*.safetensors"):
@@ -1130,8 +1139,7 @@ def test_routers_in_float32_are_held_and_written_as_they_were_loaded(lora, folde
 @pytest.mark.parametrize(("recompute", "runs"), [(False, 1), (True, 2)])
 def test_with_recompute_a_layer_runs_again_in_backward(recompute, runs, folder, group):
     args, calls = arguments(folder, "llama", recompute=recompute), []
-    whole, config, types, _, _ = llm_FSDP.prepare(args)
-    model = llm_FSDP.make_model(whole, config, types, args)
+    model, *_ = made(args)
     llm_hub.layers_of(model)[0].mlp.register_forward_pre_hook(lambda *_: calls.append(None))
     model(torch.arange(8)[None]).logits.sum().backward()
     assert len(calls) == runs
@@ -1270,11 +1278,9 @@ def test_weights_that_the_configuration_ties_and_the_files_do_not(folder, group,
     path = copy_of(folder, tmp_path)
     configure(path, {"tie_word_embeddings": True})
     args = arguments(tmp_path, "llama", output=str(tmp_path / "out"))
-    whole, config, types, _, _ = llm_FSDP.prepare(args)
-    model = llm_FSDP.make_model(whole, config, types, args)
+    model = write_result(args)
     expected = logits_of(transformers.AutoModelForCausalLM.from_pretrained(folder / "llama"))
     assert torch.equal(logits_of(model), expected)
-    llm_hub.save(model, whole, types, args.output)
     assert torch.equal(logits_of(transformers.AutoModelForCausalLM.from_pretrained(args.output)), expected)
 
 
@@ -1288,8 +1294,7 @@ def test_a_model_on_the_hub_is_read_as_a_folder_is(folder, group, tmp_path):
         args = arguments(folder, "llama", output=str(tmp_path / base[-5:]), lora=2, lora_alpha=4.0)
         args.model = name
         with mock.patch("huggingface_hub.snapshot_download", download):
-            whole, config, types, *_ = llm_FSDP.prepare(args)
-        llm_hub.save(llm_FSDP.make_model(whole, config, types, args), whole, types, args.output)
+            write_result(args)
         written = json.loads(Path(args.output, "adapter_config.json").read_text())
         assert written["base_model_name_or_path"] == base
     assert download.call_count == 1 and download.call_args.args == ("nobody/nothing",)
@@ -1387,10 +1392,7 @@ def test_a_run_and_its_resumed_end_are_one_run_of_the_trackers(folder, group, tm
     options = {"wandb": True, "tensorboard": str(tmp_path / "runs"), "checkpoint_dir": str(tmp_path / "checkpoints")}
     options |= {"log_every": 1, "lr": 0.01}
     agreed = iter([False, True])
-    with (
-        mock.patch("checkpoint.Preemption.agreed", lambda preemption: next(agreed, False)),
-        mock.patch("checkpoint.Preemption.leave", mock.Mock(side_effect=Stopped)),
-    ):
+    with preempted(lambda: next(agreed, False)):
         with pytest.raises(Stopped):
             llm_FSDP.train(*begin_training(folder, **options))
         llm_FSDP.train(*begin_training(folder, **options))
@@ -1488,8 +1490,7 @@ def test_a_kill_while_a_result_is_written_leaves_a_whole_one_or_none(lora, folde
         return call
 
     for last_call in range(1, 99):
-        whole, config, types, *_ = llm_FSDP.prepare(args)
-        model = llm_FSDP.make_model(whole, config, types, args)
+        model, whole, types, _, _ = made(args)
         n_calls.clear()
         with contextlib.ExitStack() as stack:
             for name in ("replace", "rename", "unlink", "rmdir"):
@@ -1512,16 +1513,9 @@ def test_a_result_has_the_other_files_of_the_base_and_the_given_template(folder,
     write(path, others)
     write(tmp_path, {"template": "{# other #}" + llm_documents.CHAT_TEMPLATE})
     args = arguments(tmp_path, "llama", output=str(tmp_path / "out"), chat_template=tmp_path / "template")
-    whole, config, types, *_ = llm_FSDP.prepare(args)
-    llm_hub.save(llm_FSDP.make_model(whole, config, types, args), whole, types, args.output)
+    write_result(args)
     for name in ("config.json", "tokenizer_config.json", "preprocessor_config.json", "LICENSE"):
         assert (tmp_path / "out" / name).read_bytes() == (path / name).read_bytes()
     assert not (tmp_path / "out" / "pytorch_model.bin").exists()
     template = transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     assert template == (tmp_path / "template").read_text()
-
-
-def test_the_output_must_not_exist(folder, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        arguments(folder, "llama", output="llama")
-    assert f"argument --output: {folder}/llama exists: name a new folder" in capsys.readouterr().err
