@@ -34,9 +34,9 @@ number of rows, and holds 6·P more: the gathered model and its whole gradients.
     torchrun --nnodes 2 --nproc-per-node auto --rdzv-backend c10d --rdzv-endpoint HOST:29400 llm_FSDP.py \
         --model Qwen/Qwen3-0.6B --from-scratch --data books/*.jsonl            # two machines, which share a folder
 
-Each line of the data is {"messages": [...]} or {"text": ...}. It prints `step 20/370 | loss 6.2499 | norm 1.64 | lr
-4.0e-03 | 3,892 targets/s | 7,686 tokens/s | 656 MB`. Neither speed counts padding. Every --eval-every steps it prints
-`step 100/370 | held-out 4.2481`, the mean loss of the documents that are not trained on.
+Each line of the data is {"messages": [...]} or {"text": ...}. It prints `step 20/370 | loss 6.2700 | norm 1.45 | lr
+4.0e-03 | 6,588 tokens/s | 620 MB`, where padding does not count. Every --eval-every steps it prints `step 100/370 |
+held-out 4.3362`, the mean loss of the documents that are not trained on.
 """
 
 import argparse
@@ -50,7 +50,6 @@ import shutil
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 import transformers
 from torch import nn
@@ -92,7 +91,7 @@ def change_model(model, lora, lora_alpha, nf4=False):
     values then fill the shards.
     """
     if lora:
-        model = llm_hub.add_lora(model, lora, lora_alpha)
+        model = llm_hub.add_lora(model, lora, lora_alpha or 2.0 * lora)
     if nf4:
         llm_hub.pack_frozen(model)
     return model
@@ -124,10 +123,10 @@ def make_optimizer(model, steps, lr, warmup, weight_decay):
     They are made after sharding, because the optimizer steps the shards.
     """
     trained = [param for param in model.parameters() if param.requires_grad]
-    groups = [{"params": [param for param in trained if param.dim() >= 2], "weight_decay": weight_decay}]
-    vectors = [param for param in trained if param.dim() < 2]
-    if vectors:
-        groups.append({"params": vectors, "weight_decay": 0.0})
+    groups = [
+        {"params": [param for param in trained if param.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [param for param in trained if param.dim() < 2], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
     if warmup is None:
@@ -189,31 +188,32 @@ def train(model, rows, held_out, args):
     """Take all steps that the newest checkpoint has not done. `rows` and `held_out` are paths of files."""
     n_rows = len(llm_documents.mapped(rows))
     steps = math.ceil(args.epochs * n_rows / args.global_batch_size)
-    n_epochs = steps * args.global_batch_size / n_rows
-    dist.print_primary(f"{steps:,} steps of {args.global_batch_size} rows are {n_epochs:.2f} epochs", flush=True)
     optimizer, scheduler = make_optimizer(model, steps, args.lr, args.warmup, args.weight_decay)
-    scheduler.steps = steps  # is part of its state_dict
     trained = [param for param in model.parameters() if param.requires_grad]
     order = llm_documents.order_of(n_rows, steps * args.global_batch_size, args.seed)
-    first_step = 0
+    first_step, more = 0, {"steps": steps, "run_id": None}
     if args.checkpoint_dir:
         # Frozen weights are left out: they are those of --model.
         parts = {"scheduler": scheduler, "settings": settings_of(model, args), "frozen": False}
         preemption = checkpoint.Preemption()
-        first_step = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer, **parts)
-        refuse_jump(first_step, steps, scheduler)
+        first_step, *saved = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer, **parts, **more)
+        saved_steps, more["run_id"] = saved
+        if saved_steps != steps and first_step < min(steps, saved_steps):
+            line = f"argument --epochs: it gives {steps} steps, and the checkpoint is of {saved_steps}"
+            raise dist.DistributedError(f"{line}: the learning rate would jump: finish these {saved_steps} steps first")
     if first_step >= steps:
         dist.print_primary(f"no steps are left: the checkpoint has {first_step} steps, and --epochs gives {steps}")
     elif args.warmup and args.warmup >= steps:
         raise dist.DistributedError(f"argument --warmup: {args.warmup} is not less than {steps}, the number of steps")
     samples = first_step * args.global_batch_size
-    tracker = make_tracker(samples, args)
-    evaluate(model, held_out, f"step {first_step}/{steps}", samples, args.checkpoint_dir, tracker)
+    tracker = tracking.Tracker("llm_FSDP", args, samples, more["run_id"])
+    more["run_id"] = tracker.run_id
+    evaluate(model, held_out, f"step {first_step}/{steps}", samples, tracker)
     taken, start = [], time.perf_counter()
     for step in range(first_step, steps):
         batch = order[step * args.global_batch_size : (step + 1) * args.global_batch_size]
         own_rows = list(llm_documents.share_of(rows, batch))
-        torch.manual_seed(seed_of(args.seed, step, dist.get_rank()))  # of dropout: the same after a resume
+        torch.manual_seed(random.Random(f"{args.seed} {step} {dist.get_rank()}").getrandbits(63))  # of dropout
         optimizer.zero_grad()
         share = backward(model, own_rows, args.gather_once)
         # Of DTensors: the norm over all shards.
@@ -221,9 +221,7 @@ def train(model, rows, held_out, args):
         lr = scheduler.get_last_lr()[0]
         optimizer.step()
         scheduler.step()
-        n_targets = sum(len(row.targets) for row in own_rows)
-        n_tokens = sum(row.n_tokens for row in own_rows)
-        taken.append((share, n_targets, n_tokens))
+        taken.append((share, sum(row.n_tokens for row in own_rows)))
 
         done = step + 1
         preempted = bool(args.checkpoint_dir) and preemption.agreed()
@@ -234,26 +232,14 @@ def train(model, rows, held_out, args):
             samples = done * args.global_batch_size
             report(f"step {done}/{steps}", samples, taken, start, norm, lr, tracker)
             if evaluates:
-                evaluate(model, held_out, f"step {done}/{steps}", samples, args.checkpoint_dir, tracker)
+                evaluate(model, held_out, f"step {done}/{steps}", samples, tracker)
             if saves:
-                checkpoint_sharded.save(args.checkpoint_dir, model, optimizer, done, keep=args.keep, **parts)
+                checkpoint_sharded.save(args.checkpoint_dir, model, optimizer, done, keep=args.keep, **parts, **more)
             taken, start = [], time.perf_counter()  # an evaluation and a save do not count
         if preempted and done < steps:
             tracker.close()
             preemption.leave()
     tracker.close()
-
-
-def make_tracker(samples, args):
-    """A resumed run continues its run of W&B, whose name is in a file beside the checkpoints."""
-    file = Path(args.checkpoint_dir or "", "wandb-run.txt")
-    run_id = None
-    if args.checkpoint_dir and file.exists():
-        run_id = file.read_text()
-    tracker = tracking.Tracker("llm_FSDP", args, samples, run_id)
-    if args.checkpoint_dir and args.wandb and dist.is_primary():
-        file.write_text(tracker.run_id)
-    return tracker
 
 
 def backward(model, own_rows, gather_once=False):
@@ -271,17 +257,6 @@ def backward(model, own_rows, gather_once=False):
     return share
 
 
-def refuse_jump(first_step, steps, scheduler):
-    """Raise DistributedError if the rate of the loaded `scheduler`, a curve over all steps, would jump within a run."""
-    saved_steps, scheduler.steps = scheduler.steps, steps
-    if saved_steps != steps and first_step < min(steps, saved_steps):
-        line = f"argument --epochs: it gives {steps} steps, and the checkpoint of step {first_step} is of {saved_steps}"
-        raise dist.DistributedError(f"{line}: the learning rate would jump: finish these {saved_steps} steps first")
-    if saved_steps == first_step < steps:
-        line = f"the {saved_steps} steps of this run were done"
-        dist.print_primary(f"{line}: the learning rate rises again, to a curve of {steps} steps", flush=True)
-
-
 def reduce_only_after(model, is_last):
     """Until the backward of the last row, layers stay gathered and gradients stay whole.
 
@@ -293,7 +268,7 @@ def reduce_only_after(model, is_last):
 
 
 @torch.no_grad()
-def evaluate(model, held_out, step, samples, checkpoint_dir, tracker):
+def evaluate(model, held_out, step, samples, tracker):
     """Print and track the mean loss of all held-out targets."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=dist.get_device())
@@ -304,23 +279,19 @@ def evaluate(model, held_out, step, samples, checkpoint_dir, tracker):
     model.train()
     loss = loss_sum / n_targets
     refuse_nan("held-out loss", loss)
-    line = f"{step} | held-out {loss:.4f}"
-    dist.print_primary(line, flush=True)
+    dist.print_primary(f"{step} | held-out {loss:.4f}", flush=True)
     tracker.log(samples, held_out=loss)
-    if checkpoint_dir and dist.is_primary():
-        with open(Path(checkpoint_dir, "held-out.txt"), "a") as file:
-            print(line, file=file)
 
 
 def settings_of(model, args):
     """What a resumed run must share: else it would continue another training, silently."""
     names = ("seed", "lr", "warmup", "weight_decay", "clip", "bf16", "global_batch_size", "lora", "lora_alpha", "nf4")
-    settings = {f"--{name.replace('_', '-')}": getattr(args, name) for name in (*names, "pad")}
+    settings = {f"--{name.replace('_', '-')}": getattr(args, name) for name in (*names, "pad", "length")}
     settings["--data"] = [path.name for path in args.data or []]
     for name, value in model.config.to_diff_dict().items():
         if name != "transformers_version":
             settings[f"config.json: {name}"] = value
-    if args.model and not args.from_scratch:
+    if not args.from_scratch:
         settings["--model (checksum)"] = checksum_of_weights(model)
     return settings
 
@@ -330,10 +301,8 @@ def checksum_of_weights(model):
 
     Adapters are left out: random numbers are others on another kind of CPU.
     """
-    total = torch.zeros((), dtype=torch.int64, device=dist.get_device())
-    for name, param in model.named_parameters():
-        if ".lora_" not in name:
-            total += param.detach().to_local().view(torch.int16).sum(dtype=torch.int64)
+    shards = [param.detach().to_local() for name, param in model.named_parameters() if ".lora_" not in name]
+    total = sum(shard.view(torch.int16).sum(dtype=torch.int64) for shard in shards)
     return dist.all_reduce(total).item()
 
 
@@ -344,23 +313,17 @@ def refuse_nan(name, value):
         raise dist.DistributedError(line)
 
 
-def seed_of(*parts):
-    """A random seed that depends on all these whole numbers."""
-    return random.Random(str(parts)).getrandbits(63)
-
-
 def report(step, samples, taken, start, norm, lr, tracker):
     """Print and track the mean loss of the steps `taken`, their speed since `start`, and the largest memory."""
-    shares, n_targets, n_tokens = zip(*taken, strict=True)
+    shares, n_tokens = zip(*taken, strict=True)
     loss = dist.all_reduce(torch.stack(shares)).mean().item()
     refuse_nan("loss", loss)
     norm = norm.full_tensor().item()
     refuse_nan("gradient norm", norm)
     seconds = time.perf_counter() - start  # after something has waited for the device
-    counts = torch.tensor([sum(n_targets), sum(n_tokens)], dtype=torch.float64)
-    targets, tokens = (dist.all_reduce(counts) / seconds).tolist()
+    tokens = dist.all_reduce(torch.tensor(sum(n_tokens))).item() / seconds
     memory = dist.all_reduce(torch.tensor(peak_memory()), op="max").item()  # of any process
-    speed = f"{targets:,.0f} targets/s | {tokens:,.0f} tokens/s | {memory / 1e6:,.0f} MB"
+    speed = f"{tokens:,.0f} tokens/s | {memory / 1e6:,.0f} MB"
     dist.print_primary(f"{step} | loss {loss:.4f} | norm {norm:.2f} | lr {lr:.1e} | {speed}", flush=True)
     tracker.log(samples, loss=loss, norm=norm, lr=lr, tokens_per_second=tokens)
 
@@ -389,94 +352,39 @@ def prepare(args):
     if found:
         whole, *files = found
         shared = whole.config, llm_hub.types_of(whole), *files
-    config, types, rows, held_out = dist.broadcast_object(shared)
-    error = f"rank {dist.get_rank()} does not see {rows}, as rank 0 does: all machines must share its folder"
-    dist.raise_on_all(None if rows.exists() and held_out.exists() else error)
-    return whole, config, types, rows, held_out
+    return whole, *dist.broadcast_object(shared)
 
 
 def read_all(args):
     """The whole model, and the files of the rows to train on and of those held out. Begins the result."""
     with llm_hub.one_line(f"--model {args.model}"):  # what transformers raises becomes one line
-        folder, tokenizer, config = load_tokenizer_and_config(args)
-    temporary = begin_result(folder, tokenizer, config, args)
-    rows, held_out = files_of_rows(tokenizer, config, temporary, args)
-    with llm_hub.one_line(f"--model {args.model}"):
-        whole = load_whole_model(folder, config, args)
-        whole = change_model(whole, args.lora, args.lora_alpha, args.nf4)
-    llm_hub.refuse_full_disk(args.output, whole)
-    tokens, targets, targets_of_chats, n_positions = llm_documents.count(rows)
-    n_rows, _, length = llm_documents.mapped(rows).shape
-    print(
-        f"{n_rows:,} rows of {length} tokens, {targets.sum():,} targets, {1 - tokens.sum() / n_positions:.1%} padding; "
-        f"{len(llm_documents.mapped(held_out)):,} rows are held out",
-        flush=True,
-    )
-    before, in_loss = llm_documents.text_around_loss(llm_documents.mapped(rows)[0], tokenizer)
-    print(f"in the loss, for example: {in_loss!r} after {before!r}", flush=True)
-    last_token = max(len(tokens), len(llm_documents.count(held_out)[0])) - 1
-    refuse_unknown_token(last_token, whole, tokenizer, args.model)
-    warn_if_answers_do_not_end(targets_of_chats, whole.generation_config, tokenizer)
-    if args.lora:
-        warn_if_rows_are_alike(targets.nonzero()[0], whole.get_output_embeddings().weight, tokenizer)
-    return whole, rows, held_out
-
-
-def load_tokenizer_and_config(args):
-    """The folder of --model or None, its tokenizer and its configuration."""
-    if not args.model:
+        base = llm_hub.folder_of(args.model) if args.model else None
+    folder = llm_hub.begin(args.output, base, is_whole=not args.lora)
+    if not base:
+        base = folder
         tokenizer = llm_documents.library_tokenizer()
-        return None, tokenizer, small_llama(tokenizer, args.length or 256, args.attention)
-    folder = llm_hub.folder_of(args.model)
-    tokenizer, config = llm_hub.load_tokenizer_and_config(folder, args.attention)
+        tokenizer.save_pretrained(base)
+        small_llama(tokenizer, args.length or 256).save_pretrained(base)
+    with llm_hub.one_line(f"--model {args.model}"):
+        tokenizer, config = llm_hub.load_tokenizer_and_config(base, args.attention)
+        torch.manual_seed(args.seed)
+        if args.from_scratch:
+            whole = llm_hub.build_model(config, config.dtype or torch.get_default_dtype())
+        else:
+            whole = llm_hub.load_model(args.model, base, config)
+        whole = change_model(whole, args.lora, args.lora_alpha, args.nf4)
     if args.chat_template:
         with llm_hub.one_line(f"--chat-template {args.chat_template}"):
             tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")
-    return folder, tokenizer, config
+            # transformers takes this file before the others that have a template.
+            Path(folder, "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
+    files = files_of_rows(tokenizer, whole, args)
+    before, in_loss = llm_documents.text_around_loss(llm_documents.mapped(files[0])[0], tokenizer)
+    print(f"in the loss, for example: {in_loss!r} after {before!r}", flush=True)
+    return whole, *files
 
 
-def begin_result(folder, tokenizer, config, args):
-    """Write all but the weights of the result, to see now that it can be written. Returns a folder for other files."""
-    temporary = llm_hub.begin(args.output, folder, is_whole=not args.lora)
-    with llm_hub.one_line(f"cannot write {args.output}"):
-        if not folder:
-            config.save_pretrained(temporary.parent)
-            tokenizer.save_pretrained(temporary.parent)
-        if args.chat_template:  # transformers takes this file before the others that have a template
-            Path(temporary.parent, "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
-    return temporary
-
-
-def files_of_rows(tokenizer, config, temporary, args):
-    """The paths of the rows to train on and of those held out. A resume takes those that the first start has made."""
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
-    length = args.length or min(2048, longest)
-    paths = [Path(args.checkpoint_dir or temporary, name).absolute() for name in ("rows.npy", "held-out.npy")]
-    are_made = bool(args.checkpoint_dir) and any(Path(args.checkpoint_dir).glob("step-*/.metadata"))
-    if has_rows(args.data):
-        paths, are_made = [args.data[0].absolute(), args.eval_data[0].absolute()], True
-    if are_made:
-        length = llm_documents.mapped(paths[0]).shape[2]
-        if args.length not in (None, length):
-            line = f"argument --length: {args.length}, but the rows of {paths[0]} have {length} tokens"
-            raise dist.DistributedError(line)
-    if length > longest:
-        raise dist.DistributedError(f"--model {args.model}: --length {length} is more than its {longest} positions")
-    if not are_made:
-        documents = load_documents(tokenizer, args.data, args.eval_data, length, args.seed)
-        for path, some in zip(paths, documents, strict=True):
-            if not llm_documents.write_rows(path, some, length, args.pad):
-                line = f"--data, --eval-data: too few lines fit into --length {length} to train on and to hold out"
-                raise dist.DistributedError(f"{line}: give more, or name --eval-data")
-    return paths
-
-
-def has_rows(data):
-    """Is --data a file of rows that another run has made?"""
-    return bool(data) and data[0].suffix == ".npy"
-
-
-def small_llama(tokenizer, length, attention="sdpa"):
+def small_llama(tokenizer, length):
     """The configuration of the model that is trained without --model."""
     return transformers.LlamaConfig(
         vocab_size=len(tokenizer),
@@ -488,49 +396,34 @@ def small_llama(tokenizer, length, attention="sdpa"):
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-        attn_implementation=attention,
     )
 
 
-def load_whole_model(folder, config, args):
-    """The model to begin with, on the CPU: that of the folder of --model, or an untrained one."""
-    torch.manual_seed(args.seed)
-    if folder and not args.from_scratch:
-        return llm_hub.load_model(args.model, folder, config)
-    return llm_hub.build_model(config, config.dtype or torch.get_default_dtype())
+def files_of_rows(tokenizer, whole, args):
+    """The paths of the rows to train on and of those held out. A resume takes those that the first start has made."""
+    folder = args.checkpoint_dir or llm_hub.temporary(args.output)
+    paths = [Path(folder, name).absolute() for name in ("rows.npy", "held-out.npy")]
+    longest = getattr(whole.config.get_text_config(), "max_position_embeddings", None) or 2048
+    length = args.length or min(2048, longest)
+    if has_rows(args.data):
+        paths = [args.data[0].absolute(), args.eval_data[0].absolute()]
+        length = llm_documents.mapped(paths[0]).shape[2]
+    if length > longest:
+        raise dist.DistributedError(f"--model {args.model}: --length {length} is more than its {longest} positions")
+    if has_rows(args.data) or any(Path(folder).glob("step-*/.metadata")):
+        return paths
+    documents = load_documents(tokenizer, args.data, args.eval_data, length, args.seed)
+    for path, some in zip(paths, documents, strict=True):
+        last = llm_documents.write_rows(path, some, length, args.pad)
+        if last >= whole.get_input_embeddings().num_embeddings:
+            line = f"token {last}, {tokenizer.decode(last)!r}, of the data has no embedding"
+            raise dist.DistributedError(f"--model {args.model}: {line}: resize them first, by resize_token_embeddings")
+    return paths
 
 
-def refuse_unknown_token(token, whole, tokenizer, model_name):
-    """Raise DistributedError if the last token of the data has no embedding."""
-    n_embeddings = len(whole.get_input_embeddings().weight)
-    if token >= n_embeddings:
-        line = f"--model {model_name}: token {token}, {tokenizer.decode(token)!r}, of the data has no embedding"
-        sizes = f"the tokenizer has {len(tokenizer)} tokens, and the model {n_embeddings} embeddings"
-        raise dist.DistributedError(f"{line}: {sizes}: resize them first, by resize_token_embeddings")
-
-
-def warn_if_answers_do_not_end(counts, generation_config, tokenizer):
-    """Print a line if no token that ends generation is in the loss of conversations: then `generate` runs on.
-
-    `counts` has how often each token is a target there.
-    """
-    ends = generation_config.eos_token_id  # a number, a list or None
-    if counts.any() and ends is None:
-        print("generation_config names no token that ends generation: `generate` runs on after an answer", flush=True)
-    elif counts.any() and not set(counts.nonzero()[0]).intersection(np.ravel(ends)):
-        line = "which is in no answer of the data: `generate` runs on after an answer"
-        print(f"generation_config ends generation at {tokenizer.decode(ends)!r}, {line}", flush=True)
-
-
-def warn_if_rows_are_alike(targets, head, tokenizer):
-    """Print a line if rows of `targets` in the frozen `head` equal other rows, or are 0: they were never trained."""
-    targets = torch.from_numpy(targets)
-    # Rows that were trained differ in their first numbers.
-    _, groups, sizes = head[:, :64].float().unique(dim=0, return_inverse=True, return_counts=True)
-    alike = targets[(sizes[groups[targets]] > 1) | (head[targets] == 0).all(dim=1)]
-    if len(alike):
-        line = f"{len(alike)} tokens of the data, such as {tokenizer.decode(alike[:1])!r}, cannot be learned by --lora"
-        print(f"{line}: their weights in the head, which stays as it is, equal those of others or are 0", flush=True)
+def has_rows(data):
+    """Is --data a file of rows that another run has made?"""
+    return bool(data) and data[0].suffix == ".npy"
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
@@ -541,17 +434,16 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--model", help="folder, or name on the Hugging Face Hub (default: a small Llama, untrained)")
     add("--from-scratch", action="store_true", help="take the configuration and the tokenizer of --model, no weights")
-    data_help = ".jsonl files, or rows.npy of another run (default: functions of Python's library)"
-    add("--data", type=Path, nargs="+", help=data_help)
+    add("--data", type=Path, nargs="+", help=".jsonl files, or rows.npy of another run (default: Python's library)")
     add("--eval-data", type=Path, nargs="+", help="files to evaluate on (default: a twentieth of --data)")
     add("--chat-template", type=Path, help="file with a chat template (default: the one of the tokenizer)")
-    add("--output", help="new folder for the trained model or its adapters (default: runs/llm-DATE-TIME)")
+    output = f"runs/llm-{datetime.datetime.now():%Y-%m-%d-%H%M%S}"
+    add("--output", default=output, help="new folder for the model or its adapters (default: runs/llm-DATE-TIME)")
     add("--checkpoint-dir", help="save in this folder, and resume from its newest checkpoint")
     add("--save-every", type=options.whole_number(1), default=500, help="steps between checkpoints")
     add("--keep", type=options.whole_number(1), help="checkpoints to keep (default: all)")
-    lora_help = "freeze the model, train adapters of this rank (default: no)"
-    add("--lora", type=options.whole_number(1), help=lora_help, metavar="RANK")
-    add("--lora-alpha", type=options.positive_number, help="scale adapters by this / RANK (default: twice RANK)")
+    add("--lora", type=options.whole_number(1), help="freeze the model, train adapters of this rank (default: no)")
+    add("--lora-alpha", type=options.positive_number, help="scale adapters by this / rank (default: twice the rank)")
     add("--nf4", action="store_true", help="hold the frozen linear layers of --lora in 4 bits")
     add("--length", type=options.whole_number(2), help="tokens per row (default: up to 2048, 256 without --model)")
     add("--pad", action="store_true", help="do not pack: one document in each row, filled with padding")
@@ -568,8 +460,7 @@ def parse_args(argv=None):
     add("--attention", choices=kernels, default="sdpa", help="kernel of attention; some models have no sdpa")
     add("--gather-once", action="store_true", help="gather the layers once per step, not for each row: less is sent")
     add("--recompute", action="store_true", help="recompute activations in backward, to save memory")
-    chunk_help = "compute the logits of this many targets at a time, and again in backward (default: of all)"
-    add("--loss-chunk", type=options.whole_number(1), help=chunk_help)
+    add("--loss-chunk", type=options.whole_number(1), help="targets whose logits are computed at a time (default: all)")
     add("--compile", action="store_true", help="compile each layer with torch.compile")
     add("--log-every", type=options.whole_number(1), default=20, help="steps between lines of progress")
     add("--eval-every", type=options.whole_number(1), default=100, help="steps between evaluations")
@@ -593,32 +484,21 @@ def parse_args(argv=None):
 
 def check_together(parser, args):
     """Leave with one line if an option needs another one."""
-    if args.model and not args.data:
-        parser.error("argument --data: name the .jsonl files on which --model is trained")
-    if args.chat_template and not args.model:
-        parser.error("argument --chat-template: it is for the tokenizer of --model, which is not given")
-    if args.from_scratch and not args.model:
-        parser.error("argument --from-scratch: name the --model whose configuration and tokenizer are taken")
+    needs = {"model": "data", "chat_template": "model", "from_scratch": "model", "lora_alpha": "lora", "nf4": "lora"}
+    for option, other in needs.items():
+        if getattr(args, option) and not getattr(args, other):
+            parser.error(f"argument --{option.replace('_', '-')}: it needs --{other}")
     if args.lora and (args.from_scratch or not args.model):
         parser.error("argument --lora: adapters need a --model with weights")
-    if args.nf4 and not args.lora:
-        parser.error("argument --nf4: weights in 4 bits are not trained, so it needs --lora")
-    if has_rows(args.data) and not (len(args.data) == 1 and args.eval_data and has_rows(args.eval_data)):
+    if has_rows(args.data) and not (len(args.data) == 1 and has_rows(args.eval_data)):
         parser.error("argument --data: for one file of rows, name another one by --eval-data, such as held-out.npy")
-    if has_rows(args.data) and args.pad:
-        parser.error("argument --pad: the rows of --data are made already")
-    if args.output and os.path.exists(args.output):
+    if has_rows(args.data) and (args.pad or args.length):
+        parser.error("argument --data: its rows are made already, so leave out --pad and --length")
+    if os.path.exists(args.output):
         parser.error(f"argument --output: {args.output} exists: name a new folder")
-    if args.lora_alpha and not args.lora:
-        parser.error("argument --lora-alpha: it scales adapters, so it needs --lora")
-    if args.global_batch_size < args.nproc:
-        line = f"{args.global_batch_size} is less than {args.nproc}, the number of processes"
-        parser.error(f"argument --global-batch-size: {line}")
 
 
 def set_defaults(args):
-    if args.lora and not args.lora_alpha:
-        args.lora_alpha = 2.0 * args.lora
     lr = 2e-5
     if args.lora:
         lr = 2e-4
@@ -626,9 +506,8 @@ def set_defaults(args):
         lr = 3e-4
     if not args.model:
         lr = 4e-3
+        args.from_scratch = True
     args.lr = args.lr or lr
-    if args.output is None:
-        args.output = f"runs/llm-{datetime.datetime.now():%Y-%m-%d-%H%M%S}"
 
 
 # ---- start --------------------------------------------------------------------------------------------------------
@@ -639,8 +518,7 @@ def main_worker(local_rank, world_size, args):
     dist.init_process_group(timeout=datetime.timedelta(hours=4), even_alone=True)
     watch.start()  # if the job hangs, one line says where each rank stands
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs: far faster matrix products, with 10 bits of mantissa
-    if not dist.is_primary():
-        transformers.utils.logging.set_verbosity_error()  # rank 0 loads, and may warn of tokens or rotary positions
+    transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     whole, config, types, rows, held_out = prepare(args)
     model = make_model(whole, config, types, args)

@@ -25,20 +25,17 @@ Rows are made once, and each rank maps the file into its memory for the rows tha
 import ast
 import bisect
 import collections
-import contextlib
 import copy
 import functools
 import gzip
 import hashlib
 import itertools
 import json
-import os
+import math
 import re
 import sysconfig
-import time
 from pathlib import Path
 
-import jinja2
 import numpy as np
 import tokenizers
 import torch
@@ -53,15 +50,6 @@ PADDING = -1  # the token of a position that no document uses
 TOKENS, POSITIONS, TARGETS = range(3)  # the second dimension of an array of rows
 BYTES_AT_A_TIME = 10**6  # the tokenizer's threads share them; while it works on them, a token needs 200 bytes
 TOKENS_AT_A_TIME = 4 * 10**6  # that are packed together
-# Other bytes than those of a JSON object, at the start of a line or at its end, and what to do about them.
-FORMATS = {
-    r"\xff\xfe|\xfe\xff": "the file is UTF-16: save it as UTF-8",
-    r"\0": "the file is damaged: it has zeros instead of text",
-    r"\s*\[": "the file is a JSON array: write one object per line, as `to_json` of a Dataset of Hugging Face does",
-    r"\s*\{\s*$": "an object has several lines: write each one in one line, as `to_json` of a Dataset does",
-    r"(?s:.*)\},\s*$": "the line ends with a comma: remove it",
-    r"[^{]": "the file is no .jsonl: load it by `datasets.load_dataset`, and write it by `to_json`",
-}
 
 # ---- lines of files -----------------------------------------------------------------------------------------------
 
@@ -73,34 +61,26 @@ def lines_of(paths, option="--data"):
     """
     for path in paths:
         try:
-            if os.path.isdir(path):
-                raise ValueError(f"it is a folder: name its files, such as {path}/*.jsonl")
-            with open(path, "rb") as file:
-                start = file.read(4)
-            opened = lines_of_parquet(path) if start == b"PAR1" else lines_of_text(path, start)
-            for number, line in enumerate(opened, 1):
+            for number, line in enumerate(lines_in(path), 1):
                 if line.strip():
                     yield f"{path}: line {number}", line
         except (OSError, EOFError, ImportError, ValueError) as error:  # of gzip and pyarrow too
-            cause = getattr(error, "strerror", None) or error
-            raise dist.DistributedError(f"{option}: cannot read {path}: {cause}") from None
+            raise dist.DistributedError(f"{option}: cannot read {path}: {error}") from None
 
 
-def lines_of_text(path, start):
-    """The lines of a file, which may be compressed. `start` has its first bytes."""
-    opener = gzip.open if start.startswith(b"\x1f\x8b") else open
-    with opener(path, "rb") as file:
-        yield from file
-
-
-def lines_of_parquet(path):
-    try:
+def lines_in(path):
+    """The lines of a file. A row of a parquet file becomes a line of JSON."""
+    with open(path, "rb") as file:
+        start = file.read(4)
+    if start == b"PAR1":
         from pyarrow import parquet
-    except ImportError:
-        raise ImportError("a parquet file needs `pip install pyarrow`") from None
-    for batch in parquet.ParquetFile(path).iter_batches(1000):
-        for record in batch.to_pylist():
-            yield json.dumps(record, default=str).encode()
+
+        for batch in parquet.ParquetFile(path).iter_batches(1000):
+            yield from (json.dumps(record, default=str).encode() for record in batch.to_pylist())
+    else:
+        opener = gzip.open if start.startswith(b"\x1f\x8b") else open
+        with opener(path, "rb") as file:
+            yield from file
 
 
 def split(read_lines, seed):
@@ -125,33 +105,28 @@ def documents_of(lines, tokenizer, length):
     """The documents of `lines`, pairs of a place and bytes, one after the other. None is longer than `length`.
 
     A text that is too long becomes several documents. Conversations that are too long are left out, and their number is
-    printed. Every half minute it prints how far it is. Raises DistributedError, which names the place, for a line that
-    is neither.
+    printed. Raises DistributedError, which names the place, for a line that is neither.
     """
-    n_lines = n_too_long = 0
-    last_told = time.monotonic()
-    for part in in_parts(lines):
-        for found in read(part, tokenizer, length):
-            fitting = [document for document in found if len(document[0]) <= length]
-            n_too_long += len(found) - len(fitting)
-            yield from fitting
-        n_lines += len(part)
-        if time.monotonic() > last_told + 30:
-            last_told = time.monotonic()
-            print(f"{n_lines:,} lines are read, up to {part[-1][0]}", flush=True)
+    n_too_long = 0
+    for part in parts_of(lines, BYTES_AT_A_TIME, lambda pair: len(pair[1])):
+        for document in itertools.chain(*read(part, tokenizer, length)):
+            if len(document[0]) <= length:
+                yield document
+            else:
+                n_too_long += 1
     if n_too_long:
         print(f"{n_too_long:,} conversations have more than --length {length} tokens and are left out", flush=True)
 
 
-def in_parts(lines):
-    """Lists of lines that have BYTES_AT_A_TIME together, or more. No line is divided."""
-    part, n_bytes = [], 0
-    for place, line in lines:
-        part.append((place, line))
-        n_bytes += len(line)
-        if n_bytes >= BYTES_AT_A_TIME:
+def parts_of(items, size, size_of):
+    """Lists of items, whose sizes add up to `size` or more. The last list may be smaller."""
+    part, n = [], 0
+    for item in items:
+        part.append(item)
+        n += size_of(item)
+        if n >= size:
             yield part
-            part, n_bytes = [], 0
+            part, n = [], 0
     if part:
         yield part
 
@@ -165,22 +140,20 @@ def read(lines, tokenizer, length):
             texts.append((len(found), text, spans))
         found.append([])
     # The chat template has written all special tokens, and `pieces` adds those of a text.
-    encode = tokenizer
-    if any(BREAK in text for _, text, _ in texts):
-        encode = without_breaks(tokenizer)
+    encode = without_breaks(tokenizer)
     encoded = encode([text for _, text, _ in texts], add_special_tokens=False)
-    for (number, text, spans), tokens, encoding in zip(texts, encoded.input_ids, encoded.encodings, strict=True):
+    for (number, text, spans), encoding in zip(texts, encoded.encodings, strict=True):
         if spans is None:
-            found[number] += pieces(text, tokens, tokenizer, length)
+            found[number] += pieces(text, encoding, encode, length)
         else:
-            found[number].append(tokens_and_targets(tokens, encoding.offsets, spans))
+            found[number].append(tokens_and_targets(encoding, spans))
     return found
 
 
-def tokens_and_targets(tokens, offsets, spans):
-    """A document of a conversation. The offsets are, for each token, its first character and the one after its last."""
-    tokens = np.array(tokens, dtype=np.int32)
-    starts, ends = np.array(offsets).reshape(-1, 2).T
+def tokens_and_targets(encoding, spans):
+    """A document of a conversation. In the loss are the tokens of `spans`, pairs of a first character and an end."""
+    tokens = np.array(encoding.ids, dtype=np.int32)
+    starts, ends = np.array(encoding.offsets).reshape(-1, 2).T  # the first character of each token, and its end
     in_loss = np.zeros(len(tokens), dtype=bool)
     for first, end in spans:
         # The first token of an answer may begin before it, with the space that ends the prompt.
@@ -189,58 +162,41 @@ def tokens_and_targets(tokens, offsets, spans):
     return tokens[:-1], targets[1:]
 
 
-def pieces(text, tokens, tokenizer, length):
+def pieces(text, encoding, tokenizer, length):
     """Documents of a text: one, or several if it is long. Each token is the target of the one before it.
 
-    It begins and ends as `tokenizer(text)` does, and ends with the EOS token. A text may have these tokens already.
+    It begins as `tokenizer(text)` does, and ends with the EOS token. A text may have these tokens already.
     """
-    start, end = tokens_around(tokenizer)
-    if text.lstrip().startswith(tokenizer.decode(start)):
-        start = []
-    if text.rstrip().endswith(tokenizer.decode(end)):
-        end = []
-    tokens = np.concatenate([start, tokens, end]).astype(np.int32)
-    found = []
-    for first in range(0, len(tokens) - 1, length):
-        piece = tokens[first : first + length + 1]
-        found.append((piece[:-1], piece[1:]))
-    return found
-
-
-@functools.lru_cache(maxsize=1)
-def tokens_around(tokenizer):
-    """The tokens with which a text begins, and those with which it ends."""
-    encoded = tokenizer("a", return_special_tokens_mask=True)
-    is_added = encoded.special_tokens_mask
-    first = [*is_added, 0].index(0)  # of the text
-    start = encoded.input_ids[:first]
-    end = encoded.input_ids[first + is_added.count(0) :]
-    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in end:
-        end = [*end, tokenizer.eos_token_id]
-    return start, end
+    tokens = tokenizer.backend_tokenizer.post_process(encoding).ids
+    if text.lstrip().startswith(tokenizer.decode(tokens[:1])):
+        tokens = encoding.ids
+    ends = tokenizer.eos_token_id in (None, *tokens[-1:]) or text.rstrip().endswith(tokenizer.eos_token)
+    if not ends:
+        tokens = [*tokens, tokenizer.eos_token_id]
+    tokens = np.array(tokens, dtype=np.int32)
+    found = [tokens[first : first + length + 1] for first in range(0, len(tokens) - 1, length)]
+    return [(piece[:-1], piece[1:]) for piece in found]
 
 
 def text_around_loss(row, tokenizer, n_tokens=20):
     """Of the first targets of a row that lie together, the text of up to `n_tokens`, and the text before them."""
     tokens, _, targets = row
-    in_loss = targets != IGNORED
-    first = int(in_loss.argmax())
-    end = first
-    while end < min(len(targets), first + n_tokens) and in_loss[end]:
-        end += 1
+    first = (targets != IGNORED).argmax()
     before = tokens[max(0, first + 1 - n_tokens) : first + 1]
-    return tokenizer.decode(before), tokenizer.decode(targets[first:end])
+    in_loss = itertools.takewhile(lambda target: target != IGNORED, targets[first : first + n_tokens])
+    return tokenizer.decode(before), tokenizer.decode(list(in_loss))
 
 
 # ---- conversations ------------------------------------------------------------------------------------------------
 
-NOT_SHOWN = ("role", "name", "tool_call_id")  # by some chat templates
-ROLES = ("system", "developer", "user", "assistant", "tool")
+FIELDS = {"messages", "tools", "chat_template_kwargs"}  # of a conversation
+NOT_SHOWN = {"role", "name", "tool_call_id"}  # fields of a message that some chat templates do not need
+ROLES = {"system", "developer", "user", "assistant", "tool"}
 USER = {"role": "user", "content": "Hi."}
 ANSWER = {"role": "assistant", "content": "Hi."}
 CALL = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {}}}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-RESULT = {"role": "tool", "content": "SAID", "name": "f", "tool_call_id": CALL["id"]}
+RESULT = {"role": "tool", "content": "4", "name": "f", "tool_call_id": CALL["id"]}
 BREAK = "\ufdd0"  # Unicode promises that it is no character: it breaks up special tokens among the words
 
 
@@ -250,22 +206,20 @@ def texts_of(place, line, tokenizer):
     Raises DistributedError, which names the place, if the line cannot be read, or if a part of it would be ignored.
     """
     try:
-        record = record_of(line)
-        given = without_nothing(record)
-        if "messages" in given:
-            refuse_ignored(given, {"messages", "tools", "chat_template_kwargs"})
-            found = conversation(given, tokenizer)
-        elif "text" in record:  # may be ""
-            refuse_ignored(given, {"text"})
-            if not isinstance(record["text"], str):
-                raise ValueError("its text is no string")
-            found = [(record["text"], None)]
-        else:
-            fields = ", ".join(given) or "nothing"
-            raise ValueError(f"it has neither, but {fields}: write each text as a message with a role and a content")
-        for text, _ in found:
-            text.encode()  # JSON may contain half of a surrogate pair, which is no character
-        return found
+        record = without_nothing(record_of(line))
+        is_chat = "messages" in record
+        used = FIELDS if is_chat else {"text"}
+        ignored = ", ".join(field for field in record if field not in used)
+        if ignored:  # other trainers obey some fields, such as `weight`
+            line = (
+                f"{ignored} would be ignored: write the data anew with no other fields than {', '.join(sorted(used))}"
+            )
+            raise ValueError(line)
+        if is_chat:
+            return conversation(record, tokenizer)
+        text = record.get("text", "")
+        text.encode()  # raises if it is no string, or has half of a surrogate pair
+        return [(text, None)]
     except Exception as failure:  # a chat template is a program, and may raise anything
         cause = str(failure).partition("\n")[0][:300]
         if type(failure) is not ValueError:  # ours say what is wrong
@@ -275,48 +229,21 @@ def texts_of(place, line, tokenizer):
 
 
 def record_of(line):
-    """The JSON object of a line. Raises ValueError, which says what to do if the file has another format."""
-    failure = ValueError("it is no JSON object")
+    """The JSON object of a line, without the fields that are null, at any depth."""
     try:
-        record = json.loads(line, object_pairs_hook=without_nulls)
-        if isinstance(record, dict):
-            return record
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        failure = error
-    text = line if isinstance(line, str) else line.decode("latin-1")
-    for pattern, advice in FORMATS.items():
-        if re.match(pattern, text):
-            raise ValueError(advice)
-    raise failure
-
-
-def object_of(pairs):
-    """A JSON object as a dict. JSON allows a key twice, and Python would take the last one."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = max(keys, key=keys.count)
-        raise ValueError(f"an object of it has the key {twice} twice")
-    return found
+        return dict(json.loads(line, object_pairs_hook=without_nulls))
+    except (ValueError, TypeError) as error:
+        advice = "each line is one object of JSON, in UTF-8: docs/language_models.md converts other formats"
+        raise ValueError(f"it begins with {line[:25]!r}, but {advice}; {error}") from None
 
 
 def without_nulls(pairs):
-    """As `object_of`. Arrow gives all objects of a column the same fields, and writes null where one has none."""
-    return {key: value for key, value in object_of(pairs).items() if value is not None}
+    return {name: value for name, value in pairs if value is not None}
 
 
 def without_nothing(record):
     """The fields of a line or a message that say something."""
     return {field: value for field, value in record.items() if value not in (None, "", [], {})}
-
-
-def refuse_ignored(record, used):
-    """Other trainers obey fields that are not used here, such as `weight`, and nobody knows all of their names."""
-    ignored = [field for field in record if field not in used]
-    if ignored:
-        allowed = ", ".join(sorted(used))
-        line = f"{', '.join(ignored)} would be ignored"
-        raise ValueError(f"{line}: write the data anew with no other fields than {allowed}")
 
 
 def conversation(record, tokenizer, as_strings=False):
@@ -327,44 +254,30 @@ def conversation(record, tokenizer, as_strings=False):
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: give one by --chat-template, or use texts")
     special = special_tokens(tokenizer)
-    options = parsed(record.get("chat_template_kwargs")) or {}
-    tools = [parsed(tool) for tool in parsed(record.get("tools")) or []]
-    if tools:
-        options["tools"] = as_words(tools, special)
+    given = as_words(record, special)
+    options = {**given.get("chat_template_kwargs", {}), "tools": parsed(given.get("tools"))}
+    options = without_nothing(options)
     refuse_unread(options, "the line", tokenizer)
     render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **options)
-    given = parsed(record["messages"])
-    if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
-        raise ValueError("its messages are no list of objects")
-    pairs = [normalized(as_words(message, special), tokenizer, as_strings) for message in given]
-    trained = [number for number, (_, is_trained) in enumerate(pairs) if is_trained]  # they are in the loss
+    messages = [normalized(message, tokenizer, as_strings) for message in given["messages"]]
+    trained = [number for number, message in enumerate(messages) if message.pop("weight")]
     if not trained:
         raise ValueError("the assistant says nothing in it that is in the loss")
-    messages = [message for message, _ in pairs[: trained[-1] + 1]]
-    for message, _ in pairs[len(messages) :]:  # they follow the last answer, and nobody sees them
-        if message["role"] not in ROLES:
-            refuse_unread([message["role"]], "the roles", tokenizer)
     try:
         return turns(messages, trained, render, special)
     except TypeError:
         if as_strings:
             raise
         return conversation(record, tokenizer, as_strings=True)
-    except jinja2.TemplateError as failure:
-        roles = ", ".join(role for role in ROLES if is_shown(role, render))
-        raise ValueError(f"{failure}; the chat template shows the roles {roles or None}") from None
 
 
-def as_words(value, special):
-    """The value with special tokens in its strings broken up: `without_breaks` reads them as text."""
-    if isinstance(value, str):
-        for token in special:
-            value = value.replace(token, token[0] + BREAK + token[1:])
-    if isinstance(value, list):
-        return [as_words(item, special) for item in value]
-    if isinstance(value, dict):
-        return {name: as_words(item, special) for name, item in value.items()}
-    return value
+def as_words(record, special):
+    """The record with special tokens in its strings broken up: `without_breaks` reads them as text."""
+    text = json.dumps(record, ensure_ascii=False)
+    text.encode()  # raises if it has half of a surrogate pair, which JSON allows and UTF-8 does not
+    for token in special:
+        text = text.replace(token, token[0] + BREAK + token[1:])
+    return json.loads(text)
 
 
 @functools.lru_cache(maxsize=1)
@@ -372,51 +285,39 @@ def without_breaks(tokenizer):
     """A tokenizer that removes BREAK after it has looked for special tokens, and before it looks for all others."""
     tokenizer = copy.deepcopy(tokenizer)
     backend = tokenizer.backend_tokenizer
-    remove = normalizers.Replace(BREAK, "")
-    backend.normalizer = normalizers.Sequence([remove, *([backend.normalizer] if backend.normalizer else [])])
+    others = [backend.normalizer] if backend.normalizer else []
+    backend.normalizer = normalizers.Sequence([normalizers.Replace(BREAK, ""), *others])
     return tokenizer
 
 
 def parsed(value):
     """Some files have JSON inside of JSON."""
-    if isinstance(value, str) and value:
-        return json.loads(value, object_pairs_hook=object_of)
-    return value
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def normalized(message, tokenizer, as_strings):
-    """The message as chat templates expect it, and whether its words are in the loss."""
-    message = without_nothing(message)
+    """The message as chat templates expect it. Its weight says whether it is in the loss."""
+    message = {"content": "", **without_nothing(message)}  # some chat templates need a content, beside calls too
     role = message["role"]
-    is_trained = role == "assistant"
-    for name in ("weight", "train"):  # in the formats of OpenAI and of axolotl
-        value = message.pop(name, is_trained)
-        if value not in (0, 1) or value > is_trained:
-            raise ValueError(f"{name} {value} of the role {role}: it may be 0, or 1 for the assistant")
-        is_trained = bool(value)
-    refuse_unread(message.keys() - {"content", *NOT_SHOWN}, f"the role {role}", tokenizer)
-    content = message.get("content", "")  # a message with calls may have none, but some chat templates need it
-    if isinstance(content, list):
-        for part in content:
-            if part["type"] != "text":
-                raise ValueError(f"its content has a part of the type {part['type']}, but only text is trained on")
-        content = "".join(part["text"] for part in content)
-    message["content"] = content
-    if not isinstance(content, str):
+    is_answer = role == "assistant"
+    weight = message.setdefault("weight", is_answer)
+    if weight not in (0, is_answer):
+        raise ValueError(f"weight {weight} of the role {role}: it may be 0, or 1 for the assistant")
+    refuse_unread({role} - ROLES, "the roles", tokenizer)
+    refuse_unread(message.keys() - {"content", "weight"} - NOT_SHOWN, f"the role {role}", tokenizer)
+    if not isinstance(message["content"], str):
         raise ValueError(f"the content of the role {role} is no string")
-    if "tool_calls" in message:
-        message["tool_calls"] = parsed(message["tool_calls"])
     for call in message.get("tool_calls", []):
         function = call.get("function", call)
-        given = function.get("arguments")
-        function["arguments"] = parsed(given) or {}
-        if not isinstance(function["arguments"], dict):
-            raise ValueError(f"the arguments of the tool call {function['name']} are no JSON object")
-        if as_strings:
-            function["arguments"] = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
-    if is_trained and not any(words.strip() for words in words_of(message)):
+        arguments = function.get("arguments") or {}
+        if not as_strings:
+            arguments = parsed(arguments)
+        elif not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        function["arguments"] = arguments
+    if weight and not any(words.strip() for words in words_of(message)):
         raise ValueError('an answer of the assistant is empty: leave it out, or give it "weight": 0')
-    return message, is_trained
+    return message
 
 
 def refuse_unread(names, place, tokenizer):
@@ -426,105 +327,51 @@ def refuse_unread(names, place, tokenizer):
             raise ValueError(f"the chat template ignores {name} of {place}")
 
 
-def is_shown(role, render):
-    """Does the chat template show what this role says, where it usually stands?"""
-    message = {**RESULT, "role": role}
-    usual = {"user": [message], "assistant": [USER, message], "tool": [USER, CALLING, message]}
-    with contextlib.suppress(Exception):
-        return "SAID" in render(usual.get(role, [message, USER]))
-    return False
-
-
 def turns(messages, trained, render, special):
-    """Pairs of a text and the spans of its characters that are in the loss.
+    """Pairs of a text and the spans of its characters that are in the loss: the answers whose numbers are `trained`.
 
     The assistant's turn is the text after the prompt with which the model is asked for it. So any chat template will
-    do, also one without {% generation %}. Some templates show an earlier turn in another way, for example without its
-    thoughts. Then each turn becomes a text of its own.
+    do, also one without {% generation %}. A text holds all answers up to one, unless the template shows an earlier turn
+    in another way once a later one follows, for example without its thoughts. Then each turn becomes a text of its own.
     """
-    found = {}  # by the number of the last answer
-    open_text = ""  # the text before, without what ends a conversation
+    found = []
+    first = 0
     for number in trained:
         if number == 0:
             raise ValueError("its first message is the assistant's, and answers nothing")
-        text = render(messages[: number + 1], add_generation_prompt=False)
         prompt = render(messages[:number], add_generation_prompt=True)
-        if number == trained[0]:
-            before = render(messages[:number], add_generation_prompt=False)
-            closing = end_of_conversation(before, prompt, text, special)
-        start = n_common(text, prompt)
+        text = render(messages[: number + 1], add_generation_prompt=False)
+        start = n_common(prompt, text)
         if start < len(prompt.rstrip()):  # white space at its end may be changed
-            before = render(messages[:number], add_generation_prompt=False).removesuffix(closing)
-            if start < len(before):
-                line = "the chat template shows the messages before an answer in another way once the answer follows"
-                raise ValueError(f"{line}, so the answer cannot be located")
-            line = f"the prompt for an answer ends with {prompt[start:]!r}, and the chat template shows it without that"
+            line = f"the prompt for an answer ends with {prompt[start:][:50]!r}, and the answer does not follow it"
             raise ValueError(f"{line}: add the thoughts of the answer, or give another --chat-template")
-        if words_not_in(text[start:], messages[number]):  # the prompt may begin what the message says
-            before = render(messages[:number], add_generation_prompt=False).removesuffix(closing)
-            words = words_not_in(text[len(before) :], messages[number])
-            if words:
-                raise ValueError(f"the chat template does not show all that the assistant says: {words[:50]!r}")
+        for message in messages[first : number + 1]:
+            if message["role"] != "assistant" or message is messages[number]:  # others may be hidden
+                refuse_hidden(message, text)
         if not text.rstrip().endswith(special):
             text += end_of_answer(messages[number], render, special)
-        spans = []
-        if found and text.startswith(open_text):
-            _, (_, spans) = found.popitem()  # this text contains the one before
-            spans[-1] = spans[-1][0], len(open_text)
-        found[number] = text, [*spans, (start, len(text))]
-        open_text = text
-        if text.removesuffix(closing).rstrip().endswith(special):  # the turn has an end of its own
-            open_text = text.removesuffix(closing)
-    first = 0
-    for number, (text, _) in found.items():
-        for message in messages[first:number]:
-            if message["role"] == "assistant":
-                continue  # thoughts may be hidden if they are not in the loss
-            words = words_not_in(text, message)
-            if words:
-                what = f"{words[:50]!r} of the role {message['role']}"
-                raise jinja2.TemplateError(f"the chat template does not show {what}")
+        spans = [(start, len(text))]
+        if found and text.startswith(found[-1][0]):
+            _, earlier = found.pop()
+            spans = [*earlier, *spans]
+        found.append((text, spans))
         first = number + 1
-    return list(found.values())
+    return found
 
 
-def end_of_conversation(before, prompt, text, special):
-    """What the chat template writes after the last turn, unless it asks for an answer: in some the EOS token."""
-    if not prompt.startswith(before):
-        for token in special:
-            closing = before[before.rfind(token) :]
-            if closing.strip() == token and text.endswith(closing):
-                return closing
-    return ""
-
-
-def words_of(message):
-    """All strings that a message says, with the names and the arguments of its tool calls."""
-    calls = [call.get("function", call) for call in message.get("tool_calls", [])]
-    said = {name: words for name, words in message.items() if name not in ("tool_calls", *NOT_SHOWN)}
-    return [*strings_in(list(said.values())), *strings_in([[call["name"], call["arguments"]] for call in calls])]
-
-
-def strings_in(value):
-    """The strings and numbers inside of lists and objects, as strings."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        return [string for item in value for string in strings_in(item)]
-    return [] if value is None or isinstance(value, bool) else [str(value)]
-
-
-def words_not_in(shown, message):
-    """Something that a message says and the chat template does not show, or None.
-
-    The template may change white space, and may write words as JSON has them.
-    """
-    shown = "".join(shown.split())
+def refuse_hidden(message, text):
+    """Raise ValueError if a text does not show what a message says. White space may differ, or words be JSON in it."""
+    shown = "".join(text.split())
     for words in words_of(message):
         as_json = json.dumps(words, ensure_ascii=False)[1:-1]
         if "".join(words.split()) not in shown and "".join(as_json.split()) not in shown:
-            return words
-    return None
+            raise ValueError(f"the chat template does not show {words[:50]!r} of the role {message['role']}")
+
+
+def words_of(message):
+    """What a message says, and the names of the tools that it calls."""
+    said = [value for name, value in message.items() if isinstance(value, str) and name not in NOT_SHOWN]
+    return said + [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
 
 
 def end_of_answer(message, render, special):
@@ -563,18 +410,16 @@ def special_tokens(tokenizer):
 def pack(documents, length):
     """Lists of documents that share a row. Each, the longest first, goes to the fullest row that has room for it."""
     lists = []
-    with_room = [[] for _ in range(length + 1)]  # with_room[n]: the numbers of the lists with n free positions
+    rooms = []  # sorted pairs of the free positions of a list, and its number
     for document in sorted(documents, key=lambda document: len(document[0]), reverse=True):
         needed = len(document[0])
-        room = needed
-        while room < length and not with_room[room]:
-            room += 1
-        if not with_room[room]:
-            with_room[room].append(len(lists))
+        place = bisect.bisect_left(rooms, (needed, 0))
+        if place == len(rooms):
+            rooms.append((length, len(lists)))
             lists.append([])
-        number = with_room[room].pop()
+        room, number = rooms.pop(place)
         lists[number].append(document)
-        with_room[room - needed].append(number)
+        bisect.insort(rooms, (room - needed, number))
     return lists
 
 
@@ -584,7 +429,7 @@ def make_rows(lists, length):
     The positions of each document start at 0. Each token of padding is a document of its own, without targets: some
     models take other rotary factors if any position is large.
     """
-    rows = torch.empty(len(lists), 3, length, dtype=torch.int32)
+    rows = torch.zeros(len(lists), 3, length, dtype=torch.int32)
     rows[:, TOKENS] = PADDING
     rows[:, TARGETS] = IGNORED
     for row, documents in zip(rows.numpy(), lists, strict=True):
@@ -595,7 +440,6 @@ def make_rows(lists, length):
             row[POSITIONS, start:end] = np.arange(len(tokens))
             row[TARGETS, start:end] = targets
             start = end
-        row[POSITIONS, start:] = 0
     return rows
 
 
@@ -603,27 +447,30 @@ def make_rows(lists, length):
 
 
 def write_rows(path, documents, length, pad=False):
-    """Write an array (rows, 3, length) of numpy to `path`, and return the number of rows.
+    """Write an array (rows, 3, length) of numpy to `path`. Print its size, and return the largest token.
 
     With `pad`, each document has a row of its own. TOKENS_AT_A_TIME are in memory, and are packed together. Raises
-    DistributedError if the disk is full.
+    DistributedError if there are no documents, or if the disk is full.
     """
-    n_rows = n_tokens = 0
-    part = []
+    n_rows = n_targets = n_padding = largest = 0
     with checkpoint.atomic(path) as file:
         write_header(file, n_rows, length)
-        for document in itertools.chain(documents, [None]):
-            if document:
-                part.append(document)
-                n_tokens += len(document[0])
-            if n_tokens >= TOKENS_AT_A_TIME or not document:
-                rows = make_rows([[each] for each in part] if pad else pack(part, length), length)
-                file.write(rows.numpy())
-                n_rows += len(rows)
-                part, n_tokens = [], 0
+        for part in parts_of(documents, TOKENS_AT_A_TIME, lambda document: len(document[0])):
+            lists = [[document] for document in part] if pad else pack(part, length)
+            rows = make_rows(lists, length).numpy()
+            file.write(rows)
+            n_rows += len(rows)
+            n_targets += np.count_nonzero(rows[:, TARGETS] != IGNORED)
+            n_padding += np.count_nonzero(rows[:, TOKENS] == PADDING)
+            largest = max(largest, rows[:, TOKENS].max(), rows[:, TARGETS].max())
         file.seek(0)
         write_header(file, n_rows, length)
-    return n_rows
+    if not n_rows:
+        line = f"too few lines fit into --length {length} to train on and to hold out: give more, or name --eval-data"
+        raise dist.DistributedError(line)
+    padding = f"{n_padding / n_rows / length:.1%} padding"
+    print(f"{path}: {n_rows:,} rows of {length} tokens, {n_targets:,} targets, {padding}", flush=True)
+    return largest
 
 
 def write_header(file, n_rows, length):
@@ -641,25 +488,6 @@ def mapped(path):
     if rows.dtype != np.int32 or rows.ndim != 3 or rows.shape[1] != 3:
         raise dist.DistributedError(f"{path} has no rows of llm_FSDP.py, but {rows.dtype} of the shape {rows.shape}")
     return rows
-
-
-def count(path):
-    """What the rows of a file have: how often each token is a token, a target, and a target in a conversation.
-
-    Three arrays, whose index is the token; and the number of positions.
-    """
-    counts = np.zeros((3, 1), dtype=np.int64)
-    n_rows, _, length = mapped(path).shape
-    for first in range(0, n_rows, 500):
-        tokens, positions, targets = mapped(path)[first : first + 500].swapaxes(0, 1).reshape(3, -1)
-        is_token, is_target = tokens != PADDING, targets != IGNORED
-        document = np.cumsum(positions == 0) - 1  # its number, for each position
-        is_chat = np.bincount(document, is_token & ~is_target) > 0  # in a text, each token is a target
-        for kind, found in enumerate((tokens[is_token], targets[is_target], targets[is_target & is_chat[document]])):
-            n = max(counts.shape[1], found.max(initial=0) + 1)
-            counts = np.pad(counts, ((0, 0), (0, n - counts.shape[1])))
-            counts[kind] += np.bincount(found, minlength=n)
-    return *counts, n_rows * length
 
 
 # ---- the rows of a rank -------------------------------------------------------------------------------------------
@@ -698,11 +526,9 @@ def share_of(path, numbers):
 
 def order_of(n_rows, n, seed):
     """The numbers of the next `n` rows: epoch after epoch, each in an order of its own, on any number of ranks."""
-    numbers = []
-    while len(numbers) < n:
-        generator = torch.Generator().manual_seed(seed + len(numbers) // n_rows)
-        numbers += torch.randperm(n_rows, generator=generator).tolist()
-    return numbers[:n]
+    generators = [torch.Generator().manual_seed(seed + epoch) for epoch in range(math.ceil(n / n_rows))]
+    epochs = [torch.randperm(n_rows, generator=generator) for generator in generators]
+    return torch.cat(epochs)[:n].tolist()
 
 
 # ---- conversations that need no network ---------------------------------------------------------------------------
@@ -728,8 +554,6 @@ def lines_of_library():
 def library_tokenizer(vocab_size=2048):
     """Pairs of bytes that are frequent in Python's library become tokens."""
     paths = [str(path) for path in sorted(LIBRARY.glob("*.py"))]
-    if not paths:
-        raise dist.DistributedError(f"no text to train on: {LIBRARY} has no *.py files: give --model and --data")
     special = ["<|end|>", "<|user|>", "<|assistant|>"]
     trained = tokenizers.ByteLevelBPETokenizer()
     trained.train(paths, vocab_size, special_tokens=special, show_progress=False)

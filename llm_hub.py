@@ -23,9 +23,7 @@ import contextlib
 import copy
 import json
 import os
-import re
 import shutil
-import statistics
 import warnings
 from pathlib import Path
 
@@ -34,7 +32,6 @@ import peft
 import tokenizers
 import torch
 import transformers
-from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn import functional as F
@@ -47,12 +44,6 @@ import llm_documents
 
 # ---- errors of one line --------------------------------------------------------------------------------------------
 
-ADVICE = {  # on errors of transformers that name an argument of its own
-    "attn_implementation": "use --attention eager",
-    "trust_remote_code": "this script runs no code from a model's folder",
-    "backend tokenizer": "there is no tokenizer.json in the folder, and no other tokenizer that is known here",
-}
-
 
 @contextlib.contextmanager
 def one_line(what):
@@ -60,12 +51,7 @@ def one_line(what):
     try:
         yield
     except Exception as failure:
-        cause = str(failure).strip().partition("\n")[0].strip() or type(failure).__name__
-        if cause.endswith(":"):
-            cause = " ".join(str(failure).split())[:300]
-        for argument, advice in ADVICE.items():
-            if argument in str(failure):
-                cause = f"{re.split(r'[.] | from one of', cause)[0]}: {advice}"
+        cause = " ".join(str(failure).split())[:400] or type(failure).__name__
         raise dist.DistributedError(f"{what}: {cause}") from None
 
 
@@ -87,12 +73,9 @@ def on_rank_0(function, *args):
 def layers_of(model):
     """The layers of a model of transformers: what FSDP gathers at a time. Some models have layers inside of layers.
 
-    The outer one comes first. Raises DistributedError if the model has none that transformers marks as such.
+    The outer one comes first.
     """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise dist.DistributedError(f"{type(model).__name__} has no layers that transformers marks as such")
-    return layers
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def build_model(config, dtype):
@@ -119,14 +102,7 @@ def folder_of(name):
 
 def load_tokenizer_and_config(folder, attention):
     """`attention` is a name that transformers knows: "sdpa", "eager", "flex_attention", "flash_attention_2"."""
-    if Path(folder, "adapter_config.json").exists():
-        raise ValueError("it holds adapters: merge them into their model first, by merge_and_unload of PEFT")
-    for file in sorted(Path(folder).glob("*.*")):
-        if file.is_file() and file.open("rb").read(40).startswith(b"version https://git-lfs"):
-            raise ValueError(f"{file.name} is a pointer of git-lfs: run `git lfs pull` in the folder")
     config = transformers.AutoConfig.from_pretrained(folder, attn_implementation=attention, trust_remote_code=False)
-    if config.is_encoder_decoder:
-        raise ValueError("it is an encoder-decoder, whose encoder would be left out")
     if getattr(config, "quantization_config", None):
         raise ValueError("its config.json has a quantization_config: quantized weights cannot be trained")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -146,30 +122,17 @@ def parts_of(tokenizer):
 
 
 def load_model(name, folder, config):
-    """The whole model of a folder on the CPU, in the type of its files. Adapters will say that they are for `name`."""
-    weights = {}  # mapped into memory
-    for file in sorted(Path(folder).glob("model*.safetensors")):
-        with one_line(file), safe_open(file, framework="pt") as opened:  # raises if a part of the file is missing
-            weights |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-    types = [weight.dtype for weight in weights.values() if weight.is_floating_point() and weight.itemsize > 1]
-    config = copy.deepcopy(config)
-    config.dtype = None  # may be another one than that of the files
-    dtype = statistics.mode(types or ["auto"])  # of most; routers may be in float32
-    logger = transformers.utils.logging.get_logger("transformers.modeling_utils")
-    logger.addFilter(lambda record: "LOAD REPORT" not in record.getMessage())  # refused below in one line
+    """The whole model of a folder on the CPU, in the type that `config` names. Adapters will name `name`."""
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, **options)
-    for key, in_files, in_model in info["mismatched_keys"]:
-        raise ValueError(f"{key} is {tuple(in_files)} in its files, and {tuple(in_model)} by its config.json")
-    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    if missing:
-        raise ValueError(f"its files lack {len(missing)} weights, such as {missing[0]}")
-    if unexpected:
-        raise ValueError(f"its files have {len(unexpected)} weights that the model lacks, such as {unexpected[0]}")
-    patterns = "|".join(model._keys_to_ignore_on_load_unexpected or ["$^"])
-    left_out = [key for key in weights if re.search(patterns, key) and key not in model.state_dict()]
-    if left_out:
-        print(f"transformers leaves out {len(left_out)} weights of {name}, such as {left_out[0]}", flush=True)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="auto", **options)
+    problems = {
+        "its files lack": info["missing_keys"],
+        "its files have, and the model has not,": info["unexpected_keys"],
+        "its config.json gives other shapes to": info["mismatched_keys"],
+    }
+    for problem, weights in problems.items():
+        if weights:
+            raise ValueError(f"{problem} {len(weights)} weights, such as {min(weights)}")
     model.name_or_path = os.path.abspath(name) if Path(name).is_dir() else name
     if not model.all_tied_weights_keys:
         model.config.tie_word_embeddings = False  # transformers unties weights that differ in the files
@@ -216,70 +179,47 @@ def check_rows(model, length, pad):
     Models that ignore restarting positions, such as recurrent ones, would mix documents. Models like BERT would see
     their targets. Neither would be an error.
     """
-    name = type(model).__name__.removeprefix("FSDP")
-    config = model.config.get_text_config()
+    vocab_size = model.config.get_text_config().vocab_size
+    tokens = torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(0))
     n = min(24, length // 2)
-    padded, other_end, beside_long, beside_short = rows_to_compare(config.vocab_size, length, n)
+    document, others = tokens[:n], tokens[n:]
+    other_end = document.clone()
+    other_end[-1] = (document[-1] + 1) % vocab_size
+    rows = [[others, document], [*others.flip(0).split(n), document]]  # behind one document, and behind many
+    advice = ": use --pad"
+    if pad:
+        rows, advice = [[document]], ""
     model.eval()
-    alone = entering_head(model, name, padded[:, :n], is_plain=True)
-    size = (alone - alone.mean(dim=0)).double().norm()
-    nothing, rounding = 1e-5, 0.01  # experts may round otherwise, and kernels of other shapes: TF32 gives 0.001
-    if alone.dtype.itemsize == 2:
-        nothing, rounding = 0.002, 0.1
+    with one_line(type(model).__name__.removeprefix("FSDP")):
+        alone, with_other_end = [
+            model(each[None].to(dist.get_device()), use_cache=False).logits[0] for each in (document, other_end)
+        ]
+        in_rows = [logits_in_row(model, documents, length) for documents in rows]
+        size = (alone - alone.mean(dim=0)).double().norm()
+        nothing, rounding = 1e-5, 0.01  # experts may round otherwise, and kernels of other shapes: TF32 gives 0.001
+        if alone.dtype.itemsize == 2:
+            nothing, rounding = 0.002, 0.1
 
-    def differ(first, second, tolerance):
-        return not (first - second).double().norm() <= tolerance * size  # also if it is no number
+        def differ(first, second, tolerance):
+            return not (first - second).double().norm() <= tolerance * size  # also if it is no number
 
-    in_padding = entering_head(model, name, padded)
-    if differ(in_padding[:-1], entering_head(model, name, other_end)[:-1], nothing):
-        raise dist.DistributedError(f"{name} is not causal: a token sees those after it, and so its target")
-    if differ(in_padding, alone, rounding):
-        raise dist.DistributedError(f"{name} has other logits in a row of --length {length} than for a document alone")
-    if not pad:
-        packed = entering_head(model, name, beside_long)
-        if differ(packed, alone, rounding) or differ(packed, entering_head(model, name, beside_short), nothing):
-            line = f"{name} with --attention {model.config._attn_implementation} does not keep packed documents apart"
-            advice = "use --pad"
-            original = (getattr(config, "rope_parameters", None) or {}).get("original_max_position_embeddings", length)
-            if original < length:
-                advice = f"{advice}, or --length {original}, its original_max_position_embeddings"
-            raise dist.DistributedError(f"{line} in rows of --length {length}: {advice}")
+        if differ(with_other_end[:-1], alone[:-1], nothing):
+            raise ValueError("it is not causal: a token sees those after it, and so its target")
+        if differ(in_rows[0], alone, rounding) or differ(in_rows[-1], in_rows[0], nothing):
+            raise ValueError(f"a document has other logits in a row of --length {length} than alone{advice}")
     model.train()
     model.reshard()  # the root stays gathered after forward, and would hide weights that are loaded now
 
 
-def rows_to_compare(vocab_size, length, n):
-    """Four rows that have a document of `n` tokens: before padding, twice, and behind one and behind many documents.
-
-    In the second row its last token is another one.
-    """
-    tokens = torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    document = tokens[:n].numpy()
-    padded = llm_documents.make_rows([[(document, document)]], length)[0]  # each token is a target: its place is kept
-    other_end = padded.clone()
-    other_end[llm_documents.TOKENS, n - 1] = (tokens[n - 1] + 1) % vocab_size
-    beside_long = padded.roll(-n, dims=1)
-    beside_long[llm_documents.TOKENS, :-n] = tokens[n:]
-    beside_long[llm_documents.POSITIONS, 1:-n] = torch.arange(n + 1, length)  # as the end of the longest document
-    beside_short = beside_long.clone()
-    beside_short[llm_documents.TOKENS, :-n] = tokens[n:].flip(0)
-    beside_short[llm_documents.POSITIONS, :-n] = torch.arange(length - n) % n
-    return padded, other_end, beside_long, beside_short
-
-
-def entering_head(model, name, row, is_plain=False):
-    """What enters the output layer for the targets of a row. That layer's weights may still be 0."""
-    row = llm_documents.on_device(row)
-    options = {}
-    if not is_plain:
-        options = {"position_ids": row.positions, "logits_to_keep": row.places}
-    entered = []
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0]))
-    with hook, one_line(name):
-        model(row.tokens, use_cache=False, **options)
-        if [hidden.shape[1] for hidden in entered] != [len(row.places)]:
-            raise ValueError("its output layer does not get the places that logits_to_keep names")
-    return entered[0][0]
+def logits_in_row(model, documents, length):
+    """The logits of the last one of `documents`, which share a row."""
+    pairs = [(tokens, llm_documents.IGNORED) for tokens in documents[:-1]]
+    pairs.append((documents[-1], documents[-1]))  # each token is a target: its place is kept
+    row = llm_documents.on_device(llm_documents.make_rows([pairs], length)[0])
+    logits = model(row.tokens, position_ids=row.positions, logits_to_keep=row.places, use_cache=False).logits[0]
+    if len(logits) != len(row.places):
+        raise ValueError("its output does not have the places that logits_to_keep names")
+    return logits
 
 
 # ---- LoRA ---------------------------------------------------------------------------------------------------------
@@ -291,25 +231,22 @@ def add_lora(model, rank, alpha):
     A (rank, inputs) and B (outputs, rank) are trained. B starts at 0. https://arxiv.org/abs/2106.09685
     """
     head = model.get_output_embeddings()
-    linears = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and module is not head:
-            linears[name] = module
+    linears = {
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head
+    }
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
         lora_alpha=alpha,
-        target_modules=list(linears),  # "all-linear" would name experts too, which are no linear layers
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in linears.values()),  # of GPT-2: transposed weights
+        target_modules=linears,  # "all-linear" would name experts too, which are no linear layers
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # of GPT-2: transposed weights
     )
     with warnings.catch_warnings():
-        # PEFT 0.21 reads a property that transformers 5.24 has renamed.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
-        warnings.simplefilter("ignore", RuntimeWarning)  # of other layers than these: refused below
+        warnings.simplefilter("ignore")  # of other layers than these, which are refused below
         model = peft.get_peft_model(model, config)
     adapted = {name for name, module in model.get_base_model().named_modules() if hasattr(module, "lora_A")}
-    if adapted != set(linears):
-        raise ValueError(f"PEFT would adapt other layers than the linear ones, such as {min(adapted ^ set(linears))}")
+    if adapted != linears:
+        raise ValueError(f"PEFT would adapt other layers than the linear ones, such as {min(adapted ^ linears)}")
     return model
 
 
@@ -418,37 +355,24 @@ def incomplete(folder):
     return Path(f"{folder}.incomplete")
 
 
+def temporary(folder):
+    """Where files lie until then that are not part of the result."""
+    return incomplete(folder) / "temporary"
+
+
 def begin(folder, base, is_whole):
     """Before training, on rank 0: copy the files of the folder `base` to the result in progress, except for weights.
 
     Adapters are no whole model, so they get no config.json. What a killed run has left there is deleted. Returns the
-    path of a folder for what is not part of the result.
+    path of the result in progress.
     """
     with one_line(f"cannot write {folder}"):
         shutil.rmtree(incomplete(folder), ignore_errors=True)
-        temporary = incomplete(folder) / "temporary"
-        temporary.mkdir(parents=True)
+        temporary(folder).mkdir(parents=True)
         for file in Path(base).iterdir() if base else ():
             if file.is_file() and not file.name.endswith(WEIGHTS) and (is_whole or file.name != "config.json"):
                 shutil.copyfile(file, incomplete(folder) / file.name)
-    return temporary
-
-
-def refuse_full_disk(folder, whole):
-    """Raise DistributedError if there is no room for the weights of the result."""
-    n_bytes = sum(tensor.nbytes for _, tensor in written(whole))
-    free = shutil.disk_usage(incomplete(folder)).free
-    if n_bytes > free:
-        line = f"the result has {n_bytes / 1e6:,.1f} MB, and the disk has room for {free / 1e6:,.1f} MB"
-        raise dist.DistributedError(f"cannot write {folder}: {line}")
-
-
-def written(model):
-    """Pairs of the name and the tensor of each weight of the result: of adapters these alone."""
-    for name, tensor in model.state_dict().items():
-        is_frozen = isinstance(model, peft.PeftModel) and ".lora_" not in name
-        if name not in model.all_tied_weights_keys and not is_frozen:  # from_pretrained ties again
-            yield name, tensor
+    return incomplete(folder)
 
 
 def save(model, whole, types, folder):
@@ -458,7 +382,10 @@ def save(model, whole, types, folder):
     the type in which it was loaded, or the adapters alone. Raises DistributedError on every rank if it cannot write.
     """
     weights = {}
-    for name, tensor in written(model):
+    for name, tensor in model.state_dict().items():
+        is_frozen = isinstance(model, peft.PeftModel) and ".lora_" not in name
+        if name in model.all_tied_weights_keys or is_frozen:  # from_pretrained ties again
+            continue
         tensor = tensor.to(types[name])
         if hasattr(tensor, "full_tensor"):
             tensor = tensor.full_tensor()
@@ -470,11 +397,10 @@ def save(model, whole, types, folder):
 def complete(folder, whole, weights):
     """Write `weights` into the result in progress, and give it its name. So a kill leaves a whole result or none."""
     with one_line(f"cannot write {folder}"):
-        temporary = incomplete(folder) / "temporary"
         # PEFT would ask the Hub whether the model had other embeddings there.
-        whole.save_pretrained(temporary, state_dict=weights, save_embedding_layers=False)
-        for file in temporary.iterdir():  # without configurations and PEFT's README.md
+        whole.save_pretrained(temporary(folder), state_dict=weights, save_embedding_layers=False)
+        for file in temporary(folder).iterdir():  # without configurations and PEFT's README.md
             if file.name.endswith(WEIGHTS) or file.name == "adapter_config.json":
                 os.replace(file, incomplete(folder) / file.name)
-        shutil.rmtree(temporary)
+        shutil.rmtree(temporary(folder))
         os.rename(incomplete(folder), folder)

@@ -215,6 +215,16 @@ class Stopped(Exception):
     """Instead of the exit of a process that has received SIGTERM."""
 
 
+@contextlib.contextmanager
+def preempted(agreed):
+    """As after SIGTERM, wherever `agreed` returns True."""
+    with (
+        mock.patch("checkpoint.Preemption.agreed", lambda preemption: agreed()),
+        mock.patch("checkpoint.Preemption.leave", mock.Mock(side_effect=Stopped)),
+    ):
+        yield
+
+
 def train(folder, name, output=None, **changes):
     """What the script's functions make of a case: losses, parameters, logits, and the adapters' random lora_A.
 
@@ -230,8 +240,7 @@ def train(folder, name, output=None, **changes):
             stack.enter_context(mock.patch("torch.optim.AdamW", make_sgd))
         if name == "replicas":
             stack.enter_context(mock.patch("llm_FSDP.init_device_mesh", mesh_of_the_recipe))
-        whole, config, types, rows, held_out = llm_FSDP.prepare(args)
-        model = llm_FSDP.make_model(whole, config, types, args)
+        model, whole, types, rows, held_out = made(args)
         llm_hub.check_rows(model, args.length, pad=False)
         lora_A = whole_parameters(model, "lora_A")
         args.epochs = STEPS * args.global_batch_size / len(llm_documents.mapped(rows))
@@ -381,11 +390,8 @@ def test_resumes_inside_an_epoch_on_any_number_of_processes(folder, name, world_
         assert (resumed["parameters"][key] - value).abs().max() <= tolerance, key
     checkpoints = folder / f"{name} resumed {world_size}"
     assert {path.name for path in checkpoints.iterdir()} == {
-        *(f"step-{STOP}", f"step-{STEPS}", "held-out.txt", "rows.npy", "held-out.npy")
+        *(f"step-{STOP}", f"step-{STEPS}", "rows.npy", "held-out.npy")
     }
-    found = re.findall(r"^step (\d+)/3 \| held-out (\d+\.\d{4})$", (checkpoints / "held-out.txt").read_text(), re.M)
-    assert [int(step) for step, _ in found] == [0, STOP, STEPS]
-    assert float(found[-1][1]) < float(found[0][1])
     metadata = torch.distributed.checkpoint.FileSystemReader(checkpoints / f"step-{STOP}").read_metadata()
     names = [key for key in metadata.state_dict_metadata if key.startswith("model.")]
     if name == "lora":
@@ -403,9 +409,8 @@ def test_without_a_model_and_a_network_it_learns_and_answers(tmp_path):
     assert (status, stderr) == (0, "")
     held_out = [float(loss) for loss in re.findall(r"held-out (.*)", stdout)]
     assert held_out[0] > 7 and held_out[-1] < 3.6
-    assert re.search(
-        r"^step 20/370 \| loss \d\.\d{4} \| norm \d\.\d\d \| lr \d\.\de-03 \| [\d,]+ targets/s", stdout, re.M
-    )
+    line = r"^step 20/370 \| loss \d\.\d{4} \| norm \d\.\d\d \| lr \d\.\de-03 \| [\d,]+ tokens/s \| [\d,]+ MB$"
+    assert re.search(line, stdout, re.M)
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() == 664_192
 
 
@@ -551,8 +556,7 @@ def mix(folder, output, model="bfloat16", **changes):
     """A model in bfloat16 is loaded, trained by mixed precision for a step, and written."""
     args = arguments(folder, model, output, bf16=True, **changes)
     with contextlib.redirect_stdout(io.StringIO()):
-        whole, config, types, rows, _ = llm_FSDP.prepare(args)
-        model = llm_FSDP.make_model(whole, config, types, args)
+        model, whole, types, rows, _ = made(args)
         n_params = {True: 0, False: 0}
         for param in model.parameters():
             n_params[param.requires_grad] += param.numel()
@@ -659,8 +663,7 @@ def work_dpo(local_rank, world_size, folder):
         pairs = folder / "pairs.npy"
         options = {"lora": 2, "lora_alpha": 4.0, "data": [pairs], "eval_data": [pairs], "length": None}
         args = arguments(folder, "llama_float64", f"dpo {world_size}", **options)
-        whole, config, types, rows, _ = llm_FSDP.prepare(args)
-        model = llm_FSDP.make_model(whole, config, types, args)
+        model, _, _, rows, _ = made(args)
         llm_hub.check_rows(model, LENGTH, pad=False)
         with torch.no_grad():
             for name, param in model.named_parameters():
@@ -832,24 +835,19 @@ def change_weights(path, changes):
     safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
 
 
-FIRST_FILE = "model-00001-of-00003.safetensors"
-POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{32 * '4d'}\nsize 12345\n"
-OWN_CODE = ".*custom code.*: this script runs no code from a model's folder"
+OWN_CODE = ".*custom code.*"
 SPOILED = [  # how a folder is spoiled, and the line that says so
     (move, "elsewhere", "there is no such folder"),
-    (cut_in_half, FIRST_FILE, f".*/llama/{FIRST_FILE}: .*incomplete.*"),
-    (remove, "tokenizer*", ".*: there is no tokenizer.json in the folder.*"),
+    (cut_in_half, "model-00001-of-00003.safetensors", ".*incomplete.*"),
+    (remove, "tokenizer*", ".*backend tokenizer.*"),
     (remove, "model*", ".*no file named model.safetensors.*"),
-    (write, {"adapter_config.json": "{}"}, "it holds adapters.*"),
-    (write, {FIRST_FILE: POINTER}, "model-.*safetensors is a pointer of git-lfs: run `git lfs pull`.*"),
-    (configure, {"vocab_size": 300}, r".*\(259, 32\) in its files, and \(300, 32\) by its config.json"),
+    (configure, {"vocab_size": 300}, r"its config.json gives other shapes to 2 weights, such as .*\(\[300, 32\]\)\)"),
     (configure, {"quantization_config": {"quant_method": "mxfp4"}}, ".* quantized weights cannot be trained"),
-    (configure, {"is_encoder_decoder": True}, "it is an encoder-decoder, whose encoder would be left out"),
     (configure, {"model_type": "mine", "auto_map": {"AutoConfig": "code.Config"}}, OWN_CODE),
     (configure, {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "code.Model"}}, OWN_CODE),
     (configure_tokenizer, {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["code.Mine", None]}}, OWN_CODE),
     (change_weights, {"model.embed_tokens.weight": None}, "its files lack 1 weights, such as .*embed_tokens.weight"),
-    (change_weights, {"up_proj.bias": torch.zeros(64)}, "its files have 1 weights .* lacks, such as up_proj.bias"),
+    (change_weights, {"up_proj.bias": torch.zeros(64)}, "its files have, and .* not, 1 weights, such as up_proj.bias"),
 ]
 
 
@@ -873,7 +871,7 @@ def test_what_does_not_fit(folder, tmp_path, group):
     assert exit_message(llm_FSDP.prepare, args).endswith("llama: --length 257 is more than its 256 positions")
     conversations = [record for record in language.records() if "messages" in record]
     args = arguments(folder, "llama", length=4, data=[language.write_jsonl(tmp_path / "chats.jsonl", conversations)])
-    line = "--data, --eval-data: too few lines fit into --length {}"
+    line = "too few lines fit into --length {} "
     assert exit_message(llm_FSDP.prepare, args).startswith(line.format(4))
     args = arguments(folder, "llama", data=[language.write_jsonl(tmp_path / "one.jsonl", [{"text": 900 * "a"}])])
     assert exit_message(llm_FSDP.prepare, args).endswith("or name --eval-data"), "one long document is one line"
@@ -900,6 +898,19 @@ def test_without_network_a_name_that_is_not_cached_is_one_line(folder, tmp_path)
     assert stderr.startswith("--model nobody/nothing: ") and stderr.count("\n") == 1
 
 
+def made(args):
+    """The sharded model, with what `prepare` gives for it."""
+    whole, config, types, rows, held_out = llm_FSDP.prepare(args)
+    return llm_FSDP.make_model(whole, config, types, args), whole, types, rows, held_out
+
+
+def write_result(args):
+    """Write the model as it was loaded, and return it."""
+    model, whole, types, _, _ = made(args)
+    llm_hub.save(model, whole, types, args.output)
+    return model
+
+
 def begin_training(folder, name="llama", another=0, base=None, **changes):
     """What main_worker does before `train`. With `another` the model has another weight; `base` is another --model."""
     args = arguments(folder, name, **{"epochs": 1, **changes})
@@ -908,10 +919,6 @@ def begin_training(folder, name="llama", another=0, base=None, **changes):
     with torch.no_grad():
         whole.get_input_embeddings().weight[0, 0] += another
     return llm_FSDP.make_model(whole, config, types, args), rows, held_out, args
-
-
-def n_rows_of(training):
-    return len(llm_documents.mapped(training[1]))
 
 
 @pytest.mark.guard
@@ -939,6 +946,7 @@ def test_a_checkpoint_of_other_options_or_weights_is_refused(folder, group, tmp_
             ({"seed": 1}, "--seed 0, not 1"),
             ({"data": [other]}, "--data ['data.jsonl'], not ['other.jsonl']"),
             ({"pad": True}, "--pad False, not True"),
+            ({"length": 32}, "--length 64, not 32"),
             ({"weight_decay": 0.5}, "--weight-decay 0.0, not 0.5"),
             ({"lr": 0.5}, "--lr 2e-05, not 0.5"),
             ({"warmup": 3}, "--warmup None, not 3"),
@@ -950,8 +958,6 @@ def test_a_checkpoint_of_other_options_or_weights_is_refused(folder, group, tmp_
         ):
             message = exit_message(llm_FSDP.train, *begin_training(folder, **{**kind, **changes}))
             assert f"was saved with {line}" in message, message
-        line = rf"argument --length: 32, but the rows of {tmp_path}/.*/rows.npy have 64 tokens"
-        assert re.fullmatch(line, exit_message(begin_training, folder, **kind, length=32))
 
 
 def test_a_resume_reads_no_documents(folder, group, tmp_path):
@@ -982,6 +988,7 @@ def test_a_result_is_written_from_a_checkpoint_that_has_all_steps_or_more(folder
     model, rows, held_out, args = begin_training(folder, **options)
     with mock.patch.object(llm_FSDP, "evaluate", wraps=llm_FSDP.evaluate) as evaluations:
         llm_FSDP.train(model, rows, held_out, args)
+    trained = capsys.readouterr().out
     steps = math.ceil(len(llm_documents.mapped(rows)) / BATCH)
     expected = whole_parameters(model)
     evaluated = [*range(0, steps, 2), steps]
@@ -997,39 +1004,32 @@ def test_a_result_is_written_from_a_checkpoint_that_has_all_steps_or_more(folder
     shutil.rmtree(f"{checkpoints}/step-{steps}")  # the result of an older checkpoint
     model, *rest = begin_training(folder, checkpoint_dir=checkpoints, epochs=0.01, lr=0.01)
     llm_FSDP.train(model, *rest)
-    assert f"the checkpoint has {evaluated[-2]} steps" in capsys.readouterr().out
-    losses = re.findall(rf"step {evaluated[-2]}/\d+ \| held-out (\S+)", Path(checkpoints, "held-out.txt").read_text())
-    assert len(losses) == 2 and losses[0] == losses[1], "while it trained, and when it is written"
+    said = capsys.readouterr().out
+    assert f"the checkpoint has {evaluated[-2]} steps" in said
+    line = rf"step {evaluated[-2]}/\d+ \| held-out (\S+)"
+    assert re.findall(line, said) == re.findall(line, trained), "while it trained, and when it is written"
 
 
 @pytest.mark.guard
 @pytest.mark.slow
-def test_other_epochs_are_refused_while_steps_are_left_and_allowed_after_the_last_one(folder, group, tmp_path, capsys):
+def test_other_epochs_are_refused_while_steps_are_left_and_allowed_after_the_last_one(folder, group, tmp_path):
     checkpoints = str(tmp_path / "checkpoints")
-    n = n_rows_of(begin_training(folder))
+    n = len(llm_documents.mapped(begin_training(folder)[1]))
 
     def run_epochs(n_steps, stop=False):
         epochs = (n_steps - 0.5) * BATCH / n
         training = begin_training(folder, checkpoint_dir=checkpoints, epochs=epochs, save_every=2)
-        leave = mock.Mock(side_effect=Stopped)
-        with (
-            mock.patch("checkpoint.Preemption.agreed", lambda preemption: stop),
-            mock.patch("checkpoint.Preemption.leave", leave),
-            contextlib.suppress(Stopped),
-        ):
+        with preempted(lambda: stop), contextlib.suppress(Stopped):
             llm_FSDP.train(*training)
-        return capsys.readouterr().out
 
-    capsys.readouterr()
-    assert f"5 steps of {BATCH} rows are {5 * BATCH / n:.2f} epochs\n" in run_epochs(5, stop=True)
+    run_epochs(5, stop=True)
     for other in (3, 4, 8):
         message = exit_message(run_epochs, other)
-        line = f"argument --epochs: it gives {other} steps, and the checkpoint of step 1 is of 5: "
+        line = f"argument --epochs: it gives {other} steps, and the checkpoint is of 5: "
         assert message.startswith(line) and "learning rate would jump" in message
     run_epochs(1)  # no steps are left: it only writes the result
-    assert "rises" not in run_epochs(5)
-    (line,) = [line for line in run_epochs(8, stop=True).splitlines() if "rises" in line]
-    assert "5 steps" in line and "8 steps" in line
+    run_epochs(5)
+    run_epochs(8, stop=True)
     assert "is of 8" in exit_message(run_epochs, 9), "the run of 8 is the one to finish now"
 
 
@@ -1071,7 +1071,7 @@ def test_what_is_printed_is_of_the_steps_alone(folder, group, tmp_path, monkeypa
         return slower
 
     def backward(model, own_rows, gather_once, function=llm_FSDP.backward):
-        counts.append([sum(len(row.targets) for row in own_rows), sum(row.n_tokens for row in own_rows)])
+        counts.append(sum(row.n_tokens for row in own_rows))
         shares.append(function(model, own_rows).item())
         clock.now += 2
         return torch.tensor(shares[-1])
@@ -1084,13 +1084,12 @@ def test_what_is_printed_is_of_the_steps_alone(folder, group, tmp_path, monkeypa
     monkeypatch.setattr(llm_FSDP, "evaluate", slow(llm_FSDP.evaluate, 100))
     monkeypatch.setattr("checkpoint_sharded.save", slow(llm_FSDP.checkpoint_sharded.save, 1000))
     llm_FSDP.train(*training)
-    line = r"step (\d+)/\d+ \| loss (\S+) .* \| lr (\S+) \| ([\d,]+) targets/s \| ([\d,]+) tok"
+    line = r"step (\d+)/\d+ \| loss (\S+) .* \| lr (\S+) \| ([\d,]+) tok"
     found = re.findall(line, capsys.readouterr().out)
     first = 0
-    for done, loss, lr, targets, tokens in found:
+    for done, loss, lr, tokens in found:
         n = int(done) - first
-        expected = [sum(column) / (2 * n) for column in zip(*counts[first : int(done)], strict=True)]
-        assert [targets, tokens] == [f"{number:,.0f}" for number in expected]
+        assert tokens == f"{sum(counts[first : int(done)]) / (2 * n):,.0f}"
         assert lr == f"{rates[int(done) - 1]:.1e}"
         assert float(loss) == pytest.approx(sum(shares[first : int(done)]) / n, abs=1e-4)
         first = int(done)
@@ -1118,8 +1117,7 @@ def test_routers_in_float32_are_held_and_written_as_they_were_loaded(lora, folde
     language.byte_tokenizer().save_pretrained(tmp_path / "llama")
     shutil.copy(folder / "data.jsonl", tmp_path)
     args = arguments(tmp_path, "llama", lora=lora, lora_alpha=4.0, attention="eager", output=str(tmp_path / "out"))
-    whole, config, types, _, _ = llm_FSDP.prepare(args)
-    model = llm_FSDP.make_model(whole, config, types, args)
+    model = write_result(args)
     expected = base.state_dict()
     assert {str(value.dtype) for value in expected.values()} == {"torch.bfloat16", "torch.float32"}
     held = {plain_name(key): value for key, value in model.state_dict().items() if ".lora_" not in key}
@@ -1128,7 +1126,6 @@ def test_routers_in_float32_are_held_and_written_as_they_were_loaded(lora, folde
         is_trained = not lora and "e_score" not in key
         assert held[key].dtype == (torch.float32 if is_trained else value.dtype), key
         assert torch.equal(full(held[key]), value.to(held[key].dtype)), key
-    llm_hub.save(model, whole, types, args.output)
     if not lora:
         written = {}
         for file in Path(args.output).glob("*.safetensors"):
@@ -1142,8 +1139,7 @@ def test_routers_in_float32_are_held_and_written_as_they_were_loaded(lora, folde
 @pytest.mark.parametrize(("recompute", "runs"), [(False, 1), (True, 2)])
 def test_with_recompute_a_layer_runs_again_in_backward(recompute, runs, folder, group):
     args, calls = arguments(folder, "llama", recompute=recompute), []
-    whole, config, types, _, _ = llm_FSDP.prepare(args)
-    model = llm_FSDP.make_model(whole, config, types, args)
+    model, *_ = made(args)
     llm_hub.layers_of(model)[0].mlp.register_forward_pre_hook(lambda *_: calls.append(None))
     model(torch.arange(8)[None]).logits.sum().backward()
     assert len(calls) == runs
@@ -1157,26 +1153,29 @@ WHISPER = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 8.0, 32.0]}
 PHI3 = {**language.SMALL, "pad_token_id": 0, "original_max_position_embeddings": 32, "rope_parameters": LONGROPE}
-MIXED = "does not keep packed documents apart in rows of --length 64: use --pad"
-AHEAD = "is not causal: a token sees those after it, and so its target"
-LONG = "use --pad, or --length 32, its original_max_position_embeddings"
+MIXED = "a document has other logits in a row of --length .* than alone: use --pad"
+AHEAD = "it is not causal: a token sees those after it, and so its target"
 EAGERLY = {"attention": "eager"}
 ROWS = [  # a model, how it is used, and what is said of packed and of padded rows
     *((name, {}, {}, None, None) for name in language.FIVE),
-    ("Llama", LFM2, {"zero_head": True}, None, None),
     # The convolutions of an untrained Lfm2 move the next document's logits by less than a hundredth.
     ("Lfm2", LFM2 | LFM2_LAYERS, {}, MIXED, None),
-    ("Lfm2", LFM2 | LFM2_LAYERS, {"zero_head": True}, MIXED, None),
     ("Bert", BERT, {}, AHEAD, AHEAD),  # a little
-    ("Bert", {**BERT, "is_decoder": True}, {}, "use --pad", None),
+    ("Bert", {**BERT, "is_decoder": True}, {}, MIXED, None),
     ("RoFormer", BERT, EAGERLY, AHEAD, AHEAD),
-    ("RoFormer", {**BERT, "is_decoder": True}, EAGERLY, "use --pad", None),
+    ("RoFormer", {**BERT, "is_decoder": True}, EAGERLY, MIXED, None),
     # Its rotary factors depend on the longest document of a row.
     ("Phi3", PHI3, {"length": 30}, None, None),
     ("Phi3", PHI3, {"length": 32}, None, None),
-    ("Phi3", PHI3, {"length": 35}, LONG, None),
-    ("Phi3", PHI3, {"length": 200}, LONG, None),
-    ("Roberta", {**BERT, "is_decoder": True}, EAGERLY, "row of --length 64", "row of --length 64"),  # positions from 2
+    ("Phi3", PHI3, {"length": 60}, MIXED, None),
+    ("Phi3", PHI3, {"length": 200}, MIXED, None),
+    (
+        "Roberta",
+        {**BERT, "is_decoder": True},
+        EAGERLY,
+        "row of --length 64",
+        "row of --length 64 than alone$",
+    ),  # positions from 2
     ("Whisper", SMALL | WHISPER, EAGERLY, "logits_to_keep", "logits_to_keep"),  # which it does not take
 ]
 
@@ -1191,8 +1190,6 @@ def test_rows_that_mix_documents_or_show_the_future_are_refused(name, sizes, opt
         torch.manual_seed(0)
         model = llm_hub.build_model(config, dtype)
         model.reshard = lambda: None
-        if "zero_head" in options:
-            nn.init.zeros_(model.get_output_embeddings().weight)
         for pad, expected in ((False, packed), (True, padded)):
             refused = contextlib.nullcontext()
             if expected:
@@ -1202,35 +1199,12 @@ def test_rows_that_mix_documents_or_show_the_future_are_refused(name, sizes, opt
                 assert model.training
 
 
-CONVERSATION = {"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "x"}]}
-TEXTS = 4 * [{"text": "a text ends with a token"}]
-PLAIN = llm_documents.CHAT_TEMPLATE
-WITHOUT_SPECIAL_TOKENS = PLAIN.replace("<|", "").replace("|>", " ")
-EXAMPLE = r"in the loss, for example: 'x<\|end\|>' after '<\|user\|>Hi.<\|end\|><\|assistant\|>'"
-NO_END = "generation_config names no token that ends generation: `generate` runs on after an answer"
-OTHER_END = "generation_config ends generation at '{}', which is in no answer of the data: `generate` runs on .*"
-ENDS = [  # the tokens that end generation, the data, their template, and the last line before training
-    (256, [CONVERSATION], PLAIN, EXAMPLE),
-    (None, [CONVERSATION], PLAIN, NO_END),
-    (257, [CONVERSATION], PLAIN, OTHER_END.format(r"<\|user\|>")),
-    ([258, 257], [CONVERSATION], PLAIN, OTHER_END.format(r"<\|assistant\|><\|user\|>")),
-    # Only the ends of conversations count.
-    (None, TEXTS, PLAIN, "in the loss, for example: .*"),
-    (256, [CONVERSATION, *TEXTS], WITHOUT_SPECIAL_TOKENS, OTHER_END.format(r"<\|end\|>")),
-    (256, TEXTS, WITHOUT_SPECIAL_TOKENS, "in the loss, for example: .*"),
-]
-
-
-@pytest.mark.parametrize(("ends", "records", "template", "expected"), ENDS)
-def test_it_is_said_before_training_if_answers_would_not_end(
-    ends, records, template, expected, folder, group, tmp_path, capsys
-):
-    write(copy_of(folder, tmp_path), {"generation_config.json": json.dumps({"eos_token_id": ends})})
-    write(tmp_path, {"template": template})
-    data = [language.write_jsonl(tmp_path / "data.jsonl", 2 * records)]
-    options = {"data": data, "eval_data": data, "chat_template": tmp_path / "template"}
-    llm_FSDP.prepare(arguments(tmp_path, "llama", **options))
-    assert re.fullmatch(expected, capsys.readouterr().out.splitlines()[-1])
+def test_an_example_of_the_loss_is_printed_before_training(folder, group, tmp_path, capsys):
+    conversation = {"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "x"}]}
+    data = [language.write_jsonl(tmp_path / "data.jsonl", 2 * [conversation])]
+    llm_FSDP.prepare(arguments(folder, "llama", data=data, eval_data=data, output=str(tmp_path / "out")))
+    example = "in the loss, for example: 'x<|end|>' after '<|user|>Hi.<|end|><|assistant|>'"
+    assert capsys.readouterr().out.splitlines()[-1] == example
 
 
 def test_a_token_without_an_embedding_is_one_line(folder, group, tmp_path):
@@ -1270,7 +1244,7 @@ def test_a_model_without_sdpa_is_trained_and_written(name, folder, group, tmp_pa
     language.byte_tokenizer().save_pretrained(tmp_path / name)
     shutil.copy(folder / "data.jsonl", tmp_path)
     message = exit_message(llm_FSDP.prepare, arguments(tmp_path, name))
-    assert message.startswith(f"--model {tmp_path}/{name}: ") and message.endswith(": use --attention eager")
+    assert message.startswith(f"--model {tmp_path}/{name}: ") and "eager" in message
     options = {"attention": "eager", "epochs": 0.5, "output": str(tmp_path / "out"), "lr": 0.01}
     options["pad"] = "Gemma" not in name  # the others do not keep packed documents apart
     with mock.patch("torch.set_float32_matmul_precision"):
@@ -1298,54 +1272,16 @@ def test_what_can_be_written_before_training_is_written_before(lora, folder, gro
         with mock.patch(target, side_effect=OSError(28, "No space left on device")):
             message = exit_message(llm_FSDP.main_worker, 0, 1, arguments(folder, "llama", **options))
         assert message == f"cannot write {output}: [Errno 28] No space left on device"
-    with mock.patch("shutil.disk_usage", lambda path: SimpleNamespace(free=100)):
-        message = exit_message(llm_FSDP.main_worker, 0, 1, arguments(folder, "llama", **options))
-    line = f"cannot write {output}: the result has 0.. MB, and the disk has room for 0.0 MB"
-    assert re.fullmatch(line, message)
 
 
 def test_weights_that_the_configuration_ties_and_the_files_do_not(folder, group, tmp_path):
     path = copy_of(folder, tmp_path)
     configure(path, {"tie_word_embeddings": True})
     args = arguments(tmp_path, "llama", output=str(tmp_path / "out"))
-    whole, config, types, _, _ = llm_FSDP.prepare(args)
-    model = llm_FSDP.make_model(whole, config, types, args)
+    model = write_result(args)
     expected = logits_of(transformers.AutoModelForCausalLM.from_pretrained(folder / "llama"))
     assert torch.equal(logits_of(model), expected)
-    llm_hub.save(model, whole, types, args.output)
     assert torch.equal(logits_of(transformers.AutoModelForCausalLM.from_pretrained(args.output)), expected)
-
-
-@pytest.mark.parametrize("in_files", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_type_is_that_of_most_weights_of_the_files(in_files, folder, group, tmp_path):
-    """Whatever config.json says. A router in float32, the first in its file, does not make the model float32."""
-    says = "float16" if in_files == torch.bfloat16 else "bfloat16"
-    path = language.make_folder("llama", tmp_path / "llama", in_files)
-    configure(path, {"dtype": says})
-    expected = {}
-    for file in path.glob("*.safetensors"):
-        weights = safetensors.torch.load_file(file)
-        expected |= weights
-        for name in weights:
-            if "norm" in name:
-                weights[name] = weights[name].float()
-        safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
-    whole = llm_hub.load_model(str(path), path, transformers.AutoConfig.from_pretrained(path))
-    assert whole.config.dtype == in_files
-    for name, value in whole.state_dict().items():
-        assert value.dtype == in_files and torch.equal(value, expected[name]), name
-
-
-def test_weights_that_transformers_leaves_out_on_purpose_are_one_line(group, tmp_path, capsys):
-    """As the layer of GLM-4.5 that predicts the next but one token."""
-    config = transformers.Glm4MoeConfig(**MOE, head_dim=8)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    weights |= {"model.layers.46.a": torch.zeros(2), "model.layers.46.b": torch.zeros(2)}
-    safetensors.torch.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    llm_hub.load_model(str(tmp_path), tmp_path, config)
-    line = f"transformers leaves out 2 weights of {tmp_path}, such as model.layers.46.a\n"
-    assert capsys.readouterr().out == line
 
 
 def test_a_model_on_the_hub_is_read_as_a_folder_is(folder, group, tmp_path):
@@ -1358,8 +1294,7 @@ def test_a_model_on_the_hub_is_read_as_a_folder_is(folder, group, tmp_path):
         args = arguments(folder, "llama", output=str(tmp_path / base[-5:]), lora=2, lora_alpha=4.0)
         args.model = name
         with mock.patch("huggingface_hub.snapshot_download", download):
-            whole, config, types, *_ = llm_FSDP.prepare(args)
-        llm_hub.save(llm_FSDP.make_model(whole, config, types, args), whole, types, args.output)
+            write_result(args)
         written = json.loads(Path(args.output, "adapter_config.json").read_text())
         assert written["base_model_name_or_path"] == base
     assert download.call_count == 1 and download.call_args.args == ("nobody/nothing",)
@@ -1381,25 +1316,6 @@ def test_lora_is_refused_where_peft_would_adapt_experts(name, group):
         model = llm_hub.build_model(config, torch.float32)
     with pytest.raises(ValueError, match="PEFT would adapt other layers than the linear ones, such as "):
         llm_hub.add_lora(model, 2, 4.0)
-
-
-@pytest.mark.parametrize("row", [1.0, 0.0])
-def test_tokens_whose_rows_were_never_trained_are_named_before_lora(row, folder, group, tmp_path, capsys):
-    path = copy_of(folder, tmp_path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path)
-    with torch.no_grad():
-        model.get_output_embeddings().weight[[256, 3] if row else [256]] = row  # 256 ends an answer
-    for file in path.glob("model*"):
-        file.unlink()
-    model.save_pretrained(path)
-    for lora, expected in ((2, 1), (None, 0)):
-        llm_FSDP.prepare(arguments(tmp_path, "llama", lora=lora, lora_alpha=4.0, output=str(tmp_path / f"{lora}")))
-        found = [line for line in capsys.readouterr().out.splitlines() if "cannot be learned" in line]
-        assert len(found) == expected
-        if found:
-            assert found[0].startswith("1 tokens of the data, such as '<|end|>', cannot be learned by --lora: ")
-    llm_FSDP.prepare(arguments(folder, "llama", lora=2, lora_alpha=4.0, output=str(tmp_path / "right")))
-    assert "cannot be learned" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("part", "value"), [("pre_tokenizer", None), ("normalizer", {"type": "Lowercase"})])
@@ -1437,13 +1353,10 @@ def test_the_script_makes_this_check_of_the_rows_that_it_trains_on(folder, group
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     check_rows = mock.Mock(side_effect=dist.DistributedError("it mixes documents"))
     monkeypatch.setattr(llm_hub, "check_rows", check_rows)
-    silence = mock.Mock()
-    monkeypatch.setattr("transformers.utils.logging.set_verbosity_error", silence)
     for pad in (False, True):
         args = arguments(folder, "llama", pad=pad, epochs=1)
         assert exit_message(llm_FSDP.main_worker, 0, 1, args) == "it mixes documents"
         assert check_rows.call_args.args[1:] == (LENGTH, pad)
-    assert not silence.called, "transformers may warn of tokens or rotary positions on rank 0"
 
 
 WITH_MODEL = "--model m --data d"
@@ -1460,7 +1373,7 @@ def test_options_that_go_together_and_the_defaults_that_depend_on_them(monkeypat
     }
     found = {options: llm_FSDP.parse_args(options.split()) for options in rates}
     assert {options: args.lr for options, args in found.items()} == rates
-    assert [args.lora_alpha for args in found.values()] == [None, None, None, 8.0, 2.0]
+    assert [args.lora_alpha for args in found.values()] == [None, None, None, None, 2.0]
     assert (found[WITH_MODEL].clip, found[WITH_MODEL].bf16) == (1.0, torch.accelerator.is_available())
     assert llm_FSDP.parse_args(["--bf16"]).bf16 and not llm_FSDP.parse_args(["--no_bf16"]).bf16
 
@@ -1479,17 +1392,14 @@ def test_a_run_and_its_resumed_end_are_one_run_of_the_trackers(folder, group, tm
     options = {"wandb": True, "tensorboard": str(tmp_path / "runs"), "checkpoint_dir": str(tmp_path / "checkpoints")}
     options |= {"log_every": 1, "lr": 0.01}
     agreed = iter([False, True])
-    with (
-        mock.patch("checkpoint.Preemption.agreed", lambda preemption: next(agreed, False)),
-        mock.patch("checkpoint.Preemption.leave", mock.Mock(side_effect=Stopped)),
-    ):
+    with preempted(lambda: next(agreed, False)):
         with pytest.raises(Stopped):
             llm_FSDP.train(*begin_training(folder, **options))
         llm_FSDP.train(*begin_training(folder, **options))
     assert wandb.run is None, "closed: W&B uploads what is left"
     printed = capsys.readouterr().out
     ids = {path.name.rpartition("-")[2] for path in tmp_path.glob("wandb/offline-run-*")}
-    assert ids == {(tmp_path / "checkpoints" / "wandb-run.txt").read_text()}
+    assert len(ids) == 1
     events = EventAccumulator(str(tmp_path / "runs")).Reload()
     assert set(events.Tags()["scalars"]) == {"loss", "lr", "norm", "tokens_per_second", "held_out"}
     steps = re.findall(r"step (\d+)/\d+ \| loss (\S+) \| norm (\S+) \|", printed)
@@ -1580,8 +1490,7 @@ def test_a_kill_while_a_result_is_written_leaves_a_whole_one_or_none(lora, folde
         return call
 
     for last_call in range(1, 99):
-        whole, config, types, *_ = llm_FSDP.prepare(args)
-        model = llm_FSDP.make_model(whole, config, types, args)
+        model, whole, types, _, _ = made(args)
         n_calls.clear()
         with contextlib.ExitStack() as stack:
             for name in ("replace", "rename", "unlink", "rmdir"):
@@ -1604,16 +1513,9 @@ def test_a_result_has_the_other_files_of_the_base_and_the_given_template(folder,
     write(path, others)
     write(tmp_path, {"template": "{# other #}" + llm_documents.CHAT_TEMPLATE})
     args = arguments(tmp_path, "llama", output=str(tmp_path / "out"), chat_template=tmp_path / "template")
-    whole, config, types, *_ = llm_FSDP.prepare(args)
-    llm_hub.save(llm_FSDP.make_model(whole, config, types, args), whole, types, args.output)
+    write_result(args)
     for name in ("config.json", "tokenizer_config.json", "preprocessor_config.json", "LICENSE"):
         assert (tmp_path / "out" / name).read_bytes() == (path / name).read_bytes()
     assert not (tmp_path / "out" / "pytorch_model.bin").exists()
     template = transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     assert template == (tmp_path / "template").read_text()
-
-
-def test_the_output_must_not_exist(folder, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        arguments(folder, "llama", output="llama")
-    assert f"argument --output: {folder}/llama exists: name a new folder" in capsys.readouterr().err

@@ -22,10 +22,6 @@ import llm_documents
 PAGE = ROOT / "docs" / "language_models.md"
 TURNS = [("user", "Hi."), ("assistant", "Hello!\n"), ("user", "2+2?"), ("assistant", "4.")]
 CHAT = {"messages": [{"role": role, "content": content} for role, content in TURNS]}
-REFUSES = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}\
-{% endif %}{{ m.content }}<|end|>{% endfor %}"""
-CHANGES_THE_QUESTION = """{% for m in messages %}{% if m.role == 'user' and loop.last %}Q:{% endif %}{{ m.content }}\
-<|end|>{% endfor %}"""
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +88,10 @@ def test_the_text_around_the_loss(tokenizer):
         assert llm_documents.text_around_loss(row.numpy(), tokenizer, n_tokens) == expected
 
 
-def test_a_text_is_cut_and_each_of_its_tokens_is_a_target_once(tokenizer):
+def test_a_text_is_cut_and_each_of_its_tokens_is_a_target_once():
+    tokenizer = language.byte_tokenizer()
     text = "abcdefghij"
+    tokenizer.backend_tokenizer.enable_truncation(4)  # as some tokenizer.json say
     for length in (2, 3, 10, 11, 50):
         (found,) = read(tokenizer, {"text": text}, length=length)
         tokens = np.concatenate([tokens for tokens, _ in found])
@@ -106,10 +104,9 @@ def test_a_text_is_cut_and_each_of_its_tokens_is_a_target_once(tokenizer):
 SPECIAL = [("<|end|>", 256), ("<|user|>", 257), ("<|assistant|>", 258)]
 AROUND = {  # how a tokenizer begins and ends a text: a document of "ab", with the EOS token <|end|>
     "$A": "ab<|end|>",
-    "<|user|> <|assistant|> $A": "<|user|><|assistant|>ab<|end|>",
+    "<|user|> <|assistant|> $A": "<|user|><|assistant|>ab<|end|>",  # of GLM-4
     "<|end|> $A": "<|end|>ab<|end|>",  # of OPT and XGLM
     "<|user|> $A <|end|>": "<|user|>ab<|end|>",
-    "$A <|end|> <|user|>": "ab<|end|><|user|>",  # of mBART
     "<|user|> $A <|assistant|>": "<|user|>ab<|assistant|><|end|>",  # of BERT, if it has an EOS token
 }
 
@@ -146,39 +143,36 @@ def test_many_lines_are_read_in_parts_and_what_is_too_long_is_counted(tokenizer,
     function = llm_documents.read
     monkeypatch.setattr(llm_documents, "read", lambda part, *rest: sizes.append(len(part)) or function(part, *rest))
     monkeypatch.setattr(llm_documents, "BYTES_AT_A_TIME", 1000)
-    now = iter([0, 1, 31.5, 31.5, *[40] * 99])
-    monkeypatch.setattr(llm_documents, "time", SimpleNamespace(monotonic=lambda: next(now)))
     records = [*[{"text": 600 * "a"}] * 5, {"text": 5000 * "b"}, {"text": "c"}, *language.records(30), CHAT]
     found = list(llm_documents.documents_of(lines(*records), tokenizer, n - 1))
     assert sizes[:3] == [2, 2, 2] and sum(sizes) == len(records)
-    alone = [document for record in records[:-1] for document in read(tokenizer, record, length=n - 1)[0]]
+    alone = [document for record in records for document in function(lines(record), tokenizer, n - 1)[0]]
     fitting = [document for document in alone if len(document[0]) < n]
     assert [tokens.tolist() for tokens, _ in found] == [tokens.tolist() for tokens, _ in fitting]
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "4 lines are read, up to data.jsonl: line 4"
-    n_left_out = len(alone) - len(fitting) + 1
-    assert said[1:] == [f"{n_left_out} conversations have more than --length {n - 1} tokens and are left out"]
+    line = f"{len(alone) - len(fitting)} conversations have more than --length {n - 1} tokens and are left out\n"
+    assert capsys.readouterr().out == line
 
 
 @pytest.mark.parametrize("pad", [False, True])
-def test_rows_in_a_file_are_the_documents_and_are_counted(pad, tokenizer, tmp_path, monkeypatch):
+def test_rows_in_a_file_are_the_documents_and_are_counted(pad, tokenizer, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(llm_documents, "TOKENS_AT_A_TIME", 300)
     documents = list(llm_documents.documents_of(lines(*language.records(40)), tokenizer, 48))
-    n_rows = llm_documents.write_rows(tmp_path / "rows.npy", iter(documents), 48, pad)
-    rows = llm_documents.mapped(tmp_path / "rows.npy")
-    assert rows.shape == (n_rows, 3, 48) and rows.dtype == np.int32 and (not pad or n_rows == len(documents))
+    path = tmp_path / "rows.npy"
+    largest = llm_documents.write_rows(path, iter(documents), 48, pad)
+    rows = llm_documents.mapped(path)
+    assert rows.shape[1:] == (3, 48) and rows.dtype == np.int32 and (not pad or len(rows) == len(documents))
     found = []
     for row in rows:
         is_used = row[0] != llm_documents.PADDING
         starts = [*np.flatnonzero((row[1] == 0) & is_used), is_used.sum()]
         found += [row[[0, 2], first:end].tolist() for first, end in itertools.pairwise(starts)]
     assert sorted(found) == sorted(np.stack(document).tolist() for document in documents)
-    tokens, targets, of_chats, n_positions = llm_documents.count(tmp_path / "rows.npy")
-    chats = [document for document in documents if llm_documents.IGNORED in document[1]]
-    for counts, kind, some in ((tokens, 0, documents), (targets, 1, documents), (of_chats, 1, chats)):
-        every = np.concatenate([document[kind] for document in some])
-        assert counts.tolist() == np.bincount(every[every >= 0], minlength=len(counts)).tolist()
-    assert n_positions == rows.shape[0] * 48 and of_chats.sum() > 0
+    every_token, every_target = [np.concatenate(kind) for kind in zip(*documents, strict=True)]
+    assert largest == max(every_token.max(), every_target.max())
+    padding = 1 - len(every_token) / len(rows) / 48
+    numbers = f"{len(rows)} rows of 48 tokens, {(every_target >= 0).sum():,} targets, {padding:.1%} padding"
+    assert capsys.readouterr().out.endswith(f"{path}: {numbers}\n")
+    assert "too few lines fit into --length 48" in exit_message(llm_documents.write_rows, path, [], 48)
     np.save(tmp_path / "other.npy", np.zeros(3))
     for name, line in (("other.npy", "has no rows of llm_FSDP.py"), ("none.npy", "cannot read the rows of ")):
         assert line in exit_message(llm_documents.mapped, tmp_path / name)
@@ -222,27 +216,23 @@ def test_documents_share_rows_and_none_is_lost(tokenizer):
             assert (piece[llm_documents.TARGETS] == llm_documents.IGNORED).all()
 
 
-BAD = [
-    ("{", "an object has several lines: write each one in one line"),
-    ('"text"', "the file is no .jsonl: load it by `datasets.load_dataset`"),
-    ("[1]", "the file is a JSON array: write one object per line"),
-    ('{"text": "a"},', "the line ends with a comma"),
-    ("prompt,completion", "the file is no .jsonl"),
-    (b"\xff\xfe{\0", "the file is UTF-16: save it as UTF-8"),
-    (b"\0\0\0", "the file is damaged: it has zeros"),
-    ('{"text": }', "JSONDecodeError"),
-    ("{}", "it has neither, but nothing"),
-    ('{"prompt": "x", "completion": "y"}', "it has neither, but prompt, completion: write each text as a"),
-    ('{"text": 3}', "its text is no string"),
-    ('{"text": "a", "text": "b"}', "an object of it has the key text twice"),
-    ('{"messages": [1], "tools": "[{\\"a\\": 1, \\"a\\": 2}]"}', "an object of it has the key a twice"),
-    ('{"messages": "x"}', "JSONDecodeError"),
-    ('{"messages": "{}"}', "its messages are no list of objects"),
-    ('{"messages": ["x"]}', "its messages are no list of objects"),
+NO_OBJECT = "but each line is one object of JSON, in UTF-8: docs/language_models.md converts other formats"
+BAD = [  # a line, and what is said
+    ("{", f"it begins with b'{{\\n', {NO_OBJECT}"),
+    ('"text"', NO_OBJECT),
+    ("[1]", f"it begins with b'[1]\\n', {NO_OBJECT}"),
+    ('{"text": "a"},', NO_OBJECT),
+    ("prompt,completion", f"it begins with b'prompt,completion\\n', {NO_OBJECT}"),
+    (b"\xff\xfe{\0", NO_OBJECT),
+    (b"\0\0\0", NO_OBJECT),
+    (b'{"text": "\xff"}', NO_OBJECT),
+    ('{"prompt": "x", "completion": "y"}', "prompt, completion would be ignored: write the data anew with no other"),
+    ('{"text": 3}', "'int' object has no attribute 'encode'"),
+    ('{"messages": "x"}', "AttributeError"),
+    ('{"messages": ["x"]}', "AttributeError"),
     ('{"messages": [{"role": "user", "content": "x"}]}', "the assistant says nothing in it"),
     ('{"messages": [{"content": "x"}]}', "KeyError: 'role'"),
     ('{"messages": [{"role": "assistant", "content": "x"}]}', "its first message is the assistant's"),
-    (b'{"text": "\xff"}', "UnicodeDecodeError"),
     # JSON allows it, and UTF-8 does not: half of a surrogate pair, in a text and in what a template shows
     (r'{"text": "cut \ud83d"}', "UnicodeEncodeError"),
     (r'{"messages": [{"role": "user", "content": "\udc00"}, {"role": "assistant", "content": "x"}]}', "UnicodeEncode"),
@@ -271,40 +261,9 @@ def test_special_tokens_among_words_are_text(tokenizer):
     assert said(tokenizer, document) == [f"{words}<|end|>"] and len(tokens) == 4 + 2 * len(words)
 
 
-STRINGS = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}\
-{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}<|end|>{% endfor %}\
-{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+# ---- what a line may say, and what chat templates make of it -------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("given", "shown"), [('{"a":2}', '{"a":2}'), ({"a": "é"}, '{"a": "é"}'), ({}, "{}"), (None, "{}")]
-)
-def test_a_template_may_want_arguments_as_strings(given, shown):
-    tokenizer = with_template(STRINGS)
-    ((document,),) = read(tokenizer, chat(says("", tool_calls=[call(given)])))
-    assert said(tokenizer, document) == [f"add {shown}<|end|>"]
-
-
-# ---- what a line may say -------------------------------------------------------------------------------------------
-
-
-def test_in_a_conversation_of_many_answers_each_answer_is_rendered_twice(tokenizer):
-    """The conversation up to each answer, with and without the answer."""
-    n_messages = []
-
-    def render(messages, add_generation_prompt=False):
-        n_messages.append(len(messages))
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-
-    n, messages = 30, []
-    for number in range(n):
-        messages += [{"role": "user", "content": f"q {number}"}, says(f"a {number}")]
-    special = llm_documents.special_tokens(tokenizer)
-    ((text, spans),) = llm_documents.turns(messages, range(1, 2 * n, 2), render, special)
-    assert [text[first:end] for first, end in spans] == [f"a {number}<|end|>" for number in range(n)]
-    assert sorted(n_messages) == sorted([1, *range(1, 2 * n), 2 * n])
-
-
+PLAIN = llm_documents.CHAT_TEMPLATE
 USER = {"role": "user", "content": "Hi."}
 
 
@@ -317,187 +276,148 @@ def says(content="4.", **fields):
     return {"role": "assistant", "content": content, **fields}
 
 
-def test_parts_of_text_are_joined(tokenizer):
-    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
-    record = {"messages": [{"role": "user", "content": parts}, says([{"type": "text", "text": "4."}])]}
-    plain = {"messages": [{"role": "user", "content": "2+2?"}, says("4.")]}
-    (((tokens, targets),),), (((expected_tokens, expected_targets),),) = read(tokenizer, record), read(tokenizer, plain)
-    assert tokens.tolist() == expected_tokens.tolist() and targets.tolist() == expected_targets.tolist()
-
-
-WITH_TOOLS = """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}<|{{ m.role }}|>\
-{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}\
-{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
-
-
 def call(arguments):
     return {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
 
 
-def test_arguments_and_tools_may_be_json_in_json():
-    tokenizer = with_template(WITH_TOOLS)
-    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
-    result = {"role": "tool", "tool_call_id": "1", "content": "4"}
-    for arguments, tools in (({"a": 2}, [tool]), (json.dumps({"a": 2}), json.dumps([tool]))):
-        record = chat(says("", tool_calls=[call(arguments)]), result, says(), tools=tools)
-        ((document,),) = read(tokenizer, record)
-        assert said(tokenizer, document) == ['add{"a": 2}<|end|>', "4.<|end|>"]
-        assert tokenizer.decode(document[0]).startswith(json.dumps(tool) + "<|user|>")
-    for nothing in ("", "{}", None):
-        ((document,),) = read(tokenizer, chat(says("", tool_calls=[call(nothing)])))
-        assert said(tokenizer, document) == ["add{}<|end|>"]
-    without_content = {"role": "assistant", "content": None, "tool_calls": [call({})]}
-    ((document,),) = read(with_template(WITH_TOOLS.replace("m.content", "'' + m.content")), chat(without_content))
-    assert said(tokenizer, document) == ["add{}<|end|>"]
+def calling(arguments, content="", **fields):
+    return says(content, tool_calls=[call(arguments)], **fields)
 
 
-def test_null_in_an_object_is_no_field():
-    """Arrow gives all objects of a column the same fields. In JSON inside of JSON, which it keeps, a null may stay."""
-    tokenizer = with_template(WITH_TOOLS)
-    expected = 'add{"a": 2}<|end|>'
-    for nulls in ({}, {"b": None, "c": None}):
-        parameters = {"type": "object", "properties": {"a": {"type": "number", "enum": [None, 2]}, **nulls}}
-        tool = {"type": "function", "function": {"name": "add", "parameters": parameters, **nulls}}
-        record = chat(says(None, tool_calls=[{**call({"a": 2, **nulls}), **nulls}]), tools=[tool], **nulls)
-        ((document,),) = read(tokenizer, record, length=500)
-        assert said(tokenizer, document) == [expected]
-        prompt = tokenizer.decode(document[0])
-        assert prompt.count("null") == 1 and '"enum": [null, 2]' in prompt, "an element of a list is no field"
-    record = chat(says("", tool_calls=[call(json.dumps({"a": None}))]), tools=[json.dumps(tool)])
-    ((document,),) = read(tokenizer, record, length=500)
-    assert said(tokenizer, document) == ['add{"a": null}<|end|>'] and '"b": null' in tokenizer.decode(document[0])
-
-
-@pytest.mark.parametrize("nothing", [None, "", [], {}])
-def test_a_field_that_says_nothing_is_no_field(nothing, tokenizer):
-    expected = read(tokenizer, chat(says()))[0][0][0].tolist()
-    for record in (
-        chat(says(tool_calls=nothing, annotations=nothing, reasoning_content=nothing, weight=nothing, name=nothing)),
-        chat(says(), text=nothing, prompt=nothing, tools=nothing, chat_template_kwargs=nothing),
-        chat(says(), tools="[]", chat_template_kwargs="[]"),
-        {"messages": json.dumps([USER, says(refusal=nothing)])},
-    ):
-        assert read(tokenizer, record)[0][0][0].tolist() == expected
-    assert len(read(tokenizer, {"text": "abc", "messages": nothing, "id": nothing})[0]) == 1
-    ((document,),) = read(with_template(WITH_TOOLS), chat(says(nothing, tool_calls=json.dumps([call({})]))))
-    assert said(tokenizer, document) == ["add{}<|end|>"]
-    assert "it has neither, but nothing" in exit_message(read, tokenizer, {"messages": nothing})
-    assert read(tokenizer, {"text": ""}) == [[]], "a text may be empty"
-
-
-@pytest.mark.parametrize("field", [{"weight": 0}, {"train": False}])
-def test_a_turn_may_be_left_out_of_the_loss(field, tokenizer):
-    record = chat(says("no", **field), {"role": "user", "content": "2+2?", "weight": 0}, says("4.", train=True))
-    ((document,),) = read(tokenizer, record)
-    assert said(tokenizer, document) == ["4.<|end|>"] and "no<|end|>" in tokenizer.decode(document[0])
-    ((document,),) = read(tokenizer, chat(says("4.", weight=1), {"role": "user", "content": "a"}, says("no", **field)))
-    assert said(tokenizer, document) == ["4.<|end|>"]
-
-
-def test_variables_of_the_template_may_stand_in_a_line():
-    tokenizer = with_template("{{ mood }}" + llm_documents.CHAT_TEMPLATE)
-    for options in ({"mood": "kind"}, json.dumps({"mood": "kind"})):
-        ((document,),) = read(tokenizer, chat(says(), chat_template_kwargs=options))
-        assert tokenizer.decode(document[0]).startswith("kind<|user|>")
-        assert said(tokenizer, document) == ["4.<|end|>"]
-
-
-def test_a_template_cannot_be_told_to_ask_for_an_answer(tokenizer):
-    ((document,),) = read(tokenizer, chat(says(), chat_template_kwargs={"add_generation_prompt": True}))
-    assert tokenizer.decode(document[0]) == "<|user|>Hi.<|end|><|assistant|>4."
-
-
-DROPS_THOUGHTS = """{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1].strip() }}<|end|>\
-{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
-DROPS_CALLS = """{% for m in messages %}<|{{ m.role }}|>{% if m.content or not m.tool_calls %}{{ m.content }}{% else %}\
-{{ m.tool_calls[0].function.name }}{% endif %}<|end|>{% endfor %}\
-{% if add_generation_prompt %}<|assistant|>{% endif %}"""
-
-
-SHOWS_SOME = """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{{ m.reasoning_content }}\
-{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}{% if loop.first and m.all %}\
-{{ call.function.arguments | tojson }}{% endif %}{% endfor %}<|end|>{% endfor %}\
-{% if add_generation_prompt %}<|assistant|>{% endif %}"""
-
-
-def test_thoughts_of_an_earlier_turn_may_be_hidden():
-    tokenizer = with_template(SHOWS_SOME.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last"))
-    for weight in (0, 1):
-        first = says("Hi.", reasoning_content="a greeting", weight=weight)
-        found = read(tokenizer, chat(first, USER, says("4.", reasoning_content="2+2=4")))[0]
-        assert said(tokenizer, found[-1]) == ["2+2=44.<|end|>"] and "greeting" not in tokenizer.decode(found[-1][0])
-
-
-KNOWS = """{% for m in messages %}{% if m.role == 'system' or m.role == 'user' %}<|user|>{{ m.content }}<|end|>\
-{% elif m.role == 'assistant' %}<|assistant|>{{ m.content }}<|end|>{% endif %}{% endfor %}\
-{% if add_generation_prompt %}<|assistant|>{% endif %}"""
-KNOWS_AND_RAISES = KNOWS.replace("{% endif %}{% endfor", "{% else %}{{ raise_exception('what?') }}{% endif %}{% endfor")
-ALTERNATES = """{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}\
-{% for m in messages %}{% if (m.role == 'user') == loop.index0 % 2 %}{{ raise_exception('no turns') }}{% endif %}\
-<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
-
-
-# ---- kinds of templates --------------------------------------------------------------------------------------------
-
-NEXT_ROLE_ENDS = """[gMASK]{% for m in messages %}{% if m.role == 'user' %}\
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"enum": [None, 2]}}}
+NULLS = {"b": None, "c": None}
+RESULT = {"role": "tool", "tool_call_id": "1", "content": "4"}
+END = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+WITH_TOOLS = (
+    """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}<|{{ m.role }}|>\
+{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}\
+{% endfor %}<|end|>{% endfor %}"""
+    + END
+)
+STRINGS = (
+    """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}\
+{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}<|end|>{% endfor %}"""
+    + END
+)
+SHOWS_SOME = (
+    """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{{ m.reasoning_content }}\
+{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}<|end|>{% endfor %}\
+"""
+    + END
+)
+HIDES_THOUGHTS = SHOWS_SOME.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
+DROPS_THOUGHTS = (
+    """{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1].strip() }}<|end|>\
+{% endfor %}"""
+    + END
+)
+DROPS_CALLS = (
+    """{% for m in messages %}<|{{ m.role }}|>{% if m.content or not m.tool_calls %}{{ m.content }}{% else %}\
+{{ m.tool_calls[0].function.name }}{% endif %}<|end|>{% endfor %}"""
+    + END
+)
+NEXT_ROLE_ENDS = (
+    """[gMASK]{% for m in messages %}{% if m.role == 'user' %}\
 {% if loop.first or messages[loop.index0 - 1].role != 'observer' %}<|user|>{% endif %}\
 {{ m.content }}{% elif m.role == 'assistant' %}<|assistant|>\
 {% if loop.last and '</think>' in m.content %}{{ m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}\
 {% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}{% else %}<|end|>{{ m.content }}{% endif %}\
-{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+{% endfor %}"""
+    + END
+)
+OBSERVER = {"role": "observer", "content": "4"}
 NO_END_AT_THE_END = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if not loop.last %}<|end|>{% endif %}\
 {% endfor %}{% if add_generation_prompt %}<|end|><|assistant|>{% endif %}"""
-TWO_ENDS = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}\
+PHI3 = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}\
 {% if add_generation_prompt %}<|assistant|>{% else %}</s>{% endif %}"""
 MERGES_SYSTEM = """{% for m in messages %}{% if m.role == 'user' %}[INST] {% if loop.index0 == 1 and \
 messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}{{ m.content }} [/INST]\
 {% elif m.role == 'assistant' %} {{ m.content | trim }}<|end|>{% endif %}{% endfor %}"""
-FINAL_DIFFERS = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' and loop.last and \
-not add_generation_prompt %}<|end|>{% else %}<|user|>{% endif %}{% endfor %}\
-{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+FINAL_DIFFERS = (
+    """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' and loop.last and \
+not add_generation_prompt %}<|end|>{% else %}<|user|>{% endif %}{% endfor %}"""
+    + END
+)
 NO_SPECIAL = """{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}\
 {% if add_generation_prompt %}assistant: {% endif %}"""
-# What is in the loss of the two answers of CHAT.
-KINDS = {
-    "the next role ends a turn": (NEXT_ROLE_ENDS, [["Hello!\n<|user|>", "4.<|user|>"]]),
-    "the last turn has no end": (NO_END_AT_THE_END, [["Hello!\n<|end|>", "4.<|end|>"]]),
-    "a token ends the whole": (TWO_ENDS, [["Hello!\n<|end|>\n</s>"], ["4.<|end|>\n</s>"]]),
-    "the last turn ends otherwise": (FINAL_DIFFERS, [["Hello!\n<|end|>"], ["4.<|end|>"]]),
-    "no token ends a turn": (NO_SPECIAL, [["Hello!\n\n", "4.\n"]]),
-}
+SYSTEM = {"messages": [{"role": "system", "content": "Be kind."}, *CHAT["messages"]]}
+THOUGHTFUL = says("4.", reasoning_content="2+2=4")
+SHOWN = [  # a chat template, a line, and what is in the loss in each of its documents
+    (PLAIN, CHAT, [["Hello!\n<|end|>", "4.<|end|>"]]),
+    (PLAIN, chat(says("no", weight=0), {**USER, "weight": 0}, says("4.", weight=1)), [["4.<|end|>"]]),
+    (PLAIN, chat(says(), USER, says("no", weight=0)), [["4.<|end|>"]]),
+    (PLAIN, chat(says(), chat_template_kwargs={"add_generation_prompt": True}), [["4.<|end|>"]]),
+    ("{{ mood }}" + PLAIN, chat(says(), chat_template_kwargs={"mood": "kind"}), [["4.<|end|>"]]),
+    (PLAIN, {"text": "abc", "messages": None, "id": []}, [["bc<|end|>"]]),
+    (PLAIN, {"text": ""}, []),
+    (PLAIN, {}, []),
+    # Arguments and tools may be JSON in JSON, and templates may join arguments to strings.
+    (WITH_TOOLS, chat(calling({"a": 2}), RESULT, says(), tools=[TOOL]), [['add{"a": 2}<|end|>', "4.<|end|>"]]),
+    (
+        WITH_TOOLS,
+        chat(calling('{"a": 2}'), RESULT, says(), tools=json.dumps([TOOL])),
+        [['add{"a": 2}<|end|>', "4.<|end|>"]],
+    ),
+    (STRINGS, chat(calling('{"a":2}')), [['add {"a":2}<|end|>']]),
+    (STRINGS, chat(calling({"a": "é"})), [['add {"a": "é"}<|end|>']]),
+    (STRINGS, chat(calling(None)), [["add {}<|end|>"]]),
+    *[(WITH_TOOLS, chat(calling(nothing)), [["add{}<|end|>"]]) for nothing in ("", "{}", {}, None)],
+    (WITH_TOOLS.replace("m.content", "'' + m.content"), chat(calling({}, content=None)), [["add{}<|end|>"]]),
+    # Arrow gives all objects of a column the same fields. In JSON inside of JSON, which it keeps, a null may stay.
+    (
+        WITH_TOOLS,
+        chat(calling({"a": 2, **NULLS}, **NULLS), tools=[{**TOOL, **NULLS}], **NULLS),
+        [['add{"a": 2}<|end|>']],
+    ),
+    (WITH_TOOLS, chat(calling('{"a": null}')), [['add{"a": null}<|end|>']]),
+    # White space may change, and thoughts of an earlier turn may be hidden.
+    (DROPS_THOUGHTS, chat(says("  2 +\n2 ")), [["2 +\n2<|end|>"]]),
+    (HIDES_THOUGHTS, chat({**THOUGHTFUL, "weight": 0}, USER, THOUGHTFUL), [["2+2=44.<|end|>"]]),
+    (HIDES_THOUGHTS, chat(THOUGHTFUL, USER, THOUGHTFUL), [["2+2=44.<|end|>"], ["2+2=44.<|end|>"]]),
+    # The token that ends a turn.
+    (NEXT_ROLE_ENDS, CHAT, [["Hello!\n<|user|>", "4.<|user|>"]]),
+    (
+        NEXT_ROLE_ENDS,
+        chat(says("t</think>b"), USER, says("u</think>d")),
+        [["t</think>b<|user|>"], ["u</think>d<|user|>"]],
+    ),
+    (NEXT_ROLE_ENDS, chat(calling({}), OBSERVER, says()), [["add<|end|>", "4.<|user|>"]]),
+    (NEXT_ROLE_ENDS, chat(calling({})), [["add<|end|>"]]),
+    (NO_END_AT_THE_END, CHAT, [["Hello!\n<|end|>", "4.<|end|>"]]),
+    (PHI3, CHAT, [["Hello!\n<|end|>\n</s>"], ["4.<|end|>\n</s>"]]),
+    (PHI3.replace("<|end|>", ""), CHAT, [["Hello!\n\n</s>"], ["4.\n</s>"]]),
+    (FINAL_DIFFERS, CHAT, [["Hello!\n<|end|>"], ["4.<|end|>"]]),
+    (NO_SPECIAL, CHAT, [["Hello!\n\n", "4.\n"]]),
+    (MERGES_SYSTEM, SYSTEM, [[" Hello!<|end|>", " 4.<|end|>"]]),
+]
+NOTHING = [None, "", [], {}]  # a field that says nothing is no field
+for nothing in NOTHING:
+    fields = dict.fromkeys(("tool_calls", "annotations", "reasoning_content", "name"), nothing)
+    SHOWN.append((PLAIN, chat(says(**fields)), [["4.<|end|>"]]))
+    fields = dict.fromkeys(("text", "prompt", "tools", "chat_template_kwargs"), nothing)
+    SHOWN.append((PLAIN, chat(says(), **fields), [["4.<|end|>"]]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_words_in_the_loss_and_the_token_that_ends_them(kind):
-    template, expected = KINDS[kind]
+@pytest.mark.parametrize(("template", "record", "expected"), SHOWN)
+def test_what_is_in_the_loss_of_a_line(template, record, expected):
     tokenizer = with_template(template)
-    (found,) = read(tokenizer, CHAT)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</s>"]})
+    (found,) = read(tokenizer, record, length=500)
     assert [said(tokenizer, document) for document in found] == expected
 
 
-PHI3 = """{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}\
-{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"""
-
-
-@pytest.mark.parametrize("eos_token", ["</s>", "<|this is the end of the whole text|>"])
-@pytest.mark.parametrize("template", [PHI3, PHI3.replace("|>\n", "|>"), PHI3.replace("eos_token }}", "eos_token }}\n")])
-def test_a_template_that_ends_with_eos_unless_it_asks_for_an_answer(template, eos_token):
-    """As that of Phi-3. The answers and their ends are in the loss, and the EOS token once, after the last one."""
-    tokenizer = with_template(template)
-    tokenizer.add_special_tokens({"eos_token": eos_token})
-    ((document,),) = read(tokenizer, CHAT, length=500)
-    answers = [words.replace("\n", "") for words in said(tokenizer, document)]
-    assert answers == ["Hello!<|end|>", f"4.<|end|>{eos_token}"]
-    assert tokenizer.decode(document[0]).count("<|user|>") == 2
-
-
-def test_such_a_template_without_an_end_of_a_turn_gives_a_text_for_each_turn():
-    """Else the model would not learn to end the first answer."""
-    tokenizer = with_template(PHI3.replace("<|end|>", ""))
-    tokenizer.add_special_tokens({"eos_token": "<|this is the end of the whole text|>"})
-    (found,) = read(tokenizer, CHAT, length=500)
-    last = [said(tokenizer, document)[-1] for document in found]
-    assert last == [f"{answer}\n<|this is the end of the whole text|>" for answer in ("Hello!\n", "4.")]
+def test_what_stands_before_an_answer_is_shown_and_not_in_the_loss():
+    nulls = {"parameters": {"a": {"enum": [None, 2]}, **NULLS}, **NULLS}
+    for template, record, start in (
+        (PLAIN, chat(says("no", weight=0), USER, says()), "<|user|>Hi.<|end|><|assistant|>no<|end|><|user|>Hi."),
+        ("{{ mood }}" + PLAIN, chat(says(), chat_template_kwargs={"mood": "kind"}), "kind<|user|>"),
+        (WITH_TOOLS, chat(calling({}), tools=[nulls]), '{"parameters": {"a": {"enum": [null, 2]}}}<|user|>'),
+        (WITH_TOOLS, chat(calling({}), tools=json.dumps([TOOL])), json.dumps(TOOL) + "<|user|>"),
+        (HIDES_THOUGHTS, chat({**THOUGHTFUL, "weight": 0}, USER, says()), "<|user|>Hi.<|end|><|assistant|>4.<|end|>"),
+    ):
+        tokenizer = with_template(template)
+        ((document,),) = read(tokenizer, record, length=500)
+        assert tokenizer.decode(document[0]).startswith(start)
 
 
 # Templates that mark what is generated, of the kinds that other trainers have. The marks cover the end of a turn.
@@ -569,99 +489,69 @@ def test_the_words_in_the_loss_are_those_that_a_template_marks(kind):
             assert said(tokenizer, document)[-1] == expected
 
 
-def test_a_system_message_that_another_message_shows():
-    tokenizer = with_template(MERGES_SYSTEM)
-    ((document,),) = read(tokenizer, {"messages": [{"role": "system", "content": "Be kind."}, *CHAT["messages"]]})
-    assert said(tokenizer, document) == [" Hello!<|end|>", " 4.<|end|>"]
-
-
-def test_the_role_that_ends_a_turn_with_thoughts_and_with_a_call():
-    """Thoughts of earlier turns are not shown, so each turn is a text of its own. A call ends with another token."""
-    tokenizer = with_template(NEXT_ROLE_ENDS)
-    more = [{"role": "user", "content": "a"}, says("u</think>d")]
-    (found,) = read(tokenizer, chat(says("t</think>b"), *more))
-    assert [said(tokenizer, document) for document in found] == [["t</think>b<|user|>"], ["u</think>d<|user|>"]]
-    result = {"role": "observer", "content": "4"}
-    ((document,),) = read(tokenizer, chat(says("", tool_calls=[call({})]), result, says()))
-    assert said(tokenizer, document) == ["add<|end|>", "4.<|user|>"]
-    ((document,),) = read(tokenizer, chat(says("", tool_calls=[call({})])))
-    assert said(tokenizer, document) == ["add<|end|>"]
-
-
 # ---- what would be ignored -----------------------------------------------------------------------------------------
 
-PLAIN = llm_documents.CHAT_TEMPLATE
-SYSTEM = {"messages": [{"role": "system", "content": "Be kind."}, *CHAT["messages"]]}
 HINT = {"role": "user", "content": "2+2?", "reasoning_content": "a hint"}
-THOUGHTFUL = says("4.", reasoning_content="2+2=4")
-NOT_SHOWN = "the chat template does not show"
-NOT_THE_HINT = f"{NOT_SHOWN} 'a hint' of the role user;"
+HIDDEN = "the chat template does not show "
 NO_LOSS = "says nothing in it that is in the loss"
-ROLES = "the chat template shows the roles system, user, assistant)"
-LEAVES = "{% if not (m.tool_calls and messages[-1].content == '9.') %}" + THOUGHT + "{% endif %}"
+MOVED = "the prompt for an answer ends with "
 OPENS = PLAIN.replace("<|assistant|>{% endif", "<|assistant|><think>{% endif")
+CHANGES_THE_QUESTION = """{% for m in messages %}{% if m.role == 'user' and loop.last %}Q:{% endif %}{{ m.content }}\
+<|end|>{% endfor %}"""
+LEAVES = "{% if not (m.tool_calls and messages[-1].content == '9.') %}" + THOUGHT + "{% endif %}"
 THOUGHT_LEAVES = WITH_THOUGHTS.replace(THOUGHT, LEAVES)
+KNOWS = (
+    """{% for m in messages %}{% if m.role == 'system' or m.role == 'user' %}<|user|>{{ m.content }}<|end|>\
+{% elif m.role == 'assistant' %}<|assistant|>{{ m.content }}<|end|>{% endif %}{% endfor %}"""
+    + END
+)
+RAISES = """{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}""" + PLAIN
 REFUSED = [  # a chat template, a line, and what is said
     (None, SYSTEM, "the tokenizer has no chat template: give one by --chat-template, or use texts"),
     ("{{ messages[0].content", SYSTEM, "unexpected end of template"),
-    (REFUSES, SYSTEM, "System role not supported"),
-    (CHANGES_THE_QUESTION, SYSTEM, "shows the messages before an answer in another way once the answer"),
-    (THOUGHT_LEAVES, {"messages": AGENT[:6]}, "in another way once the answer follows"),
-    (PLAIN, chat({"role": "user", "content": [{"type": "image_url"}]}), "a part of the type image_url"),
-    (PLAIN, chat({"role": "user", "content": {"a": 1}}, says()), "content of the role user is no string"),
+    (RAISES, SYSTEM, "no system"),
+    (CHANGES_THE_QUESTION, SYSTEM, MOVED),
+    (THOUGHT_LEAVES, {"messages": AGENT[:6]}, MOVED),
+    (OPENS, chat(says()), f"{MOVED}'<think>', and the answer does not follow it: add the thoughts of the answer"),
+    (
+        PLAIN,
+        chat({"role": "user", "content": [{"type": "text", "text": "Hi."}]}, says()),
+        "content of the role user is no",
+    ),
     (PLAIN, chat(says(weight=0)), NO_LOSS),
-    (PLAIN, chat(says(train=False)), NO_LOSS),
     (PLAIN, chat(says(weight=0.5)), "weight 0.5 "),
     (PLAIN, chat(says(weight="0")), "weight 0 "),
-    (PLAIN, chat(says(train=[0])), "train [0] "),
-    (PLAIN, chat({**USER, "train": True}, says()), "train True of the role user: it may be 0, or 1 for the assistant"),
+    (PLAIN, chat(says(train=False)), "the chat template ignores train of the role assistant"),
+    (PLAIN, chat({**USER, "weight": 1}, says()), "weight 1 of the role user: it may be 0, or 1 for the assistant"),
     (PLAIN, chat(says(), tools=[{"name": "add"}]), "the chat template ignores tools of the line"),
     (PLAIN, chat(says(), chat_template_kwargs={"mood": "kind"}), "the chat template ignores mood of the line"),
-    (WITH_TOOLS, chat(says("", tool_calls=[call("[1]")])), "the arguments of the tool call add are no JSON object"),
-    (WITH_TOOLS, chat(says("", tool_calls=[call("a=2")])), "JSONDecodeError"),
-    (DROPS_THOUGHTS, chat(says("<think>why</think>4.")), f"{NOT_SHOWN} all that the assistant says: '<think>why</thi"),
-    (DROPS_CALLS, chat(says("Wait.", tool_calls=[call({})])), f"{NOT_SHOWN} all that the assistant says: 'add'"),
-    # The template contains the name of the field, and shows what it holds: in another message, or of another call.
-    (SHOWS_SOME, {"messages": [HINT, THOUGHTFUL]}, NOT_THE_HINT),
-    (SHOWS_SOME, chat(THOUGHTFUL, HINT, THOUGHTFUL), NOT_THE_HINT),
-    (SHOWS_SOME, chat(says("no", weight=0), HINT, THOUGHTFUL), NOT_THE_HINT),
-    (SHOWS_SOME, chat(says("", tool_calls=[call({"a": "two"})])), f"{NOT_SHOWN} all that the assistant says: 'two'"),
-    (SHOWS_SOME, chat(says("", all=True, tool_calls=[call({"a": 2}), call({"a": 3})])), "assistant says: '3'"),
-    (OPENS, chat(says()), "the prompt for an answer ends with '<think>', and the chat template shows it without that"),
-    (PLAIN, chat(says(""), USER, says()), "an answer of the assistant is empty: leave it out"),
-    (PLAIN, chat(says(None)), "an answer of the assistant is empty"),
-    (PLAIN, chat(says("  ")), "an answer of the assistant is empty"),
+    (WITH_TOOLS, chat(calling("a=2")), "JSONDecodeError"),
+    (DROPS_THOUGHTS, chat(says("<think>why</think>4.")), f"{HIDDEN}'<think>why</think>4.' of the role assistant"),
+    (DROPS_CALLS, chat(calling({}, content="Wait.")), f"{HIDDEN}'add' of the role assistant"),
+    # The template contains the name of the field, and shows what it holds: in another message.
+    (SHOWS_SOME, {"messages": [HINT, THOUGHTFUL]}, f"{HIDDEN}'a hint' of the role user"),
+    (SHOWS_SOME, chat(THOUGHTFUL, HINT, THOUGHTFUL), f"{HIDDEN}'a hint' of the role user"),
+    (SHOWS_SOME, chat(says("no", weight=0), HINT, THOUGHTFUL), f"{HIDDEN}'a hint' of the role user"),
+    (KNOWS, chat({"role": "tool", "content": "important"}, says()), f"{HIDDEN}'important' of the role tool"),
+    *[
+        (PLAIN, chat(says(empty), USER, says()), "an answer of the assistant is empty: leave")
+        for empty in ("", None, " ")
+    ],
     (PLAIN, chat(says(), USER, {"role": "gpt", "content": "d"}), "the chat template ignores gpt of the roles"),
-    (ALTERNATES, SYSTEM, "(no system; the chat template shows the roles user, assistant)"),
 ]
 for field in ("reasoning_content", "function_call", "refusal", "tool_calls"):
     line = f"the chat template ignores {field} of the role assistant"
     REFUSED.append((PLAIN, chat(says(**{field: [{"x": 1}]})), line))
 # Other trainers obey some of them. By its name alone, a field does not say that it means nothing.
-for field in ("system", "weight", "train", "images", "loss_mask", "id"):
+for field in ("system", "weight", "loss_mask", "id"):
     line = f"({field}, source would be ignored: write the data anew with no other fields than "
     for record in (chat(says()), {"text": "x"}):
         REFUSED.append((PLAIN, {**record, field: 0, "source": "web", "score": None}, line))
-for role in ("human", "tool"):
-    record = chat({"role": role, "content": "important"}, says())
-    REFUSED.append((KNOWS, record, f"{NOT_SHOWN} 'important' of the role {role}; {ROLES}"))
-    REFUSED.append((KNOWS_AND_RAISES, record, f"(what?; {ROLES}"))
 
 
 @pytest.mark.parametrize(("template", "record", "cause"), REFUSED)
 def test_what_would_be_ignored_or_cannot_be_shown_is_refused(template, record, cause):
     assert cause in exit_message(read, with_template(template), record)
-
-
-def test_what_is_shown_somehow_is_not_refused():
-    """White space may change. Nothing is missing of a call without arguments."""
-    ((document,),) = read(with_template(DROPS_THOUGHTS), chat(says("  2 +\n2 ")))
-    assert said(with_template(DROPS_THOUGHTS), document) == ["2 +\n2<|end|>"]
-    ((document,),) = read(with_template(PLAIN), chat({"role": "human", "content": "important"}, says()))
-    assert "important" in with_template(PLAIN).decode(document[0]), "it shows any role"
-    assert read(with_template(SHOWS_SOME), chat(THOUGHTFUL))
-    assert read(with_template(SHOWS_SOME), chat(says("", all=True, tool_calls=[call({"a": 2}), call({})])))
-    assert read(with_template(THOUGHT_LEAVES), {"messages": AGENT[:5]})
 
 
 # ---- files, and the conversations of the library ----------------------------------------------------------
@@ -676,10 +566,10 @@ def test_files_that_are_compressed_or_cannot_be_read(tmp_path, monkeypatch):
     found = list(llm_documents.lines_of([place]))
     assert found == [(f"{place}: line 1", b'{"text": "a"}\n'), (f"{place}: line 3", b'{"text": "b"}\n')]
     for name, cause in (
-        ("none.jsonl", "No such file or directory"),
+        ("none.jsonl", "[Errno 2] No such file or directory"),
         ("b.jsonl.gz", "Compressed file ended before"),
-        ("c.parquet", "a parquet file needs `pip install pyarrow`"),
-        ("", f"it is a folder: name its files, such as {tmp_path}/"),
+        ("c.parquet", "import of pyarrow halted; None in sys.modules"),
+        ("", "[Errno 21] Is a directory"),
     ):
         monkeypatch.setitem(sys.modules, "pyarrow", None)
         message = exit_message(list, llm_documents.lines_of([tmp_path / name], "--eval-data"))
@@ -701,8 +591,6 @@ def test_conversations_of_the_library(monkeypatch, tmp_path):
     assert question == {"role": "user", "content": 'def f(x):\n    """Twice."""\n'}
     assert answer == {"role": "assistant", "content": "    return 2 * x\n"}
     assert place == f"{tmp_path}/a.py: line 1"
-    monkeypatch.setattr(llm_documents, "LIBRARY", tmp_path / "empty")
-    assert "has no *.py files" in exit_message(llm_documents.library_tokenizer)
 
 
 def test_the_page_converts_prompts_and_completions(tokenizer, tmp_path, monkeypatch):

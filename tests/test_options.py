@@ -66,7 +66,7 @@ REFUSED = {
         RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 --strategy local --nproc 1 | --strategy local 1 2
     """,
     "llm_FSDP.py": """
-        --model folder | --data --model
+        --model folder | --model --data
         --from-scratch | --from-scratch --model
         --chat-template t | --chat-template
         --lora 4 | --lora --model
@@ -74,10 +74,10 @@ REFUSED = {
         --model folder --data a --lora-alpha 2 | --lora-alpha --lora
         --model folder --data a --nf4 | --nf4 --lora
         --model folder --data rows.npy | --data --eval-data
-        --model folder --data rows.npy --eval-data held-out.npy --pad | --pad --data
+        --model folder --data rows.npy --eval-data held-out.npy --pad | --data --pad --length
+        --model folder --data rows.npy --eval-data held-out.npy --length 64 | --data --pad --length
         --output / | --output /
         --length 1 | --length '1' 2
-        --nproc 2 --global-batch-size 1 | --global-batch-size 1 2
     """,
     "mnist_DDP.py": """
         --clip -1 | --clip '-1' 0
