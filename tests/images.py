@@ -1,6 +1,7 @@
 """Few images, small networks and plain training, for the tests of the image scripts."""
 
 import contextlib
+import functools
 from unittest import mock
 
 import torch
@@ -34,14 +35,19 @@ class Plain(Dataset):
         return self.whole.images[index], int(self.whole.labels[index])
 
 
+def halves(train, test, kind=lambda whole: whole):
+    """A training set and a test set with so many samples."""
+    return kind(digits(train, 1)), kind(digits(test, 0))
+
+
 @contextlib.contextmanager
 def few_digits(train, test, kind=lambda whole: whole, dtype=torch.float64):
     """Replace the data sets by `train` and `test` samples, in float64."""
 
     def load(name="", data_dir="", train=True, seed=0):
-        return kind(digits(sizes[train], int(train)))
+        return sets[0] if train else sets[1]
 
-    sizes = {True: train, False: test}
+    sets = halves(train, test, kind)
     torch.set_default_dtype(dtype)
     try:
         with mock.patch("mnist.load_data", load):
@@ -113,6 +119,23 @@ def make_layerwise(params, lr, fused=False, **_):
 
 
 OPTIMIZERS = {"sgd": make_sgd, "adam": make_adam, "layerwise": make_layerwise}
+
+
+@contextlib.contextmanager
+def host_reads():
+    """A list that grows each time the host reads a tensor's value."""
+    reads = []
+    with contextlib.ExitStack() as stack:
+        for name in ("item", "tolist"):
+            function = getattr(torch.Tensor, name)
+            counted = functools.partialmethod(_read, reads, function)
+            stack.enter_context(mock.patch.object(torch.Tensor, name, counted))
+        yield reads
+
+
+def _read(tensor, reads, function):
+    reads.append(function.__name__)
+    return function(tensor)
 
 
 def normal(images):
