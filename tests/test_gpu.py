@@ -6,7 +6,6 @@ Nobody has run these tests yet, for want of a GPU. So a failure may be a test's 
 import importlib
 import os
 import re
-import sys
 import time
 
 import gpu_job
@@ -106,14 +105,14 @@ WITHOUT_WAITS += [("mnist_DDP.py", "--epochs", 1), ("mnist_FSDP.py", "--epochs",
 
 
 @pytest.mark.parametrize("case", WITHOUT_WAITS, ids=name)
-def test_no_step_waits_for_the_device_and_a_rank_uses_its_gpu_alone(case, tmp_path, monkeypatch):
+def test_no_step_waits_for_the_device_and_a_rank_uses_its_gpu_alone(case, tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
-    dist.launch(gpu_job.train_without_waits, *parsed(case, monkeypatch), nprocs=GPUS)
+    typed(*case)
+    dist.launch(gpu_job.train_without_waits, *parsed(case), nprocs=GPUS)
 
 
-def parsed(case, monkeypatch):
-    """The module's name of a script, and the arguments of its main_worker."""
-    monkeypatch.setattr(sys, "argv", [*map(str, case)])
+def parsed(case):
+    """The module's name of a script whose command line is typed, and the arguments of its main_worker."""
     script = case[0].removesuffix(".py")
     return script, (importlib.import_module(script).parse_args(),)
 
@@ -158,7 +157,7 @@ def assert_bit_equal(first, second):
     ],
     ids=lambda value: value[0] if value[0] else None,
 )
-def test_a_resumed_run_ends_bit_for_bit_as_an_uninterrupted_one(case, long, short, tmp_path, monkeypatch):
+def test_a_resumed_run_ends_bit_for_bit_as_an_uninterrupted_one(case, long, short, tmp_path, monkeypatch, typed):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which cuBLAS is not deterministic
     saved = []
     for runs in ([long], [short, long]):
@@ -166,8 +165,8 @@ def test_a_resumed_run_ends_bit_for_bit_as_an_uninterrupted_one(case, long, shor
         folder.mkdir()
         monkeypatch.chdir(folder)
         for options in runs:
-            script_and_args = parsed((*case, *options), monkeypatch)
-            dist.launch(gpu_job.train_deterministically, *script_and_args, nprocs=GPUS)
+            typed(*case, *options)
+            dist.launch(gpu_job.train_deterministically, *parsed(case), nprocs=GPUS)
         saved.append(read(folder / "saved"))
     assert_bit_equal(*saved)
 
