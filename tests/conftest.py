@@ -248,6 +248,21 @@ def killed_in(target, call=1, at_its_end=False):
     return mock.patch(target, count)
 
 
+class Left(Exception):
+    """Instead of the end of a preempted process."""
+
+
+@contextlib.contextmanager
+def leaving_is_an_error():
+    """`Preemption.leave` raises Left, and SIGTERM is handled afterwards as before."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with mock.patch("checkpoint.Preemption.leave", mock.Mock(side_effect=Left)):
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
 def wait_for(condition, process, timeout=240):
     """Poll `condition` until it is true, and return its value; fail if `process` ends before, or after `timeout` s."""
     end = time.monotonic() + timeout
