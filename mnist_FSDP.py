@@ -236,6 +236,7 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     watch.start()  # if the job hangs, one line says where each rank is
+    dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {args.strategy}")
     data = [mnist.load_data(args.data, args.data_dir, train=half, seed=args.seed) for half in (True, False)]
     run(args, data, mnist.MODELS[args.model])
 
@@ -246,7 +247,6 @@ def run(args, data, make_model, make_optimizer=torch.optim.Adam):
     Returns the model, and for each epoch the loss, the loss of the test, its correct predictions and its samples.
     """
     device = dist.get_device()
-    dist.print_primary(f"Training on {dist.get_world_size()} x {device.type}: {args.strategy}")
     loader, test_loader = make_loaders(*data, args, device)
     torch.manual_seed(args.seed)
     model = make_model()

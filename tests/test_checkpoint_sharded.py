@@ -153,7 +153,7 @@ def segment_worker(local_rank, world_size, folder, kind, last):
         parts = make_parts(name, kind)
         if last > 2:
             parts = make_parts(name, kind, seed=last, lr=7, weight_decay=7)
-            parts[0](torch.ones(1, 6, dtype=torch.float64)).sum().backward()  # gradients must not matter
+            parts[0](torch.ones(1, 6, dtype=torch.float64), last).sum().backward()  # gradients must not matter
         first = checkpoint_sharded.load(where, *parts, settings=SETTINGS)
         model, optimizer, scheduler = parts
         if first:
