@@ -14,7 +14,7 @@ LINE = re.compile(r"\[(?:CPU|GPU0)\] Epoch (\d+) \| Batchsize: (\d+) \| Steps: (
 
 
 @float64()
-def test_the_command_trains_on_all_samples_and_saves_every_few_epochs(job_of, tmp_path, monkeypatch):
+def test_it_learns_and_saves_every_few_epochs_and_at_the_last(job_of, tmp_path, monkeypatch):
     """In an order that a DataLoader's shuffle draws. The last epoch is saved too."""
     monkeypatch.chdir(tmp_path)
     expected, losses = train_alone(
