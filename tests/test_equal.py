@@ -507,10 +507,13 @@ def test_stopped_and_resumed_on_the_same_and_on_another_mesh_equals_one_run(stop
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {f"step-{stop}" for stop in stops}
 
 
+LONGER = {"steps": 5, "save_every": 2}
+
+
 @pytest.mark.parametrize("script", ["min_FSDP", "min_FSDP_TP", "min_Muon", "min_PP_FSDP_TP"])
 def test_saves_every_so_many_steps_and_at_the_end(script, tmp_path):
-    args = arguments(script, steps=5, save_every=2, checkpoint_dir=str(tmp_path))
-    assert transformer.saves_of(importlib.import_module(script), args) == [2, 4, 5]
+    transformer.train_on(1, train, [(script, "AdamW", {**LONGER, "checkpoint_dir": str(tmp_path / "runs")})], tmp_path)
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"step-2", "step-4", "step-5"}
 
 
 # ---- no step waits for the device -----------------------------------------------------------------------------------
@@ -530,18 +533,23 @@ NEVER_WAIT = [  # test_on_devices.py has these and others on simulated GPUs
 FORWARD = gpt.Block.forward  # before run_main_worker replaces it by one that reads gradients
 
 
+def without_progress(train, *given):
+    """A script's own training, without what only the tests and the lines of progress need."""
+    with mock.patch.object(gpt, "Progress"), mock.patch.object(gpt.Block, "forward", FORWARD):
+        return train(*given)
+
+
 def host_reads(script, options):
     """How often the host reads a value in two steps, as a print or an if would."""
-    module = importlib.import_module(script)
+    module, watch = importlib.import_module(script), Watch()
     args = arguments(script, dist.get_world_size(), **{**CLIP, **options, "steps": 2})
-    training, watch = module.train, Watch()
+    train = module.train
 
     def watched_train(*given):
-        with mock.patch.object(gpt, "Progress"), mock.patch.object(gpt.Block, "forward", FORWARD), watch:
-            return training(*given)
+        with watch:
+            return without_progress(train, *given)
 
-    with mock.patch.object(module, "train", watched_train):
-        transformer.run_main_worker(module, args, "AdamW")
+    transformer.run_main_worker(module, args, "AdamW", train=watched_train)
     return watch.host_reads
 
 
@@ -622,19 +630,17 @@ def count_bytes(script, options):
 
     The smaller one of two runs counts: on a busy machine TCP sends more packets.
     """
-    module = importlib.import_module(script)
-    args, totals = arguments(script, N, **{**SIZES, **options}), []
-    training = module.train
+    module, totals = importlib.import_module(script), []
+    args = arguments(script, N, **{**SIZES, **options})
+    train = module.train
 
     def measured_train(*given):
         for steps in (2, 2, 6, 2, 6):  # the first one also sets up things once
             before, args.steps = sent_on_loopback(), steps
-            with mock.patch.object(gpt, "Progress"):
-                training(*given)
+            without_progress(train, *given)
             totals.append(sent_on_loopback() - before)
 
-    with mock.patch.object(module, "train", measured_train):
-        transformer.run_main_worker(module, args, "AdamW")
+    transformer.run_main_worker(module, args, "AdamW", train=measured_train)
     return (min(totals[2::2]) - min(totals[1::2])) / 4 / N
 
 
