@@ -5,7 +5,6 @@ import importlib
 import inspect
 import os
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -17,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conftest import ROOT, free_port, start, wait_for, wait_until
+from conftest import free_port, wait_until
 from torch import nn
 from torch.multiprocessing import ProcessExitedException
 from torch.utils.data import DataLoader
@@ -278,19 +277,6 @@ def test_a_trainer_that_hangs_says_where(script, tmp_path, monkeypatch):
     assert re.fullmatch(rf"rank 0 in {script}\.py:\d+ .* \| rank 1 in test_watch\.py:\d+ .*wait\(\)", line)
 
 
-ALONE = """
-import torch
-import torch.distributed as dist
-import watch
-
-dist.init_process_group("gloo")
-watch.start()
-if dist.get_rank() == 0:
-    dist.all_reduce(torch.ones(1))
-dist.barrier()
-"""
-
-
 def meet_elsewhere(local_rank, world_size, method, log):
     sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115 - open until the process ends
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
@@ -311,23 +297,6 @@ def test_it_needs_no_variables(tmp_path, monkeypatch):
         log.touch()
         dist.launch(meet_elsewhere, method, log, nprocs=2)
         assert len(told(log)) == 1
-
-
-@pytest.mark.slow
-def test_the_file_alone_under_torchrun(tmp_path):
-    shutil.copy(ROOT / "watch.py", tmp_path)
-    (tmp_path / "train.py").write_text(ALONE)
-    log = tmp_path / "job.log"
-    log.touch()
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "train.py")
-    process = start(*command, cwd=tmp_path, env={"PYTHONPATH": "", "WATCH_SECONDS": str(SECONDS)}, log=log)
-    try:
-        wait_for(lambda: told(log), process, timeout=60)
-    finally:
-        process.terminate()
-        process.wait()
-    ranks = ["rank 0 in train.py:9 dist.all_reduce(torch.ones(1))", "rank 1 in train.py:10 dist.barrier()"]
-    assert told(log) == [" | ".join(ranks)]
 
 
 def test_a_number_of_seconds_that_is_none_is_one_line(monkeypatch):
