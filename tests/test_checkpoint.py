@@ -416,7 +416,7 @@ def test_settling_the_buckets_leaves_no_trace():
     assert sum(ddp_model(torch.randn(4, 4))).sum().backward() is None
 
 
-def test_the_disk_has_the_file_and_its_name_before_the_save_ends(tmp_path, monkeypatch):
+def test_the_disk_has_the_file_and_its_name_before_the_save_ends(tmp_path):
     events, fsync, replace = [], os.fsync, os.replace
 
     def record_fsync(fd):
@@ -424,9 +424,12 @@ def test_the_disk_has_the_file_and_its_name_before_the_save_ends(tmp_path, monke
         events.append("folder" if stat.S_ISDIR(status.st_mode) else f"file of {status.st_size} bytes")
         fsync(fd)
 
-    monkeypatch.setattr(os, "fsync", record_fsync)
-    monkeypatch.setattr(os, "replace", lambda *args: (events.append("rename"), replace(*args)))
-    with checkpoint.atomic(tmp_path / "file") as file:
+    def record_replace(*args):
+        events.append("rename")
+        replace(*args)
+
+    recorded = mock.patch.multiple(os, fsync=record_fsync, replace=record_replace)
+    with recorded, checkpoint.atomic(tmp_path / "file") as file:
         file.write(b"new")
     assert events[-3:] == ["file of 3 bytes", "rename", "folder"]
 
