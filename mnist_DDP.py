@@ -365,7 +365,13 @@ def main_worker(local_rank, world_size, args):
     watch.start()  # if the job hangs, one line says where each rank is
     device = dist.get_device()
     dist.print_primary(f"Training on {world_size} x {device.type}, global batch {args.global_batch_size}", flush=True)
-    train_set, test_set = load_datasets(args)
+    run(args, load_datasets(args))
+
+
+def run(args, data, make_model=make_model, make_optimizer=make_optimizer):
+    """Train on `data`, a training set and a test set, and write the result."""
+    train_set, test_set = data
+    device = dist.get_device()
     steps_per_epoch = len(train_set) // args.global_batch_size
     if steps_per_epoch == 0:
         line = f"--global-batch-size {args.global_batch_size} is more than all training samples, {len(train_set)}"

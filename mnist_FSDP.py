@@ -165,14 +165,11 @@ def evaluate(model, loader, device, bf16):
     return loss_sum / n, int(hits), n
 
 
-def make_loaders(args, device):
-    """Two DataLoaders that give this rank its share of the training data and of the test data, in whole batches.
+def make_loaders(train_set, test_set, args, device):
+    """Two DataLoaders that give this rank its share of each data set, in whole batches.
 
-    `args` has data, data_dir, seed, batch_size and test_batch_size. Call `loader.sampler.set_epoch(epoch)` before each
-    epoch.
+    `args` has seed, batch_size and test_batch_size. Call `loader.sampler.set_epoch(epoch)` before each epoch.
     """
-    train_set = mnist.load_data(args.data, args.data_dir, train=True, seed=args.seed)
-    test_set = mnist.load_data(args.data, args.data_dir, train=False, seed=args.seed)
     # One process uses a sampler too: the order, and so the result, is then the same for any number of processes.
     sampler = dist.data_sampler(train_set, True, shuffle=True, seed=args.seed)
     test_sampler = dist.data_sampler(test_set, True, shuffle=False)
@@ -239,27 +236,38 @@ def parse_args():
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
     watch.start()  # if the job hangs, one line says where each rank is
+    dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {args.strategy}")
+    data = [mnist.load_data(args.data, args.data_dir, train=half, seed=args.seed) for half in (True, False)]
+    run(args, data, mnist.MODELS[args.model])
+
+
+def run(args, data, make_model, make_optimizer=torch.optim.Adam):
+    """Train the model that `make_model` builds on `data`, a training set and a test set.
+
+    Returns the model, and for each epoch the loss, the loss of the test, its correct predictions and its samples.
+    """
     device = dist.get_device()
-    dist.print_primary(f"Training on {world_size} x {device.type}: {args.strategy}")
-    loader, test_loader = make_loaders(args, device)
+    loader, test_loader = make_loaders(*data, args, device)
     torch.manual_seed(args.seed)
-    model = mnist.MODELS[args.model]()
+    model = make_model()
     n_params = sum(param.numel() for param in model.parameters())
     dist.print_primary(f"Model {args.model}: {n_params:,} parameters")
     model = wrap(model, args.strategy, device, args.bf16, args.min_num_params)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
+    optimizer = make_optimizer(model.parameters(), lr=args.lr, fused=True)
 
     # What a resumed run must share. --batch-size may change with the number of processes.
     settings = {"--lr": args.lr, "--bf16": args.bf16, "--seed": args.seed, "training samples": len(loader.dataset)}
     first_epoch = 0
     if args.checkpoint_dir:
         first_epoch = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer, settings=settings)
+    results = []
     for epoch in range(first_epoch, args.epochs):
         loader.sampler.set_epoch(epoch)
         # All randomness of an epoch depends on seed, epoch and rank, so a resumed run draws the same numbers.
         torch.manual_seed(seed_of("dropout", args.seed, epoch, dist.get_rank()))
         loss, speed = train_epoch(model, loader, optimizer, device, args.bf16, epoch, args.epochs, args.log_every)
         test_loss, hits, n = evaluate(model, test_loader, device, args.bf16)
+        results.append((loss, test_loss, hits, n))
         (memory,) = largest([peak_memory(device)], device)
         dist.print_primary(
             f"epoch {epoch + 1}/{args.epochs} | loss {loss:.4f} | held-out {test_loss:.4f} | "
@@ -272,6 +280,7 @@ def main_worker(local_rank, world_size, args):
     print_held(optimizer, n_params, device)
     if args.output:
         export(args.output, model)
+    return model, results
 
 
 if __name__ == "__main__":

@@ -248,6 +248,21 @@ def killed_in(target, call=1, at_its_end=False):
     return mock.patch(target, count)
 
 
+class Left(Exception):
+    """Instead of the end of a preempted process."""
+
+
+@contextlib.contextmanager
+def leaving_is_an_error():
+    """`Preemption.leave` raises Left, and SIGTERM is handled afterwards as before."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with mock.patch("checkpoint.Preemption.leave", mock.Mock(side_effect=Left)):
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
 def wait_for(condition, process, timeout=240):
     """Poll `condition` until it is true, and return its value; fail if `process` ends before, or after `timeout` s."""
     end = time.monotonic() + timeout
@@ -269,31 +284,62 @@ def wait_until(condition, seconds=120):
 
 
 @pytest.fixture
-def main_of(monkeypatch, capsys):
+def typed(monkeypatch):
+    """Gives a script and options to whatever reads the command line of this process."""
+
+    def put(script, *options):
+        monkeypatch.setattr(sys, "argv", [str(script), *map(str, options)])
+
+    return put
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Lets this process see another number of GPUs."""
+
+    def see(number):
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: number)
+
+    return see
+
+
+@pytest.fixture
+def launched(monkeypatch, typed):
+    """With which arguments a script calls `launch`, which starts nothing."""
+
+    def call(script, *options):
+        typed(script, *options)
+        launch = mock.Mock()
+        with monkeypatch.context() as patch:
+            patch.setattr(distributed, "launch", launch)
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        return launch.call_args
+
+    return call
+
+
+@pytest.fixture
+def main_of(launched, capsys):
     """Run a script's `__main__` in this process, which must exit; returns (exit status, stderr). Starts no process."""
 
-    def launch_is_not_reached(*args, **kwargs):
-        raise AssertionError("launch was called")
-
-    def call(script, *args):
-        monkeypatch.setattr(sys, "argv", [script, *args])
-        monkeypatch.setattr(distributed, "launch", launch_is_not_reached)
+    def call(script, *options):
         with pytest.raises(SystemExit) as exit_info:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
+            launched(script, *options)
+            raise AssertionError("launch was called")
         return exit_info.value.code, capsys.readouterr().err
 
     return call
 
 
 @pytest.fixture
-def job_of(monkeypatch, capfd):
+def job_of(typed, capfd):
     """Do what `python script options` does, in this process, which has torch and a fork server already.
 
     Returns its stdout. Nothing may be printed on stderr.
     """
 
     def call(script, *options):
-        monkeypatch.setattr(sys, "argv", [str(script), *map(str, options)])
+        typed(script, *options)
         runpy.run_path(str(ROOT / script), run_name="__main__")
         stdout, stderr = capfd.readouterr()
         assert without_name_server(stderr) == ""

@@ -1,9 +1,12 @@
 """Few images, small networks and plain training, for the tests of the image scripts."""
 
 import contextlib
+import functools
+from pathlib import Path
 from unittest import mock
 
 import torch
+from conftest import exit_message
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
@@ -34,14 +37,34 @@ class Plain(Dataset):
         return self.whole.images[index], int(self.whole.labels[index])
 
 
+def idx(tensor):
+    """Bytes as a file of MNIST has them."""
+    header = [0x800 + tensor.dim(), *tensor.shape]
+    return b"".join(number.to_bytes(4, "big") for number in header) + tensor.numpy().tobytes()
+
+
+def write_mnist(folder, train, test):
+    """The `halves` as the files of MNIST."""
+    raw = Path(folder, "MNIST", "raw")
+    raw.mkdir(parents=True)
+    for name, half in zip(("train", "t10k"), halves(train, test), strict=True):
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(idx(half.images[:, 0]))
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(idx(half.labels.byte()))
+
+
+def halves(train, test, kind=lambda whole: whole):
+    """A training set and a test set with so many samples."""
+    return kind(digits(train, 1)), kind(digits(test, 0))
+
+
 @contextlib.contextmanager
 def few_digits(train, test, kind=lambda whole: whole, dtype=torch.float64):
     """Replace the data sets by `train` and `test` samples, in float64."""
 
     def load(name="", data_dir="", train=True, seed=0):
-        return kind(digits(sizes[train], int(train)))
+        return sets[0] if train else sets[1]
 
-    sizes = {True: train, False: test}
+    sets = halves(train, test, kind)
     torch.set_default_dtype(dtype)
     try:
         with mock.patch("mnist.load_data", load):
@@ -76,6 +99,17 @@ class Pooled(Net):
     def __init__(self):
         super().__init__()
         self.pooler = nn.Linear(24, 24)
+
+
+class Typed(Net):
+    """Notes the type of each output."""
+
+    types = []  # noqa: RUF012
+
+    def forward(self, x):
+        outputs = super().forward(x)
+        self.types.append(outputs.dtype)
+        return outputs
 
 
 class Normed(nn.Module):
@@ -113,6 +147,23 @@ def make_layerwise(params, lr, fused=False, **_):
 
 
 OPTIMIZERS = {"sgd": make_sgd, "adam": make_adam, "layerwise": make_layerwise}
+
+
+@contextlib.contextmanager
+def host_reads():
+    """A list that grows each time the host reads a tensor's value."""
+    reads = []
+    with contextlib.ExitStack() as stack:
+        for name in ("item", "tolist"):
+            function = getattr(torch.Tensor, name)
+            counted = functools.partialmethod(_read, reads, function)
+            stack.enter_context(mock.patch.object(torch.Tensor, name, counted))
+        yield reads
+
+
+def _read(tensor, reads, function):
+    reads.append(function.__name__)
+    return function(tensor)
 
 
 def normal(images):
@@ -159,6 +210,26 @@ def train_alone(make_optimizer, rates, sizes, batch, ranks=1, seed=3, model=Net,
             tests.append(result_of(net, test_set))
         assert tests[-1][1] > 0.3 * sizes[1], "the reference must learn, or equality means little"
         return net.state_dict(), losses, tests
+
+
+def check_full_disk(path, train, *args, **kwargs):
+    """The old file stays if `train` cannot write its result to `path`."""
+    path.write_text("old")
+    path.with_name(f"{path.name}.0.tmp").symlink_to("/dev/full")
+    message = exit_message(train, *args, **kwargs)
+    assert message.startswith(f"cannot save {path}") and "No space left on device" in message
+    assert {file.name: file.read_text() for file in path.parent.iterdir()} == {path.name: "old"}
+
+
+def check_forward(forward):
+    """A script's `forward` computes in bfloat16 if it is told to, and its losses are float32."""
+    images, labels = digits(8).__getitems__(range(8))
+    net = mnist.SimpleCNN()
+    expected = F.cross_entropy(net(mnist.normalize(images)), labels, reduction="none")
+    for mixed, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        outputs, same, losses = forward(net, images, labels, torch.device("cpu"), mixed)
+        assert (outputs.dtype, losses.dtype, losses.shape) == (dtype, torch.float32, (8,)) and same is labels
+        assert torch.allclose(losses, expected, rtol=0.05 if mixed else 1e-6)
 
 
 def assert_equal_states(actual, expected, tolerance=1e-9):

@@ -6,7 +6,6 @@ from unittest import mock
 import torch
 from conftest import float64
 from torch import nn
-from torch.nn import Linear
 from torch.utils.data import Dataset
 
 import distributed as dist
@@ -61,21 +60,6 @@ def sgd(model):
 
 
 BOTH = [(linear, sgd), (mlp, adam)]
-
-
-@contextlib.contextmanager
-def mlp_and_adam():
-    """A rung's `main_worker` builds and trains these, in the place of its own linear model and SGD."""
-
-    def build_mlp(*size):
-        with mock.patch("torch.nn.Linear", Linear):
-            return mlp()
-
-    def build_adam(parameters, **options):
-        return torch.optim.Adam(parameters, lr=1e-3)
-
-    with mock.patch("torch.nn.Linear", build_mlp), mock.patch("torch.optim.SGD", build_adam):
-        yield
 
 
 def order(epoch):

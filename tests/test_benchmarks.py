@@ -1,7 +1,6 @@
 """The benchmarks run and say what they promise; their pictures show the stored results."""
 
 import json
-import sys
 
 import pytest
 from conftest import run
@@ -23,9 +22,9 @@ def test_model_of_the_step_time():
 
 
 @pytest.mark.parametrize("module", [launch, throughput])
-def test_missing_peers_are_one_line(module, monkeypatch):
+def test_missing_peers_are_one_line(module, monkeypatch, typed):
     monkeypatch.setattr(common.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(sys, "argv", ["benchmark"])
+    typed("benchmark")
     line = r"^.*accelerate.* not installed: run `pip install -r requirements-bench\.txt`\Z"
     with pytest.raises(SystemExit, match=line):
         module.main()

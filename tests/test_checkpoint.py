@@ -340,15 +340,11 @@ def test_a_full_disk_leaves_the_old_snapshot(tmp_path):
     assert_same_states(parts, objects(1))
 
 
-def test_a_saving_error_that_is_not_the_disks_keeps_its_traceback(tmp_path, monkeypatch):
-    def broken(snapshot, file):
+def test_a_saving_error_that_is_not_the_disks_keeps_its_traceback(tmp_path):
+    (tmp_path / "snapshot.pt").write_bytes(b"old")
+    with pytest.raises(RuntimeError, match="CUDA error"), checkpoint.atomic(tmp_path / "snapshot.pt") as file:
         file.write(b"new")
         raise RuntimeError("CUDA error")
-
-    (tmp_path / "snapshot.pt").write_bytes(b"old")
-    monkeypatch.setattr(torch, "save", broken)
-    with pytest.raises(RuntimeError, match="CUDA error"):
-        checkpoint.save(tmp_path / "snapshot.pt", *objects(), epoch=1)
     assert os.listdir(tmp_path) == ["snapshot.pt"] and (tmp_path / "snapshot.pt").read_bytes() == b"old"
 
 
@@ -420,7 +416,7 @@ def test_settling_the_buckets_leaves_no_trace():
     assert sum(ddp_model(torch.randn(4, 4))).sum().backward() is None
 
 
-def test_the_disk_has_the_file_and_its_name_before_the_save_ends(tmp_path, monkeypatch):
+def test_the_disk_has_the_file_and_its_name_before_the_save_ends(tmp_path):
     events, fsync, replace = [], os.fsync, os.replace
 
     def record_fsync(fd):
@@ -428,9 +424,12 @@ def test_the_disk_has_the_file_and_its_name_before_the_save_ends(tmp_path, monke
         events.append("folder" if stat.S_ISDIR(status.st_mode) else f"file of {status.st_size} bytes")
         fsync(fd)
 
-    monkeypatch.setattr(os, "fsync", record_fsync)
-    monkeypatch.setattr(os, "replace", lambda *args: (events.append("rename"), replace(*args)))
-    with checkpoint.atomic(tmp_path / "file") as file:
+    def record_replace(*args):
+        events.append("rename")
+        replace(*args)
+
+    recorded = mock.patch.multiple(os, fsync=record_fsync, replace=record_replace)
+    with recorded, checkpoint.atomic(tmp_path / "file") as file:
         file.write(b"new")
     assert events[-3:] == ["file of 3 bytes", "rename", "folder"]
 

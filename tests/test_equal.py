@@ -109,175 +109,123 @@ if torch.__version__ < "2.12":  # there min_PP.py refuses two stages in a row on
     SCHEDULES = SCHEDULES[:4]
     IN_ONE_PROCESS = SCHEDULES[:2]
 
+MESHES_OF_2 = [("SGD", mesh(*each, layers=1, **CLIP)) for each in ((2, 1, 1), (1, 2, 1), (1, 1, 2))]
+MESHES_OF_4 = [
+    ("AdamW", mesh(2, 2, 1)),
+    ("SGD", mesh(2, 2, 1, **CLIP)),
+    ("AdamW", mesh(1, 2, 2, **CLIP)),
+    ("SGD", mesh(1, 2, 2)),
+    ("SGD", mesh(1, 2, 2, **CLIP, recompute=True)),
+]
+ALL_SCHEDULES = [
+    ("AdamW", schedule(SCHEDULES[-1])),
+    *[("SGD", schedule(name, **CLIP)) for name in SCHEDULES],
+    ("SGD", schedule("1F1B", 2, layers=5)),  # stages of two and three blocks
+    ("SGD", schedule("GPipe", 8, **CLIP)),
+]
+STAGES_OF_4 = [("SGD", stages(2, 2, 1, **CLIP, **TWO_BLOCKS)), ("AdamW", stages(2, 2, 1, **INTERLEAVED))]
+ALL_STAGES_OF_4 = [
+    ("SGD", stages(2, 2, 1)),  # not clipped, which would hide a wrong scale
+    ("SGD", stages(2, 2, 1, **INTERLEAVED, **CLIP)),
+    ("AdamW", stages(2, 2, 1, **CLIP)),
+    ("SGD", stages(2, 1, 2, **CLIP)),
+    ("AdamW", stages(2, 1, 2, **INTERLEAVED, **CLIP)),
+    ("SGD", stages(1, 2, 2, **CLIP)),
+    ("AdamW", stages(1, 2, 2, **CLIP)),
+    ("SGD", stages(4, 1, 1, **CLIP, layers=5)),  # three stages of one block and one of two
+]
+STAGES_OF_8 = [
+    ("SGD", stages(2, 2, 2, **CLIP)),
+    ("AdamW", stages(2, 2, 2, **CLIP)),
+    ("SGD", stages(2, 2, 2, **INTERLEAVED)),
+    ("SGD", stages(2, 2, 2, **CLIP, micro_batches=2)),  # two sequences in each
+]
+BUCKETS = [
+    ("AdamW", {}),
+    ("SGD", {**CLIP, "bucket_mb": 0}),  # each parameter by itself
+    ("AdamW", {"accumulate": 2}),
+    ("SGD", {"accumulate": 2, "bucket_mb": 100}),  # all at once
+]
+ALL_ROUNDS = [
+    *DILOCO,
+    ("AdamW", {**CLIP, "sync_every": 5, "outer_momentum": 0.0, "outer_lr": 0.8}),
+    ("SGD", EVERY_STEP),
+    ("AdamW", EVERY_STEP),
+]
+
+
+def of_schedules(names, micro_batches, layers, **options):
+    return [("SGD", schedule(name, micro_batches, layers=layers, **options, **CLIP)) for name in names]
+
+
+def tied(*runs):
+    return [(optimizer, {**TIED, **options}) for optimizer, options in runs]
+
+
+def rows(script, whens, runs, about=""):
+    """The same runs on each of these numbers of processes; `whens` says for each number when it is tested."""
+    return [Row(script, nprocs, when, runs, about) for nprocs, when in whens.items()]
+
+
 ROWS = [
-    Row("min_ZeRO", 1, SLOW, [("AdamW", {}), ("SGD", {})]),
-    Row("min_ZeRO", 2, SLOW, [("AdamW", {}), ("SGD", {})]),
-    Row("min_ZeRO", 4, QUICK, [("AdamW", {}), ("SGD", {})]),
-    Row("min_FSDP", 1, SLOW, ADAMW_AND_SGD),
-    Row("min_FSDP", 2, QUICK, ADAMW_AND_SGD),
-    Row("min_FSDP", 3, SLOW, [("SGD", UNEVEN)]),
-    Row("min_FSDP", 4, GUARD, ADAMW_AND_SGD),
-    Row("min_TP", 1, SLOW, TP),
-    Row("min_TP", 2, QUICK, TP),
-    Row("min_TP", 3, SLOW, each_with(TP, **THREE)),
-    Row("min_TP", 4, SLOW, TP),
-    Row("min_FSDP_TP", 1, SLOW, [("SGD", CLIP)]),
-    Row(
-        "min_FSDP_TP",
-        2,
-        QUICK,
-        [("SGD", mesh(*each, layers=1, **CLIP)) for each in ((2, 1, 1), (1, 2, 1), (1, 1, 2))],
-    ),
-    Row(
-        "min_FSDP_TP",
-        4,
-        GUARD,
-        [
-            ("AdamW", mesh(2, 2, 1)),
-            ("SGD", mesh(2, 2, 1, **CLIP)),
-            ("AdamW", mesh(1, 2, 2, **CLIP)),
-            ("SGD", mesh(1, 2, 2)),
-            ("SGD", mesh(1, 2, 2, **CLIP, recompute=True)),
-        ],
-    ),
-    Row("min_FSDP_TP", 6, SLOW, [("SGD", mesh(1, 3, 2, **UNEVEN))]),
-    Row("min_FSDP_TP", 8, SLOW, each_with(ADAMW_AND_SGD, **mesh(2, 2, 2, **CLIP, recompute=True))),
-    Row("min_CP", 1, SLOW, CP),  # one process has the attention of the model
-    Row("min_CP", 2, QUICK, [*CP, *each_with(CP, attention="all-gather")]),
-    Row("min_CP", 4, SLOW, [*CP, *each_with(CP, attention="all-gather")]),
-    Row("min_PP", 1, SLOW, [("AdamW", {}), *[("SGD", schedule(name, **CLIP)) for name in IN_ONE_PROCESS]]),
-    Row("min_PP", 1, SLOW, [("SGD", TIED)], "tied"),
-    Row("min_PP", 2, QUICK, [("AdamW", TIED), ("SGD", TIED), ("SGD", {**TIED, **schedule(SCHEDULES[-1])})], "tied"),
-    Row("min_PP", 3, SLOW, [("SGD", {**TIED, "layers": 6, "micro_batches": 6, "global_batch_size": 12})], "tied"),
-    Row("min_PP", 2, QUICK, [("SGD", schedule("GPipe", 2))]),  # not clipped, which would hide a wrong scale
-    Row(
-        "min_PP",
-        2,
-        GUARD,
-        [
-            ("AdamW", schedule(SCHEDULES[-1])),
-            *[("SGD", schedule(name, **CLIP)) for name in SCHEDULES],
-            ("SGD", schedule("1F1B", 2, layers=5)),  # stages of two and three blocks
-            ("SGD", schedule("GPipe", 8, **CLIP)),
-        ],
-        "all-schedules",
-    ),
-    Row(
-        "min_PP",
-        3,
-        SLOW,
-        [("SGD", schedule(name, 6, layers=6, global_batch_size=12, **CLIP)) for name in SCHEDULES],
-    ),
-    Row(
-        "min_PP",
-        4,
-        SLOW,
-        [
-            *ADAMW_AND_SGD,
-            ("SGD", schedule("GPipe", 2)),  # fewer than stages
-            *[("SGD", schedule(name, 8, layers=8, **CLIP)) for name in SCHEDULES[2:]],
-        ],
-    ),
-    Row(
+    *rows("min_ZeRO", {1: SLOW, 2: SLOW, 4: QUICK}, [("AdamW", {}), ("SGD", {})]),
+    *rows("min_FSDP", {1: SLOW, 2: QUICK, 4: GUARD}, ADAMW_AND_SGD),
+    *rows("min_FSDP", {3: SLOW}, [("SGD", UNEVEN)]),
+    *rows("min_TP", {1: SLOW, 2: QUICK, 4: SLOW}, TP),
+    *rows("min_TP", {3: SLOW}, each_with(TP, **THREE)),
+    *rows("min_FSDP_TP", {1: SLOW}, [("SGD", CLIP)]),
+    *rows("min_FSDP_TP", {2: QUICK}, MESHES_OF_2),
+    *rows("min_FSDP_TP", {4: GUARD}, MESHES_OF_4),
+    *rows("min_FSDP_TP", {6: SLOW}, [("SGD", mesh(1, 3, 2, **UNEVEN))]),
+    *rows("min_FSDP_TP", {8: SLOW}, each_with(ADAMW_AND_SGD, **mesh(2, 2, 2, **CLIP, recompute=True))),
+    *rows("min_CP", {1: SLOW}, CP),  # one process has the attention of the model
+    *rows("min_CP", {2: QUICK, 4: SLOW}, [*CP, *each_with(CP, attention="all-gather")]),
+    *rows("min_PP", {1: SLOW}, [("AdamW", {}), *of_schedules(IN_ONE_PROCESS, 4, 4)]),
+    *rows("min_PP", {1: SLOW}, tied(("SGD", {})), "tied"),
+    *rows("min_PP", {2: QUICK}, tied(("AdamW", {}), ("SGD", {}), ("SGD", schedule(SCHEDULES[-1]))), "tied"),
+    *rows("min_PP", {3: SLOW}, tied(("SGD", schedule("1F1B", 6, layers=6, global_batch_size=12))), "tied"),
+    *rows("min_PP", {2: QUICK}, [("SGD", schedule("GPipe", 2))]),  # not clipped, which would hide a wrong scale
+    *rows("min_PP", {2: GUARD}, ALL_SCHEDULES, "all-schedules"),
+    *rows("min_PP", {3: SLOW}, of_schedules(SCHEDULES, 6, 6, global_batch_size=12)),
+    # The third run has fewer micro-batches than stages.
+    *rows("min_PP", {4: SLOW}, [*ADAMW_AND_SGD, ("SGD", schedule("GPipe", 2)), *of_schedules(SCHEDULES[2:], 8, 8)]),
+    *rows(
         "min_PP_FSDP_TP",
-        1,
-        SLOW,
-        [("SGD", schedule(name, **CLIP)) for name in ("1F1B", "Interleaved1F1B") if name in IN_ONE_PROCESS],
+        {1: SLOW},
+        of_schedules([name for name in ("1F1B", "Interleaved1F1B") if name in IN_ONE_PROCESS], 4, 4),
     ),
-    Row(
-        "min_PP_FSDP_TP",
-        4,
-        GUARD,
-        [("SGD", stages(2, 2, 1, **CLIP, **TWO_BLOCKS)), ("AdamW", stages(2, 2, 1, **INTERLEAVED))],
-    ),
-    Row(
-        "min_PP_FSDP_TP",
-        4,
-        SLOW,
-        [
-            ("SGD", stages(2, 2, 1)),  # not clipped, which would hide a wrong scale
-            ("SGD", stages(2, 2, 1, **INTERLEAVED, **CLIP)),
-            ("AdamW", stages(2, 2, 1, **CLIP)),
-            ("SGD", stages(2, 1, 2, **CLIP)),
-            ("AdamW", stages(2, 1, 2, **INTERLEAVED, **CLIP)),
-            ("SGD", stages(1, 2, 2, **CLIP)),
-            ("AdamW", stages(1, 2, 2, **CLIP)),
-            ("SGD", stages(4, 1, 1, **CLIP, layers=5)),  # three stages of one block and one of two
-        ],
-        "all-meshes",
-    ),
-    Row("min_PP_FSDP_TP", 6, SLOW, [("SGD", stages(2, 3, 1, **CLIP, global_batch_size=12))]),
-    Row(
-        "min_PP_FSDP_TP",
-        8,
-        SLOW,
-        [
-            ("SGD", stages(2, 2, 2, **CLIP)),
-            ("AdamW", stages(2, 2, 2, **CLIP)),
-            ("SGD", stages(2, 2, 2, **INTERLEAVED)),
-            ("SGD", stages(2, 2, 2, **CLIP, micro_batches=2)),  # two sequences in each
-        ],
-    ),
+    *rows("min_PP_FSDP_TP", {4: GUARD}, STAGES_OF_4),
+    *rows("min_PP_FSDP_TP", {4: SLOW}, ALL_STAGES_OF_4, "all-meshes"),
+    *rows("min_PP_FSDP_TP", {6: SLOW}, [("SGD", stages(2, 3, 1, **CLIP, global_batch_size=12))]),
+    *rows("min_PP_FSDP_TP", {8: SLOW}, STAGES_OF_8),
     # A length is 2·N pieces. There are fewer heads than processes, or as many as do not divide.
-    Row("min_CP_ring", 1, SLOW, CP),
-    Row("min_CP_ring", 2, QUICK, each_with(CP, heads=1)),
-    Row("min_CP_ring", 3, SLOW, each_with(CP, length=36)),
-    Row("min_CP_ring", 4, SLOW, each_with(CP, heads=2)),
-    Row("min_CP_packed", 1, SLOW, CP),
-    Row("min_CP_packed", 2, QUICK, each_with(CP, heads=1)),
-    Row("min_CP_packed", 3, SLOW, each_with(CP, length=36)),
-    Row("min_CP_packed", 4, SLOW, each_with(CP, heads=2)),
-    Row("min_EP", 1, SLOW, [EP[0], BIAS[0]]),
-    Row("min_EP", 2, GUARD, EP),
-    Row("min_EP", 2, QUICK, BIAS, "bias"),
-    Row("min_EP", 4, SLOW, [*EP, *BIAS]),
-    Row("min_EP_FSDP", 1, QUICK, EP_FSDP[:1]),
-    Row("min_EP_FSDP", 2, GUARD, [*EP_FSDP[:2], *each_with(EP_FSDP[:2], expert_parallel=2)]),
-    Row("min_EP_FSDP", 3, SLOW, EP_FSDP),
-    Row(
-        "min_EP_FSDP",
-        4,
-        SLOW,
-        [*EP_FSDP, *each_with(EP_FSDP, expert_parallel=2), *each_with(EP_FSDP, expert_parallel=4)],
-    ),
-    Row(
-        "min_DDP_scratch",
-        2,
-        QUICK,
-        [
-            ("AdamW", {}),
-            ("SGD", {**CLIP, "bucket_mb": 0}),  # each parameter by itself
-            ("AdamW", {"accumulate": 2}),
-            ("SGD", {"accumulate": 2, "bucket_mb": 100}),  # all at once
-        ],
-    ),
-    Row("min_DDP_scratch", 3, SLOW, [("AdamW", {})]),
-    Row("min_DDP_scratch", 4, SLOW, [("SGD", {"accumulate": 2, "bucket_mb": 100})]),
-    Row("min_FSDP_scratch", 1, SLOW, ADAMW_AND_SGD),
-    Row("min_FSDP_scratch", 2, GUARD, ADAMW_AND_SGD),
-    Row("min_FSDP_scratch", 3, SLOW, ADAMW_AND_SGD),
-    Row("min_FSDP_scratch", 4, SLOW, ADAMW_AND_SGD),
-    Row(
-        "min_DiLoCo",
-        2,
-        QUICK,
-        [
-            *DILOCO,
-            ("AdamW", {**CLIP, "sync_every": 5, "outer_momentum": 0.0, "outer_lr": 0.8}),
-            ("SGD", EVERY_STEP),
-            ("AdamW", EVERY_STEP),
-        ],
-    ),
-    Row("min_DiLoCo", 4, SLOW, DILOCO),
-    Row("min_Join", 1, SLOW, JOIN),
-    Row("min_Join", 2, QUICK, [*JOIN, *NOTHING_LEFT]),
-    Row("min_Join", 3, SLOW, each_with(JOIN, global_batch_size=9)),
-    Row("min_Bitwise", 2, QUICK, ADAMW_AND_SGD),
-    Row("min_Bitwise", 4, GUARD, ADAMW_AND_SGD),
-    Row("min_Muon", 1, SLOW, MUON),
-    Row("min_Muon", 2, GUARD, MUON),
-    Row("min_Muon", 3, SLOW, MUON),
-    Row("min_Muon", 4, SLOW, MUON),
+    *rows("min_CP_ring", {1: SLOW}, CP),
+    *rows("min_CP_ring", {2: QUICK}, each_with(CP, heads=1)),
+    *rows("min_CP_ring", {3: SLOW}, each_with(CP, length=36)),
+    *rows("min_CP_ring", {4: SLOW}, each_with(CP, heads=2)),
+    *rows("min_CP_packed", {1: SLOW}, CP),
+    *rows("min_CP_packed", {2: QUICK}, each_with(CP, heads=1)),
+    *rows("min_CP_packed", {3: SLOW}, each_with(CP, length=36)),
+    *rows("min_CP_packed", {4: SLOW}, each_with(CP, heads=2)),
+    *rows("min_EP", {1: SLOW}, [EP[0], BIAS[0]]),
+    *rows("min_EP", {2: GUARD}, EP),
+    *rows("min_EP", {2: QUICK}, BIAS, "bias"),
+    *rows("min_EP", {4: SLOW}, [*EP, *BIAS]),
+    *rows("min_EP_FSDP", {1: QUICK}, EP_FSDP[:1]),
+    *rows("min_EP_FSDP", {2: GUARD}, [*EP_FSDP[:2], *each_with(EP_FSDP[:2], expert_parallel=2)]),
+    *rows("min_EP_FSDP", {3: SLOW}, EP_FSDP),
+    *rows("min_EP_FSDP", {4: SLOW}, [run for n in (1, 2, 4) for run in each_with(EP_FSDP, expert_parallel=n)]),
+    *rows("min_DDP_scratch", {2: QUICK}, BUCKETS),
+    *rows("min_DDP_scratch", {3: SLOW}, BUCKETS[:1]),
+    *rows("min_DDP_scratch", {4: SLOW}, BUCKETS[-1:]),
+    *rows("min_FSDP_scratch", {1: SLOW, 2: GUARD, 3: SLOW, 4: SLOW}, ADAMW_AND_SGD),
+    *rows("min_DiLoCo", {2: QUICK}, ALL_ROUNDS),
+    *rows("min_DiLoCo", {4: SLOW}, DILOCO),
+    *rows("min_Join", {1: SLOW}, JOIN),
+    *rows("min_Join", {2: QUICK}, [*JOIN, *NOTHING_LEFT]),
+    *rows("min_Join", {3: SLOW}, each_with(JOIN, global_batch_size=9)),
+    *rows("min_Bitwise", {2: QUICK, 4: GUARD}, ADAMW_AND_SGD),
+    *rows("min_Muon", {1: SLOW, 2: GUARD, 3: SLOW, 4: SLOW}, MUON),
 ]
 
 
@@ -559,10 +507,13 @@ def test_stopped_and_resumed_on_the_same_and_on_another_mesh_equals_one_run(stop
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {f"step-{stop}" for stop in stops}
 
 
+LONGER = {"steps": 5, "save_every": 2}
+
+
 @pytest.mark.parametrize("script", ["min_FSDP", "min_FSDP_TP", "min_Muon", "min_PP_FSDP_TP"])
 def test_saves_every_so_many_steps_and_at_the_end(script, tmp_path):
-    args = arguments(script, steps=5, save_every=2, checkpoint_dir=str(tmp_path))
-    assert transformer.saves_of(importlib.import_module(script), args) == [2, 4, 5]
+    transformer.train_on(1, train, [(script, "AdamW", {**LONGER, "checkpoint_dir": str(tmp_path / "runs")})], tmp_path)
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"step-2", "step-4", "step-5"}
 
 
 # ---- no step waits for the device -----------------------------------------------------------------------------------
@@ -582,18 +533,23 @@ NEVER_WAIT = [  # test_on_devices.py has these and others on simulated GPUs
 FORWARD = gpt.Block.forward  # before run_main_worker replaces it by one that reads gradients
 
 
+def without_progress(train, *given):
+    """A script's own training, without what only the tests and the lines of progress need."""
+    with mock.patch.object(gpt, "Progress"), mock.patch.object(gpt.Block, "forward", FORWARD):
+        return train(*given)
+
+
 def host_reads(script, options):
     """How often the host reads a value in two steps, as a print or an if would."""
-    module = importlib.import_module(script)
+    module, watch = importlib.import_module(script), Watch()
     args = arguments(script, dist.get_world_size(), **{**CLIP, **options, "steps": 2})
-    training, watch = module.train, Watch()
+    train = module.train
 
     def watched_train(*given):
-        with mock.patch.object(gpt, "Progress"), mock.patch.object(gpt.Block, "forward", FORWARD), watch:
-            return training(*given)
+        with watch:
+            return without_progress(train, *given)
 
-    with mock.patch.object(module, "train", watched_train):
-        transformer.run_main_worker(module, args, "AdamW")
+    transformer.run_main_worker(module, args, "AdamW", train=watched_train)
     return watch.host_reads
 
 
@@ -674,19 +630,17 @@ def count_bytes(script, options):
 
     The smaller one of two runs counts: on a busy machine TCP sends more packets.
     """
-    module = importlib.import_module(script)
-    args, totals = arguments(script, N, **{**SIZES, **options}), []
-    training = module.train
+    module, totals = importlib.import_module(script), []
+    args = arguments(script, N, **{**SIZES, **options})
+    train = module.train
 
     def measured_train(*given):
         for steps in (2, 2, 6, 2, 6):  # the first one also sets up things once
             before, args.steps = sent_on_loopback(), steps
-            with mock.patch.object(gpt, "Progress"):
-                training(*given)
+            without_progress(train, *given)
             totals.append(sent_on_loopback() - before)
 
-    with mock.patch.object(module, "train", measured_train):
-        transformer.run_main_worker(module, args, "AdamW")
+    transformer.run_main_worker(module, args, "AdamW", train=measured_train)
     return (min(totals[2::2]) - min(totals[1::2])) / 4 / N
 
 

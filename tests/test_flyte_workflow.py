@@ -136,12 +136,12 @@ def test_another_code_is_another_version(flyte_workflow, tmp_path):
 
 @pytest.mark.guard
 @pytest.mark.slow
-def test_a_task_trains_in_a_process_per_gpu_of_its_container(flyte_workflow, monkeypatch, tmp_path):
+def test_a_task_trains_in_a_process_per_gpu_of_its_container(flyte_workflow, gpus, monkeypatch, tmp_path):
     monkeypatch.setattr(flyte_workflow, "current_context", lambda: SimpleNamespace(working_directory=tmp_path))
     monkeypatch.setattr("distributed.launch", launch := mock.Mock())
     (tmp_path / "mnist_cnn_accuracies.json").write_text("[0.5]")
-    for gpus, nprocs in ((0, flyte_workflow.GPUS), (3, 3)):
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda gpus=gpus: gpus)
+    for visible, nprocs in ((0, flyte_workflow.GPUS), (3, 3)):
+        gpus(visible)
         outputs = flyte_workflow.train(flyte_workflow.Hyperparameters(epochs=7, bf16=True))
         (worker, args), kwargs = launch.call_args
         assert worker == mnist_DDP.main_worker and kwargs == {"nprocs": nprocs}

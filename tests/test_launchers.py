@@ -119,14 +119,14 @@ def test_the_trainjob_is_one_of_the_published_models():
     assert (TRAINJOB["apiVersion"], TRAINJOB["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
 
 
-def test_the_trainjob_starts_the_script(monkeypatch):
+def test_the_trainjob_starts_the_script(typed, monkeypatch):
     trainer = TRAINJOB["spec"]["trainer"]
     assert trainer["command"] == ["torchrun"]
     monkeypatch.setenv("PET_NNODES", str(trainer["numNodes"]))
     args = get_args_parser().parse_args(trainer["args"])
     assert (args.nnodes, args.rdzv_backend, args.max_restarts) == ("2", "c10d", 99)
     assert args.training_script == "multinode_torchrun.py"
-    monkeypatch.setattr(sys, "argv", [args.training_script, *args.training_script_args])
+    typed(args.training_script, *args.training_script_args)
     monkeypatch.setattr(checkpoint, "check_writable", lambda option, folder: None)
     assert multinode_torchrun.parse_args().snapshot_path == "/snapshots/multinode-torchrun.pt"
 

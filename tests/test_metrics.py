@@ -1,6 +1,5 @@
 """Metrics over all ranks are exact: reduce, gather and the sampler, on 1, 2 and 4 processes."""
 
-import os
 import threading
 from unittest import mock
 
@@ -137,8 +136,7 @@ def check_identity(rank, n):
     assert dist.get_local_rank() == rank
     assert dist.is_dist_avail_and_initialized() == (n > 1)
     model = torch.nn.Linear(2, 2)
-    with mock.patch("torch.accelerator.device_count", lambda: 1):  # rpc_ddp.py may have more processes than GPUs
-        wrapped = dist.prepare_ddp_model(model, device_ids=[rank])  # ignored for a model on the CPU
+    wrapped = dist.prepare_ddp_model(model, device_ids=[rank])  # ignored for a model on the CPU
     assert (wrapped is model) == (n == 1)
     kept = [gradient_of(wrapped, model, scale) for scale in (1.0, 3.0)]
     assert [gradient.tolist() for gradient in kept] == [[[1.0, 1.0]] * 2, [[3.0, 3.0]] * 2], "a kept one is not changed"
@@ -203,37 +201,14 @@ def test_torchs_own_spelling_of_the_backend_is_an_error(monkeypatch):
         dist.init_process_group("nccl")
 
 
-def test_a_group_of_one_process_if_it_is_asked_for(monkeypatch):
-    dist.init_process_group()
+def test_a_group_of_one_process_if_it_is_asked_for():
+    dist.init_process_group(0, 1)
     assert not dist.is_dist_avail_and_initialized()
     dist.init_process_group(even_alone=True)
     assert torch_dist.get_world_size() == 1 and torch_dist.get_backend() == "gloo"
     torch_dist.barrier()
     dist.cleanup()
     assert not dist.is_launched(), "a later `launch` still starts its processes"
-
-
-def test_ranks_without_local_ranks_are_refused(monkeypatch):
-    """All processes of a machine would take its first GPU, and write the same files."""
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert dist.get_local_rank() == 0
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match=r"^RANK is set, but LOCAL_RANK is not: [^\n]*$"):
-        dist.launch(print)
-
-
-def test_the_ranks_that_a_caller_gives_reach_its_loader_processes(monkeypatch):
-    """They have no process group, and with another start method than fork nothing but the environment."""
-    monkeypatch.setattr(dist, "_fresh_store", lambda *args: torch_dist.HashStore())
-    monkeypatch.setattr(torch_dist, "init_process_group", lambda *args, **kwargs: None)
-    monkeypatch.setattr(torch_dist, "barrier", lambda: None)
-    with mock.patch.dict(os.environ):
-        dist.init_process_group(1, 2)
-        assert (dist.get_rank(), dist.get_local_rank(), dist.get_world_size()) == (1, 1, 2)
-    with mock.patch.dict(os.environ):
-        dist.init_process_group(0, 1)
-        assert not dist.is_launched(), "a later `launch` still starts its processes"
 
 
 def test_print_primary_before_and_after_init(monkeypatch, capsys):
@@ -253,28 +228,25 @@ def test_a_collective_without_its_group_is_an_error(monkeypatch):
 
 
 @pytest.mark.parametrize("kind, backend", [("cuda", "nccl"), ("xpu", "xccl")])
-def test_device_is_the_local_rank_and_must_exist(kind, backend, monkeypatch):
-    monkeypatch.setenv("RANK", "9")
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+def test_device_is_the_local_rank_and_must_exist(kind, backend, gpus, monkeypatch):
+    for name, value in {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    gpus(0)
     assert dist.get_device() == torch.device("cpu")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
-    device = torch.device(kind, 1)
-    assert dist.get_device() == device
-    for name in ("barrier", "init_process_group"):
-        monkeypatch.setattr(f"torch.distributed.{name}", init := mock.Mock())
-    monkeypatch.setattr(dist, "_fresh_store", lambda: None)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", choose := mock.Mock())
-    for given, used, bound in ((None, f"cpu:gloo,{kind}:{backend}", device), ("gloo", "gloo", None)):
-        dist.init_process_group(backend=given)
-        assert init.call_args.args == (used,) and init.call_args.kwargs["device_id"] == bound
-        choose.assert_called_with(device)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert (dist.device_count(), dist.get_device()) == (0, torch.device("cpu")), "Apple's GPU"
-    monkeypatch.undo()
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    with pytest.raises(dist.DistributedError, match="local rank 1 has no GPU: 1 seen "):
-        dist.get_device()
+    device, init, choose = torch.device(kind, 1), mock.Mock(), mock.Mock()
+    of_torch = {"init_process_group": init, "barrier": mock.Mock(), "rendezvous": lambda *args: iter([(None,) * 3])}
+    with (
+        mock.patch.multiple(torch.accelerator, current_accelerator=lambda: torch.device(kind), set_device_index=choose),
+        mock.patch.multiple(torch_dist, PrefixStore=mock.Mock(), **of_torch),
+    ):
+        gpus(2)
+        assert dist.get_device() == device
+        for given, used, bound in ((None, f"cpu:gloo,{kind}:{backend}", device), ("gloo", "gloo", None)):
+            dist.init_process_group(backend=given)
+            assert init.call_args.args == (used,) and init.call_args.kwargs["device_id"] == bound
+            choose.assert_called_with(device)
+        with mock.patch.object(torch.backends.mps, "is_available", lambda: True):
+            assert (dist.device_count(), dist.get_device()) == (0, torch.device("cpu")), "Apple's GPU"
+        gpus(1)
+        with pytest.raises(dist.DistributedError, match="local rank 1 has no GPU: 1 seen "):
+            dist.get_device()

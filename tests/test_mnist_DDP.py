@@ -14,6 +14,7 @@ import re
 import signal
 import struct
 import sys
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from unittest import mock
@@ -22,14 +23,26 @@ import images
 import numpy as np
 import pytest
 import torch
-from conftest import MNIST_ROOT, exit_message, guards, needs_mnist, run
-from images import OPTIMIZERS, Net, Normed, Plain, assert_equal_states, digits, few_digits, result_of
+from conftest import MNIST_ROOT, Left, Watch, exit_message, float64, guards, leaving_is_an_error, needs_mnist, run
+from images import (
+    OPTIMIZERS,
+    Net,
+    Normed,
+    Plain,
+    Typed,
+    assert_equal_states,
+    check_forward,
+    check_full_disk,
+    digits,
+    halves,
+    host_reads,
+    result_of,
+    write_mnist,
+)
 from PIL import Image
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.run import get_args_parser
 from torch.multiprocessing import ProcessExitedException
 
-import checkpoint
 import distributed as dist
 import mnist
 import mnist_DDP
@@ -47,26 +60,36 @@ def settings(**changes):
     return argparse.Namespace(**{**DEFAULTS, **changes})
 
 
-def train_worker(
-    local_rank, world_size, hp, folder, sizes=(320, 101), model=mnist.SimpleCNN, snapshot_path=None, **data
-):
-    """Train on a few samples, by the script's own main_worker."""
-    data.setdefault("dtype", torch.float32)
-    make_optimizer = mnist_DDP.make_optimizer
-
-    def make_from_plain_model(net, *args):
-        assert [name for name, _ in net.named_parameters()] == [name for name, _ in model().named_parameters()]
-        return make_optimizer(net, *args)
-
-    with (
-        few_digits(*sizes, **data),
-        mock.patch("mnist_DDP.make_model", lambda train_set, args: model()),
-        mock.patch("mnist_DDP.make_optimizer", make_from_plain_model),
-    ):
-        places = {"output": f"{folder}/mnist_cnn.pt", "snapshot_path": snapshot_path}
-        mnist_DDP.main_worker(local_rank, world_size, argparse.Namespace(**vars(hp), **places))
-    if world_size > 1 and not (hp.wandb or hp.tensorboard):
+def train(hp, folder, model=mnist.SimpleCNN, data=None, make_optimizer=mnist_DDP.make_optimizer, snapshot_path=None):
+    """The script's own `run`, on a few samples."""
+    dist.init_process_group()
+    places = {"output": f"{folder}/mnist_cnn.pt", "snapshot_path": snapshot_path}
+    args = argparse.Namespace(**vars(hp), **places)
+    mnist_DDP.run(args, data or halves(320, 101), lambda train_set, args: model(), make_optimizer)
+    if dist.get_world_size() > 1 and not (hp.wandb or hp.tensorboard):
         assert not {"wandb", "tensorboard", "flytekit"} & sys.modules.keys(), "extras are for who asks for them"
+
+
+@float64()
+def train_exactly(hp, folder, model=Net, kind=lambda whole: whole, **options):
+    """In float64, on 300 and 101 samples."""
+    train(hp, folder, model, halves(*SIZES, kind), **options)
+
+
+def acting(build, at, act, training_only=False):
+    """Builds a model that calls `act` in its `at`-th forward pass."""
+    calls = itertools.count(1)
+
+    def before(net, inputs):
+        if (net.training or not training_only) and next(calls) == at:
+            act()
+
+    def make():
+        net = build()
+        net.register_forward_pre_hook(before)
+        return net
+
+    return make
 
 
 def weights_of(folder):
@@ -200,13 +223,31 @@ def test_without_an_account_it_is_one_line(tmp_path):
 
 SIZES = (300, 101)
 TRICKS = {"accumulate": 3, "clip": 4.0}
-CASES = {"plain": ("sgd", {}), "sgd": ("sgd", TRICKS), "adamw": ("layerwise", TRICKS), "rare": ("sgd", TRICKS)}
 
 
 def hyperparameters(name, **changes):
     """13 steps of 22 samples per epoch: 14 samples are left out, and 4 ranks have unequal shares."""
     values = {"global_batch_size": 22, "lr": 0.003 if name == "layerwise" else 0.02, "epochs": 3, "seed": 3}
     return settings(**{**values, "test_batch_size": 11, "log_every": 1, **changes})
+
+
+def layerwise(net, lr, steps):
+    """The optimizer of that name, with the script's schedule. It gets the plain model."""
+    assert type(net) is Net
+    optimizer = OPTIMIZERS["layerwise"](net.parameters(), lr, fused=True)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_of(step / steps))
+
+
+def rate_of(done):
+    return (1 + math.cos(math.pi * done)) / 2
+
+
+CASES = {  # the optimizer, options, and what `run` gets
+    "plain": ("sgd", {}, {}),
+    "sgd": ("sgd", TRICKS, {}),
+    "adamw": ("layerwise", TRICKS, {"make_optimizer": layerwise}),
+    "rare": ("sgd", {**TRICKS, "log_every": 100}, {"kind": Plain}),
+}
 
 
 def train_alone(name, hp):
@@ -219,7 +260,7 @@ def train_alone(name, hp):
         return order[: per_epoch * hp.global_batch_size]
 
     def before_step(net, optimizer):
-        factor = (1 + math.cos(math.pi * len(clipped) / (hp.epochs * per_epoch))) / 2
+        factor = rate_of(len(clipped) / (hp.epochs * per_epoch))
         for group in optimizer.param_groups:
             group.setdefault("initial", group["lr"])
             group["lr"] = group["initial"] * factor
@@ -237,79 +278,52 @@ def train_alone(name, hp):
 
 
 def cases_worker(local_rank, world_size, folder):
-    """Train in float64; record what was printed, drawn, sent and waited for. The last case prints less."""
-    for case, (name, changes) in CASES.items():
-        sent, waits, prepare = [], [], dist.prepare_ddp_model
-        stdout = io.StringIO()
+    """Of every rank and case: the all-reduces and their bytes, host reads, what was printed, and what was drawn."""
+    given = {}
+    for case, (name, changes, given_to_run) in CASES.items():
         Net.drawn.clear()
         Net.sizes.clear()
-
-        def count_all_reduces(group, bucket, sent=sent):
-            sent.append(bucket.buffer().numel())
-            return allreduce_hook(group, bucket)
-
-        def prepare_and_count(model, prepare=prepare, hook=count_all_reduces, **kwargs):
-            model = prepare(model, **kwargs)
-            if world_size > 1:
-                model.register_comm_hook(None, hook)
-            return model
-
-        def counted(name, waits=waits):
-            function = getattr(torch.Tensor, name)
-            return mock.patch.object(torch.Tensor, name, lambda self: waits.append(name) or function(self))
-
         os.makedirs(f"{folder}/{case}", exist_ok=True)
-        rare = case == "rare"
-        hp = hyperparameters(name, **{**changes, "log_every": 100 if rare else 1})
-        with (
-            mock.patch("distributed.prepare_ddp_model", prepare_and_count),
-            mock.patch("torch.optim.SGD", OPTIMIZERS[name]) if name != "sgd" else contextlib.nullcontext(),
-            counted("item"),
-            counted("tolist"),
-            contextlib.redirect_stdout(stdout),
-        ):
-            data = {"dtype": torch.float64, **({"kind": Plain} if rare else {})}
-            train_worker(local_rank, world_size, hp, f"{folder}/{case}", SIZES, Net, **data)
+        hp = hyperparameters(name, **changes)
+        with host_reads() as reads, Watch() as watch, contextlib.redirect_stdout(io.StringIO()) as stdout:
+            train_exactly(hp, f"{folder}/{case}", **given_to_run)
         smallest = hp.global_batch_size // (world_size * hp.accumulate)
         assert min(Net.sizes) >= smallest, "the first backward too, or a model would be compiled once more for it"
-        torch.save((sent, waits, stdout.getvalue(), torch.stack(Net.drawn)), f"{folder}/{case}/{local_rank}.pt")
+        sent = (watch.counts["c10d.allreduce_"], watch.sent["all-reduce"])
+        given[case] = (sent, len(reads), stdout.getvalue(), [*map(float, Net.drawn)])
+    return dist.gather_objects(given)
 
 
 @pytest.mark.guard
 @pytest.mark.parametrize("nprocs", [2, *guards(1, 4)])
 def test_equals_one_process(nprocs, tmp_path):
-    dist.launch(cases_worker, str(tmp_path), nprocs=nprocs)
-    for case, (name, changes) in CASES.items():
+    job = dist.launch(cases_worker, str(tmp_path), nprocs=nprocs)
+    for case, (name, changes, _) in CASES.items():
         hp = hyperparameters(name, **changes)
         state, losses, tests = train_alone(name, hp)
         assert_equal_states(weights_of(tmp_path / case), state)
         assert accuracies_of(tmp_path / case) == [hits / n for _, hits, n in tests]
         assert losses_of(tmp_path / case) == pytest.approx([loss for loss, _, _ in tests], abs=1e-9)
-        ranks = [torch.load(tmp_path / case / f"{rank}.pt", weights_only=True) for rank in range(nprocs)]
-        sent, waits, stdout, _ = ranks[0]
+        ranks = [given[case] for given in job]
+        sent, n_reads, stdout, _ = ranks[0]
         assert not any(output for _, _, output, _ in ranks[1:]), "rank 0 alone prints"
-        assert stdout.startswith(f"Training on {nprocs} x cpu, global batch 22\n")
+        every = 13 if case == "rare" else 1  # steps between lines; an epoch ends with one
+        n_lines = len(losses) // every
         if nprocs > 1:
-            assert sent == [19_090] * (1 + len(losses)), "one bucket of all gradients, once per step, and once before"
+            # All gradients in one bucket, once per step and once before; a number per line; two per evaluation.
+            n_steps = 1 + len(losses)
+            assert sent == (n_steps + n_lines + 3, 8 * (19_090 * n_steps + n_lines + 3 * 2))
         before = int(nprocs > 1)  # forward passes to arrange DDP's buckets
-        drawn = torch.cat([numbers[before:] for *_, numbers in ranks]).tolist()
+        drawn = [number for *_, numbers in ranks for number in numbers[before:]]
         assert len(drawn) == nprocs * hp.accumulate * len(losses)
         assert len(set(drawn)) == len(drawn), "dropout differs between ranks, steps and micro-batches"
 
         trained = [(int(step), float(loss)) for step, _, loss in TRAIN_LINE.findall(stdout)]
-        if case == "rare":
-            means = [sum(losses[i : i + 13]) / 13 for i in range(0, 39, 13)]
-            assert trained == [
-                (step, pytest.approx(mean, abs=6e-5)) for step, mean in zip((13, 26, 39), means, strict=True)
-            ]
-            assert len(waits) <= 60, "some per epoch, none per step"
-        else:
-            assert [loss for _, loss in trained] == pytest.approx(losses, abs=6e-5)
-            assert [step for step, _ in trained] == [*range(1, 40)]
-            assert len(waits) <= len(losses) + 60, "a wait per line, here per step"
+        means = [sum(losses[i : i + every]) / every for i in range(0, len(losses), every)]
+        assert trained == [(every * (i + 1), pytest.approx(mean, abs=6e-5)) for i, mean in enumerate(means)]
+        assert n_reads <= n_lines + 60, "some per line and epoch, none per step"
         tested = [(float(loss), int(hits), int(n)) for _, _, loss, _, hits, n in TEST_LINE.findall(stdout)]
-        assert [counts for _, *counts in tested] == [counts for _, *counts in tests], "each sample once"
-        assert [loss for loss, *_ in tested] == pytest.approx([loss for loss, *_ in tests], abs=6e-5)
+        assert tested == [(pytest.approx(loss, abs=6e-5), *counts) for loss, *counts in tests], "each sample once"
 
 
 @pytest.mark.slow
@@ -333,7 +347,7 @@ class Quiet(Net):
 def compiled_worker(local_rank, world_size, hp, folder):
     from torch._dynamo.utils import counters
 
-    train_worker(local_rank, world_size, hp, folder, SIZES, Quiet, dtype=torch.float64)
+    train_exactly(hp, folder, Quiet)
     assert counters["stats"]["unique_graphs"] > 0, "it was compiled"
 
 
@@ -348,23 +362,12 @@ class Noisy(Plain):
         return (image + torch.randint(20, image.shape, dtype=torch.uint8)).clamp(max=255), label
 
 
-def noisy_training(whole):
-    return Noisy(whole) if len(whole) == SIZES[0] else Plain(whole)
-
-
-def killed_worker(local_rank, world_size, at, hp, folder, model, dtype, kind=None):
+def killed_worker(local_rank, world_size, at, hp, folder, model, data, exact):
     """Train with snapshots. The last rank is killed in its `at`-th forward pass, in training or in evaluation."""
-    forward, calls = mnist_DDP.forward, []
-
-    def count(*args):
-        calls.append(None)
-        if len(calls) == at and local_rank == world_size - 1:
-            os.kill(os.getpid(), 9)
-        return forward(*args)
-
-    data = {"dtype": dtype, "snapshot_path": f"{folder}/snapshot.pt", **({"kind": kind} if kind else {})}
-    with mock.patch("mnist_DDP.forward", count):
-        train_worker(local_rank, world_size, hp, folder, SIZES, model, **data)
+    if local_rank == world_size - 1:
+        model = acting(model, at, partial(signal.raise_signal, signal.SIGKILL))
+    with float64() if exact else contextlib.nullcontext():
+        train(hp, folder, model, data, snapshot_path=f"{folder}/snapshot.pt")
 
 
 def train_killed(nprocs, moments, hp, *args):
@@ -388,7 +391,7 @@ def test_killed_ten_times_and_resumed_by_other_numbers_of_processes(tmp_path, ca
     hp = hyperparameters("sgd", **changes)
     moments = [draw.randint(3, 20) for _ in range(10)]
     nprocs = [1, 2, 3, 2, 1, 3, 3, 1, 2, 3, 2]
-    train_killed(nprocs, moments, hp, str(tmp_path), Net, torch.float64)
+    train_killed(nprocs, moments, hp, str(tmp_path), Net, halves(*SIZES), True)
     state, losses, tests = train_alone("sgd", hp)
     assert_equal_states(weights_of(tmp_path), state)
     assert accuracies_of(tmp_path) == [hits / n for _, hits, n in tests]
@@ -414,8 +417,9 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(nprocs, tmp_path, capfd):
         changes = {**TRICKS, "accumulate": 2, "global_batch_size": 24, "log_every": 3, "save_every": 2}
         hp = hyperparameters("sgd", **{**changes, "num_workers": num_workers})
         (tmp_path / folder).mkdir()
-        args = (hp, str(tmp_path / folder), Normed, torch.float32, noisy_training)
-        train_killed([nprocs] * (1 + len(moments)), moments, *args)
+        train_set, test_set = halves(*SIZES)
+        data = Noisy(train_set), Plain(test_set)
+        train_killed([nprocs] * (1 + len(moments)), moments, hp, str(tmp_path / folder), Normed, data, False)
         lines = {line[:2]: line for line in TRAIN_LINE.findall(capfd.readouterr().out)}
         if folder == "killed":
             killed_lines = lines
@@ -427,36 +431,31 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(nprocs, tmp_path, capfd):
     assert all(torch.equal(killed[i]["momentum_buffer"], whole[i]["momentum_buffer"]) for i in whole)
 
 
-def test_a_snapshot_of_another_global_batch_is_refused(tmp_path, capfd):
+def test_a_snapshot_of_other_settings_is_refused(tmp_path, capfd):
     path = str(tmp_path / "snapshot.pt")
-    train_worker(0, 1, hyperparameters("sgd", epochs=1), tmp_path, SIZES, Net, path)
-    message = exit_message(
-        train_worker, 0, 1, hyperparameters("sgd", epochs=2, global_batch_size=20), tmp_path, SIZES, Net, path
-    )
-    assert message.startswith(f"{path} was saved with --global-batch-size 22, not 20")
-    message = exit_message(train_worker, 0, 1, hyperparameters("sgd", epochs=2), tmp_path, (330, 101), Net, path)
+
+    def resume(data=halves(*SIZES), **changes):  # noqa: B008
+        train(hyperparameters("sgd", **changes), tmp_path, Net, data, snapshot_path=path)
+
+    resume(epochs=1)
+    for name, value in {"global_batch_size": 20, "lr": 0.5, "clip": 0.5, "bf16": True, "seed": 7}.items():
+        message = exit_message(resume, **{name: value})
+        assert (
+            message.startswith(f"{path} was saved with --{name.replace('_', '-')} ") and f", not {value}: " in message
+        )
+    message = exit_message(resume, data=halves(330, 101))
     assert message.startswith(f"{path} was saved with training samples 300, not 330")
-    for name, value in {"lr": 0.5, "clip": 0.5, "bf16": True, "seed": 7}.items():
-        other = hyperparameters("sgd", epochs=2, **{name: value})
-        message = exit_message(train_worker, 0, 1, other, tmp_path, SIZES, Net, path)
-        assert message.startswith(f"{path} was saved with --{name} ") and f", not {value}: " in message
     capfd.readouterr()
-    train_worker(0, 1, hyperparameters("sgd", epochs=1), tmp_path, SIZES, Net, path)
-    lines = capfd.readouterr().out.splitlines()
-    assert lines[1:] == [f"Resuming from {path} at step 13"], "all is done: nothing is trained"
+    resume(epochs=1)
+    assert capfd.readouterr().out == f"Resuming from {path} at step 13\n", "all is done: nothing is trained"
 
 
-def test_a_global_batch_of_more_than_all_samples_is_one_line(tmp_path):
-    message = exit_message(train_worker, 0, 1, settings(global_batch_size=321), tmp_path)
+def test_a_global_batch_of_too_many_samples_is_refused_or_said(tmp_path, capsys):
+    message = exit_message(train, settings(global_batch_size=321), tmp_path)
     assert message == "--global-batch-size 321 is more than all training samples, 320"
-
-
-def test_a_short_epoch_is_said(tmp_path, capsys):
-    train_worker(0, 1, settings(epochs=1, global_batch_size=64), tmp_path)
-    line = "An epoch has only 5 steps: a smaller --global-batch-size learns more in it\n"
-    assert line in capsys.readouterr().out
-    train_worker(0, 1, settings(epochs=1, global_batch_size=32), tmp_path)
-    assert "An epoch has only" not in capsys.readouterr().out
+    for size, said in ((64, True), (32, False)):
+        train(settings(epochs=1, global_batch_size=size), tmp_path)
+        assert ("An epoch has only 5 steps: " in capsys.readouterr().out) == said
 
 
 def test_a_folder_of_images_as_the_comment_says(tmp_path, monkeypatch):
@@ -474,78 +473,89 @@ def test_a_folder_of_images_as_the_comment_says(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = {}
     exec(load, found)
-    monkeypatch.setattr(mnist_DDP, "load_datasets", found["load_datasets"])
     args = settings(epochs=1, global_batch_size=4, test_batch_size=5)
     args = argparse.Namespace(**vars(args), output="cnn.pt", snapshot_path=None)
-    dist.launch(mnist_DDP.main_worker, args, nprocs=1)
+    mnist_DDP.run(args, found["load_datasets"](args))
     assert len(torch.load("cnn.pt", weights_only=True)["fc.bias"]) == 3
+
+
+class Curious(Net):
+    """Notes the step of the snapshot at each forward pass."""
+
+    steps = []  # noqa: RUF012
+
+    def forward(self, x):
+        self.steps.append(saved_step("snapshot.pt"))
+        return super().forward(x)
+
+
+def saved_step(path):
+    return torch.load(path, weights_only=True)["step"] if os.path.exists(path) else 0
 
 
 @pytest.mark.parametrize(("save_every", "expected"), [(5, [5, 10, 13, 15, 20, 25, 26]), (13, [13, 26])])
 def test_it_saves_after_every_so_many_steps_and_after_each_epoch(save_every, expected, tmp_path, monkeypatch, capsys):
-    saved, save = [], checkpoint.save
-
-    def record(path, *args, step, **parts):
-        saved.append(step)
-        save(path, *args, step=step, **parts)
-
-    monkeypatch.setattr(checkpoint, "save", record)
+    monkeypatch.chdir(tmp_path)
+    Curious.steps.clear()
     hp = hyperparameters("sgd", save_every=save_every, log_every=100, epochs=2)
-    train_worker(0, 1, hp, tmp_path, SIZES, Net, tmp_path / "snapshot.pt")
-    assert saved == expected
+    train(hp, tmp_path, Curious, halves(*SIZES), snapshot_path="snapshot.pt")
+    assert sorted({*Curious.steps, saved_step("snapshot.pt")}) == [0, *expected]
     steps = [int(step) for step, *_ in TRAIN_LINE.findall(capsys.readouterr().out)]
     assert steps == expected, "a line before each snapshot, or a resumed run prints another mean"
 
 
-class Left(Exception):
-    """Instead of the end of the process."""
+def preempted(at):
+    """Builds a model that gets a SIGTERM in its `at`-th training step."""
+    return acting(Net, at, partial(signal.raise_signal, signal.SIGTERM), training_only=True)
 
 
 @pytest.mark.parametrize(("at", "expected"), [(2, 2), (3, None)])
 def test_after_sigterm_in_the_last_step_of_an_epoch_it_leaves_unless_all_is_done(at, expected, tmp_path):
     """Each of the three epochs has one step, after which the epoch is evaluated and saved."""
-    preempted = mock.patch.object(checkpoint.Preemption, "agreed", mock.Mock(side_effect=[at == 1, at == 2, at == 3]))
     path = tmp_path / "snapshot.pt"
-    left = mock.patch.object(checkpoint.Preemption, "leave", mock.Mock(side_effect=Left))
-    with preempted, left, pytest.raises(Left) if expected else contextlib.nullcontext():
-        train_worker(0, 1, hyperparameters("sgd", global_batch_size=SIZES[0]), tmp_path, SIZES, Net, path)
-    assert torch.load(path, weights_only=True)["step"] == (expected or 3)
+    hp = hyperparameters("sgd", global_batch_size=SIZES[0])
+    with leaving_is_an_error(), pytest.raises(Left) if expected else contextlib.nullcontext():
+        train(hp, tmp_path, preempted(at), halves(*SIZES), snapshot_path=path)
+    assert saved_step(path) == (expected or 3)
     assert (tmp_path / "mnist_cnn.pt").exists() == (expected is None)
 
 
 def test_more_epochs_are_refused_while_steps_are_left(tmp_path, capsys):
     """The learning rate falls over all epochs, so it would jump up."""
     path = tmp_path / "snapshot.pt"
-    agreed = mock.patch.object(checkpoint.Preemption, "agreed", mock.Mock(side_effect=[False, True]))
-    with agreed, mock.patch.object(checkpoint.Preemption, "leave", mock.Mock(side_effect=Left)), pytest.raises(Left):
-        train_worker(0, 1, hyperparameters("sgd", epochs=2), tmp_path, SIZES, Net, path)
+
+    def resume(epochs, model=Net):
+        train(hyperparameters("sgd", epochs=epochs), tmp_path, model, halves(*SIZES), snapshot_path=path)
+
+    with leaving_is_an_error(), pytest.raises(Left):
+        resume(2, preempted(2))
     for epochs in (1, 4):
-        hp = hyperparameters("sgd", epochs=epochs)
-        message = exit_message(train_worker, 0, 1, hp, tmp_path, SIZES, Net, path)
+        message = exit_message(resume, epochs)
         assert message.startswith(f"--epochs {epochs}: {path} is at step 2 of 2 epochs"), message
         assert message.endswith("with --epochs 2")
     capsys.readouterr()
-    for epochs, steps in ((2, range(3, 27)), (3, range(27, 40))):  # then it is complete, and may go on
-        train_worker(0, 1, hyperparameters("sgd", epochs=epochs), tmp_path, SIZES, Net, path)
-        assert [int(step) for step, *_ in TRAIN_LINE.findall(capsys.readouterr().out)] == [*steps]
-        assert len(accuracies_of(tmp_path)) == epochs
+    with leaving_is_an_error():
+        for epochs, steps in ((2, range(3, 27)), (3, range(27, 40))):  # then it is complete, and may go on
+            resume(epochs)
+            assert [int(step) for step, *_ in TRAIN_LINE.findall(capsys.readouterr().out)] == [*steps]
+            assert len(accuracies_of(tmp_path)) == epochs
 
 
-def test_sigterm_to_the_processes_that_load_does_not_end_an_evaluation(tmp_path, monkeypatch):
-    """A scheduler sends it to all processes of a job."""
-    forward, terminated = mnist_DDP.forward, []
+class Terminating(Net):
+    """In an evaluation it sends SIGTERM to the processes that load, as a scheduler does to all of a job."""
 
-    def terminate(model, *args):
-        if not model.training:
-            for loading in multiprocessing.active_children():
-                terminated.append(loading.pid)
-                os.kill(loading.pid, signal.SIGTERM)
-        return forward(model, *args)
+    terminated = []  # noqa: RUF012
 
-    monkeypatch.setattr(mnist_DDP, "forward", terminate)
-    hp = hyperparameters("sgd", num_workers=1, epochs=1)
-    train_worker(0, 1, hp, tmp_path, SIZES, Net)
-    assert terminated and (tmp_path / "mnist_cnn.pt").exists()
+    def forward(self, x):
+        for loading in [] if self.training else multiprocessing.active_children():
+            self.terminated.append(loading.pid)
+            os.kill(loading.pid, signal.SIGTERM)
+        return super().forward(x)
+
+
+def test_sigterm_to_the_processes_that_load_does_not_end_an_evaluation(tmp_path):
+    train(hyperparameters("sgd", num_workers=1, epochs=1), tmp_path, Terminating, halves(*SIZES))
+    assert Terminating.terminated and (tmp_path / "mnist_cnn.pt").exists()
 
 
 # ---- the rest -------------------------------------------------------------------------------------------------------
@@ -553,16 +563,16 @@ def test_sigterm_to_the_processes_that_load_does_not_end_an_evaluation(tmp_path,
 
 def more_worker(local_rank, world_size, folder):
     """Batch norm, and what the seed and the tracking decide."""
-    tracking = {"log_every": 1, "wandb": True, "tensorboard": f"{folder}/runs"}
+    tracking = {"log_every": 1, "wandb": True}
     runs = {
         "normed": (settings(epochs=2, global_batch_size=16, test_batch_size=5, lr=0.01), {"model": Normed}),
         "first": (settings(epochs=2), {}),
         "other": (settings(epochs=2, seed=1), {}),
-        "tracked": (settings(epochs=2, **tracking), {"kind": Plain}),
+        "tracked": (settings(epochs=2, **tracking), {"data": halves(320, 101, Plain)}),
     }
     for name, (hp, options) in runs.items():
         os.makedirs(f"{folder}/{name}", exist_ok=True)
-        train_worker(local_rank, world_size, hp, f"{folder}/{name}", **options)
+        train(hp, f"{folder}/{name}", **options)
     if local_rank == 0:
         assert sys.modules["wandb"].run is None, "the run is finished before the process ends"
 
@@ -587,18 +597,24 @@ def test_batch_norm_the_seed_and_tracking(tmp_path, monkeypatch, capfd):
     accuracies = accuracies_of(tmp_path / "tracked")
     losses = [float(line[-1]) for line in TRAIN_LINE.findall(capfd.readouterr().out)][-4:]
     check_wandb(tmp_path, [128, 256, 384, 512], losses, accuracies)
-    check_tensorboard(tmp_path / "runs", [128, 256, 384, 512], accuracies)
 
 
-@pytest.mark.guard
-@pytest.mark.slow
 def test_bf16_reaches_where_it_counts(tmp_path):
-    seen, forward = [], mnist_DDP.forward
-    with mock.patch("mnist_DDP.forward", lambda *args: seen.append(forward(*args)) or seen[-1]):
-        train_worker(0, 1, settings(epochs=1, bf16=True), tmp_path)
-        train_worker(0, 1, settings(epochs=1), tmp_path)
-    assert [outputs.dtype for outputs, *_ in seen] == [torch.bfloat16] * 3 + [torch.float32] * 3
-    assert {losses.dtype for *_, losses in seen} == {torch.float32}
+    """In two steps and an evaluation."""
+    check_forward(mnist_DDP.forward)
+    for bf16, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        Typed.types.clear()
+        train(settings(epochs=1, bf16=bf16), tmp_path, Typed)
+        assert Typed.types == [dtype] * 3
+
+
+def test_the_command_trains_the_model_and_the_data_of_its_options(job_of, tmp_path):
+    write_mnist(tmp_path, 320, 101)
+    words = ("--data", "mnist", "--data-dir", tmp_path, "--epochs", 1, "--seed", 3)
+    stdout = job_of(SCRIPT, *words, "--output", tmp_path / "command.pt")
+    assert stdout.startswith("Training on 1 x cpu, global batch 128\n")
+    train(settings(epochs=1, seed=3), tmp_path)
+    assert (tmp_path / "command.pt").read_bytes() == (tmp_path / "mnist_cnn.pt").read_bytes()
 
 
 # ---- tracking -------------------------------------------------------------------------------------------------------
@@ -624,7 +640,7 @@ def test_tensorboard_alone(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     hp = settings(epochs=1, log_every=1, tensorboard=str(tmp_path / "runs"))
-    train_worker(0, 1, hp, tmp_path)
+    train(hp, tmp_path)
     check_tensorboard(tmp_path / "runs", [128, 256], accuracies_of(tmp_path))
     rates = [event.value for event in EventAccumulator(str(tmp_path / "runs")).Reload().Scalars("lr")]
     assert rates == pytest.approx([hp.lr, hp.lr / 2]), "those of the steps that were taken"
@@ -634,10 +650,5 @@ def test_tensorboard_alone(tmp_path):
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path, capfd):
-    path = tmp_path / "mnist_cnn.pt"
-    path.write_text("old")
-    (tmp_path / "mnist_cnn.pt.0.tmp").symlink_to("/dev/full")
-    message = exit_message(train_worker, 0, 1, settings(epochs=1), tmp_path)
-    assert message.startswith(f"cannot save {path}") and "No space left on device" in message
+    check_full_disk(tmp_path / "mnist_cnn.pt", train, settings(epochs=1), tmp_path)
     assert len(TEST_LINE.findall(capfd.readouterr().out)) == 1, "the accuracy is known"
-    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"mnist_cnn.pt": "old"}

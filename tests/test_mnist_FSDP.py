@@ -3,101 +3,105 @@
 import argparse
 import contextlib
 import io
-import json
 import os
 import re
 import shutil
 import warnings
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from conftest import MNIST_ROOT, Watch, exit_message, guards, killed_in, needs_mnist, on_two_processes, slow, slow_clock
+from conftest import (
+    MNIST_ROOT,
+    Watch,
+    exit_message,
+    float64,
+    guards,
+    needs_mnist,
+    on_two_processes,
+    slow,
+    slow_clock,
+    whole,
+)
 from images import (
     OPTIMIZERS,
     Net,
     Normed,
     Plain,
     Pooled,
+    Typed,
     assert_equal_states,
+    check_forward,
+    check_full_disk,
     digits,
-    few_digits,
+    halves,
+    host_reads,
     result_of,
     train_alone,
+    write_mnist,
 )
-from test_checkpoint_sharded import KILLS
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.multiprocessing import ProcessExitedException
-from torch.nn import functional as F
 from torch.utils.data import Subset
 
-import checkpoint_sharded
 import distributed as dist
 import mnist
 import mnist_FSDP
 
 GLOBAL_BATCH, EPOCHS, SIZES, LR = 24, 2, (240, 250), 0.002  # 250 is no multiple of 3, 4 or a batch
 STEPS = SIZES[0] // GLOBAL_BATCH  # of an epoch
-EPOCH_LINE = (
-    r"epoch (\d+)/\d+ \| loss ([\d.]+) \| held-out ([\d.]+) \| accuracy ([\d.]+) \((\d+)/(\d+)\) "
-    r"\| (\d+) MB \| ([\d,]+) samples/s"
-)
 
 
-def train(local_rank, world_size, folder, name="run", optimizer="adam", model=Net, kind=lambda whole: whole, **changes):
-    """The script's own main_worker, in a worker; leaves NAME.pt, the result, and what each rank has printed and drawn.
+def train(optimizer="adam", model=Net, kind=lambda data: data, data=None, exact=True, **changes):
+    """What the script's own `run` gives and prints on this rank. `changes` are of parse_args.
 
-    `changes` are of parse_args. Every rank's peak of memory is another, and every epoch of training takes 10 seconds.
+    It computes in float64 if it is `exact`. Every epoch of training takes 10 seconds.
     """
+    dist.init_process_group()
     Net.drawn.clear()
     values = {
-        **{"strategy": "fsdp", "model": "simple", "epochs": EPOCHS, "batch_size": GLOBAL_BATCH // world_size},
-        **{"test_batch_size": 21, "lr": LR, "bf16": False, "data": "synthetic", "min_num_params": 1000},
-        **{"data_dir": "data", "checkpoint_dir": None, "output": f"{folder}/{name}.pt", "seed": 3, "log_every": 7},
+        **{
+            "strategy": "fsdp",
+            "model": "simple",
+            "epochs": EPOCHS,
+            "batch_size": GLOBAL_BATCH // dist.get_world_size(),
+        },
+        **{"test_batch_size": 21, "lr": LR, "bf16": False, "min_num_params": 1000},
+        **{"checkpoint_dir": None, "output": None, "seed": 3, "log_every": 7},
     }
     args = argparse.Namespace(**{**values, **changes})
-    clock = slow_clock(step=10)
-
     with (
-        few_digits(*SIZES, kind=kind, dtype=torch.float32 if args.bf16 else torch.float64),
-        mock.patch.dict(mnist.MODELS, simple=model),
-        mock.patch("mnist_FSDP.time", clock),
-        mock.patch("mnist_FSDP.peak_memory", lambda device: (7 + local_rank) * 1_000_000),
-        mock.patch("torch.optim.Adam", OPTIMIZERS[optimizer]) if optimizer != "adam" else contextlib.nullcontext(),
+        float64() if exact and not args.bf16 else contextlib.nullcontext(),
+        mock.patch("mnist_FSDP.time", slow_clock(step=10)),
         contextlib.redirect_stdout(io.StringIO()) as stdout,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("error", UserWarning)  # what a user would see at each checkpoint
         warnings.filterwarnings("ignore", "CUDA|cuda|TypedStorage")
-        mnist_FSDP.main_worker(local_rank, world_size, args)
-    Path(f"{folder}/{name}-{local_rank}.json").write_text(json.dumps([stdout.getvalue(), list(map(float, Net.drawn))]))
+        trained, results = mnist_FSDP.run(args, data or halves(*SIZES, kind), model, OPTIMIZERS[optimizer])
+        state = {name: whole(value).clone() for name, value in dist.unwrapped(trained).state_dict().items()}
+    return {"state": state, "results": results, "stdout": stdout.getvalue(), "drawn": [*map(float, Net.drawn)]}
 
 
-def trained(folder, name="run"):
-    """Of what `train` has left: (state_dict, epoch lines, output, what was drawn on each rank)."""
-    state = torch.load(f"{folder}/{name}.pt", weights_only=True)
-    ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob(f"{name}-?.json"))]
-    assert not any(output for output, _ in ranks[1:]), "rank 0 alone prints"
-    return state, re.findall(EPOCH_LINE, ranks[0][0]), ranks[0][0], [drawn for _, drawn in ranks]
-
-
-def assert_equal_lines(lines, expected, nprocs, first_epoch=0):
-    """What was printed is what the reference has measured."""
-    _, losses, tests = expected
+def assert_equal_results(ranks, expected, first_epoch=0):
+    """Each rank's model and results are the reference's, and rank 0 alone has printed the results."""
+    state, losses, tests = expected
     steps = len(losses) // len(tests)
-    for i, line in enumerate(lines, first_epoch):
-        epoch, train_loss, test_loss, accuracy, hits, n, memory, speed = line
-        of_epoch = losses[i * steps : (i + 1) * steps]
-        assert int(epoch) == i + 1
-        mean = sum(loss * count for loss, count in of_epoch) / sum(count for _, count in of_epoch)
-        assert float(train_loss) == pytest.approx(mean, abs=6e-5)
-        assert float(test_loss) == pytest.approx(tests[i][0], abs=6e-5)
-        assert (int(hits), int(n)) == tests[i][1:], "every test sample once, for any number of ranks"
-        assert accuracy == f"{tests[i][1] / tests[i][2]:.4f}"
-        assert (int(memory), int(speed)) == (7 + nprocs - 1, SIZES[0] // 10)
-    assert len(lines) == len(tests) - first_epoch
+    lines = ""
+    for epoch, (loss, test_loss, hits, n) in enumerate(ranks[0]["results"], first_epoch):
+        of_epoch = losses[epoch * steps : (epoch + 1) * steps]
+        mean = sum(each * count for each, count in of_epoch) / sum(count for _, count in of_epoch)
+        assert (loss, test_loss) == pytest.approx((mean, tests[epoch][0]), abs=1e-9)
+        assert (hits, n) == tests[epoch][1:], "every test sample once, for any number of ranks"
+        lines += f"epoch {epoch + 1}/{len(tests)} | loss {loss:.4f} | held-out {test_loss:.4f} | "
+        lines += f"accuracy {hits / n:.4f} ({hits}/{n}) | # MB | {SIZES[0] // 10} samples/s\n"
+    printed = re.findall(r"^epoch .*\n", ranks[0]["stdout"], re.M)
+    assert re.sub(r"\d+ MB", "# MB", "".join(printed)) == lines
+    assert len(printed) == len(tests) - first_epoch
+    for rank in ranks:
+        assert_equal_states(rank["state"], state)
+        assert rank["results"] == ranks[0]["results"]
+        assert rank is ranks[0] or not rank["stdout"], "rank 0 alone prints"
 
 
 # ---- equal to one process -----------------------------------------------------------------------------------------
@@ -133,38 +137,41 @@ def expected_steps(reference):
 
 
 def cases_worker(local_rank, world_size, folder):
+    """Of every rank, what each case gives, and the largest of some numbers."""
+    given = {}
     for case, (strategy, name) in CASES.items():
         changes = {"strategy": strategy, "lr": RATES[name], "model": MODELS[name]}
         if case == "plain data":
-            changes |= {"kind": Plain, "checkpoint_dir": f"{folder}/checkpoints"}
+            changes |= {"kind": Plain, "checkpoint_dir": f"{folder}/checkpoints", "output": f"{folder}/model.pt"}
         if world_size == 1 and strategy == "ddp":
             changes["strategy"] = "local"
-        train(local_rank, world_size, folder, case, name, **changes)
+        given[case] = train(name, **changes)
+    assert mnist_FSDP.largest([local_rank, -local_rank], torch.device("cpu")) == [world_size - 1, 0]
+    return dist.gather_objects(given)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     """Three ranks train all cases, one of them with a checkpoint after each of its two epochs."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    dist.launch(cases_worker, str(folder), nprocs=3)
-    return folder
+    return folder, dist.launch(cases_worker, str(folder), nprocs=3)
 
 
 @pytest.mark.guard
 @pytest.mark.parametrize("nprocs", [1, *guards(2, 3, 4)])
 def test_equals_one_process(nprocs, references, tmp_path, request):
-    folder = request.getfixturevalue("uninterrupted") if nprocs == 3 else tmp_path
-    if nprocs != 3:
-        dist.launch(cases_worker, str(folder), nprocs=nprocs)
+    if nprocs == 3:
+        folder, job = request.getfixturevalue("uninterrupted")
+    else:
+        folder, job = tmp_path, dist.launch(cases_worker, str(tmp_path), nprocs=nprocs)
     for case, (strategy, name) in CASES.items():
-        state, lines, output, drawn = trained(folder, case)
-        assert_equal_states(state, references[name][0])
-        assert_equal_lines(lines, references[name], nprocs)
+        ranks = [given[case] for given in job]
+        assert_equal_results(ranks, references[name])
+        state, output = ranks[0]["state"], ranks[0]["stdout"]
         strategy = "local" if nprocs == 1 and strategy == "ddp" else strategy
-        assert output.startswith(f"Training on {nprocs} x cpu: {strategy}\n")
-        steps = [number for numbers in drawn for number in numbers]
-        assert len(steps) == nprocs * EPOCHS * STEPS
-        assert len(set(steps)) == len(steps), "dropout differs between ranks and between steps"
+        drawn = [number for rank in ranks for number in rank["drawn"]]
+        assert len(drawn) == nprocs * EPOCHS * STEPS
+        assert len(set(drawn)) == len(drawn), "dropout differs between ranks and between steps"
         assert re.findall(r"^step (.*)$", output, re.M) == expected_steps(references[name])
         n_params = sum(tensor.numel() for tensor in state.values())
         n_trained = sum(tensor.numel() for name, tensor in state.items() if not name.startswith("pooler"))
@@ -174,59 +181,63 @@ def test_equals_one_process(nprocs, references, tmp_path, request):
         held = [int(number.replace(",", "")) for number in held.groups()]
         assert held == pytest.approx(expected, rel=0.02)
         assert f"Model simple: {n_params:,} parameters\n" in output
+    assert_equal_states(torch.load(folder / "model.pt", weights_only=True), job[0]["plain data"]["state"], 0)
 
 
-def test_prepare_fsdp_model_in_one_process(monkeypatch):
+def test_prepare_fsdp_model_in_one_process():
     model = nn.Linear(3, 2)
     assert dist.prepare_fsdp_model(model) is model and type(model) is nn.Linear
-    monkeypatch.setattr(dist, "get_device", lambda: torch.device("meta"))
-    assert dist.prepare_fsdp_model(model).weight.device.type == "meta", "moved there, as when it is sharded"
+    with pytest.raises(NotImplementedError, match="meta"):  # it is moved to the device, as when it is sharded
+        dist.prepare_fsdp_model(nn.Linear(3, 2, device="meta"))
 
 
 def normed_worker(local_rank, world_size, folder):
-    train(local_rank, world_size, folder, model=Normed, checkpoint_dir=folder)
+    return train(model=Normed, checkpoint_dir=folder)
 
 
 @pytest.mark.guard
 @pytest.mark.slow
 def test_batch_norm(tmp_path):
-    """What was evaluated is what was exported and saved, on every rank."""
-    dist.launch(normed_worker, str(tmp_path), nprocs=2)
-    state, lines, *_ = trained(tmp_path)
-    with few_digits(*SIZES):
+    """What was evaluated is what was saved, on every rank."""
+    trained = dist.launch(normed_worker, str(tmp_path), nprocs=2)
+    with float64():
         net = Normed()
-        net.load_state_dict(state)
-        loss, hits, n = result_of(net, mnist.load_data(train=False, seed=3))
-    assert (int(lines[-1][4]), int(lines[-1][5])) == (hits, n)
-    assert float(lines[-1][2]) == pytest.approx(loss, abs=6e-5)
+        net.load_state_dict(trained["state"])
+        loss, hits, n = result_of(net, halves(*SIZES)[1])
+    assert trained["results"][-1][2:] == (hits, n)
+    assert trained["results"][-1][1] == pytest.approx(loss, abs=1e-9)
     dcp_to_torch_save(tmp_path / "step-2", tmp_path / "saved.pt")
-    assert_equal_states(torch.load(tmp_path / "saved.pt", weights_only=True)["model"], state, 0)
+    assert_equal_states(torch.load(tmp_path / "saved.pt", weights_only=True)["model"], trained["state"], 0)
 
 
 # ---- batches ------------------------------------------------------------------------------------------------------
 
 
 def loaders(train_set, test_set=None):
-    args = argparse.Namespace(data="name", data_dir="folder", seed=3, batch_size=64, test_batch_size=20)
-    with mock.patch("mnist.load_data", side_effect=[train_set, test_set or train_set]) as load_data:
-        both = mnist_FSDP.make_loaders(args, torch.device("cpu"))
-    assert load_data.mock_calls == [mock.call("name", "folder", train=half, seed=3) for half in (True, False)]
-    return both
+    args = argparse.Namespace(seed=3, batch_size=64, test_batch_size=20)
+    return mnist_FSDP.make_loaders(train_set, test_set or train_set, args, torch.device("cpu"))
+
+
+class Counted(mnist.Digits):
+    """Notes how many samples are asked for at a time."""
+
+    def __getitems__(self, indices):
+        self.asked.append(len(indices))
+        return super().__getitems__(indices)
 
 
 def test_batches_are_whole():
-    whole = digits(10_000)
-    loader, _ = loaders(whole)
-    fetch = mock.Mock(wraps=whole.__getitems__)
-    with mock.patch("mnist.Digits.__getitems__", fetch):
-        list(loader)
-    assert [len(call.args[0]) for call in fetch.call_args_list] == [64] * 156 + [16]
+    given = digits(10_000)
+    counted = Counted(given.images, given.labels)
+    counted.asked = []
+    list(loaders(counted)[0])
+    assert counted.asked == [64] * 156 + [16]
 
 
 def test_any_dataset_gives_the_same_batches():
-    whole = digits(90)
-    for dataset in (Plain(whole), Subset(whole, range(90)), Subset(Plain(whole), range(90))):
-        for expected, actual in zip(loaders(whole), loaders(dataset), strict=True):
+    given = digits(90)
+    for dataset in (Plain(given), Subset(given, range(90)), Subset(Plain(given), range(90))):
+        for expected, actual in zip(loaders(given), loaders(dataset), strict=True):
             for one, other in zip(expected, actual, strict=True):
                 assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
 
@@ -234,29 +245,19 @@ def test_any_dataset_gives_the_same_batches():
 # ---- forward and evaluation ---------------------------------------------------------------------------------------
 
 
-def test_forward_computes_in_bfloat16_if_told_to():
-    images, labels = digits(8).__getitems__(range(8))
-    net = mnist.SimpleCNN()
-    expected = F.cross_entropy(net(mnist.normalize(images)), labels, reduction="none")
-    for mixed, dtype in ((False, torch.float32), (True, torch.bfloat16)):
-        outputs, same, losses = mnist_FSDP.forward(net, images, labels, torch.device("cpu"), mixed)
-        assert (outputs.dtype, losses.dtype, losses.shape) == (dtype, torch.float32, (8,)) and same is labels
-        assert torch.allclose(losses, expected, rtol=0.05 if mixed else 1e-6)
-
-
+@float64()
 def evaluate_worker(local_rank, world_size):
     dist.init_process_group()
     results = []
-    with few_digits(1, 1):
-        for size in (101, 60, 2, 1):
-            for sharded in (False, True):
-                torch.manual_seed(4)
-                model = dist.prepare_fsdp_model(Net(), (torch.nn.Linear, torch.nn.Conv2d)) if sharded else Net()
-                results.append(mnist_FSDP.evaluate(model, loaders(digits(size))[1], dist.get_device(), False))
-        torch.manual_seed(4)
-        net = Normed()
-        net.layers[2].running_mean.fill_(local_rank)  # as it is after training, each rank with its own
-        results.append(mnist_FSDP.evaluate(net, loaders(digits(101))[1], dist.get_device(), False))
+    for size in (101, 60, 2, 1):
+        for sharded in (False, True):
+            torch.manual_seed(4)
+            model = dist.prepare_fsdp_model(Net(), (torch.nn.Linear, torch.nn.Conv2d)) if sharded else Net()
+            results.append(mnist_FSDP.evaluate(model, loaders(digits(size))[1], dist.get_device(), False))
+    torch.manual_seed(4)
+    net = Normed()
+    net.layers[2].running_mean.fill_(local_rank)  # as it is after training, each rank with its own
+    results.append(mnist_FSDP.evaluate(net, loaders(digits(101))[1], dist.get_device(), False))
     return dist.gather_objects(results)
 
 
@@ -264,7 +265,7 @@ def evaluate_worker(local_rank, world_size):
 def test_any_number_of_ranks_evaluates_as_one_process(nprocs):
     """Also fewer samples than ranks, and a sharded model, which no rank may leave early."""
     expected = []
-    with few_digits(1, 1):
+    with float64():
         for size in (101, 60, 2, 1):
             torch.manual_seed(4)
             expected += [result_of(Net(), digits(size))] * 2
@@ -307,24 +308,14 @@ def test_each_rank_computes_in_bfloat16_if_told_to():
         computed.clear()
 
 
-def test_mixed_precision_is_for_training_and_evaluation(tmp_path):
-    seen, forward = [], mnist_FSDP.forward
-    with mock.patch("mnist_FSDP.forward", lambda *args: seen.append(args[4]) or forward(*args)):
-        train(0, 1, tmp_path, epochs=1, bf16=True)
-    assert seen == [True] * (STEPS + 12)
+def test_mixed_precision_is_for_training_and_evaluation():
+    check_forward(mnist_FSDP.forward)
+    Typed.types.clear()
+    train(model=Typed, epochs=1, bf16=True)
+    assert Typed.types == [torch.bfloat16] * (STEPS + 12)
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
-
-
-def first_epoch_of(uninterrupted, folder):
-    """A checkpoint folder as it is after the first epoch."""
-    shutil.copytree(uninterrupted / "checkpoints" / "step-1", Path(folder) / "step-1")
-    return str(folder)
-
-
-def again_worker(local_rank, world_size, folder, **changes):
-    train(local_rank, world_size, folder, checkpoint_dir=folder, **changes)
 
 
 class Smaller(Net):
@@ -335,21 +326,23 @@ class Smaller(Net):
         del self.second
 
 
+OTHERS = [{"model": mnist.ShallowNet}, {"model": Smaller}, {"lr": 0.3}, {"bf16": True}, {"seed": 4}]
+
+
 def resume_worker(local_rank, world_size, folder):
     """Resume after the first epoch: from the same state, to the same end, with other models, and with other options."""
-    dist.init_process_group()
+    given = {}
     for strategy in ("fsdp", "ddp"):
-        train(local_rank, world_size, folder, strategy, strategy=strategy, checkpoint_dir=f"{folder}/{strategy}")
+        given[strategy] = train(strategy=strategy, checkpoint_dir=f"{folder}/{strategy}")
 
     # A checkpoint after an epoch of one run, gone on with by another, for each number of ranks.
-    here = f"{folder}/layerwise"
-    for part, epochs in {"half": 1, "whole": 2}.items():
-        changes = {"model": Pooled, "epochs": epochs, "checkpoint_dir": here}
-        train(local_rank, world_size, folder, part, "layerwise", **changes)
+    for part, epochs in {"half": 1, "layerwise": 2}.items():
+        given[part] = train("layerwise", model=Pooled, epochs=epochs, checkpoint_dir=f"{folder}/layerwise")
 
-    for another in ({"model": mnist.ShallowNet}, {"model": Smaller}, {"lr": 0.3}, {"bf16": True}, {"seed": 4}):
-        message = exit_message(again_worker, local_rank, world_size, f"{folder}/other", **another)
+    for another in (*OTHERS, {"data": halves(230, 250)}):
+        message = exit_message(train, checkpoint_dir=f"{folder}/other", **another)
         assert f"{folder}/other/step-1" in message
+    return dist.gather_objects(given)
 
 
 @pytest.mark.guard
@@ -357,108 +350,75 @@ def resume_worker(local_rank, world_size, folder):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("nprocs", [1, 2, *slow(3)])
 def test_resume_on_another_number_of_ranks(nprocs, uninterrupted, references, tmp_path):
+    folder, job = uninterrupted
     for name in ("fsdp", "ddp", "other"):
-        first_epoch_of(uninterrupted, tmp_path / name)
-    dist.launch(resume_worker, str(tmp_path), nprocs=nprocs)
-
-    *_, drawn_before = trained(uninterrupted, "plain data")
-    for strategy in ("fsdp", "ddp"):
-        state, lines, output, drawn = trained(tmp_path, strategy)
-        assert_equal_states(state, references["adam"][0])
-        assert_equal_lines(lines, references["adam"], nprocs, first_epoch=1)
-        assert f"Resuming from {tmp_path / strategy / 'step-1'}\n" in output
-        assert drawn == [numbers[STEPS:] for numbers in drawn_before[:nprocs]], "as if it had not been interrupted"
-    state, lines, *_ = trained(tmp_path, "whole")
-    assert_equal_states(state, references["layerwise"][0])
-    assert_equal_lines(lines, references["layerwise"], nprocs, first_epoch=1)
+        shutil.copytree(folder / "checkpoints" / "step-1", tmp_path / name / "step-1")
+    resumed = dist.launch(resume_worker, str(tmp_path), nprocs=nprocs)
+    for name, reference in {"fsdp": "adam", "ddp": "adam", "layerwise": "layerwise"}.items():
+        ranks = [given[name] for given in resumed]
+        assert_equal_results(ranks, references[reference], first_epoch=1)
+        assert f"Resuming from {tmp_path / name / 'step-1'}\n" in ranks[0]["stdout"]
+        if reference == "adam":
+            before = [given["plain data"]["drawn"] for given in job[:nprocs]]
+            assert [rank["drawn"] for rank in ranks] == [numbers[STEPS:] for numbers in before], "as not interrupted"
     assert sorted(os.listdir(tmp_path / "layerwise")) == ["step-1", "step-2"]
 
 
-def killed_worker(local_rank, world_size, folder, rank, how):
-    save = checkpoint_sharded.save
-
-    def save_or_die(folder, model, optimizer, epoch, **settings):
-        with killed_in(*how) if (epoch, local_rank) == (2, rank) else contextlib.nullcontext():
-            save(folder, model, optimizer, epoch, **settings)
-
-    with mock.patch("checkpoint_sharded.save", save_or_die):
-        again_worker(local_rank, world_size, folder)
-
-
-@pytest.mark.guard
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", [moment for moment in KILLS if "older ones" not in moment])
-def test_kill_in_a_save(moment, uninterrupted, references, tmp_path):
-    (rank, how, epoch), folder = KILLS[moment], first_epoch_of(uninterrupted, tmp_path)
-    with pytest.raises(ProcessExitedException, match=f"rank {rank} was killed by SIGKILL"):
-        dist.launch(killed_worker, folder, rank, how, nprocs=2)
-    assert (tmp_path / "step-2").is_dir()
-    dist.launch(again_worker, folder, nprocs=2)
-    state, lines, output, _ = trained(tmp_path)
-    assert f"Resuming from {tmp_path / f'step-{epoch}'}" in output and len(lines) == 2 - epoch
-    assert_equal_states(state, references["adam"][0])
-    dcp_to_torch_save(tmp_path / "step-2", tmp_path / "saved.pt")  # and it was completed
-    assert_equal_states(torch.load(tmp_path / "saved.pt", weights_only=True)["model"], references["adam"][0])
-
-
 def test_an_export_on_a_full_disk_leaves_the_old_file(tmp_path):
-    (tmp_path / "run.pt").write_text("old")
-    (tmp_path / "run.pt.0.tmp").symlink_to("/dev/full")
-    message = exit_message(train, 0, 1, tmp_path, epochs=1)
-    assert message.startswith(f"cannot save {tmp_path}/run.pt") and "No space left on device" in message
-    assert (tmp_path / "run.pt").read_text() == "old"
-
-
-# ---- progress -----------------------------------------------------------------------------------------------------
-
-
-def test_no_step_waits_for_the_loss(tmp_path, monkeypatch):
-    """The device is asked for it every --log-every steps."""
-    waits = []
-    for name in ("item", "tolist"):
-        function = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, lambda self, f=function: waits.append(None) or f(self))
-    counts = []
-    for log_every in (1, 5, 100):
-        waits.clear()
-        train(0, 1, tmp_path, epochs=1, log_every=log_every)
-        counts.append(len(waits))
-    assert counts[0] - counts[2] == STEPS and counts[1] - counts[2] == STEPS // 5
+    check_full_disk(tmp_path / "run.pt", train, epochs=1, output=tmp_path / "run.pt")
 
 
 # ---- the command --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Found GPU")
+def test_the_command_trains_the_model_and_the_data_of_its_options(job_of, tmp_path):
+    write_mnist(tmp_path, 320, 101)
+    words = ("--data", "mnist", "--data-dir", tmp_path, "--model", "shallow", "--epochs", 1, "--seed", 3)
+    stdout = job_of("mnist_FSDP.py", *words, "--output", tmp_path / "command.pt")
+    assert stdout.startswith("Training on 1 x cpu: fsdp\nModel shallow: 1,199,882 parameters\n")
+    options = {"epochs": 1, "batch_size": 64, "test_batch_size": 1000, "lr": 0.001}
+    given = train(model=mnist.ShallowNet, data=halves(320, 101), exact=False, **options)
+    assert_equal_states(torch.load(tmp_path / "command.pt", weights_only=True), given["state"], 0)
+
+
+# ---- progress -----------------------------------------------------------------------------------------------------
+
+
+def test_no_step_waits_for_the_loss():
+    """The device is asked for it every --log-every steps."""
+    counts = []
+    for log_every in (1, 5, 100):
+        with host_reads() as reads:
+            train(epochs=1, log_every=log_every)
+        counts.append(len(reads))
+    assert counts[0] - counts[2] == STEPS and counts[1] - counts[2] == STEPS // 5
+
+
+# ---- real digits --------------------------------------------------------------------------------------------------
+
+
+def without_dropout():
+    """Its masks would differ between numbers of processes."""
+    net = mnist.ShallowNet()
+    net.dropout1.p = net.dropout2.p = 0
+    return net
+
+
+def real_worker(local_rank, world_size, strategy):
+    dist.init_process_group()
+    data = [mnist.load_data("mnist", MNIST_ROOT, half) for half in (True, False)]
+    some = [mnist.Digits(each.images[:600], each.labels[:600]) for each in data]
+    options = {"strategy": strategy, "epochs": 1, "batch_size": 64 // world_size, "min_num_params": 20_000}
+    return train(model=without_dropout, data=some, **options)
+
+
 @needs_mnist
 @pytest.mark.slow
 @pytest.mark.guard
-def test_shallow_net_on_real_mnist_in_two_units_equals_local(tmp_path):
-    dist.launch(real_worker, "fsdp", str(tmp_path), nprocs=2)
-    dist.launch(real_worker, "local", str(tmp_path), nprocs=1)
-    output, alone = ((tmp_path / f"{strategy}.txt").read_text() for strategy in ("fsdp", "local"))
-    assert re.findall(r"(loss.*\)) ", output) == re.findall(r"(loss.*\)) ", alone)
-    sharded, whole = (torch.load(tmp_path / f"{strategy}.pt", weights_only=True) for strategy in ("fsdp", "local"))
-    assert_equal_states(sharded, whole)
-
-
-def real_worker(local_rank, world_size, strategy, folder):
-    """600 real digits in float64, without dropout, whose masks differ between numbers of processes."""
-    words = ["--strategy", strategy, "--model", "shallow", "--epochs", "1", "--batch-size", str(64 // world_size)]
-    words += ["--data", "mnist", "--data-dir", MNIST_ROOT, "--output", f"{folder}/{strategy}.pt"]
-    load_data = mnist.load_data
-
-    def some(*args, **kwargs):
-        whole = load_data(*args, **kwargs)
-        return mnist.Digits(whole.images[:600], whole.labels[:600])
-
-    torch.set_default_dtype(torch.float64)
-    with (
-        mock.patch("mnist.load_data", some),
-        mock.patch("torch.nn.functional.dropout", lambda x, *_: x),
-        mock.patch("sys.argv", ["mnist_FSDP.py", *words]),
-        contextlib.redirect_stdout(io.StringIO()) as stdout,
-    ):
-        mnist_FSDP.main_worker(local_rank, world_size, mnist_FSDP.parse_args())
-    torch.set_default_dtype(torch.float32)
-    if local_rank == 0:
-        Path(f"{folder}/{strategy}.txt").write_text(stdout.getvalue())
+def test_shallow_net_on_real_mnist_in_two_units_equals_local():
+    sharded = dist.launch(real_worker, "fsdp", nprocs=2)
+    alone = dist.launch(real_worker, "local", nprocs=1)
+    assert sharded["results"][0][2:] == alone["results"][0][2:]
+    assert sharded["results"][0][:2] == pytest.approx(alone["results"][0][:2], abs=1e-9)
+    assert_equal_states(sharded["state"], alone["state"])

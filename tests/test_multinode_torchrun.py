@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 from types import SimpleNamespace
-from unittest import mock
 
 import psutil
 import pytest
@@ -18,7 +17,7 @@ from ladder import (
     adam,
     assert_close,
     assert_same_models,
-    mlp_and_adam,
+    mlp,
     no_seed_twice,
     random_model,
     train_alone,
@@ -66,18 +65,11 @@ def trainer(model, optimizer, path, dataset, num_workers):
 def equal_worker(local_rank, world_size, by_sgd, by_adam):
     """The script's own, then Adam and a model of several layers, which three ranks leave inside an epoch."""
     multinode_torchrun.main_worker(local_rank, world_size, by_sgd)
-    with mlp_and_adam():
-        if world_size != 3:
-            multinode_torchrun.main_worker(local_rank, world_size, by_adam)
-            return
-
-        def get_sigterm(*args):
-            if local_rank == 2:
-                signal.raise_signal(signal.SIGTERM)
-
-        with mock.patch("checkpoint.rebuild_buckets", get_sigterm), mock.patch("checkpoint.Preemption.leave") as leave:
-            multinode_torchrun.main_worker(local_rank, world_size, by_adam)
-        leave.assert_called_once_with()
+    preemption = checkpoint.Preemption()
+    preemption.received = world_size == 3 and local_rank == 2
+    data, model = multinode_torchrun.ToyDataset(), mlp()
+    job = multinode_torchrun.Trainer(model, data, adam(model), dist.get_device(), preemption, by_adam)
+    assert job.train(by_adam.total_epochs) == (world_size != 3)
 
 
 @pytest.mark.guard

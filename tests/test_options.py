@@ -3,17 +3,12 @@
 import argparse
 import importlib
 import re
-import runpy
-import sys
-from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, guards
+from conftest import guards
 
-import distributed as dist
 import options
-import single_gpu
 
 TRANSFORMERS = [f"min_{name}" for name in ("FSDP_TP", "PP_FSDP_TP", "CP", "DiLoCo", "EP", "EP_FSDP", "FSDP", "Join")]
 TRANSFORMERS += [
@@ -163,8 +158,8 @@ REFUSED = {
 
 
 @pytest.fixture(autouse=True)
-def no_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+def no_gpu(gpus, monkeypatch, tmp_path):
+    gpus(0)
     monkeypatch.chdir(tmp_path)
 
 
@@ -186,18 +181,22 @@ def test_a_mistake_is_one_line(script, main_of, monkeypatch):
         assert all(word in stderr for word in others), f"{typed}: {stderr}"
 
 
-def exit_of(module, capsys, monkeypatch, *options):
-    """Status, stdout and stderr with which parse_args leaves."""
-    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *POSITIONAL.get(module.__name__, []), *options])
-    with pytest.raises(SystemExit) as exit_info:
-        module.parse_args()
-    return exit_info.value.code, *capsys.readouterr()
+def words_of(script, *options):
+    """A command line of a script, with the words that it needs."""
+    return f"{script}.py", *POSITIONAL.get(script, []), *options
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_shows_usage_and_all_defaults_and_every_number_and_choice_is_checked(script, capsys, monkeypatch):
+def test_help_shows_usage_and_all_defaults_and_every_number_and_choice_is_checked(script, capsys, typed):
     module = importlib.import_module(script)
-    status, help_text, _ = exit_of(module, capsys, monkeypatch, "--help")
+
+    def exit_of(*options):
+        typed(*words_of(script, *options))
+        with pytest.raises(SystemExit) as exit_info:
+            module.parse_args()
+        return exit_info.value.code, *capsys.readouterr()
+
+    status, help_text, _ = exit_of("--help")
     assert status == 0 and help_text.startswith(f"usage: {script}.py [-h] ")
     assert "".join(module.__doc__.partition("\n")[0].split()) in "".join(help_text.split())
     _, _, *options = re.split(r"\n  (?=-)", help_text.partition("\noptions:")[2])
@@ -208,56 +207,47 @@ def test_help_shows_usage_and_all_defaults_and_every_number_and_choice_is_checke
         if value and name not in PATHS and (script, name) not in TEXTS:
             may_not_be_0 = name not in MAY_BE_0 and (script, name) not in ZEROS
             for wrong in ("x", "nan", "-1", *(["0"] if may_not_be_0 else [])):
-                status, stdout, stderr = exit_of(module, capsys, monkeypatch, f"--{name}={wrong}")
+                status, stdout, stderr = exit_of(f"--{name}={wrong}")
                 assert (status, stdout, stderr.count("\n")) == (2, "", 1), f"{name} {wrong}"
                 assert stderr.startswith(f"{script}.py: error: argument --{name}: ") and wrong in stderr
 
 
-def launched(monkeypatch, script, *options):
-    """With what the script calls `launch`."""
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", *POSITIONAL.get(script, []), *map(str, options)])
-    monkeypatch.setattr(dist, "launch", launch := mock.Mock())
-    runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
-    return launch.call_args
-
-
 @pytest.mark.parametrize("script", NPROC)
-def test_nproc_is_the_number_of_processes(script, main_of, monkeypatch):
-    for gpus, given, nprocs in ((0, (), 1), (0, ("--nproc", 4), 4), (4, (), 4), (4, ("--nproc", 1), 1)):
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda gpus=gpus: gpus)
-        assert launched(monkeypatch, script, *given).kwargs == {"nprocs": nprocs}
+def test_nproc_is_the_number_of_processes(script, main_of, launched, gpus, monkeypatch):
+    for visible, given, nprocs in ((0, (), 1), (0, ("--nproc", 4), 4), (4, (), 4), (4, ("--nproc", 1), 1)):
+        gpus(visible)
+        assert launched(*words_of(script, *given)).kwargs == {"nprocs": nprocs}
     status, line = main_of(f"{script}.py", "--nproc", "8")
     assert status == 2 and "argument --nproc: '8' " in line and " 4\n" in line
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
-    assert launched(monkeypatch, script).kwargs == {"nprocs": 4}, "the launcher's number"
-    assert launched(monkeypatch, script, "--nproc", 2).kwargs == {"nprocs": 2}, "which `launch` refuses"
+    for visible in (0, 2):  # as on two machines with two GPUs each
+        gpus(visible)
+        assert launched(*words_of(script)).kwargs == {"nprocs": 4}, "the launcher's number"
+    assert launched(*words_of(script, "--nproc", 2)).kwargs == {"nprocs": 2}, "which `launch` refuses"
     assert "argument --nproc: '0' " in main_of(f"{script}.py", "--nproc", "0")[1]
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    assert launched(monkeypatch, script).kwargs == {"nprocs": 4}, "on two machines with two GPUs each"
 
 
 @pytest.mark.parametrize("script", TRANSFORMERS)
-def test_defaults_suit_any_number_of_processes(script, monkeypatch):
+def test_defaults_suit_any_number_of_processes(script, launched):
     """The script itself would refuse what does not fit."""
     options = {"min_FSDP_TP": [(), ("--tensor", 0), ("--replicate", 0)], "min_CP": [(), ("--attention", "all-gather")]}
     for nproc in (*range(1, 9), 16):
         for given in options.get(script, [()]):
             given = [nproc if value == 0 else value for value in given]
-            args = launched(monkeypatch, script, "--nproc", nproc, *given).args[1]
+            args = launched(f"{script}.py", "--nproc", nproc, *given).args[1]
             assert args.nproc == nproc and args.width % args.heads == 0
             assert args.global_batch_size >= 16 and args.width >= 128 and args.heads >= 4
-    assert getattr(launched(monkeypatch, script, "--steps", 4).args[1], "least", 3) == 3, "three quarters"
+    assert getattr(launched(f"{script}.py", "--steps", 4).args[1], "least", 3) == 3, "three quarters"
 
 
-def test_other_numbers_of_processes(monkeypatch):
-    assert launched(monkeypatch, "mnist_FSDP", "--strategy", "local").kwargs == {"nprocs": 1}
-    assert launched(monkeypatch, "rpc_model_parallel").kwargs == {"nprocs": 2}
-    assert launched(monkeypatch, "rpc_param_server", "--trainers", 4).kwargs["nprocs"] == 5
-    for gpus, layers in ((0, 4), (2, 4), (8, 8)):  # enough for a stage on each
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda gpus=gpus: gpus)
-        assert launched(monkeypatch, "min_PP").args[1].layers == layers
+def test_other_numbers_of_processes(launched, gpus):
+    assert launched("mnist_FSDP.py", "--strategy", "local").kwargs == {"nprocs": 1}
+    assert launched("rpc_model_parallel.py").kwargs == {"nprocs": 2}
+    assert launched("rpc_param_server.py", "--trainers", 4).kwargs["nprocs"] == 5
+    for visible, layers in ((0, 4), (2, 4), (8, 8)):  # enough for a stage on each
+        gpus(visible)
+        assert launched("min_PP.py").args[1].layers == layers
 
 
 @pytest.mark.parametrize("wrong", ["inf", "nan", "0", "-1", "1e999"])
@@ -269,19 +259,18 @@ def test_a_positive_number_is_finite(wrong, capsys):
     assert capsys.readouterr().err == f"{parser.prog}: error: argument --lr: '{wrong}' is not a finite number above 0\n"
 
 
-def test_an_option_may_be_typed_with_underscores(monkeypatch):
+def test_an_option_may_be_typed_with_underscores():
     parser = options.ArgumentParser("What the script does.\n")
     parser.add_argument("steps", type=int)
     parser.add_argument("--test-batch-size", type=options.whole_number(1))
     parser.add_argument("--model-file")
     parser.add_argument("--use-fast-path", action=argparse.BooleanOptionalAction)
-    typed = ["50", "--test_batch_size", "10", "--model_file=my_model--a_b.pt", "--no_use_fast_path"]
     expected = {"steps": 50, "test_batch_size": 10, "model_file": "my_model--a_b.pt", "use_fast_path": False}
-    assert vars(parser.parse_args(typed)) == expected
-    monkeypatch.setattr(sys, "argv", ["script.py", *typed])
-    assert vars(parser.parse_args()) == expected
-    typed = ["50", "--test-batch-size=10", "--model-file", "my_model--a_b.pt", "--no-use-fast-path"]
-    assert vars(parser.parse_args(typed)) == expected
+    for words in (
+        "50 --test_batch_size 10 --model_file=my_model--a_b.pt --no_use_fast_path",
+        "50 --test-batch-size=10 --model-file my_model--a_b.pt --no-use-fast-path",
+    ):
+        assert vars(parser.parse_args(words.split())) == expected
 
 
 FOLDERS = [  # where scripts save, and the name of a file there
@@ -297,39 +286,36 @@ FOLDERS = [  # where scripts save, and the name of a file there
 
 
 @pytest.mark.parametrize(("script", "option", "name"), FOLDERS)
-def test_a_folder_is_made_or_one_line_says_why_not(script, option, name, main_of, tmp_path, monkeypatch):
+def test_a_folder_is_made_or_one_line_says_why_not(script, option, name, main_of, launched, tmp_path):
     """A path may be empty, as from a variable that is not set."""
-    assert launched(monkeypatch, script, option, tmp_path / "new" / "folder" / name)
+    assert launched(*words_of(script, option, tmp_path / "new" / "folder" / name))
     assert (tmp_path / "new" / "folder").is_dir()
     (tmp_path / "file").write_text("in the way")
-    words = [*POSITIONAL.get(script, []), option]
+    words = words_of(script, option)
     for folder in (tmp_path / "file", tmp_path / "file" / "folder"):
-        message, stderr = main_of(f"{script}.py", *words, str(folder / name))
+        message, stderr = main_of(*words, str(folder / name))
         assert re.fullmatch(f"{option}: cannot write to {folder}: (File exists|Not a directory)", message)
         assert stderr == ""
     assert (tmp_path / "file").read_text() == "in the way"
-    message, stderr = main_of(f"{script}.py", *words, "")
+    message, stderr = main_of(*words, "")
     assert re.match(f"{option}: (cannot write to |'' is not the name of a file$)", message) and stderr == ""
 
 
-def test_a_path_may_begin_with_the_home_folder(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("script", "option"),
+    [("mnist_DDP", "output"), ("min_FSDP", "checkpoint-dir"), ("multigpu_torchrun", "snapshot-path")],
+)
+def test_a_path_may_begin_with_the_home_folder(script, option, launched, monkeypatch, tmp_path):
     """No shell replaces the ~ in --output=~/model.pt."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    for script, option in (
-        ("mnist_DDP", "output"),
-        ("min_FSDP", "checkpoint-dir"),
-        ("multigpu_torchrun", "snapshot-path"),
-    ):
-        module = importlib.import_module(script)
-        monkeypatch.setattr(sys, "argv", [script, *POSITIONAL.get(script, []), f"--{option}=~/{script}/file"])
-        assert getattr(module.parse_args(), option.replace("-", "_")) == f"{tmp_path}/{script}/file"
+    args = launched(*words_of(script, f"--{option}=~/{script}/file")).args[1]
+    assert getattr(args, option.replace("-", "_")) == f"{tmp_path}/{script}/file"
 
 
-def test_single_gpu_says_so_when_it_saves(monkeypatch):
+def test_single_gpu_says_so_when_it_saves(main_of, monkeypatch):
     monkeypatch.chdir("/sys")
-    monkeypatch.setattr(sys, "argv", ["single_gpu.py", "1", "1"])
-    with pytest.raises(SystemExit, match=r"^cannot save /sys/checkpoint\.pt: [^\n]*$"):
-        single_gpu.main(single_gpu.parse_args())
+    message, _ = main_of("single_gpu.py", "1", "1")
+    assert re.fullmatch(r"cannot save /sys/checkpoint\.pt: .*", message)
 
 
 def test_without_docstrings_the_help_has_no_description():

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import io
 import linecache
-import os
 import random
 import re
 import shutil
@@ -21,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conftest import ROOT, Watch, float64, on_two_processes, run
+from conftest import ROOT, Left, Watch, float64, leaving_is_an_error, on_two_processes, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,7 +28,6 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
 from transformer import full_parameters
 
-import checkpoint
 import checkpoint_sharded
 import distributed as dist
 
@@ -771,15 +769,10 @@ def test_early_stop():
     assert result.test_loss == 5 and (model.outer.bias == 5).all(), "of the best epoch, on all ranks"
 
 
-class Left(Exception):
-    """Instead of the process's end."""
-
-
 @recipe
 def test_preemption():
     """Preempted in two epochs, and at the end of one, the run ends where one that was not ends, bit for bit."""
     (block,) = blocks_of("How do I save on SIGTERM (preemption) in my own script?")
-    before = signal.getsignal(signal.SIGTERM)
     x, y = make_batch(100)
     data = TensorDataset(x[:96], y[:96])  # four steps of two micro-batches of 12 samples
     seen = []
@@ -805,82 +798,65 @@ def test_preemption():
             optimizer.step()
             scheduler.step()
             steps.append(optimizer.param_groups[0]["lr"])
+            if len(steps) + 1 == stop_after and dist.is_primary():  # all ranks stop one step later
+                signal.raise_signal(signal.SIGTERM)
 
         names = {"ddp_model": ddp_model, "optimizer": optimizer, "scheduler": scheduler, "train_step": train_step}
-        agreed = mock.Mock(side_effect=lambda: len(steps) == stop_after)
-        with (
-            mock.patch.object(checkpoint.Preemption, "agreed", agreed),
-            mock.patch.object(checkpoint.Preemption, "leave", mock.Mock(side_effect=Left)),
-        ):
-            left = pytest.raises(Left) if stop_after else contextlib.nullcontext()
-            with left:
-                execute(block.replace("snapshot.pt", path), **names, sampler=sampler, loader=loader, K=2, epochs=3)
-        assert agreed.call_count == len(steps)
-        assert signal.getsignal(signal.SIGTERM).__func__ is checkpoint.Preemption.receive
-        signal.signal(signal.SIGTERM, before)
+        names |= {"sampler": sampler, "loader": loader}
+        with leaving_is_an_error(), pytest.raises(Left) if stop_after else contextlib.nullcontext():
+            execute(block.replace("snapshot.pt", path), **names, K=2, epochs=3)
+        assert not stop_after or len(steps) == stop_after
         return full_parameters(model)
 
-    try:
-        expected = run("not_preempted.pt", None)
-        orders = [torch.randperm(96, generator=torch.Generator().manual_seed(epoch)) for epoch in range(3)]
-        samples = x[torch.cat([order[dist.get_rank() :: dist.get_world_size()] for order in orders])]
-        assert torch.equal(torch.cat(seen), samples)
-        seen.clear()
-        # In the first epoch, in the second, at its end, and no more. The last run finds that all is done.
-        for stop_after in (2, 4, 2, None, None):
-            resumed = run("preempted.pt", stop_after)
-        check_equal(resumed, expected, tolerance=0)
-        assert torch.equal(torch.cat(seen), samples), "each sample once in each epoch"
-        check_same_on_all_ranks(resumed)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    expected = run("not_preempted.pt", None)
+    orders = [torch.randperm(96, generator=torch.Generator().manual_seed(epoch)) for epoch in range(3)]
+    samples = x[torch.cat([order[dist.get_rank() :: dist.get_world_size()] for order in orders])]
+    assert torch.equal(torch.cat(seen), samples)
+    seen.clear()
+    # In the first epoch, in the second, at its end, and no more. The last run finds that all is done.
+    for stop_after in (2, 4, 2, None, None):
+        resumed = run("preempted.pt", stop_after)
+    check_equal(resumed, expected, tolerance=0)
+    assert torch.equal(torch.cat(seen), samples), "each sample once in each epoch"
+    check_same_on_all_ranks(resumed)
 
 
-def resume(epochs):
-    """Run the recipe to resume, to epoch `epochs`, with momentum and a schedule; returns parameters and epochs."""
+@recipe
+def test_another_number_of_gpus():
+    """Two epochs of two processes, and two of one, end where four epochs of one do."""
     (block,) = blocks_of("How do I resume, perhaps with another number of GPUs?")
-    torch.manual_seed(dist.get_rank())  # rank 0's weights are taken
-    model = Net()
-    ddp_model = dist.prepare_ddp_model(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    trained = []
 
-    def train_epoch(epoch):
-        x, y = own(*make_batch(seed=epoch))
-        take_step(optimizer, ddp_model(x), y)
-        scheduler.step()
-        trained.append(epoch)
+    def resume(epochs, path, alone=False):
+        """Run the recipe to epoch `epochs`, with momentum and a schedule; returns parameters and epochs.
 
-    names = {"ddp_model": ddp_model, "optimizer": optimizer, "scheduler": scheduler}
-    execute(block, **names, train_epoch=train_epoch, epochs=epochs)
-    return full_parameters(model), trained
+        To train `alone`, each process computes the whole batch.
+        """
+        torch.manual_seed(0 if alone else dist.get_rank())  # rank 0's weights are taken
+        model, trained = Net(), []
+        ddp_model = model if alone else dist.prepare_ddp_model(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
+        def train_epoch(epoch):
+            batch = make_batch(seed=epoch)
+            x, y = batch if alone else own(*batch)
+            take_step(optimizer, ddp_model(x), y)
+            scheduler.step()
+            trained.append(epoch)
 
-def resume_on_two(local_rank, world_size, folder):
-    dist.init_process_group()
-    os.chdir(folder)
-    with float64():
-        parameters, trained = resume(2)
-        assert trained == [0, 1]
-        parameters, trained = resume(2)
-        assert trained == [], "the next epoch is stored"
-        check_same_on_all_ranks(parameters)
+        names = {"ddp_model": ddp_model, "optimizer": optimizer, "scheduler": scheduler}
+        execute(block.replace("snapshot.pt", path), **names, train_epoch=train_epoch, epochs=epochs)
+        return full_parameters(model), trained
 
-
-@pytest.mark.guard
-@pytest.mark.slow
-def test_another_number_of_gpus(tmp_path, monkeypatch):
-    """Two epochs of two processes and two of one end where four epochs of one do."""
-    dist.launch(resume_on_two, str(tmp_path), nprocs=2)
-    with float64():
-        monkeypatch.chdir(tmp_path)
-        resumed, trained = resume(4)
-        assert trained == [2, 3]
-        os.remove("snapshot.pt")
-        alone, trained = resume(4)
-        assert trained == [0, 1, 2, 3]
-    check_equal(resumed, alone)
+    assert resume(2, "two.pt")[1] == [0, 1]
+    parameters, trained = resume(2, "two.pt")
+    assert trained == [], "the next epoch is stored"
+    check_same_on_all_ranks(parameters)
+    resumed, trained = resume(4, "two.pt", alone=True)
+    assert trained == [2, 3]
+    expected, trained = resume(4, "one.pt", alone=True)
+    assert trained == [0, 1, 2, 3]
+    check_equal(resumed, expected)
 
 
 def split_two_layers(model):

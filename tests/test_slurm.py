@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT
+from conftest import ROOT, free_port, wait_until
 from ladder import assert_same_models
 from test_multinode_torchrun import options
 
@@ -62,24 +62,6 @@ def command(*arguments):
     return subprocess.run(list(map(str, arguments)), check=True, capture_output=True, text=True).stdout.strip()
 
 
-def wait_until(condition, seconds=120):
-    end = time.monotonic() + seconds
-    value = condition()
-    while not value:
-        assert time.monotonic() < end, f"not within {seconds} s"
-        time.sleep(0.2)
-        value = condition()
-    return value
-
-
-def free_ports(count):
-    servers = [socket.create_server(("", 0)) for _ in range(count)]
-    ports = [server.getsockname()[1] for server in servers]
-    for server in servers:
-        server.close()
-    return ports
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("slurm")
@@ -91,7 +73,9 @@ def cluster(tmp_path_factory):
     (folder / "key").write_bytes(os.urandom(1024))
     (folder / "key").chmod(0o400)
     host = socket.gethostname()
-    (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, host=host, ports=free_ports(3)))
+    (folder / "slurm.conf").write_text(
+        CONFIGURATION.format(folder=folder, host=host, ports=[free_port() for _ in range(3)])
+    )
     (folder / "gres.conf").write_text(GPUS)
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
     munge = {"--key-file": "key", "--socket": "munge.socket", "--pid-file": "munged.pid", "--log-file": "munged.log"}

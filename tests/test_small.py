@@ -16,17 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-HELPERS = (
-    "checkpoint",
-    "distributed",
-    "gpt_generate",
-    "gpt",
-    "mnist",
-    "options",
-    "rpc_remote",
-    "checkpoint_sharded",
-    "spawn",
-)
+HELPERS = ("checkpoint", "distributed", "gpt_generate", "gpt", "mnist", "options", "rpc_remote", "checkpoint_sharded")
+HELPERS += ("spawn",)
 ALL_HELPERS = {*HELPERS, "llm_documents", "llm_hub", "parity_why", "tracking", "watch"}
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem not in ALL_HELPERS)
 PUBLIC = {
@@ -71,16 +62,21 @@ def code_lines(name):
     return len(lines)
 
 
-@functools.cache
-def imports(name):
-    """The project's files that `name` imports itself; those of a function are needed too."""
+def modules_of(nodes):
+    """What these statements import."""
     modules = set()
-    for node in ast.walk(tree(name)):
+    for node in nodes:
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             modules.add(node.module)
-    return {module for module in modules if module in ALL_HELPERS or module in SCRIPTS}
+    return modules
+
+
+@functools.cache
+def imports(name):
+    """The project's files that `name` imports itself; those of a function are needed too."""
+    return {module for module in modules_of(ast.walk(tree(name))) if module in ALL_HELPERS or module in SCRIPTS}
 
 
 @functools.cache
@@ -114,13 +110,7 @@ def test_the_helper_has_the_names_of_the_list_and_no_others():
 
 @pytest.mark.parametrize("name", ["distributed", "spawn", "checkpoint", "watch"])
 def test_importing_it_needs_only_torch(name):
-    imported = []
-    for node in tree(name).body:
-        if isinstance(node, ast.Import):
-            imported += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            imported.append(node.module)
-    packages = {each.partition(".")[0] for each in imported}
+    packages = {module.partition(".")[0] for module in modules_of(tree(name).body)}
     assert packages <= sys.stdlib_module_names | {"torch", "distributed"}
 
 
@@ -129,23 +119,15 @@ def test_the_helpers_stay_small():
     assert all(sizes[name] <= most for name, most in MOST.items()), sizes
 
 
+STARTS_OR_STAYS = {"atexit", "multiprocessing", "resource", "signal", "socket", "subprocess", "threading", "weakref"}
+
+
 def test_the_helper_has_no_thread_no_exit_handler_and_no_private_names():
-    modules = {
-        alias.name for node in ast.walk(tree("distributed")) if isinstance(node, ast.Import) for alias in node.names
-    }
-    assert not modules & {
-        "atexit",
-        "multiprocessing",
-        "resource",
-        "signal",
-        "socket",
-        "subprocess",
-        "threading",
-        "weakref",
-    }
-    attributes = {node.attr for node in ast.walk(tree("distributed")) if isinstance(node, ast.Attribute)}
+    nodes = list(ast.walk(tree("distributed")))
+    assert not modules_of(nodes) & STARTS_OR_STAYS
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     assert {name for name in attributes if name.startswith("_")} == {"_exit"}
-    texts = {node.value for node in ast.walk(tree("distributed")) if isinstance(node, ast.Constant)}
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
     assert {text for text in texts if str(text).startswith("_")} == {"_orig_mod"}
 
 

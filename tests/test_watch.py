@@ -5,7 +5,6 @@ import importlib
 import inspect
 import os
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -17,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conftest import ROOT, free_port, start, wait_for, wait_until
+from conftest import free_port, wait_until
 from torch import nn
 from torch.multiprocessing import ProcessExitedException
 from torch.utils.data import DataLoader
@@ -206,79 +205,33 @@ def test_a_single_process_is_not_watched():
 # ---- ranks that share a store, one look after the other -----------------------------------------------------------
 
 
-@pytest.fixture
-def stand(monkeypatch):
-    """Makes the Standstill of one of three ranks, for which no time needs to pass."""
-    monkeypatch.setattr(watch, "STILL_SECONDS", 0)
-    monkeypatch.setattr(watch, "ASK_SECONDS", 0)
-    monkeypatch.setattr(watch, "_describe", lambda place: place)
-    store = torch_dist.HashStore()
-
-    def call(rank):
-        return watch.Standstill(store, rank, 3)
-
-    return call
+LOOKS = {  # the ranks that look, one after the other, and where the ranks stand in each line: a, b, c, or unknown
+    "one rank tells once": ("01" * 10, ["ab?"]),
+    "two ranks ask at the same time": ("0+" + "01" * 10, ["ab?"]),  # at + the other one asks
+    "another rank tells if the one that asked moves or ends": ("0" + "1" * 10, ["ab?"]),
+    # Rank 0 was told, and then moved on, left the group or ended.
+    "an answer to an older question is not told": ("01" * 10 + "12" * 10, ["ab?", "?bc"]),
+    "a rank that answers too late asks again": ("000" + "01" * 10, ["a??", "ab?"]),
+}
 
 
-def look(*places):
-    """Each of these ranks looks once, at its place."""
-    for standstill, place in places:
-        standstill.look(place)
-
-
-def lines(capsys):
-    return [line.removeprefix("no progress for 0 s: ") for line in capsys.readouterr().err.splitlines()]
-
-
-NOWHERE = "computing, or ended"
-
-
-def test_one_rank_tells_once_where_all_stand(stand, capsys):
-    ranks = [(stand(0), "a"), (stand(1), "b")]
-    for _ in range(10):
-        look(*ranks)
-    assert lines(capsys) == [f"rank 0 in a | rank 1 in b | rank 2 {NOWHERE}"]
-
-
-def test_two_ranks_that_ask_at_the_same_time_are_told_once(stand, capsys):
-    first, second = stand(0), stand(1)
-    first.look("a")
-    second.store.add("watch questions", 1)  # it had read the number before `first` asked
-    for _ in range(10):
-        look((first, "a"), (second, "b"))
-    assert lines(capsys) == [f"rank 0 in a | rank 1 in b | rank 2 {NOWHERE}"]
-
-
-def test_another_rank_tells_if_the_one_that_asked_moves_or_ends(stand, capsys):
-    asks = stand(0)
-    waits = stand(1)
-    asks.look("a")
-    for _ in range(10):
-        waits.look("b")
-    assert lines(capsys) == [f"rank 0 in a | rank 1 in b | rank 2 {NOWHERE}"]
-
-
-def test_an_answer_to_an_older_question_is_not_told(stand, capsys):
-    """Rank 0 was told, and then moved on, left the group or ended."""
-    before = [(stand(0), "a"), (stand(1), "b")]
-    for _ in range(10):
-        look(*before)
-    later = stand(2)
-    for _ in range(10):
-        look(before[1], (later, "c"))
-    assert lines(capsys)[1:] == [f"rank 0 {NOWHERE} | rank 1 in b | rank 2 in c"]
-
-
-def test_a_rank_that_answers_too_late_asks_again(stand, capsys):
-    quick, slow = stand(0), stand(1)
-    for _ in range(3):
-        quick.look("a")
-    for _ in range(10):
-        look((quick, "a"), (slow, "b"))
-    assert lines(capsys) == [
-        f"rank 0 in a | rank 1 {NOWHERE} | rank 2 {NOWHERE}",
-        f"rank 0 in a | rank 1 in b | rank 2 {NOWHERE}",
-    ]
+@pytest.mark.parametrize("case", LOOKS)
+def test_one_of_three_ranks_tells_where_all_stand(case, capsys):
+    looks, expected = LOOKS[case]
+    store, ranks = torch_dist.HashStore(), {}
+    with mock.patch.multiple(watch, STILL_SECONDS=0, ASK_SECONDS=0, _describe=lambda place: place):
+        for look in looks:
+            if look == "+":
+                store.add("watch questions", 1)
+                continue
+            if look not in ranks:
+                ranks[look] = watch.Standstill(store, int(look), 3)
+            ranks[look].look("abc"[int(look)])
+    lines = []
+    for line in expected:
+        places = ["computing, or ended" if place == "?" else f"in {place}" for place in line]
+        lines.append("no progress for 0 s: rank 0 {} | rank 1 {} | rank 2 {}".format(*places))
+    assert capsys.readouterr().err.splitlines() == lines
 
 
 # ---- places -------------------------------------------------------------------------------------------------------
@@ -324,19 +277,6 @@ def test_a_trainer_that_hangs_says_where(script, tmp_path, monkeypatch):
     assert re.fullmatch(rf"rank 0 in {script}\.py:\d+ .* \| rank 1 in test_watch\.py:\d+ .*wait\(\)", line)
 
 
-ALONE = """
-import torch
-import torch.distributed as dist
-import watch
-
-dist.init_process_group("gloo")
-watch.start()
-if dist.get_rank() == 0:
-    dist.all_reduce(torch.ones(1))
-dist.barrier()
-"""
-
-
 def meet_elsewhere(local_rank, world_size, method, log):
     sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115 - open until the process ends
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
@@ -357,23 +297,6 @@ def test_it_needs_no_variables(tmp_path, monkeypatch):
         log.touch()
         dist.launch(meet_elsewhere, method, log, nprocs=2)
         assert len(told(log)) == 1
-
-
-@pytest.mark.slow
-def test_the_file_alone_under_torchrun(tmp_path):
-    shutil.copy(ROOT / "watch.py", tmp_path)
-    (tmp_path / "train.py").write_text(ALONE)
-    log = tmp_path / "job.log"
-    log.touch()
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "train.py")
-    process = start(*command, cwd=tmp_path, env={"PYTHONPATH": "", "WATCH_SECONDS": str(SECONDS)}, log=log)
-    try:
-        wait_for(lambda: told(log), process, timeout=60)
-    finally:
-        process.terminate()
-        process.wait()
-    ranks = ["rank 0 in train.py:9 dist.all_reduce(torch.ones(1))", "rank 1 in train.py:10 dist.barrier()"]
-    assert told(log) == [" | ".join(ranks)]
 
 
 def test_a_number_of_seconds_that_is_none_is_one_line(monkeypatch):

@@ -161,14 +161,18 @@ def _train_worker(local_rank, world_size, train, cases, folder):
     torch.save(results, f"{folder}/{local_rank}.pt")
 
 
-def run_main_worker(script, args, optimizer, before_training=None):
+def run_main_worker(script, args, optimizer, before_training=None, train=None):
     """Run a script's main_worker on the small text.
 
     Returns what it trained, its optimizer, the losses, the last held-out loss and what it printed. If the name begins
     with SGD, the script gets make_optimizer's optimizer instead of AdamW. `before_training(model)` is called with the
-    first argument of the script's `train`.
+    first argument of the script's `train`, which `train` may replace.
     """
-    text, train, result = small_text(), script.train, argparse.Namespace()
+    text, result = small_text(), argparse.Namespace()
+    train = train or script.train
+    held_out, built, rows = [None], set(), set()
+    reduce, build, loss_fn, forward = dist.reduce, gpt.batch, gpt.loss_fn, gpt.Block.forward
+    init = mock.Mock(wraps=dist.init_process_group)
 
     def recorded_train(model, optimizer, *rest):
         if before_training:
@@ -176,34 +180,21 @@ def run_main_worker(script, args, optimizer, before_training=None):
         result.model = model
         result.optimizer = optimizer
         result.losses = train(model, optimizer, *rest)
-        result.held_out = reduced[-1] if reduced else None  # the last that gpt.Progress prints
+        result.held_out = held_out[-1]
         return result.losses
 
-    def recorded_reduce(tensor, op="avg"):
-        reduced.append(reduce(tensor, op))
-        return reduced[-1]
-
-    def sgd(params, lr, fused):
-        return make_optimizer(optimizer, params, lr)
-
-    reduced = []
-    reduce = dist.reduce
-    built = set()
-    build = gpt.batch
+    def recorded_reduce(tensor, op="avg"):  # the last that gpt.Progress prints
+        held_out.append(reduce(tensor, op))
+        return held_out[-1]
 
     def recorded_batch(*batch_args, **kwargs):
         x, y = build(*batch_args, **kwargs)
         built.add(len(x))
         return x, y
 
-    rows = set()
-    loss_fn = gpt.loss_fn
-
     def recorded_loss_fn(logits, y):
         rows.add(len(logits))
         return loss_fn(logits, y)
-
-    forward = gpt.Block.forward
 
     def checked_forward(block, x):
         grads = [local(param.grad) for param in block.parameters() if param.grad is not None]
@@ -212,17 +203,17 @@ def run_main_worker(script, args, optimizer, before_training=None):
             assert not any(grad.any() for grad in grads), "gradients of the step before take memory in forward"
         return forward(block, x)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(gpt.Block, "forward", checked_forward))
-        init = stack.enter_context(mock.patch.object(dist, "init_process_group", wraps=dist.init_process_group))
-        stack.enter_context(mock.patch.object(gpt, "load_text", lambda: text))
-        stack.enter_context(mock.patch.object(gpt, "batch", recorded_batch))
-        stack.enter_context(mock.patch.object(gpt, "loss_fn", recorded_loss_fn))
-        stack.enter_context(mock.patch.object(dist, "reduce", recorded_reduce))
-        stack.enter_context(mock.patch.object(script, "train", recorded_train))
-        if optimizer.startswith("SGD"):
-            stack.enter_context(mock.patch("torch.optim.AdamW", sgd))
-        stdout = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+    def make(params, lr, fused):
+        return make_optimizer(optimizer, params, lr)
+
+    with (
+        mock.patch.object(gpt.Block, "forward", checked_forward),
+        mock.patch.multiple(gpt, load_text=lambda: text, batch=recorded_batch, loss_fn=recorded_loss_fn),
+        mock.patch.multiple(dist, reduce=recorded_reduce, init_process_group=init),
+        mock.patch.object(script, "train", recorded_train),
+        mock.patch("torch.optim.AdamW", make) if optimizer.startswith("SGD") else contextlib.nullcontext(),
+        contextlib.redirect_stdout(io.StringIO()) as stdout,
+    ):
         script.main_worker(dist.get_local_rank(), dist.get_world_size(), args)
     assert init.called
     result.stdout = stdout.getvalue()
