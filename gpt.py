@@ -354,11 +354,12 @@ class Progress:
 # ---- options ------------------------------------------------------------------------------------------------------
 
 
-def add_model_options(parser, length=None):
-    """Add the options that all transformer scripts share, of the model and of its training.
+def make_parser(doc, length=None):
+    """A parser of the options that all transformer scripts share, of the model and of its training.
 
     `length` is the default of --length, for a script that does not split the sequence.
     """
+    parser = options.ArgumentParser(doc)
     rounded = "rounded up so that the processes can split them evenly"
     width_help = "features per byte (default: 128, or the next multiple of --heads)"
     heads_help = f"attention heads per block (default: 4, {rounded})"
@@ -378,6 +379,7 @@ def add_model_options(parser, length=None):
     parser.add_argument("--clip", type=options.number(0), default=0.0, help=clip_help)
     parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
     parser.add_nproc()
+    return parser
 
 
 NOT_SPLIT = (1, "one part")  # a divisor of every number, so no error has its name

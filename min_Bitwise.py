@@ -144,8 +144,7 @@ def checksum(model):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--snapshot-path", help="save to this file, and resume from it")
     parser.add_argument("--save-every", type=options.whole_number(1), default=50, help="steps between snapshots")

@@ -28,8 +28,8 @@ import torch.distributed as torch_dist
 
 import distributed as dist
 import gpt
-import options
-from min_CP_ring import RingAttention, Step, local_positions, train
+from min_CP import train
+from min_CP_ring import RingAttention, Step, local_positions
 
 PADDING = -1  # the document of a position that no document uses, as in min_Packing.py
 
@@ -152,8 +152,7 @@ def number_documents(x):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     args = parser.parse_args()
     gpt.check_model_options(parser, args, length=(2 * args.nproc, "twice the number of processes"))
     return args

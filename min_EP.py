@@ -141,20 +141,11 @@ def backward(model, loss):
     """The gradients of the mean of all ranks' losses. Call it once per step: it sums what is in the gradients."""
     # The experts' gradients are complete after this line: an expert has seen its tokens of all ranks.
     (loss / dist.get_world_size()).backward()
-    # The shared parameters' gradients are summed over the ranks. DDP has no public way to leave out the experts.
+    # The shared parameters' gradients are summed over the ranks. DDP would send many at once, while backward computes.
+    # But it has no public way to leave out the experts.
     shared, _ = split_params(model)
-    sum_gradients(shared)
-
-
-def sum_gradients(params):
-    """Replace the gradients by their sums over all ranks, in one all-reduce."""
-    grads = gradients(params)
-    if dist.get_world_size() == 1 or not grads:
-        return
-    flat = nn.utils.parameters_to_vector(grads)
-    torch_dist.all_reduce(flat)
-    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(part.view_as(grad))
+    for grad in gradients(shared):
+        dist.all_reduce(grad)
 
 
 def split_params(model):
@@ -216,8 +207,11 @@ class AllToAll(torch.autograd.Function):
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def train(model, optimizer, data, args):
-    """Returns the loss of every step over all processes, (steps,), without the load-balancing loss."""
+def train(model, optimizer, data, args, backward=backward, clip_gradients=clip_gradients):
+    """Returns the loss of every step over all processes, (steps,), without the load-balancing loss.
+
+    min_EP_FSDP.py has another `backward` and another `clip_gradients`.
+    """
     progress = gpt.Progress(model, data, args)
     for step in range(args.steps):
         x, y = data.batch(step)
@@ -242,20 +236,29 @@ def train(model, optimizer, data, args):
 # ---- options ------------------------------------------------------------------------------------------------------
 
 
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+def add_options(parser):
+    """Add the options that min_EP_FSDP.py has too."""
     experts_help = "experts per block (default: 8, or what can be split)"
     parser.add_argument("--experts", type=options.whole_number(1), help=experts_help)
     parser.add_argument("--top", type=options.whole_number(1), default=2, help="experts of each token")
     parser.add_argument("--balance", choices=("loss", "bias"), default="loss", help="what evens out the experts' use")
     parser.add_argument("--balance-weight", type=options.positive_number, default=0.01, help="weight of that loss")
     parser.add_argument("--bias-step", type=options.positive_number, default=0.001, help="how far a bias moves")
-    args = parser.parse_args()
+
+
+def check_options(parser, args, n_parts, name):
+    """Check that the experts can be split in `n_parts`, and fill in the options that were not given."""
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
-    gpt.require_multiple(parser, args, "experts", args.nproc, "the number of processes", default=8)
+    gpt.require_multiple(parser, args, "experts", n_parts, name, default=8)
     if args.top > args.experts:
         parser.error(f"argument --top: {args.top} is more than the {args.experts} experts")
+
+
+def parse_args():
+    parser = gpt.make_parser(__doc__)
+    add_options(parser)
+    args = parser.parse_args()
+    check_options(parser, args, args.nproc, "the number of processes")
     return args
 
 

@@ -35,7 +35,6 @@ import logging
 import warnings
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
@@ -45,6 +44,7 @@ import checkpoint_sharded
 import distributed as dist
 import gpt
 import options
+from min_FSDP import train
 from min_TP import split_layers
 
 # ---- one mesh for all dimensions ----------------------------------------------------------------------------------
@@ -55,8 +55,6 @@ def parallelize(model, args):
     if args.recompute:
         for block in model.blocks:  # each keeps only its input for backward, and recomputes everything else there
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
-    if dist.get_world_size() == 1:
-        return
     shape = (args.replicate, args.shard, args.tensor)
     mesh = init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
     if args.tensor > 1:
@@ -82,33 +80,11 @@ def silence_false_alarms():
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-# ---- training -----------------------------------------------------------------------------------------------------
-
-
-def train(model, optimizer, data, args):
-    """Returns the loss of every step of this run over all processes, (steps,)."""
-    saver = checkpoint_sharded.Saver(model, optimizer, args, data.settings())
-    progress = gpt.Progress(model, data, args, saver.first_step)
-    for step in range(saver.first_step, args.steps):
-        x, y = data.batch(step)
-        optimizer.zero_grad()
-        loss = gpt.loss_fn(model(x), y)
-        loss.backward()
-        if args.clip:
-            # The gradients are DTensors, so this is the norm over all processes.
-            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-        optimizer.step()
-        progress(step, loss)
-        saver.save_if_due(step + 1)
-    return progress.losses
-
-
 # ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     shard_help = "processes that shard each replica (default: all remaining processes)"
     tensor_help = "processes that split the work of each layer"
     parser.add_argument("--replicate", type=options.whole_number(1), default=1, help="replicas of the model")
@@ -118,8 +94,6 @@ def parse_args():
     parser.add_argument("--recompute", action="store_true", help="recompute activations in backward, to save memory")
     parser.add_checkpoints()
     args = parser.parse_args()
-    if args.bf16 and args.nproc == 1:
-        parser.error("argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)")
     if args.shard is None:
         args.shard = max(1, args.nproc // (args.replicate * args.tensor))
     if args.replicate * args.shard * args.tensor != args.nproc:
@@ -137,7 +111,7 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
+    dist.init_process_group(even_alone=True)  # so that fully_shard has a mesh in one process too
     share = dist.get_rank() // args.tensor  # tensor neighbours, whose ranks are consecutive, take the same one
     gpt.start(args, share)  # a seed for each share, so tensor neighbours draw the same
     data = gpt.Data(args, share=(share, args.replicate * args.shard))
@@ -149,7 +123,7 @@ def main_worker(local_rank, world_size, args):
     gpt.fill(model.named_parameters(), args.seed)
     gpt.report_held(model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    train(model, optimizer, data, args)
+    train(model, optimizer, data, args)  # as in min_FSDP.py: gradients are DTensors, whatever the mesh is
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ from torch import nn
 
 import distributed as dist
 import gpt
-import options
 
 # Before torch 2.13 they have other names.
 all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)
@@ -273,8 +272,7 @@ def clip_gradients(zero, max_norm):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     args = parser.parse_args()
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
     return args

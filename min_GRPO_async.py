@@ -152,7 +152,7 @@ def train(model, optimizer, move, group, args):
         tokens, mask, old, rewards = receive_completions(group, args)
         move.wait()  # the update changes the weights
         advantages = min_GRPO.advantages_of(rewards, args.group_size)
-        sums = min_GRPO.update(model, optimizer, None, tokens, mask, old, advantages, args, group)
+        sums = min_GRPO.update(model, optimizer, tokens, mask, old, advantages, args, group)
         if min_GRPO.is_due(step, args):
             print_line(step, sums, rewards, time.perf_counter() - start, group, args)
             if args.output:

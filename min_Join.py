@@ -116,8 +116,7 @@ def train(model, optimizer, data, args):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     method_help = "how processes without data take part"
     parser.add_argument("--method", choices=("join", "weights"), default="join", help=method_help)
     least_help = "batches of the last process; the first has --steps (default: three quarters of --steps)"

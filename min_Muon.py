@@ -36,14 +36,13 @@ import math
 import torch
 import torch.distributed as torch_dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import checkpoint_sharded
 import distributed as dist
 import gpt
 import options
+from min_FSDP import make_sharded_model
 
 # ---- Muon: shards to whole matrices and back ----------------------------------------------------------------------
 
@@ -154,18 +153,6 @@ def orthogonalize(matrix):
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def make_sharded_model(args):
-    """A GPT sharded as in min_FSDP.py: each block is gathered when it computes. No process ever holds it whole."""
-    model = gpt.make_meta_model(gpt.Config.from_args(args))
-    mesh = init_device_mesh(dist.get_device().type, (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model.to_empty(device=dist.get_device())  # memory for this process's shards
-    gpt.fill(model.named_parameters(), args.seed)
-    return model
-
-
 def make_optimizers(model, lr, muon_lr):
     """Muon for the blocks' matrices, and AdamW for the rest, with embeddings and the head among them."""
     matrices, rest = split_params(model)
@@ -206,8 +193,7 @@ def train(model, optimizers, data, args):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     parser.add_argument("--muon-lr", type=options.positive_number, default=0.02, help="learning rate of the matrices")
     parser.add_checkpoints()
     args = parser.parse_args()

@@ -215,8 +215,7 @@ def parse_args():
     # torch.__version__ is a TorchVersion, for which "2.9" is less than "2.12".
     if torch.__version__ < "2.12":
         schedules = ONE_STAGE + INTERLEAVED  # with gloo, 2.11 fails if two stages in a row share a process
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     parser.add_argument("--schedule", choices=schedules, default="1F1B", help="order of forwards and backwards")
     parser.add_argument("--tie", action="store_true", help="let the head have the embedding's weight, as GPT-2 does")
     micro_help = "parts of a pipeline's batch (default: 8, or what fits)"

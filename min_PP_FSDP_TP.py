@@ -101,8 +101,7 @@ def train(pipeline, optimizer, data, args):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     schedule_help = "order of forwards and backwards; Interleaved1F1B has two stages per process and a smaller bubble"
     micro_help = "parts of a pipeline's batch (default: 8, or what fits)"
     stages_help = "processes of a pipeline (default: 2 if possible)"

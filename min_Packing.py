@@ -216,8 +216,7 @@ def train(model, optimizer, data, args):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser, length=512)
+    parser = gpt.make_parser(__doc__, length=512)
     parser.add_argument("--accumulate", type=options.whole_number(1), default=1, help="micro-batches per step")
     parser.add_argument("--pad", action="store_true", help="put one document into each row and fill it with padding")
     args = parser.parse_args()

@@ -219,8 +219,7 @@ def settings_of(stream, args):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     parser.add_argument("--data-dir", type=Path, help="folder of .jsonl shards (default: Python's standard library)")
     parser.add_argument("--buffer", type=options.whole_number(1), default=512, help="documents shuffled together")
     parser.add_argument("--num-workers", type=options.whole_number(0), default=1, help="loader processes per rank")

@@ -48,7 +48,6 @@ from torch.distributed.tensor.parallel import (
 
 import distributed as dist
 import gpt
-import options
 
 # ---- split layers -------------------------------------------------------------------------------------------------
 
@@ -141,8 +140,7 @@ def train(model, optimizer, data, args):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     args = parser.parse_args()
     processes = (args.nproc, "the number of processes")
     gpt.check_model_options(parser, args, heads=processes, length=processes)

@@ -232,7 +232,7 @@ ROWS = [
     Row("min_EP", 2, QUICK, BIAS, "bias"),
     Row("min_EP", 4, SLOW, [*EP, *BIAS]),
     Row("min_EP_FSDP", 1, QUICK, EP_FSDP[:1]),
-    Row("min_EP_FSDP", 2, GUARD, [*EP_FSDP[:2], *each_with(EP_FSDP[:2], expert_parallel=2)]),
+    Row("min_EP_FSDP", 2, GUARD, [*EP_FSDP[:2], *each_with([*EP_FSDP[:2], *BIAS], expert_parallel=2)]),
     Row("min_EP_FSDP", 3, SLOW, EP_FSDP),
     Row(
         "min_EP_FSDP",
