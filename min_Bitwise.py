@@ -152,8 +152,7 @@ def parse_args():
     if args.nproc & (args.nproc - 1):
         parser.error(f"argument --nproc: {args.nproc} is not a power of two, so it has no binary tree")
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
-    if args.snapshot_path is not None:
-        checkpoint.check_writable("--snapshot-path", args.snapshot_path)
+    checkpoint.check_writable("--snapshot-path", args.snapshot_path)
     return args
 
 
@@ -164,7 +163,6 @@ def main_worker(local_rank, world_size, args):
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # else the next line forbids matrix products on GPUs
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)  # for any N: kernels sum in as many parts as there are threads
-    dist.init_process_group()
     gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
     model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())

@@ -88,10 +88,9 @@ ATTENTIONS = {"ulysses": ulysses, "all-gather": all_gather}
 
 
 def parallelize(model, attention):
-    """Let attention reach all pieces, and let DDP average the gradients. In one process the model stays as it is."""
-    if dist.get_world_size() > 1:
-        for block in model.blocks:
-            block.attention.attend = ATTENTIONS[attention]
+    """Let attention reach all pieces, and let DDP average the gradients."""
+    for block in model.blocks:
+        block.attention.attend = ATTENTIONS[attention]
     return dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
 
 
@@ -138,11 +137,9 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
     gpt.start(args)
     data = gpt.Data(args, share=(0, 1))  # the whole batch; each process takes its piece of each sequence
     model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())
-    gpt.report_held(model.parameters())
     model = parallelize(model, args.attention)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, data, args)

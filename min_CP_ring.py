@@ -92,7 +92,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def around_the_ring(kv, plan, group):
-    """Yields own keys and values, then those of ranks r-1, r-2, … The next ones travel while the caller computes.
+    """Yields own keys and values, then the keys and values of ranks r-1, r-2, … The next ones travel meanwhile.
 
     Each is as `kv`: (2, sequences, heads, positions, head width).
     """
@@ -235,11 +235,9 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group(even_alone=True)  # so that one process has groups too
     gpt.start(args)
     data = gpt.Data(args, share=(0, 1))  # the whole batch; each process takes its share of each sequence
     model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())
-    gpt.report_held(model.parameters())
     model = parallelize(model, args.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, data, args, local_loss)

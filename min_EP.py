@@ -85,9 +85,9 @@ class MixtureOfExperts(nn.Module):
         received = by_rank[:, self.place]  # (from rank, to this rank's expert)
         n_sent = sent.sum(dim=1).tolist()
         n_received = received.sum(dim=1).tolist()
-        dispatched = all_to_all(rows, n_sent, n_received, self.group)  # (tokens routed to this rank's experts, width)
+        dispatched = AllToAll.apply(rows, n_sent, n_received, self.group)  # (tokens for this rank's experts, width)
         results = self.experts(dispatched, received)  # the same shape
-        results = all_to_all(results, n_received, n_sent, self.group)  # as `rows`
+        results = AllToAll.apply(results, n_received, n_sent, self.group)  # as `rows`
 
         # Weighted sum: y = Σ_k p_k E_k(x).
         inverse = order.argsort()  # the inverse permutation: it undoes the sorting
@@ -180,15 +180,11 @@ def count_routed(chosen, n_experts):
     return dist.all_reduce(counts)
 
 
-def all_to_all(rows, n_sent, n_received, group):
-    """Send the first n_sent[0] rows to rank 0, the next n_sent[1] to rank 1, …; n_received[r] arrive from rank r."""
-    if len(n_sent) == 1:
-        return rows
-    return AllToAll.apply(rows, n_sent, n_received, group)
-
-
 class AllToAll(torch.autograd.Function):
-    """The backward is the reverse all-to-all: it returns the gradient of each row to the row's sender."""
+    """Send the first n_sent[0] rows to rank 0, the next n_sent[1] to rank 1, …; n_received[r] arrive from rank r.
+
+    The backward is the reverse all-to-all: it returns the gradient of each row to the row's sender.
+    """
 
     @staticmethod
     def forward(ctx, rows, n_sent, n_received, group):
@@ -266,7 +262,6 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
     gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
     model = gpt.make_meta_model(gpt.Config.from_args(args))  # shapes without memory: no process holds it whole

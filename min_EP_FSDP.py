@@ -1,8 +1,8 @@
 """Split the experts and shard everything: expert parallelism (EP) x FSDP, for a mixture of experts.
 
-It uses the layers of min_EP.py: each token is routed to --top experts, wherever they are. The processes have places in
-a mesh of dp x ep. The experts of a block are split over ep, and fully_shard shards each of them over dp. It shards all
-other parameters over both. With 2 x 2 processes and 4 experts:
+Layers and training loop are min_EP.py's: each token is routed to --top experts, wherever they are. The processes have
+places in a mesh of dp x ep. The experts of a block are split over ep, and fully_shard shards each of them over dp. It
+shards all other parameters over both. With 2 x 2 processes and 4 experts:
 
              ep 0                                 ep 1
     dp 0     rank 0   half of experts 0 and 1     rank 1   half of experts 2 and 3      each rank also holds
@@ -93,9 +93,8 @@ def parse_args():
     if args.expert_parallel is None:
         args.expert_parallel = 1 if args.nproc % 2 else 2
     if args.nproc % args.expert_parallel:
-        parser.error(
-            f"argument --expert-parallel: {args.expert_parallel} does not divide {args.nproc}, the number of processes"
-        )
+        line = f"{args.expert_parallel} does not divide {args.nproc}, the number of processes"
+        parser.error(f"argument --expert-parallel: {line}")
     check_options(parser, args, args.expert_parallel, "--expert-parallel")
     return args
 
@@ -104,7 +103,6 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group(even_alone=True)  # so that fully_shard has a mesh in one process too
     gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
     model = gpt.make_meta_model(gpt.Config.from_args(args))  # shapes without memory: no process holds it whole

@@ -42,9 +42,8 @@ import gpt
 # ---- the shards ---------------------------------------------------------------------------------------------------
 
 
-def shard(model, bf16):
+def shard(model, mesh, bf16):
     """Make each block a unit, which is gathered and freed by itself. Build the optimizer afterwards."""
-    mesh = init_device_mesh(dist.get_device().type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
     if bf16:
         # Gathered parameters and activations are bfloat16. Shards, reduced gradients and AdamW's state stay float32.
@@ -62,7 +61,8 @@ def make_sharded_model(args, bf16=False):
     """A sharded model with rank 0's weights. Only rank 0 ever holds the whole model, and only in the CPU's memory."""
     with torch.device("meta"):
         model = make_model(args)  # shapes without memory
-    shard(model, bf16)
+    mesh = init_device_mesh(dist.get_device().type, (dist.get_world_size(),))
+    shard(model, mesh, bf16)
     model.to_empty(device=dist.get_device())  # memory for this rank's shards, not yet filled
 
     weights = {}
@@ -113,7 +113,6 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group(even_alone=True)  # so that fully_shard has a mesh in one process too
     gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}")

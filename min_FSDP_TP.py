@@ -16,14 +16,15 @@ fastest links. Neighbours along `shard` hold different parts of the model. Repli
 - replicate x shard (HSDP): choose it when the processes of one machine hold the model easily. Machines then exchange
   only the gradients of a shard, once per step. min_FSDP.py over all machines would gather every layer across them.
 - shard x tensor: choose it when you have more processes than the batch has sequences, or when the activations of one
-  sequence do not fit. On many machines, add replicas.
+  sequence do not fit. On many machines, add replicas. The training loop is min_FSDP.py's, whatever the mesh is.
 
-Cost per process, for P float32 parameters and the a = 4·batch·length·width/(replicate·shard) bytes that leave a block:
-    memory    16·P/(shard·tensor) bytes (parameters 4, gradients 4, AdamW 8; tensor does not split norms). While a block
-              computes, up to 20/tensor bytes more for each of its parameters. With --recompute (activation
-              checkpointing) a block keeps only its input for backward, a/tensor bytes, and computes a third more.
-    sent      in each step 3·(shard-1)/shard · 4·P/tensor bytes along shard, 2·(replicate-1)/replicate ·
-              4·P/(shard·tensor) along replicate, 8·(tensor-1)/tensor · a per block along tensor (11 with --recompute)
+Cost per process, for P float32 parameters, and the a = 4·batch·length·width/(replicate·shard) bytes that leave a block:
+    between two steps       16·P/(shard·tensor) bytes (parameters 4, gradients 4, AdamW 8; tensor does not split norms)
+    while a block computes  up to 20/tensor bytes more for each of its parameters, as in min_FSDP.py
+    until backward          activations; with --recompute (activation checkpointing) a/tensor per block, for more work
+    sent along shard        3·(shard-1)/shard · 4·P/tensor a step: parameters are gathered twice, gradients reduced
+    sent along replicate    2·(replicate-1)/replicate · 4·P/(shard·tensor): an all-reduce of its shard of the gradients
+    sent along tensor       8·(tensor-1)/tensor · a per block: gathers and reductions (11 instead of 8 with --recompute)
 
     python min_FSDP_TP.py --nproc 4 --replicate 2                            # HSDP: 2 replicas of 2 shards
     python min_FSDP_TP.py --nproc 4 --tensor 2 --checkpoint-dir runs/2d      # FSDP x TP: 2 shards of layers split in 2
@@ -36,7 +37,6 @@ import warnings
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.utils.checkpoint import checkpoint as recompute
 
@@ -44,7 +44,7 @@ import checkpoint_sharded
 import distributed as dist
 import gpt
 import options
-from min_FSDP import train
+from min_FSDP import shard, train
 from min_TP import split_layers
 
 # ---- one mesh for all dimensions ----------------------------------------------------------------------------------
@@ -63,13 +63,7 @@ def parallelize(model, args):
     fsdp_mesh = mesh["shard"]
     if args.replicate > 1:
         fsdp_mesh = mesh["replicate", "shard"]  # HSDP: all-reduce along the first dimension, shard along the second
-    policy = MixedPrecisionPolicy()
-    if args.bf16:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)  # as in min_FSDP.py
-    # FSDP shards only this rank's part of the split layers. Each block is gathered when it computes.
-    for block in model.blocks:
-        fully_shard(block, mesh=fsdp_mesh, mp_policy=policy)
-    fully_shard(model, mesh=fsdp_mesh, mp_policy=policy)  # the rest: embeddings, last norm and head
+    shard(model, fsdp_mesh, args.bf16)  # only this rank's part of the split layers
 
 
 def silence_false_alarms():
@@ -111,7 +105,6 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group(even_alone=True)  # so that fully_shard has a mesh in one process too
     share = dist.get_rank() // args.tensor  # tensor neighbours, whose ranks are consecutive, take the same one
     gpt.start(args, share)  # a seed for each share, so tensor neighbours draw the same
     data = gpt.Data(args, share=(share, args.replicate * args.shard))
@@ -123,7 +116,7 @@ def main_worker(local_rank, world_size, args):
     gpt.fill(model.named_parameters(), args.seed)
     gpt.report_held(model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    train(model, optimizer, data, args)  # as in min_FSDP.py: gradients are DTensors, whatever the mesh is
+    train(model, optimizer, data, args)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ the probability of a byte, and r = p / (p when it was drawn). The loss is one fr
 
 A mean of the ranks' means would give some bytes a larger weight than others, and no error would be raised. Later
 --inner-steps use the same completions again: then clipping limits how far they move the model. Groups and their mean
-are from arXiv:2402.03300, the denominator is from arXiv:2503.14476. As in these later papers, no term holds the model
-near its start, and as in arXiv:2503.20783, A is not divided by the deviation of its group.
+are from arXiv:2402.03300. As in arXiv:2503.14476, the denominator counts all bytes, and the loss has no KL divergence
+from the first model. As in arXiv:2503.20783, A is not divided by the deviation of its group.
 
 Choose it if a program can check answers, and the model is right sometimes. If you have right answers, imitate them
 (min_Packing.py). To train a large model, whose answers an inference engine draws, use TRL or verl. Cost per process:
@@ -106,7 +106,7 @@ def policy_loss(ratio, advantages, low, high):
 def update(model, optimizer, tokens, mask, old, advantages, args, group=None):
     """Take --inner-steps optimizer steps on the completions of all ranks of `group`, by default of all ranks.
 
-    `tokens`, `mask` and `old`, (completions, length), are those that gpt_generate.generate returns. `advantages`,
+    `tokens`, `mask` and `old`, (completions, length), come from gpt_generate.generate. `advantages`,
     (completions,), are on the CPU. Returns sums over this process's bytes, (3,): |ratio - 1| at the first inner step,
     the bytes whose ratio is clipped at the last one, and the bytes.
     """
@@ -215,18 +215,14 @@ def pad_answers(prompts, answers):
 
 
 def evaluate(model, args):
-    """The share of held-out prompts that greedy decoding solves."""
-    solved = count_solved(dist.unwrapped(model), own(make_prompts("held-out", HELD_OUT, args.seed)))
-    return dist.all_reduce(torch.tensor(solved, device=dist.get_device())).item() / HELD_OUT
-
-
-def count_solved(model, prompts, choose=gpt_generate.choose):
-    """How many prompts the model solves if it always takes the most probable byte."""
+    """The share of held-out prompts that the model solves if it always takes the most probable byte."""
+    prompts = own(make_prompts("held-out", HELD_OUT, args.seed))
     unused = torch.zeros(len(prompts), LONGEST, dtype=torch.double, device=dist.get_device())
-    tokens, mask, _ = gpt_generate.generate(model, prompts, unused, STOP, temperature=0, choose=choose)
+    tokens, mask, _ = gpt_generate.generate(dist.unwrapped(model), prompts, unused, STOP, temperature=0)
     completions = gpt_generate.generated_bytes(tokens, mask)
     rewards = [float(reward(prompt, each)) for prompt, each in zip(prompts, completions, strict=True)]
-    return torch.tensor(rewards).nansum().item()
+    solved = torch.tensor(rewards, device=dist.get_device()).nansum()
+    return dist.all_reduce(solved).item() / HELD_OUT
 
 
 def print_line(step, sums, rewards, advantages, seconds, model, args):
@@ -266,9 +262,8 @@ def add_options(parser):
     parser.add_argument("--prompts", type=options.whole_number(1), default=32, help="prompts per step of all processes")
     parser.add_argument("--group-size", type=options.whole_number(2), default=8, help="completions of each prompt")
     parser.add_argument("--temperature", type=options.number(0.01), default=1.0, help="temperature of completions")
-    parser.add_argument(
-        "--inner-steps", type=options.whole_number(1), default=1, help="optimizer steps on the same completions"
-    )
+    inner_help = "optimizer steps on the same completions"
+    parser.add_argument("--inner-steps", type=options.whole_number(1), default=1, help=inner_help)
     parser.add_argument("--clip-low", type=options.number(0), default=0.2, help="clip the ratio at 1 minus this")
     parser.add_argument("--clip-high", type=options.number(0), default=0.28, help="clip the ratio at 1 plus this")
     parser.add_argument("--lr", type=options.positive_number, default=0.0003, help="learning rate")
@@ -283,8 +278,7 @@ def parse_args():
     args = parser.parse_args()
     if args.prompts < args.nproc:
         parser.error(f"argument --prompts: {args.prompts} is less than {args.nproc}, the number of processes")
-    if args.output is not None:
-        checkpoint.check_writable("--output", args.output)
+    checkpoint.check_writable("--output", args.output)
     return args
 
 
@@ -292,7 +286,6 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group(even_alone=True)
     gpt.start(args)
     model = gpt.GPT(gpt.Config(**SIZES), args.seed).to(dist.get_device())
     model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients

@@ -371,9 +371,8 @@ def main_worker(local_rank, world_size, args):
         line = f"--global-batch-size {args.global_batch_size} is more than all training samples, {len(train_set)}"
         raise dist.DistributedError(line)
     if steps_per_epoch < 10:
-        dist.print_primary(
-            f"An epoch has only {steps_per_epoch} steps: a smaller --global-batch-size learns more in it"
-        )
+        line = f"An epoch has only {steps_per_epoch} steps: a smaller --global-batch-size learns more in it"
+        dist.print_primary(line)
     steps = args.epochs * steps_per_epoch
     torch.manual_seed(args.seed)
     net = make_model(train_set, args).to(device)

@@ -87,7 +87,7 @@ def test_frozen_experts_and_a_frozen_router_are_left_out(tmp_path):
 
 
 MESHES = {2: [1, 2], 4: [1, 2, 4]}  # by number of ranks: ep. Along dp are as many as are left
-EVEN = {"top": 4, "steps": 1}  # each token visits all experts, so all are used evenly
+EVEN = {"top": 4, "steps": 1}  # each token is routed to all experts, so all are used evenly
 
 
 def watch_step(ep):
