@@ -83,9 +83,9 @@ def _become_like(target, file):
 def check_writable(option, path):
     """Before any training: make the folder of the file `path`. Raises SystemExit, naming `option`, if no save can work.
 
-    It does all that a save does, except that it replaces another file of the folder.
+    It does all that a save does, except that it replaces another file of the folder. None needs no check.
     """
-    problem = _problem_of(path)
+    problem = None if path is None else _problem_of(path)
     if problem:
         raise SystemExit(f"{option}: {problem}")
 

@@ -262,12 +262,14 @@ def to_device(tensor, device):
 
 
 def start(args, share=None):
-    """Call it after init_process_group: it seeds this process, and lets GPUs multiply matrices as TF32.
+    """Join the job's process group, seed this process, and let GPUs multiply matrices as TF32.
 
-    TF32 is far faster, with 10 bits of mantissa. The weights do not depend on the process's random numbers, and this
-    model draws none. If yours has dropout, processes with different shares of the batch draw different masks. `share`
-    is the number of this process's share, by default its rank.
+    One process has a group too, so that it can do all that several do. TF32 is far faster, with 10 bits of mantissa.
+    The weights do not depend on the process's random numbers, and this model draws none. If yours has dropout,
+    processes with different shares of the batch draw different masks. `share` is the number of this process's share, by
+    default its rank.
     """
+    dist.init_process_group(even_alone=True)
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed + (dist.get_rank() if share is None else share))
 
@@ -354,11 +356,12 @@ class Progress:
 # ---- options ------------------------------------------------------------------------------------------------------
 
 
-def add_model_options(parser, length=None):
-    """Add the options that all transformer scripts share, of the model and of its training.
+def make_parser(doc, length=None):
+    """A parser of the options that all transformer scripts share, of the model and of its training.
 
     `length` is the default of --length, for a script that does not split the sequence.
     """
+    parser = options.ArgumentParser(doc)
     rounded = "rounded up so that the processes can split them evenly"
     width_help = "features per byte (default: 128, or the next multiple of --heads)"
     heads_help = f"attention heads per block (default: 4, {rounded})"
@@ -378,13 +381,14 @@ def add_model_options(parser, length=None):
     parser.add_argument("--clip", type=options.number(0), default=0.0, help=clip_help)
     parser.add_argument("--seed", type=options.whole_number(0), default=0, help="random seed")
     parser.add_nproc()
+    return parser
 
 
 NOT_SPLIT = (1, "one part")  # a divisor of every number, so no error has its name
 
 
 def check_model_options(parser, args, batch=NOT_SPLIT, heads=NOT_SPLIT, length=NOT_SPLIT):
-    """Check that a script can split the batch, the heads and the length, and fill in those that were not given.
+    """Check that a script can split the batch, the heads and the length, and fill in the options that were not given.
 
     `batch`, `heads` and `length` are pairs: the required divisor, and its name in the error. Ends the program with one
     line if an option does not fit.

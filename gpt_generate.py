@@ -31,7 +31,6 @@ class KVCache:
         self.attentions = [block.attention for block in model.blocks]
         self.length = length  # positions of the longest row
         self.stored = {}  # by layer: keys and values (2, rows, heads, length, head width)
-        self.replaced = [vars(attention).get("attend") for attention in self.attentions]  # by min_CP.py, for instance
 
     def __enter__(self):
         for layer, attention in enumerate(self.attentions):
@@ -39,10 +38,8 @@ class KVCache:
         return self
 
     def __exit__(self, *error):
-        for attention, replaced in zip(self.attentions, self.replaced, strict=True):
+        for attention in self.attentions:
             del attention.attend  # now the class's own is found again
-            if replaced is not None:
-                attention.attend = replaced
 
     def forward(self, tokens, positions, end):
         """Logits (rows, new, 256) of `tokens` at `positions`, both (rows, new). All positions are below `end`."""

@@ -144,8 +144,7 @@ def checksum(model):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--snapshot-path", help="save to this file, and resume from it")
     parser.add_argument("--save-every", type=options.whole_number(1), default=50, help="steps between snapshots")
@@ -153,8 +152,7 @@ def parse_args():
     if args.nproc & (args.nproc - 1):
         parser.error(f"argument --nproc: {args.nproc} is not a power of two, so it has no binary tree")
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
-    if args.snapshot_path is not None:
-        checkpoint.check_writable("--snapshot-path", args.snapshot_path)
+    checkpoint.check_writable("--snapshot-path", args.snapshot_path)
     return args
 
 
@@ -165,7 +163,6 @@ def main_worker(local_rank, world_size, args):
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # else the next line forbids matrix products on GPUs
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)  # for any N: kernels sum in as many parts as there are threads
-    dist.init_process_group()
     gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
     model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())

@@ -39,7 +39,6 @@ from torch.nn.attention.bias import causal_lower_right
 
 import distributed as dist
 import gpt
-import options
 
 # ---- attention over all pieces ------------------------------------------------------------------------------------
 #
@@ -89,10 +88,9 @@ ATTENTIONS = {"ulysses": ulysses, "all-gather": all_gather}
 
 
 def parallelize(model, attention):
-    """Let attention reach all pieces, and let DDP average the gradients. In one process the model stays as it is."""
-    if dist.get_world_size() > 1:
-        for block in model.blocks:
-            block.attention.attend = ATTENTIONS[attention]
+    """Let attention reach all pieces, and let DDP average the gradients."""
+    for block in model.blocks:
+        block.attention.attend = ATTENTIONS[attention]
     return dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
 
 
@@ -107,13 +105,13 @@ def local_loss(model, x, y):
     return gpt.loss_fn(logits, y[:, piece])
 
 
-def train(model, optimizer, data, args):
-    """Returns the loss of every step over all processes, (steps,)."""
-    progress = gpt.Progress(model, data, args, loss_of=local_loss)
+def train(model, optimizer, data, args, loss_of=local_loss):
+    """Returns the loss of every step over all processes, (steps,). min_CP_ring.py has another `loss_of`."""
+    progress = gpt.Progress(model, data, args, loss_of=loss_of)
     for step in range(args.steps):
         x, y = data.batch(step)
         optimizer.zero_grad()
-        loss = local_loss(model, x, y)
+        loss = loss_of(model, x, y)
         loss.backward()
         if args.clip:  # DDP has averaged the gradients, so every rank finds the same norm
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
@@ -126,8 +124,7 @@ def train(model, optimizer, data, args):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     parser.add_argument("--attention", choices=ATTENTIONS, default="ulysses", help="what the processes exchange")
     args = parser.parse_args()
     processes = (args.nproc, "the number of processes")
@@ -140,11 +137,9 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
     gpt.start(args)
     data = gpt.Data(args, share=(0, 1))  # the whole batch; each process takes its piece of each sequence
     model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())
-    gpt.report_held(model.parameters())
     model = parallelize(model, args.attention)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, data, args)

@@ -1,7 +1,7 @@
 """Ring attention for packed rows: min_CP_ring.py where a row holds several documents, and no document sees another.
 
 Rows are cut from one long text here, and a document ends with a blank line. Rows of min_Packing.py work too. A row is
-cut into 2·N pieces, and rank r has pieces r and 2·N-1-r. Two different pieces share at most one document: the one that
+cut into 2·N pieces, and rank r has pieces r and 2·N-1-r. Two different pieces share at most one document, which then
 covers all between them. All its queries in the later piece see all its keys in the earlier one, so attention needs no
 mask. Documents A to E in a row of 16 positions:
 
@@ -28,8 +28,8 @@ import torch.distributed as torch_dist
 
 import distributed as dist
 import gpt
-import options
-from min_CP_ring import RingAttention, Step, local_positions, train
+from min_CP import train
+from min_CP_ring import RingAttention, Step, local_positions
 
 PADDING = -1  # the document of a position that no document uses, as in min_Packing.py
 
@@ -152,8 +152,7 @@ def number_documents(x):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     args = parser.parse_args()
     gpt.check_model_options(parser, args, length=(2 * args.nproc, "twice the number of processes"))
     return args
@@ -163,11 +162,9 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group(even_alone=True)  # so that one process has groups too
     gpt.start(args)
     data = gpt.Data(args, share=(0, 1), device="cpu")  # the whole batch; each process takes its share of each row
     model = PackedRingGPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())
-    gpt.report_held(model.parameters())
     model = parallelize(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, data, args, local_loss)

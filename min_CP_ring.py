@@ -36,13 +36,12 @@ import typing
 
 import torch
 import torch.distributed as torch_dist
-from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 import distributed as dist
 import gpt
-import options
+from min_CP import train
 
 # ---- the ring -----------------------------------------------------------------------------------------------------
 
@@ -93,7 +92,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def around_the_ring(kv, plan, group):
-    """Yields own keys and values, then those of ranks r-1, r-2, … The next ones travel while the caller computes.
+    """Yields own keys and values, then the keys and values of ranks r-1, r-2, … The next ones travel meanwhile.
 
     Each is as `kv`: (2, sequences, heads, positions, head width).
     """
@@ -196,7 +195,7 @@ def make_plan(piece):
     return plan
 
 
-# ---- training -----------------------------------------------------------------------------------------------------
+# ---- each rank's share of a sequence; the training loop is min_CP.py's ---------------------------------------------
 
 
 def parallelize(model, length):
@@ -222,27 +221,11 @@ def local_loss(model, x, y):
     return gpt.loss_fn(model(x[:, share], share), y[:, share])
 
 
-def train(model, optimizer, data, args, loss_of=local_loss):
-    """Returns the loss of every step over all processes, (steps,)."""
-    progress = gpt.Progress(model, data, args, loss_of=loss_of)
-    for step in range(args.steps):
-        x, y = data.batch(step)
-        optimizer.zero_grad()
-        loss = loss_of(model, x, y)
-        loss.backward()
-        if args.clip:  # DDP has averaged the gradients, so every rank finds the same norm
-            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-        optimizer.step()
-        progress(step, loss)
-    return progress.losses
-
-
 # ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     args = parser.parse_args()
     gpt.check_model_options(parser, args, length=(2 * args.nproc, "twice the number of processes"))
     return args
@@ -252,14 +235,12 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group(even_alone=True)  # so that one process has groups too
     gpt.start(args)
     data = gpt.Data(args, share=(0, 1))  # the whole batch; each process takes its share of each sequence
     model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())
-    gpt.report_held(model.parameters())
     model = parallelize(model, args.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    train(model, optimizer, data, args)
+    train(model, optimizer, data, args, local_loss)
 
 
 if __name__ == "__main__":

@@ -151,9 +151,8 @@ def parse_args():
     # Without a usage, an error is one line.
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], usage=argparse.SUPPRESS)
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the data (default: %(default)s)")
-    parser.add_argument(
-        "--batch-size", "--batch_size", type=positive_int, default=16, help="samples per process (default: %(default)s)"
-    )
+    batch_help = "samples per process (default: %(default)s)"
+    parser.add_argument("--batch-size", "--batch_size", type=positive_int, default=16, help=batch_help)
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     parser.add_argument("--nproc", type=positive_int, help="processes to start (default: one per visible GPU, or 1)")
     return parser.parse_args()

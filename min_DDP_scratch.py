@@ -210,8 +210,7 @@ def backward(model, reducer, x, y, n_parts):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     parser.add_argument("--bucket-mb", type=options.number(0), default=0.5, help="megabytes of gradients in a bucket")
     parser.add_argument("--accumulate", type=options.whole_number(1), default=1, help="micro-batches per step")
     args = parser.parse_args()
@@ -223,7 +222,6 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
     gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
     model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())

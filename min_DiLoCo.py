@@ -29,8 +29,6 @@ DDP does in every step. So it sends 1/H of the bytes that DDP sends.
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 min_DiLoCo.py
 """
 
-import math
-
 import torch
 from torch import nn
 
@@ -81,27 +79,11 @@ def train(model, optimizer, data, args):
     return progress.losses
 
 
-def report_sent(model, args):
-    """Print and return the bytes that each process has sent, and print what it would have sent with DDP.
-
-    They are not measured. They follow from the formula for a ring all-reduce of all parameters.
-    """
-    world_size = dist.get_world_size()
-    all_reduce = 2 * (world_size - 1) / world_size * sum(param.nbytes for param in model.parameters())
-    outer_steps = math.ceil(args.steps / args.sync_every)
-    sent = outer_steps * all_reduce
-    ddp = args.steps * all_reduce
-    line = f"sent by each process: {sent / 1e6:.1f} MB in {outer_steps} outer steps (DDP: {ddp / 1e6:.1f} MB)"
-    dist.print_primary(line)
-    return sent
-
-
 # ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     parser.set_defaults(steps=800, log_every=100, lr=0.001)
     every_help = "average all copies every H steps"
     parser.add_argument("--sync-every", type=options.whole_number(1), default=20, help=every_help, metavar="H")
@@ -118,13 +100,11 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
     gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
     model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, data, args)
-    report_sent(model, args)
 
 
 if __name__ == "__main__":

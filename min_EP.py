@@ -85,9 +85,9 @@ class MixtureOfExperts(nn.Module):
         received = by_rank[:, self.place]  # (from rank, to this rank's expert)
         n_sent = sent.sum(dim=1).tolist()
         n_received = received.sum(dim=1).tolist()
-        dispatched = all_to_all(rows, n_sent, n_received, self.group)  # (tokens routed to this rank's experts, width)
+        dispatched = AllToAll.apply(rows, n_sent, n_received, self.group)  # (tokens for this rank's experts, width)
         results = self.experts(dispatched, received)  # the same shape
-        results = all_to_all(results, n_received, n_sent, self.group)  # as `rows`
+        results = AllToAll.apply(results, n_received, n_sent, self.group)  # as `rows`
 
         # Weighted sum: y = Σ_k p_k E_k(x).
         inverse = order.argsort()  # the inverse permutation: it undoes the sorting
@@ -141,20 +141,11 @@ def backward(model, loss):
     """The gradients of the mean of all ranks' losses. Call it once per step: it sums what is in the gradients."""
     # The experts' gradients are complete after this line: an expert has seen its tokens of all ranks.
     (loss / dist.get_world_size()).backward()
-    # The shared parameters' gradients are summed over the ranks. DDP has no public way to leave out the experts.
+    # The shared parameters' gradients are summed over the ranks. DDP would send many at once, while backward computes.
+    # But it has no public way to leave out the experts.
     shared, _ = split_params(model)
-    sum_gradients(shared)
-
-
-def sum_gradients(params):
-    """Replace the gradients by their sums over all ranks, in one all-reduce."""
-    grads = gradients(params)
-    if dist.get_world_size() == 1 or not grads:
-        return
-    flat = nn.utils.parameters_to_vector(grads)
-    torch_dist.all_reduce(flat)
-    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(part.view_as(grad))
+    for grad in gradients(shared):
+        dist.all_reduce(grad)
 
 
 def split_params(model):
@@ -189,15 +180,11 @@ def count_routed(chosen, n_experts):
     return dist.all_reduce(counts)
 
 
-def all_to_all(rows, n_sent, n_received, group):
-    """Send the first n_sent[0] rows to rank 0, the next n_sent[1] to rank 1, …; n_received[r] arrive from rank r."""
-    if len(n_sent) == 1:
-        return rows
-    return AllToAll.apply(rows, n_sent, n_received, group)
-
-
 class AllToAll(torch.autograd.Function):
-    """The backward is the reverse all-to-all: it returns the gradient of each row to the row's sender."""
+    """Send the first n_sent[0] rows to rank 0, the next n_sent[1] to rank 1, …; n_received[r] arrive from rank r.
+
+    The backward is the reverse all-to-all: it returns the gradient of each row to the row's sender.
+    """
 
     @staticmethod
     def forward(ctx, rows, n_sent, n_received, group):
@@ -216,8 +203,11 @@ class AllToAll(torch.autograd.Function):
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def train(model, optimizer, data, args):
-    """Returns the loss of every step over all processes, (steps,), without the load-balancing loss."""
+def train(model, optimizer, data, args, backward=backward, clip_gradients=clip_gradients):
+    """Returns the loss of every step over all processes, (steps,), without the load-balancing loss.
+
+    min_EP_FSDP.py has another `backward` and another `clip_gradients`.
+    """
     progress = gpt.Progress(model, data, args)
     for step in range(args.steps):
         x, y = data.batch(step)
@@ -242,20 +232,29 @@ def train(model, optimizer, data, args):
 # ---- options ------------------------------------------------------------------------------------------------------
 
 
-def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+def add_options(parser):
+    """Add the options that min_EP_FSDP.py has too."""
     experts_help = "experts per block (default: 8, or what can be split)"
     parser.add_argument("--experts", type=options.whole_number(1), help=experts_help)
     parser.add_argument("--top", type=options.whole_number(1), default=2, help="experts of each token")
     parser.add_argument("--balance", choices=("loss", "bias"), default="loss", help="what evens out the experts' use")
     parser.add_argument("--balance-weight", type=options.positive_number, default=0.01, help="weight of that loss")
     parser.add_argument("--bias-step", type=options.positive_number, default=0.001, help="how far a bias moves")
-    args = parser.parse_args()
+
+
+def check_options(parser, args, n_parts, name):
+    """Check that the experts can be split in `n_parts`, and fill in the options that were not given."""
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
-    gpt.require_multiple(parser, args, "experts", args.nproc, "the number of processes", default=8)
+    gpt.require_multiple(parser, args, "experts", n_parts, name, default=8)
     if args.top > args.experts:
         parser.error(f"argument --top: {args.top} is more than the {args.experts} experts")
+
+
+def parse_args():
+    parser = gpt.make_parser(__doc__)
+    add_options(parser)
+    args = parser.parse_args()
+    check_options(parser, args, args.nproc, "the number of processes")
     return args
 
 
@@ -263,7 +262,6 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
     gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
     model = gpt.make_meta_model(gpt.Config.from_args(args))  # shapes without memory: no process holds it whole

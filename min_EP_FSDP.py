@@ -1,8 +1,8 @@
 """Split the experts and shard everything: expert parallelism (EP) x FSDP, for a mixture of experts.
 
-It uses the layers of min_EP.py: each token is routed to --top experts, wherever they are. The processes have places in
-a mesh of dp x ep. The experts of a block are split over ep, and fully_shard shards each of them over dp. It shards all
-other parameters over both. With 2 x 2 processes and 4 experts:
+Layers and training loop are min_EP.py's: each token is routed to --top experts, wherever they are. The processes have
+places in a mesh of dp x ep. The experts of a block are split over ep, and fully_shard shards each of them over dp. It
+shards all other parameters over both. With 2 x 2 processes and 4 experts:
 
              ep 0                                 ep 1
     dp 0     rank 0   half of experts 0 and 1     rank 1   half of experts 2 and 3      each rank also holds
@@ -33,24 +33,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import distributed as dist
 import gpt
 import options
-from min_EP import add_experts, gradients, split_params
+from min_EP import add_experts, add_options, check_options, gradients, split_params, train
 
 # ---- the mesh -----------------------------------------------------------------------------------------------------
 
 
 def parallelize(model, args):
-    """Split the experts and shard everything. Build the optimizer after it.
-
-    In a single process the model only gets its experts.
-    """
-    if dist.get_world_size() == 1:
-        add_experts(model, args)
-        return
+    """Split the experts and shard everything. Build the optimizer after it."""
     device = dist.get_device().type
     n = dist.get_world_size()
     # The neighbours along the last dimension have consecutive ranks: tokens need the fastest links.
@@ -67,7 +60,7 @@ def parallelize(model, args):
 # ---- gradients ----------------------------------------------------------------------------------------------------
 
 
-def backward(model, loss, expert_parallel):
+def backward(model, loss):
     """The gradients of the mean of all ranks' losses. Call it once per step.
 
     For several micro-batches, call `loss.backward()` for each, and divide the experts' gradients after the last one.
@@ -76,69 +69,33 @@ def backward(model, loss, expert_parallel):
     _, experts = split_params(model)
     for grad in gradients(experts):
         # fully_shard could do it (set_gradient_divide_factor), but torch 2.14 divides twice on gloo if dp is 1.
-        grad /= expert_parallel
+        grad /= len(model.blocks[0].mlp.ranks)  # ep
 
 
 def clip_gradients(model, max_norm):
     """As nn.utils.clip_grad_norm_. Each element of a gradient is on one rank, so the norm is one sum over all ranks."""
-    shards = [local(grad) for grad in gradients(model.parameters())]
+    shards = [grad.to_local() for grad in gradients(model.parameters())]
     norm = dist.all_reduce(nn.utils.get_total_norm(shards) ** 2).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1)
     for shard in shards:
         shard *= factor
 
 
-def local(tensor):
-    """This process's shard of a DTensor. In a single process nothing is sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-# ---- training -----------------------------------------------------------------------------------------------------
-
-
-def train(model, optimizer, data, args):
-    """Returns the loss of every step over all processes, (steps,), without the load-balancing loss."""
-    progress = gpt.Progress(model, data, args)
-    for step in range(args.steps):
-        x, y = data.batch(step)
-        optimizer.zero_grad()
-        loss = gpt.loss_fn(model(x), y)
-        balance_loss = sum(block.mlp.balance_loss for block in model.blocks)
-        backward(model, loss + args.balance_weight * balance_loss, args.expert_parallel)
-        if args.clip:
-            clip_gradients(model, args.clip)
-        optimizer.step()
-        counts = [block.mlp.tokens_per_expert for block in model.blocks]  # taken here, because `progress` evaluates
-        progress(step, loss)
-        if progress.is_due(step):
-            dist.print_primary("    tokens per expert:", *[of_block.tolist() for of_block in counts])
-    return progress.losses
-
-
 # ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
+    add_options(parser)
     parallel_help = "processes that split the experts (default: 2, or 1 if the number of processes is odd)"
     parser.add_argument("--expert-parallel", type=options.whole_number(1), help=parallel_help)
-    experts_help = "experts per block (default: 8, or what can be split)"
-    parser.add_argument("--experts", type=options.whole_number(1), help=experts_help)
-    parser.add_argument("--top", type=options.whole_number(1), default=2, help="experts of each token")
-    weight_help = "weight of the load-balancing loss"
-    parser.add_argument("--balance-weight", type=options.positive_number, default=0.01, help=weight_help)
     args = parser.parse_args()
     if args.expert_parallel is None:
         args.expert_parallel = 1 if args.nproc % 2 else 2
     if args.nproc % args.expert_parallel:
-        parser.error(
-            f"argument --expert-parallel: {args.expert_parallel} does not divide {args.nproc}, the number of processes"
-        )
-    gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
-    gpt.require_multiple(parser, args, "experts", args.expert_parallel, "--expert-parallel", default=8)
-    if args.top > args.experts:
-        parser.error(f"argument --top: {args.top} is more than the {args.experts} experts")
+        line = f"{args.expert_parallel} does not divide {args.nproc}, the number of processes"
+        parser.error(f"argument --expert-parallel: {line}")
+    check_options(parser, args, args.expert_parallel, "--expert-parallel")
     return args
 
 
@@ -146,7 +103,6 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
     gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
     model = gpt.make_meta_model(gpt.Config.from_args(args))  # shapes without memory: no process holds it whole
@@ -158,7 +114,7 @@ def main_worker(local_rank, world_size, args):
     n_params = sum(param.numel() for param in shared) + args.expert_parallel * sum(param.numel() for param in experts)
     gpt.report_held(model.parameters(), n_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    train(model, optimizer, data, args)
+    train(model, optimizer, data, args, backward, clip_gradients)
 
 
 if __name__ == "__main__":

@@ -38,16 +38,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import checkpoint_sharded
 import distributed as dist
 import gpt
-import options
 
 # ---- the shards ---------------------------------------------------------------------------------------------------
 
 
-def shard(model, args):
+def shard(model, mesh, bf16):
     """Make each block a unit, which is gathered and freed by itself. Build the optimizer afterwards."""
-    mesh = init_device_mesh(dist.get_device().type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
-    if args.bf16:
+    if bf16:
         # Gathered parameters and activations are bfloat16. Shards, reduced gradients and AdamW's state stay float32.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
@@ -59,16 +57,12 @@ def make_model(args):
     return gpt.GPT(gpt.Config.from_args(args), args.seed)
 
 
-def make_sharded_model(args):
-    """A sharded model with rank 0's weights. Only rank 0 ever holds the whole model, and only in the CPU's memory.
-
-    In a single process it is the plain model.
-    """
-    if dist.get_world_size() == 1:
-        return make_model(args).to(dist.get_device())
+def make_sharded_model(args, bf16=False):
+    """A sharded model with rank 0's weights. Only rank 0 ever holds the whole model, and only in the CPU's memory."""
     with torch.device("meta"):
         model = make_model(args)  # shapes without memory
-    shard(model, args)
+    mesh = init_device_mesh(dist.get_device().type, (dist.get_world_size(),))
+    shard(model, mesh, bf16)
     model.to_empty(device=dist.get_device())  # memory for this rank's shards, not yet filled
 
     weights = {}
@@ -105,14 +99,11 @@ def train(model, optimizer, data, args):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, keep parameters in float32")
     parser.add_checkpoints()
     args = parser.parse_args()
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
-    if args.bf16 and args.nproc == 1:
-        parser.error("argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)")
     if args.checkpoint_dir is not None:
         checkpoint_sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
     return args
@@ -122,11 +113,10 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
     gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}")
-    model = make_sharded_model(args)
+    model = make_sharded_model(args, args.bf16)
     gpt.report_held(model.parameters())
     # Built after sharding, because it steps the shards.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)

@@ -16,14 +16,15 @@ fastest links. Neighbours along `shard` hold different parts of the model. Repli
 - replicate x shard (HSDP): choose it when the processes of one machine hold the model easily. Machines then exchange
   only the gradients of a shard, once per step. min_FSDP.py over all machines would gather every layer across them.
 - shard x tensor: choose it when you have more processes than the batch has sequences, or when the activations of one
-  sequence do not fit. On many machines, add replicas.
+  sequence do not fit. On many machines, add replicas. The training loop is min_FSDP.py's, whatever the mesh is.
 
-Cost per process, for P float32 parameters and the a = 4·batch·length·width/(replicate·shard) bytes that leave a block:
-    memory    16·P/(shard·tensor) bytes (parameters 4, gradients 4, AdamW 8; tensor does not split norms). While a block
-              computes, up to 20/tensor bytes more for each of its parameters. With --recompute (activation
-              checkpointing) a block keeps only its input for backward, a/tensor bytes, and computes a third more.
-    sent      in each step 3·(shard-1)/shard · 4·P/tensor bytes along shard, 2·(replicate-1)/replicate ·
-              4·P/(shard·tensor) along replicate, 8·(tensor-1)/tensor · a per block along tensor (11 with --recompute)
+Cost per process, for P float32 parameters, and the a = 4·batch·length·width/(replicate·shard) bytes that leave a block:
+    between two steps       16·P/(shard·tensor) bytes (parameters 4, gradients 4, AdamW 8; tensor does not split norms)
+    while a block computes  up to 20/tensor bytes more for each of its parameters, as in min_FSDP.py
+    until backward          activations; with --recompute (activation checkpointing) a/tensor per block, for more work
+    sent along shard        3·(shard-1)/shard · 4·P/tensor a step: parameters are gathered twice, gradients reduced
+    sent along replicate    2·(replicate-1)/replicate · 4·P/(shard·tensor): an all-reduce of its shard of the gradients
+    sent along tensor       8·(tensor-1)/tensor · a per block: gathers and reductions (11 instead of 8 with --recompute)
 
     python min_FSDP_TP.py --nproc 4 --replicate 2                            # HSDP: 2 replicas of 2 shards
     python min_FSDP_TP.py --nproc 4 --tensor 2 --checkpoint-dir runs/2d      # FSDP x TP: 2 shards of layers split in 2
@@ -35,9 +36,7 @@ import logging
 import warnings
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.utils.checkpoint import checkpoint as recompute
 
@@ -45,6 +44,7 @@ import checkpoint_sharded
 import distributed as dist
 import gpt
 import options
+from min_FSDP import shard, train
 from min_TP import split_layers
 
 # ---- one mesh for all dimensions ----------------------------------------------------------------------------------
@@ -55,8 +55,6 @@ def parallelize(model, args):
     if args.recompute:
         for block in model.blocks:  # each keeps only its input for backward, and recomputes everything else there
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
-    if dist.get_world_size() == 1:
-        return
     shape = (args.replicate, args.shard, args.tensor)
     mesh = init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
     if args.tensor > 1:
@@ -65,13 +63,7 @@ def parallelize(model, args):
     fsdp_mesh = mesh["shard"]
     if args.replicate > 1:
         fsdp_mesh = mesh["replicate", "shard"]  # HSDP: all-reduce along the first dimension, shard along the second
-    policy = MixedPrecisionPolicy()
-    if args.bf16:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)  # as in min_FSDP.py
-    # FSDP shards only this rank's part of the split layers. Each block is gathered when it computes.
-    for block in model.blocks:
-        fully_shard(block, mesh=fsdp_mesh, mp_policy=policy)
-    fully_shard(model, mesh=fsdp_mesh, mp_policy=policy)  # the rest: embeddings, last norm and head
+    shard(model, fsdp_mesh, args.bf16)  # only this rank's part of the split layers
 
 
 def silence_false_alarms():
@@ -82,33 +74,11 @@ def silence_false_alarms():
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-# ---- training -----------------------------------------------------------------------------------------------------
-
-
-def train(model, optimizer, data, args):
-    """Returns the loss of every step of this run over all processes, (steps,)."""
-    saver = checkpoint_sharded.Saver(model, optimizer, args, data.settings())
-    progress = gpt.Progress(model, data, args, saver.first_step)
-    for step in range(saver.first_step, args.steps):
-        x, y = data.batch(step)
-        optimizer.zero_grad()
-        loss = gpt.loss_fn(model(x), y)
-        loss.backward()
-        if args.clip:
-            # The gradients are DTensors, so this is the norm over all processes.
-            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-        optimizer.step()
-        progress(step, loss)
-        saver.save_if_due(step + 1)
-    return progress.losses
-
-
 # ---- options ------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     shard_help = "processes that shard each replica (default: all remaining processes)"
     tensor_help = "processes that split the work of each layer"
     parser.add_argument("--replicate", type=options.whole_number(1), default=1, help="replicas of the model")
@@ -118,8 +88,6 @@ def parse_args():
     parser.add_argument("--recompute", action="store_true", help="recompute activations in backward, to save memory")
     parser.add_checkpoints()
     args = parser.parse_args()
-    if args.bf16 and args.nproc == 1:
-        parser.error("argument --bf16: one process gathers nothing, use at least 2 (--nproc 2)")
     if args.shard is None:
         args.shard = max(1, args.nproc // (args.replicate * args.tensor))
     if args.replicate * args.shard * args.tensor != args.nproc:
@@ -137,7 +105,6 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
     share = dist.get_rank() // args.tensor  # tensor neighbours, whose ranks are consecutive, take the same one
     gpt.start(args, share)  # a seed for each share, so tensor neighbours draw the same
     data = gpt.Data(args, share=(share, args.replicate * args.shard))

@@ -25,7 +25,7 @@ Choose min_FSDP.py for real work: it also has mixed precision, checkpoints and m
 Cost per process, for P float32 parameters, R of them in the root, on N processes: 16·P/N bytes between two steps
 (parameters 4, gradients 4, AdamW 8). While a block computes, up to 16 bytes more for each of its parameters, for two
 blocks and their gradients, and 8·R for the root (gloo copies gradients: 12·R). A step sends (N-1)/N · 4·(3·P - R) bytes
-and gloo those of the reduce-scatter twice. Sources: ZeRO (arXiv:1910.02054), FSDP (arXiv:2304.11277).
+and gloo sends the reduce-scatter twice. Sources: ZeRO (arXiv:1910.02054), FSDP (arXiv:2304.11277).
 
     python min_FSDP_scratch.py --nproc 2                              # two processes; without --nproc, all GPUs
     torchrun --standalone --nproc-per-node 2 min_FSDP_scratch.py      # torchrun starts the processes
@@ -39,7 +39,6 @@ from torch import nn
 
 import distributed as dist
 import gpt
-import options
 
 # Before torch 2.13 they have other names.
 all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)
@@ -87,7 +86,7 @@ class AfterBlock(torch.autograd.Function):
         return gradient, None
 
 
-# ---- what is gathered and reduced together ------------------------------------------------------------------------
+# ---- units: parameters that are gathered and reduced together -----------------------------------------------------
 
 
 class Freed(nn.Parameter):
@@ -104,7 +103,7 @@ class Unit:
     """Parameters that are gathered and freed together. Each rank holds 1/N of them, `own`, and of their gradients.
 
     `pieces` are the pieces of the parameters in `own`, which the optimizer steps. There is one for each parameter,
-    because the optimizer must skip those that are frozen. `wait` adds `name` to `order`.
+    because the optimizer must skip frozen ones. `wait` adds `name` to `order`.
     """
 
     previous = following = None  # the units that compute before and after this one
@@ -273,8 +272,7 @@ def clip_gradients(zero, max_norm):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     args = parser.parse_args()
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
     return args
@@ -284,7 +282,6 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group(even_alone=True)  # so that one process has collectives too
     gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
     model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())

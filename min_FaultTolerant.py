@@ -55,7 +55,7 @@ POLL = 0.001  # seconds between two looks into the store
 # Members notice a kill at once. But gloo sometimes misses that a connection has closed, and waits for --timeout: once
 # in about 150 kills on a busy machine. A kill while a quorum connects stops the others for up to half of --timeout.
 GLOO_PATIENCE = 5  # gloo waits for a connection five times as long as its timeout says
-MOST_FRUITLESS = 10  # quorums in a row without a committed step, before the job ends
+MOST_FRUITLESS = 10  # quorums in a row in which a process takes no step, before it ends the job
 
 
 # ---- training in a quorum -----------------------------------------------------------------------------------------
@@ -65,7 +65,8 @@ class Trainer:
     """Model, optimizer, and `step`: the parameters here are the parameters before this step."""
 
     def __init__(self, args):
-        gpt.start(args, share=os.getpid())  # its rank changes
+        torch.set_float32_matmul_precision("high")  # as gpt.start
+        torch.manual_seed(args.seed + os.getpid())  # not its rank, which changes
         device = dist.get_device()
         self.model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, fused=True)
@@ -175,13 +176,12 @@ def communication():
 class Quorum:
     """The members that train together, by rank. The first `n_holders` have the parameters before `first_step`."""
 
-    def __init__(self, store, number, first_step, holders, newcomers, n_fruitless, name, args):
+    def __init__(self, store, number, first_step, holders, newcomers, name, args):
         self.store = store
         self.number = number
         self.first_step = first_step
         self.members = holders + newcomers
         self.n_holders = len(holders)
-        self.n_fruitless = n_fruitless
         self.rank = self.members.index(name)
         self.args = args
 
@@ -295,23 +295,22 @@ def propose(store, previous, step, is_late, args):
         return None
     if not holders:
         raise dist.DistributedError(f"all processes with the parameters of step {step} are lost: start again")
-    quorum = {"number": number, "first_step": step, "holders": holders, "newcomers": newcomers, "n_fruitless": 0}
-    if step == previous["first_step"]:
-        quorum["n_fruitless"] = previous["n_fruitless"] + 1  # quorums in a row that have committed no step
-    return quorum
+    return {"number": number, "first_step": step, "holders": holders, "newcomers": newcomers}
 
 
 def train(store, name, args):
     """Train until all steps are committed. Returns the trainer, which may have come too late for the last of them."""
     trainer = Trainer(args)
-    while True:
+    n_fruitless = 0
+    while n_fruitless < MOST_FRUITLESS:
         quorum = meet(store, name, trainer.step, args)
         if quorum is None:
             return trainer
-        if quorum.n_fruitless == MOST_FRUITLESS:
-            line = f"{MOST_FRUITLESS} quorums in a row have committed no step"
-            raise dist.DistributedError(f"{line}; the last error: {trainer.last_error}")
+        step = trainer.step
         trainer.train_in(quorum)
+        n_fruitless = 0 if trainer.step > step else n_fruitless + 1
+    line = f"{MOST_FRUITLESS} quorums in a row have committed no step"
+    raise dist.DistributedError(f"{line}; the last error: {trainer.last_error}")
 
 
 # ---- a process that trains, and its supervisor --------------------------------------------------------------------
@@ -362,8 +361,7 @@ def log(line):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     timeout_help = "seconds until a process that hangs is left behind"
     restarts_help = "how often each process may be replaced"
     parser.add_argument("--timeout", type=options.whole_number(1), default=30, help=timeout_help)
@@ -388,7 +386,7 @@ def main_worker(local_rank, world_size, args):
     store.append("lost", "")  # makes the key: `get` would wait for one that does not exist
     # A quorum of nobody, which is closed, comes before the first one.
     store.set("-1 steps", "0 closed")
-    nobody = {"number": -1, "first_step": -1, "holders": [], "newcomers": [], "n_fruitless": 0}
+    nobody = {"number": -1, "first_step": -1, "holders": [], "newcomers": []}
     store.compare_set("quorum", "", json.dumps(nobody))
     context = multiprocessing.get_context("fork")  # a copy of this process starts at once: it has imported torch
     for _ in range(args.max_restarts + 1):

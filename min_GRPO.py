@@ -17,20 +17,19 @@ the probability of a byte, and r = p / (p when it was drawn). The loss is one fr
     loss = Σ -min(r·A, clip(r, 1 - low, 1 + high)·A) / (number of bytes)
 
 A mean of the ranks' means would give some bytes a larger weight than others, and no error would be raised. Later
---inner-steps use the same completions again: then clipping limits how far they move the model. With --kl each byte adds
-an estimate of the KL divergence from the model after imitation. Groups and their mean are from arXiv:2402.03300, the
-denominator is from arXiv:2503.14476. As in arXiv:2503.20783, A is not divided by the deviation of its group.
+--inner-steps use the same completions again: then clipping limits how far they move the model. Groups and their mean
+are from arXiv:2402.03300. As in arXiv:2503.14476, the denominator counts all bytes, and the loss has no KL divergence
+from the first model. As in arXiv:2503.20783, A is not divided by the deviation of its group.
 
 Choose it if a program can check answers, and the model is right sometimes. If you have right answers, imitate them
 (min_Packing.py). To train a large model, whose answers an inference engine draws, use TRL or verl. Cost per process:
-DDP's, 4·P bytes more with --kl, and while R rows of up to T bytes are drawn, a KV cache of 8·layers·width·R·T bytes.
+DDP's, and while R rows of up to T bytes are drawn, a KV cache of 8·layers·width·R·T bytes.
 
     python min_GRPO.py --nproc 2                                     # two processes; without --nproc, all GPUs
     python min_GRPO.py --nproc 2 --inner-steps 2 --output model.pt   # saved for min_Generate.py; rerun it to resume
     torchrun --standalone --nproc-per-node 2 min_GRPO.py
 """
 
-import copy
 import random
 import time
 
@@ -56,17 +55,17 @@ HELD_OUT = 256  # prompts
 # ---- reinforcement learning ---------------------------------------------------------------------------------------
 
 
-def train(model, optimizer, reference, first_step, args):
+def train(model, optimizer, first_step, args):
     for step in range(first_step, args.steps):
         start = time.perf_counter()
         # Tokens, completion mask, log-probabilities: each (completions, length). Rewards: (completions,).
         tokens, mask, old, rewards = draw_completions(dist.unwrapped(model), step, own(range(args.prompts)), args)
         advantages = advantages_of(rewards, args.group_size)
-        sums = update(model, optimizer, reference, tokens, mask, old, advantages, args)
+        sums = update(model, optimizer, tokens, mask, old, advantages, args)
         if is_due(step, args):
             print_line(step, sums, rewards, advantages, time.perf_counter() - start, model, args)
             if args.output:
-                checkpoint.save(args.output, model, optimizer, step=step + 1, **state_of(reference, args))
+                checkpoint.save(args.output, model, optimizer, step=step + 1, **state_of(args))
 
 
 def is_due(step, args):
@@ -104,19 +103,10 @@ def policy_loss(ratio, advantages, low, high):
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
-def divergence(new, reference, ratio):
-    """For each byte, an estimate of the KL divergence from the reference: right on average, and so is its gradient.
-
-    Without the factor `ratio` the gradient would not be.
-    """
-    difference = reference - new
-    return ratio * (difference.exp() - 1 - difference)
-
-
-def update(model, optimizer, reference, tokens, mask, old, advantages, args, group=None):
+def update(model, optimizer, tokens, mask, old, advantages, args, group=None):
     """Take --inner-steps optimizer steps on the completions of all ranks of `group`, by default of all ranks.
 
-    `tokens`, `mask` and `old`, (completions, length), are those that gpt_generate.generate returns. `advantages`,
+    `tokens`, `mask` and `old`, (completions, length), come from gpt_generate.generate. `advantages`,
     (completions,), are on the CPU. Returns sums over this process's bytes, (3,): |ratio - 1| at the first inner step,
     the bytes whose ratio is clipped at the last one, and the bytes.
     """
@@ -125,15 +115,10 @@ def update(model, optimizer, reference, tokens, mask, old, advantages, args, gro
     advantages = gpt.to_device(advantages, tokens.device)[:, None]
     in_loss = mask[:, 1:]  # byte t + 1 is predicted from the bytes up to t
     old = old[:, 1:]
-    if reference is not None:
-        with torch.no_grad():
-            reference_log = log_probabilities_of(reference, tokens, mask, args.temperature)
     for inner_step in range(args.inner_steps):
         new = log_probabilities_of(model, tokens, mask, args.temperature)
         ratio = (new - old).exp()
         losses = policy_loss(ratio, advantages, args.clip_low, args.clip_high)
-        if reference is not None:
-            losses = losses + args.kl * divergence(new, reference_log, ratio)
         loss = (losses * in_loss).sum() / n_bytes
         optimizer.zero_grad()
         (loss * torch_dist.get_world_size(group)).backward()  # DDP divides by the number of ranks, so multiply by it
@@ -230,18 +215,14 @@ def pad_answers(prompts, answers):
 
 
 def evaluate(model, args):
-    """The share of held-out prompts that greedy decoding solves."""
-    solved = count_solved(dist.unwrapped(model), own(make_prompts("held-out", HELD_OUT, args.seed)))
-    return dist.all_reduce(torch.tensor(solved, device=dist.get_device())).item() / HELD_OUT
-
-
-def count_solved(model, prompts, choose=gpt_generate.choose):
-    """How many prompts the model solves if it always takes the most probable byte."""
+    """The share of held-out prompts that the model solves if it always takes the most probable byte."""
+    prompts = own(make_prompts("held-out", HELD_OUT, args.seed))
     unused = torch.zeros(len(prompts), LONGEST, dtype=torch.double, device=dist.get_device())
-    tokens, mask, _ = gpt_generate.generate(model, prompts, unused, STOP, temperature=0, choose=choose)
+    tokens, mask, _ = gpt_generate.generate(dist.unwrapped(model), prompts, unused, STOP, temperature=0)
     completions = gpt_generate.generated_bytes(tokens, mask)
     rewards = [float(reward(prompt, each)) for prompt, each in zip(prompts, completions, strict=True)]
-    return torch.tensor(rewards).nansum().item()
+    solved = torch.tensor(rewards, device=dist.get_device()).nansum()
+    return dist.all_reduce(solved).item() / HELD_OUT
 
 
 def print_line(step, sums, rewards, advantages, seconds, model, args):
@@ -264,13 +245,10 @@ def print_line(step, sums, rewards, advantages, seconds, model, args):
     )
 
 
-def state_of(reference, args):
+def state_of(args):
     """What a snapshot holds beside model and optimizer. min_Generate.py needs the sizes."""
-    names = ("imitation_steps", "prompts", "group_size", "temperature", "inner_steps", "lr", "kl", "seed")
-    state = {"settings": {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}, "sizes": SIZES}
-    if reference is not None:
-        state["reference"] = reference
-    return state
+    names = ("imitation_steps", "prompts", "group_size", "temperature", "inner_steps", "lr", "seed")
+    return {"settings": {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}, "sizes": SIZES}
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
@@ -284,9 +262,8 @@ def add_options(parser):
     parser.add_argument("--prompts", type=options.whole_number(1), default=32, help="prompts per step of all processes")
     parser.add_argument("--group-size", type=options.whole_number(2), default=8, help="completions of each prompt")
     parser.add_argument("--temperature", type=options.number(0.01), default=1.0, help="temperature of completions")
-    parser.add_argument(
-        "--inner-steps", type=options.whole_number(1), default=1, help="optimizer steps on the same completions"
-    )
+    inner_help = "optimizer steps on the same completions"
+    parser.add_argument("--inner-steps", type=options.whole_number(1), default=1, help=inner_help)
     parser.add_argument("--clip-low", type=options.number(0), default=0.2, help="clip the ratio at 1 minus this")
     parser.add_argument("--clip-high", type=options.number(0), default=0.28, help="clip the ratio at 1 plus this")
     parser.add_argument("--lr", type=options.positive_number, default=0.0003, help="learning rate")
@@ -298,12 +275,10 @@ def add_options(parser):
 def parse_args():
     parser = options.ArgumentParser(__doc__)
     add_options(parser)
-    parser.add_argument("--kl", type=options.number(0), default=0.0, help="weight of the KL divergence")
     args = parser.parse_args()
     if args.prompts < args.nproc:
         parser.error(f"argument --prompts: {args.prompts} is less than {args.nproc}, the number of processes")
-    if args.output is not None:
-        checkpoint.check_writable("--output", args.output)
+    checkpoint.check_writable("--output", args.output)
     return args
 
 
@@ -311,24 +286,20 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group(even_alone=True)
     gpt.start(args)
     model = gpt.GPT(gpt.Config(**SIZES), args.seed).to(dist.get_device())
-    reference = copy.deepcopy(model).requires_grad_(False) if args.kl else None
     model = dist.prepare_ddp_model(model, gradient_as_bucket_view=True)  # needs no copy of the gradients
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     tokens = torch.zeros(1, SIZES["length"], dtype=torch.long, device=dist.get_device())
     checkpoint.rebuild_buckets(model, lambda: model(tokens).sum())  # else a resumed run differs in the last bit
     step = 0
     if args.output:
-        _, step, _ = checkpoint.load(args.output, model, optimizer, **state_of(reference, args))
+        _, step, _ = checkpoint.load(args.output, model, optimizer, **state_of(args))
     if step == 0:
         imitate(model, args)
-        if reference is not None:
-            reference.load_state_dict(dist.unwrapped(model).state_dict())
     held_out = evaluate(model, args)
     dist.print_primary(f"after {args.imitation_steps} steps of imitation and {step} more | held-out {held_out:.3f}")
-    train(model, optimizer, reference, step, args)
+    train(model, optimizer, step, args)
 
 
 if __name__ == "__main__":

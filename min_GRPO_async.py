@@ -22,7 +22,7 @@ step before, so both halves work at once. Weights 1 are those after step 0:
 
 The denominator of the ratio in the loss of min_GRPO.py is the generators' probability, so it corrects for the age of
 the weights. Older weights would need a larger correction. With --staleness 0 the halves wait for each other, and the
-result is that of min_GRPO.py, up to rounding. Choose it if generation takes about as long as training. For models of
+result equals min_GRPO.py's, up to rounding. Choose it if generation takes about as long as training. For models of
 many billions of parameters, use TRL or verl. Cost: a trainer of N holds 16·P/N bytes, a generator of G 4·P/G and a KV
 cache. A move sends 4·P bytes in all, and G times as many for norms and embeddings, which each generator has whole.
 
@@ -147,12 +147,12 @@ def train(model, optimizer, move, group, args):
     """Learn from the completions that the generators send. `group` has the ranks that train."""
     for step in range(args.steps):
         start = time.perf_counter()
-        if is_moved(step, args):
+        if step == 0 or step + args.staleness < args.steps:  # else they would draw no answers
             move()  # the weights before this step
         tokens, mask, old, rewards = receive_completions(group, args)
         move.wait()  # the update changes the weights
         advantages = min_GRPO.advantages_of(rewards, args.group_size)
-        sums = min_GRPO.update(model, optimizer, None, tokens, mask, old, advantages, args, group)
+        sums = min_GRPO.update(model, optimizer, tokens, mask, old, advantages, args, group)
         if min_GRPO.is_due(step, args):
             print_line(step, sums, rewards, time.perf_counter() - start, group, args)
             if args.output:
@@ -167,20 +167,14 @@ def save(model, args):
             torch.save({"sizes": min_GRPO.SIZES, "model": weights}, file)
 
 
-def is_moved(step, args):
-    """Do the weights before `step` move? Those before step 0 have moved already. The last ones draw no answers."""
-    return step > 0 and step + args.staleness < args.steps
-
-
 # ---- generation, on the last ranks --------------------------------------------------------------------------------
 
 
 def generate(model, move, choose, n_trainers, args):
     """Draw and check the completions of each step, with weights that are --staleness steps old, and send them."""
     for step in range(args.steps):
-        weights_step = step - args.staleness  # draw with the weights before that step
-        if is_moved(weights_step, args):
-            move()
+        if step == 0 or step > args.staleness:
+            move()  # the weights before step - args.staleness
             move.wait()
         completions = min_GRPO.draw_completions(model, step, range(args.prompts), args, choose)
         if dist.get_rank() == n_trainers:  # the first generator; the others have drawn the same
@@ -191,9 +185,10 @@ def generate(model, move, choose, n_trainers, args):
 
 
 def send_completions(completions, n_trainers, args):
-    """Send each trainer those of its prompts, as `min_GRPO.own` shares them. float64 holds all of it exactly.
+    """Send each trainer the completions of its prompts, as `min_GRPO.own` shares the prompts.
 
-    It waits until the trainer receives. So the generators are never further ahead than --staleness.
+    float64 holds all of it exactly. It waits until the trainer receives. So the generators are never further ahead than
+    --staleness.
     """
     *parts, rewards = completions
     padding = (0, min_GRPO.SIZES["length"] - parts[0].shape[1])
@@ -238,23 +233,6 @@ def split_layers(model, mesh):
 # ---- progress -----------------------------------------------------------------------------------------------------
 
 
-def ask_held_out(title, move, n_trainers):
-    """What a trainer does while the generators `solve_held_out`. Rank 0 prints which share of them they solve."""
-    move()
-    move.wait()
-    solved = dist.broadcast_object(None, src=n_trainers)
-    dist.print_primary(f"after {title} | held-out {solved / min_GRPO.HELD_OUT:.3f}", flush=True)
-
-
-def solve_held_out(model, move, choose, n_trainers, args):
-    """Solve the held-out prompts with the trainers' weights, and tell all ranks how many are solved."""
-    move()  # in the first one NCCL connects the ranks, and may block them, so all come here at the same point
-    move.wait()
-    prompts = min_GRPO.make_prompts("held-out", min_GRPO.HELD_OUT, args.seed)
-    solved = min_GRPO.count_solved(model, prompts, choose)
-    dist.broadcast_object(solved, src=n_trainers)  # of the first generator; the others have solved the same
-
-
 def print_line(step, sums, rewards, seconds, group, args):
     """Print what this step gave, over all trainers. Age says how many steps old the weights were that drew."""
     sums = torch.cat([sums, gpt.to_device(rewards.nansum()[None], sums.device)])
@@ -275,9 +253,8 @@ def parse_args():
     parser = options.ArgumentParser(__doc__)
     min_GRPO.add_options(parser)
     parser.add_argument("--generators", type=options.whole_number(1), default=1, help="processes that generate")
-    parser.add_argument(
-        "--staleness", type=int, choices=(0, 1), default=1, help="age of the generators' weights, in steps"
-    )
+    staleness_help = "age of the generators' weights, in steps"
+    parser.add_argument("--staleness", type=int, choices=(0, 1), default=1, help=staleness_help)
     args = parser.parse_args()
     n_trainers = args.nproc - args.generators
     if n_trainers < 1:
@@ -287,8 +264,7 @@ def parse_args():
     heads = min_GRPO.SIZES["heads"]
     if heads % args.generators:
         parser.error(f"argument --generators: {args.generators} does not divide the {heads} heads of the model")
-    if args.output is not None:
-        checkpoint.check_writable("--output", args.output)
+    checkpoint.check_writable("--output", args.output)
     return args
 
 
@@ -296,7 +272,6 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
     gpt.start(args)
     ranks = list(range(world_size))
     n_trainers = world_size - args.generators
@@ -317,10 +292,8 @@ def be_trainer(mesh, ranks, args):
     gpt.fill(model.named_parameters(), args.seed)
     move = Move(model.named_parameters(), ranks[:n_trainers], ranks[n_trainers:])
     min_GRPO.imitate(model, args, mesh.get_group())
-    ask_held_out(f"{args.imitation_steps} steps of imitation", move, n_trainers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, move, mesh.get_group(), args)
-    ask_held_out(f"{args.steps} steps of reinforcement learning", move, n_trainers)
 
 
 def be_generator(mesh, ranks, args):
@@ -331,9 +304,7 @@ def be_generator(mesh, ranks, args):
     model.to_empty(device=dist.get_device())  # memory for this rank's part, which the first move fills
     move = Move(model.named_parameters(), ranks[:n_trainers], ranks[n_trainers:])
     choose = functools.partial(gpt_generate.choose_alike, mesh.get_group())  # all generators choose the same bytes
-    solve_held_out(model, move, choose, n_trainers, args)
     generate(model, move, choose, n_trainers, args)
-    solve_held_out(model, move, choose, n_trainers, args)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ the model does not fit on one device, several processes compute each answer toge
     prefill    all bytes of the prompts at once              -> logits of the first new byte
     decode     one new byte per row, and the KV cache        -> logits of the next byte, until all rows have ended
 
-The answers of a batch are a file: OUTPUT/00000064.jsonl begins with that to prompt 64. If a job is killed, the same
-command answers the batches whose file is missing, with any --nproc and --tensor. `cat OUTPUT/*.jsonl` gives all answers
-in the order of the prompts. The random numbers of an answer depend on the seed and on
-the number of its prompt alone. So other processes give the same answers, unless rounding tips a choice.
+The answers of a batch are a file: OUTPUT/00000064.jsonl begins with the answer to prompt 64. If a job is killed, the
+same command answers the batches whose file is missing, with any --nproc and --tensor. The random numbers of an answer
+depend on the seed and the prompt's number alone. So other processes give the same answers, unless rounding tips one.
 
 Under TP, rounding may also differ between the processes of a group. Then they would continue different texts, and no
 error would be raised. So the first process of the group chooses each byte, and sends it to the others.

@@ -116,8 +116,7 @@ def train(model, optimizer, data, args):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     method_help = "how processes without data take part"
     parser.add_argument("--method", choices=("join", "weights"), default="join", help=method_help)
     least_help = "batches of the last process; the first has --steps (default: three quarters of --steps)"
@@ -135,7 +134,6 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
     gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
     model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())

@@ -9,7 +9,7 @@ G and the momentum M:
 
 `orthogonalize` computes about U Vᵀ, each element of which depends on the whole matrix. But fully_shard has split W, G
 and M by rows. So N matrices are stepped together: each process makes one of them whole and orthogonalizes it. With
-N = 2, | separates the rows of process 0 from those of process 1 in A and B:
+N = 2, | separates the rows of process 0 from the rows of process 1 in A and B:
 
                                     process 0                   process 1
     momentum, on shards             A = a0 |      B = b0 |      A =    | a1   B =    | b1
@@ -36,14 +36,13 @@ import math
 import torch
 import torch.distributed as torch_dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import checkpoint_sharded
 import distributed as dist
 import gpt
 import options
+from min_FSDP import make_sharded_model
 
 # ---- Muon: shards to whole matrices and back ----------------------------------------------------------------------
 
@@ -51,8 +50,8 @@ import options
 class Muon(torch.optim.Optimizer):
     """Muon for `matrices`: parameters of two dimensions, or groups of them, as torch.optim takes them.
 
-    With several processes, fully_shard must have split their rows over all processes. All processes must call `step`,
-    and a matrix must have a gradient on all of them, or on none.
+    fully_shard must have split their rows over all processes. All processes must call `step`, and a matrix must have a
+    gradient on all of them, or on none.
     """
 
     def __init__(self, matrices, lr, momentum=0.95, weight_decay=0.01):
@@ -60,8 +59,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for matrix in group["params"]:
                 is_split = isinstance(matrix, DTensor) and matrix.placements == (Shard(0),)
-                n = matrix.device_mesh.size() if is_split else 1
-                if matrix.ndim != 2 or n != dist.get_world_size():
+                if not is_split or matrix.ndim != 2 or matrix.device_mesh.size() != dist.get_world_size():
                     raise ValueError("Muon needs matrices whose rows fully_shard has split over all processes")
 
     @torch.no_grad()
@@ -80,7 +78,7 @@ class Muon(torch.optim.Optimizer):
         updates = orthogonalize_sharded(directions, [matrix.shape for matrix in matrices])
         for matrix, update in zip(matrices, updates, strict=True):
             rows, columns = matrix.shape
-            shard = local(matrix)
+            shard = matrix.to_local()
             shard.mul_(1 - group["lr"] * group["weight_decay"])
             shard.sub_(update, alpha=group["lr"] * max(1, rows / columns) ** 0.5)
 
@@ -89,15 +87,10 @@ class Muon(torch.optim.Optimizer):
         state = self.state[matrix]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(matrix)  # sharded as the matrix is, in checkpoints too
-        buffer = local(state["momentum_buffer"])
-        grad = local(matrix.grad)
+        buffer = state["momentum_buffer"].to_local()
+        grad = matrix.grad.to_local()
         buffer.lerp_(grad, 1 - momentum)  # μ M + (1-μ) G
         return grad.lerp(buffer, momentum)
-
-
-def local(tensor):
-    """This process's shard of a DTensor. A plain matrix in a single process is its own shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def orthogonalize_sharded(shards, shapes):
@@ -154,18 +147,6 @@ def orthogonalize(matrix):
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def make_sharded_model(args):
-    """A GPT sharded as in min_FSDP.py: each block is gathered when it computes. No process ever holds it whole."""
-    model = gpt.make_meta_model(gpt.Config.from_args(args))
-    mesh = init_device_mesh(dist.get_device().type, (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model.to_empty(device=dist.get_device())  # memory for this process's shards
-    gpt.fill(model.named_parameters(), args.seed)
-    return model
-
-
 def make_optimizers(model, lr, muon_lr):
     """Muon for the blocks' matrices, and AdamW for the rest, with embeddings and the head among them."""
     matrices, rest = split_params(model)
@@ -206,8 +187,7 @@ def train(model, optimizers, data, args):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     parser.add_argument("--muon-lr", type=options.positive_number, default=0.02, help="learning rate of the matrices")
     parser.add_checkpoints()
     args = parser.parse_args()
@@ -221,7 +201,6 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group(even_alone=True)  # so that fully_shard has a mesh in one process too
     gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
     model = make_sharded_model(args)

@@ -12,20 +12,20 @@ processes and M = 4, F1 is the forward of micro-batch 1, B1 its backward, and th
              rank 1    . F0 F1  . B0 F2 B1 F3 B2  . B3  .
              rank 2    .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
 
-Both are idle for (N-1)/(M+N-1) of a step. GPipe keeps activations of all M micro-batches, 1F1B those of at most N. The
-other schedules have two stages in each process and a smaller bubble. With N = 3, the six stages are on these ranks:
+Both are idle for (N-1)/(M+N-1) of a step. GPipe keeps activations of all M micro-batches, 1F1B of at most N. The
+other schedules have two stages in each process and a smaller bubble. A backward has two parts. The previous stage waits
+for the gradient of the activations. Nothing waits for the gradients of the weights, until the optimizer's step. So the
+last three schedules compute these later, in the bubble. With N = 3, the six stages are on these ranks:
 
-    Interleaved1F1B        0 1 2 0 1 2   waits for (N-1)/(2·M+N-1) of a step
-    InterleavedZeroBubble  0 1 2 0 1 2   computes gradients of weights in the bubble, since nothing depends on them
-    ZBVZeroBubble          0 1 2 2 1 0   computes gradients of weights in the bubble
-    DualPipeV              0 1 2 2 1 0   also runs one micro-batch's forward together with another's backward
+    Interleaved1F1B        0 1 2 0 1 2   idle for (N-1)/(2·M+N-1) of a step, since a stage takes half as long
+    InterleavedZeroBubble  0 1 2 0 1 2   the same order, and gradients of weights in the bubble
+    ZBVZeroBubble          0 1 2 2 1 0   a V: a micro-batch ends on the rank on which it began
+    DualPipeV              0 1 2 2 1 0   a V, and one micro-batch's forward runs together with another's backward
 
 Choose it when one device cannot hold the model and links are slow: only neighbours communicate, and they send little.
-Over fast links FSDP (min_FSDP.py) has no bubble and no stages to balance. No process ever holds the whole model.
-
-Cost, for P float32 parameters, and the A = 4·batch·length·width bytes that leave a block: 16·P/N bytes per process, and
-embeddings or the head. All processes together send in each step 2·A·(N-1) bytes with one stage per process,
-2·A·(2·N-1) with Interleaved…, 4·A·(N-1) with ZBVZeroBubble and DualPipeV.
+Over fast links FSDP (min_FSDP.py) has no bubble. Cost, for P float32 parameters, and the A = 4·batch·length·width bytes
+that leave a block: 16·P/N bytes per process, and embeddings or the head. All processes together send in each step
+2·A·(N-1) bytes with one stage per process, 2·A·(2·N-1) with Interleaved…, 4·A·(N-1) with ZBVZeroBubble and DualPipeV.
 
     python min_PP.py --nproc 2 --schedule ZBVZeroBubble     # two processes; without --nproc, all GPUs
 """
@@ -215,8 +215,7 @@ def parse_args():
     # torch.__version__ is a TorchVersion, for which "2.9" is less than "2.12".
     if torch.__version__ < "2.12":
         schedules = ONE_STAGE + INTERLEAVED  # with gloo, 2.11 fails if two stages in a row share a process
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     parser.add_argument("--schedule", choices=schedules, default="1F1B", help="order of forwards and backwards")
     parser.add_argument("--tie", action="store_true", help="let the head have the embedding's weight, as GPT-2 does")
     micro_help = "parts of a pipeline's batch (default: 8, or what fits)"
@@ -229,7 +228,7 @@ def parse_args():
 
 
 def check_stages(parser, args, n_ranks):
-    """Check the options of a pipeline of `n_ranks` processes, and fill in those that were not given."""
+    """Check the options of a pipeline of `n_ranks` processes, and fill in the options that were not given."""
     if torch.__version__ < "2.12" and args.schedule in INTERLEAVED and n_ranks == 1:
         line = f"{args.schedule} needs at least two processes in a pipeline before torch 2.12"
         parser.error(f"argument --schedule: {line}")
@@ -240,9 +239,8 @@ def check_stages(parser, args, n_ranks):
     if args.layers < n_stages:
         parser.error(f"argument --layers: {args.layers} is less than {stages}")
     divisor = n_ranks if args.schedule in INTERLEAVED else 1
-    gpt.require_multiple(
-        parser, args, "micro_batches", divisor, "the processes of a pipeline", default=max(8, n_stages)
-    )
+    fitting = max(8, n_stages)
+    gpt.require_multiple(parser, args, "micro_batches", divisor, "the processes of a pipeline", default=fitting)
     if args.micro_batches < n_stages and args.schedule in ("1F1B", "DualPipeV"):
         parser.error(f"argument --micro-batches: {args.micro_batches} is less than {stages}")
 
@@ -251,7 +249,6 @@ def check_stages(parser, args, n_ranks):
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group(even_alone=True)  # PipelineStage needs a process group, in one process too
     gpt.start(args)
     model = gpt.make_meta_model(gpt.Config.from_args(args))  # shapes without memory: no process holds it whole
     n_params = sum(param.numel() for param in model.parameters())

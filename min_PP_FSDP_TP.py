@@ -101,8 +101,7 @@ def train(pipeline, optimizer, data, args):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     schedule_help = "order of forwards and backwards; Interleaved1F1B has two stages per process and a smaller bubble"
     micro_help = "parts of a pipeline's batch (default: 8, or what fits)"
     stages_help = "processes of a pipeline (default: 2 if possible)"
@@ -123,7 +122,7 @@ def parse_args():
 
 
 def check_options(parser, args):
-    """End the program with one line if the options do not fit. Fill in those that were not given."""
+    """End the program with one line if the options do not fit. Fill in the options that were not given."""
     given = (args.stages or 1) * (args.shard or 1) * (args.tensor or 1)
     remaining = max(1, args.nproc // given)
     if args.stages is None:
@@ -149,7 +148,9 @@ def check_options(parser, args):
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group(even_alone=True)  # PipelineStage needs a process group, in one process too
+    # Tensor neighbours, and the stages of a pipeline, take the same share of the batch.
+    share = dist.get_rank() // args.tensor % args.shard
+    gpt.start(args, share)
     silence_false_alarms()
     mesh = f"stages {args.stages} x shard {args.shard} x tensor {args.tensor}"
     dist.print_primary(f"Training on {world_size} x {dist.get_device().type}: {mesh}, {args.schedule}")
@@ -158,8 +159,6 @@ def main_worker(local_rank, world_size, args):
     pipeline = make_pipeline(model, args)
     gpt.report_held(model.parameters(), n_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    share = pipeline.mesh.get_local_rank("shard")  # tensor neighbours, and the stages of a pipeline, take the same one
-    gpt.start(args, share)
     data = gpt.Data(args, share=(share, args.shard))
     train(pipeline, optimizer, data, args)
 

@@ -16,14 +16,15 @@ and docstring) and an answer (its body). Only the answer is in the loss.
           b     x x
           b     x x x
 
-Packed rows hold unequal numbers of targets. A mean over ranks of means over micro-batches then weights some tokens more
-than others, and no error is raised. The loss of a step is instead one fraction:
+Packed rows hold unequal numbers of targets, say 1 on rank 0 and 3 on rank 1. The mean of the two ranks' means would
+weight rank 0's target three times as much as the others, and no error is raised. The loss is the mean of all 4 targets.
+DDP divides the sum of the gradients by the number of ranks, N. So each rank's part of the loss is
 
-    loss = (sum of the losses of all targets of all ranks and micro-batches) / (number of all these targets)
+    N · (sum of the losses of its own targets) / (number of the targets of all ranks and micro-batches)
 
 Choose packing over padding (--pad) when lengths vary, because padding costs as much time as text. The mask here has
 rows · length² bytes. For long rows on GPUs use torch's flex_attention, or its varlen_attn with cumulative lengths:
-both store no mask, and skip what it hides. Besides, the cost is DDP's, and 8 bytes per step for the denominator.
+both store no mask, and skip what it hides. Besides, the cost is DDP's, and 8 bytes per step for the number of targets.
 
     python min_Packing.py --nproc 2                                      # two processes; without --nproc, all GPUs
     CUDA_VISIBLE_DEVICES=0,1 python min_Packing.py --accumulate 3        # two GPUs, three micro-batches per step
@@ -216,8 +217,7 @@ def train(model, optimizer, data, args):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser, length=512)
+    parser = gpt.make_parser(__doc__, length=512)
     parser.add_argument("--accumulate", type=options.whole_number(1), default=1, help="micro-batches per step")
     parser.add_argument("--pad", action="store_true", help="put one document into each row and fill it with padding")
     args = parser.parse_args()
@@ -229,7 +229,6 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
     gpt.start(args)
     data = Data(load_documents(), args)
     padding = (data.rows[:, DOCUMENT_IDS] == PADDING).double().mean()

@@ -80,7 +80,7 @@ class Stream(Dataset):
         start = block * buffer
         size = min(buffer, self.n_documents - start)
         document = start + shuffled(size, seed, epoch, block)[place_in_block]
-        for shard in shuffled(len(self.shards), seed, epoch):  # through the shards, to the one that has this document
+        for shard in shuffled(len(self.shards), seed, epoch):  # to the shard that has this document
             path, places = self.shards[shard]
             if document < len(places) - 1:
                 return path, places[document], places[document + 1]
@@ -219,8 +219,7 @@ def settings_of(stream, args):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     parser.add_argument("--data-dir", type=Path, help="folder of .jsonl shards (default: Python's standard library)")
     parser.add_argument("--buffer", type=options.whole_number(1), default=512, help="documents shuffled together")
     parser.add_argument("--num-workers", type=options.whole_number(0), default=1, help="loader processes per rank")
@@ -228,8 +227,7 @@ def parse_args():
     parser.add_argument("--save-every", type=options.whole_number(1), default=50, help="steps between snapshots")
     args = parser.parse_args()
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
-    if args.snapshot_path is not None:
-        checkpoint.check_writable("--snapshot-path", args.snapshot_path)
+    checkpoint.check_writable("--snapshot-path", args.snapshot_path)
     return args
 
 
@@ -237,7 +235,6 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
     gpt.start(args)
     paths = gpt.LIBRARY.glob("*.py")
     if args.data_dir is not None:

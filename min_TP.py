@@ -48,7 +48,6 @@ from torch.distributed.tensor.parallel import (
 
 import distributed as dist
 import gpt
-import options
 
 # ---- split layers -------------------------------------------------------------------------------------------------
 
@@ -57,9 +56,9 @@ def split_layers(model, mesh, logits=None):
     """Split the layers of a GPT in place over the N processes of `mesh`.
 
     By default each process gets the logits of its part of the vocabulary, with Replicate() all of them. The number of
-    heads and the sequence length must be multiples of N. The plan names every parameter, those of the
-    LayerNorms too, because clipping needs DTensors of one mesh. Freeze parameters after this call: SequenceParallel
-    unfreezes those of LayerNorms (torch 2.14). Then build the optimizer.
+    heads and the sequence length must be multiples of N. The plan names every layer, the LayerNorms too,
+    because clipping needs DTensors of one mesh. Freeze parameters after this call: SequenceParallel unfreezes the
+    LayerNorms' (torch 2.14). Then build the optimizer.
     """
     sequence = Shard(1)  # dimension 1 of (batch, length, width)
     # The comments give the shape of each layer's local output, for a batch (B, T) and a model of width D.
@@ -141,8 +140,7 @@ def train(model, optimizer, data, args):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     args = parser.parse_args()
     processes = (args.nproc, "the number of processes")
     gpt.check_model_options(parser, args, heads=processes, length=processes)
@@ -153,7 +151,6 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group(even_alone=True)  # the loss of split logits needs a group
     gpt.start(args, share=0)  # one seed for all processes, because they work on the same sequences
     data = gpt.Data(args, share=(0, 1))  # each process takes the whole batch
     model = gpt.make_meta_model(gpt.Config.from_args(args))  # shapes without memory: no process holds it whole

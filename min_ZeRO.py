@@ -39,7 +39,6 @@ from torch import nn
 
 import distributed as dist
 import gpt
-import options
 
 # Before torch 2.13 they have other names.
 all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)
@@ -127,7 +126,7 @@ def train(model, optimizer, data, args):
 
 
 def report_state(optim, model):
-    """Print the bytes of Adam's state on each process, whose parts are equally long, and those that DDP would hold."""
+    """Print the bytes of Adam's state on each process, and with DDP. All processes have parts of one length."""
     held = 0
     for state in optim.state.values():
         held += sum(value.nbytes for value in state.values() if value.dim())  # the step number has no dimension
@@ -139,8 +138,7 @@ def report_state(optim, model):
 
 
 def parse_args():
-    parser = options.ArgumentParser(__doc__)
-    gpt.add_model_options(parser)
+    parser = gpt.make_parser(__doc__)
     args = parser.parse_args()
     gpt.check_model_options(parser, args, batch=(args.nproc, "the number of processes"))
     return args
@@ -150,11 +148,9 @@ def parse_args():
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group()
     gpt.start(args)
     data = gpt.Data(args)  # this process's share of each global batch
     model = gpt.GPT(gpt.Config.from_args(args), args.seed).to(dist.get_device())
-    gpt.report_held(model.parameters())
     optimizer = ZeRO(model.parameters(), torch.optim.AdamW, args.clip, lr=args.lr, fused=True)
     train(model, optimizer, data, args)
     report_state(optimizer.optim, model)

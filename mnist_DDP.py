@@ -377,9 +377,8 @@ def run(args, data, make_model=make_model, make_optimizer=make_optimizer):
         line = f"--global-batch-size {args.global_batch_size} is more than all training samples, {len(train_set)}"
         raise dist.DistributedError(line)
     if steps_per_epoch < 10:
-        dist.print_primary(
-            f"An epoch has only {steps_per_epoch} steps: a smaller --global-batch-size learns more in it"
-        )
+        line = f"An epoch has only {steps_per_epoch} steps: a smaller --global-batch-size learns more in it"
+        dist.print_primary(line)
     steps = args.epochs * steps_per_epoch
     torch.manual_seed(args.seed)
     net = make_model(train_set, args).to(device)

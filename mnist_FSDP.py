@@ -24,7 +24,7 @@ The peak of --model deep is far above its share, because one layer has 88 % of i
     python mnist_FSDP.py --nproc 1 --checkpoint-dir runs/mnist --epochs 4     # resume in one process
     torchrun --standalone --nproc-per-node 2 mnist_FSDP.py --data mnist       # the real MNIST
 
-The memory that it prints is that of the largest process. All machines must share --checkpoint-dir. Load only
+It prints the memory of the largest process. All machines must share --checkpoint-dir. Load only
 checkpoints that you trust, because parts of them are pickles.
 """
 
@@ -51,9 +51,7 @@ import watch
 
 def wrap(model, strategy, device, bf16, min_num_params=20_000):
     """The model, ready to train on `device`. Build the optimizer afterwards: FSDP replaces the parameters."""
-    if strategy == "local":
-        return model.to(device)
-    if strategy == "ddp":
+    if strategy != "fsdp":
         return dist.prepare_ddp_model(model.to(device), gradient_as_bucket_view=True)  # needs no copy of the gradients
     policy = MixedPrecisionPolicy()
     if bf16:
@@ -225,8 +223,7 @@ def parse_args():
         parser.error(f"argument --strategy: local trains in 1 process, not in {n}")
     if args.checkpoint_dir is not None:
         checkpoint_sharded.check_folder("--checkpoint-dir", args.checkpoint_dir)
-    if args.output is not None:
-        checkpoint.check_writable("--output", args.output)
+    checkpoint.check_writable("--output", args.output)
     return args
 
 

@@ -133,9 +133,8 @@ def parse_args():
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], usage=argparse.SUPPRESS)
     parser.add_argument("total_epochs", type=positive_int, help="passes over the data")
     parser.add_argument("save_every", type=positive_int, help="epochs between snapshots")
-    parser.add_argument(
-        "--batch-size", "--batch_size", type=positive_int, default=32, help="samples per process (default: %(default)s)"
-    )
+    batch_help = "samples per process (default: %(default)s)"
+    parser.add_argument("--batch-size", "--batch_size", type=positive_int, default=32, help=batch_help)
     path_help = "save to this file, and resume from it (default: %(default)s)"
     parser.add_argument("--snapshot-path", "--snapshot_path", default="snapshot.pt", help=path_help)
     args = parser.parse_args()

@@ -212,9 +212,8 @@ def parse_args():
     parser.add_argument("--snapshot-path", "--snapshot_path", default="snapshot.pt", help=path_help)
     workers_help = "loader processes per rank (default: %(default)s)"
     parser.add_argument("--num-workers", "--num_workers", type=int, default=0, help=workers_help)
-    parser.add_argument(
-        "--timeout", type=positive_int, default=300, help="seconds until a hung step fails (default: %(default)s)"
-    )
+    timeout_help = "seconds until a hung step fails (default: %(default)s)"
+    parser.add_argument("--timeout", type=positive_int, default=300, help=timeout_help)
     args = parser.parse_args()
     size = args.global_batch_size
     if size < dist.get_world_size():

@@ -1,7 +1,7 @@
 """Plan a training run: which of these scripts, on which mesh, for your model on your GPUs. It needs no torch.
 
-It tries each script that splits a transformer on each mesh that it can have, and prints those that fit into memory, the
-fastest first: the memory of a GPU by part, a rough time of a step, and the command.
+It tries each script that splits a transformer on each mesh that it can have. It prints the meshes that fit into memory,
+the fastest first: the memory of a GPU by part, a rough time of a step, and the command.
 
     memory of a GPU  =  parameters + gradients + Adam's state + what FSDP gathers + activations + logits
     time of a step   =  max(compute + bubble, bytes of shard and replicate / bandwidth) + other bytes / bandwidth
@@ -118,12 +118,10 @@ class Mesh:
     def name(self):
         """For example FSDP 8 x TP 4, recomputing."""
         name = " x ".join(f"{axis} {size}" for axis, size in self.axes.items()) or "one GPU"
-        return (
-            name
-            + (", LoRA" if self.lora else "")
-            + (", recomputing" if self.recompute else "")
-            + (", float32" if self.number_bytes == 4 else "")
-        )
+        name += ", LoRA" if self.lora else ""
+        name += ", recomputing" if self.recompute else ""
+        name += ", float32" if self.number_bytes == 4 else ""
+        return name
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -137,20 +135,15 @@ def memory(model, mesh):
     held = computed / mesh.shard
     sharers = mesh.replicate if mesh.script == "min_ZeRO.py" else 1
     activations, logits = activation_bytes(model, mesh)
+    trained, frozen = held, 0
     if mesh.lora:
-        adapters = adapter_parameters(model, mesh) / mesh.shard
+        trained = adapter_parameters(model, mesh) / mesh.shard
         frozen = frozen_bytes(model, mesh) / mesh.shard
-        return {
-            "frozen": frozen,
-            "adapters": 16 * adapters,
-            "gathered": gathered_bytes(model, mesh, computed),
-            "activations": activations,
-            "logits": logits,
-        }
     return {
-        "parameters": 4 * held,
-        "gradients": 4 * held,
-        "Adam": 8 * held / sharers,
+        "frozen": frozen,
+        "parameters": 4 * trained,
+        "gradients": 4 * trained,
+        "Adam": 8 * trained / sharers,
         "gathered": gathered_bytes(model, mesh, computed),
         "activations": activations,
         "logits": logits,
@@ -182,7 +175,7 @@ def gathered_bytes(model, mesh, computed):
         unpacked = 6 * model.width * model.hidden if mesh.nf4 else 0  # the largest matrix in float32 and bfloat16
         head = 2 * model.vocabulary * model.width  # the embedding is freed before the first block
         return 2 * bytes_of_block(model, mesh) + head + unpacked
-    if size == 4:  # scripts without FSDP, or one process
+    if size == 4:  # scripts without FSDP
         return 0
     if mesh.stages > 1:
         return (size + 4) * computed
@@ -297,12 +290,9 @@ def meshes(model, n_gpus, per_node, batch, lora=0, nf4=False):
     for script, (axes, _) in SCRIPTS.items():
         if lora and script != "llm_FSDP.py":
             continue
-        # For one process the scripts refuse --bf16, except llm_FSDP.py.
-        is_bf16 = script == "llm_FSDP.py" or (script not in FLOAT32 and n_gpus > 1)
+        number_bytes = 4 if script in FLOAT32 else 2
         for sizes in itertools.product(divisors, repeat=len(axes)):
-            mesh = Mesh(
-                script, **dict(zip(axes, sizes, strict=True)), number_bytes=2 if is_bf16 else 4, lora=lora, nf4=nf4
-            )
+            mesh = Mesh(script, **dict(zip(axes, sizes, strict=True)), number_bytes=number_bytes, lora=lora, nf4=nf4)
             share, rest = divmod(batch, mesh.replicate * mesh.shard)
             if mesh.n_gpus != n_gpus or rest or mesh.stages > share or not can_split(model, mesh, per_node):
                 continue
@@ -394,7 +384,7 @@ GIB = 2**30
 
 # `flops` and links are the makers' numbers, dense and in one direction. `between` is the network of the usual machine:
 # 8 x 200 Gb/s with A100, 8 x 400 Gb/s with H100 and newer ones, 100 Gb/s for a whole machine of cards. Cards have no
-# NVLink. `efficiency` is between those of published runs for A100 and H100: see docs/costs.md. The others are guesses.
+# NVLink. For A100 and H100 `efficiency` lies between published runs (docs/costs.md). For others it is a guess.
 GPUS = {
     "a100": GPU(79.25, 312e12, 300e9, 25e9, 0.6),
     "h100": GPU(79.25, 989.5e12, 450e9, 50e9, 0.4),
@@ -426,9 +416,8 @@ def parse_args():
     add("--gpus-per-node", type=whole_number, default=8, help="GPUs of a machine (default: %(default)s)")
     add("--length", type=whole_number, help="tokens per sequence, up to 65536 (default: the model's)")
     add("--global-batch-size", type=whole_number, help="sequences per step (default: about 8192 tokens per GPU)")
-    add(
-        "--lora", type=whole_number, default=0, metavar="RANK", help="train adapters of this rank beside a frozen model"
-    )
+    lora_help = "train adapters of this rank beside a frozen model"
+    add("--lora", type=whole_number, default=0, metavar="RANK", help=lora_help)
     add("--nf4", action="store_true", help="hold the frozen model in 4 bits")
     for name in SHAPE:
         add(f"--{name.replace('_', '-')}", type=whole_number, help="of a model of another shape (default: MODEL's)")

@@ -118,9 +118,8 @@ def parse_args():
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], usage=argparse.SUPPRESS)
     parser.add_argument("total_epochs", type=positive_int, help="passes over the data")
     parser.add_argument("save_every", type=positive_int, help="epochs between checkpoints")
-    parser.add_argument(
-        "--batch-size", "--batch_size", type=positive_int, default=32, help="samples per process (default: %(default)s)"
-    )
+    batch_help = "samples per process (default: %(default)s)"
+    parser.add_argument("--batch-size", "--batch_size", type=positive_int, default=32, help=batch_help)
     return parser.parse_args()
 
 

@@ -15,6 +15,7 @@ All is trained by the scripts' own functions, each case in processes of its own.
 
 import argparse
 import functools
+import math
 
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -122,7 +123,10 @@ def talk_worker(local_rank, world_size, train, args, report):
         model = dist.prepare_ddp_model(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     train(model, optimizer, gpt.Data(args), args)
-    sent = min_DiLoCo.report_sent(model, args)
+    # By a ring all-reduce of all parameters in each outer step. With DDP each step is one.
+    outer_steps = math.ceil(args.steps / args.sync_every)
+    n_bytes = sum(param.nbytes for param in model.parameters())
+    sent = outer_steps * 2 * (dist.get_world_size() - 1) / dist.get_world_size() * n_bytes
     loss = held_out_loss(lambda x, y: gpt.loss_fn(model(x), y), args)
     report({"held-out": loss, "sent MB": sent / 1e6})
 

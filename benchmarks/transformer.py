@@ -79,6 +79,8 @@ def tensor_parallel(model):
     min_TP.split_layers(model, init_device_mesh(dist.get_device().type, (dist.get_world_size(),)))
 
 
+train_ring = functools.partial(min_CP_ring.train, loss_of=min_CP_ring.local_loss)
+
 # How the model is made, and what trains it.
 CASES = {
     "one process": (whole, min_FSDP_TP.train),
@@ -88,7 +90,7 @@ CASES = {
     "PP": (lambda args: min_PP.make_pipeline(gpt.make_meta_model(gpt.Config.from_args(args)), args), min_PP.train),
     "CP": (lambda args: min_CP.parallelize(whole(args), args.attention), min_CP.train),
     "all-gather": (lambda args: min_CP.parallelize(whole(args), "all-gather"), min_CP.train),
-    "ring": (lambda args: min_CP_ring.parallelize(whole(args), args.length), min_CP_ring.train),
+    "ring": (lambda args: min_CP_ring.parallelize(whole(args), args.length), train_ring),
 }
 
 # What attention waits in: DDP, which averages the gradients in all these cases, uses none of them.

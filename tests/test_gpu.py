@@ -46,7 +46,7 @@ OTHERS = [
     ("min_EP.py", *STEPS, "--experts", 64 * GPUS, "--top", 1, "--global-batch-size", GPUS, "--length", 2),  # most empty
     ("min_FSDP.py", *STEPS, "--bf16"),
     ("min_GRPO.py", *STEPS, "--imitation-steps", 100),
-    ("min_GRPO.py", *STEPS, "--inner-steps", 2, "--kl", 0.1),
+    ("min_GRPO.py", *STEPS, "--inner-steps", 2),
     ("min_Join.py", *STEPS, "--least", 0),
     ("min_Join.py", *STEPS, "--least", 0, "--method", "weights"),  # the last rank has empty batches alone
     ("mnist_DDP.py", "--epochs", 1, "--bf16", "--clip", 1),

@@ -1,11 +1,10 @@
-"""min_DiLoCo.py: what is sent and reported, and when it equals DDP.
+"""min_DiLoCo.py: what is sent, and when it equals DDP.
 
 test_equal.py has what all scripts that train the GPT promise.
 """
 
 from unittest import mock
 
-import pytest
 import references
 import torch
 import torch.distributed as torch_dist
@@ -21,7 +20,7 @@ def arguments(nprocs=2, **options):
 
 
 def sent():
-    """The sizes of what was sent by the script's main_worker, and the bytes that it reports."""
+    """The sizes of what was sent by the script's main_worker."""
     args, sizes, all_reduce = arguments(), [], torch_dist.all_reduce
 
     def counted(tensor, *op):
@@ -29,9 +28,9 @@ def sent():
         all_reduce(tensor, *op)
 
     with mock.patch.object(torch_dist, "all_reduce", counted):
-        result = transformer.run_main_worker(min_DiLoCo, args, "AdamW")
+        transformer.run_main_worker(min_DiLoCo, args, "AdamW")
     # What reports, not the training, sends is tiny: it does not count.
-    return [size for size in sizes if size > 1000], min_DiLoCo.report_sent(result.model, args)
+    return [size for size in sizes if size > 1000]
 
 
 def start_apart():
@@ -52,9 +51,8 @@ def test_it_sends_all_parameters_in_each_round_and_starts_from_rank_0s_weights(t
     with transformer.float64():
         initial = transformer.full_parameters(transformer.make_model(arguments()))
     n_bytes = 8 * sum(value.numel() for value in initial.values())
-    for (sizes, reported), start in transformer.train_on(2, call, [(sent,), (start_apart,)], tmp_path):
+    for sizes, start in transformer.train_on(2, call, [(sent,), (start_apart,)], tmp_path):
         assert sizes == [n_bytes] * 3, "14 steps are two rounds of 6 and a short one"
-        assert reported == pytest.approx(2 * (2 - 1) / 2 * sum(sizes)), "a ring all-reduce"
         assert all(torch.equal(start[name], value) for name, value in initial.items())
 
 

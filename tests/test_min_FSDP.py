@@ -31,9 +31,9 @@ def unsharded(model):
 def look_inside(bf16):
     """One step, looked at: collectives, whole parameters and types within forward and backward."""
     torch.set_default_dtype(torch.float32)
-    args = transformer.arguments(dist.get_world_size(), **{**OPTIONS, "bf16": bf16})
+    args = transformer.arguments(dist.get_world_size(), **OPTIONS)
     torch.manual_seed(args.seed)
-    model = min_FSDP.make_sharded_model(args)
+    model = min_FSDP.make_sharded_model(args, bf16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     seen = {"whole in forward": [], "whole in backward": [], "computed": set()}
 

@@ -396,17 +396,15 @@ def test_members_that_are_late_are_lost():
     store = torch_dist.HashStore()
     store.set("lost", "b ")
     store.set("5 waiting", "c 0\na 9\nb 9\n")
-    previous = {"number": 4, "first_step": 7, "holders": ["a", "b"], "newcomers": ["d"], "n_fruitless": 3}
+    previous = {"number": 4, "first_step": 7, "holders": ["a", "b"], "newcomers": ["d"]}
 
     def propose(is_late, n=9, previous=previous):
         return min_FaultTolerant.propose(store, previous, 9, is_late, arguments(n))
 
-    quorum = {"number": 5, "first_step": 9, "holders": ["a"], "newcomers": ["c"], "n_fruitless": 0}
+    quorum = {"number": 5, "first_step": 9, "holders": ["a"], "newcomers": ["c"]}
     assert propose(is_late=False) is None, "d may come"
     assert propose(is_late=True) == quorum and store.get("lost") == b"b d "
     assert propose(is_late=False) == quorum, "nobody waits for d any longer"
-    fruitless = {**previous, "first_step": 9}
-    assert propose(is_late=False, previous=fruitless) == {**quorum, "n_fruitless": 4}
     store.set("lost", "b ")
     store.set("5 waiting", "c 0\na 9\nb 9\nd 0\n")
     assert propose(is_late=False) == {**quorum, "newcomers": ["c", "d"]}
@@ -418,7 +416,7 @@ def test_members_that_are_late_are_lost():
     assert exit_message(propose, is_late=False) == all_lost
 
     store.set("0 waiting", "c 9\n")
-    first = {"number": -1, "first_step": -1, "holders": [], "newcomers": [], "n_fruitless": 0}
+    first = {"number": -1, "first_step": -1, "holders": [], "newcomers": []}
     assert propose(is_late=False, n=2, previous=first) is None
     assert propose(is_late=True, n=2, previous=first)["holders"] == ["c"]
     assert propose(is_late=False, n=1, previous=first)["holders"] == ["c"]
@@ -427,7 +425,7 @@ def test_members_that_are_late_are_lost():
 def test_a_member_that_hears_of_a_loss_only_after_the_timeout_is_waited_for(monkeypatch):
     """gloo may miss a closed connection. The member is the only one with the parameters."""
     store = torch_dist.HashStore()
-    previous = {"number": 0, "first_step": 0, "holders": ["a", "b"], "newcomers": [], "n_fruitless": 0}
+    previous = {"number": 0, "first_step": 0, "holders": ["a", "b"], "newcomers": []}
     for key, value in {"quorum": json.dumps(previous), "0 steps": "4 closed", "lost": "b "}.items():
         store.set(key, value)
     clock = itertools.count(step=0.25)
@@ -481,7 +479,7 @@ def connecting_worker(local_rank, world_size):
     for number in range(30):
         attempt = torch_dist.PrefixStore(f"attempt {number}", store)
         own_store = SilentStore(None, attempt) if local_rank == 1 else attempt
-        quorum = Quorum(own_store, number, 0, ["0", "1"], [], 0, str(local_rank), args)
+        quorum = Quorum(own_store, number, 0, ["0", "1"], [], str(local_rank), args)
         begin = time.monotonic()
         with contextlib.suppress(min_FaultTolerant.PeerLost):
             quorum.connect()

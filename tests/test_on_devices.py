@@ -51,7 +51,7 @@ MORE = [
     ("min_DiLoCo", *STEPS, "--sync-every", 2),
     ("min_EP", *STEPS),
     ("min_GRPO", *GRPO, "--output", "model.pt"),
-    ("min_GRPO", *GRPO, "--inner-steps", 2, "--kl", 0.1),
+    ("min_GRPO", *GRPO, "--inner-steps", 2),
     ("min_Muon", *STEPS, "--layers", 2),
     ("min_PP", *STEPS, "--layers", 4, "--schedule", "ZBVZeroBubble"),
     ("min_Packing", *STEPS, "--accumulate", 2),

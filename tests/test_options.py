@@ -20,7 +20,7 @@ POSITIONAL = {"multigpu_torchrun": ["5", "1"], "multinode_torchrun": ["5", "1"]}
 SCRIPTS = [*NPROC, "min_FaultTolerant", "min_Generate", "rpc_param_server", "rpc_model_parallel"]
 MAY_BE_0 = {"weight-decay", "bucket-mb", "seed", "least", "clip", "num-workers", "max-restarts", "outer-momentum"}
 MAY_BE_0 |= {"warmup"}
-MAY_BE_0 |= {"imitation-steps", "clip-low", "clip-high", "kl"}  # of min_GRPO
+MAY_BE_0 |= {"imitation-steps", "clip-low", "clip-high"}  # of min_GRPO
 # Left out, nothing is done.
 WITHOUT_DEFAULT = {"checkpoint-dir", "output", "tensorboard", "snapshot-path", "layers"}
 WITHOUT_DEFAULT |= {"model", "prompts"}  # of min_Generate, which needs them
@@ -53,7 +53,6 @@ REFUSED = {
     """,
     "min_FSDP.py": """
         --nproc 3 --global-batch-size 16 | --global-batch-size 16 3
-        --bf16 | --bf16 --nproc 2
     """,
     "mnist_FSDP.py": """
         --strategy local --nproc 2 | --strategy local 1 2

@@ -548,7 +548,7 @@ def test_scripts_of_this_project_are_equal(command, judge, tmp_path, monkeypatch
     script = next(word for word in words if word.endswith(".py"))
     source = (ROOT / script).read_text()
     words[words.index(script)] = str(ROOT / script)
-    if "\nimport gpt\n" in source and "add_model_options" in source:
+    if "\nimport gpt\n" in source and "gpt.make_parser" in source:
         words += ["--width", "64", "--length", "64", "--steps", "6", "--log-every", "3"]
     monkeypatch.chdir(tmp_path)
     status, printed = judge(*words)

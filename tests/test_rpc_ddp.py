@@ -94,7 +94,6 @@ def train_and_record(local_rank, world_size, folder, args):
         torch.save(rpc_ddp.table_server.table, f"{folder}/{rpc_ddp.name_of(local_rank, args.servers)}.pt")
     else:
         parameters = [param.detach() for param in models[0].parameters()]
-        costs = [cost for cost in costs if len(cost) == 3]  # without evaluation, which pushes nothing
         bytes_of_steps = [((look_up + push).tolist(), n_rows) for look_up, push, n_rows in costs]
         state = {"losses": torch.stack(losses), "parameters": parameters, "costs": bytes_of_steps}
         torch.save(state, f"{folder}/{rpc_ddp.name_of(local_rank, args.servers)}.pt")
@@ -135,17 +134,16 @@ def train_alone(optimizer):
         rows = torch.tensor([rows_of(sequence) for sequence in x.tolist()])
         return F.cross_entropy(model(table(rows).flatten(2)).flatten(0, 1), y.flatten())
 
-    text, held_out = few_words()
-    losses, held_out_losses = [], []
+    text, _ = few_words()
+    losses = []
     for step in range(STEPS):
         loss = loss_of(text, step)
         stepper.zero_grad()
         loss.backward()
         stepper.step()
         losses.append(loss.detach())
-        held_out_losses.append(torch.stack([loss_of(held_out, number).detach() for number in range(8)]).mean())
     parameters = [param.detach() for param in model.parameters()]
-    return torch.stack(losses), held_out_losses, parameters, table.weight.detach()
+    return torch.stack(losses), parameters, table.weight.detach()
 
 
 @pytest.mark.parametrize(
@@ -153,7 +151,7 @@ def train_alone(optimizer):
     [(1, 2, "sgd"), (1, 1, "adagrad"), (2, 2, "adagrad"), (3, 2, "sgd")],
 )
 def test_it_equals_one_process_and_sends_the_rows_of_the_batch(trainers, servers, optimizer, tmp_path, capfd):
-    losses, held_out, parameters, expected_table = train_alone(optimizer)
+    losses, parameters, expected_table = train_alone(optimizer)
     assert losses[-1] < losses[0] - 0.1, "the reference must learn, or equality means little"
     args = arguments(trainers, servers, optimizer)
     dist.launch(train_and_record, str(tmp_path), args, nprocs=servers + trainers)
@@ -161,8 +159,7 @@ def test_it_equals_one_process_and_sends_the_rows_of_the_batch(trainers, servers
     lines = [line.split(" | ") for line in stdout.splitlines()]
     assert without_a_late_answer(stderr) == "" and [line[0] for line in lines] == ["step 4/6", "step 6/6"]
     assert [line[1] for line in lines] == [f"loss {losses[:4].mean():.4f}", f"loss {losses[4:].mean():.4f}"]
-    assert [line[2] for line in lines] == [f"held-out {held_out[3]:.4f}", f"held-out {held_out[5]:.4f}"]
-    assert [line[3] for line in lines] == [f"{steps * BATCH * LENGTH / 2:.0f} tokens/s" for steps in (4, 2)]
+    assert [line[2] for line in lines] == [f"{steps * BATCH * LENGTH / 2:.0f} tokens/s" for steps in (4, 2)]
 
     table = torch.empty(ROWS, WIDTH, dtype=torch.float64)
     for server in range(servers):
@@ -225,8 +222,8 @@ def test_on_several_machines_a_killed_process_ends_all_others_and_is_named():
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("victim", "name"), [(0, "server0"), (2, "trainer1")])
-def test_the_command_listens_on_loopback_only_and_names_a_killed_process(victim, name):
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_command_listens_on_loopback_only_and_names_a_killed_process(victim):
     mark = uuid.uuid4().hex
     job = start(SCRIPT, "--steps", 100_000, "--log-every", 1, env={"JOB_MARK": mark})
     job.stdout.readline()
@@ -235,5 +232,5 @@ def test_the_command_listens_on_loopback_only_and_names_a_killed_process(victim,
     workers = sorted(server.children(), key=lambda child: child.pid)
     workers[victim].kill()
     status, _, stderr = finish(job, timeout=30)
-    assert (status, own_lines(stderr)[-1]) == (1, f"{name} is lost: rank {victim} was killed by SIGKILL")
+    assert (status, own_lines(stderr)[-1]) == (1, f"rank {victim} was killed by SIGKILL")
     wait_for_the_end_of(mark, 5)

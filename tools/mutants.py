@@ -79,7 +79,7 @@ OPERATORS = {
     ast.Mod: ast.Mult,
     ast.Pow: ast.Mult,
 }
-NO_FUNCTIONS = {"parse_args", "add_model_options", "check_model_options", "add_nproc"}  # of options
+NO_FUNCTIONS = {"parse_args", "make_parser", "check_model_options", "add_nproc"}  # of options
 NO_CALLS = {"print", "print_primary", "error", "add_argument", "exit"}  # text
 
 

@@ -117,7 +117,7 @@ def all_to_all(solution):
     n, rank = dist.get_world_size(), dist.get_rank()
     sent, received = [rank + to for to in range(n)], [start + rank for start in range(n)]
     rows = drawn(sum(sent), WIDTH, seed=6, own=True)
-    return [(min_EP.all_to_all(rows, sent, received, None), solution(rows, sent, received))]
+    return [(min_EP.AllToAll.apply(rows, sent, received, None), solution(rows, sent, received))]
 
 
 def dispatch(pre, post, preprocess):
@@ -266,8 +266,8 @@ CASES = [
     ("22", "min_EP.clip_gradients", clip_norm),
     ("24", "min_EP.MixtureOfExperts.balance_loss; the same, and 24 in one process", balance),
     ("26", "min_EP.count_routed", preprocess),
-    ("27", "min_EP.all_to_all", all_to_all),
-    ("28 29 26", "min_EP.MixtureOfExperts: visitors, results", dispatch),
+    ("27", "min_EP.AllToAll", all_to_all),
+    ("28 29 26", "min_EP.MixtureOfExperts: routed tokens, results", dispatch),
     ("49", "min_EP.MixtureOfExperts with its experts, and gradients", balanced),
     ("33", "min_CP.exchange", functools.partial(exchange, split=2, join=1)),
     ("36", "min_CP.exchange", lambda solution: exchange(lambda x, split, join: solution(x, join, split), 2, 1)),
