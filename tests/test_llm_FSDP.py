@@ -40,7 +40,7 @@ import llm_hub
 LENGTH = 64
 BATCH = 6
 STEPS = 3
-N_ROWS = 34  # of the data
+N_ROWS = 28  # of the data that --seed 1 trains on
 IDS = torch.randint(0, 250, (2, 40), generator=torch.Generator().manual_seed(0))
 ADAMW = {"lr": 0.003, "weight_decay": 0.1, "clip": 0.5, "warmup": 2}
 SGD = {"lr": 0.05, "clip": 0.0, "warmup": 0}  # a clip of 0 does not clip
