@@ -14,10 +14,11 @@ share of the batch. The path of 4 tokens a b c d on 2 ranks, with 4 experts and 
     combine (all-to-all)     E_0(a) E_2(a) E_2(b) E_3(b)         E_0(c) E_0(d) E_1(c) E_3(d)
     weighted sum             a becomes p_0 E_0(a) + p_2 E_2(a)   d becomes p_0 E_0(d) + p_3 E_3(d)
 
-No token is dropped, so N processes compute what one computes. All wait for the busiest expert. --balance loss evens out
-their use by a loss (Switch, arXiv:2101.03961), --balance bias by a bias for each expert, which moves after each step
-against its load and changes the choice of experts alone (arXiv:2408.15664). The host waits for the device once per
-block, for the number of tokens. GShard and Switch give each expert a fixed capacity instead, and drop or pad tokens.
+No token is dropped, so N processes compute what one computes. All wait for the busiest expert, so --balance evens out
+their use: by a loss (Switch, arXiv:2101.03961), or by a bias for each expert (arXiv:2408.15664). A bias changes only
+which experts are chosen. After each step it falls if its expert had many tokens, and rises otherwise. The host waits
+for the device once per block, for the number of tokens. GShard and Switch give each expert a fixed capacity instead,
+and drop or pad tokens.
 
 Choose it when most parameters are experts and one device cannot hold them. FSDP (min_FSDP.py) splits them too, but
 sends parameters instead of tokens. min_EP_FSDP.py does both.

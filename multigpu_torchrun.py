@@ -30,7 +30,7 @@ import os
 
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import checkpoint
 import distributed as dist
@@ -102,21 +102,14 @@ class Trainer:
 # ---- data ---------------------------------------------------------------------------------------------------------
 
 
-class ToyDataset(Dataset):
+class ToyDataset(TensorDataset):
     """2048 samples of 20 features. The target is a fixed linear function of the features plus a little noise."""
 
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
-        self.x = torch.randn(2048, 20, generator=generator)
+        x = torch.randn(2048, 20, generator=generator)
         weights = torch.randn(20, 1, generator=generator)
-        self.y = self.x @ weights + 0.1 * torch.randn(2048, 1, generator=generator)
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitems__(self, indices):
-        """A whole batch at once: a DataLoader calls this instead of __getitem__, which takes one sample."""
-        return self.x[indices], self.y[indices]
+        super().__init__(x, x @ weights + 0.1 * torch.randn(2048, 1, generator=generator))
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
@@ -156,7 +149,6 @@ def main_worker(local_rank, world_size, args):
         dataset,
         args.batch_size,
         sampler=dist.data_sampler(dataset, distributed=True, shuffle=True),  # this rank's share
-        collate_fn=tuple,  # the dataset has already made the batch
         pin_memory=device.type != "cpu",
     )
     model = torch.nn.Linear(20, 1).to(device)

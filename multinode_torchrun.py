@@ -49,7 +49,7 @@ from datetime import timedelta
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import checkpoint
 import distributed as dist
@@ -84,7 +84,6 @@ class Trainer:
         return DataLoader(
             self.dataset,
             batch_sampler=shares,
-            collate_fn=tuple,  # the dataset has already made the batch
             num_workers=self.num_workers,
             pin_memory=self.device.type != "cpu",
         )
@@ -175,21 +174,14 @@ def log(message):
 # ---- data ---------------------------------------------------------------------------------------------------------
 
 
-class ToyDataset(Dataset):
+class ToyDataset(TensorDataset):
     """2048 samples of 20 features. The target is a fixed linear function of the features plus a little noise."""
 
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
-        self.x = torch.randn(2048, 20, generator=generator)
+        x = torch.randn(2048, 20, generator=generator)
         weights = torch.randn(20, 1, generator=generator)
-        self.y = self.x @ weights + 0.1 * torch.randn(2048, 1, generator=generator)
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitems__(self, indices):
-        """A whole batch at once: a DataLoader calls this instead of __getitem__, which takes one sample."""
-        return self.x[indices], self.y[indices]
+        super().__init__(x, x @ weights + 0.1 * torch.randn(2048, 1, generator=generator))
 
 
 # ---- options ------------------------------------------------------------------------------------------------------

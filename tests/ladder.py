@@ -22,7 +22,8 @@ class Augmented(Dataset):
         return 2048
 
     def __getitem__(self, index):
-        return self.data.x[index] + torch.randn(20), self.data.y[index]
+        x, y = self.data[index]
+        return x + torch.randn(20), y
 
 
 @contextlib.contextmanager
@@ -70,12 +71,12 @@ def order(epoch):
 @float64()
 def train_alone(model, optimizer, epochs, batch_size, samples=2048, order=order):
     """Plain PyTorch on the whole of each batch: the parameters, and the average loss of each epoch."""
-    data, model, losses = single_gpu.ToyDataset(), model(), []
+    (x, y), model, losses = single_gpu.ToyDataset().tensors, model(), []
     optimizer = optimizer(model)
     for epoch in range(epochs):
         losses.append(0)
         for batch in order(epoch)[:samples].split(batch_size):
-            loss = (model(data.x[batch]) - data.y[batch]).square().mean()
+            loss = (model(x[batch]) - y[batch]).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -78,7 +78,7 @@ def test_what_cannot_be_resumed_is_one_line(tmp_path):
 def trainer(model, optimizer, path, dataset=None, batch_size=32, **kwargs):
     dataset = dataset or multigpu_torchrun.ToyDataset()
     sampler = dist.data_sampler(dataset, True, shuffle=True)
-    loader = DataLoader(dataset, batch_size, sampler=sampler, **{"collate_fn": tuple, **kwargs})
+    loader = DataLoader(dataset, batch_size, sampler=sampler, **kwargs)
     return multigpu_torchrun.Trainer(model, loader, optimizer(model), dist.get_device(), 1, str(path))
 
 
@@ -105,7 +105,7 @@ def test_n_processes_compute_what_one_computes(nprocs, tmp_path, capfd):
 def resume_worker(local_rank, world_size, *runs):
     """With all that is random: dropout, and noise that a worker process of the loader adds."""
     dist.init_process_group()
-    loading = {"collate_fn": None, "num_workers": 1 if world_size == 2 else 0}
+    loading = {"num_workers": 1 if world_size == 2 else 0}
     for path, total_epochs in runs:
         torch.manual_seed(total_epochs)  # no randomness from before the first epoch counts
         model = random_model()

@@ -103,8 +103,9 @@ def test_the_number_of_ranks_may_change(tmp_path, capfd):
 
 
 class AugmentedBatches(multinode_torchrun.ToyDataset):
-    def __getitems__(self, indices):
-        return self.x[indices] + torch.randn(len(indices), 20), self.y[indices]
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + torch.randn(20), y
 
 
 def preempted_worker(local_rank, world_size, path, total_epochs, at, num_workers):

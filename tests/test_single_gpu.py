@@ -37,7 +37,7 @@ def test_it_computes_what_a_plain_loop_computes(model, optimizer, tmp_path, monk
     """With a last batch that does not fill, and going on from the checkpoint, which holds all of it."""
     monkeypatch.chdir(tmp_path)
     expected, losses = train_alone(model, optimizer, 4, 96, order=lambda epoch: torch.arange(2048))
-    loader = DataLoader(single_gpu.ToyDataset(), 96, collate_fn=tuple)
+    loader = DataLoader(single_gpu.ToyDataset(), 96)
     for _ in range(2):
         trained = model()
         trainer = single_gpu.Trainer(trained, loader, optimizer(trained), torch.device("cpu"), 2)
