@@ -1279,7 +1279,7 @@ class Told:
     """stderr, which says in the job's store that watch.py has told where the ranks stand."""
 
     def __init__(self, store):
-        self.store = store
+        self.store = store.clone()  # rank 1 may be the one that tells, while its thread waits with `store`
 
     def write(self, text):
         sys.__stderr__.write(text)
