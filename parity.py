@@ -28,7 +28,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import importlib
 import math
 import multiprocessing
 import os
@@ -44,6 +43,7 @@ import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
@@ -146,14 +146,16 @@ def report(args, one, ranks, failure):
 def in_words(difference, one, ranks):
     """The difference, and its likely cause if parity_why.py is beside this file."""
     words = WORDS[difference.kind].format(**difference._asdict())
-    why = beside("parity_why")
-    cause = why and why.cause(difference, one, ranks)
+    if not is_beside("parity_why.py"):
+        return words
+    import parity_why
+
+    cause = parity_why.cause(difference, one, ranks)
     return f"{words}: {cause}" if cause else words
 
 
-def beside(name):
-    """The module of this name, or None if its file is not beside this one."""
-    return importlib.import_module(name) if Path(__file__).with_name(f"{name}.py").exists() else None
+def is_beside(name):
+    return Path(__file__).with_name(name).exists()
 
 
 def listed(values):
@@ -430,7 +432,11 @@ class Recorder:
 
     def __init__(self, folder, args):
         self.folder, self.rank, self.args = Path(folder), os.environ["RANK"], args
-        self.why = beside("parity_why")
+        self.why = None
+        if is_beside("parity_why.py"):
+            import parity_why
+
+            self.why = parity_why
         self.roots = {}  # the outermost modules that are trained, each with what the names of its parameters begin with
         self.names = {}  # of parameters, in the order in which they are first seen
         self.stepped = []  # optimizers, in this step
@@ -438,18 +444,18 @@ class Recorder:
         self.step = Step(0)
 
     def install(self):
-        self.watch(nn.Module, "__call__", self.before_module, self.after_module)
-        self.watch(torch.autograd, "backward")
+        self.hook(nn.Module, "__call__", self.before_module, self.after_module)
+        self.hook(torch.autograd, "backward")
         for name in CLIPPING:
-            self.watch(nn.utils, name, lambda args, kwargs: self.record("gradients"))
+            self.hook(nn.utils, name, lambda args, kwargs: self.record("gradients"))
             setattr(nn.utils.clip_grad, name, getattr(nn.utils, name))
-        self.watch(DistributedDataParallel, "__init__", self.before_ddp)
+        self.hook(DistributedDataParallel, "__init__", self.before_ddp)
         for name in CASTS:
             setattr(torch.Tensor, name, self.cast(getattr(torch.Tensor, name)))
         register_optimizer_step_pre_hook(self.before_optimizer)
         register_optimizer_step_post_hook(self.after_optimizer)
 
-    def watch(self, owner, name, before=lambda args, kwargs: None, after=lambda result: None):
+    def hook(self, owner, name, before=lambda args, kwargs: None, after=lambda result: None):
         """Call `before(args, kwargs)`, which may return other arguments, the function itself, and `after(result)`."""
         function = getattr(owner, name)
 
@@ -717,11 +723,13 @@ def on_cpu_too(forward):
 
 
 def look_at_processes():
-    """Start watch.py, if it is beside this file, when the script makes its group. Let ranks do what it starts."""
+    """When the script makes its group, start watch.py if it is beside this file. Call here what it would spawn."""
     pid = os.getpid()
     init_process_group = torch.distributed.init_process_group
     start_process = multiprocessing.process.BaseProcess.start
-    watch = beside("watch")
+    watch = None
+    if is_beside("watch.py"):
+        import watch
 
     def init_and_watch(*args, **kwargs):
         if os.getpid() != pid:
@@ -731,8 +739,9 @@ def look_at_processes():
             watch.start()
 
     def start_other(process):
-        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # or it waits for ever, as a rank of this job
-        start_process(process)
+        with mock.patch.dict(os.environ):
+            os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # with it, it would wait as a rank of this job
+            start_process(process)
 
     def run_here(function, args=(), nprocs=1, join=True, daemon=False, start_method="spawn"):
         """Instead of torch.multiprocessing.spawn."""
