@@ -405,6 +405,22 @@ def test_weights_that_rounding_keeps_decide_nothing(gradients, told):
     assert told in line if told else line is None, line
 
 
+def test_all_ranks_take_as_many_steps_and_communicate():
+    def steps(n, n_collectives=None):
+        steps = [make_step(number, 1.0 + number) for number in range(n)]
+        for step in steps:
+            step.n_collectives = step.n_collectives if n_collectives is None else n_collectives
+        return steps
+
+    assert verdict(steps(3), [steps(3), steps(3)]) is None
+    assert verdict(steps(3), [steps(3), steps(2)]) == "the ranks take 3 and 2 steps, and one process takes 3"
+    assert verdict(steps(3), [steps(3), steps(2)], have_ended=False) is None
+    alone = "a rank communicates with no other rank: each of them trains alone"
+    assert verdict(steps(3), [steps(3), steps(3, 7)]) == alone
+    assert verdict(steps(3), [steps(3, 0), steps(3, 0)]) == f"{alone}: no process group is made"
+    assert verdict(steps(3), [steps(3, float("nan"))] * 2) is None  # this backend does not count them
+
+
 def test_the_first_rank_with_other_weights_is_named():
     one = [make_step(0), make_step(1, weight=2.0)]
     line = verdict(one, [[make_step(0)], [make_step(0, weight=1.5)]])
