@@ -509,7 +509,8 @@ class Recorder:
             self.name_parameters(root)
         self.record("weights")
         if self.why:
-            self.why.note(self.step.clues, self.roots[root], module, inputs, kwargs)
+            with contextlib.suppress(Exception):  # what only a cause needs must not end the run
+                self.why.note(self.step.clues, self.roots[root], module, inputs, kwargs)
         if next(root.parameters()).dtype == torch.float64:
             return pytree.tree_map(as_float64, (args, kwargs))
         return None

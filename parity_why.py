@@ -2,8 +2,7 @@
 
 `CAUSES` has for each kind of difference the functions that are asked, in this order. Each gets the first difference,
 the steps of one process and the steps of each rank. It returns a likely cause in words, or None. A cause is a guess: it
-decides nothing. `note` is called in each rank, and notes what only the
-causes need.
+decides nothing. `note` is called in each rank: it records what only the causes need.
 """
 
 import inspect
