@@ -4,7 +4,7 @@
     python parity.py --nproc 4 --steps 10 train.py --epochs 1
     python parity.py train.py --batch-size 64/N        # 64, and 32 on two processes: the global batch must stay
     python parity.py train.py --snapshot-path run-N.pt # a lone N becomes the number of processes
-    python parity.py --seed 0 -m package.train         # a module, and a seed for a script that sets none
+    python parity.py -m package.train                  # a module
 
     train.py: equal on 1 and 2 processes for 5 steps, up to 7.4e-16 (allowed: 1e-10), judged in float64
     other.py: on 2 processes in step 1 the gradient of weight differs by 4.2e-01: the global batch has 128 samples, and
@@ -12,14 +12,15 @@
 
 It works for every script that torchrun can start, also for one that uses nothing of this project. It needs only torch,
 and it does not change the script: hooks look at the outermost module that is trained, at clipping and at the optimizer.
-Numbers are float64 where the script allows it, and dropout is off, so what should be equal is equal up to about 1e-12.
+Numbers are float64 where the script allows it, dropout is off, and rank r draws from the seed r until the script sets
+its own. So what should be equal is equal up to about 1e-12.
 
 The verdict follows from one rule. A gradient on which all ranks agree must equal the gradient of one process. Where the
 ranks disagree, the weights after the step decide: they must be the same on all ranks, and those of one process. The
 limit belongs to the lowest type that computes: see `LIMITS`. docs/parity.md says what cannot be seen.
 The exit status is 0 if the runs are equal, 1 if they are not, and 2 if they could not be compared.
 
-`Recorder` writes the steps of each rank into a file, and `first_difference` gives the verdict. This file is complete.
+`Recorder` writes the steps of each rank into files, and `Comparison` gives the verdict. This file is complete.
 If parity_why.py lies beside it, the likely cause is named too. With watch.py, a job that hangs is ended early.
 """
 
@@ -27,7 +28,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import inspect
 import math
 import multiprocessing
 import os
@@ -50,7 +50,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader
 
 
 class Limits(NamedTuple):
@@ -58,57 +57,47 @@ class Limits(NamedTuple):
 
     gradients: float  # from one process
     ranks: float  # from another rank, of gradients and of weights
-    weights: float  # from one process, of how far they have moved. Adam amplifies the rounding of a gradient
+    weights: float  # from one process, of how far they have moved
 
 
 # By the number of bytes of the lowest type that computes. Right scripts were at most 7e-12, 1e-5 and 0.03 apart.
 LIMITS = {8: Limits(1e-10, 1e-10, 1e-6), 4: Limits(1e-3, 0.01, 0.1), 2: Limits(0.1, 0.01, 0.1)}
-ROUNDING = 1e-15  # of all gradients: an element that is smaller, and not 0, is nothing but rounding
-ALONE = "each of them trains alone"
-WORDS = {  # by kind of difference. In a step they are asked in this order
-    "group": f"no process group is made: {ALONE}",
-    "collectives": f"a rank communicates with no other rank: {ALONE}",
-    "nan": "nothing can be compared: the gradient of {name} is NaN or infinite on one process too",
-    "zero": "nothing is trained, on one process too: all gradients are 0, or no parameter has one",
-    "still": "nothing is trained, on one process too: no weight moves",
+WORDS = {  # by kind of difference
+    "useless": "nothing can be compared: on one process too, {name}",
     "cut": "the first step begins with other weights than on one process ({name}, which is cut)",
-    "begin on a rank": "the first step begins with other weights on rank {rank} than on other ranks ({name})",
-    "begin": "the first step begins with other weights than on one process ({name} differs by {size:.1e})",
+    "begin": "the first step begins with other weights on rank {rank} than on one process ({name}, by {size:.1e})",
     "ranks": "in step {step} {name} ends otherwise on rank {rank} than on other ranks, by {size:.1e}",
-    "gradients": "in step {step} the gradient of {name} differs by {size:.1e}",
-    "clipped": "in step {step} the gradient of {name} differs by {size:.1e} when the optimizer gets it",
-    "unmoved": "in step {step} no weight moves",
     "weights": "in step {step} {name} has moved otherwise since the start, by {size:.1e}",
     "settings": "in step {step} the optimizer's {name} is another one on rank {rank} than on one process",
+    "gradients": "in step {step} the gradient of {name} differs by {size:.1e}",
+    "clipped": "in step {step} the gradient of {name} differs by {size:.1e} when the optimizer gets it",
     "undecided": "in step {step} rank {rank} has another gradient of {name} than other ranks, and no weight moves",
     "steps": "the ranks take {name} steps, and one process takes {size}",
+    "alone": "a rank communicates with no other rank: each of them trains alone",
 }
-BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # SyncBatchNorm is none of these
 DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 CASTS = ("to", "type", "half", "bfloat16", "float")
-WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # as they are named in modules
+WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # their names in modules
 OWN_PROCESSES = "the script starts its own processes: start it so that torchrun could, with one process for each rank"
 IN_RANK = "--in-a-rank"
 
 
 def main(argv):
     args = parse_args(argv)
-    reference, failure = run(args, args.reference)
+    [one], failure = run(args, 1)
     if failure:
-        print(f"{Path(args.script).name}: on {processes_of(args)} it {failure}")
+        print(f"{Path(args.script).name}: on one process it {failure}")
         return 2
-    return report(args, reference, *run(args, args.nproc))
+    return report(args, one, *run(args, args.nproc))
 
 
 def parse_args(argv):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage="%(prog)s [options] SCRIPT.py ...")
     add = parser.add_argument
     add("--nproc", type=int, default=2, help="number of processes to compare with one")
-    add("--reference", type=int, default=1, help="number of processes to compare with, instead of one")
     add("--steps", type=int, default=5, help="optimizer steps to compare")
     add("--timeout", type=float, default=300, help="seconds that a run may take")
-    add("--seed", type=int, nargs="?", const=0, help="seed of rank 0, for scripts that set none. Rank 1 gets one more")
     add("--float32", action="store_true", help="leave torch's default type, and weights of float32, as they are")
     add("--eval-norm", action="store_true", help="let BatchNorm use its running statistics")
     script = next((number for number, arg in enumerate(argv) if arg == "-m" or arg.endswith(".py")), len(argv))
@@ -118,60 +107,46 @@ def parse_args(argv):
     args.script, *args.args = argv[script + args.is_module :] or [""]
     if not args.is_module and not Path(args.script).is_file():
         parser.error(f"there is no script {args.script!r}: name a file that ends in .py, before its arguments")
-    if args.is_module and not args.script:
-        parser.error("-m needs the name of a module")
-    if args.reference < 1 or args.nproc <= args.reference or args.nproc % args.reference:
-        parser.error(f"argument --nproc: {args.nproc} must be a multiple of {args.reference}, and more")
-    if args.steps < 1:
-        parser.error(f"argument --steps: {args.steps} must be at least 1")
+    if args.nproc < 2 or args.steps < 1:
+        parser.error("--nproc must be at least 2, and --steps at least 1")
     for number in re.findall(r"\b(\d+)/N\b", " ".join(args.args)):
         if int(number) % args.nproc:
             parser.error(f"{number}/N: {number} is not a multiple of {args.nproc}, the number of processes")
     return args
 
 
-def report(args, reference, ranks, failure):
-    """Compare the ranks with one process, or each with its rank of the reference. Returns the exit status."""
-    name = f"{Path(args.script).name}:"
-    difference, largest = None, 0.0
-    for number, one in enumerate(reference):
-        got = ranks[number :: args.reference]
-        if not all(got):
-            break
-        difference = first_difference(one, got, have_ended=not failure)
-        if difference:
-            line = in_words(difference, one, got)
-            if args.reference > 1:
-                line = line.replace("one process", processes_of(args))
-                line += f". Ranks {listed(range(number, args.nproc, args.reference))} are compared with rank {number}"
-            print(f"{name} on {args.nproc} processes {line}")
-            break
-        found = comparisons(one, got)
-        largest = max(largest, *[each.largest for each in found])
+def report(args, one, ranks, failure):
+    """Compare the ranks with one process, and print the verdict. Returns the exit status."""
+    start, difference = f"{Path(args.script).name}:", None
+    if all(ranks):
+        comparison = Comparison(one, ranks)
+        difference = comparison.first_difference(have_ended=not failure)
+    if difference:
+        print(f"{start} on {args.nproc} processes {in_words(difference, one, ranks)}")
+    elif all(ranks):
         sizes = {name: math.prod(shape) for step in one for name, (shape, *_) in step.gradients.items()}
-        left_out = [each for each in sizes if not any(each in step.compared for step in found)]
+        left_out = [name for name in sizes if name not in comparison.compared]
         if left_out:
-            print(f"{name} not compared: {len(left_out)} tensors that the script cuts or names anew, as {left_out[0]}")
-        if not failure and 2 * sum(sizes[each] for each in left_out) > sum(sizes.values()):
+            print(f"{start} not compared: {len(left_out)} tensors that are cut, renamed or not moved, as {left_out[0]}")
+        if 2 * sum(sizes[name] for name in left_out) > sum(sizes.values()) and not failure:
             failure = "holds most weights that are trained under other names, or in parts (as under FSDP1)"
     if failure:
-        print(f"{name} on {args.nproc} processes it {failure}")
+        print(f"{start} on {args.nproc} processes it {failure}")
         return 2
     if difference:
         return 1
-    steps = [step for each in (*reference, *ranks) for step in each]
-    n_steps = min(map(len, (*reference, *ranks))) - 1  # the last one begins with the result of the last but one
-    line = f"{name} equal on {args.reference} and {args.nproc} processes for {max(n_steps, 1)} steps"
-    limits, types = limits_of(steps), listed(sorted(types_of(steps)))
+    largest, limits = max(comparison.compared.values()), comparison.limits
+    n_results = max(1, min(map(len, (one, *ranks))) - 1)  # the last step begins with the result of the last but one
     allowed = limits.gradients if largest <= limits.gradients else limits.weights
-    print(f"{line}, up to {largest:.1e} (allowed: {allowed:g}), judged in {types}")
+    line = f"{start} equal on 1 and {args.nproc} processes for {n_results} steps, up to {largest:.1e}"
+    print(f"{line} (allowed: {allowed:g}), judged in {listed(sorted(comparison.types))}")
     return 0
 
 
 def in_words(difference, one, ranks):
     """The difference, and its likely cause if parity_why.py is beside this file."""
-    words = WORDS[difference.kind].format(**vars(difference))
-    if not Path(__file__).with_name("parity_why.py").exists():
+    words = WORDS[difference.kind].format(**difference._asdict())
+    if not is_beside("parity_why.py"):
         return words
     import parity_why
 
@@ -179,8 +154,8 @@ def in_words(difference, one, ranks):
     return f"{words}: {cause}" if cause else words
 
 
-def processes_of(args):
-    return "one process" if args.reference == 1 else f"{args.reference} processes"
+def is_beside(name):
+    return Path(__file__).with_name(name).exists()
 
 
 def listed(values):
@@ -206,21 +181,21 @@ def run(args, nproc):
         try:
             for rank, log in enumerate(logs):
                 processes.append(start(command, environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, log))
-            failure = wait(processes, logs, args.timeout)
+            failure = wait(processes, folder, logs, args.timeout)
         finally:
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        ranks = [read_steps(Path(folder, f"records {rank}")) for rank in range(nproc)]
-        if failure:
-            failure += f". Steps of each rank: {listed(map(len, ranks))}"
-            if re.search("dtype|Float|Double|data size", failure) and not args.float32:
-                failure += ". If it runs without parity.py, try --float32"
-        elif not all(ranks):
+        ranks = [read_steps(folder, rank) for rank in range(nproc)]
+        if not failure and not all(ranks):
             rank = ranks.index([])
             failure = f"takes no step of an optimizer of torch.optim on rank {rank}"
-            failure += f", which says last: {last_line(logs[rank]) or 'nothing'}"
+            failure += f", which says last: {last_line(logs[rank]) or 'nothing'}. Or {OWN_PROCESSES}"
+    if failure:
+        failure += f". Steps of each rank: {listed(map(len, ranks))}"
+        if re.search("dtype|Float|Double|data size", failure) and not args.float32:
+            failure += ". If it runs without parity.py, try --float32"
     return ranks, failure
 
 
@@ -231,33 +206,26 @@ def start(command, environment, log):
         return subprocess.Popen(command, env=environment, stdout=file, start_new_session=True, **files)
 
 
-def wait(processes, logs, timeout):
-    """Wait until each rank has ended, or stands still after its last step. Returns what went wrong, or None."""
-    begin = time.monotonic()
-    while time.monotonic() < begin + timeout:
+def wait(processes, folder, logs, timeout):
+    """Wait until each rank has ended, or has taken all steps. Returns what went wrong, or None."""
+    end = time.monotonic() + timeout
+    done = [False]
+    while not all(done):
         statuses = [process.poll() for process in processes]
+        done = [status == 0 or Path(folder, f"done {rank}").exists() for rank, status in enumerate(statuses)]
         failed = [rank for rank, status in enumerate(statuses) if status]
         if failed:
             rank = min(failed, key=lambda rank: logs[rank].stat().st_mtime)  # the first one is silent for longest
             print(*logs[rank].read_text(errors="replace").splitlines()[-20:], sep="\n", file=sys.stderr)
-            ended = [rank for rank, log in enumerate(logs) if statuses[rank] == 0 or marker(log, "ended").exists()]
-            before = f". Without an error ends rank {listed(ended)}" if ended else ""
+            others = [other for other, is_done in enumerate(done) if is_done]
+            before = f". Without an error ends rank {listed(others)}" if others else ""
             return f"fails on rank {rank}: {last_line(logs[rank]) or f'exit status {statuses[rank]}'}{before}"
-        done = [marker(log, "done").exists() for log in logs]
-        if all(is_done or status == 0 for is_done, status in zip(done, statuses, strict=True)):
-            return None
-        if any(done):
-            timeout = min(timeout, 2 * (time.monotonic() - begin) + 10)  # for the others: they may never come
-        for line in re.findall("no progress for .*", "".join(log.read_text(errors="replace") for log in logs)):
-            if "computing, or ended" not in line:
-                return f"stands still: {line}"
+        printed = "".join(log.read_text(errors="replace") for log in logs)
+        place = re.search("no progress for (?!.*computing, or ended).*", printed)  # of each rank, by watch.py
+        if place or time.monotonic() > end:
+            return f"hangs: {place[0] if place else f'it has not ended after {timeout:.0f} s'}"
         time.sleep(0.05)
-    return f"stands still: it has not ended after {timeout:.0f} s"
-
-
-def marker(log, event):
-    """The file that a rank makes when it is `done` with all steps, or when the script has `ended`."""
-    return log.with_name(log.name.replace("printed", event))
+    return None
 
 
 def last_line(log):
@@ -275,14 +243,8 @@ def is_installed(path):
     return path == __file__ or re.search(r"^<frozen|/(site|dist)-packages/|/lib/python3", path) is not None
 
 
-def read_steps(path):
-    """Of each step the last record. A process may have been killed while it wrote."""
-    steps = {}
-    with contextlib.suppress(FileNotFoundError, EOFError, pickle.UnpicklingError), open(path, "rb") as file:
-        while True:
-            step = Step(**pickle.load(file))
-            steps[step.number] = step
-    return list(steps.values())
+def read_steps(folder, rank):
+    return [Step(**pickle.loads(path.read_bytes())) for path in sorted(Path(folder).glob(f"step {rank} *"))]
 
 
 # ---- the comparison ------------------------------------------------------------------------------------------------
@@ -298,16 +260,12 @@ class Step:
     clipped: dict = dataclasses.field(default_factory=dict)  # as the optimizer gets them
     settings: list = dataclasses.field(default_factory=list)  # of each group of parameters
     types: set = dataclasses.field(default_factory=set)  # of weights, gradients and results of modules
-    replicated: set = dataclasses.field(default_factory=set)  # names of the parameters under DDP
-    inputs: dict = dataclasses.field(default_factory=dict)  # (rows_of each call, width of a row), by name
-    clues: dict = dataclasses.field(default_factory=dict)  # BatchNorms, seeds and samplers, for the cause
-    is_alone: bool = False  # though several processes were started
+    clues: dict = dataclasses.field(default_factory=dict)  # what parity_why.py has noted
     n_collectives: int = 0  # since the start of the process
 
 
-@dataclasses.dataclass
-class Difference:
-    """The first one of a run. `kind` is a key of WORDS, and `size` is relative to the size of the tensor."""
+class Difference(NamedTuple):
+    """`kind` is a key of WORDS, and `size` is relative to the size of the tensor."""
 
     step: int  # counted from 1
     kind: str
@@ -316,215 +274,141 @@ class Difference:
     rank: int | None = None
 
 
-def first_difference(one, ranks, have_ended=True):
-    """Compare the steps of one process with those of each rank. Returns a Difference, or None if all is equal.
-
-    If all `have_ended`, they must have taken as many steps.
-    """
-    return next(differences(one, ranks, have_ended), None)
-
-
-def differences(one, ranks, have_ended):
-    for name in not_finite(*one):
-        yield Difference(1, "nan", name)
-    begin, end = one[0].weights, one[-1].weights
-    if not any(sums.any() for step in one for _, sums, *_ in step.gradients.values()):
-        yield Difference(1, "zero")
-    has_moved = any(not begin[name][1].equal(end[name][1]) for name in begin.keys() & end.keys())
-    if len(one) > 1 and not has_moved and limits_of(one) == LIMITS[8]:  # rounding may undo small changes
-        yield Difference(1, "still")
-    if any(steps[0].is_alone for steps in ranks):
-        yield Difference(1, "group")
-    for name in cut_otherwise(one[0], *[steps[0] for steps in ranks]):
-        yield Difference(1, "cut", name)
-    found = comparisons(one, ranks)
-    for number, comparison in enumerate(found, 1):
-        for kind in WORDS:
-            for name, (size, rank) in comparison.wrong.get(kind, {}).items():
-                yield Difference(number, kind, name, size, rank)
-    moved = set().union(*[each.moved for each in found])
-    for number, comparison in enumerate(found, 1):
-        for name, (size, rank) in undecided(comparison, moved):
-            yield Difference(number, "undecided", name, size, rank)
-    counts = list(map(len, ranks))
-    if have_ended and set(counts) != {len(one)}:
-        yield Difference(min(counts), "steps", listed(counts), len(one))
-    is_silent = any(steps[-1].n_collectives == steps[0].n_collectives for steps in ranks)
-    if min(counts) > 1 and is_silent and all(n_samples(steps[0]) == n_samples(one[0]) for steps in ranks):
-        yield Difference(min(counts), "collectives")
-
-
-def undecided(found, moved):
-    """Yield (name, (size, rank)) of gradients on which ranks disagree in low types, though rounding undoes all moves.
-
-    If one rank has that of one process, it is the owner of the parameter.
-    """
-    for key in ("gradients", "clipped"):
-        whole = getattr(found.one, key)
-        far = [distances(whole, getattr(rank, key)) for rank in found.ranks]
-        for name, apart_by in found.apart[key].items():
-            nearest = min([each[name] for each in far if name in each], default=0.0)
-            if found.limits != LIMITS[8] and name not in moved and nearest > found.limits.gradients:
-                yield name, apart_by
-
-
-def not_finite(*steps):
-    return [name for step in steps for name, (_, sums, *_) in step.gradients.items() if not sums.isfinite().all()]
-
-
-def n_samples(step):
-    return {name: len(rows) for name, (rows, _) in step.inputs.items()}
-
-
-def cut_otherwise(one, *ranks):
-    """The names of tensors whose parts, one for each rank, do not add up to the whole one at the start."""
-    for name, (shape, _, total, _) in one.weights.items():
-        parts = [each.weights[name] for each in ranks if name in each.weights]
-        are_all = len(parts) > 1 and sum(math.prod(part[0]) for part in parts) == math.prod(shape)
-        if are_all and not math.isclose(sum(part[2] for part in parts), total, rel_tol=1e-6, abs_tol=1e-9):
-            yield name
-
-
-def types_of(steps):
-    return set().union(*[step.types for step in steps])
-
-
-def limits_of(steps):
-    sizes = [getattr(torch, name).to_real().itemsize for name in types_of(steps)]
-    return LIMITS[max(2, min(sizes, default=8))]
-
-
-def comparisons(one, ranks):
-    """One Comparison for each step that all have recorded."""
-    limits = limits_of(step for steps in (one, *ranks) for step in steps)
-    recorded = list(zip(one, *ranks, strict=False))
-    steps = [[aligned(step[0], each) for each in step] for step in recorded]
-    begin, noise, found = {}, set(), []
-    for number, step in enumerate(steps):
-        noise = noise.union(*map(rounded, recorded[number]))
-        new = step[0].weights.keys() - begin.keys()
-        begin = step[0].weights | begin
-        after = steps[number + 1] if number + 1 < len(steps) else None  # the result of the last step is not known
-        found.append(Comparison(step, after, begin, new, noise, limits))
-    return found
-
-
-def aligned(one, step):
-    """The step with the sums of those tensors that one process has in the same shape. Others are cut, or renamed."""
-    tensors = {}
-    for key in ("weights", "gradients", "clipped"):
-        whole = getattr(one, key)
-        named = getattr(step, key).items()
-        tensors[key] = {name: sums for name, (shape, sums, *_) in named if name in whole and whole[name][0] == shape}
-    return dataclasses.replace(step, **tensors)
-
-
-def rounded(step):
-    """The names of gradients with elements that are nothing but rounding, as softmax ignores the bias of keys.
-
-    Adam and signs amplify them, so the weights say nothing.
-    """
-    size = math.hypot(*[sums.norm() for _, sums, *_ in step.clipped.values()])
-    return {name for name, (*_, least) in step.clipped.items() if least < ROUNDING * size}
-
-
 class Comparison:
-    """One step of all ranks against that of one process: `step` and `after` are [of one process, of rank 0, …].
+    """The steps of one process, and of each rank. After `first_difference`, `compared` has what is right, by name."""
 
-    `apart` has by key the names on which ranks disagree, and `wrong` by kind what decides, each with its size.
-    """
+    def __init__(self, one, ranks):
+        self.runs = [one, *ranks]
+        self.types = set().union(*[step.types for steps in self.runs for step in steps])
+        self.limits = LIMITS[max(2, min([getattr(torch, each).to_real().itemsize for each in self.types], default=8))]
+        self.begin = {}  # weights of one process, in the step in which they are first seen
+        self.apart = set()  # names of gradients on which ranks have disagreed
+        self.moved = set()  # names of weights that have moved on a rank
+        self.undecided = []  # Differences that matter if the weight has not moved
+        self.compared = {}  # the largest distance
 
-    def __init__(self, step, after, begin, new, noise, limits):
-        self.one, *self.ranks = step
-        self.limits, self.compared, self.moved, self.largest = limits, set(), set(), 0.0
-        self.settings = list(other_settings(self.one, self.ranks))
-        self.exact = set().union(*[each.replicated for each in self.ranks])
-        starts = [{name: each.weights[name] for name in new & each.weights.keys()} for each in step]
-        self.apart = {}
-        self.wrong = {"begin on a rank": apart(starts[1:], limits.ranks), "begin": apart(starts, limits.ranks)}
-        self.compare_gradients("gradients")
-        self.compare_gradients("clipped")
-        if after:
-            self.compare_weights(*[moves(begin, each) for each in after], noise=noise)
-        elif self.settings:  # they may make up for other gradients, which is not known
-            self.wrong["gradients"], self.wrong["clipped"], self.settings = {}, {}, []
-        if self.settings and limits != LIMITS[8]:  # rounding hides much of what they do
-            key, rank, *_ = self.settings[0]
-            self.wrong["settings"] = {key: (0.0, rank)}
+    def first_difference(self, have_ended=True):
+        """Returns a Difference, or None if all is equal. If all `have_ended`, they must have taken as many steps."""
+        return next(self.differences(have_ended), None)
 
-    def compare_gradients(self, key):
-        """Those on which all ranks agree must equal those of one process."""
-        tensors = [getattr(each, key) for each in self.ranks]
-        self.apart[key] = apart(tensors, min(self.limits.gradients, self.limits.ranks), self.exact)
-        far = farthest(getattr(self.one, key), tensors)
-        agreed = {name: size for name, size in far.items() if name not in self.apart[key]}
-        self.compared |= agreed.keys()
-        self.wrong[key] = too_far(agreed, self.limits.gradients)
-        right = [size for name, size in agreed.items() if name not in self.wrong[key]]
-        self.largest = max([self.largest, *right])
+    def differences(self, have_ended):
+        one, *ranks = self.runs
+        for reason in self.useless(one):
+            yield Difference(1, "useless", reason)
+        for name in cut_otherwise(one[0].weights, [steps[0].weights for steps in ranks]):
+            yield Difference(1, "cut", name)
+        n_steps = min(map(len, self.runs))
+        for number, step in enumerate(zip(*self.runs, strict=False), 1):
+            yield from self.compare_weights(number, *step)
+            yield from self.compare_gradients(number, *step)
+        yield from (each for each in self.undecided if each.name not in self.moved)
+        if have_ended and any(len(steps) != len(one) for steps in ranks):
+            yield Difference(n_steps, "steps", listed(map(len, ranks)), len(one))
+        if n_steps > 1 and any(steps[0].n_collectives == steps[-1].n_collectives for steps in ranks):
+            yield Difference(n_steps, "alone")
 
-    def compare_weights(self, one, *ranks, noise):
-        """Those whose gradients differ between ranks decide, and in float64 all others, too."""
-        disagreeing = self.apart["gradients"].keys() | self.apart["clipped"].keys()
-        self.wrong["ranks"] = apart(ranks, self.limits.ranks, self.exact | disagreeing)
-        far = farthest(one, ranks)
-        self.moved = {name for each in ranks for name, change in each.items() if change.any()}
-        if not self.moved and any(change.any() for change in one.values()):
-            self.wrong["unmoved"] = {"": (0.0, None)}
-        are_equal = self.moved and not too_far(far, self.limits.weights)
-        if self.settings and are_equal and (self.wrong["gradients"] or self.wrong["clipped"]):
-            self.wrong["gradients"], self.wrong["clipped"], self.settings = {}, {}, []  # another rate makes up for them
-        judged = disagreeing | (far.keys() - noise if self.limits == LIMITS[8] else set())
-        self.wrong["weights"] = too_far({name: far[name] for name in far if name in judged}, self.limits.weights)
-        self.compared |= self.moved.intersection(judged)
-        decided = [far[name] for name in disagreeing & far.keys() if name not in self.wrong["weights"]]
-        self.largest = max([self.largest, *decided])
+    def useless(self, one):
+        """Yield why the run of one process is no reference."""
+        for step in one:
+            for name, (_, sums, _) in step.gradients.items():
+                if not sums.isfinite().all():
+                    yield f"the gradient of {name} is NaN or infinite"
+        if not any(moved(step.gradients) for step in one):
+            yield "nothing is trained: all gradients are 0, or no parameter has one"
+        may_round = self.limits != LIMITS[8]  # which may undo small changes
+        if len(one) > 1 and not may_round and not moved(moves(one[0].weights, one[-1].weights)):
+            yield "nothing is trained: no weight moves"
+
+    def compare_weights(self, number, one, *ranks):
+        """Those with which a step begins: the result of the step before. They decide where gradients were apart."""
+        new = {name: weight for name, weight in one.weights.items() if name not in self.begin}
+        self.begin |= new
+        yield from too_far(number, "begin", farthest(new, [each.weights for each in ranks]), self.limits.ranks)
+        of_one, *of_ranks = [moves(self.begin, each.weights) for each in (one, *ranks)]
+        yield from too_far(number - 1, "ranks", between(of_one, of_ranks), self.limits.ranks, exact=self.apart)
+        self.moved = set().union(*map(moved, of_ranks))
+        judged = (self.moved | moved(of_one)).intersection(self.apart if self.moved else of_one)
+        far = {name: each for name, each in farthest(of_one, of_ranks).items() if name in judged}
+        yield from self.judge(number - 1, "weights", far, self.limits.weights)
+
+    def compare_gradients(self, number, one, *ranks):
+        """Those on which all ranks agree must equal those of one process. Rounding hides much of other settings."""
+        limits = self.limits
+        if limits != LIMITS[8]:
+            yield from (Difference(number, "settings", key, 0.0, rank) for key, rank, *_ in other_settings(one, ranks))
+        for kind in ("gradients", "clipped"):
+            whole, parts = getattr(one, kind), [getattr(each, kind) for each in ranks]
+            apart = too_far(number, "undecided", between(whole, parts), min(limits.gradients, limits.ranks))
+            names = {each.name for each in apart}
+            far = {name: each for name, each in farthest(whole, parts).items() if name not in names}
+            yield from self.judge(number, kind, far, limits.gradients)
+            if limits != LIMITS[8]:  # rounding may undo each move. The owner, at least, must have the right gradient
+                near = [distances(whole, each) for each in parts]
+                for each in apart:
+                    if min(far[each.name] for far in near if each.name in far) > limits.gradients:
+                        self.undecided.append(each)
+        self.apart |= names
+
+    def judge(self, number, kind, far, limit):
+        for name, (distance, _) in far.items():
+            self.compared[name] = max(distance, self.compared.get(name, 0.0))
+        return too_far(number, kind, far, limit)
 
 
-def too_far(far, limit):
-    """As `apart` has it, without a rank."""
-    return {name: (size, None) for name, size in far.items() if not size <= limit}
+def too_far(number, kind, far, limit, exact=()):
+    """The Differences of a step, the largest one first. Names in `exact` must agree in each bit."""
+    found = [(distance, name, rank) for name, (distance, rank) in far.items() if distance > limit * (name not in exact)]
+    return [Difference(number, kind, name, distance, rank) for distance, name, rank in sorted(found, reverse=True)]
 
 
-def moves(begin, step):
-    """How far the weights have moved since the start."""
-    return {name: sums - begin[name] for name, sums in step.weights.items() if name in begin}
-
-
-def distances(whole, tensors):
-    """By name, the farthest first.
-
-    They are relative to the size of the tensor and a tenth of all tensors, as small ones may be nothing but rounding.
-    """
-    far = {name: whole[name].dist(tensors[name]).item() for name in whole if name in tensors}
-    sizes = {name: whole[name].norm().item() for name in far}
-    tenth = 0.1 * math.hypot(*sizes.values()) + 1e-300
-    return {name: far[name] / (sizes[name] + tenth) for name in sorted(far, key=far.get, reverse=True)}
+def between(whole, ranks):
+    """As `farthest`, from the first rank that holds the tensor in the shape of `whole`."""
+    first = {}
+    for tensors in reversed(ranks):
+        first |= aligned(whole, tensors)
+    return farthest(first, ranks)
 
 
 def farthest(whole, ranks):
-    """By name, the distance of the farthest rank."""
+    """By name, the largest distance of a rank, and the rank."""
     found = {}
-    for tensors in ranks:
-        for name, distance in distances(whole, tensors).items():
-            if not distance <= found.get(name, -1):
-                found[name] = distance
-    return found
-
-
-def apart(ranks, limit, exact=()):
-    """By name, (distance, rank) of the first rank that is too far from the first one that holds the tensor.
-
-    Those with names in `exact` must agree in each bit.
-    """
-    first, found = {}, {}
-    for tensors in reversed(ranks):
-        first |= tensors
     for rank, tensors in enumerate(ranks):
-        for name, distance in distances(first, tensors).items():
-            if not distance <= (0 if name in exact else limit):
-                found.setdefault(name, (distance, rank))
+        for name, distance in distances(whole, tensors).items():
+            if distance > found.get(name, (-1, 0))[0]:
+                found[name] = (distance, rank)
     return found
+
+
+def distances(whole, tensors):
+    """By name, relative to the size of the tensor and a tenth of all: small ones may be nothing but rounding."""
+    tensors = aligned(whole, tensors)
+    sizes = {name: whole[name][1].norm().item() for name in tensors}
+    tenth = 0.1 * math.hypot(*sizes.values()) + 1e-300
+    far = {name: whole[name][1].dist(sums).item() / (sizes[name] + tenth) for name, (_, sums, *_) in tensors.items()}
+    return {name: math.inf if math.isnan(distance) else distance for name, distance in far.items()}
+
+
+def aligned(whole, tensors):
+    """Those which `whole` has in the same shape. Others are cut, or named anew."""
+    return {name: each for name, each in tensors.items() if name in whole and whole[name][0] == each[0]}
+
+
+def moves(begin, weights):
+    """How far the weights have moved since the start."""
+    return {name: (shape, sums - begin[name][1]) for name, (shape, sums, _) in aligned(begin, weights).items()}
+
+
+def moved(changes):
+    return {name for name, (_, sums, *_) in changes.items() if sums.any()}
+
+
+def cut_otherwise(one, ranks):
+    """The names of tensors whose parts, one for each rank, do not add up to the whole one."""
+    for name, (shape, _, total) in one.items():
+        parts = [each[name] for each in ranks if name in each]
+        are_all = len(parts) > 1 and sum(math.prod(part[0]) for part in parts) == math.prod(shape)
+        if are_all and not math.isclose(sum(part[2] for part in parts), total, rel_tol=1e-6, abs_tol=1e-9):
+            yield name
 
 
 def other_settings(one, ranks):
@@ -541,43 +425,39 @@ def other_settings(one, ranks):
 
 
 class Recorder:
-    """Writes each step into a file. After the last one the process stands still.
+    """Writes each step into a file. After the last one the process waits.
 
     A step ends when, after an optimizer has stepped, a module that is trained is called or that optimizer steps again.
     """
 
     def __init__(self, folder, args):
-        rank = os.environ["RANK"]
-        self.file = open(Path(folder, f"records {rank}"), "wb")  # noqa: SIM115 - open until the process ends
-        self.done = Path(folder, f"done {rank}")
-        self.args = args
-        self.roots = []  # the outermost modules that are trained, in the order of their first calls
-        self.optimizers = []  # in the order of their first steps
+        self.folder, self.rank, self.args = Path(folder), os.environ["RANK"], args
+        self.why = None
+        if is_beside("parity_why.py"):
+            import parity_why
+
+            self.why = parity_why
+        self.roots = {}  # the outermost modules that are trained, each with what the names of its parameters begin with
+        self.names = {}  # of parameters, in the order in which they are first seen
         self.stepped = []  # optimizers, in this step
-        self.replicated = set()  # parameters under DDP
-        self.samplers = {}  # names of classes, in the order of their first use
-        self.called = {}  # inputs of the outermost call that is running
-        self.is_model = False  # has the outermost module that is called something to train?
-        self.made = []  # what such modules have returned in this step
         self.depth = 0  # of calls of modules, and of backward, which calls modules to recompute activations
         self.step = Step(0)
 
     def install(self):
-        nn.Module.__call__ = self.watched(nn.Module.__call__, self.before_module, self.after_module)
-        torch.autograd.backward = self.watched(torch.autograd.backward)  # recomputing activations is no new step
+        self.hook(nn.Module, "__call__", self.before_module, self.after_module)
+        self.hook(torch.autograd, "backward")
         for name in CLIPPING:
-            watched = self.watched(getattr(nn.utils, name), lambda args, kwargs: self.record("gradients"))
-            setattr(nn.utils, name, watched)
-            setattr(nn.utils.clip_grad, name, watched)
-        DataLoader.__iter__ = self.watched(DataLoader.__iter__, self.before_loading)
-        DistributedDataParallel.__init__ = self.watched(DistributedDataParallel.__init__, self.before_ddp)
+            self.hook(nn.utils, name, lambda args, kwargs: self.record("gradients"))
+            setattr(nn.utils.clip_grad, name, getattr(nn.utils, name))
+        self.hook(DistributedDataParallel, "__init__", self.before_ddp)
         for name in CASTS:
             setattr(torch.Tensor, name, self.cast(getattr(torch.Tensor, name)))
         register_optimizer_step_pre_hook(self.before_optimizer)
         register_optimizer_step_post_hook(self.after_optimizer)
 
-    def watched(self, function, before=lambda args, kwargs: None, after=lambda result: None):
-        """The function between `before(args, kwargs)`, which may return other arguments, and `after(result)`."""
+    def hook(self, owner, name, before=lambda args, kwargs: None, after=lambda result: None):
+        """Call `before(args, kwargs)`, which may return other arguments, the function itself, and `after(result)`."""
+        function = getattr(owner, name)
 
         @functools.wraps(function)
         def call(*args, **kwargs):
@@ -590,78 +470,58 @@ class Recorder:
             after(result)
             return result
 
-        return call
+        setattr(owner, name, call)
 
     def cast(self, function):
-        """A method that casts a tensor: float32 becomes float64, and lower types are noted where the model computes."""
+        """A method that casts a tensor: float32 becomes float64, and the type is noted where the model computes."""
 
         @functools.wraps(function)
         def call(tensor, *args, **kwargs):
             result = function(tensor, *args, **kwargs)
             is_cast = torch.is_tensor(result) and (result.dtype != tensor.dtype or function.__name__ == "float")
-            if is_cast and result.is_floating_point():
-                if result.dtype == torch.float32 and not self.args.float32:
-                    return tensor.double().to(result.device)
-                for each in (tensor, result):
-                    if each.is_floating_point() and (self.depth or result.requires_grad):
-                        self.note_type(each)
+            if is_cast and result.dtype == torch.float32 and not self.args.float32:
+                return tensor.double().to(result.device)
+            if is_cast and (self.depth or result.requires_grad):
+                self.note_type(result)
             return result
 
         return call
 
     def note_type(self, tensor):
-        self.step.types.add(str(tensor.dtype).removeprefix("torch."))
-
-    def before_loading(self, args, kwargs):
-        self.samplers[type(args[0].sampler).__name__] = None
+        if tensor.is_floating_point() or tensor.is_complex():
+            self.step.types.add(str(tensor.dtype).removeprefix("torch."))
 
     def before_ddp(self, args, kwargs):
-        module = args[1] if len(args) > 1 else kwargs["module"]
-        self.make_float64(module)
-        if not kwargs.get("process_group") and not kwargs.get("device_mesh"):
-            self.replicated |= set(module.parameters())
+        self.make_float64(args[1] if len(args) > 1 else kwargs["module"])
 
     def before_module(self, args, kwargs):
         module, *inputs = args
-        if isinstance(module, nn.RNNBase):
-            module.dropout = 0.0
-        is_random_depth = type(module).__name__.endswith(("DropPath", "StochasticDepth"))
-        if is_random_depth or (self.args.eval_norm and isinstance(module, (*BATCH_NORM, nn.SyncBatchNorm))):
-            module.training = False
         if self.depth > 0:
             return None
-        self.is_model = any(param.requires_grad for param in module.parameters())
-        if not self.is_model or not torch.is_grad_enabled():
+        switch_off_random_layers(module, self.args.eval_norm)
+        if not torch.is_grad_enabled() or not any(param.requires_grad for param in module.parameters()):
             return None
         if self.stepped:
             self.begin_step()
         root = unwrapped(module)
         if root not in self.roots:
-            if root is module:  # no wrapper of the script's own, which may hold parts of its parameters
-                self.make_float64(root)
-            self.roots.append(root)
+            self.make_float64(root)
+            self.name_parameters(root)
         self.record("weights")
-        self.note_inputs(root, inputs, kwargs)
+        if self.why:
+            with contextlib.suppress(Exception):  # what only a cause needs must not end the run
+                self.why.note(self.step.clues, self.roots[root], module, inputs, kwargs)
         if next(root.parameters()).dtype == torch.float64:
             return pytree.tree_map(as_float64, (args, kwargs))
         return None
 
     def after_module(self, result):
-        leaves = [each for each in pytree.tree_leaves(result) if torch.is_tensor(each)]
-        tensors = [each for each in leaves if each.requires_grad]
-        for each in tensors:
-            self.note_type(each)
-        if self.depth == 0 and self.is_model:
-            self.made += leaves
-        if self.depth == 0 and self.called:
-            inputs, self.called = self.called, {}
-            for each in tensors:
-                each.register_hook(lambda gradient: self.count(inputs))
-            if not tensors:  # the result is an object that holds tensors
-                self.count(inputs)
+        for each in pytree.tree_leaves(result):
+            if torch.is_tensor(each) and each.requires_grad:
+                self.note_type(each)
 
     def begin_step(self):
-        self.stepped, self.made = [], []
+        self.stepped = []
         self.step = Step(self.step.number + 1)
 
     def make_float64(self, module):
@@ -671,85 +531,45 @@ class Recorder:
         if is_float and not self.args.float32 and all(map(is_untouched, tensors)):
             module.double()
 
-    def note_inputs(self, root, args, kwargs):
-        """Keep what the call gets until its result gets a gradient. So an evaluation does not count."""
-        norms = [(name, each) for name, each in root.named_modules() if isinstance(each, BATCH_NORM) and each.training]
-        known = self.step.clues.setdefault("norms", [])
-        known += [without_wrappers(name) for name, _ in norms if not self.args.eval_norm]
-        made = set(map(memory_of, self.made))
-        inputs = inspect.signature(root.forward).bind(*args, **kwargs).arguments
-        for path, value in pytree.tree_flatten_with_path(dict(inputs))[0]:
-            name = re.sub(r"\W+", ".", pytree.keystr(path)).strip(".")  # as batch.labels for ['batch']['labels']
-            if not torch.is_tensor(value) or (value.grad_fn is None and memory_of(value) not in made):
-                self.called[self.prefix(root) + name] = rows_of(value)  # what another model has made is no sample
-        if all(param.grad is None for param in root.parameters()):  # what earlier backwards added is thrown away
-            for name in self.called:
-                self.step.inputs.pop(name, None)
-
-    def count(self, inputs):
-        """The samples of a call count once, when its result gets a gradient."""
-        for name, (rows, width) in inputs.items():
-            before, _ = self.step.inputs.get(name, (rows[:0], width))
-            self.step.inputs[name] = (torch.cat([before, rows]), width)
-        inputs.clear()
-
-    def before_optimizer(self, optimizer, args, kwargs):
-        if optimizer not in self.optimizers:
-            self.optimizers.append(optimizer)
-        if optimizer in self.stepped:  # no module was called since
-            self.begin_step()
-        self.record("weights")
-        self.record("gradients")  # a closure computes others later: they are recorded in the next step
-        self.record("clipped")
-        for group in optimizer.param_groups:
-            self.step.settings.append({key: repr(value) for key, value in group.items() if key != "params"})
-
-    def after_optimizer(self, optimizer, args, kwargs):
-        self.stepped.append(optimizer)
-        self.write_step()  # once more after each further optimizer: the last one counts
-        # Counted from 0: it begins with the result of the last step to compare.
-        if self.step.number == self.args.steps:
-            sys.stdout.flush()
-            self.done.touch()
-            threading.Event().wait()  # until this process is killed, since other ranks may still need it
-
-    def write_step(self):
-        step = self.step
-        step.clues |= {"torch.initial_seed()": torch.initial_seed(), "the DataLoader's sampler": listed(self.samplers)}
-        n_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        step.is_alone = n_ranks < int(os.environ["WORLD_SIZE"])
-        step.n_collectives = count_collectives()
-        step.replicated = {name for name, param in self.named_params().items() if param in self.replicated}
-        pickle.dump(vars(step), self.file)  # the class itself is not importable while the script is __main__
-        self.file.flush()
+    def name_parameters(self, root):
+        """Name them without what all names begin with: another module may be the outermost on one process."""
+        self.roots[root] = f"model {len(self.roots) + 1} ({type(root).__name__})." if self.roots else ""
+        named = [(without_wrappers(name).split("."), param) for name, param in root.named_parameters()]
+        while len({path[0] for path, _ in named}) == 1 and all(len(path) > 1 for path, _ in named):
+            named = [(path[1:], param) for path, param in named]
+        for path, param in named:
+            self.names.setdefault(param, self.roots[root] + ".".join(path))
 
     def record(self, key):
         """Record the tensors that are not yet recorded in this step, but none whose memory the script has freed."""
         sketches = getattr(self.step, key)
-        for name, param in self.named_params().items():
+        for param, name in self.names.items():
             tensor = param if key == "weights" else param.grad
             if tensor is not None and name not in sketches and has_memory(tensor):
                 sketches[name] = sketch(tensor)
                 self.note_type(tensor)
 
-    def named_params(self):
-        """By name, without what all names of a model begin with: another module may be the outermost on one process."""
-        named = {}
-        for root in self.roots:
-            names = [without_wrappers(name) for name, _ in root.named_parameters()]
-            while len({name.partition(".")[0] for name in names}) == 1 and all("." in name for name in names):
-                names = [name.partition(".")[2] for name in names]
-            named |= {self.prefix(root) + name: param for name, param in zip(names, root.parameters(), strict=True)}
-        known = set(named.values())
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        others = [param for group in groups for param in group["params"] if param not in known]
-        for number, param in enumerate(others, 1):
-            named[f"parameter {number} of {len(others)} outside of the model"] = param
-        return named
+    def before_optimizer(self, optimizer, args, kwargs):
+        if optimizer in self.stepped:  # no module was called since
+            self.begin_step()
+        for group in optimizer.param_groups:
+            self.step.settings.append({key: repr(value) for key, value in group.items() if key != "params"})
+            for param in group["params"]:
+                self.names.setdefault(param, f"parameter {len(self.names)} outside of the model")
+        self.record("weights")
+        self.record("gradients")  # a closure computes others later: they are recorded in the next step
+        self.record("clipped")
 
-    def prefix(self, root):
-        number = self.roots.index(root) + 1
-        return f"model {number} ({type(root).__name__})." if number > 1 else ""
+    def after_optimizer(self, optimizer, args, kwargs):
+        self.stepped.append(optimizer)
+        self.step.n_collectives = count_collectives()
+        written = self.folder / f"written {self.rank}"  # it gets its name when it is complete
+        written.write_bytes(pickle.dumps(vars(self.step)))  # the class is not importable while the script is __main__
+        written.rename(self.folder / f"step {self.rank} {self.step.number:06}")
+        if self.step.number == self.args.steps:  # counted from 0: it begins with the result of the last step to compare
+            sys.stdout.flush()
+            (self.folder / f"done {self.rank}").touch()
+            threading.Event().wait()  # until this process is killed, since other ranks may still need it
 
 
 # ---- sketches ------------------------------------------------------------------------------------------------------
@@ -764,9 +584,9 @@ def random_weights(n):
 
 
 def sketch(tensor):
-    """The shape of a tensor, 64 sums, the plain sum, and the size of the smallest element that is not 0.
+    """The shape of a tensor, 64 sums, and the plain sum.
 
-    The sums have random signs. Their distance is about that of two tensors. All ranks that hold a part of a DTensor
+    The 64 sums have random signs. Their distance is about that of two tensors. All ranks that hold a part of a DTensor
     must call it.
     """
     tensor = tensor.detach()
@@ -777,25 +597,7 @@ def sketch(tensor):
         numbers = torch.view_as_real(numbers)
     flat = numbers.double().flatten()
     products = nn.functional.pad(flat * random_weights(len(flat)), (0, -len(flat) % 64))
-    least = flat.abs().masked_fill(flat == 0, math.inf).min().item() if len(flat) else math.inf
-    return tuple(tensor.shape), products.view(-1, 64).sum(dim=0), flat.sum().item(), least
-
-
-def rows_of(value):
-    """Two numbers for each row of an argument, and the length of a row.
-
-    They are weighted sums of the row, with and without the repetitions of its last number, which may be padding. None
-    has no rows, nor has anything else that is no tensor.
-    """
-    is_tensor = torch.is_tensor(value) and value.layout == torch.strided and not hasattr(value, "full_tensor")
-    if not is_tensor or value.numel() == 0:
-        return torch.zeros(0, 2, dtype=torch.float64), 0
-    rows = value.detach().cpu().double()
-    rows = rows.reshape(len(rows), -1) if rows.dim() else rows.view(1, 1)
-    weights = random_weights(rows.shape[1])
-    is_last = (rows == rows[:, -1:]).flip(1).cumprod(1).flip(1).bool()
-    is_last[:, 0] = False
-    return torch.stack([rows @ weights, rows.masked_fill(is_last, 0) @ weights], dim=1), rows.shape[1]
+    return tuple(tensor.shape), products.view(-1, 64).sum(dim=0), flat.sum().item()
 
 
 def unwrapped(module):
@@ -816,27 +618,20 @@ def as_float64(value):
 
 
 def is_untouched(tensor):
-    """Is it no shard, no view of a larger memory, and without hooks and a gradient or buffer in an attribute?"""
-    if hasattr(tensor, "full_tensor") or tensor.untyped_storage().nbytes() != tensor.nbytes:
-        return False
-    has_hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return not has_hooks and not any(map(torch.is_tensor, vars(tensor).values()))
+    """Is it no shard, no view of a larger memory, and without hooks of the script's own?"""
+    is_whole = not hasattr(tensor, "full_tensor") and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return is_whole and not tensor._backward_hooks and not getattr(tensor, "_post_accumulate_grad_hooks", None)
 
 
 def has_memory(tensor):
-    return memory_of(tensor) is None or tensor.untyped_storage().nbytes() >= tensor.nbytes
-
-
-def memory_of(tensor):
-    """The address, which views share, or None of a DTensor or a sparse tensor."""
-    has_storage = tensor.layout == torch.strided and not hasattr(tensor, "full_tensor")
-    return tensor.untyped_storage().data_ptr() if has_storage else None
+    is_plain = tensor.layout == torch.strided and not hasattr(tensor, "full_tensor")
+    return not is_plain or tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def count_collectives():
-    """The collectives of this process, in all its groups. NaN, which equals no number, if a backend does not count."""
+    """The collectives of this process, in all groups of several. NaN, which equals no number, if none are counted."""
     try:
-        groups = list(torch.distributed.distributed_c10d._world.pg_map)
+        groups = [group for group in torch.distributed.distributed_c10d._world.pg_map if group.size() > 1]
         backends = [group._get_backend(device) for group in groups for device in group._device_types]
         return sum(backend._get_sequence_number_for_group() for backend in backends)
     except RuntimeError:
@@ -851,23 +646,27 @@ def run_rank(folder, args):
     threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
     if not args.float32:
         torch.set_default_dtype(torch.float64)
-    switch_off_dropout()
+    for name in DROPOUT:
+        setattr(nn.functional, name, lambda input, *args, **kwargs: input)
+    nn.functional.scaled_dot_product_attention = without_dropout(nn.functional.scaled_dot_product_attention)
     compile = torch.compile  # it is off, by TORCH_COMPILE_DISABLE, with which it refuses `fullgraph`
     torch.compile = lambda *args, fullgraph=False, **kwargs: compile(*args, **kwargs)
-    nn.SyncBatchNorm.forward = synchronized(nn.SyncBatchNorm.forward)
+    nn.SyncBatchNorm.forward = on_cpu_too(nn.SyncBatchNorm.forward)
     DistributedDataParallel._passing_sync_batchnorm_handle = lambda ddp, module: None  # it refuses it on the CPU
-    look_at_process_group(args.seed)
+    look_at_processes()
     Recorder(folder, args).install()
-    if args.seed is not None:
-        set_seeds(args.seed + int(os.environ["RANK"]))
+    set_seeds(int(os.environ["RANK"]))
     sys.argv = [args.script, *[for_processes(arg, int(os.environ["WORLD_SIZE"])) for arg in args.args]]
-    if args.is_module:
-        sys.path[0] = os.getcwd()
-        runpy.run_module(args.script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(args.script).resolve().parent)
-        runpy.run_path(args.script, run_name="__main__")
-    Path(folder, f"ended {os.environ['RANK']}").touch()
+    sys.path[0] = os.getcwd() if args.is_module else str(Path(args.script).resolve().parent)
+    try:
+        if args.is_module:
+            runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(args.script, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    Path(folder, f"done {os.environ['RANK']}").touch()
 
 
 def end_with_parent(parent):
@@ -883,7 +682,7 @@ def for_processes(arg, nproc):
 
 
 def set_seeds(seed):
-    """Those of a script that sets none differ between ranks. So do these."""
+    """Another one on each rank, since the ranks of a script that sets no seed draw different numbers, too."""
     torch.manual_seed(seed)
     random.seed(seed)
     with contextlib.suppress(ImportError):
@@ -892,83 +691,67 @@ def set_seeds(seed):
         numpy.random.seed(seed)
 
 
-def switch_off_dropout():
-    functional = nn.functional
-    for name in DROPOUT:
-        setattr(functional, name, lambda input, *args, **kwargs: input)
-    attention = functional.scaled_dot_product_attention
-
-    def without_dropout(query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
+def without_dropout(attention):
+    def call(query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
         return attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
-    functional.scaled_dot_product_attention = without_dropout
+    return call
 
 
-class AllGather(torch.autograd.Function):
-    """The tensors of all ranks, one after the other. Each rank gets back the sum of the gradients of its own."""
-
-    @staticmethod
-    def forward(ctx, tensor, group):
-        ctx.group = group
-        tensors = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
-        torch.distributed.all_gather(tensors, tensor.contiguous(), group=group)
-        return torch.cat(tensors)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.contiguous()
-        torch.distributed.all_reduce(gradient, group=ctx.group)
-        return share(gradient, ctx.group), None
+def switch_off_random_layers(module, eval_norm):
+    for each in module.modules():
+        if isinstance(each, nn.RNNBase):
+            each.dropout = 0.0
+        is_random_depth = type(each).__name__.endswith(("DropPath", "StochasticDepth"))
+        if is_random_depth or (eval_norm and isinstance(each, nn.modules.batchnorm._BatchNorm)):
+            each.training = False
 
 
-def share(tensor, group):
-    parts = tensor.chunk(torch.distributed.get_world_size(group))
-    return parts[torch.distributed.get_rank(group)].clone()  # a layer that follows may change it in place
-
-
-def synchronized(forward):
+def on_cpu_too(forward):
     """SyncBatchNorm.forward, also on the CPU, which torch refuses: there each rank computes for the whole batch."""
 
     def call(norm, x):
         if x.device.type != "cpu" or not norm.training or not torch.distributed.is_initialized():
             return forward(norm, x)
-        group = norm.process_group or torch.distributed.group.WORLD
-        return share(nn.modules.batchnorm._BatchNorm.forward(norm, AllGather.apply(x, group)), group)
+        from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Shard
+
+        mesh = DeviceMesh.from_group(norm.process_group or torch.distributed.group.WORLD, "cpu")
+        whole = DTensor.from_local(x, mesh, [Shard(0)]).full_tensor(grad_placements=[Partial()])
+        result = nn.modules.batchnorm._BatchNorm.forward(norm, whole)
+        return result.chunk(mesh.size())[mesh.get_local_rank()].clone()  # the next layer may change it in place
 
     return call
 
 
-def look_at_process_group(seed):
-    """Start watch.py, if it is beside this file, when the script makes its group, and refuse its own processes."""
+def look_at_processes():
+    """When the script makes its group, start watch.py if it is beside this file. Call here what it would spawn."""
     pid = os.getpid()
     init_process_group = torch.distributed.init_process_group
     start_process = multiprocessing.process.BaseProcess.start
     watch = None
-    if Path(__file__).with_name("watch.py").exists():
+    if is_beside("watch.py"):
         import watch
 
     def init_and_watch(*args, **kwargs):
-        if os.getpid() != pid:  # a fork
+        if os.getpid() != pid:
             sys.exit(OWN_PROCESSES)
         init_process_group(*args, **kwargs)
         if watch:
             watch.start()
 
     def start_other(process):
-        """A fresh process is refused by gloo when it makes a group, with the name of the interface in the message."""
-        with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME=OWN_PROCESSES):
-            os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        with mock.patch.dict(os.environ):
+            os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # with it, it would wait as a rank of this job
             start_process(process)
 
     def run_here(function, args=(), nprocs=1, join=True, daemon=False, start_method="spawn"):
-        """Instead of torch.multiprocessing.spawn. A fresh process inherits no seed."""
+        """Instead of torch.multiprocessing.spawn."""
         if nprocs != int(os.environ["WORLD_SIZE"]):
             sys.exit(OWN_PROCESSES)
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # the script has chosen a port of its own
-        rank = int(os.environ["RANK"])
         if start_method != "fork":
-            set_seeds(random.SystemRandom().getrandbits(32) if seed is None else seed + rank)
-        function(rank, *args)
+            set_seeds(int(os.environ["RANK"]))  # a fresh process inherits no seed
+        function(int(os.environ["RANK"]), *args)
 
     torch.distributed.init_process_group = init_and_watch
     multiprocessing.process.BaseProcess.start = start_other

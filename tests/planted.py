@@ -265,7 +265,7 @@ def inputs_of(step, x, rank, world_size):
 
 def loss_of(logits, y, rank, world_size):
     logits = logits.float() if TYPE else logits
-    if CASE in ("loss_is_a_sum", "rate_makes_up"):
+    if CASE == "loss_is_a_sum":
         return F.cross_entropy(logits, y, reduction="sum")
     if CASE == "loss_divided_by_n":
         return F.cross_entropy(logits, y) / world_size
@@ -301,8 +301,6 @@ def make_optimizer(model, params, world_size):
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=RATE)
-    if CASE == "rate_makes_up":
-        return torch.optim.SGD(params, lr=RATE * world_size)
     if CASE == "key_bias":
         return torch.optim.AdamW(params, lr=RATE, eps=1e-10)
     if CASE == "signs":
