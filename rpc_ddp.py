@@ -33,11 +33,11 @@ bytes between a trainer and the servers: ids twice, rows, and gradients. It does
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 rpc_ddp.py --servers 2
 
 The task is to guess the next byte of Python's standard library from the 1 to 4 bytes before it. Each group of bytes is
-hashed to the number of a row. When a process is lost, the job ends with one line that names it or its rank. Servers
-have the first ranks.
+hashed to the number of a row. When a process is lost, the job ends with one line that names it.
 """
 
 import math
+import sys
 import threading
 import time
 
@@ -45,6 +45,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import nn
 from torch.distributed import rpc
+from torch.multiprocessing import ProcessExitedException
 from torch.nn import functional as F
 
 import distributed as dist
@@ -276,4 +277,7 @@ def main_worker(local_rank, world_size, args):
 
 if __name__ == "__main__":
     cli_args = parse_args()
-    dist.launch(main_worker, cli_args, nprocs=cli_args.servers + cli_args.trainers)
+    try:
+        dist.launch(main_worker, cli_args, nprocs=cli_args.servers + cli_args.trainers)
+    except ProcessExitedException as error:
+        sys.exit(f"{name_of(error.error_index, cli_args.servers)} is lost: {error}")

@@ -222,8 +222,8 @@ def test_on_several_machines_a_killed_process_ends_all_others_and_is_named():
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("victim", [0, 2])
-def test_the_command_listens_on_loopback_only_and_names_a_killed_process(victim):
+@pytest.mark.parametrize(("victim", "name"), [(0, "server0"), (2, "trainer1")])
+def test_the_command_listens_on_loopback_only_and_names_a_killed_process(victim, name):
     mark = uuid.uuid4().hex
     job = start(SCRIPT, "--steps", 100_000, "--log-every", 1, env={"JOB_MARK": mark})
     job.stdout.readline()
@@ -232,5 +232,5 @@ def test_the_command_listens_on_loopback_only_and_names_a_killed_process(victim)
     workers = sorted(server.children(), key=lambda child: child.pid)
     workers[victim].kill()
     status, _, stderr = finish(job, timeout=30)
-    assert (status, own_lines(stderr)[-1]) == (1, f"rank {victim} was killed by SIGKILL")
+    assert (status, own_lines(stderr)[-1]) == (1, f"{name} is lost: rank {victim} was killed by SIGKILL")
     wait_for_the_end_of(mark, 5)
