@@ -4,7 +4,7 @@
     python parity.py --nproc 4 --steps 10 train.py --epochs 1
     python parity.py train.py --batch-size 64/N        # 64, and 32 on two processes: the global batch must stay
     python parity.py train.py --snapshot-path run-N.pt # a lone N becomes the number of processes
-    python parity.py -m package.train                  # a module
+    python parity.py --seed 1 -m package.train         # a module, and another seed for a script that sets none
 
     train.py: equal on 1 and 2 processes for 5 steps, up to 7.4e-16 (allowed: 1e-10), judged in float64
     other.py: on 2 processes in step 1 the gradient of weight differs by 4.2e-01: the global batch has 128 samples, and
@@ -12,8 +12,8 @@
 
 It works for every script that torchrun can start, also for one that uses nothing of this project. It needs only torch,
 and it does not change the script: hooks look at the outermost module that is trained, at clipping and at the optimizer.
-Numbers are float64 where the script allows it, dropout is off, and rank r draws from the seed r until the script sets
-its own. So what should be equal is equal up to about 1e-12.
+Numbers are float64 where the script allows it, dropout is off, and rank r begins with the seed `--seed` + r. So what
+should be equal is equal up to about 1e-12.
 
 The verdict follows from one rule. A gradient on which all ranks agree must equal the gradient of one process. Where the
 ranks disagree, the weights after the step decide: they must be the same on all ranks, and those of one process. The
@@ -80,24 +80,34 @@ CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 CASTS = ("to", "type", "half", "bfloat16", "float")
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # their names in modules
 OWN_PROCESSES = "the script starts its own processes: start it so that torchrun could, with one process for each rank"
+SHARE = r"(?<![\w./])(\d+)/N\b"  # as in 64/N, but not in a path, and not in 0.5/N
 IN_RANK = "--in-a-rank"
 
 
 def main(argv):
     args = parse_args(argv)
-    [one], failure = run(args, 1)
+    references, failure = run(args, args.reference)
     if failure:
-        print(f"{Path(args.script).name}: on one process it {failure}")
+        print(f"{Path(args.script).name}: on {processes_of(args.reference)} it {failure}")
         return 2
-    return report(args, one, *run(args, args.nproc))
+    ranks, failure = run(args, args.nproc)
+    for rank, one in enumerate(references):
+        if args.reference > 1:
+            print(f"ranks {listed(range(rank, args.nproc, args.reference))} are compared with rank {rank}:")
+        status = report(args, one, ranks[rank :: args.reference], failure)
+        if status:
+            break
+    return status
 
 
 def parse_args(argv):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], usage="%(prog)s [options] SCRIPT.py ...")
     add = parser.add_argument
     add("--nproc", type=int, default=2, help="number of processes to compare with one")
+    add("--reference", type=int, default=1, help="number of processes to compare with, instead of one")
     add("--steps", type=int, default=5, help="optimizer steps to compare")
     add("--timeout", type=float, default=300, help="seconds that a run may take")
+    add("--seed", type=int, nargs="?", default=0, const=0, help="seed of rank 0, until the script sets one")
     add("--float32", action="store_true", help="leave torch's default type, and weights of float32, as they are")
     add("--eval-norm", action="store_true", help="let BatchNorm use its running statistics")
     script = next((number for number, arg in enumerate(argv) if arg == "-m" or arg.endswith(".py")), len(argv))
@@ -107,9 +117,11 @@ def parse_args(argv):
     args.script, *args.args = argv[script + args.is_module :] or [""]
     if not args.is_module and not Path(args.script).is_file():
         parser.error(f"there is no script {args.script!r}: name a file that ends in .py, before its arguments")
-    if args.nproc < 2 or args.steps < 1:
-        parser.error("--nproc must be at least 2, and --steps at least 1")
-    for number in re.findall(r"\b(\d+)/N\b", " ".join(args.args)):
+    if args.reference < 1 or args.nproc <= args.reference or args.nproc % args.reference:
+        parser.error(f"argument --nproc: {args.nproc} must be a multiple of {args.reference}, and more")
+    if args.steps < 1:
+        parser.error(f"argument --steps: {args.steps} must be at least 1")
+    for number in re.findall(SHARE, " ".join(args.args)):
         if int(number) % args.nproc:
             parser.error(f"{number}/N: {number} is not a multiple of {args.nproc}, the number of processes")
     return args
@@ -138,7 +150,7 @@ def report(args, one, ranks, failure):
     largest, limits = max(comparison.compared.values()), comparison.limits
     n_results = max(1, min(map(len, (one, *ranks))) - 1)  # the last step begins with the result of the last but one
     allowed = limits.gradients if largest <= limits.gradients else limits.weights
-    line = f"{start} equal on 1 and {args.nproc} processes for {n_results} steps, up to {largest:.1e}"
+    line = f"{start} equal on {args.reference} and {args.nproc} processes for {n_results} steps, up to {largest:.1e}"
     print(f"{line} (allowed: {allowed:g}), judged in {listed(sorted(comparison.types))}")
     return 0
 
@@ -158,6 +170,10 @@ def is_beside(name):
     return Path(__file__).with_name(name).exists()
 
 
+def processes_of(number):
+    return "one process" if number == 1 else f"{number} processes"
+
+
 def listed(values):
     return " and ".join(", ".join(map(str, values)).rsplit(", ", 1))
 
@@ -167,7 +183,7 @@ def listed(values):
 
 def run(args, nproc):
     """Returns each rank's steps, and in one line what went wrong, or None."""
-    print(f"running on {nproc} {'process' if nproc == 1 else 'processes'}", file=sys.stderr)
+    print(f"running on {processes_of(nproc)}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         command = [sys.executable, __file__, IN_RANK, folder, *args.argv]
         store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -221,7 +237,7 @@ def wait(processes, folder, logs, timeout):
             before = f". Without an error ends rank {listed(others)}" if others else ""
             return f"fails on rank {rank}: {last_line(logs[rank]) or f'exit status {statuses[rank]}'}{before}"
         printed = "".join(log.read_text(errors="replace") for log in logs)
-        place = re.search("no progress for (?!.*computing, or ended).*", printed)  # of each rank, by watch.py
+        place = re.search(r"no progress for \d+ s: (?!.*computing, or ended).*", printed)  # of each rank, by watch.py
         if place or time.monotonic() > end:
             return f"hangs: {place[0] if place else f'it has not ended after {timeout:.0f} s'}"
         time.sleep(0.05)
@@ -304,7 +320,8 @@ class Comparison:
         yield from (each for each in self.undecided if each.name not in self.moved)
         if have_ended and any(len(steps) != len(one) for steps in ranks):
             yield Difference(n_steps, "steps", listed(map(len, ranks)), len(one))
-        if n_steps > 1 and any(steps[0].n_collectives == steps[-1].n_collectives for steps in ranks):
+        before = [steps[0].n_collectives if n_steps > 1 else 0 for steps in ranks]
+        if any(steps[-1].n_collectives == number for steps, number in zip(ranks, before, strict=True)):
             yield Difference(n_steps, "alone")
 
     def useless(self, one):
@@ -321,13 +338,15 @@ class Comparison:
 
     def compare_weights(self, number, one, *ranks):
         """Those with which a step begins: the result of the step before. They decide where gradients were apart."""
+        of_one, *of_ranks = [moves(self.begin, each.weights) for each in (one, *ranks)]
         new = {name: weight for name, weight in one.weights.items() if name not in self.begin}
         self.begin |= new
         yield from too_far(number, "begin", farthest(new, [each.weights for each in ranks]), self.limits.ranks)
-        of_one, *of_ranks = [moves(self.begin, each.weights) for each in (one, *ranks)]
         yield from too_far(number - 1, "ranks", between(of_one, of_ranks), self.limits.ranks, exact=self.apart)
         self.moved = set().union(*map(moved, of_ranks))
-        judged = (self.moved | moved(of_one)).intersection(self.apart if self.moved else of_one)
+        judged = self.moved | moved(of_one)
+        if self.moved:  # otherwise the optimizer trains nothing on the ranks
+            judged &= self.apart
         far = {name: each for name, each in farthest(of_one, of_ranks).items() if name in judged}
         yield from self.judge(number - 1, "weights", far, self.limits.weights)
 
@@ -347,7 +366,8 @@ class Comparison:
                 for each in apart:
                     if min(far[each.name] for far in near if each.name in far) > limits.gradients:
                         self.undecided.append(each)
-        self.apart |= names
+        lacking = set(one.gradients) ^ set().union(*[each.gradients for each in ranks])
+        self.apart |= names | lacking
 
     def judge(self, number, kind, far, limit):
         for name, (distance, _) in far.items():
@@ -499,8 +519,13 @@ class Recorder:
         if self.depth > 0:
             return None
         switch_off_random_layers(module, self.args.eval_norm)
-        if not torch.is_grad_enabled() or not any(param.requires_grad for param in module.parameters()):
-            return None
+        if torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters()):
+            self.before_trained(module, inputs, kwargs)
+        if any(param.dtype == torch.float64 for param in module.parameters()):
+            return pytree.tree_map(as_float64, (args, kwargs))
+        return None
+
+    def before_trained(self, module, inputs, kwargs):
         if self.stepped:
             self.begin_step()
         root = unwrapped(module)
@@ -511,9 +536,6 @@ class Recorder:
         if self.why:
             with contextlib.suppress(Exception):  # what only a cause needs must not end the run
                 self.why.note(self.step.clues, self.roots[root], module, inputs, kwargs)
-        if next(root.parameters()).dtype == torch.float64:
-            return pytree.tree_map(as_float64, (args, kwargs))
-        return None
 
     def after_module(self, result):
         for each in pytree.tree_leaves(result):
@@ -541,11 +563,15 @@ class Recorder:
             self.names.setdefault(param, self.roots[root] + ".".join(path))
 
     def record(self, key):
-        """Record the tensors that are not yet recorded in this step, but none whose memory the script has freed."""
+        """Record the tensors that are not yet recorded in this step, but none whose memory the script has freed.
+
+        A gradient that was not finite is recorded anew: a GradScaler skips the step, and the step goes on.
+        """
         sketches = getattr(self.step, key)
         for param, name in self.names.items():
             tensor = param if key == "weights" else param.grad
-            if tensor is not None and name not in sketches and has_memory(tensor):
+            is_known = name in sketches and bool(sketches[name][1].isfinite().all())
+            if tensor is not None and not is_known and has_memory(tensor):
                 sketches[name] = sketch(tensor)
                 self.note_type(tensor)
 
@@ -553,7 +579,7 @@ class Recorder:
         if optimizer in self.stepped:  # no module was called since
             self.begin_step()
         for group in optimizer.param_groups:
-            self.step.settings.append({key: repr(value) for key, value in group.items() if key != "params"})
+            self.step.settings.append({key: setting(value) for key, value in group.items() if key != "params"})
             for param in group["params"]:
                 self.names.setdefault(param, f"parameter {len(self.names)} outside of the model")
         self.record("weights")
@@ -598,6 +624,15 @@ def sketch(tensor):
     flat = numbers.double().flatten()
     products = nn.functional.pad(flat * random_weights(len(flat)), (0, -len(flat) % 64))
     return tuple(tensor.shape), products.view(-1, 64).sum(dim=0), flat.sum().item()
+
+
+def setting(value):
+    """A number in 12 digits, since it may be computed in another order, and the type of an object without a value."""
+    if torch.is_tensor(value) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    return repr(value) if isinstance(value, int | str | tuple | list | None) else type(value).__name__
 
 
 def unwrapped(module):
@@ -653,9 +688,9 @@ def run_rank(folder, args):
     torch.compile = lambda *args, fullgraph=False, **kwargs: compile(*args, **kwargs)
     nn.SyncBatchNorm.forward = on_cpu_too(nn.SyncBatchNorm.forward)
     DistributedDataParallel._passing_sync_batchnorm_handle = lambda ddp, module: None  # it refuses it on the CPU
-    look_at_processes()
+    look_at_processes(args.seed)
     Recorder(folder, args).install()
-    set_seeds(int(os.environ["RANK"]))
+    set_seeds(args.seed + int(os.environ["RANK"]))
     sys.argv = [args.script, *[for_processes(arg, int(os.environ["WORLD_SIZE"])) for arg in args.args]]
     sys.path[0] = os.getcwd() if args.is_module else str(Path(args.script).resolve().parent)
     try:
@@ -677,8 +712,8 @@ def end_with_parent(parent):
 
 
 def for_processes(arg, nproc):
-    arg = re.sub(r"\b(\d+)/N\b", lambda found: str(int(found[1]) // nproc), arg)
-    return re.sub(r"(?<!^-)\bN\b", str(nproc), arg)  # -N is an option of the script
+    arg = re.sub(SHARE, lambda found: str(int(found[1]) // nproc), arg)
+    return re.sub(r"(?<!^-)(?<!^--)\bN\b", str(nproc), arg)  # -N is an option of the script
 
 
 def set_seeds(seed):
@@ -723,7 +758,7 @@ def on_cpu_too(forward):
     return call
 
 
-def look_at_processes():
+def look_at_processes(seed):
     """When the script makes its group, start watch.py if it is beside this file. Call here what it would spawn."""
     pid = os.getpid()
     init_process_group = torch.distributed.init_process_group
@@ -744,13 +779,13 @@ def look_at_processes():
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # with it, it would wait as a rank of this job
             start_process(process)
 
-    def run_here(function, args=(), nprocs=1, join=True, daemon=False, start_method="spawn"):
+    def run_here(function, args=(), nprocs=1, start_method="spawn", **ignored):
         """Instead of torch.multiprocessing.spawn."""
         if nprocs != int(os.environ["WORLD_SIZE"]):
             sys.exit(OWN_PROCESSES)
-        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # the script has chosen a port of its own
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the script has chosen a port of its own
         if start_method != "fork":
-            set_seeds(int(os.environ["RANK"]))  # a fresh process inherits no seed
+            set_seeds(seed + int(os.environ["RANK"]))  # a fresh process inherits no seed
         function(int(os.environ["RANK"]), *args)
 
     torch.distributed.init_process_group = init_and_watch

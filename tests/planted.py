@@ -381,7 +381,9 @@ def train(rank, world_size):
         if scheduler:
             for _ in range(world_size):  # as where it counts the samples of all ranks
                 scheduler.step()
-        if CASE == "evaluates":  # all ranks look at all of it, with gradients on, and cast it
+        if CASE == "evaluates":  # all ranks look at all of it, with gradients off and on, and cast it
+            with torch.no_grad():
+                model(torch.ones(24, 8, dtype=torch.float32).to(x.device))
             F.binary_cross_entropy(model(torch.ones(24, 8).to(TYPE)).sigmoid().to(torch.float32), torch.ones(24, 3))
         if average:
             with torch.no_grad():

@@ -181,6 +181,9 @@ RUNS = [  # options of parity.py, arguments of planted.py, exit status, what is 
     ("", "casts torch", 0, r"\(allowed: 0.1\), judged in bfloat16 and float64"),
     ("--float32", "casts torch", 0, "judged in bfloat16 and float32"),
     ("--nproc 4 --steps 3", "sharded torch", 0, "equal on 1 and 4 processes for 3 steps"),
+    ("--reference 2 --nproc 4 --steps 3", "sharded torch", 0, "rank 1:\n.* equal on 2 and 4 processes for 3 steps"),
+    ("--reference 2 --nproc 4", "kept_batch_size torch", 1, "ranks 0 and 2 are compared with rank 0:\n.*32 samples"),
+    ("--seed 3", "no_seed torch", 0, "equal on 1 and 2"),
     ("", "no_optimizer torch", 2, "takes no step of an optimizer"),
     ("", "no_gradient torch", 1, "on one process too, nothing is trained"),
     ("", "not_in_float64 torch", 2, r"on one process it fails.*planted.py:\d+\).*try --float32\n$"),
@@ -373,6 +376,23 @@ def test_other_weights_and_settings_are_seen_in_the_next_gradients():
     assert "are the labels" in verdict(steps(2.0, 2.0), [steps(2.0, 3.1)] * 2)
 
 
+@pytest.mark.parametrize("lacking", ["one", "ranks"])
+@pytest.mark.parametrize(("weight", "told"), [(2.0, None), (1.0, "in step 1 b has moved otherwise since the start")])
+def test_a_gradient_that_only_one_process_or_only_ranks_have_leaves_it_to_the_weights(lacking, weight, told):
+    one, *ranks = [[make_step(), make_step(1, 2.0)] for _ in range(3)]
+    for steps in [one] if lacking == "one" else ranks:
+        steps[1].weights["b"] = parity.sketch(torch.full((2, 2), weight, dtype=torch.float64))
+        for step in steps:
+            del step.gradients["b"], step.clipped["b"]
+    line = verdict(one, ranks)
+    assert told in line if told else line is None, line
+
+
+def test_weights_may_begin_apart_by_rounding():
+    one, *ranks = [[make_step(0, 1 + rank * 1e-15), make_step(1, 2.0)] for rank in range(3)]
+    assert verdict(one, ranks) is None
+
+
 def test_weights_are_compared_since_the_step_in_which_they_are_first_seen():
     """A module that is first called in step 2 begins and moves on the ranks as on one process."""
 
@@ -417,6 +437,7 @@ def test_all_ranks_take_as_many_steps_and_communicate():
     assert verdict(steps(3), [steps(3), steps(2)], have_ended=False) is None
     alone = "a rank communicates with no other rank: each of them trains alone"
     assert verdict(steps(3), [steps(3), steps(3, 7)]) == alone
+    assert verdict(steps(1), [steps(1, 0), steps(1, 0)]) == f"{alone}: no process group is made"
     assert verdict(steps(3), [steps(3, 0), steps(3, 0)]) == f"{alone}: no process group is made"
     assert verdict(steps(3), [steps(3, float("nan"))] * 2) is None  # this backend does not count them
 
@@ -492,7 +513,15 @@ def test_arguments_for_each_number_of_processes():
     assert parity.for_processes("--batch=64/N", 2) == "--batch=32"
     assert parity.for_processes("run-N.pt", 4) == "run-4.pt"
     assert parity.for_processes("NAME", 4) == "NAME"
-    assert parity.for_processes("-N", 4) == "-N"
+    assert [parity.for_processes(each, 4) for each in ("-N", "--N", "--N=N")] == ["-N", "--N", "--N=4"]
+    assert parity.for_processes("runs/2024/N", 4) == "runs/2024/4"
+    assert parity.for_processes("0.10/N", 4) == "0.10/4"
+
+
+def test_settings_are_numbers_without_rounding_and_devices():
+    values = [0.1 + 0.2, torch.tensor(0.5), (0.9, 0.99), None, True]
+    assert list(map(parity.setting, values)) == ["0.3", "0.5", "(0.9, 0.99)", "None", "True"]
+    assert parity.setting(print) == parity.setting(len)
 
 
 @pytest.mark.parametrize(
@@ -500,8 +529,9 @@ def test_arguments_for_each_number_of_processes():
     [
         (["missing.py"], "'missing.py'"),
         (["--steps", "5"], "name a file that ends in .py"),
-        (["--nproc", "1", str(PLANTED)], "--nproc must be at least 2"),
-        (["--steps", "0", str(PLANTED)], "--steps at least 1"),
+        (["--nproc", "1", str(PLANTED)], "--nproc: 1 must be a multiple of 1, and more"),
+        (["--reference", "2", "--nproc", "3", str(PLANTED)], "--nproc: 3 must be a multiple of 2, and more"),
+        (["--steps", "0", str(PLANTED)], "--steps: 0 must be at least 1"),
         (["--nproc", "3", str(PLANTED), "--batch=64/N"], "64 is not a multiple of 3"),
     ],
 )
