@@ -179,10 +179,13 @@ def make_pipeline(model, args):
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
-def train(pipeline, optimizer, data, args):
-    """Returns the loss of every step over all processes, (steps,)."""
-    progress = gpt.Progress(pipeline, data, args, loss_of=Pipeline.evaluate)
-    for step in range(args.steps):
+def train(pipeline, optimizer, data, args, first_step=0, after_step=None):
+    """Returns the loss of every step of this run over all processes, (steps,).
+
+    min_PP_FSDP_TP.py resumes at `first_step`, and saves in `after_step(done)`.
+    """
+    progress = gpt.Progress(pipeline, data, args, first_step, Pipeline.evaluate)
+    for step in range(first_step, args.steps):
         x, y = data.batch(step)
         optimizer.zero_grad()
         loss = pipeline.step(x, y)
@@ -190,6 +193,8 @@ def train(pipeline, optimizer, data, args):
             clip_gradients(pipeline, args.clip)
         optimizer.step()
         progress(step, loss)
+        if after_step:
+            after_step(step + 1)
     return progress.losses
 
 

@@ -1,7 +1,7 @@
 """Three dimensions: a pipeline of stages, each sharded by FSDP and split by tensor parallelism, on one DeviceMesh.
 
-The pipeline is imported from min_PP.py, and the split of the layers from min_TP.py. Every process has a place in a mesh
-of stages x shard x tensor processes. With 2 x 2 x 2 these are the ranks:
+Pipeline and training loop are min_PP.py's, and the split of the layers is min_TP.py's. Every process has a place in a
+mesh of stages x shard x tensor processes. With 2 x 2 x 2 these are the ranks:
 
                     4 ------- 5
                   / |       / |
@@ -44,7 +44,7 @@ import distributed as dist
 import gpt
 import options
 from min_FSDP_TP import silence_false_alarms
-from min_PP import Pipeline, check_stages, clip_gradients
+from min_PP import Pipeline, check_stages, train
 from min_TP import split_layers
 
 # ---- a stage, split and sharded -----------------------------------------------------------------------------------
@@ -74,27 +74,6 @@ def make_pipeline(model, args):
     shape = (args.stages, args.shard, args.tensor)
     mesh = init_device_mesh(dist.get_device().type, shape, mesh_dim_names=("stage", "shard", "tensor"))
     return Pipeline(model, args, mesh, functools.partial(parallelize, mesh=mesh, args=args))
-
-
-# ---- training -----------------------------------------------------------------------------------------------------
-
-
-def train(pipeline, optimizer, data, args):
-    """Returns the loss of every step of this run over all processes, (steps,)."""
-    model = pipeline.model
-    saver = checkpoint_sharded.Saver(model, optimizer, args, data.settings())
-    progress = gpt.Progress(pipeline, data, args, saver.first_step, Pipeline.evaluate)
-    for step in range(saver.first_step, args.steps):
-        x, y = data.batch(step)
-        optimizer.zero_grad()
-        # FSDP averages the gradients over the shares of the batch, and the schedule over the micro-batches.
-        loss = pipeline.step(x, y)
-        if args.clip:
-            clip_gradients(pipeline, args.clip)
-        optimizer.step()
-        progress(step, loss)
-        saver.save_if_due(step + 1)
-    return progress.losses
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
@@ -160,7 +139,9 @@ def main_worker(local_rank, world_size, args):
     gpt.report_held(model.parameters(), n_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     data = gpt.Data(args, share=(share, args.shard))
-    train(pipeline, optimizer, data, args)
+    saver = checkpoint_sharded.Saver(model, optimizer, args, data.settings())
+    # FSDP averages the gradients over the shares of the batch, and the schedule over the micro-batches.
+    train(pipeline, optimizer, data, args, saver.first_step, saver.save_if_due)
 
 
 if __name__ == "__main__":
