@@ -371,6 +371,7 @@ SHOWN = [  # a chat template, a line, and what is in the loss in each of its doc
         [['add{"a": 2}<|end|>']],
     ),
     (WITH_TOOLS, chat(calling('{"a": null}')), [['add{"a": null}<|end|>']]),
+    (PLAIN.replace("content", "content | tojson"), chat(says('"b"')), [['"\\"b\\""<|end|>']]),  # words as JSON
     # White space may change, and thoughts of an earlier turn may be hidden.
     (DROPS_THOUGHTS, chat(says("  2 +\n2 ")), [["2 +\n2<|end|>"]]),
     (HIDES_THOUGHTS, chat({**THOUGHTFUL, "weight": 0}, USER, THOUGHTFUL), [["2+2=44.<|end|>"]]),
