@@ -91,7 +91,6 @@ def test_the_text_around_the_loss(tokenizer):
 def test_a_text_is_cut_and_each_of_its_tokens_is_a_target_once():
     tokenizer = language.byte_tokenizer()
     text = "abcdefghij"
-    tokenizer.backend_tokenizer.enable_truncation(4)  # as some tokenizer.json say
     for length in (2, 3, 10, 11, 50):
         (found,) = read(tokenizer, {"text": text}, length=length)
         tokens = np.concatenate([tokens for tokens, _ in found])
@@ -117,6 +116,7 @@ def test_a_text_begins_and_ends_as_the_tokenizer_has_it_and_with_one_end(templat
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=template, pair=None, special_tokens=SPECIAL
     )
+    tokenizer.backend_tokenizer.enable_truncation(3)  # as some tokenizer.json say
     expected = AROUND[template]
     for text in ("ab", expected):  # the second one was rendered by hand
         ((document,),) = read(tokenizer, {"text": text})
@@ -172,6 +172,7 @@ def test_rows_in_a_file_are_the_documents_and_are_counted(pad, tokenizer, tmp_pa
     padding = 1 - len(every_token) / len(rows) / 48
     numbers = f"{len(rows)} rows of 48 tokens, {(every_target >= 0).sum():,} targets, {padding:.1%} padding"
     assert capsys.readouterr().out.endswith(f"{path}: {numbers}\n")
+    assert llm_documents.write_rows(path, [(np.array([1]), np.array([9]))], 48) == 9, "the last target is no token"
     assert "too few lines fit into --length 48" in exit_message(llm_documents.write_rows, path, [], 48)
     np.save(tmp_path / "other.npy", np.zeros(3))
     for name, line in (("other.npy", "has no rows of llm_FSDP.py"), ("none.npy", "cannot read the rows of ")):
@@ -370,6 +371,7 @@ SHOWN = [  # a chat template, a line, and what is in the loss in each of its doc
         [['add{"a": 2}<|end|>']],
     ),
     (WITH_TOOLS, chat(calling('{"a": null}')), [['add{"a": null}<|end|>']]),
+    (PLAIN.replace("content", "content | tojson"), chat(says('"b"')), [['"\\"b\\""<|end|>']]),  # words as JSON
     # White space may change, and thoughts of an earlier turn may be hidden.
     (DROPS_THOUGHTS, chat(says("  2 +\n2 ")), [["2 +\n2<|end|>"]]),
     (HIDES_THOUGHTS, chat({**THOUGHTFUL, "weight": 0}, USER, THOUGHTFUL), [["2+2=44.<|end|>"]]),
