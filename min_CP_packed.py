@@ -1,23 +1,25 @@
 """Ring attention for packed rows: min_CP_ring.py where a row holds several documents, and no document sees another.
 
-Rows are cut from one long text here, and a document ends with a blank line. Rows of min_Packing.py work too. A row is
-cut into 2·N pieces, and rank r has pieces r and 2·N-1-r. Two different pieces share at most one document, which then
-covers all between them. All its queries in the later piece see all its keys in the earlier one, so attention needs no
-mask. Documents A to E in a row of 16 positions:
+Rows are cut from one long text here, and a document ends with a blank line. A row is cut into 2·N pieces, and rank r
+has pieces r and 2·N-1-r. A document in two pieces fills every piece between them, so two pieces share at most one. Its
+queries in the later piece see all its keys in the earlier piece: between two ranks attention needs no mask. Documents
+A to E in a row of 16 positions:
 
-    piece            0       | 1       | 2       | 3                 keys seen on the other rank
+    piece            0       | 1       | 2       | 3                 needs from the other rank
     row              A A A B | B B B C | C C D D | D D D E
-    share of rank 0  A A A B |         |         | D D D E           D sees D
-    share of rank 1          | B B B C | C C D D |                   B sees B
+    share of rank 0  A A A B |         |         | D D D E           keys of D in piece 2
+    share of rank 1          | B B B C | C C D D |                   keys of B in piece 0
 
-If two ranks share no document in any row, nothing is sent between them. If they share one, the whole share of all rows
-is sent. Every rank knows where the documents of all shares lie, so sender and receiver agree without a message.
+A rank sends its keys and values to another rank only if a query there sees one of them. Then it sends its whole share
+of all rows, and their gradients come back in backward. Every rank knows where the documents of all shares lie, so
+sender and receiver agree without a message.
 
 Choose it if rows pack documents and one row does not fit on a device. If a row fits, choose min_Packing.py, whose
 documents need no communication.
 
-Cost per process: memory as min_CP_ring.py, and at most its bytes: a document no longer than a piece is on at most two
-ranks. Each document of a row is a call of the kernel by itself, unless all rows are alike: many short ones cost time.
+Cost per process: memory as min_CP_ring.py, and at most its bytes. If no document is longer than a piece, a rank gets
+keys of at most two others. The kernel is called once for each document of each row. If all rows have the same
+boundaries, one call serves all rows. Many short documents cost time.
 
     python min_CP_packed.py --nproc 2             # two processes; without --nproc, all GPUs
     torchrun --standalone --nproc-per-node 2 min_CP_packed.py

@@ -1,8 +1,8 @@
 """Split the experts and shard everything: expert parallelism (EP) x FSDP, for a mixture of experts.
 
-Layers and training loop are min_EP.py's: each token is routed to --top experts, wherever they are. The processes have
-places in a mesh of dp x ep. The experts of a block are split over ep, and fully_shard shards each of them over dp. It
-shards all other parameters over both. With 2 x 2 processes and 4 experts:
+Layers and training loop are min_EP.py's: each token is routed to --top experts, wherever they are. The processes form a
+mesh of dp x ep. The experts of a block are split over ep, and fully_shard shards each of them over dp. It shards all
+other parameters over all N = dp · ep ranks. With 2 x 2 processes and 4 experts:
 
              ep 0                                 ep 1
     dp 0     rank 0   half of experts 0 and 1     rank 1   half of experts 2 and 3      each rank also holds
@@ -10,16 +10,16 @@ shards all other parameters over both. With 2 x 2 processes and 4 experts:
 
     along ep     0-1  2-3       tokens travel to their experts and back (all-to-all, as in min_EP.py)
     along dp     0-2  1-3       experts are gathered before they compute, their gradients are reduced (fully_shard)
-    over all     0-1-2-3        the same for all else; routed tokens are counted, for the load-balancing loss
+    over all     0-1-2-3        the same for all else; routed tokens are counted, for the loss or bias that balances
 
-The loss is the mean over all N = dp · ep ranks, so all gradients are sums over N ranks, divided by N:
+The loss is the mean over all N ranks, so all gradients are sums over N ranks, divided by N:
 
     all else     fully_shard sums over N ranks, and divides by N
     experts      backward sums over the ep ranks whose tokens an expert has seen. fully_shard sums over dp ranks, and
                  divides by dp. This script divides by ep
 
-Choose it when the shared parameters with Adam's state do not fit into a device beside its experts, as in min_EP.py. Let
-ep be the processes of one machine: tokens travel in each block. min_FSDP.py gathers all experts of a block instead.
+Choose it when min_EP.py does not fit: there each device holds all shared parameters with Adam's state. Let ep be the
+processes of one machine: tokens travel in each block. min_FSDP.py gathers all experts of a block instead.
 
 Cost per process, for S shared float32 parameters, R of them outside the blocks, and X of experts: 16·(S + X)/N bytes
 between two steps. While a block computes that has s shared parameters and x of experts, up to 20·(s + x/ep) more, and

@@ -16,15 +16,16 @@ boxes once. Then each trainer sends to each generator the intersection of their 
 move, and none receives a byte that it does not keep. With --staleness 1 completions are drawn with the weights of the
 step before, so both halves work at once. Weights 1 are those after step 0:
 
-    trainers     step 0, completions 0  |  step 1, completions 1  |  step 2, completions 2  |
-                                      weights 1                 weights 2
-    generators   draw 1 with weights 0  |  draw 2 with weights 1  |  draw 3 with weights 2  |
+    trainers     wait   | step 0, completions 0  |  step 1, completions 1  |  step 2, completions 2  |
+                                               weights 1                 weights 2
+    generators   draw 0 | draw 1 with weights 0  |  draw 2 with weights 1  |  draw 3 with weights 2  |
 
-The denominator of the ratio in the loss of min_GRPO.py is the generators' probability, so it corrects for the age of
-the weights. Older weights would need a larger correction. With --staleness 0 the halves wait for each other, and the
-result equals min_GRPO.py's, up to rounding. Choose it if generation takes about as long as training. For models of
-many billions of parameters, use TRL or verl. Cost: a trainer of N holds 16·P/N bytes, a generator of G 4·P/G and a KV
-cache. A move sends 4·P bytes in all, and G times as many for norms and embeddings, which each generator has whole.
+The denominator of the ratio in the loss of min_GRPO.py is the probability under the weights that have drawn, so the
+ratio corrects for their age. Older weights would need a larger correction. With --staleness 0 the halves wait for each
+other, and the result equals min_GRPO.py's, up to rounding. Choose it if generation takes about as long as training. For
+models of many billions of parameters, use TRL or verl. Cost: each of N trainers holds 16·P/N + 20·block bytes, and each
+of G generators 4·P/G and a KV cache. A move sends 4 bytes per parameter, and 4·G if each generator has it whole, as
+norms, embeddings and two biases of a block. --output saves the weights alone: a run cannot be resumed.
 
     python min_GRPO_async.py --nproc 4 --generators 2         # two trainers, and two generators with half of the heads
     torchrun --standalone --nproc-per-node 3 min_GRPO_async.py --staleness 0 --output model.pt    # take turns; save
@@ -147,7 +148,7 @@ def train(model, optimizer, move, group, args):
     """Learn from the completions that the generators send. `group` has the ranks that train."""
     for step in range(args.steps):
         start = time.perf_counter()
-        if step == 0 or step + args.staleness < args.steps:  # else they would draw no answers
+        if step == 0 or step + args.staleness < args.steps:  # after the last draw they need no weights
             move()  # the weights before this step
         tokens, mask, old, rewards = receive_completions(group, args)
         move.wait()  # the update changes the weights

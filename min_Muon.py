@@ -4,7 +4,7 @@ Muon makes a step of equal size in all singular directions of a weight matrix W 
 G and the momentum M:
 
     M ← μ M + (1-μ) G                               the average of the last gradients
-    U S Vᵀ = (1-μ) G + μ M                          as singular values S and directions U and V (Nesterov's momentum)
+    U S Vᵀ = (1-μ) G + μ M                          the singular value decomposition (with Nesterov's momentum)
     W ← (1 - η λ) W - η √max(1, rows/columns) U Vᵀ  with the learning rate η and the weight decay λ
 
 `orthogonalize` computes about U Vᵀ, each element of which depends on the whole matrix. But fully_shard has split W, G
@@ -12,21 +12,21 @@ and M by rows. So N matrices are stepped together: each process makes one of the
 N = 2, | separates the rows of process 0 from the rows of process 1 in A and B:
 
                                     process 0                   process 1
-    momentum, on shards             A = a0 |      B = b0 |      A =    | a1   B =    | b1
-    all-to-all: matrix i to rank i  a0 | a1                     b0 | b1
+    (1-μ) G + μ M, on shards        a0 and b0                   a1 and b1
+    all-to-all: matrix i to rank i  A = a0 | a1                 B = b0 | b1
     orthogonalize a whole matrix    U Vᵀ of A                   U Vᵀ of B
-    all-to-all back                 rows 0 of both              rows 1 of both
-    W, on shards                    A and B: rows 0             A and B: rows 1
+    all-to-all back: its own rows   of both updates             of both updates
+    step W, on shards               its rows of A and of B      its rows of A and of B
 
 To orthogonalize each shard by itself raises no error, but the first update is off by 51 % of its norm with N = 2.
 AdamW steps the rest: embeddings, norms, biases and the head.
 Choose it over AdamW (min_FSDP.py) for a lower loss in as many steps. Muon needs a learning rate of its own. The Muon of
 dion (https://github.com/microsoft/dion) sends matrices while it orthogonalizes others, which this script does not.
 
-Cost per process, for P float32 parameters, X of them in the matrices: (12·X + 16·(P-X))/N bytes between two steps, in
-forward and backward as much more as min_FSDP.py, and in Muon's step about 30 bytes for each element of the largest
-matrix. Muon sends 8·(N-1)/N² · X bytes on average in each step, and adds at most 5·m/(B·T) to the work of forward and
-backward, for matrices whose smaller side is m, and batches of B sequences of T bytes.
+Cost per process, for P float32 parameters, X of them in the matrices: (12·X + 16·(P-X))/N bytes between two steps. In
+forward and backward up to 20 bytes per parameter of a block more, and in Muon's step about 30 per element of the
+largest matrix. Beside FSDP's bytes Muon sends 8·(N-1)/N² · X on average in each step. It adds at most 5·m/(B·T) to the
+work of forward and backward, for matrices whose smaller side is m, and batches of B sequences of T tokens.
 
     python min_Muon.py --nproc 2 --checkpoint-dir runs/muon      # save; run again to resume, with any --nproc
 """
@@ -128,7 +128,7 @@ def all_to_all(flat, sent_sizes, received_sizes):
 
 
 def orthogonalize(matrix):
-    """About U Vᵀ for U S Vᵀ: five steps bring singular values above 0.003 of the norm between 0.68 and 1.2.
+    """About U Vᵀ for U S Vᵀ: five steps bring singular values above 0.003 of the Frobenius norm between 0.68 and 1.2.
 
     The coefficients are Keller Jordan's: https://kellerjordan.github.io/posts/muon/. The polynomial is steep at 0, so
     few steps suffice, but it does not converge to 1. torch.optim.Muon computes it in bfloat16, which is faster on GPUs.
