@@ -129,9 +129,9 @@ def parallelize(model):
 def local_loss(model, x, y):
     """The loss of this process's share. Shares are equally long, so the mean over processes is the batch's loss.
 
-    If shares have unequal numbers of targets, compute the fraction of min_Packing.py instead.
+    If shares have unequal numbers of targets, divide by the targets of all ranks, as min_Packing.py does.
     """
-    x, y = x.cpu(), y.cpu()  # the plan is made there. Training's batches are there already, so nothing waits
+    x, y = x.cpu(), y.cpu()  # the plan is made there. `gpt.Data` has put them there, so nothing waits
     owners = number_documents(x)
     rows = torch.stack([x, y, torch.arange(x.shape[1]) - owners])  # (3, rows, length)
     tokens, targets, positions = gpt.to_device(rows[:, :, local_positions(x.shape[1])], dist.get_device())

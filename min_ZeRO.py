@@ -52,8 +52,8 @@ class ZeRO:
     """An optimizer whose state is split over all processes. A learning-rate scheduler takes its attribute `optim`.
 
     `optim_class` and `defaults` make the optimizer of the part that this process owns. `clip`, if given, is the largest
-    norm of all gradients together. Freeze parameters before. One that is neither frozen nor used has a gradient of 0,
-    so weight decay shrinks it.
+    norm of all gradients together. Freeze parameters before you make it. One that is neither frozen nor used has a
+    gradient of 0, so weight decay shrinks it.
     """
 
     def __init__(self, params, optim_class, clip=None, **defaults):
