@@ -154,8 +154,8 @@ def own(values, group=None):
 def reward(prompt, completion):
     """Any program that checks a completion will do. It returns a number.
 
-    An exception ends the job, and min_GRPO.py resumes from --output. If yours asks a judge that may fail, catch that and return
-    NaN: the completion then has no advantage, and the others of its group are compared without it.
+    An exception ends the job, and min_GRPO.py resumes from --output. If yours asks a judge that may fail, catch that
+    and return NaN: the completion then has no advantage, and the others of its group are compared without it.
     """
     return completion == bytes(sorted(prompt[:-1])) + bytes([STOP])
 
