@@ -51,6 +51,15 @@ TOKENS, POSITIONS, TARGETS = range(3)  # the second dimension of an array of row
 BYTES_AT_A_TIME = 10**6  # the tokenizer's threads share them; while it works on them, a token needs 200 bytes
 TOKENS_AT_A_TIME = 4 * 10**6  # that are packed together
 
+FORMATS = {  # how a line of another format begins or ends, and what to do
+    rb"\xff\xfe|\xfe\xff": "the file is UTF-16: save it as UTF-8",
+    rb"\0": "the file is damaged: it has zeros instead of text",
+    rb"\s*\[": "the file is a JSON array: write one object per line, as `to_json` of a Dataset of Hugging Face does",
+    rb"\s*\{\s*$": "an object has several lines: write each one in one line, as `to_json` of a Dataset does",
+    rb"(?s:.*)\},\s*$": "the line ends with a comma: remove it",
+    rb"[^{]": "the file is no .jsonl: load it by `datasets.load_dataset`, and write it by `to_json`",
+}
+
 # ---- lines of files -----------------------------------------------------------------------------------------------
 
 
@@ -73,8 +82,10 @@ def lines_in(path):
     with open(path, "rb") as file:
         start = file.read(4)
     if start == b"PAR1":
-        from pyarrow import parquet
-
+        try:
+            from pyarrow import parquet
+        except ImportError:
+            raise ImportError("a parquet file needs `pip install pyarrow`") from None
         for batch in parquet.ParquetFile(path).iter_batches(1000):
             yield from (json.dumps(record, default=str).encode() for record in batch.to_pylist())
     else:
@@ -233,8 +244,10 @@ def record_of(line):
     try:
         return dict(json.loads(line, object_pairs_hook=without_nulls))
     except (ValueError, TypeError) as error:
-        advice = "each line is one object of JSON, in UTF-8: docs/language_models.md converts other formats"
-        raise ValueError(f"it begins with {line[:25]!r}, but {advice}; {error}") from None
+        for pattern, advice in FORMATS.items():
+            if re.match(pattern, line):
+                raise ValueError(advice) from None
+        raise ValueError(f"it is no JSON object: {error}") from None
 
 
 def without_nulls(pairs):

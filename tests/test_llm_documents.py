@@ -217,16 +217,17 @@ def test_documents_share_rows_and_none_is_lost(tokenizer):
             assert (piece[llm_documents.TARGETS] == llm_documents.IGNORED).all()
 
 
-NO_OBJECT = "but each line is one object of JSON, in UTF-8: docs/language_models.md converts other formats"
+NO_JSONL = "the file is no .jsonl: load it by `datasets.load_dataset`, and write it by `to_json`"
 BAD = [  # a line, and what is said
-    ("{", f"it begins with b'{{\\n', {NO_OBJECT}"),
-    ('"text"', NO_OBJECT),
-    ("[1]", f"it begins with b'[1]\\n', {NO_OBJECT}"),
-    ('{"text": "a"},', NO_OBJECT),
-    ("prompt,completion", f"it begins with b'prompt,completion\\n', {NO_OBJECT}"),
-    (b"\xff\xfe{\0", NO_OBJECT),
-    (b"\0\0\0", NO_OBJECT),
-    (b'{"text": "\xff"}', NO_OBJECT),
+    ("{", "an object has several lines: write each one in one line"),
+    ('"text"', NO_JSONL),
+    ("[1]", "the file is a JSON array: write one object per line"),
+    ('{"text": "a"},', "the line ends with a comma: remove it"),
+    ("prompt,completion", NO_JSONL),
+    (b"\xff\xfe{\0", "the file is UTF-16: save it as UTF-8"),
+    (b"\0\0\0", "the file is damaged: it has zeros instead of text"),
+    (b'{"text": "\xff"}', "it is no JSON object: 'utf-8' codec can't decode byte 0xff"),
+    ('{"text"', "it is no JSON object: Expecting ':' delimiter"),
     ('{"prompt": "x", "completion": "y"}', "prompt, completion would be ignored: write the data anew with no other"),
     ('{"text": 3}', "'int' object has no attribute 'encode'"),
     ('{"messages": "x"}', "AttributeError"),
@@ -570,7 +571,7 @@ def test_files_that_are_compressed_or_cannot_be_read(tmp_path, monkeypatch):
     for name, cause in (
         ("none.jsonl", "[Errno 2] No such file or directory"),
         ("b.jsonl.gz", "Compressed file ended before"),
-        ("c.parquet", "import of pyarrow halted; None in sys.modules"),
+        ("c.parquet", "a parquet file needs `pip install pyarrow`"),
         ("", "[Errno 21] Is a directory"),
     ):
         monkeypatch.setitem(sys.modules, "pyarrow", None)
