@@ -44,7 +44,7 @@ def idx(tensor):
 
 
 def write_mnist(folder, train, test):
-    """The `halves` as the files of MNIST."""
+    """A training set and a test set of so many samples, as the files of MNIST."""
     raw = Path(folder, "MNIST", "raw")
     raw.mkdir(parents=True)
     for name, half in zip(("train", "t10k"), halves(train, test), strict=True):
@@ -62,9 +62,9 @@ def few_digits(train, test, kind=lambda whole: whole, dtype=torch.float64):
     """Replace the data sets by `train` and `test` samples, in float64."""
 
     def load(name="", data_dir="", train=True, seed=0):
-        return sets[0] if train else sets[1]
+        return kind(digits(sizes[train], int(train)))  # here, since a test may end the process that makes them
 
-    sets = halves(train, test, kind)
+    sizes = {True: train, False: test}
     torch.set_default_dtype(dtype)
     try:
         with mock.patch("mnist.load_data", load):
