@@ -71,7 +71,7 @@ def one_line(what):
         yield
     except Exception as failure:
         cause = " ".join(str(failure).split())[:400]
-        if type(failure) is not ValueError:  # ours say what is wrong
+        if type(failure) not in (ValueError, dist.DistributedError):  # ours say what is wrong
             cause = f"{type(failure).__name__}: {cause}"
         raise dist.DistributedError(f"{what}: {cause}") from None
 
@@ -93,8 +93,8 @@ def lines_in(path):
     with open(path, "rb") as file:
         start = file.read(4)
     if start == b"PAR1":
-        from pyarrow import parquet  # `pip install pyarrow`
-
+        with one_line("a parquet file needs `pip install pyarrow`"):
+            from pyarrow import parquet
         for batch in parquet.ParquetFile(path).iter_batches(1000):
             yield from (json.dumps(record, default=str).encode() for record in batch.to_pylist())
     else:
