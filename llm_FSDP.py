@@ -161,8 +161,8 @@ def make_model(whole, config, types, args):
         model = change_model(llm_hub.build_model(config, dtype), args.lora, args.lora_alpha, args.nf4)
     llm_hub.hold_as_loaded(model, types)  # what is frozen
     for layer in reversed(llm_hub.layers_of(model)):  # if one contains others, these come first
-        if args.recompute:
-            recompute_in_backward(layer)
+        if args.recompute:  # keep the layer's input alone; FSDP's hooks are called around `forward`
+            layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False)
         if args.compile:
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy)  # a unit, which is gathered and freed by itself
@@ -176,11 +176,6 @@ def make_model(whole, config, types, args):
     return model
 
 
-def recompute_in_backward(layer):
-    """Save only the layer's input for backward, which calls `forward` again. FSDP's hooks are called around it."""
-    layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False)
-
-
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
@@ -191,13 +186,14 @@ def train(model, rows, held_out, args):
     optimizer, scheduler = make_optimizer(model, steps, args.lr, args.warmup, args.weight_decay)
     trained = [param for param in model.parameters() if param.requires_grad]
     order = llm_documents.order_of(n_rows, steps * args.global_batch_size, args.seed)
-    first_step, more = 0, {"steps": steps, "run_id": None}
+    first_step = 0
+    # Frozen weights are left out of a checkpoint: they are those of --model.
+    parts = {"scheduler": scheduler, "settings": settings_of(model, args), "frozen": False}
+    parts |= {"steps": steps, "run_id": None}
     if args.checkpoint_dir:
-        # Frozen weights are left out: they are those of --model.
-        parts = {"scheduler": scheduler, "settings": settings_of(model, args), "frozen": False}
         preemption = checkpoint.Preemption()
-        first_step, *saved = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer, **parts, **more)
-        saved_steps, more["run_id"] = saved
+        saved = checkpoint_sharded.load(args.checkpoint_dir, model, optimizer, **parts)
+        first_step, saved_steps, parts["run_id"] = saved
         if saved_steps != steps and first_step < min(steps, saved_steps):
             line = f"argument --epochs: it gives {steps} steps, and the checkpoint is of {saved_steps}"
             raise dist.DistributedError(f"{line}: the learning rate would jump: finish these {saved_steps} steps first")
@@ -206,8 +202,8 @@ def train(model, rows, held_out, args):
     elif args.warmup and args.warmup >= steps:
         raise dist.DistributedError(f"argument --warmup: {args.warmup} is not less than {steps}, the number of steps")
     samples = first_step * args.global_batch_size
-    tracker = tracking.Tracker("llm_FSDP", args, samples, more["run_id"])
-    more["run_id"] = tracker.run_id
+    tracker = tracking.Tracker("llm_FSDP", args, samples, parts["run_id"])
+    parts["run_id"] = tracker.run_id
     evaluate(model, held_out, f"step {first_step}/{steps}", samples, tracker)
     taken, start = [], time.perf_counter()
     for step in range(first_step, steps):
@@ -234,7 +230,7 @@ def train(model, rows, held_out, args):
             if evaluates:
                 evaluate(model, held_out, f"step {done}/{steps}", samples, tracker)
             if saves:
-                checkpoint_sharded.save(args.checkpoint_dir, model, optimizer, done, keep=args.keep, **parts, **more)
+                checkpoint_sharded.save(args.checkpoint_dir, model, optimizer, done, keep=args.keep, **parts)
             taken, start = [], time.perf_counter()  # an evaluation and a save do not count
         if preempted and done < steps:
             tracker.close()
@@ -309,8 +305,7 @@ def checksum_of_weights(model):
 def refuse_nan(name, value):
     """Before a checkpoint or a result replaces a good one. `value` is the same on all ranks."""
     if not math.isfinite(value):
-        line = f"the {name} is {value}: training has diverged, try a lower --lr"
-        raise dist.DistributedError(line)
+        raise dist.DistributedError(f"the {name} is {value}: training has diverged, try a lower --lr")
 
 
 def report(step, samples, taken, start, norm, lr, tracker):
@@ -343,21 +338,17 @@ def prepare(args):
 
     Only rank 0 reads the model and the data. Raises DistributedError on every rank if something cannot be read.
     """
-    whole = shared = None
     try:
-        found = llm_hub.on_rank_0(read_all, args)
+        whole, shared = llm_hub.on_rank_0(read_all, args) or (None, None)
     except dist.DistributedError:
         shutil.rmtree(llm_hub.incomplete(args.output), ignore_errors=True)
         raise
-    if found:
-        whole, *files = found
-        shared = whole.config, llm_hub.types_of(whole), *files
     return whole, *dist.broadcast_object(shared)
 
 
 def read_all(args):
-    """The whole model, and the files of the rows to train on and of those held out. Begins the result."""
-    with llm_hub.one_line(f"--model {args.model}"):  # what transformers raises becomes one line
+    """The whole model, and what `prepare` gives to all ranks. Begins the result."""
+    with llm_documents.one_line(f"--model {args.model}"):  # what transformers raises becomes one line
         base = llm_hub.folder_of(args.model) if args.model else None
     folder = llm_hub.begin(args.output, base, is_whole=not args.lora)
     if not base:
@@ -365,7 +356,7 @@ def read_all(args):
         tokenizer = llm_documents.library_tokenizer()
         tokenizer.save_pretrained(base)
         small_llama(tokenizer, args.length or 256).save_pretrained(base)
-    with llm_hub.one_line(f"--model {args.model}"):
+    with llm_documents.one_line(f"--model {args.model}"):
         tokenizer, config = llm_hub.load_tokenizer_and_config(base, args.attention)
         torch.manual_seed(args.seed)
         if args.from_scratch:
@@ -374,14 +365,14 @@ def read_all(args):
             whole = llm_hub.load_model(args.model, base, config)
         whole = change_model(whole, args.lora, args.lora_alpha, args.nf4)
     if args.chat_template:
-        with llm_hub.one_line(f"--chat-template {args.chat_template}"):
+        with llm_documents.one_line(f"--chat-template {args.chat_template}"):
             tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")
             # transformers takes this file before the others that have a template.
             Path(folder, "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
     files = files_of_rows(tokenizer, whole, args)
     before, in_loss = llm_documents.text_around_loss(llm_documents.mapped(files[0])[0], tokenizer)
     print(f"in the loss, for example: {in_loss!r} after {before!r}", flush=True)
-    return whole, *files
+    return whole, (whole.config, llm_hub.types_of(whole), *files)
 
 
 def small_llama(tokenizer, length):
@@ -394,7 +385,6 @@ def small_llama(tokenizer, length):
         num_attention_heads=2,
         max_position_embeddings=length,
         tie_word_embeddings=True,
-        bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
     )
 
@@ -439,9 +429,7 @@ def parse_args(argv=None):
     add("--chat-template", type=Path, help="file with a chat template (default: the one of the tokenizer)")
     output = f"runs/llm-{datetime.datetime.now():%Y-%m-%d-%H%M%S}"
     add("--output", default=output, help="new folder for the model or its adapters (default: runs/llm-DATE-TIME)")
-    add("--checkpoint-dir", help="save in this folder, and resume from its newest checkpoint")
-    add("--save-every", type=options.whole_number(1), default=500, help="steps between checkpoints")
-    add("--keep", type=options.whole_number(1), help="checkpoints to keep (default: all)")
+    parser.add_checkpoints(save_every=500)
     add("--lora", type=options.whole_number(1), help="freeze the model, train adapters of this rank (default: no)")
     add("--lora-alpha", type=options.positive_number, help="scale adapters by this / rank (default: twice the rank)")
     add("--nf4", action="store_true", help="hold the frozen linear layers of --lora in 4 bits")
@@ -449,8 +437,7 @@ def parse_args(argv=None):
     add("--pad", action="store_true", help="do not pack: one document in each row, filled with padding")
     add("--global-batch-size", type=options.whole_number(1), default=8, help="rows per step, over all processes")
     add("--epochs", type=options.positive_number, default=3.0, help="passes over the data")
-    lr_help = "learning rate (default: 2e-5; 2e-4 with --lora, 3e-4 from scratch, 4e-3 without --model)"
-    add("--lr", type=options.positive_number, help=lr_help)
+    add("--lr", type=options.positive_number, help="learning rate (default: 2e-5, --lora 2e-4, --from-scratch 3e-4)")
     add("--warmup", type=options.whole_number(0), help="warm-up steps (default: 10, or a tenth of all)")
     add("--weight-decay", type=options.number(0), default=0.0, help="weight decay of the matrices")
     add("--clip", type=options.number(0), default=1.0, help="largest norm of the gradient; 0 does not clip")
@@ -470,11 +457,9 @@ def parse_args(argv=None):
     parser.add_nproc()
     args = parser.parse_args(argv)
     check_together(parser, args)
-    set_defaults(args)
-    if args.wandb:
-        tracking.check_installed("wandb")
-    if args.tensorboard is not None:
-        tracking.check_installed("tensorboard")
+    args.lr = args.lr or default_lr(args)
+    args.from_scratch = args.from_scratch or not args.model
+    tracking.check_installed(args)
     checkpoint.check_writable("--output", args.output)
     for option in ("checkpoint_dir", "tensorboard"):
         if getattr(args, option) is not None:
@@ -490,24 +475,20 @@ def check_together(parser, args):
             parser.error(f"argument --{option.replace('_', '-')}: it needs --{other}")
     if args.lora and (args.from_scratch or not args.model):
         parser.error("argument --lora: adapters need a --model with weights")
-    if has_rows(args.data) and not (len(args.data) == 1 and has_rows(args.eval_data)):
-        parser.error("argument --data: for one file of rows, name another one by --eval-data, such as held-out.npy")
-    if has_rows(args.data) and (args.pad or args.length):
-        parser.error("argument --data: its rows are made already, so leave out --pad and --length")
+    if has_rows(args.data) and (len(args.data) > 1 or not has_rows(args.eval_data) or args.pad or args.length):
+        parser.error("argument --data: one file of rows needs --eval-data held-out.npy, and no --pad and no --length")
     if os.path.exists(args.output):
         parser.error(f"argument --output: {args.output} exists: name a new folder")
 
 
-def set_defaults(args):
-    lr = 2e-5
-    if args.lora:
-        lr = 2e-4
-    if args.from_scratch:
-        lr = 3e-4
+def default_lr(args):
     if not args.model:
-        lr = 4e-3
-        args.from_scratch = True
-    args.lr = args.lr or lr
+        return 4e-3
+    if args.from_scratch:
+        return 3e-4
+    if args.lora:
+        return 2e-4
+    return 2e-5
 
 
 # ---- start --------------------------------------------------------------------------------------------------------

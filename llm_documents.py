@@ -25,6 +25,7 @@ Rows are made once, and each rank maps the file into its memory for the rows tha
 import ast
 import bisect
 import collections
+import contextlib
 import copy
 import functools
 import gzip
@@ -63,18 +64,28 @@ FORMATS = {  # how a line of another format begins or ends, and what to do
 # ---- lines of files -----------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def one_line(what):
+    """Turn what is raised, which may be anything, into a DistributedError of one line that begins with `what`."""
+    try:
+        yield
+    except Exception as failure:
+        cause = " ".join(str(failure).split())[:400]
+        if type(failure) not in (ValueError, dist.DistributedError):  # ours say what is wrong
+            cause = f"{type(failure).__name__}: {cause}"
+        raise dist.DistributedError(f"{what}: {cause}") from None
+
+
 def lines_of(paths, option="--data"):
     """Pairs of a place, like "chats.jsonl: line 7", and the bytes of that line.
 
     Raises DistributedError, naming `option`, if a file cannot be read.
     """
     for path in paths:
-        try:
+        with one_line(f"{option}: cannot read {path}"):
             for number, line in enumerate(lines_in(path), 1):
                 if line.strip():
                     yield f"{path}: line {number}", line
-        except (OSError, EOFError, ImportError, ValueError) as error:  # of gzip and pyarrow too
-            raise dist.DistributedError(f"{option}: cannot read {path}: {error}") from None
 
 
 def lines_in(path):
@@ -82,10 +93,8 @@ def lines_in(path):
     with open(path, "rb") as file:
         start = file.read(4)
     if start == b"PAR1":
-        try:
+        with one_line("a parquet file needs `pip install pyarrow`"):
             from pyarrow import parquet
-        except ImportError:
-            raise ImportError("a parquet file needs `pip install pyarrow`") from None
         for batch in parquet.ParquetFile(path).iter_batches(1000):
             yield from (json.dumps(record, default=str).encode() for record in batch.to_pylist())
     else:
@@ -144,20 +153,19 @@ def parts_of(items, size, size_of):
 
 def read(lines, tokenizer, length):
     """A list of documents for each of `lines`. Texts are cut to `length`; conversations may be longer."""
-    found = []
-    texts = []  # (number of the line, text, spans of what the assistant says, or None)
-    for place, line in lines:
-        for text, spans in texts_of(place, line, tokenizer):
-            texts.append((len(found), text, spans))
-        found.append([])
+    texts_of_lines = [texts_of(place, line, tokenizer) for place, line in lines]
     # The chat template has written all special tokens, and `pieces` adds those of a text.
     encode = without_breaks(tokenizer)
-    encoded = encode([text for _, text, _ in texts], add_special_tokens=False)
-    for (number, text, spans), encoding in zip(texts, encoded.encodings, strict=True):
-        if spans is None:
-            found[number] += pieces(text, encoding, encode, length)
-        else:
-            found[number].append(tokens_and_targets(encoding, spans))
+    encoded = encode([text for texts in texts_of_lines for text, _ in texts], add_special_tokens=False)
+    encodings = iter(encoded.encodings)
+    found = []
+    for texts in texts_of_lines:
+        found.append([])
+        for text, spans in texts:
+            if spans is None:
+                found[-1] += pieces(text, next(encodings), encode, length)
+            else:
+                found[-1].append(tokens_and_targets(next(encodings), spans))
     return found
 
 
@@ -200,7 +208,7 @@ def text_around_loss(row, tokenizer, n_tokens=20):
 
 # ---- conversations ------------------------------------------------------------------------------------------------
 
-FIELDS = {"messages", "tools", "chat_template_kwargs"}  # of a conversation
+FIELDS = ("messages", "tools", "chat_template_kwargs")  # of a conversation
 NOT_SHOWN = {"role", "name", "tool_call_id"}  # fields of a message that some chat templates do not need
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 USER = {"role": "user", "content": "Hi."}
@@ -216,27 +224,18 @@ def texts_of(place, line, tokenizer):
 
     Raises DistributedError, which names the place, if the line cannot be read, or if a part of it would be ignored.
     """
-    try:
+    with one_line(f'{place} is no {{"messages": [...]}} or {{"text": "..."}} that this model can read'):
         record = without_nothing(record_of(line))
         is_chat = "messages" in record
-        used = FIELDS if is_chat else {"text"}
+        used = FIELDS if is_chat else ("text",)
         ignored = ", ".join(field for field in record if field not in used)
         if ignored:  # other trainers obey some fields, such as `weight`
-            line = (
-                f"{ignored} would be ignored: write the data anew with no other fields than {', '.join(sorted(used))}"
-            )
-            raise ValueError(line)
+            raise ValueError(f"{ignored} would be ignored: write the data anew with {', '.join(used)} alone")
         if is_chat:
             return conversation(record, tokenizer)
         text = record.get("text", "")
         text.encode()  # raises if it is no string, or has half of a surrogate pair
         return [(text, None)]
-    except Exception as failure:  # a chat template is a program, and may raise anything
-        cause = str(failure).partition("\n")[0][:300]
-        if type(failure) is not ValueError:  # ours say what is wrong
-            cause = f"{type(failure).__name__}: {cause}"
-        message = f'{place} is no {{"messages": [...]}} or {{"text": "..."}} that this model can read ({cause})'
-        raise dist.DistributedError(message) from None
 
 
 def record_of(line):
@@ -268,8 +267,7 @@ def conversation(record, tokenizer, as_strings=False):
         raise ValueError("the tokenizer has no chat template: give one by --chat-template, or use texts")
     special = special_tokens(tokenizer)
     given = as_words(record, special)
-    options = {**given.get("chat_template_kwargs", {}), "tools": parsed(given.get("tools"))}
-    options = without_nothing(options)
+    options = without_nothing({**given.get("chat_template_kwargs", {}), "tools": parsed(given.get("tools"))})
     refuse_unread(options, "the line", tokenizer)
     render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **options)
     messages = [normalized(message, tokenizer, as_strings) for message in given["messages"]]
@@ -494,13 +492,11 @@ def write_header(file, n_rows, length):
 
 def mapped(path):
     """The rows of a file, mapped into memory. Map them anew for each use, because what is read of a map stays in it."""
-    try:
+    with one_line(f"cannot read the rows of {path}"):
         rows = np.load(path, mmap_mode="r")
-    except (OSError, ValueError) as error:
-        raise dist.DistributedError(f"cannot read the rows of {path}: {error}") from None
-    if rows.dtype != np.int32 or rows.ndim != 3 or rows.shape[1] != 3:
-        raise dist.DistributedError(f"{path} has no rows of llm_FSDP.py, but {rows.dtype} of the shape {rows.shape}")
-    return rows
+        if rows.dtype != np.int32 or rows.ndim != 3 or rows.shape[1] != 3:
+            raise ValueError(f"it has {rows.dtype} of the shape {rows.shape}, not int32 of (rows, 3, length)")
+        return rows
 
 
 # ---- the rows of a rank -------------------------------------------------------------------------------------------
@@ -509,15 +505,12 @@ Row = collections.namedtuple("Row", "tokens positions places targets n_tokens")
 
 
 def on_device(row):
-    """A row (3, length) as the model takes it; `places` are the positions of the targets. The host does not wait."""
+    """A row (3, length) as the model takes it; `places` are the positions of the targets."""
     tokens, positions, targets = row.long()
     n_tokens = (tokens != PADDING).sum().item()
     places = (targets != IGNORED).nonzero()[:, 0]
     tensors = tokens.clamp(min=0)[None], positions[None], places, targets[places]
-    device = dist.get_device()
-    if device.type != "cpu":
-        tensors = [tensor.pin_memory() for tensor in tensors]
-    return Row(*(tensor.to(device, non_blocking=True) for tensor in tensors), n_tokens)
+    return Row(*(tensor.to(dist.get_device()) for tensor in tensors), n_tokens)
 
 
 def share_of(path, numbers):
@@ -526,15 +519,12 @@ def share_of(path, numbers):
     Each rank gets equally many, since each forward is a collective. The last ones may be padding alone.
     """
     rows = mapped(path)
-    rank = dist.get_rank()
     world_size = dist.get_world_size()
-    padding = make_rows([[]], rows.shape[2])[0]
-    for first in range(0, len(numbers), world_size):
-        group = numbers[first : first + world_size]
-        if rank < len(group):
-            yield on_device(torch.from_numpy(rows[group[rank]].copy()))
-        else:
-            yield on_device(padding)
+    own = numbers[dist.get_rank() :: world_size]
+    for number in own:
+        yield on_device(torch.from_numpy(rows[number].copy()))
+    if len(own) < math.ceil(len(numbers) / world_size):
+        yield on_device(make_rows([[]], rows.shape[2])[0])
 
 
 def order_of(n_rows, n, seed):
@@ -564,12 +554,12 @@ def lines_of_library():
                 yield f"{path}: line {node.lineno}", json.dumps({"messages": [question, answer]}).encode()
 
 
-def library_tokenizer(vocab_size=2048):
+def library_tokenizer():
     """Pairs of bytes that are frequent in Python's library become tokens."""
     paths = [str(path) for path in sorted(LIBRARY.glob("*.py"))]
     special = ["<|end|>", "<|user|>", "<|assistant|>"]
     trained = tokenizers.ByteLevelBPETokenizer()
-    trained.train(paths, vocab_size, special_tokens=special, show_progress=False)
+    trained.train(paths, 2048, special_tokens=special, show_progress=False)
     trained = tokenizers.Tokenizer.from_str(trained.to_str())  # the class that transformers takes
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|end|>")
     tokenizer.chat_template = CHAT_TEMPLATE

@@ -19,7 +19,6 @@ Only rank 0 reads and writes files. It needs one whole model in the CPU's memory
 because safetensors maps the files into memory, and no rank ever holds a whole model on its device.
 """
 
-import contextlib
 import copy
 import json
 import os
@@ -42,17 +41,7 @@ from transformers.pytorch_utils import Conv1D
 import distributed as dist
 import llm_documents
 
-# ---- errors of one line --------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def one_line(what):
-    """Turn what transformers raises, which may be anything, into a DistributedError."""
-    try:
-        yield
-    except Exception as failure:
-        cause = " ".join(str(failure).split())[:400] or type(failure).__name__
-        raise dist.DistributedError(f"{what}: {cause}") from None
+# ---- errors on every rank -----------------------------------------------------------------------------------------
 
 
 def on_rank_0(function, *args):
@@ -125,14 +114,11 @@ def load_model(name, folder, config):
     """The whole model of a folder on the CPU, in the type that `config` names. Adapters will name `name`."""
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="auto", **options)
-    problems = {
-        "its files lack": info["missing_keys"],
-        "its files have, and the model has not,": info["unexpected_keys"],
-        "its config.json gives other shapes to": info["mismatched_keys"],
-    }
-    for problem, weights in problems.items():
-        if weights:
-            raise ValueError(f"{problem} {len(weights)} weights, such as {min(weights)}")
+    for problem in ("missing", "unexpected", "mismatched"):
+        names = info[f"{problem}_keys"]
+        if names:
+            line = f"{len(names)} {problem} weights, such as {min(names)}"
+            raise ValueError(f"its files have, for its config.json, {line}")
     model.name_or_path = os.path.abspath(name) if Path(name).is_dir() else name
     if not model.all_tied_weights_keys:
         model.config.tie_word_embeddings = False  # transformers unties weights that differ in the files
@@ -190,7 +176,7 @@ def check_rows(model, length, pad):
     if pad:
         rows, advice = [[document]], ""
     model.eval()
-    with one_line(type(model).__name__.removeprefix("FSDP")):
+    with llm_documents.one_line(type(model).__name__.removeprefix("FSDP")):
         alone, with_other_end = [
             model(each[None].to(dist.get_device()), use_cache=False).logits[0] for each in (document, other_end)
         ]
@@ -290,21 +276,13 @@ class LinearNF4(nn.Module):
         self.register_buffer("levels_of_byte", torch.cartesian_prod(levels, levels), persistent=False)
 
     def forward(self, inputs):
-        output = ProductNF4.apply(inputs, self.packed, self.scales, self.levels_of_byte)
+        """The weight is computed again in backward: neither it nor the product is kept."""
+        output = recompute(self.product, inputs, use_reentrant=False, preserve_rng_state=False)
         return output if self.bias is None else output + self.bias
 
-
-class ProductNF4(torch.autograd.Function):
-    """inputs @ weight.T. The weight is computed in forward and again in backward: only its 4 bits are saved."""
-
-    @staticmethod
-    def forward(ctx, inputs, *packed):
-        ctx.save_for_backward(*packed)
-        return F.linear(inputs, unpacked(*packed).to(inputs.dtype))
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient @ unpacked(*ctx.saved_tensors).to(gradient.dtype), None, None, None
+    def product(self, inputs):
+        weight = unpacked(self.packed, self.scales, self.levels_of_byte)
+        return F.linear(inputs, weight.to(inputs.dtype))
 
 
 def unpacked(packed, scales, levels_of_byte):
@@ -366,7 +344,7 @@ def begin(folder, base, is_whole):
     Adapters are no whole model, so they get no config.json. What a killed run has left there is deleted. Returns the
     path of the result in progress.
     """
-    with one_line(f"cannot write {folder}"):
+    with llm_documents.one_line(f"cannot write {folder}"):
         shutil.rmtree(incomplete(folder), ignore_errors=True)
         temporary(folder).mkdir(parents=True)
         for file in Path(base).iterdir() if base else ():
@@ -396,7 +374,7 @@ def save(model, whole, types, folder):
 
 def complete(folder, whole, weights):
     """Write `weights` into the result in progress, and give it its name. So a kill leaves a whole result or none."""
-    with one_line(f"cannot write {folder}"):
+    with llm_documents.one_line(f"cannot write {folder}"):
         # PEFT would ask the Hub whether the model had other embeddings there.
         whole.save_pretrained(temporary(folder), state_dict=weights, save_embedding_layers=False)
         for file in temporary(folder).iterdir():  # without configurations and PEFT's README.md

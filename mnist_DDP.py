@@ -344,10 +344,8 @@ def parse_args(words=None):
     if args.global_batch_size < micro_batches:
         how = f"the micro-batches of {args.nproc} x --accumulate {args.accumulate}"
         parser.error(f"argument --global-batch-size: {args.global_batch_size} is less than {micro_batches}, {how}")
-    if args.wandb:
-        tracking.check_installed("wandb")
+    tracking.check_installed(args)
     if args.tensorboard is not None:
-        tracking.check_installed("tensorboard")
         checkpoint.check_writable("--tensorboard", os.path.join(args.tensorboard, "events"))
     checkpoint.check_writable("--output", args.output)
     if args.snapshot_path is not None:

@@ -35,10 +35,10 @@ class ArgumentParser(argparse.ArgumentParser):
         help_text = "processes to start on this machine (default: one per visible GPU, or 1)"
         self.add_argument("--nproc", type=whole_number(1, gpus or LARGEST), default=default, help=help_text)
 
-    def add_checkpoints(self):
+    def add_checkpoints(self, save_every=100):
         """Add --checkpoint-dir, --save-every and --keep, which `checkpoint_sharded.Saver` reads."""
         self.add_argument("--checkpoint-dir", help="save in this folder, and resume from its newest checkpoint")
-        self.add_argument("--save-every", type=whole_number(1), default=100, help="steps between checkpoints")
+        self.add_argument("--save-every", type=whole_number(1), default=save_every, help="steps between checkpoints")
         self.add_argument("--keep", type=whole_number(1), help="checkpoints to keep (default: all)")
 
     def _parse_optional(self, word):  # argparse asks it what each word of the command line is

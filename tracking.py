@@ -17,11 +17,13 @@ import sys
 import distributed as dist
 
 
-def check_installed(package):
-    """Leave with one line if the package of --wandb or --tensorboard is missing."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:  # W&B makes a folder `wandb`, a package without an origin
-        sys.exit(f"--{package}: {package} is not installed: pip install -r requirements-tracking.txt")
+def check_installed(args):
+    """Leave with one line if the package of --wandb or --tensorboard is missing, and the option is used."""
+    for package, value in (("wandb", args.wandb), ("tensorboard", args.tensorboard)):
+        spec = importlib.util.find_spec(package)
+        is_missing = spec is None or spec.origin is None  # W&B makes a folder `wandb`, a package without an origin
+        if is_missing and value not in (None, False):
+            sys.exit(f"--{package}: {package} is not installed: pip install -r requirements-tracking.txt")
 
 
 class Tracker:

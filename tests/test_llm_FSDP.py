@@ -46,6 +46,7 @@ ADAMW = {"lr": 0.003, "weight_decay": 0.1, "clip": 0.5, "warmup": 2}
 SGD = {"lr": 0.05, "clip": 0.0, "warmup": 0}  # a clip of 0 does not clip
 CLIPPED = {"lr": 0.05, "clip": 1.0, "warmup": 0}
 LORA = {"lora": 4, "lora_alpha": 6.0}
+IN_4_BITS = {"nf4": True, "loss_chunk": 5, "recompute": True}
 DPO = (ROOT / "docs" / "language_models.md").read_text().partition("(DPO)?\n")[2]
 SLIDING = {**language.SMALL, "head_dim": 8, "sliding_window": 32}
 CASES = {  # name: (model, optimizer, options)
@@ -62,7 +63,7 @@ CASES = {  # name: (model, optimizer, options)
     "qwen3_moe": ("qwen3_moe", "SGD", SGD),
     "lora": ("llama_tied_float64", "SGD", {**SGD, **LORA, "lr": 0.5}),
     "lora, AdamW": ("llama_float64", "AdamW", {**ADAMW, **LORA, "lr": 0.03}),
-    "lora, 4 bits": ("wide_float64", "SGD", {**SGD, **LORA, "lr": 0.5, "nf4": True, "loss_chunk": 5}),
+    "lora, 4 bits": ("wide_float64", "SGD", {**SGD, **LORA, **IN_4_BITS, "lr": 0.5}),
     "lora, gpt2": ("gpt2_float64", "SGD", {**SGD, **LORA, "lr": 0.5}),
     "lora, qwen3": ("qwen3_float64", "SGD", {**SGD, **LORA, "lr": 0.5}),
     "lora, gemma3": ("gemma3_float64", "SGD", {**SGD, **LORA, "lr": 1.0}),
@@ -713,14 +714,13 @@ def test_dpo_of_the_page_equals_its_definition(folder):
                 assert (gradients[plain_name(name)] - param.grad).abs().max() < 1e-8, name
 
 
-def test_of_a_layer_in_4_bits_its_bytes_alone_are_saved_for_backward():
+def test_of_a_layer_in_4_bits_no_weight_is_saved_for_backward():
     layer, saved = llm_hub.LinearNF4(nn.Linear(128, 64)), []
     inputs = torch.randn(3, 128, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         layer(inputs).sum().backward()
-    assert {tensor.data_ptr() for tensor in saved} == {
-        tensor.data_ptr() for tensor in (layer.packed, layer.scales, layer.levels_of_byte)
-    }
+    kept = {tensor.data_ptr() for tensor in saved}
+    assert kept == {inputs.data_ptr()}, "which the adapter beside it keeps too; the layer has its 4 bits"
     weight = llm_hub.unpacked(layer.packed, layer.scales, layer.levels_of_byte)
     assert (inputs.grad - weight.sum(dim=0)).abs().max() < 1e-6
     zeros = nn.Linear(64, 1)
@@ -841,13 +841,13 @@ SPOILED = [  # how a folder is spoiled, and the line that says so
     (cut_in_half, "model-00001-of-00003.safetensors", ".*incomplete.*"),
     (remove, "tokenizer*", ".*backend tokenizer.*"),
     (remove, "model*", ".*no file named model.safetensors.*"),
-    (configure, {"vocab_size": 300}, r"its config.json gives other shapes to 2 weights, such as .*\(\[300, 32\]\)\)"),
+    (configure, {"vocab_size": 300}, r".* for its config.json, 2 mismatched weights, such as .*\(\[300, 32\]\)\)"),
     (configure, {"quantization_config": {"quant_method": "mxfp4"}}, ".* quantized weights cannot be trained"),
     (configure, {"model_type": "mine", "auto_map": {"AutoConfig": "code.Config"}}, OWN_CODE),
     (configure, {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "code.Model"}}, OWN_CODE),
     (configure_tokenizer, {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["code.Mine", None]}}, OWN_CODE),
-    (change_weights, {"model.embed_tokens.weight": None}, "its files lack 1 weights, such as .*embed_tokens.weight"),
-    (change_weights, {"up_proj.bias": torch.zeros(64)}, "its files have, and .* not, 1 weights, such as up_proj.bias"),
+    (change_weights, {"model.embed_tokens.weight": None}, ".* 1 missing weights, such as .*embed_tokens.weight"),
+    (change_weights, {"up_proj.bias": torch.zeros(64)}, ".* 1 unexpected weights, such as up_proj.bias"),
 ]
 
 
@@ -884,7 +884,8 @@ def test_what_does_not_fit(folder, tmp_path, group):
 
 
 def test_a_cause_that_goes_on_in_the_next_line_is_told_with_it():
-    with pytest.raises(dist.DistributedError, match=r"^weights: sizes differ: a is 3$"), llm_hub.one_line("weights"):
+    line = "^weights: sizes differ: a is 3$"
+    with pytest.raises(dist.DistributedError, match=line), llm_documents.one_line("weights"):
         raise ValueError("sizes differ:\n\n\ta is 3")
 
 
@@ -1271,7 +1272,7 @@ def test_what_can_be_written_before_training_is_written_before(lora, folder, gro
     for target in ("shutil.copyfile", "pathlib.Path.mkdir"):
         with mock.patch(target, side_effect=OSError(28, "No space left on device")):
             message = exit_message(llm_FSDP.main_worker, 0, 1, arguments(folder, "llama", **options))
-        assert message == f"cannot write {output}: [Errno 28] No space left on device"
+        assert message == f"cannot write {output}: OSError: [Errno 28] No space left on device"
 
 
 def test_weights_that_the_configuration_ties_and_the_files_do_not(folder, group, tmp_path):

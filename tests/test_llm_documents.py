@@ -175,7 +175,7 @@ def test_rows_in_a_file_are_the_documents_and_are_counted(pad, tokenizer, tmp_pa
     assert llm_documents.write_rows(path, [(np.array([1]), np.array([9]))], 48) == 9, "the last target is no token"
     assert "too few lines fit into --length 48" in exit_message(llm_documents.write_rows, path, [], 48)
     np.save(tmp_path / "other.npy", np.zeros(3))
-    for name, line in (("other.npy", "has no rows of llm_FSDP.py"), ("none.npy", "cannot read the rows of ")):
+    for name, line in (("other.npy", "it has float64 of the shape (3,)"), ("none.npy", "cannot read the rows of ")):
         assert line in exit_message(llm_documents.mapped, tmp_path / name)
 
 
@@ -228,7 +228,7 @@ BAD = [  # a line, and what is said
     (b"\0\0\0", "the file is damaged: it has zeros instead of text"),
     (b'{"text": "\xff"}', "it is no JSON object: 'utf-8' codec can't decode byte 0xff"),
     ('{"text"', "it is no JSON object: Expecting ':' delimiter"),
-    ('{"prompt": "x", "completion": "y"}', "prompt, completion would be ignored: write the data anew with no other"),
+    ('{"prompt": "x", "completion": "y"}', "prompt, completion would be ignored: write the data anew with text alone"),
     ('{"text": 3}', "'int' object has no attribute 'encode'"),
     ('{"messages": "x"}', "AttributeError"),
     ('{"messages": ["x"]}', "AttributeError"),
@@ -248,7 +248,7 @@ def test_a_bad_line_is_named(line, cause, tokenizer, tmp_path):
     content = line if isinstance(line, bytes) else line.encode()
     path.write_bytes(b'{"text": "good"}\n\n' + content + b"\n")
     message = exit_message(llm_documents.read, list(llm_documents.lines_of([path])), tokenizer, 50)
-    start = f'{path}: line 3 is no {{"messages": [...]}} or {{"text": "..."}} that this model can read ('
+    start = f'{path}: line 3 is no {{"messages": [...]}} or {{"text": "..."}} that this model can read: '
     assert message.startswith(start)
     assert cause in message, message
 
@@ -547,7 +547,7 @@ for field in ("reasoning_content", "function_call", "refusal", "tool_calls"):
     REFUSED.append((PLAIN, chat(says(**{field: [{"x": 1}]})), line))
 # Other trainers obey some of them. By its name alone, a field does not say that it means nothing.
 for field in ("system", "weight", "loss_mask", "id"):
-    line = f"({field}, source would be ignored: write the data anew with no other fields than "
+    line = f": {field}, source would be ignored: write the data anew with "
     for record in (chat(says()), {"text": "x"}):
         REFUSED.append((PLAIN, {**record, field: 0, "source": "web", "score": None}, line))
 
@@ -569,10 +569,10 @@ def test_files_that_are_compressed_or_cannot_be_read(tmp_path, monkeypatch):
     found = list(llm_documents.lines_of([place]))
     assert found == [(f"{place}: line 1", b'{"text": "a"}\n'), (f"{place}: line 3", b'{"text": "b"}\n')]
     for name, cause in (
-        ("none.jsonl", "[Errno 2] No such file or directory"),
-        ("b.jsonl.gz", "Compressed file ended before"),
-        ("c.parquet", "a parquet file needs `pip install pyarrow`"),
-        ("", "[Errno 21] Is a directory"),
+        ("none.jsonl", "FileNotFoundError: [Errno 2] No such file or directory"),
+        ("b.jsonl.gz", "EOFError: Compressed file ended before"),
+        ("c.parquet", "a parquet file needs `pip install pyarrow`: "),
+        ("", "IsADirectoryError: [Errno 21] Is a directory"),
     ):
         monkeypatch.setitem(sys.modules, "pyarrow", None)
         message = exit_message(list, llm_documents.lines_of([tmp_path / name], "--eval-data"))
