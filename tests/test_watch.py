@@ -279,7 +279,7 @@ def test_a_trainer_that_hangs_says_where(script, tmp_path, monkeypatch):
 
 def meet_elsewhere(local_rank, world_size, method, log):
     sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115 - open until the process ends
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
         del os.environ[name]
     torch_dist.init_process_group("gloo", init_method=method, rank=local_rank, world_size=world_size)
     watch.start()
