@@ -395,10 +395,11 @@ def test_the_first_is_the_cause_although_its_peers_reports_are_read_at_the_same_
         dist.launch(end_first, how, nprocs=3)
 
 
-def die_beside_a_command(local_rank, world_size):
+def die_beside_its_children(local_rank, world_size):
     if local_rank == 1:
         os.system("sleep 600 &")  # it inherits what is inheritable
-        os.kill(os.getpid(), signal.SIGKILL)
+        if os.fork():  # a fork, like a process of a DataLoader, has all that the rank has open
+            os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
 
 
@@ -436,7 +437,7 @@ def report_late_on_rank_0(local_rank, world_size):
     ("job", "error", "message"),
     [
         ((exit_after_the_peers_failure,), ProcessRaisedException, "ValueError: the cause"),
-        ((die_beside_a_command,), ProcessExitedException, "^rank 1 was killed by SIGKILL$"),
+        ((die_beside_its_children,), ProcessExitedException, "^rank 1 was killed by SIGKILL$"),
         ((return_a_function,), ProcessRaisedException, r"(?s)rank 0 raised:.*return_a_function\.<locals>\.<lambda>"),
         ((print, Unloadable()), ProcessRaisedException, "what only a worker finds out"),
         ((expect_one_line,), SystemExit, "^the disk is full$"),

@@ -563,7 +563,7 @@ def test_sigterm_to_the_processes_that_load_does_not_end_an_evaluation(tmp_path)
 
 def more_worker(local_rank, world_size, folder):
     """Batch norm, and what the seed and the tracking decide."""
-    tracking = {"log_every": 1, "wandb": True}
+    tracking = {"log_every": 1, "wandb": True, "tensorboard": f"{folder}/runs"}
     runs = {
         "normed": (settings(epochs=2, global_batch_size=16, test_batch_size=5, lr=0.01), {"model": Normed}),
         "first": (settings(epochs=2), {}),
@@ -597,6 +597,7 @@ def test_batch_norm_the_seed_and_tracking(tmp_path, monkeypatch, capfd):
     accuracies = accuracies_of(tmp_path / "tracked")
     losses = [float(line[-1]) for line in TRAIN_LINE.findall(capfd.readouterr().out)][-4:]
     check_wandb(tmp_path, [128, 256, 384, 512], losses, accuracies)
+    check_tensorboard(tmp_path / "runs", [128, 256, 384, 512], accuracies)
 
 
 def test_bf16_reaches_where_it_counts(tmp_path):
@@ -614,7 +615,8 @@ def test_the_command_trains_the_model_and_the_data_of_its_options(job_of, tmp_pa
     stdout = job_of(SCRIPT, *words, "--output", tmp_path / "command.pt")
     assert stdout.startswith("Training on 1 x cpu, global batch 128\n")
     train(settings(epochs=1, seed=3), tmp_path)
-    assert (tmp_path / "command.pt").read_bytes() == (tmp_path / "mnist_cnn.pt").read_bytes()
+    for end in (".pt", "_losses.json"):  # these losses are of the test
+        assert (tmp_path / f"command{end}").read_bytes() == (tmp_path / f"mnist_cnn{end}").read_bytes()
 
 
 # ---- tracking -------------------------------------------------------------------------------------------------------

@@ -52,10 +52,14 @@ GLOBAL_BATCH, EPOCHS, SIZES, LR = 24, 2, (240, 250), 0.002  # 250 is no multiple
 STEPS = SIZES[0] // GLOBAL_BATCH  # of an epoch
 
 
+def memory_of_this_rank(device):
+    return (7 + dist.get_rank()) * 1_000_000
+
+
 def train(optimizer="adam", model=Net, kind=lambda data: data, data=None, exact=True, **changes):
     """What the script's own `run` gives and prints on this rank. `changes` are of parse_args.
 
-    It computes in float64 if it is `exact`. Every epoch of training takes 10 seconds.
+    It computes in float64 if it is `exact`. Every epoch of training takes 10 seconds, and more memory on a higher rank.
     """
     dist.init_process_group()
     Net.drawn.clear()
@@ -72,7 +76,7 @@ def train(optimizer="adam", model=Net, kind=lambda data: data, data=None, exact=
     args = argparse.Namespace(**{**values, **changes})
     with (
         float64() if exact and not args.bf16 else contextlib.nullcontext(),
-        mock.patch("mnist_FSDP.time", slow_clock(step=10)),
+        mock.patch.multiple(mnist_FSDP, time=slow_clock(step=10), peak_memory=memory_of_this_rank),
         contextlib.redirect_stdout(io.StringIO()) as stdout,
         warnings.catch_warnings(),
     ):
@@ -94,9 +98,9 @@ def assert_equal_results(ranks, expected, first_epoch=0):
         assert (loss, test_loss) == pytest.approx((mean, tests[epoch][0]), abs=1e-9)
         assert (hits, n) == tests[epoch][1:], "every test sample once, for any number of ranks"
         lines += f"epoch {epoch + 1}/{len(tests)} | loss {loss:.4f} | held-out {test_loss:.4f} | "
-        lines += f"accuracy {hits / n:.4f} ({hits}/{n}) | # MB | {SIZES[0] // 10} samples/s\n"
+        lines += f"accuracy {hits / n:.4f} ({hits}/{n}) | {6 + len(ranks)} MB | {SIZES[0] // 10} samples/s\n"
     printed = re.findall(r"^epoch .*\n", ranks[0]["stdout"], re.M)
-    assert re.sub(r"\d+ MB", "# MB", "".join(printed)) == lines
+    assert "".join(printed) == lines
     assert len(printed) == len(tests) - first_epoch
     for rank in ranks:
         assert_equal_states(rank["state"], state)
@@ -375,7 +379,10 @@ def test_an_export_on_a_full_disk_leaves_the_old_file(tmp_path):
 def test_the_command_trains_the_model_and_the_data_of_its_options(job_of, tmp_path):
     write_mnist(tmp_path, 320, 101)
     words = ("--data", "mnist", "--data-dir", tmp_path, "--model", "shallow", "--epochs", 1, "--seed", 3)
-    stdout = job_of("mnist_FSDP.py", *words, "--output", tmp_path / "command.pt")
+    with mock.patch("mnist.load_data", wraps=mnist.load_data) as load_data:
+        stdout = job_of("mnist_FSDP.py", *words, "--output", tmp_path / "command.pt")
+    halves_of_mnist = [mock.call("mnist", str(tmp_path), train=half, seed=3) for half in (True, False)]
+    assert load_data.mock_calls == halves_of_mnist
     assert stdout.startswith("Training on 1 x cpu: fsdp\nModel shallow: 1,199,882 parameters\n")
     options = {"epochs": 1, "batch_size": 64, "test_batch_size": 1000, "lr": 0.001}
     given = train(model=mnist.ShallowNet, data=halves(320, 101), exact=False, **options)
