@@ -60,7 +60,7 @@ class Limits(NamedTuple):
     weights: float  # from one process, of how far they have moved
 
 
-# By the number of bytes of the lowest type that computes. Right scripts were at most 7e-12, 1e-5 and 0.03 apart.
+# By the number of bytes of the lowest type that computes. Right scripts were at most 5e-11, 1e-5 and 0.03 apart.
 LIMITS = {8: Limits(1e-10, 1e-10, 1e-6), 4: Limits(1e-3, 0.01, 0.1), 2: Limits(0.1, 0.01, 0.1)}
 WORDS = {  # by kind of difference
     "useless": "nothing can be compared: on one process too, {name}",

@@ -279,13 +279,14 @@ def what_follows(difference, one, ranks):
     return FOLLOWS
 
 
+SAMPLES = [number_of_samples, other_samples]
 BY_SAMPLES = [number_of_samples, factor, batch_norm, other_samples, other_gradient]
 CAUSES = {
     "useless": [still],
     "cut": [cut_otherwise],
     "begin": [no_group, drawn_otherwise],
-    "ranks": [no_group, not_finite, partly_used, unaveraged, other_setting, what_follows],
-    "weights": [stale, not_finite, partly_used, unaveraged, other_setting, what_follows],
+    "ranks": [no_group, not_finite, partly_used, unaveraged, *SAMPLES, other_setting, what_follows],
+    "weights": [stale, not_finite, partly_used, unaveraged, *SAMPLES, other_setting, what_follows],
     "settings": [other_setting],
     "gradients": [no_group, rounding, not_finite, stepped_otherwise, partly_used, *BY_SAMPLES],
     "clipped": [rounding, stepped_otherwise, clipped_before_average, clipped_otherwise],
