@@ -237,7 +237,7 @@ def wait(processes, folder, logs, timeout):
             before = f". Without an error ends rank {listed(others)}" if others else ""
             return f"fails on rank {rank}: {last_line(logs[rank]) or f'exit status {statuses[rank]}'}{before}"
         printed = "".join(log.read_text(errors="replace") for log in logs)
-        place = re.search(r"no progress for \d+ s: (?!.*computing, or ended).*", printed)  # of each rank, by watch.py
+        place = re.search(r"no progress for \S+ s: (?!.*computing, or ended).*", printed)  # of each rank, by watch.py
         if place or time.monotonic() > end:
             return f"hangs: {place[0] if place else f'it has not ended after {timeout:.0f} s'}"
         time.sleep(0.05)

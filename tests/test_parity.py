@@ -573,6 +573,31 @@ def test_the_rank_that_was_silent_first_has_failed_first(tmp_path):
     assert parity.wait([failed, running], tmp_path, logs, 9).endswith("Connection closed by peer")
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("no progress for 0.5 s: rank 0 in a.py:7 f()", "hangs: no progress for 0.5 s"),
+        ("no progress for 2 epochs", None),
+    ],
+)
+def test_a_job_hangs_if_watch_says_so_and_not_if_the_script_prints_the_words(line, told, tmp_path):
+    log = tmp_path / "printed 0"
+    log.write_text(f"{line}\n")
+    failure = parity.wait([mock.Mock(poll=lambda: 0)], tmp_path, [log], 9)
+    assert failure.startswith(told) if told else failure is None
+
+
+def test_a_gradient_that_was_not_finite_is_recorded_anew(tmp_path, monkeypatch):
+    """A GradScaler skips such a step, and no new step begins."""
+    monkeypatch.setenv("RANK", "0")
+    recorder, param = parity.Recorder(tmp_path, None), torch.nn.Parameter(torch.ones(2))
+    recorder.names[param] = "a"
+    for value in (float("inf"), 1.0, 5.0):
+        param.grad = torch.full((2,), value)
+        recorder.record("gradients")
+    assert recorder.step.gradients["a"][2] == 2.0
+
+
 # ---- the scripts of this project ------------------------------------------------------------------------------------
 
 COMMANDS = re.findall(r"^\| `python parity\.py (.*?)` \|", (ROOT / "docs" / "parity.md").read_text(), re.M)
