@@ -3,8 +3,10 @@
 import collections
 import contextlib
 import datetime
+import functools
 import gc
 import importlib
+import inspect
 import itertools
 import multiprocessing
 import os
@@ -26,6 +28,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import checkpoint
 import distributed
 import tests.shared_server  # noqa: F401
 from tools.sim import build as sim
@@ -253,11 +256,14 @@ class Left(Exception):
 
 
 @contextlib.contextmanager
-def leaving_is_an_error():
-    """`Preemption.leave` raises Left, and SIGTERM is handled afterwards as before."""
+def leaving_is_an_error(agreed=checkpoint.Preemption.agreed):
+    """`Preemption.leave` raises Left, and SIGTERM is handled afterwards as before. All ranks leave where `agreed` says.
+
+    By default that is after a SIGTERM. A test that sends none gives another function.
+    """
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        with mock.patch("checkpoint.Preemption.leave", mock.Mock(side_effect=Left)):
+        with mock.patch.multiple("checkpoint.Preemption", agreed=agreed, leave=mock.Mock(side_effect=Left)):
             yield
     finally:
         signal.signal(signal.SIGTERM, handler)
@@ -379,49 +385,70 @@ def status_of(process):
     return process.exitcode if isinstance(process, multiprocessing.process.BaseProcess) else process.poll()
 
 
-def on_two_processes(check):
-    """Make a test of a function that both ranks call, each time in a new process group and in a folder of its own.
+def on_processes(*numbers):
+    """Make a test of a function that all ranks call, each time in a new process group and in a folder of its own.
 
-    All such functions of a file that are selected run in one job. Those after one that fails do not run, and fail with
-    its traceback.
+    The test has a row for each number of processes, and more with pytest.mark.parametrize below this decorator. All
+    rows of a file that are selected and have the same number run in one job. Those after one that fails do not run, and
+    fail with its traceback.
     """
 
-    def test(two_processes):
-        ended, error = two_processes
-        assert check.__name__ in ended, error
+    def decorate(check):
+        def test(request, jobs, n_processes, **values):
+            ended, error = jobs(n_processes)
+            assert request.node.name in ended, error
 
-    test.__name__ = check.__name__
-    test.__doc__ = check.__doc__
-    test.check = check
-    return test
+        names = ["request", "jobs", "n_processes", *inspect.signature(check).parameters]
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        test.__signature__ = inspect.Signature(parameters)
+        test.__name__ = check.__name__
+        test.__doc__ = check.__doc__
+        test.pytestmark = getattr(check, "pytestmark", [])
+        test.check = check
+        return pytest.mark.parametrize("n_processes", numbers)(test)
+
+    return decorate
 
 
 @pytest.fixture(scope="module")
-def two_processes(request, tmp_path_factory):
-    """The names of the functions that have ended on both ranks, and the traceback of one that has failed."""
-    items = [item for item in request.session.items if item.path == request.path]
-    names = [item.name for item in items if hasattr(item.function, "check")]
-    folder = tmp_path_factory.mktemp("two_processes")
-    error = ""
-    try:
-        distributed.launch(run_checks, request.module.__name__, names, str(folder), nprocs=2)
-    except Exception:
-        error = traceback.format_exc()
-    return {name for name in names if len(list(folder.glob(f"{name}/ended on rank *"))) == 2}, error
+def jobs(request, tmp_path_factory):
+    """By number of processes: the rows that have ended on all ranks, and the traceback of one that has failed."""
+
+    @functools.cache
+    def job(n_processes):
+        selected = [item for item in request.session.items if item.path == request.path]
+        checks = {}
+        for item in selected:
+            if hasattr(item.function, "check") and item.callspec.params["n_processes"] == n_processes:
+                checks[item.name] = (item.originalname, item.callspec.params)
+        folder = tmp_path_factory.mktemp("job")
+        error = ""
+        try:
+            arguments = (request.module.__name__, list(checks.values()), str(folder))
+            distributed.launch(run_checks, *arguments, nprocs=n_processes)
+        except Exception:
+            error = traceback.format_exc()
+        ended = [len(list(folder.glob(f"{number}/ended on rank *"))) == n_processes for number in range(len(checks))]
+        return set(itertools.compress(checks, ended)), error
+
+    return job
 
 
-def run_checks(local_rank, world_size, module, names, folder):
-    for name in names:
-        distributed.init_process_group(timeout=datetime.timedelta(seconds=60))
+def run_checks(local_rank, world_size, module, checks, folder):
+    before = os.getcwd()
+    for number, (name, values) in enumerate(checks):
+        distributed.init_process_group(timeout=datetime.timedelta(seconds=60), even_alone=True)
         torch.manual_seed(0)
-        own = Path(folder, name)
+        own = Path(folder, str(number))
         own.mkdir(exist_ok=True)
         os.chdir(own)
+        values = {key: value for key, value in values.items() if key != "n_processes"}
         try:
-            getattr(importlib.import_module(module), name).check()
+            getattr(importlib.import_module(module), name).check(**values)
         except (Exception, pytest.fail.Exception) as error:
-            raise RuntimeError(f"{name} on rank {local_rank}") from error
+            raise RuntimeError(f"{name} {values or ''} on rank {local_rank}") from error
         (own / f"ended on rank {local_rank}").touch()
+    os.chdir(before)
 
 
 class Watch(TorchDispatchMode):

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import ROOT, Bomb, agreed_message, exit_message, killed_in, on_two_processes, run
+from conftest import ROOT, Bomb, agreed_message, exit_message, killed_in, on_processes, run
 from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
@@ -173,7 +173,7 @@ class Noam:
         self.load_state_dict = optimizer.load_state_dict
 
 
-@on_two_processes
+@on_processes(2)
 def test_what_only_one_rank_holds_is_not_saved_as_if_all_did():
     """Each value that only rank 0's file would keep is refused. What is gathered is equal, and is saved."""
     rank, path = dist.get_rank(), "snapshot.pt"
@@ -212,7 +212,7 @@ def test_what_only_one_rank_holds_is_not_saved_as_if_all_did():
     assert message.startswith("average.module.0.bias of rank 1 differs from rank 0's")
 
 
-@on_two_processes
+@on_processes(2)
 def test_values_and_buffers_of_any_type_come_back():
     for dtype in (torch.bool, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64):
         model = nn.Linear(2, 2)
@@ -373,7 +373,7 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path):
     assert os.listdir(tmp_path) == ["snapshot.pt"]
 
 
-@on_two_processes
+@on_processes(2)
 def test_tensors_of_any_layout_are_synced():
     rank = dist.get_rank()
     whole, transposed = torch.full((4, 6), float(rank)), torch.full((2, 3), float(rank)).t()
@@ -397,7 +397,7 @@ class Awkward(nn.Module):
         return [head(x) for head in self.heads] if self.training else [self.heads[0](x)]
 
 
-@on_two_processes
+@on_processes(2)
 def test_settling_the_buckets_leaves_no_trace():
     torch.manual_seed(0)
     model = Awkward()
@@ -591,7 +591,7 @@ def test_a_symbolic_link_is_followed(tmp_path):
     assert checkpoint.load(link, *parts) == (1, 0)
 
 
-@on_two_processes
+@on_processes(2)
 def test_a_sharded_model_is_refused():
     model = dist.prepare_fsdp_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -604,7 +604,7 @@ def test_a_sharded_model_is_refused():
 # ---- SIGTERM --------------------------------------------------------------------------------------------------------
 
 
-@on_two_processes
+@on_processes(2)
 def test_all_ranks_stop_after_the_same_step():
     for receiver in range(2):
         preemption = checkpoint.Preemption()

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import agreed_message, exit_message, killed_in, on_two_processes, whole, without_name_server
+from conftest import agreed_message, exit_message, killed_in, on_processes, whole, without_name_server
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -233,7 +233,7 @@ def test_stages_of_a_pipeline_are_loaded_with_other_cuts(tmp_path):
 
 @pytest.mark.guard
 @pytest.mark.slow
-@on_two_processes
+@on_processes(2)
 def test_frozen_parameters_may_be_left_out():
     model = Net()
     for param in [model.first.weight, *model.layers[0].parameters()]:
@@ -260,7 +260,7 @@ def test_frozen_parameters_may_be_left_out():
     )
 
 
-@on_two_processes
+@on_processes(2)
 def test_buffers_and_tensors_of_options_are_restored_and_drift_is_not_saved():
     model = dist.prepare_ddp_model(Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
@@ -373,7 +373,7 @@ def test_what_does_not_fit_is_one_line_on_every_rank(tmp_path):
     dist.launch(refused_worker, str(tmp_path), nprocs=2)
 
 
-@on_two_processes
+@on_processes(2)
 def test_what_ranks_must_share_is_compared_and_further_values_come_back():
     parts, rank, nan = linear(), dist.get_rank(), float("nan")
     assert checkpoint_sharded.load("more", *parts, best=nan, counter=0)[0] == 0
@@ -419,7 +419,7 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@on_two_processes
+@on_processes(2)
 def test_the_newest_are_kept():
     parts, folder = linear(), os.path.abspath("runs")
 
@@ -459,7 +459,7 @@ def test_the_newest_are_kept():
     assert checkpoint_sharded.load(folder, *parts) == 11
 
 
-@on_two_processes
+@on_processes(2)
 def test_a_save_behind_the_next_steps_has_the_state_of_its_call():
     """It is complete when its function returns, equals a save that waits, and its errors are raised there."""
     group = torch.distributed.new_group(backend="gloo")

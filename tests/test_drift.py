@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from conftest import exit_message, on_two_processes
+from conftest import exit_message, on_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -67,7 +67,7 @@ def an_average_is_copied_before_wrapping():
 MISTAKES = [the_plain_model_is_trained, the_model_is_converted_after_wrapping, an_average_is_copied_before_wrapping]
 
 
-@on_two_processes
+@on_processes(2)
 def test_each_mistake_is_silent_and_the_check_names_it():
     for mistake in MISTAKES:
         model = mistake()  # ends without an error
@@ -176,7 +176,7 @@ def check_what_is_compared(local_rank, world_size):
     dist.check_in_sync(nn.ReLU(), loss=float("nan"))
 
 
-@on_two_processes
+@on_processes(2)
 def test_what_is_sharded_or_replicated_is_compared():
     """Options by the names of parameters, and parts of DTensors that several ranks hold. Shards may differ."""
     rank = dist.get_rank()
@@ -226,7 +226,7 @@ UNLIKE = [  # models that ranks build from what only they know, and what differs
 ]
 
 
-@on_two_processes
+@on_processes(2)
 def test_unlike_models_are_refused_before_anything_is_sent():
     for build, name in UNLIKE:
         with pytest.raises(dist.DistributedError, match=f"^{name} of rank 1 differs from rank 0's"):
@@ -237,7 +237,7 @@ def test_unlike_models_are_refused_before_anything_is_sent():
         dist.sync_params([torch.ones(2)] * (1 + dist.get_rank()))
 
 
-@on_two_processes
+@on_processes(2)
 def test_ignored_parameters_keep_each_ranks_values():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + dist.get_rank()))
     nn.init.constant_(model[1].weight, dist.get_rank())

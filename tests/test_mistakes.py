@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, Watch, float64, on_two_processes, whole
+from conftest import ROOT, Watch, float64, on_processes, whole
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
@@ -72,7 +72,7 @@ def train(model, ddp_model, batches):
 
 
 def mistake(check):
-    return on_two_processes(float64()(check))
+    return on_processes(2)(float64()(check))
 
 
 def check(function, wrong, right):

@@ -18,7 +18,7 @@ from conftest import (
     float64,
     guards,
     needs_mnist,
-    on_two_processes,
+    on_processes,
     slow,
     slow_clock,
     whole,
@@ -293,7 +293,7 @@ def two_steps(model, mixed):
 
 @pytest.mark.guard
 @pytest.mark.slow
-@on_two_processes
+@on_processes(2)
 def test_each_rank_computes_in_bfloat16_if_told_to():
     gathered, computed = set(), set()
     for strategy in ("fsdp", "ddp"):

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conftest import ROOT, Left, Watch, float64, leaving_is_an_error, on_two_processes, run
+from conftest import ROOT, Left, Watch, float64, leaving_is_an_error, on_processes, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -37,7 +37,7 @@ RATE = 0.1
 
 def recipe(check):
     """A guard, in float64."""
-    test = on_two_processes(float64()(check))
+    test = on_processes(2)(float64()(check))
     return pytest.mark.guard(pytest.mark.slow(test))
 
 

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from conftest import float64, on_two_processes
+from conftest import float64, on_processes
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -154,7 +154,7 @@ def swap(cases, make_batch, tolerance):
 
 @pytest.mark.guard
 @pytest.mark.slow
-@on_two_processes
+@on_processes(2)
 def test_tied_weights_unused_parameters_groups_schedules_clipping_tuples_and_dicts():
     with float64():
         swap({"tied": Tied, "unused": Unused}, tokens, 1e-12)
@@ -162,7 +162,7 @@ def test_tied_weights_unused_parameters_groups_schedules_clipping_tuples_and_dic
 
 @pytest.mark.guard
 @pytest.mark.slow
-@on_two_processes
+@on_processes(2)
 def test_models_that_no_one_here_wrote():
     with float64():
         swap(cases_of_transformers(), sentences, 1e-6)  # their losses are float32
@@ -246,7 +246,7 @@ def outputs_of(model):
         return torch.stack([output, model.eval()(inputs)])
 
 
-@on_two_processes
+@on_processes(2)
 def test_a_unit_is_a_block_or_is_chosen_by_size():
     torch.manual_seed(dist.get_rank())  # rank 0's weights are taken
     for model, chosen, names in cases_of_units():
