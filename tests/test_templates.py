@@ -16,8 +16,6 @@ from transformer import full_parameters
 import distributed as dist
 import mnist
 
-STEPS, BATCH = 2, 8
-
 # ---- models and batches ---------------------------------------------------------------------------------------------
 
 
@@ -39,11 +37,11 @@ class Tied(nn.Module):
     def set_extra_state(self, state):
         assert state["scale of 8-bit floats"].sum() == 3
 
-    def forward(self, tokens, targets):
-        hidden = self.body(self.embedding(tokens)).tanh()
+    def forward(self, input_ids, labels):
+        hidden = self.body(self.embedding(input_ids)).tanh()
         for block in self.blocks:
             hidden = block(hidden)
-        return F.cross_entropy(self.head(hidden).flatten(0, 1) * (1 + self.scale), targets.flatten()), hidden
+        return F.cross_entropy(self.head(hidden).flatten(0, 1) * (1 + self.scale), labels.flatten()), hidden
 
 
 class Unused(Tied):
@@ -54,56 +52,46 @@ class Unused(Tied):
         self.pooler = nn.Linear(160, 160)
 
 
-def tokens(step):
-    generator = torch.Generator().manual_seed(step)
-    return {name: torch.randint(11, (BATCH, 5), generator=generator) for name in ("tokens", "targets")}
+SIZES = {
+    "BERT": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128},
+    "GPT2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 16},
+    "Llama": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128},
+}
+SIZES["BERT"] |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SIZES["GPT2"] |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+SIZES["Llama"] |= {"num_key_value_heads": 2, "tie_word_embeddings": True}
 
 
-def loss_of(model, batch):
-    output = model(**batch)
-    return output[0] if isinstance(output, tuple) else output.loss
-
-
-def layerwise(model):
-    """The embedding learns at a tenth of the others' rate."""
-    slow = [param for name, param in model.named_parameters() if "embed" in name or "wte" in name]
-    rest = [param for param in model.parameters() if all(param is not other for other in slow)]
-    return [{"params": slow, "lr": 1e-3}, {"params": rest}]
-
-
-def cases_of_transformers():
-    """Models built from their configurations, with random weights."""
+def make(name):
+    """A model of this file, or one of transformers with random weights."""
     import transformers
 
-    small = {"vocab_size": 11, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    bert = {"intermediate_size": 128, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    gpt2 = {"vocab_size": 11, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 16}
-    gpt2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    llama = {"intermediate_size": 128, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    return {
-        "BERT": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**small, **bert)),
-        "GPT-2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**gpt2)),
-        "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, **llama)),
+    classes = {
+        "BERT": (transformers.BertForMaskedLM, transformers.BertConfig),
+        "GPT2": (transformers.GPT2LMHeadModel, transformers.GPT2Config),
+        "Llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig),
     }
-
-
-def sentences(step):
-    generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(11, (BATCH, 12), generator=generator)
-    return {"input_ids": ids, "labels": ids}
+    if name not in classes:
+        return {"tied": Tied, "unused": Unused}[name]()
+    model_class, config_class = classes[name]
+    return model_class(config_class(vocab_size=11, **SIZES[name]))
 
 
 # ---- equal to one process -------------------------------------------------------------------------------------------
 
 
-def train(model, make_batch, optimizer_class, rank=0, world_size=1):
+def train(model, optimizer_class, rank=0, world_size=1):
     """Losses over all ranks, and parameters, of a loop with all that people use; `model` is wrapped already."""
-    optimizer = optimizer_class(layerwise(model), lr=1e-2)
+    slow = [param for name, param in model.named_parameters() if "embed" in name or "wte" in name]
+    rest = [param for param in model.parameters() if all(param is not other for other in slow)]
+    optimizer = optimizer_class([{"params": slow, "lr": 1e-3}, {"params": rest}], lr=1e-2)
     scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
     losses = []
-    for step in range(STEPS):
-        batch = {name: part[rank::world_size].contiguous() for name, part in make_batch(step).items()}
-        loss = loss_of(model, batch)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(11, (8, 12), generator=generator)[rank::world_size].contiguous()
+        output = model(**{"input_ids": ids, "labels": ids})
+        loss = output[0] if isinstance(output, tuple) else output.loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
@@ -118,57 +106,40 @@ WRAPPERS = {
     "compiled DDP": lambda model: torch.compile(dist.prepare_ddp_model(model), backend="eager"),
     "FSDP": dist.prepare_fsdp_model,
 }
+CASES = [(name, kind) for name in ("tied", "unused", *SIZES) for kind in ("DDP", "FSDP")]
+CASES += [("tied", "compiled DDP")]
+
+
+@pytest.mark.guard
+@pytest.mark.slow
+@on_processes(2)
+@pytest.mark.parametrize("name, kind", CASES)
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.AdamW])
+def test_tied_and_unused_parameters_groups_schedules_clipping_tuples_and_dicts(name, kind, optimizer_class):
+    """Of models of this file and of transformers."""
+    with float64():
+        torch.manual_seed(0)
+        expected_losses, expected = train(make(name), optimizer_class)
+        torch.manual_seed(dist.get_rank())  # rank 0's weights are taken
+        model = WRAPPERS[kind](make(name))
+        losses, params = train(model, optimizer_class, dist.get_rank(), 2)
+    tolerance = 1e-6 if name in SIZES else 1e-12  # their losses are float32
+    assert (losses - expected_losses).abs().max() <= tolerance
+    assert params.keys() == expected.keys()
+    for key, param in params.items():
+        assert (param - expected[key]).abs().max() <= tolerance, key
+    if (name, kind) == ("tied", "FSDP"):
+        assert units_of(model) == {"", "blocks.0", "blocks.1"}
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        assert model.head.weight is model.embedding.weight
+
+
+# ---- units ----------------------------------------------------------------------------------------------------------
 
 
 def units_of(model):
     """The names of the modules that are sharded by themselves; the root's is empty."""
-    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-
-
-def check_units(model):
-    """Each block, and outside of the blocks each part of at least 1000 parameters that has a forward of its own."""
-    assert set(units_of(model)) == {"", "blocks.0", "blocks.1"}, set(units_of(model))
-    assert all(isinstance(param, DTensor) for param in model.parameters())
-    assert model.head.weight is model.embedding.weight
-
-
-def swap(cases, make_batch, tolerance):
-    """Train each of the models with each optimizer and each wrapper on two processes, as one process does."""
-    for name, make_model in cases.items():
-        for optimizer_class in (torch.optim.SGD, torch.optim.AdamW):
-            torch.manual_seed(0)
-            losses, params = train(make_model(), make_batch, optimizer_class)
-            for kind, wrap in WRAPPERS.items():
-                if kind == "compiled DDP" and (name, optimizer_class) != ("tied", torch.optim.SGD):
-                    continue
-                torch.manual_seed(dist.get_rank())  # rank 0's weights are taken
-                model = wrap(make_model())
-                actual_losses, actual = train(model, make_batch, optimizer_class, dist.get_rank(), 2)
-                what = f"{name} under {kind} with {optimizer_class.__name__}"
-                if (name, kind) == ("tied", "FSDP"):
-                    check_units(model)
-                assert (actual_losses - losses).abs().max() <= tolerance, what
-                assert actual.keys() == params.keys(), what
-                assert all((actual[key] - params[key]).abs().max() <= tolerance for key in params), what
-
-
-@pytest.mark.guard
-@pytest.mark.slow
-@on_processes(2)
-def test_tied_weights_unused_parameters_groups_schedules_clipping_tuples_and_dicts():
-    with float64():
-        swap({"tied": Tied, "unused": Unused}, tokens, 1e-12)
-
-
-@pytest.mark.guard
-@pytest.mark.slow
-@on_processes(2)
-def test_models_that_no_one_here_wrote():
-    with float64():
-        swap(cases_of_transformers(), sentences, 1e-6)  # their losses are float32
-
-
-# ---- units ----------------------------------------------------------------------------------------------------------
+    return {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
 
 
 class WithoutList(nn.Module):
@@ -195,46 +166,40 @@ def encoder():
 
 
 def cases_of_units():
-    """Models, what chooses their units, and the names of all units."""
-    import torchvision
+    """Models, what chooses their units, and the names of all units but the root."""
     import transformers
 
     sizes = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4}
-    special = {"bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.GPT2Config(vocab_size=1000, n_embd=64, n_layer=3, n_head=4, **special)
-    gpt2 = transformers.GPT2LMHeadModel(config)
-    nested = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
-    resnet = torchvision.models.resnet18()
-    layers = [name for name, module in resnet.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    parts = [f"layers.{i}.{name}" for i in range(2) for name in ("self_attn", "linear1", "linear2")]
     # 16,384 parameters in attention, 33,792 in the rest
     small = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=2, **sizes))
-    decoders = [f"model.layers.{i}.mlp" for i in range(2)]
+    decoders = {f"model.layers.{i}.mlp" for i in range(2)}
+    parts = {f"layers.{i}.{name}" for i in range(2) for name in ("self_attn", "linear1", "linear2")}
+    nested = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     by_size = {"min_num_params": 20_000}
     linear = nn.Linear(200, 200)
     return [
-        (gpt2, {}, [f"transformer.h.{i}" for i in range(3)]),  # embedding and head are tied, and belong to the root
-        (nested, {}, ["0", "2", "2.0", "2.1"]),
-        (resnet, {"blocks": (nn.Linear, nn.Conv2d)}, layers),
-        (mnist.SimpleCNN(), {"min_num_params": 18_496}, ["conv2", "fc"]),  # there is no list
-        (mnist.SimpleCNN(), {"min_num_params": 18_497}, ["fc"]),
-        (mnist.ShallowNet(), {}, ["fc1"]),
-        (encoder(), {}, ["layers.0", "layers.1"]),
+        (nested, {}, {"0", "2", "2.0", "2.1"}),
+        (nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 1)), {"blocks": (nn.Conv1d,)}, {"1"}),
+        (mnist.SimpleCNN(), {"min_num_params": 18_496}, {"conv2", "fc"}),  # there is no list
+        (mnist.SimpleCNN(), {"min_num_params": 18_497}, {"fc"}),
+        (encoder(), {}, {"layers.0", "layers.1"}),
         (encoder(), {"min_num_params": 1_000}, parts),  # not out_proj, whose weights attention reads itself
-        (small, by_size, [*decoders, "model.embed_tokens", "lm_head", "model"]),
-        (WithoutList(tied=False), {}, ["embedding", "body", "back", "head"]),
-        (WithoutList(tied=True), {}, ["body", "back"]),  # embedding and head belong to the root
-        (nn.Sequential(WithoutList(tied=True), nn.Linear(500, 60)), by_size, ["0", "0.body", "0.back", "1"]),
-        (nn.Sequential(nn.Sequential(linear, nn.ReLU()), linear), by_size, []),  # not the first one, which has a linear
+        (small, by_size, {*decoders, "model.embed_tokens", "lm_head", "model"}),
+        (WithoutList(tied=False), {}, {"embedding", "body", "back", "head"}),
+        (WithoutList(tied=True), {}, {"body", "back"}),  # embedding and head belong to the root
+        (nn.Sequential(WithoutList(tied=True), nn.Linear(500, 60)), by_size, {"0", "0.body", "0.back", "1"}),
+        (
+            nn.Sequential(nn.Sequential(linear, nn.ReLU()), linear),
+            by_size,
+            set(),
+        ),  # not the first one, which has a linear
     ]
 
 
 def outputs_of(model):
     """In training and in evaluation, where TransformerEncoder would read the weights of its layers without a call."""
     generator = torch.Generator().manual_seed(0)
-    if isinstance(model, mnist.SimpleCNN):
-        inputs = torch.rand(2, 1, 28, 28, generator=generator)
-    elif isinstance(model, nn.TransformerEncoder):
+    if isinstance(model, nn.TransformerEncoder):
         inputs = torch.rand(2, 5, 64, generator=generator)
     elif any(isinstance(module, WithoutList) for module in model.modules()):
         inputs = torch.randint(500, (2, 5), generator=generator)
@@ -254,17 +219,18 @@ def test_a_unit_is_a_block_or_is_chosen_by_size():
         alone = copy.deepcopy(model)
         dist.sync_params([*alone.parameters(), *alone.buffers()])
         weights = full_parameters(alone)
-        expected = outputs_of(alone)
         dist.prepare_fsdp_model(model, **chosen)
-        held = sum(param.to_local().numel() for param in model.parameters())
-        units = units_of(model)
-        assert sorted(units) == sorted(["", *names]), (type(model).__name__, chosen, set(units) ^ {"", *names})
-        assert held <= 0.51 * total
+        assert units_of(model) == {"", *names}, (type(model).__name__, chosen)
+        assert sum(param.to_local().numel() for param in model.parameters()) <= 0.51 * total
         assert all(torch.equal(param, weights[name]) for name, param in full_parameters(model).items())
-        torch.testing.assert_close(outputs_of(model), expected)
+        torch.testing.assert_close(outputs_of(model), outputs_of(alone))
+
+
+@on_processes(2)
+def test_models_that_cannot_be_sharded_are_refused():
     tied = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9, bias=False))
     tied[1].weight = tied[0].weight
-    with pytest.raises(dist.DistributedError, match="two blocks share a parameter: name in `blocks` a class"):
+    with pytest.raises(dist.DistributedError, match="two blocks share a parameter"):
         dist.prepare_fsdp_model(tied)
     with pytest.raises(dist.DistributedError, match='a shard, nor a tensor on "meta"'):
         dist.prepare_fsdp_model(nn.Sequential(nn.Linear(2, 2, device="meta")))
