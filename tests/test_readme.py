@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, float64, free_port, run_under_launcher
+from conftest import ROOT, float64, free_port, guards, run_under_launcher, slow
 from torch.multiprocessing import ProcessRaisedException
 
 import distributed as dist
@@ -22,7 +22,6 @@ README, AGENTS, DOCS = ROOT / "README.md", ROOT / "AGENTS.md", sorted((ROOT / "d
 SCRIPTS_PAGE, PORT = ROOT / "docs" / "scripts.md", ROOT / "docs" / "port.md"
 PAGES = {path: path.read_text() for path in (README, AGENTS, *DOCS)}
 SCRIPTS = {path.name: path.read_text() for path in ROOT.glob("*.py")}
-EQUAL = ROOT / "tests" / "test_equal.py"  # which has rows for the scripts that train the GPT
 FOUNDATION = {name for name, source in SCRIPTS.items() if "\nif __name__ == " not in source}  # imported, not run
 TEST = r"\[`(test_\w+)`\]\((.*?)\)"
 DIFF = re.search(r"^```diff\n(.*?)^```", PAGES[README], re.M | re.S)[1]
@@ -174,50 +173,50 @@ def test_two_machines_on_one(tmp_path):
 
 @pytest.fixture
 def run_in(tmp_path, monkeypatch, capfd):
-    """Write a script to a file and run a function of it in `nprocs` processes; returns what they print."""
+    """Run a function of a script in `nprocs` processes, or without `launch` if that is 0; returns what they print."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
 
     def run(name, source, function, nprocs):
         (tmp_path / f"{name}.py").write_text(source)
         importlib.invalidate_caches()
-        dist.launch(getattr(importlib.import_module(name), function), nprocs=nprocs)
+        with float64():  # which a script may change
+            worker = getattr(importlib.import_module(name), function)
+            if nprocs:
+                dist.launch(worker, nprocs=nprocs)
+            else:
+                worker()
         return capfd.readouterr().out
 
     return run
 
 
+def in_float64(source):
+    assert "import torch\n" in source
+    return source.replace("import torch\n", "import torch\n\ntorch.set_default_dtype(torch.float64)\n", 1)
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW(model.parameters(), lr=0.02)", "SGD(model.parameters(), lr=0.5)"])
-def test_the_diff_makes_a_plain_script_distributed(optimizer, tmp_path, run_in, capfd):
+def test_the_diff_makes_a_plain_script_distributed(optimizer, tmp_path, run_in):
     """Two processes end where the plain script does; shuffled, where one process does."""
     apply_diff(tmp_path)
-    outputs, states = {}, {}
 
-    def train(name, nprocs, shuffle):
+    def train(nprocs, shuffle):
+        """What is printed, and the trained model. 0 processes are the plain script."""
         source = (tmp_path / ("train.py" if nprocs else "plain.py")).read_text()
         assert "AdamW(model.parameters(), lr=0.02)" in source and "shuffle=True" in source
         source = source.replace("AdamW(model.parameters(), lr=0.02)", optimizer)
-        source = source.replace("shuffle=True", f"shuffle={shuffle}")
-        source = source.replace("import torch\n", "import torch\n\ntorch.set_default_dtype(torch.float64)\n", 1)
-        name = f"{name}_{optimizer[:3]}"
-        if nprocs:
-            outputs[nprocs, shuffle] = run_in(name, source, "main", nprocs)
-        else:
-            (tmp_path / f"{name}.py").write_text(source)
-            importlib.import_module(name).main()
-            outputs[nprocs, shuffle] = capfd.readouterr().out
-        states[nprocs, shuffle] = torch.load("model.pt", weights_only=True)
+        source = in_float64(source.replace("shuffle=True", f"shuffle={shuffle}"))
+        output = run_in(f"trained_{nprocs}_{shuffle}_{optimizer[:3]}", source, "main", nprocs)
+        return output, torch.load("model.pt", weights_only=True)
 
-    with float64():
-        for nprocs in (0, 1, 2):  # 0 is the plain script
-            train(f"ordered_{nprocs}", nprocs, False)
-        for nprocs in (1, 2):
-            train(f"shuffled_{nprocs}", nprocs, True)
-    assert outputs[0, False] == outputs[1, False], "one process prints the loss of the whole last batch"
-    assert outputs[1, True] == outputs[2, True] != outputs[1, False], "shuffling changes the order"
-    for a, b in (((0, False), (1, False)), ((0, False), (2, False)), ((1, True), (2, True))):
-        torch.testing.assert_close(states[a], states[b], rtol=0, atol=1e-12)
-    losses = [float(loss) for loss in re.findall(r"loss (.*)", outputs[2, True])]
+    plain, one, two = (train(nprocs, shuffle=False) for nprocs in (0, 1, 2))
+    shuffled_one, shuffled_two = (train(nprocs, shuffle=True) for nprocs in (1, 2))
+    assert plain[0] == one[0], "one process prints the loss of the whole last batch"
+    assert shuffled_one[0] == shuffled_two[0] != one[0], "shuffling changes the order"
+    for (_, found), (_, expected) in ((one, plain), (two, plain), (shuffled_two, shuffled_one)):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    losses = [float(loss) for loss in re.findall(r"loss (.*)", shuffled_two[0])]
     assert len(losses) == 5 and losses[-1] < losses[0] / 2
 
 
@@ -267,26 +266,27 @@ def train_epoch(model, optimizer, epoch):
 """
 
 
-def test_from_ddp_to_fsdp(tmp_path, run_in):
+def test_from_ddp_to_fsdp(run_in):
     """The block of docs/port.md: on two processes as on one, and a resumed run has the same losses and best weights."""
     (block,) = re.findall(
         r"^```python\n(import torch\nfrom torch.distributed.checkpoint.*?)^```", PAGES[PORT], re.M | re.S
     )
-    source = block.replace("import torch\n", "import torch\n\ntorch.set_default_dtype(torch.float64)\n", 1) + FSDP_PARTS
-    losses, best = {}, {}
-    for nprocs, epochs in ((1, (20,)), (2, (4, 20))):
+    source = in_float64(block) + FSDP_PARTS
+
+    def train(nprocs, *epochs):
+        """The losses by epoch, and the best weights, of a run that is stopped after so many epochs."""
         out = ""
         for n in epochs:
-            with float64():
-                out += run_in(f"fsdp_{nprocs}_{n}", source.replace("epoch < 20", f"epoch < {n}"), "main", nprocs)
-        losses[nprocs] = dict(re.findall(r"^epoch (\d+) of rank 0: (.*)$", out, re.M))
-        best[nprocs] = torch.load("best.pt", weights_only=True)
+            out += run_in(f"fsdp_{nprocs}_{n}", source.replace("epoch < 20", f"epoch < {n}"), "main", nprocs)
         shutil.rmtree("checkpoints")
-    assert losses[1].keys() == losses[2].keys() and len(losses[1]) > 5
-    for epoch, loss in losses[1].items():
-        assert float(losses[2][epoch]) == pytest.approx(float(loss), abs=1e-12)
-    assert float(losses[1]["5"]) < float(losses[1]["0"])
-    torch.testing.assert_close(best[1], best[2], rtol=0, atol=1e-10)
+        losses = re.findall(r"^epoch (\d+) of rank 0: (.*)$", out, re.M)
+        return {int(epoch): float(loss) for epoch, loss in losses}, torch.load("best.pt", weights_only=True)
+
+    expected, best = train(1, 20)
+    losses, weights = train(2, 4, 20)
+    assert len(expected) > 5 and expected[5] < expected[0]
+    assert losses == pytest.approx(expected, abs=1e-12)
+    torch.testing.assert_close(weights, best, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("nprocs", [1, 2])
@@ -301,26 +301,12 @@ def test_the_example_in_the_helper(nprocs, run_in):
     assert float(losses[2][1]) < float(losses[1][1]) < float(losses[0][1]) and float(losses[2][1]) < 2
 
 
-@pytest.mark.slow
-def test_the_advice_on_logs(tmp_path):
-    (options,) = re.findall(r"`torchrun (--log-dir .*?) …`", PAGES[ROOT / "docs" / "mistakes.md"])
-    stdout = bash(f"torchrun --standalone --nproc-per-node 2 {options} multigpu_torchrun.py 1 1", tmp_path, 90)
-    assert "[default0]:[CPU] Epoch 0 " in stdout
-    assert list(tmp_path.glob("logs/*/attempt_0/1/stderr.log")), "as the page says"
-
-
-def section(page, heading):
-    return page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-
-
-def test_every_script_and_page_is_named_and_every_named_test_exists():
-    costs = PAGES[ROOT / "docs" / "costs.md"]
+def test_the_front_page_names_every_script_and_page_and_every_named_test_exists():
     for name in SCRIPTS.keys() - FOUNDATION:
-        assert f"[`{name}`]({name})" in section(PAGES[README], "Which script?"), name
-        for page in (costs, PAGES[SCRIPTS_PAGE]) if name != "parity.py" else (PAGES[ROOT / "docs" / "parity.md"],):
-            assert f"[`{name}`](../{name})" in page, name
-        assert (ROOT / "tests" / f"test_{name}").exists() or f'"{name.removesuffix(".py")}"' in EQUAL.read_text()
-    assert not [path.name for path in DOCS if f"](docs/{path.name})" not in PAGES[README]]
+        assert f"[`{name}`]({name})" in PAGES[README]
+        assert f"[`{name}`](../{name})" in PAGES[SCRIPTS_PAGE] or name == "parity.py"
+    for page in DOCS:
+        assert f"](docs/{page.name})" in PAGES[README]
     named = [(page.parent / path, name) for page in PAGES for name, path in re.findall(TEST, PAGES[page])]
     assert len(named) > 20 and not [name for path, name in named if f"\ndef {name}(" not in path.read_text()]
 
@@ -331,49 +317,24 @@ def in_a_package(command):
     return re.sub(r"(torchrun .*?)(\w+)\.py", r"\1-m mypackage.\2", command)
 
 
-def make_package(folder, names):
-    """A package with these scripts, and with the lines that the README tells to put into its __init__.py."""
-    (lines,) = (block for block in blocks("python") if "sys.path.append" in block)
-    package = folder / "mypackage"
-    package.mkdir()
-    (package / "__init__.py").write_text(lines)
-    for name in names:
-        shutil.copy(ROOT / name, package)
-    return package
+GUARDS = ["min_FSDP.py", "min_DDP.py"]
+ALONE = PLAIN.keys() & SCRIPTS.keys() - {"min_Generate.py", "plan.py", "parity.py", *GUARDS}
 
 
-@pytest.mark.slow
-def test_a_script_of_ones_own_in_a_package(tmp_path):
-    package = make_package(tmp_path, ["distributed.py", "spawn.py", "watch.py"])
-    apply_diff(tmp_path)
-    shutil.move(tmp_path / "train.py", package)
-    command = "torchrun --standalone --nproc-per-node 2 -m mypackage.train"
-    assert shell(command, tmp_path).count("epoch 0: ") == 1
-
-
-ALONE = [
-    name
-    for name in SCRIPTS
-    if docstring_commands(SCRIPTS[name]) and name not in ("min_Generate.py", "plan.py", "parity.py")
-]
-
-
-GUARDS = ("min_FSDP.py", "min_DDP.py")
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1100)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.guard] * (name in GUARDS)) for name in ALONE])
+@pytest.mark.parametrize("name", [*guards(*GUARDS), *slow(*sorted(ALONE))])
 def test_a_script_alone_in_a_folder_and_in_a_package(name, tmp_path):
     """With the files that AGENTS.md names, and without anything else of this project, its first command runs."""
     (needed,) = re.findall(rf"^\| `{name}` \| (.*?) ?\| \d+ \|$", PAGES[AGENTS], re.M)
     files = [name, *re.findall(r"`(.*?)`", needed)]
     command = smaller(docstring_commands(SCRIPTS[name])[0])
-    (tmp_path / "folder").mkdir()
-    for file in files:
-        shutil.copy(ROOT / file, tmp_path / "folder")
+    for folder in ("folder", "mypackage"):
+        (tmp_path / folder).mkdir()
+        for file in files:
+            shutil.copy(ROOT / file, tmp_path / folder)
     shell(command, tmp_path / "folder", timeout=500)
-    make_package(tmp_path, files)
+    (lines,) = (block for block in blocks("python") if "sys.path.append" in block)
+    (tmp_path / "mypackage" / "__init__.py").write_text(lines)
     shell(in_a_package(command), tmp_path, timeout=500)
 
 
