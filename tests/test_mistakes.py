@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 import checkpoint_sharded
 import distributed as dist
-import min_FSDP_scratch
 
 X = torch.randn(12, 4, dtype=torch.float64, generator=torch.manual_seed(0))
 Y = torch.arange(12) % 4
@@ -303,25 +302,17 @@ class TwoHeads(nn.Module):
 def use_other_heads(shard, also=False):
     """How far the weights are from right after a step in which each rank uses another head of a block."""
     torch.manual_seed(1)
-    model = nn.Sequential()
-    model.add_module("first", nn.Linear(4, 4))
-    model.add_module("blocks", nn.Sequential(TwoHeads(also)))
+    model = nn.Sequential(nn.Linear(4, 4), TwoHeads(also))
     alone = copy.deepcopy(model)
-    tasks = (1, 0)  # rank 0, which holds the first head in min_FSDP_scratch.py, uses the second one
-    model.blocks[0].task = tasks[dist.get_rank()]
-    sharded = shard(model)
-    is_from_scratch = isinstance(sharded, min_FSDP_scratch.ZeRO3)
-    sharded(*share(X)).square().mean().backward()
+    tasks = (0, 1)
+    model[1].task = tasks[dist.get_rank()]
+    shard(model)
+    model(*share(X)).square().mean().backward()
     for task, part in zip(tasks, X.chunk(2), strict=True):
-        alone.blocks[0].task = task
+        alone[1].task = task
         (alone(part).square().mean() / 2).backward()
-    if is_from_scratch:
-        sharded.finish_backward()
-    torch.optim.SGD(sharded.pieces() if is_from_scratch else model.parameters(), lr=0.5).step()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
     torch.optim.SGD(alone.parameters(), lr=0.5).step()
-    if is_from_scratch:
-        for unit in sharded.units:
-            unit.wait()
     return gap(weights(model), weights(alone))
 
 
@@ -329,17 +320,14 @@ def shard_and_fill_in_zeros(model, **units):
     dist.prepare_fsdp_model(model, **units)
     if torch.__version__ >= "2.14":
         model.set_reduce_scatter_unused_params(True)
-    return model
 
 
 @mistake
 def test_under_fsdp_ranks_use_the_same_parameters(wrong):
     """Without an error a shard receives another parameter's gradient. From torch 2.14 on FSDP can fill in zeros."""
-    if not wrong:
-        assert use_other_heads(min_FSDP_scratch.ZeRO3) < 1e-12
-        if torch.__version__ >= "2.14":
-            assert use_other_heads(functools.partial(shard_and_fill_in_zeros, blocks=(TwoHeads,))) < 1e-12
-    return use_other_heads(lambda model: shard(*model.blocks, model), also=not wrong)
+    if not wrong and torch.__version__ >= "2.14":
+        assert use_other_heads(functools.partial(shard_and_fill_in_zeros, blocks=(TwoHeads,))) < 1e-12
+    return use_other_heads(lambda model: shard(model[1], model), also=not wrong)
 
 
 @on_processes(2)

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, float64, free_port, guards, run_under_launcher, slow
-from torch.multiprocessing import ProcessRaisedException
+from conftest import ROOT, float64, free_port, guards, slow
 
 import distributed as dist
 import gpt
 
 README, AGENTS, DOCS = ROOT / "README.md", ROOT / "AGENTS.md", sorted((ROOT / "docs").glob("*.md"))
-SCRIPTS_PAGE, PORT = ROOT / "docs" / "scripts.md", ROOT / "docs" / "port.md"
+SCRIPTS_PAGE = ROOT / "docs" / "scripts.md"
 PAGES = {path: path.read_text() for path in (README, AGENTS, *DOCS)}
 SCRIPTS = {path.name: path.read_text() for path in ROOT.glob("*.py")}
 FOUNDATION = {name for name, source in SCRIPTS.items() if "\nif __name__ == " not in source}  # imported, not run
@@ -191,11 +190,6 @@ def run_in(tmp_path, monkeypatch, capfd):
     return run
 
 
-def in_float64(source):
-    assert "import torch\n" in source
-    return source.replace("import torch\n", "import torch\n\ntorch.set_default_dtype(torch.float64)\n", 1)
-
-
 @pytest.mark.parametrize("optimizer", ["AdamW(model.parameters(), lr=0.02)", "SGD(model.parameters(), lr=0.5)"])
 def test_the_diff_makes_a_plain_script_distributed(optimizer, tmp_path, run_in):
     """Two processes end where the plain script does; shuffled, where one process does."""
@@ -204,9 +198,13 @@ def test_the_diff_makes_a_plain_script_distributed(optimizer, tmp_path, run_in):
     def train(nprocs, shuffle):
         """What is printed, and the trained model. 0 processes are the plain script."""
         source = (tmp_path / ("train.py" if nprocs else "plain.py")).read_text()
-        assert "AdamW(model.parameters(), lr=0.02)" in source and "shuffle=True" in source
-        source = source.replace("AdamW(model.parameters(), lr=0.02)", optimizer)
-        source = in_float64(source.replace("shuffle=True", f"shuffle={shuffle}"))
+        for old, new in (
+            ("AdamW(model.parameters(), lr=0.02)", optimizer),
+            ("shuffle=True", f"shuffle={shuffle}"),
+            ("import torch\n", "import torch\n\ntorch.set_default_dtype(torch.float64)\n"),
+        ):
+            assert source.count(old) == 1
+            source = source.replace(old, new)
         output = run_in(f"trained_{nprocs}_{shuffle}_{optimizer[:3]}", source, "main", nprocs)
         return output, torch.load("model.pt", weights_only=True)
 
@@ -220,85 +218,14 @@ def test_the_diff_makes_a_plain_script_distributed(optimizer, tmp_path, run_in):
     assert len(losses) == 5 and losses[-1] < losses[0] / 2
 
 
-def test_the_example_runs_under_a_launcher_and_divides_its_batch(tmp_path, monkeypatch, capfd):
-    apply_diff(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    dist.launch(run_under_launcher, tmp_path / "train.py", nprocs=2)
-    assert len(re.findall(r"^epoch \d: loss ", capfd.readouterr().out, re.M)) == 5
-    with pytest.raises(ProcessRaisedException, match="assert 64 % world_size == 0"):
-        dist.launch(run_under_launcher, tmp_path / "train.py", nprocs=3)
-
-
-def test_the_evaluation_counts_each_sample_once(run_in):
-    """The block of docs/port.md, on 101 samples and two processes."""
-    (block,) = re.findall(r"^```python\n(sampler.*?)^```", PAGES[PORT], re.M | re.S)
-    source = "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\nimport distributed as dist\n"
-    source += "def main(*ranks):\n    dist.init_process_group()\n    device = dist.get_device()\n"
-    source += "    x = torch.arange(101.0)[:, None] - 90\n    test_set = TensorDataset(x, (x[:, 0] > 0).long())\n"
-    source += "    model = torch.nn.Linear(1, 2)\n    model.weight.data = torch.tensor([[0.0], [1.0]])\n"
-    source += "    model.bias.data.zero_()\n" + textwrap.indent(block, "    ")
-    assert run_in("evaluation", source, "main", 2) == "accuracy 1.0000\n"
-
-
-FSDP_PARTS = """
-def make_model():
-    torch.manual_seed(1)
-    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
-
-
-def make_set(n, seed):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, 6, generator=generator)
-    return torch.utils.data.TensorDataset(x, x[:, :3].argmax(dim=1))
-
-
-def make_test_set():
-    return make_set(13, 2)
-
-
-def train_epoch(model, optimizer, epoch):
-    share = make_set(12, 1)[dist.get_rank() :: dist.get_world_size()]
-    for _ in range(3):
-        optimizer.zero_grad()
-        F.cross_entropy(model(share[0]), share[1]).backward()
-        optimizer.step()
-    print(f"epoch {epoch} of rank {dist.get_rank()}: {evaluate(model)!r}")
-"""
-
-
-def test_from_ddp_to_fsdp(run_in):
-    """The block of docs/port.md: on two processes as on one, and a resumed run has the same losses and best weights."""
-    (block,) = re.findall(
-        r"^```python\n(import torch\nfrom torch.distributed.checkpoint.*?)^```", PAGES[PORT], re.M | re.S
-    )
-    source = in_float64(block) + FSDP_PARTS
-
-    def train(nprocs, *epochs):
-        """The losses by epoch, and the best weights, of a run that is stopped after so many epochs."""
-        out = ""
-        for n in epochs:
-            out += run_in(f"fsdp_{nprocs}_{n}", source.replace("epoch < 20", f"epoch < {n}"), "main", nprocs)
-        shutil.rmtree("checkpoints")
-        losses = re.findall(r"^epoch (\d+) of rank 0: (.*)$", out, re.M)
-        return {int(epoch): float(loss) for epoch, loss in losses}, torch.load("best.pt", weights_only=True)
-
-    expected, best = train(1, 20)
-    losses, weights = train(2, 4, 20)
-    assert len(expected) > 5 and expected[5] < expected[0]
-    assert losses == pytest.approx(expected, abs=1e-12)
-    torch.testing.assert_close(weights, best, rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_the_example_in_the_helper(nprocs, run_in):
     """It learns, and prints once."""
     docstring = ast.get_docstring(ast.parse(SCRIPTS["distributed.py"]))
     (example,) = re.findall(r"^    import torch\n.*^        dist\.launch\(main_worker\)\n", docstring, re.M | re.S)
-    losses = re.findall(
-        r"^epoch (\d): loss (.*)$", run_in(f"example_{nprocs}", textwrap.dedent(example), "main_worker", nprocs), re.M
-    )
-    assert [epoch for epoch, _ in losses] == ["0", "1", "2"]
-    assert float(losses[2][1]) < float(losses[1][1]) < float(losses[0][1]) and float(losses[2][1]) < 2
+    output = run_in(f"example_{nprocs}", textwrap.dedent(example), "main_worker", nprocs)
+    first, second, third = map(float, re.findall(r"^epoch \d: loss (.*)$", output, re.M))
+    assert third < second < first and third < 2
 
 
 def test_the_front_page_names_every_script_and_page_and_every_named_test_exists():
