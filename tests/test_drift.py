@@ -202,18 +202,18 @@ def with_frozen_block(number):
     return model
 
 
-UNLIKE = {  # what differs first
-    lambda rank: nn.Sequential(nn.Embedding(8 + 4 * rank, 4), nn.Linear(4, 4)): "0.weight",
-    lambda rank: nn.Linear(4, 8, bias=False) if rank else nn.Linear(8, 4, bias=False): "weight",
-    lambda rank: nn.Linear(4, 4, dtype=torch.float64 if rank else torch.float32): "weight",
-    lambda rank: with_frozen_block(3 * rank): "0.weight",
-    lambda rank: in_order(*("ab" if rank else "ba")): "the order of parameters",
-}
+UNLIKE = [  # and what differs first
+    (lambda rank: nn.Sequential(nn.Embedding(8 + 4 * rank, 4), nn.Linear(4, 4)), "0.weight"),
+    (lambda rank: nn.Linear(4, 8, bias=False) if rank else nn.Linear(8, 4, bias=False), "weight"),
+    (lambda rank: nn.Linear(4, 4, dtype=torch.float64 if rank else torch.float32), "weight"),
+    (lambda rank: with_frozen_block(3 * rank), "0.weight"),
+    (lambda rank: in_order(*("ab" if rank else "ba")), "the order of parameters"),
+]
 
 
 @on_processes(2)
 def test_unlike_models_are_refused_before_anything_is_sent():
-    for build, name in UNLIKE.items():
+    for build, name in UNLIKE:
         with pytest.raises(dist.DistributedError, match=f"^{name} of rank 1 differs from rank 0's"):
             dist.prepare_fsdp_model(build(dist.get_rank()))
     with pytest.raises(dist.DistributedError, match=r"^tensor 1 to copy of rank 1 differs"):
