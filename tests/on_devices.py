@@ -47,11 +47,12 @@ def train_one(local_rank, world_size, script, *options):
         module.main_worker(local_rank, world_size, args)
     hook.remove()
     params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
-    result = {"params": [local(param).detach().cpu().clone() for param in params], "peak": 0}
+    parts = [param.to_local() if hasattr(param, "to_local") else param for param in params]
+    result = {"params": [part.detach().cpu().clone() for part in parts], "peak": 0}
     if is_on_device:
         result["peak"] = torch.accelerator.max_memory_allocated(local_rank)
     optimizers.clear()
-    params.clear()
+    del params, parts
     dist.cleanup()
     gc.collect()  # DDP's models hold groups
     return result
@@ -69,16 +70,9 @@ def without_waits():
             torch.sim.set_sync_debug_mode("error" if n_steps == 2 else "default")
 
     hook = register_optimizer_step_post_hook(after_step)
-    try:
-        yield
-    finally:
-        torch.sim.set_sync_debug_mode("default")
-        hook.remove()
+    yield
+    hook.remove()
     assert n_steps >= 5
-
-
-def local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def make_data_small():

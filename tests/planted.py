@@ -42,52 +42,12 @@ class Net(nn.Module):
         self.last = nn.Linear(12, 3)
 
     def forward(self, x, noise=None):
-        hidden = self.norm(torch.tanh(self.first(x)))
+        hidden = checkpoint(self.first, x, use_reentrant=False) if CASE == "recompute" else self.first(x)
+        hidden = self.norm(torch.tanh(hidden))
         hidden = F.relu(hidden, inplace=True) if CASE == "sync_batch_norm" else hidden
         if noise is not None:
             hidden = hidden + noise
         return self.last(self.dropout(hidden))
-
-
-class DropPath(nn.Module):
-    """As timm has it: a sample skips the layer."""
-
-    def forward(self, x):
-        return x * torch.rand(len(x), 1).round() if self.training else x
-
-
-class Special(nn.Module):
-    """Models of right scripts: an RNN with dropout, recomputed layers, random depth."""
-
-    def __init__(self):
-        super().__init__()
-        self.last = nn.Linear(8, 3)
-        if CASE == "rnn":
-            self.rnn = nn.LSTM(8, 8, num_layers=2, dropout=0.5, batch_first=True)
-            return
-        self.first = nn.Linear(8, 8)
-        self.second = nn.Linear(8, 8)
-        self.path = DropPath() if CASE == "random_depth" else nn.Identity()
-
-    def forward(self, x):
-        if CASE == "recompute":
-            x = checkpoint(self.first, x, use_reentrant=False)
-            return self.last(checkpoint(self.second, x, use_reentrant=False))
-        if CASE == "rnn":
-            x, _ = self.rnn(x.unsqueeze(1).expand(-1, 3, -1))
-            return self.last(x[:, -1])
-        return self.last(self.path(self.second(torch.tanh(self.first(x)))))
-
-
-class Task(nn.Module):
-    """The outermost module, which holds a wrapped one and the loss. timm has such."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x)
 
 
 class Heads(nn.Module):
@@ -103,19 +63,6 @@ class Heads(nn.Module):
         return torch.cat([self.heads[number](hidden[numbers == number]) for number in numbers.unique().tolist()])
 
 
-class Attention(nn.Module):
-    """Softmax ignores the bias of keys, so its gradient is nothing but rounding."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.last = nn.Linear(8, 3)
-
-    def forward(self, x):
-        x = x.view(len(x), 2, 4).repeat(1, 1, 2)
-        return self.last(self.attention(x, x, x, need_weights=False)[0].mean(1))
-
-
 class Casts(Net):
     """It computes in bfloat16, with weights and a result of another type."""
 
@@ -125,8 +72,6 @@ class Casts(Net):
 
 
 UNWRAPPED = ("summed", "by_hand", "average_of_the_owner", "spawned_without_seed")
-MODELS = {"key_bias": Attention, "casts": Casts}
-MODELS |= dict.fromkeys(("recompute", "rnn", "random_depth"), Special)
 
 
 # ---- start, wrap and average: with torch, or with the helper -------------------------------------------------------
@@ -165,13 +110,10 @@ def sampler_of(dataset):
     return DistributedSampler(dataset, shuffle=True)
 
 
-def sum_over_ranks(tensor):
-    return dist.all_reduce(tensor) if FLAVOUR == "helper" else torch_dist.all_reduce(tensor)
-
-
 def average_by_hand(params, divide=True):
+    all_reduce = dist.all_reduce if FLAVOUR == "helper" else torch_dist.all_reduce
     for param in params:
-        sum_over_ranks(param.grad)
+        all_reduce(param.grad)
         if divide:
             param.grad /= torch_dist.get_world_size()
 
@@ -221,7 +163,7 @@ def loss_of(logits, y, rank, world_size):
 def make_model(rank, world_size):
     if CASE not in ("no_seed", "spawned_without_seed"):
         torch.manual_seed(1)
-    model = MODELS.get(CASE, Net)().to(TYPE)
+    model = (Casts() if CASE == "casts" else Net()).to(TYPE)
     if CASE == "sync_batch_norm":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if CASE in ("unfrozen_later", "frozen"):
@@ -236,8 +178,6 @@ def make_optimizer(model, params, world_size):
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=RATE)
-    if CASE == "key_bias":
-        return torch.optim.AdamW(params, lr=RATE, eps=1e-10)
     if CASE == "closure":
         return torch.optim.SGD(params, lr=10 * RATE, momentum=0.9)
     if CASE == "loss_is_a_sum":
@@ -268,7 +208,7 @@ def train(rank, world_size):
     if CASE == "compiled":
         wrapped = torch.compile(wrapped, backend="eager", fullgraph=True)
     if CASE == "wrapped_inside":
-        wrapped = Task(wrapped)
+        wrapped = nn.Sequential(wrapped)  # timm has such an outermost module, with the loss
     temperature = nn.Parameter(torch.ones((), dtype=TYPE))
     params = [*model.parameters()] + ([temperature] if CASE == "parameter_outside" else [])
     if optimizer is None:
@@ -374,8 +314,8 @@ def gan(rank, world_size):
 def redirected(rank, world_size):
     """As Lightning: the outermost module is the model on one process, and on several the task that holds it."""
     torch.manual_seed(1)
-    task = Task(nn.Linear(8, 1).to(TYPE))
-    called = wrap(task) if world_size > 1 else task.model
+    task = nn.Sequential(nn.Linear(8, 1).to(TYPE))
+    called = wrap(task) if world_size > 1 else task[0]
     optimizer = torch.optim.Adam(task.parameters(), lr=RATE)
     for x, _ in batches(rank, world_size):
         descend(optimizer, called(x).square().mean())

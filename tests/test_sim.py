@@ -40,17 +40,16 @@ def test_two_ranks(name):
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_is_a_timeout():
-    status, stdout, stderr = run("-m", "tests.sim_cases", "late", env=simulated_gpus(2), timeout=120)
-    assert status == 0, stderr
-    assert re.search("simccl: ALLREDUCE: .*Timed out waiting 3000ms", stdout, re.S), stdout
-
-
-@pytest.mark.slow
-def test_two_ranks_on_one_device_are_told():
-    status, stdout, stderr = run("-m", "tests.sim_cases", "one_device", env=simulated_gpus(2), timeout=120)
-    assert status == 0, stderr
-    assert "Duplicate GPU detected : rank 0 and rank 1 both on sim:0" in json.loads(stdout), stdout
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("late", "simccl: ALLREDUCE: .*Timed out waiting 3000ms"),
+        ("one_device", "Duplicate GPU detected : rank 0 and rank 1 both on sim:0"),
+    ],
+)
+def test_ranks_that_do_not_meet_are_told(case, words):
+    status, stdout, stderr = run("-m", "tests.sim_cases", case, env=simulated_gpus(2), timeout=120)
+    assert status == 0 and re.search(words, stdout, re.S), stdout + stderr
 
 
 @pytest.mark.slow
