@@ -87,12 +87,10 @@ def start():
     return torch_dist.get_rank(), torch_dist.get_world_size()
 
 
-def wrap(model, **options):
+def wrap(model):
     if CASE == "no_process_group":
         return model
-    return (
-        dist.prepare_ddp_model(model, **options) if FLAVOUR == "helper" else DistributedDataParallel(model, **options)
-    )
+    return dist.prepare_ddp_model(model) if FLAVOUR == "helper" else DistributedDataParallel(model)
 
 
 def shard(model):
