@@ -94,6 +94,7 @@ for words, function in {
     "Expected a 'sim' device type for generator": lambda: torch.rand(2, device="sim", generator=torch.Generator()),
     "invalid device ordinal 2": lambda: ones(1, on="sim:2"),
     "sim out of memory. Tried to allocate": lambda: torch.empty(2**40, device=device()),
+    "RNG state is wrong size": lambda: torch.sim.set_rng_state(torch.get_rng_state()),
     "written-to tensor refer to a single memory": lambda: (lambda x: x[1:].copy_(x[:-1]))(ones(3)),
     # What docs/sim.md says that it lacks.
     "has no tensors of Sparse": lambda: ones(3).to_sparse(),
@@ -508,12 +509,12 @@ def new_memory_is_nan_and_counted():
 def a_part_of_a_pinned_buffer_read_too_early_is_nan():
     """Not an error, but seen: only pages that hold nothing else are shut."""
     for ring, bad in ((torch.zeros(2, 4).pin_memory(), float("nan")), (torch.zeros(2, 4).long().pin_memory(), -1)):
-        ring[0].copy_(ones(4, dtype=ring.dtype), non_blocking=True)
+        ring[1].copy_(ones(4, dtype=ring.dtype), non_blocking=True)
         ones(3).sum()  # the copy runs, but the host has not waited
-        torch.testing.assert_close(ring[0], torch.full_like(ring[0], bad), equal_nan=True)
-        assert not ring[1].any()
+        torch.testing.assert_close(ring[1], torch.full_like(ring[1], bad), equal_nan=True)
+        assert not ring[0].any()
         torch.accelerator.synchronize()
-        check(ring[0], 1)
+        check(ring[1], 1)
 
 
 @right
