@@ -24,21 +24,11 @@ def train(local_rank, world_size, cases, folder, meanwhile=contextlib.nullcontex
     Path(folder).mkdir(parents=True, exist_ok=True)
     Path(f"{folder}/documents-{local_rank}.jsonl").write_text("\n".join(lines))
     for i, case in enumerate(cases):
-        with in_folder(f"{folder}/{i}"), meanwhile():
+        os.makedirs(f"{folder}/{i}", exist_ok=True)
+        os.chdir(f"{folder}/{i}")
+        with meanwhile():
             result = train_one(local_rank, world_size, *case)
         torch.save(result, f"{folder}/{i}-{local_rank}.pt")
-
-
-@contextlib.contextmanager
-def in_folder(path):
-    """The current folder, the same for all ranks."""
-    before = os.getcwd()
-    os.makedirs(path, exist_ok=True)
-    os.chdir(path)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 def train_one(local_rank, world_size, script, *options):
@@ -51,33 +41,21 @@ def train_one(local_rank, world_size, script, *options):
     if is_on_device:
         torch.accelerator.reset_peak_memory_stats(local_rank)
     torch.set_default_dtype(torch.float32 if "--bf16" in options else torch.float64)
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), stepped() as optimizers:
+    optimizers = {}  # all that make a step, in order
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: optimizers.setdefault(optimizer))
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         module.main_worker(local_rank, world_size, args)
-        params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
-    result = {"params": [local(param).detach().cpu().clone() for param in params], "peak": 0}
+    hook.remove()
+    params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+    parts = [param.to_local() if hasattr(param, "to_local") else param for param in params]
+    result = {"params": [part.detach().cpu().clone() for part in parts], "peak": 0}
     if is_on_device:
         result["peak"] = torch.accelerator.max_memory_allocated(local_rank)
     optimizers.clear()
-    params.clear()
+    del params, parts
     dist.cleanup()
     gc.collect()  # DDP's models hold groups
     return result
-
-
-@contextlib.contextmanager
-def stepped():
-    """A list of all optimizers that make a step meanwhile."""
-    optimizers = []
-
-    def remember(optimizer, args, kwargs):
-        if not any(optimizer is other for other in optimizers):
-            optimizers.append(optimizer)
-
-    hook = register_optimizer_step_post_hook(remember)
-    try:
-        yield optimizers
-    finally:
-        hook.remove()
 
 
 @contextlib.contextmanager
@@ -92,16 +70,9 @@ def without_waits():
             torch.sim.set_sync_debug_mode("error" if n_steps == 2 else "default")
 
     hook = register_optimizer_step_post_hook(after_step)
-    try:
-        yield
-    finally:
-        torch.sim.set_sync_debug_mode("default")
-        hook.remove()
+    yield
+    hook.remove()
     assert n_steps >= 5
-
-
-def local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def make_data_small():

@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, guards, run, simulated_gpus, slow
+from conftest import ROOT, finish, guards, run, simulated_gpus, slow, start, wait_for
 
 import distributed as dist
 import gpt
@@ -41,8 +41,6 @@ MORE = [
     ("min_Bitwise", *STEPS, "--clip", 1),
     ("min_Join", *STEPS, "--least", 3),
     ("mnist_FSDP", *IMAGES, "--batch-size", 32),
-    ("min_Join", *STEPS, "--least", 0, "--method", "weights"),
-    ("min_DDP_scratch", *STEPS, "--accumulate", 2),
     ("min_FSDP", *STEPS, "--bf16"),
     ("min_FSDP", *STEPS, "--checkpoint-dir", "../fsdp"),
     ("min_FSDP", *STEPS, "--steps", 6, "--checkpoint-dir", "../fsdp"),  # resumes
@@ -51,16 +49,12 @@ MORE = [
     ("min_DiLoCo", *STEPS, "--sync-every", 2),
     ("min_EP", *STEPS),
     ("min_GRPO", *GRPO, "--output", "model.pt"),
-    ("min_GRPO", *GRPO, "--inner-steps", 2),
     ("min_Muon", *STEPS, "--layers", 2),
     ("min_PP", *STEPS, "--layers", 4, "--schedule", "ZBVZeroBubble"),
     ("min_Packing", *STEPS, "--accumulate", 2),
     ("min_Stream", *STEPS, "--num-workers", 1, "--snapshot-path", "../stream.pt"),
     ("min_Stream", *STEPS, "--steps", 6, "--num-workers", 0, "--snapshot-path", "../stream.pt"),  # resumes
     (*DIGITS, "--bf16"),
-    (*DIGITS, "--snapshot-path", "../digits.pt"),
-    (*DIGITS, "--epochs", 2, "--snapshot-path", "../digits.pt"),  # resumes
-    ("mnist_FSDP", *IMAGES, "--batch-size", 32, "--bf16"),
     ("multigpu_torchrun", 2, 1, "--batch-size", 256),
     ("multinode_torchrun", 2, 1, "--num-workers", 1),
     (*LLM, "--bf16", "--recompute", "--gather-once"),
@@ -69,9 +63,7 @@ FOUR = [
     ("min_FSDP_TP", *STEPS, "--tensor", 2),
     ("min_FSDP_TP", *STEPS, "--replicate", 2, "--recompute"),
     ("min_PP_FSDP_TP", *STEPS, "--layers", 4, "--micro-batches", 2, "--schedule", "Interleaved1F1B"),
-    ("min_PP", *STEPS, "--layers", 4),
     ("min_EP_FSDP", *STEPS),
-    ("min_DDP_scratch", *STEPS),
     ("min_GRPO_async", *GRPO),
 ]
 LARGE = ("--steps", 2, "--width", 128, "--layers", 4, "--heads", 4, "--length", 16, "--global-batch-size", 2)
@@ -180,9 +172,10 @@ def test_parity_compares_devices():
 
 
 @pytest.mark.slow
-def test_watch_tells_that_a_rank_waits_for_its_device():
-    env = {**simulated_gpus(2), "WATCH_SECONDS": "2"}
-    status, _, stderr = run("-m", "tests.sim_cases", "watched", env=env, timeout=200)
-    assert status == 0, stderr
-    places = r"rank 0 in sim_cases.py:\d+ x.sum\(\).item\(\) \| rank 1 in sim_cases.py:\d+ store.wait"
-    assert re.search(rf"no progress for \d+ s: {places}", stderr), stderr
+def test_watch_tells_that_a_rank_waits_for_its_device(tmp_path):
+    log = tmp_path / "log"
+    process = start("-m", "tests.sim_cases", "watched", env={**simulated_gpus(2), "WATCH_SECONDS": "2"}, log=log)
+    places = r"rank 0 in sim_cases.py:\d+ x.sum\(\).item\(\) \| rank 1 in sim_cases.py:\d+ "
+    wait_for(lambda: re.search(rf"no progress for \d+ s: {places}", log.read_text()), process)
+    process.terminate()
+    finish(process)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, finish, free_port, guards, run_under_launcher, slow, start, wait_for, wait_until
+from conftest import ROOT, finish, free_port, guards, run, run_under_launcher, slow, start, wait_for, wait_until
 
 import parity
 import parity_why
@@ -71,50 +72,32 @@ def judge(monkeypatch, capsys):
 
 MISTAKES = {
     "kept_batch_size": "the global batch has 32 samples, and 16 on one process",
-    "divided_twice": "the global batch has 8 samples, and 16 on one process",
     "no_sampler": "all ranks have the same samples",
     "data_of_each_rank": "the global batch has other samples",
     "noise_of_each_rank": "the argument x is the same, but noise is not: if it is drawn at random",
-    "mask_on_one_rank": "the argument x is the same, but mask is not: if it is drawn at random",
     "plain_model": "is the plain model trained",
     "wrapper_not_kept": "Nothing averages them",
-    "no_sync_on_the_last": "Nothing averages them",
     "penalty_by_the_plain_model": "rank 1 has another gradient",
     "parameter_outside": "is it outside of the wrapped model",
     "unfrozen_later": "unfrozen after wrapping",
-    "one_forgotten": "last.bias than other ranks: is it outside",
-    "clipped_before_average": "when they are clipped: average them first",
     "clipped_each_time": "when they are clipped: average them first",
     "clipped_at_n_times": "the same before clipping, but not after: clip once in a step",
     "summed": "is 2 times that of one process: it is summed",
     "loss_is_a_sum": "is 1/2 times that of one process: it is averaged, but the loss is a sum",
-    "loss_divided_by_n": "divided by the number of processes",
     "mean_over_unequal_counts": "a mean over shares of unequal weight",
-    "labels_of_other_rows": "are the labels",
+    "buckets_rebuilt_before": "the samples are the same, and the gradient of",
     "batch_norm": "BatchNorm (norm)",
     "learning_rate_times_n": "the optimizer's lr is 0.02 on rank 0, and 0.01 on one process",
-    "scheduled_n_times": "the optimizer's lr is 0.0025 on rank 0, and 0.005 on one process",
-    "weight_decay_times_n": "the optimizer's weight_decay is 0.2",
     "optimizer_first": "the optimizer was built before the model was sharded",
-    "seed_of_the_model": "is the same seed set before the model is built",
     "drawn_after_wrapping": "on rank 1 than on one process",
     "loaded_on_one_rank": "are weights loaded before it is wrapped",
     "fewer_steps": "3 steps, and one process takes 6",
     "some_ranks_use": "there is a parameter that only some ranks use",
     "no_process_group": "each of them trains alone: no process group is made",
-    "copies": "a rank communicates with no other rank: each of them trains alone",
-    "dice_with_norm": "BatchNorm (norm)",
-    "dice_rebuilds": "the samples are the same, and the gradient of",
-    "graphs": "BatchNorm (norm)",
-    "gan_with_batch_norm": "BatchNorm (1)",
-    "batch_in_an_object": "the arguments hold no tensors that can be compared: are the samples the same?",
-    "optimizer_averages": "is the optimizer's state, and what follows its step?",
-    "tokens": "a mean over shares of unequal weight",
 }
-RIGHT = ["two_models", "gan", "padded", "accumulated", "frozen", "tied", "dict", "recompute", "rnn", "keywords"]
-RIGHT += ["compiled", "clipped", "closure", "lbfgs", "rmsprop", "ema", "zero_redundancy", "by_hand", "sharded"]
-RIGHT += ["average_of_the_owner", "noise_for_the_batch", "sum_over_the_count", "wrapped_inside", "random_depth"]
-RIGHT += ["sparse", "redirected", "evaluates", "key_bias", "signs", "sync_batch_norm", "no_seed"]
+RIGHT = ["two_models", "gan", "accumulated", "frozen", "recompute", "compiled", "clipped", "closure", "by_hand"]
+RIGHT += ["zero_redundancy", "sharded", "average_of_the_owner", "noise_for_the_batch", "wrapped_inside", "sparse"]
+RIGHT += ["redirected", "evaluates", "sync_batch_norm", "no_seed"]
 
 CASES = (*MISTAKES, *RIGHT)
 PAGE = (ROOT / "docs" / "mistakes.md").read_text()
@@ -132,9 +115,8 @@ def check(case, judged, nproc=2, limit=r"1e-10\), judged in float64"):
     status, printed = judged
     assert status == (1 if case in MISTAKES else 0), printed
     if case in RIGHT:
-        assert re.search(rf"equal on 1 and {nproc} processes for 5 steps, up to \S+ \(allowed: {limit}", printed), (
-            printed
-        )
+        line = rf"equal on 1 and {nproc} processes for 5 steps, up to \S+ \(allowed: {limit}"
+        assert re.search(line, printed), printed
     else:
         assert without_numbers(MISTAKES[case]) in without_numbers(printed)
 
@@ -151,10 +133,7 @@ def test_planted_cases_in_float64(case, flavour, judge):
     assert case in RIGHT or MISTAKES[case] in printed
 
 
-# LBFGS divides by differences of gradients, which are nothing but rounding in bfloat16. In `tokens` gradients
-# are less than 10 % off.
-PAIRS = [(case, "float32") for case in CASES]
-PAIRS += [(case, "bfloat16") for case in CASES if case not in ("lbfgs", "tokens")]
+PAIRS = [(case, number_type) for number_type in ("float32", "bfloat16") for case in CASES]
 GUARD_PAIRS = [(case, "bfloat16") for case in GUARDS]
 LIMITS = {"float32": r"0.001\), judged in float32\n", "bfloat16": r"0.1\), judged in bfloat16"}
 
@@ -176,7 +155,6 @@ def test_planted_cases_in_low_types_with_a_small_rate(pair, judge, capsys):
 
 RUNS = [  # options of parity.py, arguments of planted.py, exit status, what is told
     ("--eval-norm", "batch_norm helper", 0, ""),
-    ("--eval-norm", "dice_with_norm torch", 1, "a mean over shares of unequal weight"),
     ("", "clipped torch float32", 0, r"\(allowed: 1e-10\), judged in float64\n$"),
     ("", "casts torch", 0, r"\(allowed: 0.1\), judged in bfloat16 and float64"),
     ("--float32", "casts torch", 0, "judged in bfloat16 and float32"),
@@ -185,10 +163,9 @@ RUNS = [  # options of parity.py, arguments of planted.py, exit status, what is 
     ("--reference 2 --nproc 4", "kept_batch_size torch", 1, "ranks 0 and 2 are compared with rank 0:\n.*32 samples"),
     ("--seed 3", "no_seed torch", 0, "equal on 1 and 2"),
     ("", "no_optimizer torch", 2, "takes no step of an optimizer"),
-    ("", "no_gradient torch", 1, "on one process too, nothing is trained"),
     ("", "not_in_float64 torch", 2, r"on one process it fails.*planted.py:\d+\).*try --float32\n$"),
     ("--timeout 0.1", "two_models torch", 2, "on one process it hangs: it has not ended after 0 s. Steps of"),
-    ("", "early_stop torch", 2, r"fails on rank 1: .*Without an error ends rank 0. Steps of each rank: 3 and 3"),
+    ("", "early_stop torch", 2, r"fails on rank 0: .*Without an error ends rank 1. Steps of each rank: 3 and 3"),
     # Scripts that start their own processes are told at once. If there are as many, each rank does the work of one.
     ("", "spawn torch", 2, "on one process it fails on rank 0: SystemExit|the script starts its own processes"),
     ("", "fork torch", 2, "which says last: the script starts its own processes"),
@@ -209,8 +186,8 @@ def test_options_and_runs_that_cannot_be_compared(options, words, expected, told
 def test_ranks_that_hang_are_named_with_their_steps(judge, monkeypatch):
     monkeypatch.setenv("WATCH_SECONDS", "1")
     status, printed = judge(PLANTED, "stand_still", "helper")
-    ranks = [r"no progress for 1 s: rank 0 in planted.py:\d+ torch_dist.barrier", r" \| rank 1 in planted.py:\d+ "]
-    line = f"planted.py: on 2 processes it hangs: {'.*'.join(ranks)}.*\\. Steps of each rank: 2 and 2"
+    places = r"rank 0 in planted.py:\d+ .* \| rank 1 in planted.py:\d+ torch_dist.barrier"
+    line = rf"planted.py: on 2 processes it hangs: no progress for 1 s: {places}.*\. Steps of each rank: 3 and 3"
     assert status == 2 and re.search(line, printed), printed
 
 
@@ -220,14 +197,12 @@ def test_a_crash_on_several_processes_is_named_with_its_place_and_the_steps(judg
     assert status == 2 and re.fullmatch(f"planted.py: on 2 processes it fails on rank 1: {place}", printed), printed
 
 
-def test_a_module_and_a_verdict_without_its_reason(judge, monkeypatch, tmp_path):
-    """parity.py alone is complete."""
-    monkeypatch.chdir(PLANTED.parent)
-    monkeypatch.setattr(parity, "__file__", str(tmp_path / "parity.py"))
-    (tmp_path / "parity.py").write_text((ROOT / "parity.py").read_text())
-    status, printed = judge("-m", "planted", "summed", "torch")
+@pytest.mark.slow
+def test_a_copy_of_the_file_alone_gives_the_verdict_on_a_module_without_its_reason(tmp_path):
+    copy = shutil.copy(ROOT / "parity.py", tmp_path)
+    status, printed, stderr = run(copy, "-m", "planted", "summed", "torch", cwd=PLANTED.parent)
     line = r"planted: on 2 processes in step 1 the gradient of [\w.]+ differs by [\d.e+-]+\n"
-    assert status == 1 and re.fullmatch(line, printed), printed
+    assert status == 1 and re.fullmatch(line, printed), printed + stderr
 
 
 @pytest.mark.slow
@@ -253,8 +228,8 @@ def test_it_leaves_no_process_and_no_file(number, tmp_path):
 # ---- records --------------------------------------------------------------------------------------------------------
 
 
-def make_step(number=0, weight=1.0, gradient=1.0, clipped=None, rows=(1.0, 2.0), norms=(), types=(), **settings):
-    """As a Recorder writes it, of a model with two parameters. Numbers stand for tensors."""
+def make_step(number=0, weight=1.0, gradient=1.0, clipped=None, inputs=None, norms=(), types=(), **settings):
+    """As a Recorder writes it, of a model with two parameters. Numbers stand for tensors, and a list for samples."""
 
     def tensors(value):
         names = {"a": torch.arange(1.0, 4), "b": torch.ones(2, 2)}
@@ -262,7 +237,10 @@ def make_step(number=0, weight=1.0, gradient=1.0, clipped=None, rows=(1.0, 2.0),
 
     clipped = gradient if clipped is None else clipped
     step = parity.Step(number, tensors(weight), tensors(gradient), tensors(clipped))
-    step.clues = {"norms": list(norms), "inputs": {"x": parity_why.rows_of(torch.tensor(rows)[:, None])}}
+    inputs = {"x": [1.0, 2.0]} if inputs is None else inputs
+    step.clues = {"norms": list(norms), "inputs": {}}
+    for name, rows in inputs.items():
+        step.clues["inputs"][name] = parity_why.rows_of(torch.tensor(rows)[:, None] if rows else "no tensor")
     step.types = set(types)
     step.settings = [{"lr": "0.1", **settings}]
     step.n_collectives = 1 + number
@@ -275,77 +253,70 @@ def verdict(one, ranks, have_ended=True):
     return difference and parity.in_words(difference, one, ranks)
 
 
-ALL, LOW, LOWEST = {"rows": (1.0, 2.0)}, {"types": ["float32"]}, {"types": ["float64", "float16"]}
-WRONG = [{"gradient": 3.0}] * 2
-LR = {"lr": "0.2"}
-NAN = {"gradient": float("nan")}
+def of_ranks(*gradients, **more):
+    return [{"gradient": gradient, **more} for gradient in gradients]
+
+
+def samples(*ranks, y=None):
+    """Ranks with a wrong gradient, by the samples of each one."""
+    return [{"gradient": 3.0, "inputs": {"x": x} | ({"y": y} if y else {})} for x in ranks]
+
+
+LOW, LOWEST = {"types": ["float32"]}, {"types": ["float64", "float16"]}
+LR, NAN, NORM = {"lr": "0.2"}, {"gradient": float("nan")}, {"norms": ["norm"]}
 VERDICTS = [  # one process, each rank, the weights of the ranks after the step if it is known, and what is told
     ({}, [{}] * 2, (2, 2), None),
     # Samples. BatchNorm is a later cause, unless one argument is equal.
-    (
-        {"norms": ["norm"]},
-        [{"gradient": 3.0, "rows": each} for each in ((1, 2), (3, 4))],
-        (3, 3),
-        "batch has 4 samples",
-    ),
-    ({"norms": ["norm"]}, [{"gradient": 3.0, "rows": each} for each in ((1, 2), (2,))], (3, 3), "and 2 on one process"),
-    ({"norms": ["norm"]}, [{"gradient": 3.0, "rows": [each]} for each in (1, 3)], (3, 3), "has other samples (x)"),
-    ({"norms": ["norm"]}, [{"gradient": 3.0, "rows": [2.0]}] * 2, (3, 3), "all ranks have the same samples (x)"),
-    ({"norms": ["norm"]}, WRONG, (3, 3), "BatchNorm (norm)"),
+    (NORM, samples([1.0, 2.0], [3.0, 4.0]), (3, 3), "batch has 4 samples"),
+    (NORM, samples([1.0, 2.0], [2.0]), (3, 3), "and 2 on one process"),
+    (NORM, samples([1.0], [3.0]), (3, 3), "has other samples (x)"),
+    (NORM, samples([2.0], [2.0]), (3, 3), "all ranks have the same samples (x)"),
+    (NORM, samples([1.0], [2.0]), (3, 3), "BatchNorm (norm)"),
+    ({**NORM, "inputs": {"x": [1.0, 2.0], "y": [5.0]}}, samples([1.0], [2.0], y=[6.0]), (3, 3), "BatchNorm (norm)"),
+    ({"inputs": {"x": []}}, samples([], []), (3, 3), "the arguments hold no tensors that can be compared"),
     # Gradients on which ranks agree.
-    ({}, [{"gradient": each, "clipped": 0.9} for each in (3, 4)], (3, 3), "when they are clipped: average them first"),
-    ({}, [{"gradient": 2.0}] * 2, (3, 3), "the gradient of a is 2 times that of one process: it is summed"),
-    ({}, [{"gradient": 0.5}] * 2, (3, 3), "the gradient of a is 1/2 times that of one process: it is averaged"),
-    ({}, [{"gradient": 0.5}] * 2, (2, 2), "is 1/2 times"),
-    ({}, [{"gradient": 0.9}] * 2, (3, 3), "the gradient of a is not: are the labels"),
-    ({}, [{"gradient": 1 + 1e-7}] * 2, (3, 3), "as if something computes in float32: judge it with --float32"),
+    ({}, of_ranks(3, 4, clipped=0.9), (3, 3), "when they are clipped: average them first"),
+    ({}, of_ranks(2.0, 2.0), (3, 3), "the gradient of a is 2 times that of one process: it is summed"),
+    ({}, of_ranks(0.5, 0.5), (3, 3), "the gradient of a is 1/2 times that of one process: it is averaged"),
+    ({}, of_ranks(0.9, 0.9), (3, 3), "the gradient of a is not: are the labels"),
+    ({}, of_ranks(1 + 1e-7, 1 + 1e-7), (3, 3), "as if something computes in float32: judge it with --float32"),
     ({}, [NAN] * 2, (3, 3), "is NaN or infinite on rank"),
     ({}, [{}, NAN], (2, 3), "is NaN or infinite on rank"),
     ({}, [{"clipped": 0.9}] * 2, (3, 3), "the same before clipping, but not after"),
     # Gradients on which they disagree. The owner of a parameter, or the optimizer, averages later.
-    ({}, [{"gradient": each, **ALL} for each in (3, 4)], (3, 4), "in step 1 a ends otherwise on rank 1"),
-    (
-        {},
-        [{"gradient": each, "rows": [each]} for each in (3, 4)],
-        (3, 4),
-        "of a than other ranks. Nothing averages them",
-    ),
-    ({}, [{"gradient": each} for each in (1, 7)], (2, 2), None),
-    ({}, [{"gradient": each} for each in (8, 7)], (2, 2), None),
-    ({}, [{"gradient": each} for each in (8, 7)], (2.1, 2.1), "is the optimizer's state"),
-    ({}, [{"gradient": each, **LR} for each in (8, 7)], (2.1, 2.1), "the optimizer's lr is 0.2 on rank 0"),
-    ({}, [{"gradient": each} for each in (8, 7)], (2 + 1e-7, 2 + 1e-7), None),
-    ({}, [{"gradient": each} for each in (8, 7)], (2 + 1e-5, 2 + 1e-5), "a has moved otherwise since the start"),
-    ({}, [{"gradient": each} for each in (8, 7)], (2, 2 + 1e-15), "rank 1 has another gradient"),
-    (LOW, [{"gradient": each, **LOW} for each in (8, 7)], (2.01, 2.01), None),
-    (LOW, [{"gradient": each, **LOW} for each in (8, 7)], (2.2, 2.2), "is the optimizer's state"),
+    ({}, of_ranks(3, 4), (3, 4), "of a than other ranks. Nothing averages them"),
+    ({}, of_ranks(8, 7), (2, 2), None),
+    ({}, of_ranks(8, 7), (2.1, 2.1), "is the optimizer's state"),
+    ({}, of_ranks(8, 7, **LR), (2.1, 2.1), "the optimizer's lr is 0.2 on rank 0"),
+    ({}, of_ranks(8, 7), (2 + 1e-7, 2 + 1e-7), None),
+    ({}, of_ranks(8, 7), (2 + 1e-5, 2 + 1e-5), "a has moved otherwise since the start"),
+    ({}, of_ranks(8, 7), (2, 2 + 1e-15), "rank 1 has another gradient"),
+    (LOW, of_ranks(8, 7, **LOW), (2.01, 2.01), None),
+    (LOW, of_ranks(8, 7, **LOW), (2.2, 2.2), "is the optimizer's state"),
     # Adam moves weights nearly alike for other gradients of one sign.
-    (LOW, [{"gradient": each, **LOW} for each in (0.5, 1.5)], (2, 2), None),
-    (LOW, [{"gradient": each, **LOW} for each in (0.5, 1.5)], (2, 2 + 1e-6), "rank 1 has another gradient"),
+    (LOW, of_ranks(0.5, 1.5, **LOW), (2, 2 + 1e-6), "rank 1 has another gradient"),
     # How far ranks may be apart.
     ({}, [{}] * 2, (2, 2 + 1e-12), None),
     ({}, [{}] * 2, (2, 2 + 1e-9), "a ends otherwise on rank 1"),
     (LOW, [LOW] * 2, (2, 2.005), None),
     (LOW, [LOW] * 2, (2, 2.05), "rank 1"),
-    (LOW, [{"gradient": each, **LOW} for each in (1, 1.0005)], (2, 2.005), None),
-    (LOW, [{"gradient": each, **LOW} for each in (1, 1.05)], (2, 2.05), "rank 1"),
+    (LOW, of_ranks(1, 1.0005, **LOW), (2, 2.005), None),
     # Weights and settings. In float64 the next gradients show them. In low types rounding and Adam make other weights
     # of equal gradients.
     ({}, [LR] * 2, (2, 2), None),
     ({}, [{}] * 2, (1, 1), "the optimizer was built before the model was sharded"),
-    (LOW, [{"gradient": each, **LOW} for each in (8, 7)], (1, 1), "in step 1 a has moved otherwise since the start"),
+    (LOW, of_ranks(8, 7, **LOW), (1, 1), "in step 1 a has moved otherwise since the start"),
     (LOW, [{**LOW, **LR}] * 2, (2, 2), "the optimizer's lr is 0.2"),
     (LOW, [LOW] * 2, (2.5, 2.5), None),
-    (LOW, [LOW] * 2, (1, 1), "the optimizer was built before the model was sharded"),
     # The limit of the lowest type.
-    ({}, [{"gradient": 1 + 5e-11}] * 2, (), None),
-    ({}, [{"gradient": 1 + 5e-10}] * 2, (), "in step 1 the gradient of a differs by"),
-    (LOW, [{"gradient": 1.0005, **LOW}] * 2, (), None),
-    (LOW, [{"gradient": 1.005, **LOW}] * 2, (), "in step 1 the gradient of a differs by"),
-    (LOWEST, [{"gradient": 1.05, **LOWEST}] * 2, (), None),
-    (LOWEST, [{"gradient": 1.5, **LOWEST}] * 2, (), "in step 1 the gradient of a differs by"),
+    ({}, of_ranks(1 + 5e-11, 1 + 5e-11), (), None),
+    ({}, of_ranks(1 + 5e-10, 1 + 5e-10), (), "in step 1 the gradient of a differs by"),
+    (LOW, of_ranks(1.0005, 1.0005, **LOW), (), None),
+    (LOW, of_ranks(1.005, 1.005, **LOW), (), "in step 1 the gradient of a differs by"),
+    (LOWEST, of_ranks(1.05, 1.05, **LOWEST), (), None),
+    (LOWEST, of_ranks(1.5, 1.5, **LOWEST), (), "in step 1 the gradient of a differs by"),
     # The weights after the last step are not known.
-    ({}, [{"gradient": each} for each in (0.5, 1.5)], (), None),
+    ({}, of_ranks(0.5, 1.5), (), None),
     (NAN, [{}] * 2, (), "nothing can be compared: on one process too, the gradient of a is NaN or infinite"),
     ({"gradient": 0.0}, [{}] * 2, (), "nothing can be compared: on one process too, nothing is trained: all gradients"),
 ]
@@ -353,14 +324,14 @@ VERDICTS = [  # one process, each rank, the weights of the ranks after the step 
 
 @pytest.mark.parametrize(("expected", "ranks", "weights", "told"), VERDICTS)
 def test_the_verdict_on_a_step(expected, ranks, weights, told):
-    one, of_ranks = [make_step(**expected)], []
+    one, several = [make_step(**expected)], []
     for number, options in enumerate(ranks, 1):
-        of_ranks.append([make_step(**{"rows": [number], **options})])
+        several.append([make_step(**{"inputs": {"x": [float(number)]}, **options})])
     if weights:
         one.append(make_step(1, 2.0, types=expected.get("types", ())))
-        for steps, weight in zip(of_ranks, weights, strict=True):
-            steps.append(make_step(1, weight, rows=[1.0], types=steps[0].types))
-    line = verdict(one, of_ranks)
+        for steps, weight in zip(several, weights, strict=True):
+            steps.append(make_step(1, weight, types=steps[0].types))
+    line = verdict(one, several)
     assert told in line if told else line is None, line
 
 
@@ -386,11 +357,6 @@ def test_a_gradient_that_only_one_process_or_only_ranks_have_leaves_it_to_the_we
             del step.gradients["b"], step.clipped["b"]
     line = verdict(one, ranks)
     assert told in line if told else line is None, line
-
-
-def test_weights_may_begin_apart_by_rounding():
-    one, *ranks = [[make_step(0, 1 + rank * 1e-15), make_step(1, 2.0)] for rank in range(3)]
-    assert verdict(one, ranks) is None
 
 
 def test_weights_are_compared_since_the_step_in_which_they_are_first_seen():
@@ -442,8 +408,9 @@ def test_all_ranks_take_as_many_steps_and_communicate():
     assert verdict(steps(3), [steps(3, float("nan"))] * 2) is None  # this backend does not count them
 
 
-def test_the_first_rank_with_other_weights_is_named():
-    one = [make_step(0), make_step(1, weight=2.0)]
+def test_the_first_rank_that_begins_with_other_weights_is_named_but_not_for_rounding():
+    one, *ranks = [[make_step(0, 1 + rank * 1e-15), make_step(1, 2.0)] for rank in range(3)]
+    assert verdict(one, ranks) is None
     line = verdict(one, [[make_step(0)], [make_step(0, weight=1.5)]])
     assert line.startswith("the first step begins with other weights on rank 1 than on one process (a, by")
 
@@ -458,19 +425,13 @@ def test_parts_that_a_script_cuts_must_begin_as_parts_of_the_whole(halves, part)
     assert part in line if part else line is None
 
 
-def run_of(one, *ranks):
-    """What a cause is asked with: the gradients differ in the first step."""
-    for step in ranks:
-        step.gradients = make_step(gradient=0.9).gradients
-    return parity.Difference(1, "gradients", "a", 0.1), [one], [[step] for step in ranks]
-
-
 def test_seeds_that_differ_are_named():
-    one, first, second = make_step(), make_step(rows=[7.0]), make_step(rows=[8.0])
+    one = make_step(inputs={"x": [5.0, 6.0]})
+    first, second = [make_step(gradient=3.0, inputs={"x": [each]}) for each in (7.0, 8.0)]
     for step, seed in ((one, 0), (first, 0), (second, 1)):
         step.clues["seed"] = seed
-    line = parity_why.other_samples(*run_of(one, first, second))
-    assert line.endswith("torch.initial_seed() is 0 and 1 on the ranks, and 0 on one process")
+    told = verdict([one], [[first], [second]])
+    assert told.endswith("has other samples (x): torch.initial_seed() is 0 and 1 on the ranks, and 0 on one process")
 
 
 def test_a_sketch_sees_one_number_and_an_exchange():
@@ -490,20 +451,24 @@ def test_a_sketch_sees_one_number_and_an_exchange():
     assert not parity.sketch(imaginary)[1].equal(parity.sketch(imaginary.conj().resolve_conj())[1])
 
 
-def test_padding_at_the_ends_of_rows_changes_nothing():
-    lengths = [3, 8, 4, 7]
-    rows = [torch.randint(1, 9, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
-    for padding in (0, -100, 9):
+def test_a_tensor_that_is_nothing_but_rounding_is_not_apart():
+    """As the gradient of the bias of keys in attention."""
+    one = {"a": parity.sketch(torch.ones(3)), "b": parity.sketch(1e-17 * torch.ones(3))}
+    assert parity.distances(one, one | {"b": parity.sketch(-3e-17 * torch.ones(3))})["b"] < 1e-10
 
-        def padded(rows, padding=padding):
-            together = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)
-            return parity_why.rows_of(together)[0]
 
-        together = torch.cat([padded(rows[::2]), padded(rows[1::2])])
-        assert parity_why.is_same(padded(rows), together)
-        rows[0][0] += 1
-        assert not parity_why.is_same(padded(rows), together)
-        rows[0][0] -= 1
+@pytest.mark.parametrize("padding", [0, -100, 9])
+def test_padding_at_the_ends_of_rows_changes_nothing(padding):
+    rows = [torch.arange(length) % 8 + 1 for length in (3, 8, 4, 7)]
+
+    def padded(rows):
+        together = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)
+        return parity_why.rows_of(together)[0]
+
+    together = torch.cat([padded(rows[::2]), padded(rows[1::2])])
+    assert parity_why.is_same(padded(rows), together)
+    rows[0][0] += 1
+    assert not parity_why.is_same(padded(rows), together)
 
 
 # ---- options and output ---------------------------------------------------------------------------------------------
@@ -587,6 +552,12 @@ def test_a_job_hangs_if_watch_says_so_and_not_if_the_script_prints_the_words(lin
     assert failure.startswith(told) if told else failure is None
 
 
+def test_dropout_of_an_rnn_and_stochastic_depth_are_off():
+    rnn, drop_path = torch.nn.LSTM(8, 8, num_layers=2, dropout=0.5), type("DropPath", (torch.nn.Module,), {})()
+    parity.switch_off_random_layers(torch.nn.Sequential(rnn, drop_path), eval_norm=False)
+    assert rnn.dropout == 0.0 and not drop_path.training
+
+
 def test_a_gradient_that_was_not_finite_is_recorded_anew(tmp_path, monkeypatch):
     """A GradScaler skips such a step, and no new step begins."""
     monkeypatch.setenv("RANK", "0")
@@ -603,7 +574,6 @@ def test_a_gradient_that_was_not_finite_is_recorded_anew(tmp_path, monkeypatch):
 COMMANDS = re.findall(r"^\| `python parity\.py (.*?)` \|", (ROOT / "docs" / "parity.md").read_text(), re.M)
 # test_equal.py proves more of these scripts, and other commands show parity.py all that they use.
 PROVEN = {"min_FSDP.py", "min_FSDP_TP.py", "min_CP.py"}
-ROWS = re.findall(r"(\w+)\*?\.py", (ROOT / "docs" / "parity.md").read_text().partition("## The scripts of")[2])
 
 
 @pytest.mark.slow
@@ -617,11 +587,4 @@ def test_scripts_of_this_project_are_equal(command, judge, tmp_path, monkeypatch
         words += ["--width", "64", "--length", "64", "--steps", "6", "--log-every", "3"]
     monkeypatch.chdir(tmp_path)
     status, printed = judge(*words)
-    print(printed)
     assert status == 0, printed
-
-
-def test_the_table_has_every_script():
-    scripts = {path.stem for path in ROOT.glob("*.py") if "\nif __name__ == " in path.read_text()}
-    trains = {script for script in scripts if script not in ("parity", "plan", "flyte_workflow")}
-    assert {script for script in trains if script not in ROWS and not script.startswith("rpc_")} == set()
