@@ -48,7 +48,6 @@ llm_FSDP.py --model folder --data a --nf4 | --nf4 --lora
 llm_FSDP.py --model folder --data rows.npy | --data --eval-data
 llm_FSDP.py --model folder --data rows.npy --eval-data held-out.npy --pad | --data --pad --length
 llm_FSDP.py --output / | --output /
-llm_FSDP.py --length 1 | --length '1' 2
 mnist_DDP.py --data cifar | --data 'cifar' 'synthetic' 'mnist'
 mnist_DDP.py --nproc 64 --accumulate 4 | --global-batch-size 128 256 64 --accumulate 4
 mnist_DDP.py --snapshot-path a.pt --output ./a.pt | --output ./a.pt --snapshot-path
@@ -56,7 +55,6 @@ flyte_workflow.py --epochs 0 | --epochs '0' 1
 flyte_workflow.py --nproc 2 | --nproc 2
 min_DDP_scratch.py --nproc 2 --accumulate 3 --global-batch-size 16 | --global-batch-size 16 6 --accumulate
 min_FSDP_TP.py --heads 3 --width 128 | --width 128 3
-min_FSDP_TP.py --length 1 | --length '1' 2 65536
 min_FSDP_TP.py --nproc 4 --replicate 2 --shard 4 | --nproc 4 --replicate 2 --shard 4 --tensor 1
 min_FSDP_TP.py --nproc 3 --tensor 2 | --nproc 3 --replicate 1 --shard 1 --tensor 2
 min_FSDP_TP.py --nproc 4 --replicate 2 --global-batch-size 6 | --global-batch-size 6 4 --replicate --shard
@@ -73,7 +71,6 @@ min_EP.py --nproc 2 --top 9 | --top 9 8
 min_EP.py --nproc 3 --global-batch-size 16 | --global-batch-size 16 3
 min_EP_FSDP.py --nproc 4 --expert-parallel 3 | --expert-parallel 3 4
 min_EP_FSDP.py --nproc 4 --expert-parallel 4 --experts 6 | --experts 6 4 --expert-parallel
-min_EP_FSDP.py --nproc 2 --top 9 | --top 9 8
 min_GRPO.py --nproc 3 --prompts 2 | --prompts 2 3
 min_GRPO.py --group-size 1 | --group-size '1' 2
 min_Packing.py --nproc 2 --accumulate 3 --global-batch-size 16 | --global-batch-size 16 6 --accumulate
