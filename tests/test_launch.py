@@ -291,10 +291,10 @@ def test_the_first_is_the_cause_although_its_peers_reports_are_read_at_the_same_
 
 def die_beside_its_children(local_rank, world_size):
     if local_rank == 1:
-        os.system("sleep 600 &")  # it inherits what is inheritable
+        os.system("sleep 100 &")  # it inherits what is inheritable
         if os.fork():  # a fork, like a process of a DataLoader, has all that the rank has open
             os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(600)
+    time.sleep(100)
 
 
 def return_a_function(local_rank, world_size):
