@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pkgutil
 import re
+import resource
 import runpy
 import signal
 import socket
@@ -249,6 +250,17 @@ def killed_in(target, call=1, at_its_end=False):
         return result
 
     return mock.patch(target, count)
+
+
+@contextlib.contextmanager
+def full_disk():
+    """No file of this process may become larger than 2 kB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class Left(Exception):

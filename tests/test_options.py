@@ -10,150 +10,84 @@ from conftest import guards
 
 import options
 
-TRANSFORMERS = [f"min_{name}" for name in ("FSDP_TP", "PP_FSDP_TP", "CP", "DiLoCo", "EP", "EP_FSDP", "FSDP", "Join")]
-TRANSFORMERS += [
-    f"min_{name}" for name in ("Muon", "PP", "DDP_scratch", "Packing", "CP_ring", "CP_packed", "Stream", "TP", "ZeRO")
-]
-TRANSFORMERS += ["min_FSDP_scratch"]
+TRANSFORMERS = "FSDP_TP PP_FSDP_TP CP DiLoCo EP EP_FSDP FSDP Join Muon PP DDP_scratch Packing CP_ring CP_packed Stream"
+TRANSFORMERS = [f"min_{name}" for name in (*TRANSFORMERS.split(), "TP", "ZeRO", "FSDP_scratch")]
 NPROC = ["llm_FSDP", "min_GRPO", "mnist_DDP", "mnist_FSDP", *TRANSFORMERS]
 POSITIONAL = {"multigpu_torchrun": ["5", "1"], "multinode_torchrun": ["5", "1"]}
 SCRIPTS = [*NPROC, "min_FaultTolerant", "min_Generate", "rpc_param_server", "rpc_model_parallel"]
 MAY_BE_0 = {"weight-decay", "bucket-mb", "seed", "least", "clip", "num-workers", "max-restarts", "outer-momentum"}
-MAY_BE_0 |= {"warmup"}
-MAY_BE_0 |= {"imitation-steps", "clip-low", "clip-high"}  # of min_GRPO
-# Left out, nothing is done.
-WITHOUT_DEFAULT = {"checkpoint-dir", "output", "tensorboard", "snapshot-path", "layers"}
-WITHOUT_DEFAULT |= {"model", "prompts"}  # of min_Generate, which needs them
-PATHS = {"snapshot-path", "data-dir", "checkpoint-dir", "tensorboard", "output"}
-PATHS |= {"model", "data", "eval-data", "chat-template"}
-TEXTS = {("min_Generate", name) for name in ("model", "prompts", "output")}
-ZEROS = {("min_Generate", "temperature")}
+MAY_BE_0 |= {"warmup", "imitation-steps", "clip-low", "clip-high"}
+TEXTS = {"snapshot-path", "data-dir", "checkpoint-dir", "tensorboard", "output", "model", "data", "eval-data"}
+TEXTS |= {"chat-template"}
+# Left out, nothing is done. min_Generate needs a model and prompts.
+WITHOUT_DEFAULT = {"checkpoint-dir", "output", "tensorboard", "snapshot-path", "layers", "model", "prompts"}
 
 # As typed into a shell, and the options, values and numbers that must be in the line that answers, the wrong one first.
-FLYTE = "flyte_workflow.py"  # whose import takes seconds
-REFUSED = {
-    "min_DDP.py": """
-        --batch_size=-1 | --batch-size/--batch_size '-1' 1
-        --nproc a_b | --nproc 'a_b'
-        --frobnicate | --frobnicate
-    """,
-    "single_gpu.py": """
-        -5 1 | total_epochs '-5' 1
-        5 0 | save_every '0' 1
-        5 1 --batch_size=2.5 | --batch-size/--batch_size '2.5'
-    """,
-    "multigpu_torchrun.py": """
-        0 1 | total_epochs '0' 1
-        5 -1 | save_every '-1' 1
-    """,
-    "multinode_torchrun.py": """
-        5 0 | save_every '0' 1
-        RANK=0 WORLD_SIZE=3 5 1 --global-batch-size 2 | --global-batch-size 2 3
-        5 1 --num-workers -1 | --num-workers -1 0
-    """,
-    "min_FSDP.py": """
-        --nproc 3 --global-batch-size 16 | --global-batch-size 16 3
-    """,
-    "mnist_FSDP.py": """
-        --strategy local --nproc 2 | --strategy local 1 2
-        RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 --strategy local | --strategy local 1 2
-        RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 --strategy local --nproc 1 | --strategy local 1 2
-    """,
-    "llm_FSDP.py": """
-        --model folder | --model --data
-        --from-scratch | --from-scratch --model
-        --chat-template t | --chat-template
-        --lora 4 | --lora --model
-        --model folder --data a --lora 4 --from-scratch | --lora --model
-        --model folder --data a --lora-alpha 2 | --lora-alpha --lora
-        --model folder --data a --nf4 | --nf4 --lora
-        --model folder --data rows.npy | --data --eval-data
-        --model folder --data rows.npy --eval-data held-out.npy --pad | --data --pad --length
-        --model folder --data rows.npy --eval-data held-out.npy --length 64 | --data --pad --length
-        --output / | --output /
-        --length 1 | --length '1' 2
-    """,
-    "mnist_DDP.py": """
-        --clip -1 | --clip '-1' 0
-        --clip one | --clip 'one' 0
-        --lr fast | --lr 'fast' 0
-        --data cifar | --data 'cifar' 'synthetic' 'mnist'
-        --nproc 64 --accumulate 4 | --global-batch-size 128 256 64 --accumulate 4
-        --snapshot-path a.pt --output ./a.pt | --output ./a.pt --snapshot-path
-    """,
-    FLYTE: """
-        --epochs 0 | --epochs '0' 1
-        --nproc 2 | --nproc 2
-    """,
-    "min_DDP_scratch.py": """
-        --nproc 2 --accumulate 3 --global-batch-size 16 | --global-batch-size 16 6 --accumulate
-    """,
-    "min_FSDP_TP.py": """
-        --heads 3 --width 128 | --width 128 3
-        --length 1 | --length '1' 2 65536
-        --nproc 4 --replicate 2 --shard 4 | --nproc 4 --replicate 2 --shard 4 --tensor 1
-        --nproc 3 --tensor 2 | --nproc 3 --replicate 1 --shard 1 --tensor 2
-        --nproc 4 --replicate 2 --global-batch-size 6 | --global-batch-size 6 4 --replicate --shard
-        --nproc 3 --tensor 3 --heads 4 | --heads 4 3 --tensor
-        --nproc 2 --tensor 2 --length 31 | --length 31 2 --tensor
-    """,
-    "min_Bitwise.py": """
-        --nproc 3 | --nproc 3
-        --nproc 4 --global-batch-size 6 | --global-batch-size 6 4
-    """,
-    "min_CP.py": """
-        --nproc 2 --heads 1 | --heads 1 2
-        --nproc 3 --length 128 --attention all-gather | --length 128 3
-    """,
-    "min_DiLoCo.py": """
-        --outer-momentum 1 | --outer-momentum '1' 0 1
-        --nproc 3 --global-batch-size 16 | --global-batch-size 16 3
-    """,
-    "min_EP.py": """
-        --nproc 2 --experts 5 | --experts 5 2
-        --nproc 2 --top 9 | --top 9 8
-        --nproc 3 --global-batch-size 16 | --global-batch-size 16 3
-    """,
-    "min_EP_FSDP.py": """
-        --nproc 4 --expert-parallel 3 | --expert-parallel 3 4
-        --nproc 4 --expert-parallel 4 --experts 6 | --experts 6 4 --expert-parallel
-        --nproc 2 --top 9 | --top 9 8
-    """,
-    "min_GRPO.py": """
-        --nproc 3 --prompts 2 | --prompts 2 3
-        --group-size 1 | --group-size '1' 2
-        --temperature 0 | --temperature '0' 0.01
-    """,
-    "min_FaultTolerant.py": """
-        --timeout 0 | --timeout '0' 1
-    """,
-    "min_Packing.py": """
-        --nproc 2 --accumulate 3 --global-batch-size 16 | --global-batch-size 16 6 --accumulate
-    """,
-    "min_Join.py": """
-        --steps 20 --least 21 | --least 21 0 20 --steps
-        --nproc 3 --global-batch-size 16 | --global-batch-size 16 3
-    """,
-    "min_PP.py": """
-        --nproc 5 --layers 4 | --layers 4 5 1F1B
-        --nproc 2 --schedule DualPipeV --layers 3 | --layers 3 4 DualPipeV
-        --nproc 2 --micro-batches 1 | --micro-batches 1 2 1F1B
-        --nproc 2 --schedule DualPipeV --micro-batches 2 | --micro-batches 2 4 DualPipeV
-        --nproc 2 --schedule Interleaved1F1B --micro-batches 5 | --micro-batches 5 2
-        --nproc 2 --global-batch-size 12 --micro-batches 8 | --global-batch-size 12 8 --micro-batches
-    """,
-    "min_TP.py": """
-        --nproc 3 --heads 4 | --heads 4 3
-        --nproc 2 --length 9 | --length 9 2
-        --heads 3 --width 128 | --width 128 3
-    """,
-    "min_ZeRO.py": """
-        --nproc 3 --global-batch-size 16 | --global-batch-size 16 3
-    """,
-    "rpc_model_parallel.py": """
-        --global-batch-size 4 --micro-batches 5 | --micro-batches 5 1 4 --global-batch-size
-    """,
-}
+REFUSED = """
+min_DDP.py --batch_size=-1 | --batch-size/--batch_size '-1' 1
+min_DDP.py --frobnicate | --frobnicate
+single_gpu.py -5 1 | total_epochs '-5' 1
+single_gpu.py 5 0 | save_every '0' 1
+single_gpu.py 5 1 --batch_size=2.5 | --batch-size/--batch_size '2.5'
+multigpu_torchrun.py 0 1 | total_epochs '0' 1
+multigpu_torchrun.py 5 -1 | save_every '-1' 1
+multinode_torchrun.py 5 0 | save_every '0' 1
+RANK=0 WORLD_SIZE=3 multinode_torchrun.py 5 1 --global-batch-size 2 | --global-batch-size 2 3
+multinode_torchrun.py 5 1 --num-workers -1 | --num-workers -1 0
+min_FSDP.py --nproc 3 --global-batch-size 16 | --global-batch-size 16 3
+mnist_FSDP.py --strategy local --nproc 2 | --strategy local 1 2
+RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 mnist_FSDP.py --strategy local | --strategy local 1 2
+RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 mnist_FSDP.py --strategy local --nproc 1 | --strategy local 1 2
+llm_FSDP.py --model folder | --model --data
+llm_FSDP.py --from-scratch | --from-scratch --model
+llm_FSDP.py --chat-template t | --chat-template
+llm_FSDP.py --lora 4 | --lora --model
+llm_FSDP.py --model folder --data a --lora 4 --from-scratch | --lora --model
+llm_FSDP.py --model folder --data a --lora-alpha 2 | --lora-alpha --lora
+llm_FSDP.py --model folder --data a --nf4 | --nf4 --lora
+llm_FSDP.py --model folder --data rows.npy | --data --eval-data
+llm_FSDP.py --model folder --data rows.npy --eval-data held-out.npy --pad | --data --pad --length
+llm_FSDP.py --output / | --output /
+mnist_DDP.py --data cifar | --data 'cifar' 'synthetic' 'mnist'
+mnist_DDP.py --nproc 64 --accumulate 4 | --global-batch-size 128 256 64 --accumulate 4
+mnist_DDP.py --snapshot-path a.pt --output ./a.pt | --output ./a.pt --snapshot-path
+flyte_workflow.py --epochs 0 | --epochs '0' 1
+flyte_workflow.py --nproc 2 | --nproc 2
+min_DDP_scratch.py --nproc 2 --accumulate 3 --global-batch-size 16 | --global-batch-size 16 6 --accumulate
+min_FSDP_TP.py --heads 3 --width 128 | --width 128 3
+min_FSDP_TP.py --nproc 4 --replicate 2 --shard 4 | --nproc 4 --replicate 2 --shard 4 --tensor 1
+min_FSDP_TP.py --nproc 3 --tensor 2 | --nproc 3 --replicate 1 --shard 1 --tensor 2
+min_FSDP_TP.py --nproc 4 --replicate 2 --global-batch-size 6 | --global-batch-size 6 4 --replicate --shard
+min_FSDP_TP.py --nproc 3 --tensor 3 --heads 4 | --heads 4 3 --tensor
+min_FSDP_TP.py --nproc 2 --tensor 2 --length 31 | --length 31 2 --tensor
+min_Bitwise.py --nproc 3 | --nproc 3
+min_Bitwise.py --nproc 4 --global-batch-size 6 | --global-batch-size 6 4
+min_CP.py --nproc 2 --heads 1 | --heads 1 2
+min_CP.py --nproc 3 --length 128 --attention all-gather | --length 128 3
+min_DiLoCo.py --outer-momentum 1 | --outer-momentum '1' 0 1
+min_DiLoCo.py --nproc 3 --global-batch-size 16 | --global-batch-size 16 3
+min_EP.py --nproc 2 --experts 5 | --experts 5 2
+min_EP.py --nproc 2 --top 9 | --top 9 8
+min_EP.py --nproc 3 --global-batch-size 16 | --global-batch-size 16 3
+min_EP_FSDP.py --nproc 4 --expert-parallel 3 | --expert-parallel 3 4
+min_EP_FSDP.py --nproc 4 --expert-parallel 4 --experts 6 | --experts 6 4 --expert-parallel
+min_GRPO.py --nproc 3 --prompts 2 | --prompts 2 3
+min_GRPO.py --group-size 1 | --group-size '1' 2
+min_Packing.py --nproc 2 --accumulate 3 --global-batch-size 16 | --global-batch-size 16 6 --accumulate
+min_Join.py --steps 20 --least 21 | --least 21 0 20 --steps
+min_Join.py --nproc 3 --global-batch-size 16 | --global-batch-size 16 3
+min_PP.py --nproc 5 --layers 4 | --layers 4 5 1F1B
+min_PP.py --nproc 2 --schedule DualPipeV --layers 3 | --layers 3 4 DualPipeV
+min_PP.py --nproc 2 --micro-batches 1 | --micro-batches 1 2 1F1B
+min_PP.py --nproc 2 --schedule DualPipeV --micro-batches 2 | --micro-batches 2 4 DualPipeV
+min_PP.py --nproc 2 --schedule Interleaved1F1B --micro-batches 5 | --micro-batches 5 2
+min_PP.py --nproc 2 --global-batch-size 12 --micro-batches 8 | --global-batch-size 12 8 --micro-batches
+min_TP.py --nproc 3 --heads 4 | --heads 4 3
+min_TP.py --nproc 2 --length 9 | --length 9 2
+min_TP.py --heads 3 --width 128 | --width 128 3
+min_ZeRO.py --nproc 3 --global-batch-size 16 | --global-batch-size 16 3
+rpc_model_parallel.py --global-batch-size 4 --micro-batches 5 | --micro-batches 5 1 4 --global-batch-size
+""".strip().splitlines()
 
 
 @pytest.fixture(autouse=True)
@@ -162,22 +96,24 @@ def no_gpu(gpus, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("script", [*(script for script in REFUSED if script != FLYTE), *guards(FLYTE)])
-def test_a_mistake_is_one_line(script, main_of, monkeypatch):
-    for line in REFUSED[script].strip().splitlines():
-        if "DualPipeV" in line and torch.__version__ < "2.12":
-            continue  # there min_PP.py refuses the schedule itself
-        typed, expected = line.strip().split(" | ")
-        variables = re.findall(r"([A-Z_]+)=(\d+)", typed)
-        options = [word for word in typed.split() if not re.match("[A-Z_]+=", word)]
-        with monkeypatch.context() as patch:
-            for name, value in variables:
-                patch.setenv(name, value)
-            status, stderr = main_of(script, *options)
-        assert status == 2 and stderr.startswith(f"{script}: error: ") and stderr.count("\n") == 1
-        first, *others = expected.split()
-        assert f"argument {first}: " in stderr or f"unrecognized arguments: {first}" in stderr, typed
-        assert all(word in stderr for word in others), f"{typed}: {stderr}"
+def when(row):
+    if "DualPipeV" in row and torch.__version__ < "2.12":
+        return []  # there min_PP.py refuses the schedule itself
+    return guards(row) if "flyte" in row else [row]  # its import takes seconds
+
+
+@pytest.mark.parametrize("row", [each for row in REFUSED for each in when(row)])
+def test_a_mistake_is_one_line(row, main_of, monkeypatch):
+    typed, _, expected = row.partition(" | ")
+    variables = re.findall(r"\b([A-Z_]+)=(\d+)", typed)
+    for name, value in variables:
+        monkeypatch.setenv(name, value)
+    script, *options = typed.split()[len(variables) :]
+    status, stderr = main_of(script, *options)
+    assert status == 2 and stderr.startswith(f"{script}: error: ") and stderr.count("\n") == 1
+    first, *others = expected.split()
+    assert f"argument {first}: " in stderr or f"unrecognized arguments: {first}" in stderr
+    assert all(word in stderr for word in others), stderr
 
 
 def words_of(script, *options):
@@ -203,59 +139,51 @@ def test_help_shows_usage_and_all_defaults_and_every_number_and_choice_is_checke
     for option in options:
         name, value = re.match(r"--([\w-]+)(?:, --no-[\w-]+)?( \S+)?\s", option).groups()
         assert "(default:" in option or name in WITHOUT_DEFAULT, option
-        if value and name not in PATHS and (script, name) not in TEXTS:
-            may_not_be_0 = name not in MAY_BE_0 and (script, name) not in ZEROS
-            for wrong in ("x", "nan", "-1", *(["0"] if may_not_be_0 else [])):
-                status, stdout, stderr = exit_of(f"--{name}={wrong}")
-                assert (status, stdout, stderr.count("\n")) == (2, "", 1), f"{name} {wrong}"
-                assert stderr.startswith(f"{script}.py: error: argument --{name}: ") and wrong in stderr
+        is_text = name in TEXTS or (script, name) == ("min_Generate", "prompts")
+        may_be_0 = name in MAY_BE_0 or (script, name) == ("min_Generate", "temperature")
+        for wrong in ("x", "nan", "inf", "-1", "0")[: 4 if may_be_0 else 5] if value and not is_text else ():
+            status, stdout, stderr = exit_of(f"--{name}={wrong}")
+            assert (status, stdout, stderr.count("\n")) == (2, "", 1), f"{name} {wrong}"
+            assert stderr.startswith(f"{script}.py: error: argument --{name}: ") and wrong in stderr
 
 
 @pytest.mark.parametrize("script", NPROC)
-def test_nproc_is_the_number_of_processes(script, main_of, launched, gpus, monkeypatch):
+def test_nproc_is_the_number_of_processes(script, launched, gpus, monkeypatch):
     for visible, given, nprocs in ((0, (), 1), (0, ("--nproc", 4), 4), (4, (), 4), (4, ("--nproc", 1), 1)):
         gpus(visible)
         assert launched(*words_of(script, *given)).kwargs == {"nprocs": nprocs}
-    status, line = main_of(f"{script}.py", "--nproc", "8")
-    assert status == 2 and "argument --nproc: '8' " in line and " 4\n" in line
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
-    for visible in (0, 2):  # as on two machines with two GPUs each
-        gpus(visible)
-        assert launched(*words_of(script)).kwargs == {"nprocs": 4}, "the launcher's number"
+    gpus(2)  # as on two machines with two GPUs each
+    assert launched(*words_of(script)).kwargs == {"nprocs": 4}, "the launcher's number"
     assert launched(*words_of(script, "--nproc", 2)).kwargs == {"nprocs": 2}, "which `launch` refuses"
-    assert "argument --nproc: '0' " in main_of(f"{script}.py", "--nproc", "0")[1]
+
+
+def test_more_processes_than_gpus_are_refused(main_of, gpus):
+    gpus(4)
+    status, line = main_of("min_FSDP.py", "--nproc", "8")
+    assert status == 2 and "argument --nproc: '8' " in line and " 4\n" in line
 
 
 @pytest.mark.parametrize("script", TRANSFORMERS)
 def test_defaults_suit_any_number_of_processes(script, launched):
     """The script itself would refuse what does not fit."""
-    options = {"min_FSDP_TP": [(), ("--tensor", 0), ("--replicate", 0)], "min_CP": [(), ("--attention", "all-gather")]}
     for nproc in (*range(1, 9), 16):
-        for given in options.get(script, [()]):
-            given = [nproc if value == 0 else value for value in given]
-            args = launched(f"{script}.py", "--nproc", nproc, *given).args[1]
-            assert args.nproc == nproc and args.width % args.heads == 0
-            assert args.global_batch_size >= 16 and args.width >= 128 and args.heads >= 4
-    assert getattr(launched(f"{script}.py", "--steps", 4).args[1], "least", 3) == 3, "three quarters"
+        args = launched(f"{script}.py", "--nproc", nproc).args[1]
+        assert args.nproc == nproc and args.width % args.heads == 0
+        assert args.global_batch_size >= 16 and args.width >= 128 and args.heads >= 4
 
 
 def test_other_numbers_of_processes(launched, gpus):
+    for nproc in range(1, 9):
+        assert launched("min_FSDP_TP.py", "--nproc", nproc, "--tensor", nproc).args[1].heads % nproc == 0
     assert launched("mnist_FSDP.py", "--strategy", "local").kwargs == {"nprocs": 1}
     assert launched("rpc_model_parallel.py").kwargs == {"nprocs": 2}
     assert launched("rpc_param_server.py", "--trainers", 4).kwargs["nprocs"] == 5
+    assert launched("min_Join.py", "--steps", 4).args[1].least == 3, "three quarters"
     for visible, layers in ((0, 4), (2, 4), (8, 8)):  # enough for a stage on each
         gpus(visible)
         assert launched("min_PP.py").args[1].layers == layers
-
-
-@pytest.mark.parametrize("wrong", ["inf", "nan", "0", "-1", "1e999"])
-def test_a_positive_number_is_finite(wrong, capsys):
-    parser = options.ArgumentParser("What the script does.\n")
-    parser.add_argument("--lr", type=options.positive_number)
-    with pytest.raises(SystemExit):
-        parser.parse_args([f"--lr={wrong}"])
-    assert capsys.readouterr().err == f"{parser.prog}: error: argument --lr: '{wrong}' is not a finite number above 0\n"
 
 
 def test_an_option_may_be_typed_with_underscores():
@@ -272,32 +200,29 @@ def test_an_option_may_be_typed_with_underscores():
         assert vars(parser.parse_args(words.split())) == expected
 
 
-FOLDERS = [  # where scripts save, and the name of a file there
-    *[("llm_FSDP", option, "") for option in ("--checkpoint-dir", "--tensorboard")],
-    ("llm_FSDP", "--output", "result"),
-    *[(f"min_{name}", "--checkpoint-dir", "") for name in ("FSDP", "FSDP_TP", "PP_FSDP_TP", "Muon")],
-    ("mnist_FSDP", "--checkpoint-dir", ""),
-    ("multigpu_torchrun", "--snapshot-path", "snapshot.pt"),
-    *[(script, "--snapshot-path", "snapshot.pt") for script in ("min_Bitwise", "min_Stream")],
-    ("mnist_DDP", "--snapshot-path", "snapshot.pt"),
-    *[(script, "--output", "model.pt") for script in ("mnist_DDP", "mnist_FSDP", "min_GRPO")],
+FOLDERS = [  # where scripts save
+    *[("llm_FSDP", option) for option in ("--checkpoint-dir", "--tensorboard", "--output")],
+    *[(f"{name}_FSDP", "--checkpoint-dir") for name in ("min", "mnist")],
+    *[(f"min_{name}", "--checkpoint-dir") for name in ("FSDP_TP", "PP_FSDP_TP", "Muon")],
+    *[(name, "--snapshot-path") for name in ("multigpu_torchrun", "min_Bitwise", "min_Stream", "mnist_DDP")],
+    *[(name, "--output") for name in ("mnist_DDP", "mnist_FSDP", "min_GRPO")],
 ]
 
 
-@pytest.mark.parametrize(("script", "option", "name"), FOLDERS)
-def test_a_folder_is_made_or_one_line_says_why_not(script, option, name, main_of, launched, tmp_path):
+@pytest.mark.parametrize(("script", "option"), FOLDERS)
+def test_a_folder_is_made_or_one_line_says_why_not(script, option, main_of, launched, tmp_path):
     """A path may be empty, as from a variable that is not set."""
+    name = "" if option in ("--checkpoint-dir", "--tensorboard") else "saved.pt"
     assert launched(*words_of(script, option, tmp_path / "new" / "folder" / name))
     assert (tmp_path / "new" / "folder").is_dir()
     (tmp_path / "file").write_text("in the way")
-    words = words_of(script, option)
     for folder in (tmp_path / "file", tmp_path / "file" / "folder"):
-        message, stderr = main_of(*words, str(folder / name))
+        message, stderr = main_of(*words_of(script, option, folder / name))
         assert re.fullmatch(f"{option}: cannot write to {folder}: (File exists|Not a directory)", message)
         assert stderr == ""
     assert (tmp_path / "file").read_text() == "in the way"
-    message, stderr = main_of(*words, "")
-    assert re.match(f"{option}: (cannot write to |'' is not the name of a file$)", message) and stderr == ""
+    message, stderr = main_of(*words_of(script, option, ""))
+    assert message.startswith(f"{option}: ") and "''" in message and stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -309,14 +234,3 @@ def test_a_path_may_begin_with_the_home_folder(script, option, launched, monkeyp
     monkeypatch.setenv("HOME", str(tmp_path))
     args = launched(*words_of(script, f"--{option}=~/{script}/file")).args[1]
     assert getattr(args, option.replace("-", "_")) == f"{tmp_path}/{script}/file"
-
-
-def test_single_gpu_says_so_when_it_saves(main_of, monkeypatch):
-    monkeypatch.chdir("/sys")
-    message, _ = main_of("single_gpu.py", "1", "1")
-    assert re.fullmatch(r"cannot save /sys/checkpoint\.pt: .*", message)
-
-
-def test_without_docstrings_the_help_has_no_description():
-    """As under `python -OO`."""
-    assert options.ArgumentParser(None).format_help().startswith("usage: ")

@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -106,11 +105,8 @@ class Job:
     def __init__(self, folder, *arguments):
         for path in ROOT.glob("*.py"):
             shutil.copy(path, folder)
-        environment = {
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
-        }
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         less = ["--parsable", "--gpus-per-node", "1", "--cpus-per-task", "1", f"--chdir={folder}"]
         submit = ["sbatch", *less, ROOT / "launchers" / "slurm.sbatch", *map(str, arguments)]
         self.id = subprocess.run(submit, env=environment, check=True, capture_output=True, text=True).stdout.strip()
@@ -138,10 +134,6 @@ class Job:
         wait_until(lambda: self.field("JobState") == "PENDING" and subprocess.run(update).returncode == 0)
         wait_until(lambda: len(self.starts()) == 2)
 
-    def cancel(self):
-        command("scancel", self.id)
-        wait_until(lambda: self.field("JobState") == "CANCELLED")
-
 
 @pytest.mark.guard
 def test_preempted_it_saves_is_requeued_resumes_at_that_step_and_finishes(cluster, tmp_path):
@@ -159,52 +151,19 @@ def test_preempted_it_saves_is_requeued_resumes_at_that_step_and_finishes(cluste
     assert_same_models(tmp_path / "snapshot.pt", tmp_path / "expected.pt")
 
 
-def test_usr1_saves_and_requeues_and_scancel_ends(cluster, tmp_path):
-    job = Job(tmp_path, 10**6, 10**6, "--global-batch-size", 8)
-    job.wait_for_epochs(1)
-    command("scancel", "--signal=USR1", "--batch", job.id)
-    job.start_again()
-    (saved,) = re.findall(r"next is Epoch (\d+), Step (\d+)", job.text())
-    assert job.starts() == [("0", "0"), saved]
-    job.wait_for_epochs(len(re.findall(r"\| Epoch ", job.text())) + 1)
-    job.cancel()
-    time.sleep(3)  # the time in which it could be requeued
-    assert (job.field("JobState"), job.field("Restarts")) == ("CANCELLED", "1")
-
-
-def test_a_killed_agent_requeues_and_a_mistake_does_not(cluster, tmp_path):
+def test_a_killed_agent_requeues_and_scancel_does_not(cluster, tmp_path):
     job = Job(tmp_path, 10**6, 1, "--global-batch-size", 8)
     job.wait_for_epochs(2)
-    of_node = [p for p in psutil.process_iter() if is_of(p, job.id, "n2")]
+    node = {"SLURM_JOB_ID": job.id, "SLURMD_NODENAME": "n2"}
+    processes = [each for each in psutil.process_iter(["cmdline", "environ"]) if each.info["environ"]]
+    of_node = [each for each in processes if node.items() <= each.info["environ"].items()]
+    of_node = [each for each in of_node if "multinode_torchrun.py" in each.info["cmdline"]]
     assert len(of_node) == 2, of_node
     for process in of_node:  # the agent and its rank
         process.kill()
     job.start_again()
     (_, (epoch, step)) = job.starts()
     assert int(epoch) >= 2 and step == "0"
-    job.cancel()
-
-    mistaken = Job(tmp_path, 5, 1, "--global-batch-size", 1)
-    wait_until(mistaken.ended, 240)  # torchrun starts it four times
-    assert (mistaken.field("JobState"), mistaken.field("Restarts")) == ("FAILED", "0")
-    assert "1 is less than 2, the number of ranks" in mistaken.text()
-
-
-def is_of(process, job, node):
-    try:
-        environment, is_script = process.environ(), "multinode_torchrun.py" in process.cmdline()
-    except psutil.Error:
-        return False
-    return is_script and (environment.get("SLURM_JOB_ID"), environment.get("SLURMD_NODENAME")) == (job, node)
-
-
-def test_each_node_has_its_own_number_of_gpus_and_cpus(cluster, tmp_path):
-    (tmp_path / "torchrun").write_text('#!/bin/sh\necho "$SLURMD_NODENAME $2 of $SLURM_CPUS_PER_TASK"\n')
-    (tmp_path / "torchrun").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    job_file = (ROOT / "launchers" / "slurm.sbatch").read_text().replace("--gpus-per-node=4", "--gpus=3")
-    (tmp_path / "job").write_text(job_file)
-    submit = ["sbatch", "--wait", "--parsable", "--cpus-per-task=2", f"--chdir={tmp_path}", tmp_path / "job"]
-    job = subprocess.run(submit, env=environment, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
-    log = (tmp_path / f"multinode_torchrun-{job}.out").read_text()
-    assert sorted(log.splitlines()) == ["n1 2 of 2", "n2 1 of 2"]
+    command("scancel", job.id)
+    wait_until(lambda: job.field("JobState") == "CANCELLED")
+    assert job.field("Restarts") == "1"

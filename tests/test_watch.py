@@ -1,25 +1,23 @@
 """watch.py: one line names where each rank stands, only if the job stands still."""
 
 import contextlib
-import importlib
 import inspect
 import os
 import re
+import runpy
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as torch_dist
-from conftest import free_port, wait_until
+from conftest import ROOT, exit_message, wait_until
 from torch import nn
 from torch.multiprocessing import ProcessExitedException
-from torch.utils.data import DataLoader
 
 import distributed as dist
 import watch
@@ -50,34 +48,13 @@ def collective_of_one_rank(rank, log):
     torch_dist.broadcast(torch.ones(1), src=1)
 
 
-class Unreadable:
-    """A dataset on a disk that does not answer to rank 1."""
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        if dist.get_rank() == 1:
-            threading.Event().wait()
-        return index
-
-
-def data_loader(rank, log):
-    for _ in DataLoader(Unreadable(), num_workers=1):
-        dist.barrier()
-
-
-def compute_until_told(log, lines):
-    end = time.monotonic() + 60
-    while len(told(log)) < lines and time.monotonic() < end:
-        torch.rand(100, 100) @ torch.rand(100, 100)
-
-
 def long_computations(rank, log):
     """Of rank 0, of rank 1, and of rank 0 again."""
     for lines in (1, 2, 3):
         if rank == (lines - 1) % 2:
-            compute_until_told(log, lines)
+            end = time.monotonic() + 60
+            while len(told(log)) < lines and time.monotonic() < end:
+                torch.rand(100, 100) @ torch.rand(100, 100)
         dist.barrier()
 
 
@@ -128,9 +105,8 @@ def main_worker(local_rank, world_size, case, log, ends):
 
 
 def end_when_told(log):
-    end = time.monotonic() + 60
-    while not told(log) and time.monotonic() < end:
-        time.sleep(0.01)
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: told(log), seconds=60)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -142,13 +118,11 @@ def job(tmp_path, monkeypatch):
     """Run a job; returns what watch.py has told. If the job stands still, it ends once a line is told."""
     log = tmp_path / "job.log"
     log.touch()
+    monkeypatch.setenv("WATCH_SECONDS", str(SECONDS))
 
     def call(case, ends=True):
-        monkeypatch.setenv("WATCH_SECONDS", str(SECONDS))
-        expected = contextlib.nullcontext()
-        if not ends:
-            expected = pytest.raises(ProcessExitedException, match="rank 0 was killed by SIGKILL")
-        with expected:
+        killed = pytest.raises(ProcessExitedException, match="rank 0 was killed by SIGKILL")
+        with contextlib.nullcontext() if ends else killed:
             dist.launch(main_worker, case, log, ends, nprocs=2)
         return told(log)
 
@@ -167,7 +141,6 @@ def place(function, source):
     [
         (backward_against_barrier, ("torch_dist.barrier()", "loss.backward()")),
         (collective_of_one_rank, ("dist.reduce(torch.ones(1))", "torch_dist.broadcast(torch.ones(1), src=1)")),
-        (data_loader, ("dist.barrier()", "for _ in DataLoader(Unreadable(), num_workers=1):")),
     ],
 )
 def test_a_line_names_the_place_of_every_rank(case, sources, job):
@@ -196,12 +169,6 @@ def test_one_thread_watches_and_ends_with_the_process_group(job):
     assert job(leave) == []
 
 
-def test_a_single_process_is_not_watched():
-    threads = threading.enumerate()
-    watch.start()
-    assert threading.enumerate() == threads
-
-
 # ---- ranks that share a store, one look after the other -----------------------------------------------------------
 
 
@@ -224,9 +191,8 @@ def test_one_of_three_ranks_tells_where_all_stand(case, capsys):
             if look == "+":
                 store.add("watch questions", 1)
                 continue
-            if look not in ranks:
-                ranks[look] = watch.Standstill(store, int(look), 3)
-            ranks[look].look("abc"[int(look)])
+            rank = ranks.setdefault(look, watch.Standstill(store, int(look), 3))
+            rank.look("abc"[int(look)])
     lines = []
     for line in expected:
         places = ["computing, or ended" if place == "?" else f"in {place}" for place in line]
@@ -249,66 +215,17 @@ def test_generated_code_is_no_place(module):
     assert "generated[" in watch._describe(place[1:])  # place[0] is in watch.py
 
 
-# ---- scripts ------------------------------------------------------------------------------------------------------
-
-
-def hang_in_training(local_rank, world_size, script, args, log):
-    sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115 - open until the process ends
-    script = importlib.import_module(script)
-    if local_rank == 0:
-        threading.Thread(target=end_when_told, args=(log,), daemon=True).start()
-    if local_rank == 1:
-        script.Trainer.train = lambda trainer, total_epochs: threading.Event().wait()
-    script.main_worker(local_rank, world_size, args)
-
-
-@pytest.mark.parametrize("script", ["multigpu_torchrun", "multinode_torchrun"])
-def test_a_trainer_that_hangs_says_where(script, tmp_path, monkeypatch):
-    monkeypatch.setenv("WATCH_SECONDS", str(SECONDS))
-    log = tmp_path / "job.log"
-    log.touch()
-    args = SimpleNamespace(total_epochs=1, save_every=1, snapshot_path=str(tmp_path / "snapshot.pt"))
-    args.batch_size = args.global_batch_size = 64
-    args.num_workers = 0
-    args.timeout = 60
-    with pytest.raises(ProcessExitedException, match="rank 0 was killed by SIGKILL"):
-        dist.launch(hang_in_training, script, args, log, nprocs=2)
-    (line,) = told(log)
-    assert re.fullmatch(rf"rank 0 in {script}\.py:\d+ .* \| rank 1 in test_watch\.py:\d+ .*wait\(\)", line)
-
-
-def meet_elsewhere(local_rank, world_size, method, log):
-    sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115 - open until the process ends
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
-        del os.environ[name]
-    torch_dist.init_process_group("gloo", init_method=method, rank=local_rank, world_size=world_size)
-    watch.start()
-    if local_rank == 0:
-        wait_until(lambda: told(log), seconds=60)
-    torch_dist.barrier()
-    torch_dist.destroy_process_group()
-
-
-def test_it_needs_no_variables(tmp_path, monkeypatch):
-    """The group's own store is used, wherever its processes have met."""
-    monkeypatch.setenv("WATCH_SECONDS", str(SECONDS))
-    for number, method in enumerate((f"tcp://127.0.0.1:{free_port()}", f"file://{tmp_path}/meet")):
-        log = tmp_path / f"{number}.log"
-        log.touch()
-        dist.launch(meet_elsewhere, method, log, nprocs=2)
-        assert len(told(log)) == 1
+@pytest.mark.parametrize("script", ["llm_FSDP", "mnist_DDP", "mnist_FSDP", "multigpu_torchrun", "multinode_torchrun"])
+def test_a_script_starts_it_once_the_group_is_made(script):
+    source = (ROOT / f"{script}.py").read_text()
+    assert re.search(r"\n    dist\.init_process_group\(.*\)\n    watch\.start\(\)", source)
 
 
 def test_a_number_of_seconds_that_is_none_is_one_line(monkeypatch):
-    try:
-        for value in ("0", "0.0", "-1", "nan", "inf", "soon"):
-            monkeypatch.setenv("WATCH_SECONDS", value)
-            with pytest.raises(SystemExit, match=rf"^WATCH_SECONDS is '{value}': [^\n]*$"):
-                importlib.reload(watch)
-        for value, seconds in {"": 30, "0.5": 0.5, "12": 12}.items():
-            monkeypatch.setenv("WATCH_SECONDS", value)
-            importlib.reload(watch)
-            assert seconds == watch.STILL_SECONDS
-    finally:
-        monkeypatch.undo()
-        importlib.reload(watch)
+    for value in ("0", "0.0", "-1", "nan", "inf", "soon"):
+        monkeypatch.setenv("WATCH_SECONDS", value)
+        line = exit_message(runpy.run_path, watch.__file__)
+        assert line.startswith(f"WATCH_SECONDS is '{value}': ")
+    for value, seconds in {"": 30, "0.5": 0.5, "12": 12}.items():
+        monkeypatch.setenv("WATCH_SECONDS", value)
+        assert runpy.run_path(watch.__file__)["STILL_SECONDS"] == seconds
