@@ -128,17 +128,21 @@ def imitator():
 
 
 @functools.cache
-def reference(case):
-    """Parameters by name, the reward of every step and which groups have a signal, and the held-out share at last."""
+def reference(case, delay=0):
+    """Parameters by name, the reward of every step and which groups have a signal, and the held-out share at last.
+
+    The answers of a step are drawn by the weights before the step that was `delay` steps ago.
+    """
     optimizer_name, sparse, changes = CASES[case]
     args = arguments(**changes)
     start_model = imitator()
     model = copy.deepcopy(start_model)
     with float64(), small():
         optimizer = make_optimizer(optimizer_name, model.parameters(), args.lr)
-        lengths, rewards, signals = set(), [], []
+        lengths, rewards, signals, history = set(), [], [], []
         for step in range(args.steps):
-            batch, of_step = draw_all(model, step, sparse, args)
+            history.append(copy.deepcopy(model))
+            batch, of_step = draw_all(history[max(step - delay, 0)], step, sparse, args)
             lengths |= {len(answer) for _, answer, *_ in batch}
             for _ in range(args.inner_steps):
                 loss = sum(loss_of_answer(model, args, *answer) for answer in batch)
