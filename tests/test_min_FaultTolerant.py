@@ -43,7 +43,7 @@ MANY = [
     (13, DECISION, 1, KILL),
     (16, "sum_gradients: after backward", 0, KILL),
     (19, ALL_REDUCE, 2, KILL),
-    (22, "vote: after add", 2, KILL),  # before another one's
+    (22, "vote: after add", 2, KILL),  # the others may commit the step
     (25, LAST_VOTE, 0, KILL),
     (28, "train_in: before take_step", 0, KILL),
     (31, ALL_REDUCE, 0, KILL),  # two at once
@@ -99,10 +99,14 @@ class Events:
             if self.planned(CONNECTING):
                 quorum.store = ConnectingStore(quorum.store, lambda: self.at(CONNECTING, {}, None))
         elif place == "train_in: before sum_gradients":
-            self.step, self.rank = names["step"], names["quorum"].rank
-            self.wait_for_new_members(names["quorum"])
-        elif place == "train_in: before vote":
-            self.wait_for_votes(names["self"])
+            quorum = names["quorum"]
+            self.step, self.rank = names["step"], quorum.rank
+            if self.plan and self.step < self.plan[-1][0] + 3:
+                wait_until(lambda: len(quorum.members) + n_waiting(quorum) >= self.n)
+        elif place == "train_in: before vote" and any(map(self.planned, (place, LAST_VOTE, DECISION))):
+            quorum = names["self"]
+            n_votes = len(quorum.members) * (self.step - quorum.first_step + 1) - 1  # of all others
+            wait_until(lambda: quorum.store.add(f"{quorum.number} votes", 0) == n_votes)
         elif place == "run_trainer: after train" and result:
             torch.save(full_parameters(result.model), self.folder / f"{os.getpid()}.pt")
         event = self.planned(place)
@@ -120,8 +124,7 @@ class Events:
         return None
 
     def marker(self, event):
-        step, where, rank, _ = event
-        return self.folder / f"step {step}, {where}, rank {rank}"
+        return self.folder / f"event {event}"
 
     def send(self, number):
         if number == RAISE:
@@ -130,26 +133,6 @@ class Events:
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(60)
         os.kill(os.getpid(), number)
-
-    def wait_for_new_members(self, quorum):
-        if self.plan and self.step < self.plan[-1][0] + 3:
-            wait_until(lambda: len(quorum.members) + n_waiting(quorum) >= self.n)
-
-    def wait_for_votes(self, quorum):
-        before = len(quorum.members) * (self.step - quorum.first_step)  # votes for the steps before
-
-        def n_votes():
-            return quorum.store.add(f"{quorum.number} votes", 0) - before
-
-        if any(map(self.planned, ("train_in: before vote", LAST_VOTE, DECISION))):
-            wait_until(lambda: n_votes() == len(quorum.members) - 1)
-        for event in self.plan:
-            if (
-                event[:2] == (self.step, "vote: after add")
-                and self.rank != event[2]
-                and not self.marker(event).exists()
-            ):
-                wait_until(lambda: n_votes() > 0)
 
 
 class ConnectingStore(torch_dist.Store):
@@ -220,7 +203,7 @@ def check(plan, optimizer, folder, capfd, **changes):
     run_job(worker, arguments(N, **changes), optimizer, plan, folder)
     out, err = capfd.readouterr()
     print(out, err)
-    assert len(list(folder.glob("step*"))) == len(plan), "all have happened"
+    assert len(list(folder.glob("event *"))) == len(plan), "all have happened"
     assert len(re.findall(r"^process \d+ was killed by SIGKILL$", out, re.M)) == len(plan), "no other process has ended"
     assert len(re.findall(r"^process \d+ trains$", out, re.M)) == N + len(plan)
     tolerance = 1e-9 if optimizer == "AdamW" else 1e-12  # AdamW enlarges the rounding of gradients near 0

@@ -148,7 +148,8 @@ def reference(case, delay=0):
                 loss = sum(loss_of_answer(model, args, *answer) for answer in batch)
                 transformer.take_step(model, optimizer, loss / sum(len(answer) for _, answer, *_ in batch))
             rewards.append(sum(of_step) / len(of_step))
-            signals.append([batch[first][2] != 0 for first in range(0, len(batch), args.group_size)])
+            advantages = torch.tensor([advantage for _, _, advantage, _ in batch]).view(-1, args.group_size)
+            signals.append(advantages.any(dim=1).tolist())
         before, after = transformer.full_parameters(start_model), transformer.full_parameters(model)
         assert all((after[name] - before[name]).abs().max() > 1e-5 for name in before if name != "position.weight")
         assert len(lengths) > 3
@@ -222,38 +223,25 @@ def test_the_bytes_whose_gradient_is_cut_off_are_counted():
 
 # ---- wrong versions -------------------------------------------------------------------------------------------------
 
-WRONG = [  # a module, its text, what stands in its place, and the case that notices
-    ("min_GRPO", "all_reduce(n_bytes, group=group)  # so", "all_reduce(n_bytes.clone(), group=group)  # so", 0),
-    ("min_GRPO", "(loss * torch_dist.get_world_size(group)).backward()  # DDP", "loss.backward()  # DDP", 0),
-    ("min_GRPO", "new = log_probabilities_of(model, tokens, mask, args.temperature)", None, 0),
-    ("min_GRPO", "for number in numbers]\n    drawn = gpt", "for number in range(len(numbers))]\n    drawn = gpt", 0),
-    ("min_GRPO", "groups.nanmean(dim=1, keepdim=True)", "groups.nanmean()", 0),
-    ("min_GRPO", "in_loss = mask[:, 1:]", "in_loss = mask[:, 1:] & (tokens[:, 1:] != STOP)", 0),
-    ("gpt_generate", "positions = lengths[rows] + number", "positions = torch.full_like(rows, longest + number)", 0),
-    ("gpt_generate", "logits = logits[row_numbers, lengths - 1]", "logits = logits[:, -1]", 0),
-    ("min_GRPO", "return -torch.minimum(ratio * advantages, clipped * advantages)", "return -ratio * advantages", 1),
+WRONG = [  # a text of the script, what stands in its place, and the case that notices
+    ("all_reduce(n_bytes, group=group)  # so", "all_reduce(n_bytes.clone(), group=group)  # so", 0),
+    ("(loss * torch_dist.get_world_size(group)).backward()  # DDP", "loss.backward()  # DDP", 0),
+    ("model, tokens, mask, args.temperature)\n        ratio", "model, tokens, mask, 1.0)\n        ratio", 0),
+    ("for number in numbers]\n    drawn = gpt", "for number in range(len(numbers))]\n    drawn = gpt", 0),
+    ("groups.nanmean(dim=1, keepdim=True)", "groups.nanmean()", 0),
+    ("in_loss = mask[:, 1:]", "in_loss = mask[:, 1:] & (tokens[:, 1:] != STOP)", 0),
+    ("return -torch.minimum(ratio * advantages, clipped * advantages)", "return -ratio * advantages", 1),
 ]
 
 
-def planted(name, before, after):
-    """The module min_GRPO, with a defect in itself or in its generate."""
-    source = (ROOT / f"{name}.py").read_text()
-    assert source.count(before) == 1, before
-    module = types.ModuleType(name)
-    exec(compile(source.replace(before, after), name, "exec"), vars(module))
-    if name == "min_GRPO":
-        return module
-    user = types.ModuleType("min_GRPO")
-    exec(compile((ROOT / "min_GRPO.py").read_text(), "min_GRPO", "exec"), vars(user))
-    user.gpt_generate = module
-    return user
-
-
 @on_processes(*slow(2))
-@pytest.mark.parametrize(("name", "before", "after", "case"), WRONG)
+@pytest.mark.parametrize(("before", "after", "case"), WRONG)
 @float64()
-def test_wrong_versions_are_noticed(name, before, after, case):
-    module = planted(name, before, after or before.replace("args.temperature", "1.0"))
+def test_wrong_versions_are_noticed(before, after, case):
+    source = (ROOT / "min_GRPO.py").read_text()
+    assert source.count(before) == 1
+    module = types.ModuleType("min_GRPO")
+    exec(compile(source.replace(before, after), "min_GRPO", "exec"), vars(module))
     parameters, _ = train(case, module)
     expected, *_ = reference(case)
     assert max((parameters[name] - value).abs().max() for name, value in expected.items()) > 1e-6
@@ -336,10 +324,8 @@ def test_the_task():
     prompts = min_GRPO.make_prompts("any", 400, 0)
     assert prompts == min_GRPO.make_prompts("any", 400, 0) != min_GRPO.make_prompts("other", 400, 0)
     assert prompts != min_GRPO.make_prompts("any", 400, 1)
-    assert {len(prompt) for prompt in prompts} == {6, 7, 8, 9} and all(prompt.endswith(b"=") for prompt in prompts)
     assert min_GRPO.reward(b"62615=", b"12566\n") == 1
     assert [min_GRPO.reward(b"62615=", wrong) for wrong in (b"12566", b"12656\n", b"1256\n", b"")] == [0, 0, 0, 0]
     answers = min_GRPO.teacher_answers(prompts, "a seed")
     rewards = [min_GRPO.reward(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
     assert 0.2 < sum(rewards) / 400 < 0.5, "exchanged neighbours may be equal"
-    assert all(sorted(answer) == sorted(prompt[:-1] + b"\n") for prompt, answer in zip(prompts, answers, strict=True))
