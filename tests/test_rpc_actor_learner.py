@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, float64, killed_in, run, slow_clock
+from conftest import ROOT, float64, killed_in, run
 from test_rpc_param_server import own_lines, without_a_late_answer
 from torch import nn
 from torch.multiprocessing import ProcessExitedException
@@ -114,45 +114,29 @@ def test_it_equals_one_process_and_each_step_is_one_forward_pass(observers, capf
 
 @pytest.fixture
 def learner(monkeypatch):
-    """A learner of three observers in this process."""
-    monkeypatch.setattr(rpc_actor_learner, "time", slow_clock())
-    own = rpc_actor_learner.Learner([1, 2, 3], torch.device("cpu"), arguments(updates=2))
+    """A learner of four observers in this process."""
+    own = rpc_actor_learner.Learner([1, 2, 3, 4], torch.device("cpu"), arguments())
     monkeypatch.setattr(rpc_actor_learner, "learner", own)
     return own
 
 
-def test_it_waits_for_those_in_an_episode_only(learner, capsys):
-    states, actions = torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64)
-    first = rpc_actor_learner.act(1, [0.1, 0.0, 0.0, 0.0])
-    assert not first.done()
-    finished = rpc_actor_learner.finish_episode(2, states, actions)
-    assert not first.done() and not finished.done()
-    rpc_actor_learner.lose(3)
-    expected = learner.policy(torch.tensor([[0.1, 0.0, 0.0, 0.0]])).sigmoid().item()
-    assert first.wait() == pytest.approx(expected), "nobody waits for who is lost, or has finished"
-    last = rpc_actor_learner.finish_episode(1, states[:2], actions[:2])
-    assert finished.wait() and last.wait() and learner.returns == [2, 5]
-    alone = rpc_actor_learner.act(1, [0.0] * 4)
-    rpc_actor_learner.lose(2)
-    assert alone.done()
-    assert rpc_actor_learner.finish_episode(1, states, actions).wait() is False, "all updates are made"
-    lost = "observer 3 is lost\nobserver 2 is lost\n"
-    assert capsys.readouterr().out.startswith(f"{lost}update 2/2 | 3 episodes | mean return 4.0 | 6 actions/s\n")
-
-
-def test_a_lost_observer_holds_up_nobody_and_its_calls_change_nothing(learner):
-    rpc_actor_learner.act(3, [0.0] * 4)
-    answers = [rpc_actor_learner.act(1, [0.0] * 4)]
-    rpc_actor_learner.lose(3)
-    answers.append(rpc_actor_learner.act(2, [0.0] * 4))
-    assert all(answer.done() for answer in answers), "the others are answered"
-    rpc_actor_learner.act(3, [0.0] * 4)  # what it sent before it died may come afterwards
-    answers = [rpc_actor_learner.act(observer, [0.0] * 4) for observer in (1, 2)]
+def test_nobody_waits_for_a_lost_observer_and_its_late_calls_change_nothing(learner):
+    state, episode = [0.0] * 4, (torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64))
+    rpc_actor_learner.act(3, state)
+    answers = [rpc_actor_learner.act(1, state)]
+    rpc_actor_learner.lose(3)  # which has asked
+    answers += [rpc_actor_learner.act(observer, state) for observer in (2, 4)]
     assert all(answer.done() for answer in answers)
-    rpc_actor_learner.finish_episode(3, torch.zeros(9, 4), torch.zeros(9, dtype=torch.int64))
-    for observer in (1, 2):
-        last = rpc_actor_learner.finish_episode(observer, torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64))
-    assert last.done() and learner.returns == [5, 5]
+    rpc_actor_learner.act(3, state)
+    answers = [rpc_actor_learner.act(observer, state) for observer in (1, 2)]
+    assert not any(answer.done() for answer in answers)
+    rpc_actor_learner.lose(4)  # which has not
+    assert all(answer.done() for answer in answers)
+    rpc_actor_learner.finish_episode(3, *episode)
+    updated = rpc_actor_learner.finish_episode(1, *episode)
+    assert not updated.done()
+    rpc_actor_learner.lose(2)  # in its episode
+    assert updated.done() and learner.returns == [5]
 
 
 def test_it_has_done_when_the_last_100_episodes_reach_the_goal(learner):
