@@ -8,11 +8,10 @@ import uuid
 import psutil
 import pytest
 import torch
-from conftest import ROOT, finish, float64, slow_clock, start
+from conftest import ROOT, finish, float64, slow_clock, start, wait_for
 from test_launch import listening, wait_for_the_end_of
-from test_rpc_param_server import io_bytes, own_lines, through_sockets, without_a_late_answer
+from test_rpc_param_server import io_bytes, own_lines, start_on_machines, through_sockets, without_a_late_answer
 from torch import nn
-from torch.distributed import TCPStore
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -149,31 +148,22 @@ def test_the_table_is_updated_once_when_all_have_pushed():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_on_several_machines_a_killed_process_ends_all_others_and_is_named():
-    """One command per process, as torchrun's agents on machines of their own would start them."""
-    options = ("--steps", 100_000, "--rows", 1000, "--log-every", 1, "--timeout", 30)
-    for victim, name in ((3, "trainer1"), (1, "server1")):
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        env |= {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}
-        jobs = []
-        for rank in range(4):
-            env_of_rank = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            jobs.append(start(SCRIPT, "--servers", 2, *options, env=env_of_rank))
-        jobs[2].stdout.readline()  # of the first step
-        begin = time.monotonic()
-        jobs[victim].kill()
-        errors = {}
-        for rank in set(range(4)) - {victim}:
-            status, _, errors[rank] = finish(jobs[rank], timeout=60)
-            assert status == 1 and "Traceback" not in errors[rank], errors[rank]
-            # The line may stand in the middle of a warning that a thread of torch's logs at the same moment.
-            assert errors[rank].count(" is lost") == 1, errors[rank]
-        finish(jobs[victim])
-        assert f"{name} is lost" in errors[0] and time.monotonic() - begin < 30
-        if name == "server1":
-            assert "server1 is lost" in errors[2] and "server1 is lost" in errors[3]
+@pytest.mark.parametrize(("victim", "name"), [(3, "trainer1"), (1, "server1")])
+def test_on_several_machines_a_killed_process_ends_all_others_and_is_named(victim, name, tmp_path):
+    options = ("--servers", 2, "--steps", 100_000, "--rows", 1000, "--log-every", 1, "--timeout", 30)
+    _store, jobs, logs = start_on_machines(4, tmp_path, SCRIPT, *options, LOCAL_WORLD_SIZE="4")
+    wait_for(lambda: logs[2].exists() and "step 1/" in logs[2].read_text(), jobs[2])
+    begin = time.monotonic()
+    jobs[victim].kill()
+    for rank in set(range(4)) - {victim}:
+        jobs[rank].join(60)
+        output = logs[rank].read_text()
+        assert jobs[rank].exitcode == 1 and "Traceback" not in output, output
+        # The line may stand in the middle of a warning that a thread of torch's logs at the same moment.
+        assert output.count(" is lost") == 1, output
+        if rank == 0 or name == "server1":
+            assert f"{name} is lost" in output
+    assert time.monotonic() - begin < 30
 
 
 @pytest.mark.slow

@@ -338,17 +338,23 @@ def other_interface():
     pytest.skip("this machine has no address but loopback")
 
 
-def test_it_listens_on_the_named_interface_only_and_trainers_end_with_their_server(tmp_path):
-    """One process per role, as torchrun's agents on three machines would start them."""
+def start_on_machines(n, folder, script, *options, **more):
+    """A process for each of `n` ranks, as torchrun's agents on machines of their own start them.
+
+    Returns the store, which must live as long as they do, the processes, and their logs.
+    """
     store = spawn.start_store()
-    name, address = other_interface()
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    env |= {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
-    env |= {"TP_SOCKET_IFNAME": name, "GLOO_SOCKET_IFNAME": name}
-    logs = [tmp_path / str(rank) for rank in range(3)]
-    jobs = []
-    for rank, log in enumerate(logs):
-        jobs.append(start_forked(log, SCRIPT, "--epochs", 1000, env={**env, "RANK": str(rank)}))
+    env |= {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1", **more}
+    logs = [folder / f"rank {rank}" for rank in range(n)]
+    jobs = [start_forked(log, script, *options, env={**env, "RANK": str(rank)}) for rank, log in enumerate(logs)]
+    return store, jobs, logs
+
+
+def test_it_listens_on_the_named_interface_only_and_trainers_end_with_their_server(tmp_path):
+    name, address = other_interface()
+    interfaces = {"TP_SOCKET_IFNAME": name, "GLOO_SOCKET_IFNAME": name}
+    _store, jobs, logs = start_on_machines(3, tmp_path, SCRIPT, "--epochs", 1000, **interfaces)
     training = "Training on 2 x cpu, hogwild, batch 32 each\n"
     wait_for(lambda: logs[0].exists() and training in logs[0].read_text(), jobs[0])
     assert addresses_of(psutil.Process(job.pid) for job in jobs) == {address}, "neither loopback nor all interfaces"
