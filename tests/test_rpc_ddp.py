@@ -161,7 +161,7 @@ def test_on_several_machines_a_killed_process_ends_all_others_and_is_named(victi
         assert jobs[rank].exitcode == 1 and "Traceback" not in output, output
         # The line may stand in the middle of a warning that a thread of torch's logs at the same moment.
         assert output.count(" is lost") == 1, output
-        if rank == 0 or name == "server1":
+        if rank == 0:  # the others may notice first that rank 0 has left
             assert f"{name} is lost" in output
     assert time.monotonic() - begin < 30
 
