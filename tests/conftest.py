@@ -236,8 +236,8 @@ def agreed_message(function, *args, **kwargs):
     return message
 
 
-def killed_in(target, call=1, at_its_end=False):
-    """A patch with which this process is killed in its `call`-th call of the function `target`."""
+def killed_in(target, call=1, at_its_end=False, how=signal.SIGKILL):
+    """A patch with which this process gets the signal `how` in its `call`-th call of the function `target`."""
     function, calls = pkgutil.resolve_name(target), []
 
     def count(*args, **kwargs):
@@ -246,7 +246,7 @@ def killed_in(target, call=1, at_its_end=False):
         if len(calls) < call or at_its_end:
             result = function(*args, **kwargs)
         if len(calls) == call:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), how)
         return result
 
     return mock.patch(target, count)

@@ -1,28 +1,28 @@
 """min_DDP.py itself: its parameters, its printed numbers, and what it does with options."""
 
 import argparse
+import contextlib
 import functools
+import io
 import re
 from unittest import mock
 
 import pytest
 import seed_snippet
 import torch
-from conftest import float64
+from conftest import float64, on_processes
 from images import assert_equal_states
 
 import distributed as dist
 import min_DDP
 
-EPOCH = re.compile(r"Finish epoch \d+ - acc: (\d\.\d{4}) \((\d+)/(\d+)\) - loss: (\d+\.\d{4})")
 
-
-def test_the_snippet_gives_the_metrics_of_one_process_on_1_2_and_4(capfd, monkeypatch):
+def test_the_snippet_gives_the_metrics_of_one_process_on_1_2_and_4(capfd, gpus):
     x, y = seed_snippet.data().tensors
     output = seed_snippet.build_model()(x)
     correct = (output.argmax(dim=1) == y).sum().item()
     expected = f"{torch.nn.functional.cross_entropy(output, y).item():.6f} {correct}/24\n"
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    gpus(0)
     for options in ({}, {"nprocs": 2}, {"nprocs": 4}):
         dist.launch(seed_snippet.main_worker, **options)
         assert capfd.readouterr().out == expected
@@ -72,47 +72,39 @@ def train_alone(optimizer_class, args, nprocs, data_size):
     return model.state_dict(), lines
 
 
-def train_worker(local_rank, world_size, path, optimizer_name, data_size):
-    evaluate = min_DDP.evaluate
-
-    def save_and_evaluate(model, *args):
-        torch.save(model.state_dict(), f"{path}/{local_rank}.pt")
-        result = evaluate(model, *args)
-        assert not model.training, "dropout would be at work"
-        return result
-
-    with (
-        float64(),
-        mock.patch("torch.optim.Adam", getattr(torch.optim, optimizer_name)),
-        mock.patch("min_DDP.DummyDataset", functools.partial(min_DDP.DummyDataset, length=data_size)),
-        mock.patch("min_DDP.evaluate", save_and_evaluate),
-    ):
-        min_DDP.main_worker(local_rank, world_size, arguments(world_size))
-
-
+@on_processes(1, 2, 4)
 @pytest.mark.parametrize("optimizer_name", ["SGD", "Adam"])
-@pytest.mark.parametrize("nprocs", [1, 2, 4])
-def test_it_trains_and_prints_as_one_process_does(nprocs, optimizer_name, tmp_path, capfd):
+@float64()
+def test_it_trains_and_prints_as_one_process_does(optimizer_name):
+    n_processes = dist.get_world_size()
+    args = arguments(n_processes)
     data_size = 126  # no multiple of 4: two samples are drawn twice, and counted once
-    dist.launch(train_worker, str(tmp_path), optimizer_name, data_size, nprocs=nprocs)
-    with float64():
-        expected, lines = train_alone(getattr(torch.optim, optimizer_name), arguments(nprocs), nprocs, data_size)
-    for rank in range(nprocs):
-        assert_equal_states(torch.load(tmp_path / f"{rank}.pt", weights_only=True), expected)
-    assert capfd.readouterr().out.splitlines()[2:] == lines, "only the primary rank prints"
+    expected, lines = train_alone(getattr(torch.optim, optimizer_name), args, n_processes, data_size)
+    evaluate, models = min_DDP.evaluate, []
+
+    def recorded_evaluate(model, *rest):
+        models.append(model)
+        return evaluate(model, *rest)
+
+    dataset = functools.partial(min_DDP.DummyDataset, length=data_size)
+    with (
+        mock.patch.multiple("min_DDP", DummyDataset=dataset, evaluate=recorded_evaluate),
+        mock.patch("torch.optim.Adam", getattr(torch.optim, optimizer_name)),
+        contextlib.redirect_stdout(io.StringIO()) as stdout,
+    ):
+        min_DDP.main_worker(dist.get_local_rank(), n_processes, args)
+    assert_equal_states(models[0].state_dict(), expected)
+    assert not models[0].training, "dropout would be at work in the evaluation"
+    assert stdout.getvalue().splitlines()[2:] == (lines if dist.is_primary() else [])
 
 
 def test_it_starts_two_processes_and_learns(job_of):
     settings, first, *lines, last = job_of("min_DDP.py", "--nproc", 2).splitlines()
     assert settings == "Settings: epochs 5, batch_size 16, seed 0, nproc 2"
     assert first == "Training on 2 x cpu, global batch 32"
-    matches = [EPOCH.fullmatch(line) for line in lines]
-    assert len(matches) == 5
-    assert {match[3] for match in matches} == {"256"}
-    accuracy, n = re.fullmatch(r"Finished: accuracy (\d\.\d{4}) \(\d+/(\d+)\)", last).groups()
-    assert n == "256" and float(accuracy) > 0.95
-    losses = [float(match[4]) for match in matches]
-    assert losses[-1] < losses[0] / 2
+    losses = [float(line.rpartition(" ")[2]) for line in lines]
+    assert len(losses) == 5 and losses[-1] < losses[0] / 2
+    assert float(re.fullmatch(r"Finished: accuracy (\d\.\d{4}) \(\d+/256\)", last)[1]) > 0.95
 
 
 def test_the_data_are_the_same_on_every_rank_and_in_every_run():

@@ -6,13 +6,11 @@ import json
 import os
 import random
 import re
-import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-from conftest import Bomb, Watch, exit_message, guards, killed_in, slow
+from conftest import Bomb, Watch, exit_message, guards, killed_in, on_processes, slow
 from test_gpt_generate import continue_alone, peaked_model
 from torch.multiprocessing import ProcessExitedException
 
@@ -22,7 +20,7 @@ import gpt_generate
 import min_Generate
 
 SIZES = {"layers": 2, "width": 36, "heads": 6, "length": 80}
-NEW_BYTES, STOP, TEMPERATURE, SEED = 30, b"B", 0.7, 4
+NEW_BYTES, TEMPERATURE, SEED = 30, 0.7, 4
 FILES = ("--model", "model.pt", "--prompts", "prompts.jsonl")
 OPTIONS = ("--new-bytes", NEW_BYTES, "--temperature", TEMPERATURE, "--seed", SEED, "--batch-size", 5)
 LAST_LINE = re.compile(r"24 answers \| ([\d,]+) new bytes")
@@ -33,14 +31,19 @@ for number in range(23):
 RECORDS.append({**RECORDS[5], "id": "again"})
 
 
+def make_model():
+    """Some of its answers end before NEW_BYTES."""
+    return peaked_model(SIZES["width"], SIZES["heads"], SIZES["length"], seed=6)
+
+
 @functools.cache
 def reference():
     """The bytes that continue each prompt, without cache, batch and padding, with the stop byte."""
-    model, answers = peaked_model(SIZES["width"], SIZES["heads"], SIZES["length"], seed=5), []
+    model, answers = make_model(), []
     for number, record in enumerate(RECORDS):
         prompt = record["prompt"].encode()
         (drawn,) = gpt_generate.uniform(f"{SEED} {number}", 1, NEW_BYTES)
-        text, _ = continue_alone(model, prompt, drawn, STOP[0], TEMPERATURE)
+        text, _ = continue_alone(model, prompt, drawn, ord("\n"), TEMPERATURE)
         answers.append(text.removeprefix(prompt))
     assert len({len(answer) for answer in answers}) > 5 and answers[5] != answers[-1], "and stops"
     return answers
@@ -49,135 +52,123 @@ def reference():
 def check_answers(folder):
     """`cat folder/*.jsonl` has all answers in the order of the prompts."""
     lines = "".join(path.read_text() for path in sorted(Path(folder).glob("*.jsonl"))).splitlines()
-    texts = [answer.removesuffix(STOP).decode(errors="replace") for answer in reference()]
+    texts = [answer.removesuffix(b"\n").decode(errors="replace") for answer in reference()]
     expected = [{**record, "answer": text} for record, text in zip(RECORDS, texts, strict=True)]
     assert [json.loads(line) for line in lines] == expected
     assert sorted(os.listdir(folder)) == [*(f"{first:08}.jsonl" for first in range(0, 24, 5)), "job.json"]
 
 
+def n_new_bytes(stdout):
+    return int(LAST_LINE.fullmatch(stdout.splitlines()[-1])[1].replace(",", ""))
+
+
 @pytest.fixture
-def args_of(tmp_path, monkeypatch):
+def args_of(tmp_path, monkeypatch, typed):
     """What the script's parse_args gives for these options and OPTIONS, in a folder with model and prompts."""
     monkeypatch.chdir(tmp_path)
-    model = peaked_model(SIZES["width"], SIZES["heads"], SIZES["length"], seed=5)
-    torch.save({"sizes": SIZES, "model": model.state_dict()}, "model.pt")
+    torch.save({"sizes": SIZES, "model": make_model().state_dict()}, "model.pt")
     Path("prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
 
     def parse(*options):
-        monkeypatch.setattr(sys, "argv", ["min_Generate.py", *map(str, (*FILES, *OPTIONS, *options))])
+        typed("min_Generate.py", *FILES, *OPTIONS, *options)
         return min_Generate.parse_args()
 
     return parse
 
 
-def worker(local_rank, world_size, args, patches=(), rank=0):
-    """The script's own, with another stop byte. `patches` are of rank `rank` alone."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(min_Generate, "STOP", STOP[0]))
-        if local_rank == rank:
-            for patch, how in patches:
-                stack.enter_context(patch(**how))
-        min_Generate.main_worker(local_rank, world_size, args)
-
-
-def launch(args, *more, worker=worker):
-    dist.launch(worker, args, *more, nprocs=args.nproc)
+def launch(args):
+    dist.launch(min_Generate.main_worker, args, nprocs=args.nproc)
 
 
 # ---- equality -------------------------------------------------------------------------------------------------------
 
 
-def watched_worker(local_rank, world_size, args):
-    """Returns the heads that the cache holds, the forwards, the prompts, and what is communicated meanwhile."""
-    notes = {"heads": set(), "forwards": 0, "prompts": 0}
-    generate, forward, counter = gpt_generate.generate, gpt_generate.KVCache.forward, Watch()
-
-    def noted_forward(cache, *rest):
-        notes["forwards"] += 1
-        logits = forward(cache, *rest)
-        notes["heads"] |= {stored.shape[2] for stored in cache.stored.values()}
-        return logits
-
-    def noted_generate(model, prompts, *rest, **kwargs):
-        notes["prompts"] += len(prompts)
-        with counter:
-            return generate(model, prompts, *rest, **kwargs)
-
-    with (
-        mock.patch.object(gpt_generate.KVCache, "forward", noted_forward),
-        mock.patch.object(gpt_generate, "generate", noted_generate),
-    ):
-        worker(local_rank, world_size, args)
-    return dist.gather_objects({**notes, "communicated": dict(counter.counts)})
-
-
 @pytest.mark.parametrize("mesh", [(2, 1), *guards((1, 1), (2, 2), (4, 2)), *slow((3, 1), (3, 3), (8, 2))])
-def test_equals_one_prompt_at_a_time(mesh, args_of):
+def test_equals_one_prompt_at_a_time(mesh, args_of, capfd):
     nproc, tensor = mesh
-    args = args_of("--nproc", nproc, "--tensor", tensor)
-    ranks = dist.launch(watched_worker, args, nprocs=nproc)
+    launch(args_of("--nproc", nproc, "--tensor", tensor))
     check_answers("answers")
-    for notes in ranks:
-        assert notes["heads"] == {SIZES["heads"] // tensor}
-        sums = 2 * SIZES["layers"] * notes["forwards"]
-        expected = {"c10d.allreduce_": sums, "c10d.broadcast_": notes["forwards"]}
-        assert notes["communicated"] == {name: n for name, n in expected.items() if n and tensor > 1}
-    shares = [notes["prompts"] for notes in ranks[::tensor]]
-    assert sum(shares) == 24 and max(shares) - min(shares) <= 5, "a batch more or less"
+    stdout = capfd.readouterr().out
+    assert n_new_bytes(stdout) == sum(map(len, reference())), "no prompt is answered twice"
+    assert stdout.count("rank 0 has written") == len(range(0, 5, nproc // tensor)), "its share of five batches"
+
+
+@on_processes(2)
+def test_a_half_holds_half_of_the_cache_and_communicates_as_the_docstring_says():
+    model = make_model()
+    n_before = sum(param.numel() for param in model.blocks.parameters())
+    choose = functools.partial(gpt_generate.choose_alike, min_Generate.split_layers(model, 2))
+    assert sum(param.numel() for param in model.blocks.parameters()) < 0.55 * n_before
+    drawn = gpt_generate.uniform("", 3, NEW_BYTES)
+    with Watch() as watch:
+        gpt_generate.generate(model, [b"a", b"bc", b"def"], drawn, choose=choose)
+    sums = 2 * SIZES["layers"] * NEW_BYTES
+    assert watch.counts == {"c10d.allreduce_": sums, "c10d.broadcast_": NEW_BYTES}
+    bytes_per_row = 8 * SIZES["width"]  # in float64
+    assert watch.sent["all-reduce"] == 2 * SIZES["layers"] * (3 * 3 + 3 * (NEW_BYTES - 1)) * bytes_per_row
+    with torch.no_grad(), gpt_generate.KVCache(model, length=4) as cache:
+        cache.forward(torch.zeros(3, 1, dtype=torch.long), torch.zeros(3, 1, dtype=torch.long), end=1)
+    n_stored = sum(stored.numel() for stored in cache.stored.values())
+    assert n_stored == 2 * SIZES["layers"] * SIZES["width"] * 3 * 4 / 2
+
+
+def one_with_other_logits(local_rank, world_size, args):
+    args.model = ("model.pt", "other.pt")[local_rank]
+    min_Generate.main_worker(local_rank, world_size, args)
 
 
 @pytest.mark.guard
 @pytest.mark.slow
 def test_a_rank_with_other_logits_does_not_fall_out_of_step(args_of):
-    """Rank 1 computes other logits: other bytes would be chosen, and rows would end at other times."""
-    other = (mock.patch, {"target": "gpt_generate.choose", "new": choose_otherwise})
-    launch(args_of("--nproc", 2, "--tensor", 2), [other], 1)
+    """Rank 1 would choose other bytes, and its rows would end at other times."""
+    args = args_of("--nproc", 2, "--tensor", 2)
+    model = make_model()
+    model.head.weight.data.normal_()
+    torch.save({"sizes": SIZES, "model": model.state_dict()}, "other.pt")
+    dist.launch(one_with_other_logits, args, nprocs=2)
     check_answers("answers")
-
-
-CHOOSE = gpt_generate.choose
-
-
-def choose_otherwise(logits, drawn, temperature):
-    return CHOOSE(torch.randn_like(logits), drawn, temperature)
 
 
 # ---- kills ----------------------------------------------------------------------------------------------------------
 
-MOMENTS = [  # when a rank is killed: in a function, in which call of it, and whether at its end
-    *[("min_Generate.answer_missing", 1, False), ("gpt_generate.generate", 1, False), ("min_Generate.write", 1, False)],
-    *[("checkpoint.os.replace", 1, False), ("checkpoint.os.replace", 2, False), ("checkpoint.os.replace", 1, True)],
-    *[("gpt_generate.generate", 2, False), ("min_Generate.write", 1, True), ("min_Generate.write", 2, False)],
-    ("json.dumps", 3, False),
+KILLS = [  # in a function, in which call of it, and whether at its end; --nproc and --tensor before and after
+    ("min_Generate.answer_missing", 1, False, (2, 1), (3, 3)),
+    ("gpt_generate.generate", 1, False, (2, 2), (1, 1)),
+    ("gpt_generate.generate", 2, False, (2, 1), (2, 2)),
+    ("min_Generate.write", 1, False, (4, 2), (2, 1)),
+    ("min_Generate.write", 1, True, (4, 2), (1, 1)),
+    ("min_Generate.write", 2, False, (2, 2), (3, 1)),
+    ("checkpoint.os.replace", 1, False, (3, 1), (2, 2)),
+    ("checkpoint.os.replace", 1, True, (3, 3), (3, 1)),
+    ("checkpoint.os.replace", 2, False, (2, 1), (4, 2)),
+    ("json.dumps", 3, False, (3, 1), (2, 1)),
 ]
+
+
+def killed_worker(local_rank, world_size, args, victim, moment):
+    with killed_in(*moment) if local_rank == victim else contextlib.nullcontext():
+        min_Generate.main_worker(local_rank, world_size, args)
 
 
 @pytest.mark.guard
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_killed_at_ten_moments_and_resumed_by_other_numbers_of_processes(args_of, capfd):
+@pytest.mark.parametrize(("target", "call", "at_its_end", "before", "after"), KILLS)
+def test_killed_and_resumed_by_other_numbers_of_processes(target, call, at_its_end, before, after, args_of, capfd):
     """No answer is generated twice, and all equal those of an undisturbed run."""
-    draw, n_kept = random.Random(0), 0
-    meshes = [(2, 1), (2, 2), (3, 1), (3, 3), (4, 2)]
-    for number, (target, call, at_its_end) in enumerate(MOMENTS):
-        nproc, tensor = draw.choice(meshes)
-        rank = draw.randrange(nproc // tensor) * tensor if call == 1 else 0  # a rank that writes, and that often
-        kill = (killed_in, {"target": target, "call": call, "at_its_end": at_its_end})
-        print(target, call, at_its_end, nproc, tensor, rank)
-        with pytest.raises(ProcessExitedException):
-            launch(args_of("--nproc", nproc, "--tensor", tensor, "--output", number), [kill], rank)
-        kept = [int(path.stem) for path in Path(str(number)).glob("*.jsonl")]
-        n_kept += 0 < len(kept) < 5
-        capfd.readouterr()
-        nproc, tensor = draw.choice([(1, 1), *meshes])
-        launch(args_of("--nproc", nproc, "--tensor", tensor, "--output", number))
-        n_bytes = sum(len(answer) for row, answer in enumerate(reference()) if row // 5 * 5 not in kept)
-        last = capfd.readouterr().out.splitlines()[-1]
-        assert int(LAST_LINE.fullmatch(last)[1].replace(",", "")) == n_bytes
-        for path in Path(str(number)).glob("*.tmp"):
-            path.unlink()  # what a killed save has left
-        check_answers(str(number))
-    assert n_kept >= 3, "some answers were kept, others were missing"
+    nproc, tensor = before
+    victim = nproc - tensor if call == 1 else 0  # a rank that writes, and that often
+    args = args_of("--nproc", nproc, "--tensor", tensor)
+    with pytest.raises(ProcessExitedException):
+        dist.launch(killed_worker, args, victim, (target, call, at_its_end), nprocs=nproc)
+    kept = [int(path.stem) for path in Path("answers").glob("*.jsonl")]
+    missing = [answer for row, answer in enumerate(reference()) if row // 5 * 5 not in kept]
+    capfd.readouterr()
+    nproc, tensor = after
+    launch(args_of("--nproc", nproc, "--tensor", tensor))
+    assert n_new_bytes(capfd.readouterr().out) == sum(map(len, missing))
+    for path in Path("answers").glob("*.tmp"):
+        path.unlink()  # what a killed save has left
+    check_answers("answers")
 
 
 def test_a_folder_of_another_job_is_refused(args_of):
@@ -211,27 +202,20 @@ def test_wrong_prompts_are_one_line_before_anything_is_written(args_of):
 def test_wrong_models_are_one_line(args_of):
     assert exit_message(launch, args_of("--nproc", 4, "--tensor", 4)).startswith("--tensor 4 does not divide")
     weights = torch.load("model.pt", weights_only=True)["model"]
-    without_heads = {name: value for name, value in SIZES.items() if name != "heads"}
-    wrong_sizes = [without_heads, {**SIZES, "width": 12}, {**SIZES, "heads": 5}, {**SIZES, "heads": 0}, [1], 3, None]
-    wrong_weights = [{}, [1], None, torch.ones(3), {5: torch.ones(3)}, {name: 1 for name in weights}]
-    wrong = [torch.ones(3), [1], {}, {"model": weights}, {"sizes": SIZES}, Bomb("exploded")]
-    wrong += [{"sizes": sizes, "model": weights} for sizes in wrong_sizes]
-    wrong += [{"sizes": SIZES, "model": each} for each in wrong_weights]
+    wrong = [torch.ones(3), {}, {"model": weights}, {"sizes": SIZES}, Bomb("exploded"), {"sizes": SIZES, "model": {}}]
+    for sizes in ({}, {**SIZES, "width": 12}, {**SIZES, "heads": 0}, None):
+        wrong.append({"sizes": sizes, "model": weights})
     args = args_of("--model", "other.pt")
     for content in wrong:
         torch.save(content, "other.pt")
         assert exit_message(launch, args).startswith("--model: other.pt is not a file that min_GRPO.py"), content
-    for content in (b"", b"text", Path("model.pt").read_bytes()[:20_000]):
-        Path("other.pt").write_bytes(content)
-        assert exit_message(launch, args).startswith("--model: other.pt is not a file that min_GRPO.py")
+    Path("other.pt").write_bytes(Path("model.pt").read_bytes()[:20_000])
+    assert exit_message(launch, args).startswith("--model: other.pt is not a file that min_GRPO.py")
     assert not Path("exploded").exists() and os.listdir("answers") == []
 
 
 def test_mistakes_are_one_line(main_of, args_of):
-    for option, value, words in (
-        ("--prompts", "", "''"),
-        ("--nproc", "3", "3 is not a multiple of 2, --tensor"),
-    ):
+    for option, value, words in (("--prompts", "", "''"), ("--nproc", "3", "3 is not a multiple of 2, --tensor")):
         status, line = main_of("min_Generate.py", *FILES, "--tensor", "2", option, value)
         assert status == 2 and f" argument {option}: " in line and words in line and line.count("\n") == 1
     assert main_of("min_Generate.py")[1].endswith("required: --model, --prompts\n")

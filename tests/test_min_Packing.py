@@ -1,6 +1,5 @@
 """Packed documents train as the same documents do alone, whatever the numbers of processes and micro-batches."""
 
-import collections
 import functools
 import random
 from unittest import mock
@@ -8,9 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import transformer
-from conftest import exit_message, float64, slow
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn import functional as F
+from conftest import Watch, exit_message, float64, on_processes, slow
 
 import distributed as dist
 import gpt
@@ -53,109 +50,64 @@ def padded(documents):
     return tokens, targets
 
 
-def documents_of(step, args):
-    """The documents in the rows of a step's global batch."""
-    lists = min_Packing.pack(small_documents()[:-4], LENGTH)  # the last 4 are held out
-    if args.pad:
-        lists = [[document] for document in small_documents()[:-4]]
-    chosen = random.Random(f"{args.seed} {step}").choices(lists, k=12)
-    return [document for documents in chosen for document in documents]
-
-
 @functools.cache
 def reference(optimizer, **changes):
     """Every step's loss, and the parameters."""
     args = arguments(1, **changes)
+    lists = min_Packing.pack(small_documents()[:-4], LENGTH)  # the last 4 are held out
+    if args.pad:
+        lists = [[document] for document in small_documents()[:-4]]
+
+    def documents_of(step, *_):
+        chosen = random.Random(f"{args.seed} {step}").choices(lists, k=12)
+        return padded([document for documents in chosen for document in documents])
+
     with float64():
         model = transformer.make_model(args)
-        before = transformer.full_parameters(model)
-        optimizer = transformer.make_optimizer(optimizer, model.parameters(), args.lr)
-        losses = []
-        for step in range(STEPS):
-            tokens, targets = padded(documents_of(step, args))
-            summed = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
-            loss, clipped = transformer.take_step(model, optimizer, summed / (targets != -100).sum(), args.clip)
-            assert clipped or not args.clip
-            losses.append(loss)
-        assert losses[-1] < losses[0] - 0.5, "the reference must learn, or equality means little"
-        after = transformer.full_parameters(model)
-        assert all((after[name] - before[name]).abs().max() > 1e-4 for name in before)
-    return torch.stack(losses), after
+    return transformer.train_alone(model, optimizer, args, part_of=documents_of)
 
 
 # ---- the script -----------------------------------------------------------------------------------------------------
 
 
-def count_sends(counter):
-    """dist.prepare_ddp_model with a hook that counts the buckets that it reduces."""
-    prepare = dist.prepare_ddp_model
-
-    def hook(state, bucket):
-        counter["sends"] += 1
-        return allreduce_hook(state, bucket)
-
-    def prepare_counting(model, **options):
-        model = prepare(model, **options)
-        if dist.get_world_size() > 1:
-            model.register_comm_hook(None, hook)
-        return model
-
-    return mock.patch.object(dist, "prepare_ddp_model", prepare_counting)
-
-
-def train(optimizer, accumulate, changes):
-    """What the script's main_worker trains: losses, parameters, the number of reductions."""
-    counter = collections.Counter()
+@on_processes(2, *slow(1, 4))
+@pytest.mark.parametrize(("optimizer", "accumulate", "changes"), CASES)
+@float64()
+def test_equals_one_process_and_documents_one_to_a_row(optimizer, accumulate, changes):
     args = arguments(dist.get_world_size(), accumulate, **changes)
-    with mock.patch.object(min_Packing, "load_documents", small_documents), count_sends(counter):
+    with mock.patch.object(min_Packing, "load_documents", small_documents):
         result = transformer.run_main_worker(min_Packing, args, optimizer)
-    return result.losses, transformer.full_parameters(result.model), counter["sends"]
+    parameters = transformer.full_parameters(result.model)
+    transformer.assert_equal(result.losses, parameters, reference(optimizer, **changes))
+    model = transformer.make_model(args)
+    model.load_state_dict(parameters)
+    held_out = transformer.plain_loss(model, *padded(small_documents()[-4:]))
+    assert abs(result.held_out - held_out) <= 1e-9, "each held-out row counts once"
 
 
-@pytest.mark.parametrize("nprocs", [2, *slow(1, 4)])
-def test_equals_one_process_and_documents_one_to_a_row(nprocs, tmp_path):
-    cases = CASES if nprocs > 1 else CASES[1:3]
-    ranks = transformer.train_on(nprocs, train, cases, tmp_path)
-    for number, (optimizer, accumulate, changes) in enumerate(cases):
-        print(nprocs, optimizer, accumulate, changes)
-        for results in ranks:
-            losses, parameters, sends = results[number]
-            transformer.assert_equal(losses, parameters, reference(optimizer, **changes))
-            assert sends == (STEPS if nprocs > 1 else 0), "gradients are reduced once per step"
-
-
-def test_held_out_rows_count_once():
-    documents = small_documents()
-    args = arguments(1)
-    with float64():
-        model = transformer.make_model(args)
-        tokens, targets = padded(documents[-4:])
-        expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).item()
-        packing = min_Packing.PackedGPT(gpt.Config.from_args(args), args.seed)
-        [batch] = min_Packing.Data(documents, args).held_out_batches()
-        assert min_Packing.loss_of(packing, *batch).item() == pytest.approx(expected, rel=1e-12)
+@on_processes(2)
+def test_gradients_are_reduced_once_per_step():
+    args = arguments(2)
+    model = dist.prepare_ddp_model(min_Packing.PackedGPT(gpt.Config.from_args(args)))
+    rows = min_Packing.Data(small_documents(), args).batch(0)
+    with Watch() as watch:
+        min_Packing.backward(model, rows.chunk(3))
+    n_parameters = sum(param.numel() for param in model.parameters())
+    assert watch.sent["all-reduce"] == 4 * n_parameters + 8, "and the number of targets"
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
 
-def test_rows_hold_each_document_once():
+def test_rows_hold_each_document_once_and_little_padding():
     documents = small_documents()
     lists = min_Packing.pack(documents, LENGTH)
     assert sorted(document for row in lists for document in row) == sorted(documents)
-    rows = min_Packing.fill_rows(lists, LENGTH)
-    tokens, positions, document_ids, targets = rows.unbind(1)
-    for row, packed in enumerate(lists):
-        for number, (prompt, answer) in enumerate(packed):
-            mine = document_ids[row] == number
-            text = list(prompt + answer)
-            assert tokens[row][mine].tolist() == text[:-1]
-            assert positions[row][mine].tolist() == list(range(len(text) - 1))
-            assert targets[row][mine].tolist() == [-100] * (len(prompt) - 1) + list(answer)
-        unused = document_ids[row] == min_Packing.PADDING
-        assert (targets[row][unused] == -100).all()
-    alone = min_Packing.fill_rows([[document] for document in documents], LENGTH)
-    padding = [(each[:, min_Packing.DOCUMENT_IDS] == min_Packing.PADDING).double().mean() for each in (rows, alone)]
+    alone = [[document] for document in documents]
+    padding = []
+    for each in (lists, alone):
+        document_ids = min_Packing.fill_rows(each, LENGTH)[:, min_Packing.DOCUMENT_IDS]
+        padding.append((document_ids == min_Packing.PADDING).double().mean())
     assert padding[0] < 0.1 < 0.5 < padding[1]
 
 
@@ -183,13 +135,8 @@ class A:
 
 def short(): "One line."; return 2
 '''
-    documents = list(min_Packing.functions_in(source))
-    assert documents == [
-        (
-            b'    def method(self, x):\n        """Says\n        what."""\n',
-            b"        y = x\n        return y\n\0",
-        )
-    ]
+    prompt, answer = source.split(b"@decorated\n")[1].split(b"\n\n")[0].split(b'what."""\n')
+    assert list(min_Packing.functions_in(source)) == [(prompt + b'what."""\n', answer + b"\n\0")]
 
 
 def test_length_must_fit_documents():
@@ -200,27 +147,29 @@ def test_length_must_fit_documents():
 # ---- leaks ----------------------------------------------------------------------------------------------------------
 
 
-def probe(block_diagonal_mask=min_Packing.block_diagonal_mask):
+def probe(compute):
     """For each position of a row of 3 documents: has its logit changed, since a byte of the second one did?"""
     documents = sorted(small_documents(), key=min_Packing.n_positions)[40:43]
     rows = min_Packing.fill_rows([documents], LENGTH)
     tokens, positions, document_ids, _ = rows.unbind(1)
     second = document_ids == 1
-    with float64(), torch.no_grad(), mock.patch.object(min_Packing, "block_diagonal_mask", block_diagonal_mask):
-        model = min_Packing.PackedGPT(gpt.Config(2, 16, 2, LENGTH))
-        before = model(tokens, positions, document_ids)
+    with torch.no_grad():
+        before = compute(tokens, positions, document_ids)
         changed = tokens.clone()
         changed[0, second[0].nonzero()[0]] += 1
-        after = model(changed, positions, document_ids)
-    return (before != after).any(-1), document_ids, second
+        after = compute(changed, positions, document_ids)
+    return (before != after).any(-1), document_ids
 
 
+@float64()
 def test_a_changed_byte_changes_its_own_document_only():
-    changed, _, second = probe()
-    assert torch.equal(changed, second)
+    changed, document_ids = probe(min_Packing.PackedGPT(gpt.Config(2, 16, 2, LENGTH)))
+    assert torch.equal(changed, document_ids == 1)
 
 
+@float64()
 def test_without_the_mask_it_changes_all_that_follows():
-    changed, document_ids, _ = probe(lambda document_ids: torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
+    causal = gpt.GPT(gpt.Config(2, 16, 2, LENGTH))
+    changed, document_ids = probe(lambda tokens, positions, _: causal(tokens, positions))
     assert torch.equal(changed, document_ids != 0)
     assert changed.double().mean() > 0.5

@@ -1,21 +1,27 @@
 """Whatever the numbers of processes, and wherever a run was killed: every document once, in the same order."""
 
+import contextlib
 import functools
 import itertools
 import json
 import os
 import random
 import re
-import signal
-import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 import transformer
-from conftest import exit_message, float64, slow
-from torch.nn import functional as F
+from conftest import (
+    Left,
+    agreed_message,
+    exit_message,
+    float64,
+    killed_in,
+    leaving_is_an_error,
+    on_processes,
+    slow,
+)
 
 import distributed as dist
 import min_Stream
@@ -35,19 +41,22 @@ def text_of(number):
     return f"{number:03}" + "".join(draw.choices("abc", k=draw.randint(4, 23)))
 
 
-def write_shards(folder, sizes):
+def write_shards(name, sizes=SIZES["many"]):
     """Documents 0, 1, 2, …; some shards have blank lines, or end without a line end."""
-    folder.mkdir()
-    number = 0
-    for shard, size in enumerate(sizes):
-        lines = []
-        for _ in range(size):
-            lines.append(json.dumps({"text": text_of(number), "source": "é"}, ensure_ascii=shard % 2 == 0))
-            number += 1
-        if shard == 2:
-            lines.insert(3, "")
-        end = "\n" if shard != 4 and lines else ""
-        (folder / f"{shard}.jsonl").write_text("\n".join(lines) + end)
+    folder = Path(name).absolute()
+    if dist.is_primary():
+        folder.mkdir()
+        numbers = itertools.count()
+        for shard, size in enumerate(sizes):
+            lines = []
+            for number in itertools.islice(numbers, size):
+                document = {"text": text_of(number), "source": "é"}
+                lines.append(json.dumps(document, ensure_ascii=shard % 2 == 0))
+            if shard == 2:
+                lines.insert(3, "")
+            end = "\n" if shard != 4 and lines else ""
+            (folder / f"{shard}.jsonl").write_text("\n".join(lines) + end)
+    dist.barrier()
     return folder
 
 
@@ -84,152 +93,83 @@ def expected_order(sizes, n, seed=3):
 @functools.cache
 def reference(optimizer, name, steps=STEPS):
     """Every step's loss, and the parameters."""
-    args = arguments(None)
+    args = arguments(None, steps=steps)
     order = expected_order(SIZES[name], steps * BATCH)
+
+    def batch(step, *_):
+        tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+        targets = torch.full((BATCH, LENGTH), -100)
+        for row, number in enumerate(order[step * BATCH : (step + 1) * BATCH]):
+            text = text_of(number).encode()[: LENGTH + 1]
+            for place in range(len(text) - 1):
+                tokens[row, place], targets[row, place] = text[place], text[place + 1]
+        return tokens, targets
+
     with float64():
         model = transformer.make_model(args)
-        before = transformer.full_parameters(model)
-        optimizer = transformer.make_optimizer(optimizer, model.parameters(), args.lr)
-        losses = []
-        for step in range(steps):
-            tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
-            targets = torch.full((BATCH, LENGTH), -100)
-            for row, number in enumerate(order[step * BATCH : (step + 1) * BATCH]):
-                text = text_of(number).encode()[: LENGTH + 1]
-                for place in range(len(text) - 1):
-                    tokens[row, place], targets[row, place] = text[place], text[place + 1]
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-            losses.append(transformer.take_step(model, optimizer, loss)[0])
-        assert losses[-1] < losses[0] - 0.5, "the reference must learn, or equality means little"
-        after = transformer.full_parameters(model)
-        moved = [(after[name] - before[name]).abs().max() > 1e-4 for name in before]
-        assert all(moved)
-    return torch.stack(losses), after
+    return transformer.train_alone(model, optimizer, args, part_of=batch)
 
 
 # ---- the script -----------------------------------------------------------------------------------------------------
 
 
-def watched(on_batch):
-    """A patch that calls on_batch(numbers) with the documents of each local batch on which the script trains."""
-    own_sum = min_Stream.sum_of_losses
-
-    def sum_of_losses(model, tokens, targets):
-        on_batch([int(bytes(row[:3].tolist())) for row in tokens])
-        return own_sum(model, tokens, targets)
-
-    return mock.patch.object(min_Stream, "sum_of_losses", sum_of_losses)
-
-
-def train(optimizer, num_workers, folder):
-    """Losses, parameters, and the documents that this rank has trained on, step by step."""
-    batches = []
-    args = arguments(Path(folder), dist.get_world_size(), num_workers)
-    with watched(batches.append):
-        result = transformer.run_main_worker(min_Stream, args, optimizer)
-    return result.losses, transformer.full_parameters(result.model), batches
-
-
-@pytest.mark.parametrize("nprocs", [2, *slow(1, 3, 4)])
-def test_the_order_depends_on_neither_ranks_nor_loader_processes(nprocs, tmp_path):
-    for name, sizes in SIZES.items():
-        write_shards(tmp_path / name, sizes)
-    cases = [(optimizer, num_workers, str(tmp_path / name)) for optimizer, num_workers, name in CASES]
-    ranks = transformer.train_on(nprocs, train, cases, tmp_path)
-    for case, (optimizer, num_workers, name) in enumerate(CASES):
-        print(nprocs, optimizer, num_workers, name)
-        steps = zip(*(results[case][2] for results in ranks), strict=True)
-        order = [number for shares in steps for share in shares for number in share]
-        assert order == expected_order(SIZES[name], STEPS * BATCH)
-        for results in ranks:
-            losses, parameters, _ = results[case]
-            transformer.assert_equal(losses, parameters, reference(optimizer, name))
-
-
-def test_each_epoch_has_every_document_once_in_another_order(tmp_path):
-    stream = min_Stream.Stream(shards_of(write_shards(tmp_path / "many", SIZES["many"])), arguments(None))
-    n = sum(SIZES["many"])
-    every = sorted((path, *places) for path, of_path in stream.shards for places in itertools.pairwise(of_path))
-    epochs = []
-    for epoch in range(3):
-        epochs.append([stream.locate(epoch * n + place) for place in range(n)])
-        assert sorted(epochs[-1]) == every
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert [stream.locate(place) for place in range(n)] == epochs[0], "to go back is possible too"
+@on_processes(2, *slow(1, 3, 4))
+@pytest.mark.parametrize(("optimizer", "num_workers", "name"), CASES)
+@float64()
+def test_the_order_depends_on_neither_ranks_nor_loader_processes(optimizer, num_workers, name):
+    """All steps would differ if one trained on another document."""
+    args = arguments(write_shards(name, SIZES[name]), dist.get_world_size(), num_workers)
+    result = transformer.run_main_worker(min_Stream, args, optimizer)
+    parameters = transformer.full_parameters(result.model)
+    transformer.assert_equal(result.losses, parameters, reference(optimizer, name))
 
 
 # ---- kills ----------------------------------------------------------------------------------------------------------
 
 
-def killed_worker(local_rank, world_size, args, log, victim, n_steps):
+def killed_worker(local_rank, world_size, args, victim, n_steps):
     """The script in float64; rank `victim` is killed in its step number `n_steps`."""
-    n_batches = 0
-
-    def on_batch(numbers):
-        nonlocal n_batches
-        n_batches += 1
-        if local_rank == victim and n_batches == n_steps:
-            os.kill(os.getpid(), signal.SIGKILL)
-        with open(f"{log}.{local_rank}", "a") as file:
-            print(*numbers, file=file)
-
-    with float64(), watched(on_batch):
+    is_killed = local_rank == victim
+    with float64(), killed_in("min_Stream.sum_of_losses", n_steps) if is_killed else contextlib.nullcontext():
         min_Stream.main_worker(local_rank, world_size, args)
 
 
-def run_until_killed(args, log, victim=None, n_steps=None):
-    """Returns the documents of each whole step."""
-    if victim is None:
-        dist.launch(killed_worker, args, log, victim, n_steps, nprocs=args.nproc)
-    else:
-        with pytest.raises(spawn.ProcessExitedException):
-            dist.launch(killed_worker, args, log, victim, n_steps, nprocs=args.nproc)
-    shares = []
-    for rank in range(args.nproc):
-        path = Path(f"{log}.{rank}")
-        lines = path.read_text().splitlines() if path.exists() else []
-        shares.append([[int(number) for number in line.split()] for line in lines])
-    return [[number for share in step for number in share] for step in zip(*shares, strict=False)]
+def train_until_killed(args, victim, n_steps):
+    with contextlib.nullcontext() if victim is None else pytest.raises(spawn.ProcessExitedException):
+        dist.launch(killed_worker, args, victim, n_steps, nprocs=args.nproc)
+    return torch.load(args.snapshot_path, weights_only=True) if os.path.exists(args.snapshot_path) else {"step": 0}
 
 
 @pytest.mark.guard
 @pytest.mark.slow
 @pytest.mark.parametrize("kills, steps", [(2, 30), pytest.param(10, 60, marks=pytest.mark.timeout(400))])
 def test_killed_and_resumed_by_other_numbers_of_processes(kills, steps, tmp_path, capfd):
-    folder = write_shards(tmp_path / "many", SIZES["many"])
+    folder = write_shards(tmp_path / "many")
     draw = random.Random(kills)
-    trained, runs = [], []
+    positions = [0]
     for run in range(kills + 1):
         nprocs, num_workers = draw.choice([2, 3, 4]), draw.choice([0, 1, 2])
         args = arguments(folder, nprocs, num_workers, steps=steps, snapshot_path=str(tmp_path / "snapshot.pt"))
         victim, n_steps = draw.randrange(nprocs), draw.randint(2, 3 * steps // (2 * kills))
-        if run == kills:
-            victim = n_steps = None
-        batches = run_until_killed(args, tmp_path / str(run), victim, n_steps)
+        snapshot = train_until_killed(args, None if run == kills else victim, n_steps)
         resumed = re.search(r"Resuming at document ([\d,]+)\n", capfd.readouterr().out)
-        position = int(resumed[1].replace(",", "")) if resumed else 0
-        assert position % (3 * BATCH) == 0 and position <= len(trained)
-        runs.append((nprocs, num_workers, position, n_steps))
-        del trained[position:]  # what was trained since the last snapshot was lost with the killed run
-        trained += [number for batch in batches for number in batch]
-    print(runs)
-    assert runs[-1][2] > 0
-    assert trained == expected_order(SIZES["many"], steps * BATCH)
-    snapshot = torch.load(tmp_path / "snapshot.pt", weights_only=True)
-    assert snapshot["step"] == steps * BATCH
+        assert (int(resumed[1].replace(",", "")) if resumed else 0) == positions[-1]
+        positions.append(snapshot["step"])
+    print(positions)
+    assert 0 < positions[-2] < positions[-1] == steps * BATCH
+    assert all(position % (3 * BATCH) == 0 for position in positions)
     for name, value in reference("AdamW", "many", steps)[1].items():
         assert (snapshot["model"][name] - value).abs().max() <= 1e-9, name
 
 
 def test_killed_and_resumed_by_as_many_processes_it_ends_bit_for_bit_alike(tmp_path):
-    folder = write_shards(tmp_path / "many", SIZES["many"])
+    folder = write_shards(tmp_path / "many")
     models = []
-    for name, victim in (("whole", None), ("killed", 1)):
+    for name, victims in (("whole", [None]), ("killed", [1, None])):
         args = arguments(folder, 3, 1, snapshot_path=str(tmp_path / f"{name}.pt"))
-        if victim is not None:
-            run_until_killed(args, tmp_path / name, victim, n_steps=8)
-        run_until_killed(args, tmp_path / name)
-        models.append(torch.load(args.snapshot_path, weights_only=True)["model"])
+        for victim in victims:
+            snapshot = train_until_killed(args, victim, n_steps=8)
+        models.append(snapshot["model"])
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
@@ -240,7 +180,6 @@ def bytes_read():
     return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="counts what a process reads as Linux does")
 def test_resuming_far_in_reads_less_than_a_shard(tmp_path):
     for shard, n_documents in enumerate((3000, 4000, 2000)):
         lines = [json.dumps({"text": f"{number:03}" + 500 * "x"}) + "\n" for number in range(n_documents)]
@@ -248,36 +187,24 @@ def test_resuming_far_in_reads_less_than_a_shard(tmp_path):
     shards = shards_of(tmp_path)
     args = arguments(None, steps=10**9, buffer=1000)
     for position in (0, 1_234_567 * BATCH):
-        before, start = bytes_read(), time.perf_counter()
+        before = bytes_read()
         next(iter(min_Stream.make_loader(min_Stream.Stream(shards, args), position, args)))
-        read = bytes_read() - before
-        print(f"position {position}: {read} bytes, {1000 * (time.perf_counter() - start):.1f} ms")
-        assert read < min(path.stat().st_size for path, _ in shards) / 5
+        assert bytes_read() - before < min(path.stat().st_size for path, _ in shards) / 5
 
 
-def count_read(folder):
-    """The names of the shards that this rank reads at the start, and what it knows of all of them."""
-    names = []
-    own_find = min_Stream.find_documents
-
-    def find(path):
-        names.append(path.name)
-        return own_find(path)
-
-    with mock.patch.object(min_Stream, "find_documents", find):
-        shards = shards_of(Path(folder))
-    return names, [(path.name, places.tolist()) for path, places in shards]
-
-
-def test_at_the_start_each_shard_is_read_by_one_rank(tmp_path):
-    folder = write_shards(tmp_path / "many", SIZES["many"])
-    ranks = transformer.train_on(3, count_read, [(str(folder),)], tmp_path)
-    names = [result[0][0] for result in ranks]
-    assert names == [["0.jsonl", "3.jsonl"], ["1.jsonl", "4.jsonl"], ["2.jsonl"]]
-    _, alone = count_read(folder)
-    assert [result[0][1] for result in ranks] == [alone] * 3
-    assert [len(places) - 1 for _, places in alone] == list(SIZES["many"])
-    assert sorted(os.listdir(folder)) == [name for name, _ in alone], "nothing is written beside the shards"
+@on_processes(3)
+def test_at_the_start_each_shard_is_read_by_one_rank():
+    folder = write_shards("many")
+    if dist.is_primary():
+        (folder / "large.jsonl").write_text('{"text": ""}\n' + 10**6 * " ")
+    dist.barrier()
+    alone = [(path, min_Stream.find_documents(path)) for path in sorted(folder.glob("*.jsonl"))]
+    assert [len(places) - 1 for _, places in alone] == [*SIZES["many"], 1]
+    before = bytes_read()
+    shards = shards_of(folder)
+    assert (bytes_read() - before > 10**6) == (dist.get_rank() == 2), "the sixth of six"
+    assert shards == alone
+    assert sorted(folder.iterdir()) == [path for path, _ in shards], "nothing is written beside the shards"
 
 
 def test_a_document_is_read_as_it_stands(tmp_path):
@@ -306,16 +233,6 @@ def test_a_line_that_is_no_document(tmp_path):
         assert message.startswith(f"{path}: at byte 16 is no JSON object")
 
 
-def test_a_shard_that_changes_after_the_start_is_one_line(tmp_path):
-    path = tmp_path / "0.jsonl"
-    path.write_text('{"text": "abc"}\n')
-    places = min_Stream.find_documents(path)
-    assert min_Stream.read_document(path, *places) == b"abc"
-    path.write_text("not a document\n")
-    message = exit_message(min_Stream.read_document, path, *places)
-    assert message.startswith(f"{path}: at byte 0 is no JSON object")
-
-
 def test_shards_without_documents(tmp_path):
     expected = f"--data-dir: {tmp_path} has no .jsonl file with a document"
     assert exit_message(min_Stream.main_worker, 0, 1, arguments(tmp_path)) == expected
@@ -324,20 +241,13 @@ def test_shards_without_documents(tmp_path):
 
 
 def test_it_saves_every_so_many_steps_and_at_the_end(tmp_path):
-    folder = write_shards(tmp_path / "many", SIZES["many"])
+    folder = write_shards(tmp_path / "many")
     args = arguments(folder, steps=5, save_every=2, snapshot_path=str(tmp_path / "snapshot.pt"))
     assert transformer.saves_of(min_Stream, args) == [2 * BATCH, 4 * BATCH, 5 * BATCH]
 
 
-def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path, monkeypatch):
-    """Its last documents would be left out."""
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    with pytest.raises(dist.DistributedError, match=r"^10 is not a multiple of 4, the number of equal shares$"):
-        min_Stream.Stream([], arguments(tmp_path, global_batch_size=10))
-
-
 def test_what_the_order_depends_on_must_not_change(tmp_path):
-    folder = write_shards(tmp_path / "many", SIZES["many"])
+    folder = write_shards(tmp_path / "many")
     path = str(tmp_path / "snapshot.pt")
     args = arguments(folder, steps=3, snapshot_path=path)
     min_Stream.main_worker(0, 1, args)
@@ -363,62 +273,46 @@ def test_what_the_order_depends_on_must_not_change(tmp_path):
     assert re.fullmatch(checksum, resume())
 
 
-def test_resumes_with_another_batch_size(tmp_path):
-    folder = write_shards(tmp_path / "many", SIZES["many"])
-    trained = []
-    with watched(trained.extend):
-        for sizes in ({"steps": 2}, {"steps": 7, "global_batch_size": 5}, {"steps": 7, "global_batch_size": 5}):
-            args = arguments(folder, snapshot_path=str(tmp_path / "snapshot.pt"), **sizes)
+def test_resumes_with_another_batch_size(tmp_path, capsys):
+    folder = write_shards(tmp_path / "many")
+    for sizes in ({"steps": 2}, {"steps": 7, "global_batch_size": 5}, {"steps": 7, "global_batch_size": 5}):
+        min_Stream.main_worker(0, 1, arguments(folder, snapshot_path=str(tmp_path / "snapshot.pt"), **sizes))
+    positions = re.findall(r"^Resuming at document (\d+)$", capsys.readouterr().out, re.M)
+    assert positions == [str(2 * BATCH), str(2 * BATCH + 15)], "the last batch begins before 7 * 5"
+
+
+def test_a_sigterm_during_the_last_step_does_not_stop_the_job(tmp_path):
+    args = arguments(write_shards(tmp_path / "many"), snapshot_path=str(tmp_path / "snapshot.pt"), steps=1)
+    with leaving_is_an_error(agreed=lambda preemption: True):
+        min_Stream.main_worker(0, 1, args)
+        args.steps = 3
+        with pytest.raises(Left):
             min_Stream.main_worker(0, 1, args)
-    assert trained == expected_order(SIZES["many"], 2 * BATCH + 15)  # the last batch begins before 7 * 5
+    assert torch.load(args.snapshot_path, weights_only=True)["step"] == 2 * BATCH
 
 
-def test_a_sigterm_during_the_last_step_does_not_stop_the_job(tmp_path, monkeypatch):
-    leave = mock.Mock()
-    monkeypatch.setattr("checkpoint.Preemption.agreed", lambda preemption: True)
-    monkeypatch.setattr("checkpoint.Preemption.leave", leave)
-    folder = write_shards(tmp_path / "many", SIZES["many"])
-    min_Stream.main_worker(0, 1, arguments(folder, snapshot_path=str(tmp_path / "snapshot.pt"), steps=2))
-    assert leave.call_count == 1, "after the first step, as a process that has not ended goes on here"
-
-
-def see_other_data(first, second):
-    folder = Path(second if dist.get_rank() == 1 else first)
-    args = arguments(folder, dist.get_world_size())
-    return exit_message(min_Stream.main_worker, dist.get_local_rank(), dist.get_world_size(), args)
-
-
-def test_ranks_that_see_other_shards(tmp_path):
+@on_processes(2)
+def test_ranks_that_see_other_shards():
     """Fewer of them, or another file of the same name."""
-    for name, sizes in {"many": SIZES["many"], "fewer": SIZES["many"][:-1], "longer": SIZES["many"]}.items():
-        write_shards(tmp_path / name, sizes)
-    with open(tmp_path / "longer" / "3.jsonl", "a") as shard:
+    many, fewer, longer = write_shards("many"), write_shards("fewer", SIZES["many"][:-1]), write_shards("longer")
+    with open(longer / "3.jsonl", "a") as shard:
         shard.write("\n")
-    for other in ("fewer", "longer"):
-        folders = [str(tmp_path / "many"), str(tmp_path / other)]
-        for messages in transformer.train_on(2, see_other_data, [folders], tmp_path):
-            assert messages[0].startswith("the list of shards of rank 1 differs from rank 0's")
+    for other in (fewer, longer):
+        folder = other if dist.get_rank() == 1 else many
+        message = agreed_message(shards_of, folder)
+        assert message.startswith("the list of shards of rank 1 differs from rank 0's")
 
 
 # ---- the standard library -------------------------------------------------------------------------------------------
 
 
-def test_without_a_folder_each_class_and_function_of_the_library_is_a_document(tmp_path, monkeypatch):
-    source = b"import x\n\n\nclass A:\n    def f(self):\n        pass\n\n\nA.b = 1\n\ndef g():\n    pass\n\xff\n"
-    (tmp_path / "a.py").write_bytes(source)
+def test_without_a_folder_each_class_and_function_of_the_library_is_a_document(tmp_path, capsys):
+    documents = [b"class A:\n    def f(self):\n        pass\n\n\nA.b = 1\n\n", b"def g():\n    pass\n\xff\n"]
+    (tmp_path / "a.py").write_bytes(b"import x\n\n\n" + b"".join(documents))
     (tmp_path / "b.py").write_text("x = 1\n")
-    (tmp_path / "c.py").write_text("def h(): pass")
-    monkeypatch.setattr(min_Stream.gpt, "LIBRARY", tmp_path)
-    read = []
-    own_read = min_Stream.read_document
-
-    def read_document(*args):
-        read.append(own_read(*args))
-        return read[-1]
-
-    with mock.patch.object(min_Stream, "read_document", read_document):
-        min_Stream.main_worker(0, 1, arguments(None, steps=3, global_batch_size=3))
-    class_a, g = source[source.index(b"class A") : source.index(b"def g")], source[source.index(b"def g") :]
-    epochs = [sorted(read[first : first + 3]) for first in range(0, len(read), 3)]
-    assert len(epochs) >= 3 and all(epoch == [class_a, g, b"def h(): pass"] for epoch in epochs)
-    assert sorted(os.listdir(tmp_path)) == ["a.py", "b.py", "c.py"], "nothing is written"
+    (path, places), (_, none) = min_Stream.open_shards(sorted(tmp_path.glob("*.py")))
+    assert [min_Stream.read_document(path, *pair) for pair in itertools.pairwise(places)] == documents
+    assert len(none) == 1, "the end of the file alone"
+    min_Stream.main_worker(0, 1, arguments(None, steps=1))
+    n_shards, n_documents = re.match(r"([\d,]+) shards of ([\d,]+) documents\n", capsys.readouterr().out).groups()
+    assert int(n_shards) > 100 and int(n_documents.replace(",", "")) > 1000

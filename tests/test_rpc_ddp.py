@@ -8,12 +8,12 @@ import uuid
 import psutil
 import pytest
 import torch
-from conftest import ROOT, finish, slow_clock, start
+from conftest import ROOT, finish, float64, slow_clock, start, wait_for
 from test_launch import listening, wait_for_the_end_of
-from test_rpc_param_server import io_bytes, own_lines, through_sockets, without_a_late_answer
+from test_rpc_param_server import io_bytes, own_lines, start_on_machines, through_sockets, without_a_late_answer
 from torch import nn
-from torch.distributed import TCPStore
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import distributed as dist
 import gpt
@@ -31,72 +31,38 @@ def arguments(trainers, servers, optimizer):
     return argparse.Namespace(trainers=trainers, servers=servers, optimizer=optimizer, **sizes, **run)
 
 
-def test_a_mistake_is_one_line(main_of, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    for option, value in (("--trainers", "3"), ("--global-batch-size", "5"), ("--servers", "2")):
-        if option == "--servers":
-            monkeypatch.setenv("RANK", "0")
-            monkeypatch.setenv("WORLD_SIZE", "2")
-        status, line = main_of("rpc_ddp.py", option, value)
-        assert status == 2 and f"argument {option}: {value} " in line and line.count("\n") == 1
-
-
-def test_the_batch_is_divided_over_the_trainers_that_the_launcher_has_started(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "5")
-    monkeypatch.setattr("sys.argv", ["rpc_ddp.py", "--servers", "2"])
-    args = rpc_ddp.parse_args()
-    assert (args.trainers, args.global_batch_size) == (3, 18)
-
-
 def few_words():
     return TEXT[:3000], TEXT[3000:]
 
 
-def train_and_record(local_rank, world_size, folder, args):
-    """Save a server's table, or a trainer's losses, dense parameters, and each step's rows and bytes."""
-    torch.set_default_dtype(torch.float64)
+def train_and_record(local_rank, world_size, args):
+    """For each rank: its part of the table, its dense parameters, and what its calls cost for each byte of rows."""
     gpt.load_text = few_words
     rpc_ddp.time = slow_clock()
     rpc_ddp.HIDDEN = HIDDEN
     through_sockets()
-    losses, costs, models = [], [], []
-    train_step, look_up, push = rpc_ddp.train_step, rpc_ddp.look_up_everywhere, rpc_ddp.push_everywhere
-    prepare = dist.prepare_ddp_model
+    ratios, models = [], []
 
-    def recording_step(*args):
-        loss, n_rows = train_step(*args)
-        losses.append(loss)
-        costs[-1] += (n_rows,)
-        return loss, n_rows
+    def measured(function, ids_at):
+        def call(*args):
+            before = io_bytes()
+            result = function(*args)
+            ratios.append((io_bytes() - before).sum().item() / (len(args[ids_at]) * (8 + 8 * WIDTH)))
+            return result
 
-    def recording_look_up(*args):
-        before = io_bytes()
-        rows = look_up(*args)
-        costs.append((io_bytes() - before,))
-        return rows
+        return call
 
-    def recording_push(*args):
-        before = io_bytes()
-        push(*args)
-        costs[-1] += (io_bytes() - before,)
+    def record(module, inputs):
+        if isinstance(module, rpc_ddp.Dense):
+            models.append(module)
 
-    def recording_prepare(model, **kwargs):
-        models.append(model)
-        return prepare(model, **kwargs)
-
-    rpc_ddp.train_step = recording_step
-    rpc_ddp.look_up_everywhere = recording_look_up
-    rpc_ddp.push_everywhere = recording_push
-    dist.prepare_ddp_model = recording_prepare
-    rpc_ddp.main_worker(local_rank, world_size, args)
-    if rpc_ddp.table_server is not None:
-        torch.save(rpc_ddp.table_server.table, f"{folder}/{rpc_ddp.name_of(local_rank, args.servers)}.pt")
-    else:
-        parameters = [param.detach() for param in models[0].parameters()]
-        bytes_of_steps = [((look_up + push).tolist(), n_rows) for look_up, push, n_rows in costs]
-        state = {"losses": torch.stack(losses), "parameters": parameters, "costs": bytes_of_steps}
-        torch.save(state, f"{folder}/{rpc_ddp.name_of(local_rank, args.servers)}.pt")
+    rpc_ddp.look_up_everywhere = measured(rpc_ddp.look_up_everywhere, 0)
+    rpc_ddp.push_everywhere = measured(rpc_ddp.push_everywhere, 1)
+    with float64(), register_module_forward_pre_hook(record):
+        rpc_ddp.main_worker(local_rank, world_size, args)
+    table = getattr(rpc_ddp.table_server, "table", None)
+    dense = [param.detach() for model in models[:1] for param in model.parameters()]
+    return dist.gather_objects((table, dense, ratios))
 
 
 def rows_of(sequence):
@@ -114,17 +80,12 @@ def rows_of(sequence):
     return rows
 
 
+@float64()
 def train_alone(optimizer):
     """The whole batch, an embedding and plain layers in one process."""
     torch.manual_seed(SEED)
-    model = nn.Sequential(nn.Linear(4 * WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 256)).double()
-    torch.manual_seed(SEED)
-    with torch.no_grad():
-        torch.set_default_dtype(torch.float64)
-        for layer in (model[0], model[2]):
-            layer.reset_parameters()
-        torch.set_default_dtype(torch.float32)
-    table = nn.Embedding(ROWS, WIDTH, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(4 * WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 256))
+    table = nn.Embedding(ROWS, WIDTH)
     nn.init.zeros_(table.weight)
     kind = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[optimizer]
     stepper = kind([*model.parameters(), table.weight], lr=RATES[optimizer])
@@ -150,29 +111,23 @@ def train_alone(optimizer):
     ("trainers", "servers", "optimizer"),
     [(1, 2, "sgd"), (1, 1, "adagrad"), (2, 2, "adagrad"), (3, 2, "sgd")],
 )
-def test_it_equals_one_process_and_sends_the_rows_of_the_batch(trainers, servers, optimizer, tmp_path, capfd):
+def test_it_equals_one_process_and_sends_the_rows_of_the_batch(trainers, servers, optimizer, capfd):
     losses, parameters, expected_table = train_alone(optimizer)
     assert losses[-1] < losses[0] - 0.1, "the reference must learn, or equality means little"
     args = arguments(trainers, servers, optimizer)
-    dist.launch(train_and_record, str(tmp_path), args, nprocs=servers + trainers)
+    of_ranks = dist.launch(train_and_record, args, nprocs=servers + trainers)
     stdout, stderr = capfd.readouterr()
     lines = [line.split(" | ") for line in stdout.splitlines()]
     assert without_a_late_answer(stderr) == "" and [line[0] for line in lines] == ["step 4/6", "step 6/6"]
     assert [line[1] for line in lines] == [f"loss {losses[:4].mean():.4f}", f"loss {losses[4:].mean():.4f}"]
     assert [line[2] for line in lines] == [f"{steps * BATCH * LENGTH / 2:.0f} tokens/s" for steps in (4, 2)]
 
-    table = torch.empty(ROWS, WIDTH, dtype=torch.float64)
-    for server in range(servers):
-        table[server::servers] = torch.load(tmp_path / f"server{server}.pt", weights_only=True)
-    assert (table - expected_table).abs().max() <= 1e-9
-    states = [torch.load(tmp_path / f"trainer{i}.pt", weights_only=True) for i in range(trainers)]
-    assert (torch.stack([state["losses"] for state in states]).mean(0) - losses).abs().max() <= 1e-9
-    for state in states:
-        for actual, expected in zip(state["parameters"], parameters, strict=True):
+    for server, (table, *_) in enumerate(of_ranks[:servers]):
+        assert (table - expected_table[server::servers]).abs().max() <= 1e-9
+    for _, dense, ratios in of_ranks[servers:]:
+        for actual, expected in zip(dense, parameters, strict=True):
             assert (actual - expected).abs().max() <= 1e-9
-        ratios = []
-        for (received, sent), n_rows in state["costs"]:
-            ratios.append((received + sent) / (n_rows * (16 + 2 * 8 * WIDTH)))
+        assert len(ratios) == 2 * STEPS, "of look_up and of push: ids, and as many rows"
         # All threads of the process are counted, and gloo may still send the end of DDP's all-reduce.
         assert statistics.median(ratios) == pytest.approx(1, rel=0.05)
 
@@ -193,31 +148,22 @@ def test_the_table_is_updated_once_when_all_have_pushed():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_on_several_machines_a_killed_process_ends_all_others_and_is_named():
-    """One command per process, as torchrun's agents on machines of their own would start them."""
-    options = ("--steps", 100_000, "--rows", 1000, "--log-every", 1, "--timeout", 30)
-    for victim, name in ((3, "trainer1"), (1, "server1")):
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        env |= {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}
-        jobs = []
-        for rank in range(4):
-            env_of_rank = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            jobs.append(start(SCRIPT, "--servers", 2, *options, env=env_of_rank))
-        jobs[2].stdout.readline()  # of the first step
-        begin = time.monotonic()
-        jobs[victim].kill()
-        errors = {}
-        for rank in set(range(4)) - {victim}:
-            status, _, errors[rank] = finish(jobs[rank], timeout=60)
-            assert status == 1 and "Traceback" not in errors[rank], errors[rank]
-            # The line may stand in the middle of a warning that a thread of torch's logs at the same moment.
-            assert errors[rank].count(" is lost") == 1, errors[rank]
-        finish(jobs[victim])
-        assert f"{name} is lost" in errors[0] and time.monotonic() - begin < 30
-        if name == "server1":
-            assert "server1 is lost" in errors[2] and "server1 is lost" in errors[3]
+@pytest.mark.parametrize(("victim", "name"), [(3, "trainer1"), (1, "server1")])
+def test_on_several_machines_a_killed_process_ends_all_others_and_is_named(victim, name, tmp_path):
+    options = ("--servers", 2, "--steps", 100_000, "--rows", 1000, "--log-every", 1, "--timeout", 30)
+    _store, jobs, logs = start_on_machines(4, tmp_path, SCRIPT, *options, LOCAL_WORLD_SIZE="4")
+    wait_for(lambda: logs[2].exists() and "step 1/" in logs[2].read_text(), jobs[2])
+    begin = time.monotonic()
+    jobs[victim].kill()
+    for rank in set(range(4)) - {victim}:
+        jobs[rank].join(60)
+        output = logs[rank].read_text()
+        assert jobs[rank].exitcode == 1 and "Traceback" not in output, output
+        # The line may stand in the middle of a warning that a thread of torch's logs at the same moment.
+        assert output.count(" is lost") == 1, output
+        if rank == 0:  # the others may notice first that rank 0 has left
+            assert f"{name} is lost" in output
+    assert time.monotonic() - begin < 30
 
 
 @pytest.mark.slow
