@@ -81,8 +81,9 @@ def test_the_ring_moves_during_backward():
     reducer.background.start(gate.wait, 60)
 
     def first_block_is_reached(param):
+        gated, first_bucket, *_ = reducer.background.calls
+        assert not gated.done(), "the caller waits for the ring"
         gate.set()
-        _, first_bucket, *_ = reducer.background.calls
         first_bucket.result(timeout=60)
 
     model.blocks[0].norm1.weight.register_post_accumulate_grad_hook(first_block_is_reached)
