@@ -8,25 +8,16 @@ import re
 from unittest import mock
 
 import torch
-from conftest import float64
+from conftest import float64, whole
 from torch.nn import functional as F
 
 import distributed as dist
 import gpt
 
-MICRO_BATCHES = ("min_PP_FSDP_TP", "min_PP")  # the gradients of one are there when the next one begins
 SAME_DROPOUT = ("min_FSDP_TP", "min_PP_FSDP_TP", "min_TP")  # tensor neighbours work on the same sequences
-WHOLE_BATCH = (
-    "min_CP",
-    "min_CP_ring",
-    "min_CP_packed",
-    "min_PP",
-    "min_TP",
-)  # each process takes the whole global batch
 # The last part of parameters, of rows and of a ring is shorter on 2, 3 and 4 processes.
 ODD = {"layers": 2, "width": 35, "heads": 5, "length": 15, "global_batch_size": 24}
 BIGRAM = 2.46  # the held-out loss of guesses by the byte before, in nats
-HELD = re.compile(r"parameters held: ([\d,]+) of ([\d,]+) \((\d\.\d{3})\)")
 LINE = re.compile(
     r"step (?P<step>\d+)/\d+ \| loss (?P<loss>\d+\.\d{4}) \| held-out (?P<held_out>\d+\.\d{4}) \| "
     r"(?P<speed>[\d,]+) tokens/s \| (?P<memory>\d+) MB"
@@ -52,10 +43,15 @@ def small_text():
     return text[:200_000], held_out[:20_000]
 
 
+def on_small_text():
+    """A patch that gives the small text to a script."""
+    text = small_text()
+    return mock.patch.object(gpt, "load_text", lambda: text)
+
+
 def small_data(args, share=None):
     """gpt.Data of the small text."""
-    text = small_text()
-    with mock.patch.object(gpt, "load_text", lambda: text):
+    with on_small_text():
         return gpt.Data(args, share)
 
 
@@ -63,8 +59,6 @@ def make_optimizer(name, params, lr):
     """AdamW, or SGD, which shows a gradient of the wrong size as Adam does not. It has no fused form for DTensors."""
     if name == "SGD":
         return torch.optim.SGD(params, lr=10 * lr, momentum=0.5)
-    if name == "SGD without momentum":  # it has no state
-        return torch.optim.SGD(params, lr=10 * lr)
     return torch.optim.AdamW(params, lr=lr, fused=True)
 
 
@@ -161,92 +155,46 @@ def _train_worker(local_rank, world_size, train, cases, folder):
     torch.save(results, f"{folder}/{local_rank}.pt")
 
 
-def run_main_worker(script, args, optimizer, before_training=None, train=None):
+def run_main_worker(script, args, optimizer, train=None):
     """Run a script's main_worker on the small text.
 
-    Returns what it trained, its optimizer, the losses, the last held-out loss and what it printed. If the name begins
-    with SGD, the script gets make_optimizer's optimizer instead of AdamW. `before_training(model)` is called with the
-    first argument of the script's `train`, which `train` may replace.
+    Returns what it trained, its optimizer, its data, the losses and what it printed. If `optimizer` is "SGD", the
+    script gets make_optimizer's optimizer instead of AdamW. `train` may replace the script's own.
     """
-    text, result = small_text(), argparse.Namespace()
+    result = argparse.Namespace()
     train = train or script.train
-    held_out, built, rows = [None], set(), set()
-    reduce, build, loss_fn, forward = dist.reduce, gpt.batch, gpt.loss_fn, gpt.Block.forward
-    init = mock.Mock(wraps=dist.init_process_group)
 
     def recorded_train(model, optimizer, *rest):
-        if before_training:
-            before_training(model)
         result.model = model
         result.optimizer = optimizer
+        result.data = next((each for each in rest if isinstance(each, gpt.Data)), None)
         result.losses = train(model, optimizer, *rest)
-        result.held_out = held_out[-1]
         return result.losses
-
-    def recorded_reduce(tensor, op="avg"):  # the last that gpt.Progress prints
-        held_out.append(reduce(tensor, op))
-        return held_out[-1]
-
-    def recorded_batch(*batch_args, **kwargs):
-        x, y = build(*batch_args, **kwargs)
-        built.add(len(x))
-        return x, y
-
-    def recorded_loss_fn(logits, y):
-        rows.add(len(logits))
-        return loss_fn(logits, y)
-
-    def checked_forward(block, x):
-        grads = [local(param.grad) for param in block.parameters() if param.grad is not None]
-        accumulates = script.__name__ in MICRO_BATCHES or getattr(args, "accumulate", 1) > 1
-        if torch.is_grad_enabled() and not accumulates:
-            assert not any(grad.any() for grad in grads), "gradients of the step before take memory in forward"
-        return forward(block, x)
 
     def make(params, lr, fused):
         return make_optimizer(optimizer, params, lr)
 
     with (
-        mock.patch.object(gpt.Block, "forward", checked_forward),
-        mock.patch.multiple(gpt, load_text=lambda: text, batch=recorded_batch, loss_fn=recorded_loss_fn),
-        mock.patch.multiple(dist, reduce=recorded_reduce, init_process_group=init),
+        on_small_text(),
         mock.patch.object(script, "train", recorded_train),
-        mock.patch("torch.optim.AdamW", make) if optimizer.startswith("SGD") else contextlib.nullcontext(),
+        mock.patch("torch.optim.AdamW", make) if optimizer == "SGD" else contextlib.nullcontext(),
         contextlib.redirect_stdout(io.StringIO()) as stdout,
     ):
         script.main_worker(dist.get_local_rank(), dist.get_world_size(), args)
-    assert init.called
     result.stdout = stdout.getvalue()
-    assert built <= {args.global_batch_size // n_shares(script, args)}, "it reads more than its share of the batch"
-    if script.__name__ in MICRO_BATCHES:
-        share = args.global_batch_size // n_shares(script, args)
-        assert rows <= {share // args.micro_batches}, "in memory are logits of more than a micro-batch"
     if script.__name__ not in SAME_DROPOUT:
         assert torch.initial_seed() == args.seed + dist.get_rank(), "or dropout in a copy is the same on all ranks"
     return result
 
 
-def n_shares(script, args):
-    """In how many shares a script divides the global batch."""
-    name = script.__name__
-    if name in WHOLE_BATCH:
-        return 1
-    if name == "min_FSDP_TP":
-        return args.replicate * args.shard
-    if name == "min_PP_FSDP_TP":
-        return args.shard
-    return dist.get_world_size()
-
-
 def saves_of(script, args):
-    """The steps that a script's main_worker gives to checkpoint.save or checkpoint_sharded.save, in one process."""
-    text, steps = small_text(), []
+    """The steps that a script's main_worker gives to checkpoint.save, in one process."""
+    steps = []
 
     def record(path, model, optimizer, step, *parts, **more):
         steps.append(step)
 
-    saver = script.checkpoint_sharded if hasattr(script, "checkpoint_sharded") else script.checkpoint
-    with mock.patch.object(saver, "save", record), mock.patch.object(gpt, "load_text", lambda: text):
+    with mock.patch("checkpoint.save", record), on_small_text():
         dist.launch(script.main_worker, args, nprocs=1)
     return steps
 
@@ -259,10 +207,8 @@ def local(tensor):
 def full_parameters(model):
     """By name, each one whole on every rank, whether it was a tensor or a DTensor: all ranks must call it."""
     model = getattr(model, "module", model)
-    return {
-        name: (param.full_tensor() if hasattr(param, "full_tensor") else param).detach().clone()
-        for name, param in (*model.named_parameters(), *model.named_buffers())
-    }
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: whole(tensor).detach().clone() for name, tensor in named}
 
 
 def assert_equal(losses, parameters, expected, tolerance=1e-9):
@@ -287,13 +233,14 @@ def saved_bytes(loss_of, model, args):
     storages = {}
 
     def pack(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storage = local(tensor).untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     x, y = gpt.batch(small_text()[0], 0, 1, args.length)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = loss_of(model, x, y)  # alive, as are its saved tensors: no address is used again
     for param in model.parameters():
-        storages.pop(param.untyped_storage().data_ptr(), None)
+        storages.pop(local(param).untyped_storage().data_ptr(), None)
     loss.backward()
     return sum(storages.values())
