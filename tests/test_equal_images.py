@@ -233,40 +233,37 @@ def killed_worker(local_rank, world_size, case, at, folder):
 
 SAVED = {"epochs": 3, "snapshot_path": "snapshot.pt", "checkpoint_dir": "checkpoints"}
 DRAW = random.Random(1)
-AFTER_STEPS = [DRAW.randint(3, 20) for _ in range(10)], [1, 2, 3, 2, 1, 3, 3, 1, 2, 3, 2]
-AFTER_EPOCHS = [16, 16, 5], [3, 1, 4, 2]  # in the second epoch, in the third one, and in that again
+AFTER_EACH_STEP = [DRAW.randint(3, 12) for _ in range(10)], [1, 2, 3, 2, 1, 3, 3, 1, 2, 3, 2]
+AFTER_EACH_EPOCH = [16, 16, 5], [3, 1, 4, 2]  # killed in the second epoch, in the third one, and in that again
+KILLED = [
+    Case("mnist_DDP", "sgd", {**TRICKS, **SAVED, "accumulate": 2}),
+    Case("mnist_FSDP", "layerwise", SAVED, Pooled),
+    Case("mnist_FSDP", "adam", SAVED),
+    Case("multigpu_torchrun", "adam", SAVED),
+    Case("multinode_torchrun", "adam", SAVED),
+]
 
 
 @pytest.mark.guard
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "when"),
-    [
-        (Case("mnist_DDP", "sgd", {**TRICKS, **SAVED, "accumulate": 2}), AFTER_STEPS),
-        (Case("mnist_FSDP", "layerwise", SAVED, Pooled), AFTER_EPOCHS),
-        (Case("mnist_FSDP", "adam", SAVED), AFTER_EPOCHS),
-        (Case("multigpu_torchrun", "adam", SAVED), AFTER_EPOCHS),
-        (Case("multinode_torchrun", "adam", SAVED), AFTER_EPOCHS),
-    ],
-    ids=str,
-)
-def test_killed_and_continued_by_other_numbers_of_processes_it_equals_one(case, when, tmp_path, capfd):
+@pytest.mark.parametrize("case", KILLED, ids=str)
+def test_killed_and_continued_by_other_numbers_of_processes_it_equals_one(case, tmp_path, capfd):
     """The same curve and weights as one process has that nobody kills."""
-    moments, numbers = when
+    moments, numbers = AFTER_EACH_STEP if case.script == "mnist_DDP" else AFTER_EACH_EPOCH
     for n, at in zip(numbers, [*moments, None], strict=True):
         if case.script == "mnist_FSDP":
-            case.options |= {"strategy": "ddp" if n == 4 else "fsdp"}
+            case.options = {**case.options, "strategy": "ddp" if n == 4 else "fsdp"}
         killed = pytest.raises(ProcessExitedException, match=f"^rank {n - 1} was killed by SIGKILL$")
         with killed if at else contextlib.nullcontext():
             state = spawn.run_processes(dist._run_worker, (killed_worker, case, at, str(tmp_path)), n)
     clip = case.options.get("clip", 0)
     expected, losses, _ = reference(case.script, case.optimizer, case.model, clip, 3, 1)
     images.assert_equal_states(state, expected)
-    stdout = capfd.readouterr().out
     expected = dict(expected_lines(case.script, losses))
-    lines = [(int(number), float(loss)) for number, loss in LINE.findall(stdout)]
-    assert {number for number, _ in lines} == expected.keys()
+    lines = [(int(number), float(loss)) for number, loss in LINE.findall(capfd.readouterr().out)]
     assert [loss for _, loss in lines] == pytest.approx([expected[number] for number, _ in lines], abs=6e-5)
+    if case.script != "multigpu_torchrun":  # whose last lines are lost in a kill
+        assert {number for number, _ in lines} == expected.keys()
 
 
 REFUSED = {
