@@ -234,7 +234,7 @@ def killed_worker(local_rank, world_size, case, at, folder):
 SAVED = {"epochs": 3, "snapshot_path": "snapshot.pt", "checkpoint_dir": "checkpoints"}
 DRAW = random.Random(1)
 AFTER_EACH_STEP = [DRAW.randint(3, 12) for _ in range(10)], [1, 2, 3, 2, 1, 3, 3, 1, 2, 3, 2]
-# Killed in the second epoch, in the third one, and in that again. These numbers divide the samples, so none comes twice.
+# Killed in the second epoch, in the third, and in that again. These numbers divide the samples: none comes twice.
 AFTER_EACH_EPOCH = [16, 16, 5], [3, 1, 1, 3]
 KILLED = [
     Case("mnist_DDP", "sgd", {**TRICKS, **SAVED, "accumulate": 2}),
