@@ -25,6 +25,16 @@ CONFIGS = {
         **SMALL, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
     ),
 }
+MOE = {**SMALL, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
+MOE |= {"topk_group": 1, "first_k_dense_replace": 1}
+MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+MLA |= {"num_key_value_heads": 4, "topk_method": "noaux_tc", "n_shared_experts": 1}
+WITH_ROUTERS_IN_FLOAT32 = {
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(**MOE, head_dim=8),
+    "glm4_moe_shared": lambda: transformers.Glm4MoeConfig(**MOE, head_dim=8, n_shared_experts=1),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**MOE | MLA),
+    "mimo_v2": lambda: transformers.MiMoV2FlashConfig(**MOE, head_dim=8),
+}
 FIVE = ("llama", "qwen3", "gpt2", "gemma3", "qwen3_moe")
 
 
@@ -43,13 +53,14 @@ def byte_tokenizer():
 def make_folder(name, folder, dtype=torch.float32):
     """Write a model with random weights in at least two files, and the tokenizer."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+    config = {**CONFIGS, **WITH_ROUTERS_IN_FLOAT32}[name]()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
-        for param in model.parameters():
-            param.add_(0.1 * torch.randn_like(param))  # all are 1 or 0 in a norm or a bias
+        for tensor in model.state_dict().values():
+            tensor.add_(0.1 * torch.randn_like(tensor))  # all are 1 or 0 in a norm or a bias
     model.generation_config.eos_token_id = 256
-    n_bytes = sum(param.numel() * dtype.itemsize for param in model.parameters())
-    model.to(dtype).save_pretrained(folder, max_shard_size=n_bytes // 2)
+    n_bytes = sum(param.nbytes for param in model.parameters())
+    model.save_pretrained(folder, max_shard_size=n_bytes // 2)
     assert len(list(folder.glob("*.safetensors"))) >= 2
     byte_tokenizer().save_pretrained(folder)
     return folder
