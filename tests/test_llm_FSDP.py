@@ -11,7 +11,6 @@ import os
 import random
 import re
 import shutil
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -67,12 +66,11 @@ CASES = {  # name: (model, optimizer, options)
 }
 
 
+@contextlib.contextmanager
 def float64_everywhere():
     """Experts too: their fast kernel on the CPU takes no float64."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(float64())
-    stack.enter_context(mock.patch("transformers.integrations.moe._can_use_grouped_mm", lambda *args: False))
-    return stack
+    with float64(), mock.patch("transformers.integrations.moe._can_use_grouped_mm", lambda *args: False):
+        yield
 
 
 def make_inputs(model="llama", dtype=torch.float32):
@@ -254,7 +252,12 @@ def changed_script(name):
         yield
 
 
-def check_equality(name):
+@pytest.mark.guard
+@pytest.mark.slow
+@on_processes(2, 3)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name):
+    """A plain loop over the documents, one at a time. In float64, but transformers' norms compute in float32."""
     model, optimizer, options = CASES[name]
     with changed_script(name):
         make_inputs(model, torch.float64)
@@ -280,23 +283,6 @@ def check_equality(name):
         assert (after[key] - value).abs().max() < 1e-6, key
 
 
-@pytest.mark.guard
-@pytest.mark.slow
-@on_processes(2)
-@pytest.mark.parametrize("name", CASES)
-def test_equals_one_process(name):
-    """A plain loop over the documents, one at a time. In float64, but transformers' norms compute in float32."""
-    check_equality(name)
-
-
-@pytest.mark.guard
-@pytest.mark.slow
-@on_processes(1, 3)
-@pytest.mark.parametrize("name", ["llama", "tied", "uneven", "in chunks", "lora", "lora, 4 bits"])
-def test_any_number_of_processes_equals_one_process(name):
-    check_equality(name)
-
-
 def train_part(local_rank, world_size, name, checkpoints, leaves):
     """Train a case, or leave after its first step, as after SIGTERM. Returns the parameters."""
     dist.init_process_group(even_alone=True)
@@ -317,13 +303,13 @@ def test_resumes_inside_an_epoch_on_any_number_of_processes(name, folder):
     A scheduler that starts anew shows in the second one.
     """
     make_inputs(CASES[name][0], torch.float64)
-    whole, *_ = dist.launch(train_part, name, "whole", False, nprocs=2)
+    whole = dist.launch(train_part, name, "whole", False, nprocs=2)
     dist.launch(train_part, name, "left", True, nprocs=2)
     assert {path.name for path in Path("left").iterdir()} == {"step-1", "rows.npy", "held-out.npy"}
     for nprocs in (1, 2, 3):
         checkpoints = f"resumed-on-{nprocs}"
         shutil.copytree("left", checkpoints)
-        resumed, *_ = dist.launch(train_part, name, checkpoints, False, nprocs=nprocs)
+        resumed = dist.launch(train_part, name, checkpoints, False, nprocs=nprocs)
         for key, value in whole.items():
             assert (resumed[key] - value).abs().max() <= (0 if nprocs == 2 else 1e-6), key
         assert Path(checkpoints, "step-3").exists()
@@ -408,25 +394,15 @@ def test_kills_and_sigterm_change_nothing(folder):
 
 @contextlib.contextmanager
 def watch_peak(peaks):
-    """Append by how much the anonymous memory of this process grows while the block runs."""
-    seen = [anonymous_bytes()]
-    is_done = threading.Event()
-
-    def watch():
-        while not is_done.wait(timeout=0.002):
-            seen.append(anonymous_bytes())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
+    """Append by how much the memory of this process grows while the block runs, with the files that it maps."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = peak_bytes()
     yield
-    is_done.set()
-    thread.join()
-    peaks.append(max(*seen, anonymous_bytes()) - seen[0])
+    peaks.append(peak_bytes() - before)
 
 
-def anonymous_bytes():
-    """Without mapped files, whose pages the system may drop at any time."""
-    return 1024 * int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+def peak_bytes():
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
 def measure_memory(local_rank, world_size):
@@ -445,24 +421,19 @@ def measure_memory(local_rank, world_size):
 
 @pytest.mark.slow
 def test_the_cpus_hold_one_model_and_not_one_per_process(folder):
-    """Loading fills the shards, one model over all ranks; saving collects one more. One tensor at a time is sent."""
-    config = transformers.LlamaConfig(
-        vocab_size=16000, hidden_size=1024, num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=8,
-        intermediate_size=2816, tie_word_embeddings=False, max_position_embeddings=256,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    n_bytes = 4 * model.num_parameters()
-    largest = max(4 * param.numel() for param in model.parameters())
+    """Loading maps the files on rank 0 and fills the shards, one model over all ranks; saving collects one more.
+
+    One tensor at a time is sent.
+    """
+    make_inputs("large")
+    n_bytes = sum(file.stat().st_size for file in Path("large").glob("*.safetensors"))
+    largest = 4 * 16000 * 1024
     assert 400e6 < n_bytes < 420e6
-    model.save_pretrained("large", max_shard_size="100MB")
-    language.byte_tokenizer().save_pretrained("large")
-    del model
     for world_size in (1, 2, 4):
         loading, saving = zip(*dist.launch(measure_memory, nprocs=world_size), strict=True)
         print(world_size, [[round(n / 1e6) for n in part] for part in (loading, saving)], flush=True)
-        # The lower bounds say that the peak was seen. They leave room for freed memory that is used again.
-        assert 0.8 * n_bytes < sum(loading) < 1.1 * n_bytes + 3 * world_size * largest
-        assert 0.8 * n_bytes * (world_size > 1) < sum(saving) < 1.2 * n_bytes + 3 * world_size * largest
+        assert sum(loading) < 2.1 * n_bytes + 3 * world_size * largest
+        assert sum(saving) < 1.2 * n_bytes + 3 * world_size * largest
         for rank in range(1, world_size):
             assert loading[rank] < n_bytes / world_size + 4 * largest and saving[rank] < 4 * largest
         shutil.rmtree(f"out-{world_size}")
@@ -720,30 +691,16 @@ def test_results_load(name, dtype, changes, options):
 
 
 @pytest.mark.parametrize("options", ["", "--lora 2"])
-def test_a_kill_while_a_result_is_written_leaves_a_whole_one_or_none(options, folder, monkeypatch):
-    """Whatever call on files it hits. The next run needs nothing to be deleted."""
-    left = SimpleNamespace(calls=math.inf)
-
-    def counting(function):
-        def call(*args, **kwargs):
-            left.calls -= 1
-            if left.calls == 0:
-                raise KeyboardInterrupt
-            return function(*args, **kwargs)
-
-        return call
-
-    for name in ("replace", "rename", "unlink", "rmdir"):
-        monkeypatch.setattr(os, name, counting(getattr(os, name)))
-    for last_call in itertools.count(1):
-        left.calls = math.inf
+def test_a_kill_while_a_result_is_written_leaves_a_whole_one_or_none(options, folder):
+    """The next run needs nothing to be deleted."""
+    for step in ("os.replace", "shutil.rmtree", "os.rename"):
         job = Job(options=options)
-        left.calls = last_call
-        with contextlib.suppress(KeyboardInterrupt):
+        with mock.patch(step, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             job.save()
-            break
         assert not Path("out").exists()
-    assert last_call > 3 and not Path("out.incomplete").exists()
+    job = Job(options=options)
+    job.save()
+    assert not Path("out.incomplete").exists()
     kind = peft.AutoPeftModelForCausalLM if options else transformers.AutoModelForCausalLM
     assert (logits_of(kind.from_pretrained("out")) - logits_of(job.model)).abs().max() < 1e-5
 
@@ -808,10 +765,6 @@ def take(path, name):
     language.make_folder(name, path)
 
 
-def write_data(path, records):
-    language.write_jsonl(Path("data.jsonl"), records)
-
-
 def add_token(path, name):
     """To the tokenizer, and to a file of data, but not to the model."""
     tokenizer = language.byte_tokenizer()
@@ -844,10 +797,10 @@ REFUSED = [  # how the folder of the model is changed, options, and what is said
     (change_weights, {"up_proj.bias": torch.zeros(64)}, "", ".* 1 unexpected weights, such as up_proj.bias"),
     (write, {}, "--length 257", "--length 257 is more than its 256 positions"),
     (write, {}, "--attention flash_attention_2", ".*[Ff]lash.*"),
+    (take, "mamba", "", ".*eager.*"),  # it has no sdpa
     (take, "gpt2", f"{LORA} --nf4", NO_BLOCKS),
     (take, "llama", f"{LORA} --nf4", NO_BLOCKS),
-    (take, "glm4_moe_shared", LORA, OTHER_LAYERS),
-    (take, "deepseek_v3", LORA, OTHER_LAYERS),
+    (take, "glm4_moe", LORA, OTHER_LAYERS),
     (add_token, None, "--data a.jsonl --eval-data b.jsonl", NO_EMBEDDING),
     (add_token, None, "--data b.jsonl --eval-data a.jsonl", NO_EMBEDDING),
 ]
@@ -912,7 +865,7 @@ def test_a_checkpoint_of_other_options_or_weights_is_refused(lora, folder):
     shutil.copy("data.jsonl", "other.jsonl")
     for copied in ("other-weights", "other-config"):
         shutil.copytree("llama", copied)
-    change_weights(Path("other-weights"), {"model.norm.weight": torch.ones(32)})
+    change_weights(Path("other-weights"), {"model.embed_tokens.weight": torch.ones(259, 32)})
     configure(Path("other-config"), {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}})
     options = f"{lora} --lr 1e-5 --warmup 0 --checkpoint-dir saved"
     Job(options=options).train(1)
@@ -993,32 +946,23 @@ def test_a_run_that_diverges_saves_nothing(name, folder):
 
 
 def test_what_is_printed_is_of_the_steps_alone(folder, monkeypatch):
-    """A row takes a second, and an evaluation far longer. The first of 4 steps of warm-up has a fifth of --lr."""
+    """A row takes a second, and an evaluation far longer. Padding does not count. After 4 steps of warm-up is --lr."""
     clock = SimpleNamespace(now=0, perf_counter=lambda: clock.now)
     monkeypatch.setattr(llm_FSDP, "time", clock)
 
     def pass_time(model, *_):
         clock.now += 1 if model.training else 100
 
-    found = {}
-    for log_every in (1, 2):
-        job = Job(options=f"--log-every {log_every} --eval-every 3 --lr 0.01 --warmup 4")
-        job.model.register_forward_pre_hook(pass_time)
-        line = r"step (\d)/6 \| loss (\S+) .* \| lr (\S+) \| ([\d,]+) tok"
-        found[log_every] = re.findall(line, job.train(6))
-    rates = [lr for _, _, lr, _ in found[1]]
-    assert rates[:5] == ["2.0e-03", "4.0e-03", "6.0e-03", "8.0e-03", "1.0e-02"]
-    losses = [float(loss) for _, loss, _, _ in found[1]]
+    job = Job(options="--log-every 2 --eval-every 3 --lr 0.01 --warmup 4")
+    job.model.register_forward_pre_hook(pass_time)
+    printed = job.train(6)
     order = llm_documents.order_of(job.n_rows, 6 * BATCH, 0)
     n_tokens = (llm_documents.mapped(job.rows)[order, llm_documents.TOKENS] >= 0).sum(axis=1)
     first = 0
-    for done, loss, lr, tokens in found[2]:
-        done = int(done)
-        assert float(loss) == pytest.approx(np.mean(losses[first:done]), abs=2e-4)
-        assert lr == rates[done - 1]
-        assert tokens == f"{n_tokens[first * BATCH : done * BATCH].mean():,.0f}"
+    for done, lr in ((2, "4.0e-03"), (3, "6.0e-03"), (4, "8.0e-03"), (6, ".*")):
+        tokens = n_tokens[first * BATCH : done * BATCH].mean()
+        assert re.search(rf"^step {done}/6 .* \| lr {lr} \| {tokens:,.0f} tokens/s", printed, re.M), printed
         first = done
-    assert [done for done, *_ in found[2]] == ["2", "3", "4", "6"]
 
 
 def test_an_example_of_the_loss_is_printed_before_training(folder):
@@ -1046,7 +990,6 @@ def test_a_run_and_its_resumed_end_are_one_run_of_the_trackers(folder, monkeypat
     printed = first.stdout.getvalue() + printed
     assert len({path.name.rpartition("-")[2] for path in folder.glob("wandb/offline-run-*")}) == 1
     events = EventAccumulator("runs").Reload()
-    assert set(events.Tags()["scalars"]) == {"loss", "lr", "norm", "tokens_per_second", "held_out"}
     losses = [(str(scalar.step // BATCH), f"{scalar.value:.4f}") for scalar in events.Scalars("loss")]
     assert losses == re.findall(r"^step (\d)/4 \| loss (\S+)", printed, re.M) and len(losses) == 4
     assert f"{events.Scalars('held_out')[-1].value:.4f}" == re.findall(r"held-out (\S+)", printed)[-1]
@@ -1063,18 +1006,14 @@ def test_defaults_that_depend_on_other_options(folder):
     }
     assert {options: llm_FSDP.parse_args(options.split()).lr for options in rates} == rates
     for steps, warmup in ((3, 0), (50, 5), (1000, 10)):
-        optimizer, scheduler = llm_FSDP.make_optimizer(nn.Linear(2, 2), steps, lr=1.0, warmup=None, weight_decay=0.0)
-        rates = []
-        for _ in range(steps):
-            rates.append(scheduler.get_last_lr()[0])
-            optimizer.step()
-            scheduler.step()
+        _, scheduler = llm_FSDP.make_optimizer(nn.Linear(2, 2), steps, lr=1.0, warmup=None, weight_decay=0.0)
+        rates = [scheduler.lr_lambdas[0](step) for step in range(steps)]
         assert rates.index(max(rates)) == warmup and max(rates) == pytest.approx(1)
 
 
 # ---- documents that share a row -------------------------------------------------------------------------------------
 
-ATTENTIONS = itertools.product(language.CONFIGS, ["sdpa", "eager", "flex_attention"])
+ATTENTIONS = itertools.product(language.FIVE, ["sdpa", "eager", "flex_attention"])
 OFFERED = [pair for pair in ATTENTIONS if pair != ("gpt2", "flex_attention")]  # which transformers refuses
 
 
@@ -1082,27 +1021,16 @@ OFFERED = [pair for pair in ATTENTIONS if pair != ("gpt2", "flex_attention")]  #
 @pytest.mark.slow
 @pytest.mark.parametrize("name, attention", OFFERED)
 def test_packed_documents_do_not_see_each_other(name, attention, folder):
-    """Losses and gradients equal those of each document alone. On the CPU, flex_attention has no gradients."""
-    is_flex = attention == "flex_attention"
-    dtype = torch.float32 if is_flex else torch.float64
+    """The loss of a row equals the sum of those of its documents. On the CPU, flex_attention takes no float64."""
+    dtype = torch.float32 if attention == "flex_attention" else torch.float64
     make_inputs(name, dtype)
-    with float64_everywhere(), torch.set_grad_enabled(not is_flex), torch.compiler.set_stance("force_eager"):
+    with float64_everywhere(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attention)
         row = max(documents_of(arguments(name)), key=len)
         assert len(row) >= 3
-        results = []
-        for lists in ([row], [[document] for document in row]):
-            model.zero_grad()
-            losses = []
-            for packed in llm_documents.make_rows(lists, LENGTH):
-                loss = llm_FSDP.sum_of_losses(model, llm_documents.on_device(packed))
-                if not is_flex:
-                    loss.backward()
-                losses.append(loss.detach())
-            gradients = [param.grad for param in model.parameters() if param.grad is not None]
-            results.append([torch.stack(losses).sum(), *gradients])
-    for packed, alone in zip(*results, strict=True):
-        assert (packed - alone).abs().max() <= 1e-5 * alone.abs().max().clamp(min=1)
+        rows = llm_documents.make_rows([row, *([document] for document in row)], LENGTH)
+        packed, *alone = [llm_FSDP.sum_of_losses(model, llm_documents.on_device(each)) for each in rows]
+    assert packed == pytest.approx(sum(alone), rel=1e-5)
 
 
 LFM2 = {**language.SMALL, "hidden_size": 128, "intermediate_size": 256, "tie_word_embeddings": False}
@@ -1123,13 +1051,9 @@ ROWS = [  # a model, its attention, the length, and what is said of packed and o
     ("Lfm2", LFM2, "sdpa", 64, MIXED, None),
     ("Bert", BERT, "sdpa", 64, AHEAD, AHEAD),  # a little
     ("Bert", DECODER, "sdpa", 64, MIXED, None),
-    ("RoFormer", BERT, "eager", 64, AHEAD, AHEAD),
-    ("RoFormer", DECODER, "eager", 64, MIXED, None),
     # Its rotary factors depend on the longest document of a row.
-    ("Phi3", PHI3, "sdpa", 30, None, None),
     ("Phi3", PHI3, "sdpa", 32, None, None),
     ("Phi3", PHI3, "sdpa", 60, MIXED, None),
-    ("Phi3", PHI3, "sdpa", 200, MIXED, None),
     ("Roberta", DECODER, "eager", 64, "row of --length 64", "row of --length 64 than alone$"),  # positions from 2
     ("Whisper", WHISPER, "eager", 64, PLACES, PLACES),  # which it does not take
 ]
@@ -1154,37 +1078,12 @@ def test_rows_that_mix_documents_or_show_the_future_are_refused(name, sizes, att
                 assert model.training
 
 
-# Models for which transformers has no scaled_dot_product_attention.
-TINY = {"vocab_size": 259, "hidden_size": 32}
-EAGER = {
-    "Gemma2": SLIDING,
-    "GptOss": {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "Bloom": {**TINY, "n_layer": 2, "n_head": 4},
-    "GPTNeo": {**TINY, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
-    "VaultGemma": SLIDING,
-    "Mamba": {**TINY, "num_hidden_layers": 2, "state_size": 8},
-}
-
-
-@pytest.mark.guard
 @pytest.mark.slow
 @on_processes(1)
-@pytest.mark.parametrize("name", EAGER)
-def test_a_model_without_sdpa_is_trained_and_written(name):
-    config = getattr(transformers, f"{name}Config")(**EAGER[name])
-    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(name)
-    language.byte_tokenizer().save_pretrained(name)
-    language.write_jsonl(Path("data.jsonl"), language.records())
-    message = exit_message(llm_FSDP.main_worker, 0, 1, arguments(name))
-    assert message.startswith(f"--model ./{name}: ") and "eager" in message
-    options = "--attention eager --epochs 0.5 --lr 0.01"
-    if name == "Mamba":  # which mixes packed documents
-        assert "use --pad" in exit_message(llm_FSDP.main_worker, 0, 1, arguments(name, options))
-        options += " --pad"
-    llm_FSDP.main_worker(0, 1, arguments(name, options))
-    written = transformers.AutoModelForCausalLM.from_pretrained("out")
-    before = transformers.AutoModelForCausalLM.from_pretrained(name)
-    assert type(written) is type(before)
-    moved = [not torch.equal(*pair) for pair in zip(written.parameters(), before.parameters(), strict=True)]
-    assert sum(moved) > len(moved) / 2
+def test_the_script_refuses_a_model_that_mixes_documents_and_trains_it_with_pad():
+    make_inputs("mamba")
+    options = "--attention eager --epochs 0.5"
+    assert "use --pad" in exit_message(llm_FSDP.main_worker, 0, 1, arguments("mamba", options))
+    llm_FSDP.main_worker(0, 1, arguments("mamba", f"{options} --pad"))
+    written, before = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in ("out", "mamba"))
+    assert not torch.equal(logits_of(written), logits_of(before))

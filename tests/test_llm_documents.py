@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import language
 import numpy as np
@@ -171,11 +170,6 @@ def test_files_that_are_compressed_or_cannot_be_read(tmp_path, monkeypatch):
     ):
         message = exit_message(list, llm_documents.lines_of([tmp_path / name], "--eval-data"))
         assert message.startswith(f"--eval-data: cannot read {tmp_path / name}: {cause}")
-    rows = SimpleNamespace(to_pylist=lambda: [{"text": "a"}, {"text": None}])
-    parquet = SimpleNamespace(ParquetFile=lambda path: SimpleNamespace(iter_batches=lambda n: [rows]))
-    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=parquet))
-    found = [line for _, line in llm_documents.lines_of([tmp_path / "c.parquet"])]
-    assert found == [b'{"text": "a"}', b'{"text": null}']
 
 
 def test_the_page_converts_prompts_and_completions(tokenizer, tmp_path, monkeypatch):
@@ -306,14 +300,7 @@ SHOWS_SOME = template(
 HIDES_THOUGHTS = SHOWS_SOME.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
 DROPS_THOUGHTS = template(BEGIN + "{{ m.content.split('</think>')[-1].strip() }}<|end|>")
 DROPS_CALLS = template(BEGIN + "{% if m.content %}{{ m.content }}{% else %}" + NAME + "{% endif %}<|end|>")
-NEXT_ROLE_ENDS = "[gMASK]" + template(
-    """{% if m.role == 'user' %}{% if loop.first or loop.previtem.role != 'observer' %}<|user|>{% endif %}\
-{{ m.content }}{% elif m.role == 'assistant' %}<|assistant|>\
-{% if loop.last and '</think>' in m.content %}{{ m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}\
-"""
-    + NAME
-    + "{% else %}<|end|>{{ m.content }}{% endif %}"
-)
+NEXT_ROLE_ENDS = template("{% if m.role == 'tool' %}<|end|>{% else %}" + BEGIN + "{% endif %}{{ m.content }}" + NAME)
 NO_END_AT_THE_END = template(
     BEGIN + "{{ m.content }}{% if not loop.last %}<|end|>{% endif %}",
     ASKS.replace("<|assistant|>", "<|end|><|assistant|>"),
@@ -325,8 +312,6 @@ MERGES_SYSTEM = template(
 {% elif m.role == 'assistant' %} {{ m.content | trim }}<|end|>{% endif %}""",
     "",
 )
-LAST_ANSWER = "m.role == 'assistant' and loop.last and not add_generation_prompt"
-FINAL_DIFFERS = template(BEGIN + "{{ m.content }}{% if " + LAST_ANSWER + " %}<|end|>{% else %}<|user|>{% endif %}")
 NO_SPECIAL = template("{{ m.role }}: {{ m.content }}\n", ASKS.replace("<|assistant|>", "assistant: "))
 # Of agents: an answer has thoughts, words and calls, and goes on after results.
 THOUGHT = "<think>{{ m.reasoning_content }}</think>"
@@ -371,7 +356,6 @@ def calling(arguments, content="", **fields):
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"enum": [None, 2]}}}
 NULLS = {"b": None, "c": None}
 RESULT = {"role": "tool", "tool_call_id": "1", "content": "4"}
-OBSERVER = {"role": "observer", "content": "4"}
 SYSTEM = {"messages": [{"role": "system", "content": "Be kind."}, *CHAT["messages"]]}
 THOUGHTFUL = says("4.", reasoning_content="2+2=4")
 AGENT = chat(
@@ -391,7 +375,6 @@ SHOWN = [  # a chat template, a line, and what is in the loss in each of its doc
     (PLAIN, chat(says("no", weight=0), {**USER, "weight": 0}, says("4.", weight=1)), [["4.<|end|>"]]),
     (PLAIN, chat(says(), USER, says("no", weight=0)), [["4.<|end|>"]]),
     (PLAIN, chat(says(), chat_template_kwargs={"add_generation_prompt": True}), [["4.<|end|>"]]),
-    ("{{ mood }}" + PLAIN, chat(says(), chat_template_kwargs={"mood": "kind"}), [["4.<|end|>"]]),
     (PLAIN, {"text": "abc", "messages": None, "id": []}, [["bc<|end|>"]]),
     (PLAIN, {"text": ""}, []),
     (PLAIN, {}, []),
@@ -425,17 +408,11 @@ SHOWN = [  # a chat template, a line, and what is in the loss in each of its doc
     ),
     # The token that ends a turn.
     (NEXT_ROLE_ENDS, CHAT, [["Hello!\n<|user|>", "4.<|user|>"]]),
-    (
-        NEXT_ROLE_ENDS,
-        chat(says("t</think>b"), USER, says("u</think>d")),
-        [["t</think>b<|user|>"], ["u</think>d<|user|>"]],
-    ),
-    (NEXT_ROLE_ENDS, chat(calling({}), OBSERVER, says()), [["add<|end|>", "4.<|user|>"]]),
+    (NEXT_ROLE_ENDS, chat(calling({}), RESULT, says()), [["add<|end|>", "4.<|user|>"]]),
     (NEXT_ROLE_ENDS, chat(calling({})), [["add<|end|>"]]),
     (NO_END_AT_THE_END, CHAT, [BOTH]),
     (PHI3, CHAT, [["Hello!\n<|end|>\n</s>"], ["4.<|end|>\n</s>"]]),
     (PHI3.replace("<|end|>", ""), CHAT, [["Hello!\n\n</s>"], ["4.\n</s>"]]),
-    (FINAL_DIFFERS, CHAT, [["Hello!\n<|end|>"], ["4.<|end|>"]]),
     (NO_SPECIAL, CHAT, [["Hello!\n\n", "4.\n"]]),
     (MERGES_SYSTEM, SYSTEM, [[" Hello!<|end|>", " 4.<|end|>"]]),
 ]
