@@ -251,7 +251,6 @@ def test_rows_in_a_file_are_the_documents_and_are_counted(pad, tokenizer, tmp_pa
 def test_files_of_rows_that_cannot_be_used(tmp_path):
     path = tmp_path / "rows.npy"
     assert llm_documents.write_rows(path, [(np.array([1]), np.array([9]))], 48) == 9, "the last target is no token"
-    assert "too few lines fit into --length 48" in exit_message(llm_documents.write_rows, path, [], 48)
     np.save(tmp_path / "other.npy", np.zeros(3))
     for name, line in (("other.npy", "it has float64 of the shape (3,)"), ("none.npy", "cannot read the rows of ")):
         assert line in exit_message(llm_documents.mapped, tmp_path / name)
@@ -446,16 +445,6 @@ def test_what_stands_before_an_answer_is_shown_and_not_in_the_loss(template, rec
     tokenizer = with_template(template)
     (((tokens, _),),) = read(tokenizer, record, length=500)
     assert tokenizer.decode(tokens).startswith(start)
-
-
-def test_the_words_in_the_loss_are_those_that_a_template_marks():
-    """For trainers that read the marks. Here the template needs none."""
-    tokenizer = with_template(WITH_THOUGHTS.replace(ANSWER, "{% generation %}" + ANSWER + "{% endgeneration %}"))
-    options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    found = tokenizer.apply_chat_template(AGENT["messages"], **options)
-    expected = np.where(found["assistant_masks"], found["input_ids"], llm_documents.IGNORED)
-    (((_, targets),),) = read(tokenizer, AGENT, length=500)
-    assert targets.tolist() == expected[1:].tolist()
 
 
 # ---- what would be ignored ------------------------------------------------------------------------------------------
