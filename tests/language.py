@@ -13,6 +13,7 @@ SMALL = {"vocab_size": 259, "hidden_size": 32, "num_hidden_layers": 2, "num_atte
 SMALL |= {"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 256}
 LARGE = {"vocab_size": 16000, "hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16}
 LARGE |= {"num_key_value_heads": 8, "intermediate_size": 2816}
+SLIDING = {"head_dim": 8, "sliding_window": 32}
 NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 MOE = {**SMALL, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
 MOE |= {"topk_group": 1, "first_k_dense_replace": 1}
@@ -25,7 +26,8 @@ CONFIGS = {
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=259, n_embd=32, n_layer=2, n_head=4, n_positions=256, **NO_DROPOUT
     ),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=32),
+    "gemma2": lambda: transformers.Gemma2Config(**SMALL, **SLIDING, final_logit_softcapping=0.5),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SMALL, **SLIDING),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **SMALL, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
     ),

@@ -318,6 +318,7 @@ ANSWER = THOUGHT + "{{ m.content }}" + CALLS + "<|end|>"
 WITH_THOUGHTS = template(
     "{% if m.role == 'assistant' %}<|assistant|>" + ANSWER + "{% else %}" + BEGIN + "{{ m.content }}<|end|>{% endif %}"
 )
+OPENS_A_THOUGHT = WITH_THOUGHTS.replace("<|assistant|>{% endif", "<|assistant|><think>{% endif")
 LAST_QUESTION = """{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}\
 {% set ns.last = loop.index0 %}{% endif %}{% endfor %}"""
 AFTER_IT = "{% if loop.index0 > ns.last %}" + THOUGHT + "{% endif %}"
@@ -326,9 +327,11 @@ IN_A_TURN = """{% elif m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}<
 GOES_ON = template(
     "{% if m.role == 'assistant' %}{% if loop.previtem.role != 'tool' %}<|assistant|>{% endif %}"
     + ANSWER.replace("<|end|>", "{% if m.tool_calls %}<|user|>{% else %}<|end|>{% endif %}")
-    + "{% elif m.role == 'tool' %}[{{ m.content }}]{% else %}" + BEGIN + "{{ m.content }}<|end|>{% endif %}",
+    + "{% elif m.role == 'tool' %}[{{ m.content }}]{% else %}"
+    + BEGIN
+    + "{{ m.content }}<|end|>{% endif %}",
     "{% if messages[-1].role != 'tool' %}" + ASKS + "{% endif %}",
-)  # fmt: skip
+)
 
 # ---- conversations --------------------------------------------------------------------------------------------------
 
@@ -398,13 +401,7 @@ SHOWN = [  # a chat template, a line, and what is in the loss in each of its doc
     (LAST_QUESTION + WITH_THOUGHTS.replace(THOUGHT, AFTER_IT), AGENT, [[WAIT, DONE], [YES]]),
     (WITH_THOUGHTS.replace("{% else %}", IN_A_TURN), AGENT, [[WAIT, DONE, YES]]),
     (GOES_ON, AGENT, [[WAIT.replace("<|end|>", "<|user|>"), DONE, YES]]),
-    (
-        WITH_THOUGHTS.replace(
-            ASKS, ASKS.replace("<|assistant|>", "<|assistant|><think>")
-        ),  # the prompt opens a thought
-        AGENT,
-        [[answer.removeprefix("<think>") for answer in (WAIT, DONE, YES)]],
-    ),
+    (OPENS_A_THOUGHT, AGENT, [[answer.removeprefix("<think>") for answer in (WAIT, DONE, YES)]]),
     # The token that ends a turn.
     (NEXT_ROLE_ENDS, CHAT, [["Hello!\n<|user|>", "4.<|user|>"]]),
     (NEXT_ROLE_ENDS, chat(calling({}), RESULT, says()), [["add<|end|>", "4.<|user|>"]]),
