@@ -970,26 +970,17 @@ def test_an_example_of_the_loss_is_printed_before_training(folder):
 
 @pytest.mark.guard
 @pytest.mark.slow
-def test_a_run_and_its_resumed_end_are_one_run_of_the_trackers(folder, monkeypatch):
-    """W&B offline and TensorBoard have the numbers that are printed. The second call resumes the run."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+def test_a_run_and_its_resumed_end_are_one_run_of_the_tracker(folder, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("DIR", "DATA_DIR", "CACHE_DIR", "CONFIG_DIR"):
         monkeypatch.setenv(f"WANDB_{name}", str(folder))
-    options = "--wandb --tensorboard runs --checkpoint-dir saved"
     agreed = iter([False, True])
     with leaving_is_an_error(agreed=lambda preemption: next(agreed, False)):
-        first, second = Job(options=options), Job(options=options)
+        first, second = (Job(options="--wandb --checkpoint-dir saved") for _ in range(2))
         with pytest.raises(Left):
             first.train(4)
-        printed = second.train(4)
-    printed = first.stdout.getvalue() + printed
+        second.train(4)
     assert len({path.name.rpartition("-")[2] for path in folder.glob("wandb/offline-run-*")}) == 1
-    events = EventAccumulator("runs").Reload()
-    losses = [(str(scalar.step // BATCH), f"{scalar.value:.4f}") for scalar in events.Scalars("loss")]
-    assert losses == re.findall(r"^step (\d)/4 \| loss (\S+)", printed, re.M) and len(losses) == 4
-    assert f"{events.Scalars('held_out')[-1].value:.4f}" == re.findall(r"held-out (\S+)", printed)[-1]
 
 
 def test_defaults_that_depend_on_other_options(folder):
