@@ -1009,7 +1009,7 @@ OFFERED = [pair for pair in ATTENTIONS if pair != ("gpt2", "flex_attention")]  #
 @pytest.mark.slow
 @pytest.mark.parametrize("name, attention", OFFERED)
 def test_packed_documents_do_not_see_each_other(name, attention, folder):
-    """The loss of a row equals the sum of those of its documents. On the CPU, flex_attention takes no float64."""
+    """The loss of a row equals the sum of those of its documents: in float64, and in float32 by flex_attention."""
     dtype = torch.float32 if attention == "flex_attention" else torch.float64
     make_inputs(name, dtype)
     with float64_everywhere(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -1017,7 +1017,7 @@ def test_packed_documents_do_not_see_each_other(name, attention, folder):
         row = max(documents_of(arguments(name)), key=len)
         assert len(row) >= 3
         rows = llm_documents.make_rows([row, *([document] for document in row)], LENGTH)
-        packed, *alone = [llm_FSDP.sum_of_losses(model, llm_documents.on_device(each)) for each in rows]
+        packed, *alone = [llm_FSDP.sum_of_losses(model, llm_documents.on_device(each)).item() for each in rows]
     assert packed == pytest.approx(sum(alone), rel=1e-5)
 
 
