@@ -11,19 +11,30 @@ import llm_documents
 
 SMALL = {"vocab_size": 259, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 256}
+LARGE = {"vocab_size": 16000, "hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16}
+LARGE |= {"num_key_value_heads": 8, "intermediate_size": 2816}
+SLIDING = {"head_dim": 8, "sliding_window": 32}
 NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+MOE = {**SMALL, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
+MOE |= {"topk_group": 1, "first_k_dense_replace": 1}
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=False),
     "llama_tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
     "wide": lambda: transformers.LlamaConfig(**SMALL | {"hidden_size": 64}),
+    "large": lambda: transformers.LlamaConfig(**SMALL | LARGE),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=8),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=259, n_embd=32, n_layer=2, n_head=4, n_positions=256, **NO_DROPOUT
     ),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=32),
+    "gemma2": lambda: transformers.Gemma2Config(**SMALL, **SLIDING, final_logit_softcapping=0.5),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SMALL, **SLIDING),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **SMALL, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
     ),
+    # With routers in float32.
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(**MOE, head_dim=8),
+    "mimo_v2": lambda: transformers.MiMoV2FlashConfig(**MOE, head_dim=8),
+    "mamba": lambda: transformers.MambaConfig(vocab_size=259, hidden_size=32, num_hidden_layers=2, state_size=8),
 }
 FIVE = ("llama", "qwen3", "gpt2", "gemma3", "qwen3_moe")
 
@@ -43,13 +54,13 @@ def byte_tokenizer():
 def make_folder(name, folder, dtype=torch.float32):
     """Write a model with random weights in at least two files, and the tokenizer."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype)
     with torch.no_grad():
-        for param in model.parameters():
-            param.add_(0.1 * torch.randn_like(param))  # all are 1 or 0 in a norm or a bias
+        for tensor in model.state_dict().values():
+            tensor.add_(0.1 * torch.randn_like(tensor))  # all are 1 or 0 in a norm or a bias
     model.generation_config.eos_token_id = 256
-    n_bytes = sum(param.numel() * dtype.itemsize for param in model.parameters())
-    model.to(dtype).save_pretrained(folder, max_shard_size=n_bytes // 2)
+    n_bytes = sum(param.nbytes for param in model.parameters())
+    model.save_pretrained(folder, max_shard_size=n_bytes // 2)
     assert len(list(folder.glob("*.safetensors"))) >= 2
     byte_tokenizer().save_pretrained(folder)
     return folder
