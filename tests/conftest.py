@@ -91,7 +91,7 @@ def share_fork_server(address):
 
 # They need most time, and run first. The last file to be run would otherwise run alone.
 LONGEST = ["test_equal.py"]
-LONGEST += [f"test_{name}.py" for name in ("launch", "llm_FSDP", "readme", "mnist_DDP", "mnist_FSDP", "templates")]
+LONGEST += [f"test_{name}.py" for name in ("equal_images", "launch", "llm_FSDP", "readme", "mnist_DDP", "templates")]
 LONGEST += [f"test_min_{name}.py" for name in ("FSDP", "PP_FSDP_TP", "DDP_scratch", "Stream", "GRPO")]
 LONGEST += ["test_rpc_param_server.py", "test_multigpu_torchrun.py", "test_gpt.py"]
 LONGEST += [f"test_{name}.py" for name in ("multinode_torchrun", "on_devices", "slurm")]  # the guards
