@@ -1,17 +1,30 @@
-"""Few images, small networks and plain training, for the tests of the image scripts."""
+"""Few images, small networks, and training of them: the scripts' own, and plain PyTorch in one process."""
 
+import argparse
 import contextlib
-import functools
+import itertools
+import json
+import math
+import re
+import signal
 from pathlib import Path
 from unittest import mock
 
 import torch
-from conftest import exit_message
+from conftest import float64, whole
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
+import checkpoint
+import distributed as dist
 import mnist
+import mnist_DDP
+import mnist_FSDP
+import multigpu_torchrun
+import multinode_torchrun
+
+# ---- data -----------------------------------------------------------------------------------------------------------
 
 
 def digits(n, seed=0):
@@ -37,6 +50,29 @@ class Plain(Dataset):
         return self.whole.images[index], int(self.whole.labels[index])
 
 
+class Noisy(Plain):
+    """Noise from torch's random numbers, drawn by whichever process loads a sample."""
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return (image + torch.randint(20, image.shape, dtype=torch.uint8)).clamp(max=255), label
+
+
+class Pairs(Dataset):
+    """Any of these data sets for the scripts of the ladder, whose models and targets are plain numbers."""
+
+    def __init__(self, data):
+        self.data = data if isinstance(data, Plain) else Plain(data)
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        image, label = self.data[index]
+        x = normal(image)
+        return x, F.one_hot(torch.tensor(label), 10).to(x)
+
+
 def idx(tensor):
     """Bytes as a file of MNIST has them."""
     header = [0x800 + tensor.dim(), *tensor.shape]
@@ -58,11 +94,11 @@ def halves(train, test, kind=lambda whole: whole):
 
 
 @contextlib.contextmanager
-def few_digits(train, test, kind=lambda whole: whole, dtype=torch.float64):
+def few_digits(train, test, dtype=torch.float64):
     """Replace the data sets by `train` and `test` samples, in float64."""
 
     def load(name="", data_dir="", train=True, seed=0):
-        return kind(digits(sizes[train], int(train)))  # here, since a test may end the process that makes them
+        return digits(sizes[train], int(train))  # here, since a test may end the process that makes them
 
     sizes = {True: train, False: test}
     torch.set_default_dtype(dtype)
@@ -73,11 +109,13 @@ def few_digits(train, test, kind=lambda whole: whole, dtype=torch.float64):
         torch.set_default_dtype(torch.float32)
 
 
+# ---- models and optimizers ------------------------------------------------------------------------------------------
+
+
 class Net(nn.Module):
     """It behaves differently in training, draws random numbers as dropout would, and refuses an empty batch."""
 
     drawn = []  # noqa: RUF012  by this process
-    sizes = []  # noqa: RUF012  of the batches that it trained on
 
     def __init__(self):
         super().__init__()
@@ -88,7 +126,6 @@ class Net(nn.Module):
         x = self.first(x.flatten(1)).relu()
         if self.training:
             Net.drawn.append(torch.rand(()))
-            Net.sizes.append(len(x))
             x = 2 * x
         return self.second(x)
 
@@ -101,15 +138,12 @@ class Pooled(Net):
         self.pooler = nn.Linear(24, 24)
 
 
-class Typed(Net):
-    """Notes the type of each output."""
+class Stopped(Exception):
+    """Instead of a kill."""
 
-    types = []  # noqa: RUF012
 
-    def forward(self, x):
-        outputs = super().forward(x)
-        self.types.append(outputs.dtype)
-        return outputs
+def stop():
+    raise Stopped
 
 
 class Normed(nn.Module):
@@ -122,6 +156,22 @@ class Normed(nn.Module):
 
     def forward(self, x):
         return self.layers(x)
+
+
+def acting(at, act, model=Net, training=True):
+    """Builds a model that calls `act` in its `at`-th forward pass of training, or of evaluation."""
+    calls = itertools.count(1)
+
+    def before(net, inputs):
+        if net.training == training and next(calls) == at:
+            act()
+
+    def build():
+        net = model()
+        net.register_forward_pre_hook(before)
+        return net
+
+    return build
 
 
 def make_sgd(params, lr, **_):
@@ -148,88 +198,144 @@ def make_layerwise(params, lr, fused=False, **_):
 
 OPTIMIZERS = {"sgd": make_sgd, "adam": make_adam, "layerwise": make_layerwise}
 
+# ---- a script's own training ----------------------------------------------------------------------------------------
 
-@contextlib.contextmanager
-def host_reads():
-    """A list that grows each time the host reads a tensor's value."""
-    reads = []
-    with contextlib.ExitStack() as stack:
-        for name in ("item", "tolist"):
-            function = getattr(torch.Tensor, name)
-            counted = functools.partialmethod(_read, reads, function)
-            stack.enter_context(mock.patch.object(torch.Tensor, name, counted))
-        yield reads
+SIZES = (303, 101)  # of training and test: no multiples of 2 or 4, nor of a batch
+STEPS = 13  # of an epoch
+LR = {"sgd": 0.02, "adam": 0.003, "layerwise": 0.003}
+DEFAULTS = {"epochs": 2, "seed": 3, "log_every": 1, "save_every": 1, "num_workers": 0, "test_batch_size": 11}
+DEFAULTS |= {"output": "model.pt", "snapshot_path": None, "checkpoint_dir": None}
+OPTIONS = {
+    "mnist_DDP": {**vars(mnist_DDP.make_parser("").parse_args([])), **DEFAULTS, "global_batch_size": 22},
+    "mnist_FSDP": {**DEFAULTS, "strategy": "fsdp", "model": "net", "bf16": False, "min_num_params": 1000},
+    "multigpu_torchrun": {**DEFAULTS, "snapshot_path": "snapshot.pt"},
+    "multinode_torchrun": {**DEFAULTS, "snapshot_path": "snapshot.pt", "global_batch_size": 22},
+}
+LINE = re.compile(r"(?:step |Epoch )(\d+).* \| [lL]oss:? (\d+\.\d{4})$", re.M)
+TEST_LINE = re.compile(r"^epoch (\d+)/\d+ \|.* held-out (\d+\.\d{4}) \| accuracy (\d\.\d{4}) \((\d+)/(\d+)\)", re.M)
 
 
-def _read(tensor, reads, function):
-    reads.append(function.__name__)
-    return function(tensor)
+def train(script, optimizer="sgd", model=Net, data=None, **changes):
+    """The whole weights that it trains, and for each epoch loss and accuracy of the test. All ranks must call it.
+
+    `changes` are of its options. Those that it lacks are ignored.
+    """
+    dist.init_process_group()
+    Net.drawn.clear()
+    args = argparse.Namespace(**{**OPTIONS[script], "lr": LR[optimizer], **changes})
+    built = []
+
+    def build(*_):
+        built.append(model())
+        return built[0]
+
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        results = TRAIN[script](args, data or halves(*SIZES), build, optimizer)
+    finally:
+        signal.signal(signal.SIGTERM, handler)  # which Preemption has replaced
+    state = {name: whole(value).clone() for name, value in built[0].state_dict().items()}
+    return state, results
+
+
+def train_mnist_ddp(args, data, build, optimizer):
+    def with_schedule(net, lr, steps):
+        assert dist.unwrapped(net) is net, "parameters have their own names"
+        chosen = OPTIMIZERS[optimizer](net.parameters(), lr, fused=True)
+        return chosen, torch.optim.lr_scheduler.LambdaLR(chosen, lambda step: rate_of(step / steps))
+
+    mnist_DDP.run(args, data, build, mnist_DDP.make_optimizer if optimizer == "sgd" else with_schedule)
+    dist.barrier()  # rank 0 writes
+    stem = args.output.removesuffix(".pt")
+    losses, accuracies = (json.loads(Path(f"{stem}_{name}.json").read_text()) for name in ("losses", "accuracies"))
+    return list(zip(losses, accuracies, strict=True))
+
+
+def rate_of(done):
+    """The learning rate of mnist_DDP.py after this fraction of all steps, as a fraction of --lr."""
+    return (1 + math.cos(math.pi * done)) / 2
+
+
+def train_mnist_fsdp(args, data, build, optimizer):
+    args.batch_size = 24 // dist.get_world_size()
+    _, results = mnist_FSDP.run(args, data, build, OPTIMIZERS[optimizer])
+    return [(test_loss, hits / n) for _, test_loss, hits, n in results]
+
+
+def train_multigpu(args, data, build, optimizer):
+    samples = Pairs(data[0])
+    sampler = dist.data_sampler(samples, True, shuffle=True, seed=args.seed)
+    loader = DataLoader(samples, 24 // dist.get_world_size(), sampler=sampler, num_workers=args.num_workers)
+    torch.manual_seed(args.seed)
+    chosen = OPTIMIZERS[optimizer]((net := build()).parameters(), args.lr)
+    trainer = multigpu_torchrun.Trainer(net, loader, chosen, dist.get_device(), args.save_every, args.snapshot_path)
+    trainer.train(args.epochs)
+
+
+def train_multinode(args, data, build, optimizer):
+    torch.manual_seed(args.seed)
+    chosen = OPTIMIZERS[optimizer]((net := build()).parameters(), args.lr)
+    preemption = checkpoint.Preemption()
+    trainer = multinode_torchrun.Trainer(net, Pairs(data[0]), chosen, dist.get_device(), preemption, args)
+    if not trainer.train(args.epochs):
+        preemption.leave()
+
+
+TRAIN = {
+    "mnist_DDP": train_mnist_ddp,
+    "mnist_FSDP": train_mnist_fsdp,
+    "multigpu_torchrun": train_multigpu,
+    "multinode_torchrun": train_multinode,
+}
+
+# ---- plain PyTorch --------------------------------------------------------------------------------------------------
 
 
 def normal(images):
     return (images.to(torch.get_default_dtype()) / 255 - 0.1307) / 0.3081
 
 
-def outputs_of(net, dataset):
-    """The outputs for all images of a data set, by plain PyTorch."""
-    with torch.no_grad():
-        return torch.cat([net(normal(images)) for images in dataset.images.split(1000)])
-
-
+@torch.no_grad()
 def result_of(net, dataset):
     """Mean loss, correct predictions and samples."""
-    outputs = outputs_of(net.eval(), dataset)
+    net.eval()
+    outputs = torch.cat([net(normal(images)) for images in dataset.images.split(1000)])
     hits = (outputs.argmax(dim=1) == dataset.labels).sum().item()
     return F.cross_entropy(outputs, dataset.labels).item(), hits, len(dataset)
 
 
-def train_alone(make_optimizer, rates, sizes, batch, ranks=1, seed=3, model=Net, order_of=None, before_step=None):
-    """The reference: plain PyTorch in one process and float64, one epoch for each of `rates`.
+def squared_error(outputs, labels):
+    """What the scripts of the ladder minimize."""
+    return F.mse_loss(outputs, F.one_hot(labels, 10).to(outputs))
+
+
+@float64()
+def train_alone(
+    make_optimizer, rates, sizes, batch, seed=3, model=Net, order_of=None, before_step=None, loss_of=F.cross_entropy
+):
+    """The reference: plain PyTorch in one process and float64, one epoch for each of `rates`, which are equal.
 
     Returns the weights, (loss, samples) of every step, and `result_of` after every epoch.
     """
-    with few_digits(*sizes):
-        torch.manual_seed(seed)
-        net, losses, tests = model(), [], []
-        train_set, test_set = (mnist.load_data("", "", train=train, seed=seed) for train in (True, False))
-        optimizer = make_optimizer(net.parameters(), rates[0])
-        for epoch, rate in enumerate(rates):
-            for group in optimizer.param_groups:
-                group["lr"] *= rate / rates[max(0, epoch - 1)]
-            generator = torch.Generator().manual_seed(seed + epoch)
-            order = order_of(epoch) if order_of else torch.randperm(sizes[0], generator=generator)
-            order = torch.cat([order, order[: -sizes[0] % ranks]])  # a sampler gives all ranks equally many
-            for index in order.split(batch):
-                optimizer.zero_grad()
-                loss = F.cross_entropy(net.train()(normal(train_set.images[index])), train_set.labels[index])
-                loss.backward()
-                if before_step:
-                    before_step(net, optimizer)
-                optimizer.step()
-                losses.append((loss.item(), len(index)))
-            tests.append(result_of(net, test_set))
-        assert tests[-1][1] > 0.3 * sizes[1], "the reference must learn, or equality means little"
-        return net.state_dict(), losses, tests
-
-
-def check_full_disk(path, train, *args, **kwargs):
-    """The old file stays if `train` cannot write its result to `path`."""
-    path.write_text("old")
-    path.with_name(f"{path.name}.0.tmp").symlink_to("/dev/full")
-    message = exit_message(train, *args, **kwargs)
-    assert message.startswith(f"cannot save {path}") and "No space left on device" in message
-    assert {file.name: file.read_text() for file in path.parent.iterdir()} == {path.name: "old"}
-
-
-def check_forward(forward):
-    """A script's `forward` computes in bfloat16 if it is told to, and its losses are float32."""
-    images, labels = digits(8).__getitems__(range(8))
-    net = mnist.SimpleCNN()
-    expected = F.cross_entropy(net(mnist.normalize(images)), labels, reduction="none")
-    for mixed, dtype in ((False, torch.float32), (True, torch.bfloat16)):
-        outputs, same, losses = forward(net, images, labels, torch.device("cpu"), mixed)
-        assert (outputs.dtype, losses.dtype, losses.shape) == (dtype, torch.float32, (8,)) and same is labels
-        assert torch.allclose(losses, expected, rtol=0.05 if mixed else 1e-6)
+    torch.manual_seed(seed)
+    net, losses, tests = model(), [], []
+    train_set, test_set = halves(*sizes)
+    optimizer = make_optimizer(net.parameters(), rates[0])
+    for epoch in range(len(rates)):
+        generator = torch.Generator().manual_seed(seed + epoch)
+        order = order_of(epoch) if order_of else torch.randperm(sizes[0], generator=generator)
+        for index in order.split(batch):
+            optimizer.zero_grad()
+            loss = loss_of(net.train()(normal(train_set.images[index])), train_set.labels[index])
+            loss.backward()
+            if before_step:
+                before_step(net, optimizer)
+            optimizer.step()
+            losses.append((loss.item(), len(index)))
+        tests.append(result_of(net, test_set))
+    learns = tests[-1][1] > 0.3 * sizes[1] if loss_of is F.cross_entropy else losses[-1][0] < losses[0][0] / 3
+    assert learns, "or equality means little"
+    return net.state_dict(), losses, tests
 
 
 def assert_equal_states(actual, expected, tolerance=1e-9):

@@ -34,15 +34,16 @@ from benchmarks import common
 
 ROOT = Path(__file__).parent.parent
 TESTS = {  # of the files that have no test file of their own name, or more than that one
-    "distributed": ["metrics", "launch", "min_DDP", "mistakes", "mnist_FSDP", "drift", "templates"],
+    "distributed": ["metrics", "launch", "min_DDP", "mistakes", "equal_images", "drift", "templates"],
     "spawn": ["launch"],
-    "checkpoint": ["checkpoint", "mnist_FSDP"],
+    "checkpoint": ["checkpoint", "equal_images"],
     "rpc_remote": ["rpc_param_server", "rpc_model_parallel"],
     "tracking": ["mnist_DDP"],
     "llm_hub": ["llm_FSDP"],
     "llm_documents": ["llm_documents", "llm_FSDP"],
     "min_EP": ["min_EP_FSDP"],
-    "mnist": ["mnist", "mnist_DDP", "mnist_FSDP"],
+    "mnist": ["mnist", "mnist_DDP", "equal_images"],
+    **{name: [name, "equal_images"] for name in ("mnist_DDP", "mnist_FSDP", "multigpu_torchrun", "multinode_torchrun")},
 }
 EQUAL = [
     f"min_{name}"
