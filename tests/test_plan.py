@@ -131,6 +131,8 @@ def test_lora_holds_and_sends_what_the_docstring_of_llm_fsdp_says(nf4):
     adapters = 8 * 4 * (4 * 2 * 1024 + 2 * (1024 + 4096))  # the rank times inputs and outputs of each matrix
     assert held["parameters"] + held["gradients"] + held["Adam"] == 16 * adapters / N
     assert plan.sent_bytes(MODEL, layout)["shard"] == pytest.approx(3 * (N - 1) / N * (2 * frozen + 8 * adapters))
+    longer = dataclasses.replace(MODEL, length=4096)
+    assert plan.memory(longer, layout)["logits"] == 12 * 1024 * MODEL.vocabulary, "of 1,024 targets at a time"
 
 
 def test_the_activations_of_a_block_are_what_torch_keeps():

@@ -10,14 +10,17 @@ import random
 import re
 import shutil
 import signal
+import time
 import types
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as torch_dist
 from conftest import ROOT, Left, Watch, float64, leaving_is_an_error, on_processes, run, whole
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -47,7 +50,7 @@ def blocks_of(heading, language="python"):
 def execute(block, **names):
     """Run a block with the names of the page's table and with `names`; returns all that it has defined."""
     namespace = {
-        **{"torch": torch, "nn": nn, "F": F, "DataLoader": DataLoader, "dist": dist},
+        **{"torch": torch, "nn": nn, "F": F, "DataLoader": DataLoader, "dist": dist, "torch_dist": torch_dist},
         **{"rank": dist.get_rank(), "world_size": dist.get_world_size(), "device": dist.get_device()},
         **{"loss_fn": F.cross_entropy, **names},
     }
@@ -821,7 +824,23 @@ def test_compile_under_fsdp(_, block):
     assert len(calls) == 2 * 2, "in each of two steps twice"
 
 
-# ---- start ----------------------------------------------------------------------------------------------------------
+# ---- start and measure ----------------------------------------------------------------------------------------------
+
+
+@recipe("How much communication is not hidden behind computation?")
+def test_communication_that_is_not_hidden(block):
+    """Each all-reduce takes 50 ms longer, after backward has computed."""
+
+    def slow_hook(state, bucket):
+        time.sleep(0.05)
+        return allreduce_hook(state, bucket)
+
+    ddp_model = dist.prepare_ddp_model(make(Net))
+    ddp_model.register_comm_hook(None, slow_hook)
+    x, y = own(*make_batch())
+    result = execute(block, ddp_model=ddp_model, x=x, y=y)
+    assert all(param.grad.norm() > 0 for param in ddp_model.parameters()), "sums of gradients, as the page says"
+    assert result.alone < 0.04 < result.total - result.alone < 1
 
 
 @pytest.mark.slow

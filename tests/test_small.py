@@ -7,6 +7,7 @@ import ast
 import functools
 import io
 import re
+import subprocess
 import sys
 import tokenize
 from pathlib import Path
@@ -15,15 +16,36 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-SOURCES = {path.stem: path.read_text() for path in ROOT.glob("*.py")}
-SCRIPTS = sorted(name for name, source in SOURCES.items() if "\nif __name__ == " in source)
-MOST = {"distributed": 277, "spawn": 147, "checkpoint": 222, "checkpoint_sharded": 163, "watch": 96, "options": 50}
+HELPERS = ("checkpoint", "distributed", "gpt_generate", "gpt", "mnist", "options", "rpc_remote", "checkpoint_sharded")
+HELPERS += ("spawn",)
+ALL_HELPERS = {*HELPERS, "llm_documents", "llm_hub", "parity_why", "tracking", "watch"}
+SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem not in ALL_HELPERS)
+PUBLIC = {
+    *("DistributedError", "is_launched", "get_rank", "get_local_rank", "get_world_size", "is_primary", "print_primary"),
+    *("device_count", "get_device", "init_process_group", "is_dist_avail_and_initialized", "cleanup", "barrier"),
+    "wait_for_everyone",
+    *("data_sampler", "prepare_ddp_model", "prepare_fsdp_model", "sync_params", "check_in_sync", "unwrapped"),
+    *("reduce", "all_reduce", "gather", "gather_objects", "broadcast_object", "raise_on_all", "launch"),
+}
+MOST = {
+    "distributed": 277,
+    "spawn": 147,
+    "checkpoint": 222,
+    "checkpoint_sharded": 163,
+    "watch": 96,
+    "options": 50,
+}  # lines of code
 TABLE = re.compile(r"^\| script \| copy with it .*?(?=\n\n)", re.M | re.S)
 
 
 @functools.cache
+def source(name):
+    return (ROOT / f"{name}.py").read_text()
+
+
+@functools.cache
 def tree(name):
-    return ast.parse(SOURCES[name])
+    return ast.parse(source(name))
 
 
 @functools.cache
@@ -31,7 +53,7 @@ def code_lines(name):
     """The lines that are neither blank, nor a comment, nor in a docstring."""
     lines = set()
     skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    for token in tokenize.generate_tokens(io.StringIO(SOURCES[name]).readline):
+    for token in tokenize.generate_tokens(io.StringIO(source(name)).readline):
         if token.type not in skipped:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(tree(name)):
@@ -54,7 +76,7 @@ def modules_of(nodes):
 @functools.cache
 def imports(name):
     """The project's files that `name` imports itself; those of a function are needed too."""
-    return {module for module in modules_of(ast.walk(tree(name))) if module in SOURCES}
+    return {module for module in modules_of(ast.walk(tree(name))) if module in ALL_HELPERS or module in SCRIPTS}
 
 
 @functools.cache
@@ -69,7 +91,21 @@ def carried(name):
     return sorted(found - {name})
 
 
+def public_names(name):
+    names = []
+    for node in tree(name).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign):
+            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return [each for each in names if not each.startswith("_")]
+
+
 # ---- rules ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_helper_has_the_names_of_the_list_and_no_others():
+    assert set(public_names("distributed")) == PUBLIC
 
 
 @pytest.mark.parametrize("name", ["distributed", "spawn", "checkpoint", "watch"])
@@ -78,9 +114,64 @@ def test_importing_it_needs_only_torch(name):
     assert packages <= sys.stdlib_module_names | {"torch", "distributed"}
 
 
-@pytest.mark.parametrize("name", MOST)
-def test_the_helpers_stay_small(name):
-    assert code_lines(name) <= MOST[name]
+def test_the_helpers_stay_small():
+    sizes = {name: code_lines(name) for name in MOST}
+    assert all(sizes[name] <= most for name, most in MOST.items()), sizes
+
+
+STARTS_OR_STAYS = {"atexit", "multiprocessing", "resource", "signal", "socket", "subprocess", "threading", "weakref"}
+
+
+def test_the_helper_has_no_thread_no_exit_handler_and_no_private_names():
+    nodes = list(ast.walk(tree("distributed")))
+    assert not modules_of(nodes) & STARTS_OR_STAYS
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    assert {name for name in attributes if name.startswith("_")} == {"_exit"}
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    assert {text for text in texts if str(text).startswith("_")} == {"_orig_mod"}
+
+
+IMPORT = """
+import gc, os, random, signal, sys, threading
+import torch, torch.distributed.nn.functional
+
+def state():
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    seeds = torch.initial_seed(), torch.get_rng_state().tolist(), random.getstate()
+    return dict(os.environ), handlers, seeds, threading.active_count(), gc.get_freeze_count(), torch.get_num_threads()
+
+before = state()
+import distributed
+assert state() == before
+assert "spawn" not in sys.modules
+"""
+
+
+@pytest.mark.guard
+@pytest.mark.slow
+def test_importing_the_helper_changes_nothing():
+    subprocess.run([sys.executable, "-c", IMPORT], cwd=ROOT, check=True, timeout=240)
+
+
+def test_what_a_script_needs_beside_it():
+    assert carried("min_DDP") == ["distributed", "spawn"]
+    for name in ("multigpu_torchrun", "multinode_torchrun"):
+        assert carried(name) == ["checkpoint", "distributed", "watch"]
+    assert carried("min_FSDP") == ["checkpoint_sharded", "distributed", "gpt", "options", "spawn"]
+    assert carried("single_gpu") == carried("plan") == carried("watch") == []
+
+
+def test_nothing_is_defined_for_one_caller_in_a_shared_file():
+    for helper in HELPERS:
+        others = [name for name in (*SCRIPTS, *ALL_HELPERS) if name != helper]
+        for name in public_names(helper):
+            if helper == "distributed" and name in PUBLIC:
+                continue
+            users = [
+                other for other in others if re.search(rf"\b{helper}\.{name}\b|import .*\b{name}\b", source(other))
+            ]
+            within = len(re.findall(rf"\b{name}\b", source(helper))) > 1
+            assert len(users) > 1 or within, f"{helper}.{name} is for {users}"
 
 
 # ---- the table of AGENTS.md -----------------------------------------------------------------------------------------
