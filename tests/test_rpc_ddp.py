@@ -47,7 +47,8 @@ def train_and_record(local_rank, world_size, args):
         def call(*args):
             before = io_bytes()
             result = function(*args)
-            ratios.append((io_bytes() - before).sum().item() / (len(args[ids_at]) * (8 + 8 * WIDTH)))
+            n_rows = len(args[ids_at].unique())
+            ratios.append((io_bytes() - before).sum().item() / (n_rows * (8 + 8 * WIDTH)))
             return result
 
         return call
