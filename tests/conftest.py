@@ -398,7 +398,7 @@ def status_of(process):
 
 
 def on_processes(*numbers):
-    """Make a test of a function that all ranks call, each time in a new process group and in a folder of its own.
+    """Make a test of a function that all ranks call, in one process group, each time in a folder of its own.
 
     The test has a row for each number of processes, and more with pytest.mark.parametrize below this decorator. All
     rows of a file that are selected and have the same number run in one job. Those after one that fails do not run, and
