@@ -106,7 +106,9 @@ def test_a_second_backward_before_wait_is_an_error():
 
 @on_processes(2)
 def test_an_unused_parameter_is_an_error():
-    model, _, x, y = first_step()
+    args = arguments()
+    model = transformer.make_model(args)
+    x, y = gpt.batch(transformer.small_text()[0], 0, 4, args.length)
     model.unused = torch.nn.Parameter(torch.zeros(2))
     reducer = min_DDP_scratch.Reducer(model, 20_000)
     transformer.plain_loss(model, x, y).backward()
