@@ -21,8 +21,10 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+import wandb
 from conftest import ROOT, Left, Watch, exit_message, float64, leaving_is_an_error, on_processes, run, start, wait_for
 from conftest import whole as full
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -235,7 +237,10 @@ def mesh_of_the_recipe(*sizes):
     """Of machines with one process each."""
     names = {"dist": dist, "device": dist.get_device(), "init_device_mesh": init_device_mesh}
     block = blocks_of_page("recipes.md", "### How do I shard within a machine and replicate between machines?", **names)
-    return block["make_mesh"](dist.get_world_size())
+    n = dist.get_world_size()
+    mesh = block["make_mesh"](n)
+    assert (mesh.mesh_dim_names, mesh.shape) == (("replicate", "shard"), (n, 1))
+    return mesh
 
 
 @contextlib.contextmanager
@@ -262,16 +267,14 @@ def test_equals_one_process(name):
         job = Job(model, options)
         llm_hub.check_rows(job.model, LENGTH, pad=False)
         lora_A = whole_parameters(job.model, "lora_A")
-        first_rows = list(llm_documents.share_of(job.rows, batches_of(job.n_rows, job.args)[0]))
-        first_loss = dist.all_reduce(llm_FSDP.backward(job.model, first_rows, job.args.gather_once)).item()
-        printed = re.findall(r"^step \d/3 \| loss (\S+)", job.train(STEPS), re.M)
+        with mock.patch("tracking.Tracker.log") as log:
+            job.train(STEPS)
+        tracked = [call.kwargs["loss"] for call in log.call_args_list if "loss" in call.kwargs]
         after = whole_parameters(job.model)
     with float64_everywhere():
         losses, before, expected = train_alone(job.args, optimizer, lora_A)
     assert losses[-1] < losses[0] - 0.02
-    assert abs(first_loss - losses[0]) < 1e-7
-    if dist.is_primary():
-        assert [float(loss) for loss in printed] == pytest.approx(losses, abs=1e-4)
+    assert tracked == pytest.approx(losses, rel=0, abs=1e-7)
     if job.args.nf4:
         expected = {key: value for key, value in expected.items() if key in after}
         after = {key: value for key, value in after.items() if not key.endswith(("packed", "scales"))}
@@ -392,7 +395,7 @@ def test_kills_and_sigterm_change_nothing(folder):
 
 @contextlib.contextmanager
 def watch_peak(peaks):
-    """Append by how much the memory of this process grows while the block runs, with the files that it maps."""
+    """Append by how much the memory of this process grows while the block runs."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = peak_bytes()
     yield
@@ -408,6 +411,8 @@ def measure_memory(local_rank, world_size):
     args = arguments("large", f"--output out-{world_size}")
     peaks = []
     whole, config, types, *_ = llm_FSDP.prepare(args)
+    if local_rank == 0:
+        sum(param.sum() for param in whole.parameters())  # its files are in memory before
     with watch_peak(peaks):
         model = llm_FSDP.make_model(whole, config, types, args)
         if local_rank == 0:
@@ -419,10 +424,7 @@ def measure_memory(local_rank, world_size):
 
 @pytest.mark.slow
 def test_the_cpus_hold_one_model_and_not_one_per_process(folder):
-    """Loading maps the files on rank 0 and fills the shards, one model over all ranks; saving collects one more.
-
-    One tensor at a time is sent.
-    """
+    """Loading fills the shards, one model over all ranks; saving collects one more. One tensor at a time is sent."""
     make_inputs("large")
     n_bytes = sum(file.stat().st_size for file in Path("large").glob("*.safetensors"))
     largest = 4 * 16000 * 1024
@@ -430,8 +432,8 @@ def test_the_cpus_hold_one_model_and_not_one_per_process(folder):
     for world_size in (1, 2, 4):
         loading, saving = zip(*dist.launch(measure_memory, nprocs=world_size), strict=True)
         print(world_size, [[round(n / 1e6) for n in part] for part in (loading, saving)], flush=True)
-        assert sum(loading) < 2.1 * n_bytes + 3 * world_size * largest
-        assert sum(saving) < 1.2 * n_bytes + 3 * world_size * largest
+        assert 0.8 * n_bytes < sum(loading) < 1.1 * n_bytes + 3 * world_size * largest
+        assert 0.8 * n_bytes * (world_size > 1) < sum(saving) < 1.2 * n_bytes + 3 * world_size * largest
         for rank in range(1, world_size):
             assert loading[rank] < n_bytes / world_size + 4 * largest and saving[rank] < 4 * largest
         shutil.rmtree(f"out-{world_size}")
@@ -673,7 +675,7 @@ def test_results_load(name, dtype, changes, options):
         new = {"model.safetensors"}
         loaded = transformers.AutoModelForCausalLM.from_pretrained("out")
         types = {key: value.dtype for key, value in weights_of(Path("out")).items()}
-        assert types == {key: value.dtype for key, value in before.items() if key in types}
+        assert types == {key: value.dtype for key, value in before.items()}
     assert set(os.listdir("out")) == {*others, *new}
     assert others.items() <= other_files_of(Path("out")).items()
     for key, value in loaded.state_dict().items():
@@ -785,7 +787,7 @@ NO_EMBEDDING = "token 259, '<new>', of the data has no embedding.*"
 REFUSED = [  # how the folder of the model is changed, options, and what is said after --model ./llama:
     (move, "elsewhere", "", "there is no such folder"),
     (cut_in_half, "model-00001-of-00003.safetensors", "", ".*incomplete.*"),
-    (remove, "tokenizer*", "", ".*backend tokenizer.*"),
+    (remove, "tokenizer*", "", ".*backend tokenizer.*sentencepiece.*"),
     (remove, "model*", "", ".*no file named model.safetensors.*"),
     (configure, {"vocab_size": 300}, "", r".* for its config.json, 2 mismatched weights, .*\(\[300, 32\]\)\)"),
     (configure, {"quantization_config": {"quant_method": "mxfp4"}}, "", ".* quantized weights cannot be trained"),
@@ -943,22 +945,27 @@ def test_a_run_that_diverges_saves_nothing(name, folder):
 
 
 def test_what_is_printed_is_of_the_steps_alone(folder, monkeypatch):
-    """A row takes a second, and an evaluation far longer. Padding does not count. After 4 steps of warm-up is --lr."""
+    """A row takes a second; evaluations and saves take far longer. Padding does not count. The loss is a mean."""
+    options = "--eval-every 3 --lr 0.01 --warmup 4"
+    losses = re.findall(r"\| loss (\S+)", Job(options=f"{options} --output other").train(6))  # of each step
     clock = SimpleNamespace(now=0, perf_counter=lambda: clock.now)
     monkeypatch.setattr(llm_FSDP, "time", clock)
 
-    def pass_time(model, *_):
-        clock.now += 1 if model.training else 100
+    def pass_time(seconds):
+        clock.now += seconds
 
-    job = Job(options="--log-every 2 --eval-every 3 --lr 0.01 --warmup 4")
-    job.model.register_forward_pre_hook(pass_time)
+    monkeypatch.setattr("checkpoint_sharded.save", lambda *_, **__: pass_time(1000))
+    job = Job(options=f"{options} --log-every 2 --checkpoint-dir saved --save-every 3")
+    job.model.register_forward_pre_hook(lambda model, _: pass_time(1 if model.training else 100))
     printed = job.train(6)
     order = llm_documents.order_of(job.n_rows, 6 * BATCH, 0)
     n_tokens = (llm_documents.mapped(job.rows)[order, llm_documents.TOKENS] >= 0).sum(axis=1)
     first = 0
     for done, lr in ((2, "4.0e-03"), (3, "6.0e-03"), (4, "8.0e-03"), (6, ".*")):
         tokens = n_tokens[first * BATCH : done * BATCH].mean()
-        assert re.search(rf"^step {done}/6 .* \| lr {lr} \| {tokens:,.0f} tokens/s", printed, re.M), printed
+        line = rf"^step {done}/6 \| loss (\S+) .* \| lr {lr} \| {tokens:,.0f} tokens/s"
+        (loss,) = re.findall(line, printed, re.M)
+        assert float(loss) == pytest.approx(np.mean([float(each) for each in losses[first:done]]), abs=1e-4)
         first = done
 
 
@@ -976,11 +983,16 @@ def test_a_run_and_its_resumed_end_are_one_run_of_the_tracker(folder, monkeypatc
         monkeypatch.setenv(f"WANDB_{name}", str(folder))
     agreed = iter([False, True])
     with leaving_is_an_error(agreed=lambda preemption: next(agreed, False)):
-        first, second = (Job(options="--wandb --checkpoint-dir saved") for _ in range(2))
+        first, second = (Job(options="--wandb --tensorboard runs --checkpoint-dir saved") for _ in range(2))
         with pytest.raises(Left):
             first.train(4)
         second.train(4)
     assert len({path.name.rpartition("-")[2] for path in folder.glob("wandb/offline-run-*")}) == 1
+    assert wandb.run is None, "it is closed"
+    events = EventAccumulator("runs").Reload()
+    assert {*events.Tags()["scalars"]} == {"loss", "lr", "norm", "tokens_per_second", "held_out"}
+    printed = re.findall(r"^step (\d)/4 \| loss (\S+)", first.stdout.getvalue() + second.stdout.getvalue(), re.M)
+    assert [(str(event.step // BATCH), f"{event.value:.4f}") for event in events.Scalars("loss")] == printed
 
 
 def test_defaults_that_depend_on_other_options(folder):

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import language
 import numpy as np
@@ -59,6 +60,8 @@ def test_only_what_the_assistant_says_is_in_the_loss_with_its_end(tokenizer):
     in_loss = targets != llm_documents.IGNORED
     assert targets[in_loss].tolist() == np.array(everything[1:])[in_loss].tolist(), "the token after each"
     assert tokens.dtype == targets.dtype == np.int32
+    example = llm_documents.text_around_loss((tokens, None, targets), tokenizer, 4)
+    assert example == ("i.<|end|><|assistant|>", "Hell")
 
 
 def test_a_token_that_begins_with_the_end_of_the_prompt():
@@ -135,8 +138,9 @@ def test_many_lines_are_read_in_parts_and_what_is_too_long_is_counted(tokenizer,
     assert [tokens.tolist() for tokens, _ in found] == [tokens.tolist() for tokens, _ in fitting]
     line = f"{len(alone) - len(fitting)} conversations have more than --length {n - 1} tokens and are left out\n"
     assert capsys.readouterr().out == line
-    parts = list(llm_documents.parts_of(5 * ["a"] + ["bbb"], 2, len))
-    assert parts == [["a", "a"], ["a", "a"], ["a", "bbb"]]
+    source = iter(lines(*records))
+    next(llm_documents.documents_of(source, tokenizer, n - 1))
+    assert len(list(source)) == len(records) - 2, "it reads as it goes"
 
 
 def test_held_out_lines_are_drawn_at_random_and_equal_lines_are_on_one_side():
@@ -170,6 +174,11 @@ def test_files_that_are_compressed_or_cannot_be_read(tmp_path, monkeypatch):
     ):
         message = exit_message(list, llm_documents.lines_of([tmp_path / name], "--eval-data"))
         assert message.startswith(f"--eval-data: cannot read {tmp_path / name}: {cause}")
+    rows = SimpleNamespace(to_pylist=lambda: [{"text": "a"}, {"text": None}])
+    parquet = SimpleNamespace(ParquetFile=lambda path: SimpleNamespace(iter_batches=lambda n: [rows]))
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=parquet))
+    found = [line for _, line in llm_documents.lines_of([tmp_path / "c.parquet"])]
+    assert found == [b'{"text": "a"}', b'{"text": null}']
 
 
 def test_the_page_converts_prompts_and_completions(tokenizer, tmp_path, monkeypatch):
@@ -229,11 +238,8 @@ def test_rows_in_a_file_are_the_documents_and_are_counted(pad, tokenizer, tmp_pa
     assert largest == max(every_token.max(), every_target.max())
     rows = llm_documents.mapped(path)
     assert rows.shape[1:] == (3, length) and rows.dtype == np.int32
-    if pad:
-        assert len(rows) == len(documents)
-    else:
-        n_parts = len(every_token) / 300
-        assert len(rows) <= len(every_token) / length + n_parts + 2
+    assert (len(rows) == len(documents)) == pad
+    assert len(llm_documents.pack(documents, length)) <= len(every_token) / length + 2
     found = []
     for tokens, positions, targets in rows:
         n = (tokens != llm_documents.PADDING).sum()
